@@ -1,0 +1,114 @@
+"""The exceptions that cross a boundary of the system, each with its HTTP status.
+
+::
+
+    ServeError                  500  something failed that the client could not have prevented
+    ├── InvalidRequest          400  the request is wrong; ``param`` names the field
+    │   ├── ModelNotFound       404
+    │   └── TooLarge            413
+    ├── Unavailable             503  no instance can take the request now; trying again later may help
+    │   └── Overloaded          429  a queue is full
+    ├── InstanceFailed          502  an instance died or broke off while it had the request
+    └── StageTimeout            504  a stage did not answer before its deadline
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import msgspec
+
+
+class ErrorBody(msgspec.Struct, kw_only=True):
+    """The ``error`` object of the OpenAI API."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorEnvelope(msgspec.Struct):
+    """``{"error": {...}}`` as it travels."""
+
+    error: ErrorBody
+
+
+class ServeError(Exception):
+    """Base of all errors that reach a client; carries what the OpenAI error object needs."""
+
+    status: ClassVar[int] = 500
+    type: ClassVar[str] = "server_error"
+    default_code: ClassVar[str | None] = None
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code or self.default_code
+
+    def body(self) -> dict[str, Any]:
+        """The JSON object ``{"error": {message, type, param, code}}`` of the OpenAI API."""
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+    def to_json(self) -> bytes:
+        return msgspec.json.encode(self.body())
+
+
+class InvalidRequest(ServeError):
+    status = 400
+    type = "invalid_request_error"
+
+
+class ModelNotFound(InvalidRequest):
+    status = 404
+    default_code = "model_not_found"
+
+
+class TooLarge(InvalidRequest):
+    status = 413
+    default_code = "request_too_large"
+
+
+class Unavailable(ServeError):
+    status = 503
+    type = "service_unavailable"
+
+
+class Overloaded(Unavailable):
+    status = 429
+    type = "rate_limit_error"
+    default_code = "overloaded"
+
+
+class InstanceFailed(ServeError):
+    status = 502
+    type = "instance_error"
+
+
+class StageTimeout(ServeError):
+    status = 504
+    type = "timeout_error"
+
+
+_BY_STATUS: dict[int, type[ServeError]] = {
+    cls.status: cls
+    for cls in (InvalidRequest, ModelNotFound, TooLarge, Unavailable, Overloaded, InstanceFailed, StageTimeout)
+}
+
+
+def error_from_response(status: int, body: bytes, *, origin: str) -> ServeError:
+    """Rebuild the error that an instance answered with.
+
+    Args:
+        status: HTTP status of the answer, 400 or above.
+        body: its body; anything but an OpenAI error object is quoted in the message.
+        origin: the instance's name, for the message where the body is no help.
+    """
+    cls = _BY_STATUS.get(status, InvalidRequest if 400 <= status < 500 else ServeError)
+    try:
+        error = msgspec.json.decode(body, type=ErrorEnvelope).error
+    except msgspec.MsgspecError:
+        text = body[:200].decode("utf-8", "replace")
+        return cls(f"{origin} answered {status}: {text or 'nothing'}")
+    return cls(error.message, param=error.param, code=error.code)

@@ -1,0 +1,1 @@
+"""Messages between gateway and instances, and the OpenAI schema that clients see."""

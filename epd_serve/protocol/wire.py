@@ -1,0 +1,288 @@
+"""Messages between the gateway and the instances, and among instances: flat, typed, msgpack.
+
+Every stage call is one HTTP POST whose connection lives as long as the work: closing it cancels the work.
+
+======================  =========  ====================  ==========================================================
+call                    from, to   body                  answer
+======================  =========  ====================  ==========================================================
+``/stage/encode``       gateway,E  EncodeRequest         EncodeReply once the feature is stored and announced
+``/stage/prefill``      gateway,P  PrefillRequest        OpenAI bytes; header ``x-epd-next`` says who goes on
+``/stage/decode``       gateway,D  DecodeRequest         OpenAI bytes from the second token on
+``/feature/event``      E, P       FeatureEvent          204; P fetches in the background
+``/feature/taken``      P, E       FeatureTaken          204; E may evict again
+``/kv/reserve``         P, D       ReserveRequest        ReserveReply, when blocks are free
+``/kv/renew``           P, D       TransferRef           204, or 404 when the lease is gone
+``/kv/complete``        P, D       Handoff               204; D owns the request from here
+``/kv/cancel``          P, D       TransferRef           204; P promises to write no more
+``/info``               any        (GET)                 InstanceInfo, as JSON
+======================  =========  ====================  ==========================================================
+
+Errors of any call are OpenAI error objects as JSON with a 4xx or 5xx status (:mod:`epd_serve.errors`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from epd_serve.types import SamplingParams
+
+CONTENT_TYPE = "application/msgpack"
+REQUEST_ID_HEADER = "x-request-id"
+#: Header of ``/stage/prefill``'s answer: "decode" when D's bytes follow, "none" when these are all.
+NEXT_HEADER = "x-epd-next"
+
+
+class Message(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Base of all wire messages."""
+
+
+class MediaRef(Message):
+    """A media item without its bytes.
+
+    Attributes:
+        mm_hash: full-width blake3 hex over media bytes, modality and the model's ``media_fingerprint``.
+        width, height: pixels as displayed (EXIF orientation applied), read from the header alone.
+    """
+
+    mm_hash: str
+    width: int
+    height: int
+    modality: Literal["image"] = "image"
+
+
+class Part(Message):
+    """A piece of a message's content: text, or the next media item in order (``type == "image"``)."""
+
+    type: Literal["text", "image"]
+    text: str = ""
+
+
+class ChatMessage(Message):
+    role: str
+    content: list[Part]
+
+
+class OutputOptions(Message):
+    """The shape in which the client wants its answer.
+
+    ``kind`` chooses between chat.completion and text_completion objects; ``id``, ``created`` and ``model``
+    appear in every object.
+    """
+
+    kind: Literal["chat", "completion"]
+    id: str
+    created: int
+    model: str
+    stream: bool = False
+    include_usage: bool = False
+    continuous_usage: bool = False
+    echo: bool = False
+
+
+class EncodeRequest(Message):
+    """Encode one media item for a request and announce the feature to ``announce_to`` (P's control URL)."""
+
+    request_id: str
+    ref: MediaRef
+    media: bytes
+    announce_to: str
+
+
+class EncodeReply(Message):
+    cached: bool
+    num_tokens: int
+
+
+class PrefillRequest(Message):
+    """One request's chat or prompt with media as references.
+
+    Exactly one of ``messages`` (kind "chat") and ``prompt`` (kind "completion") is set. ``decode_url`` is D's
+    control URL, or None when the same instance decodes.
+    """
+
+    request_id: str
+    output: OutputOptions
+    sampling: SamplingParams
+    items: list[MediaRef]
+    messages: list[ChatMessage] | None = None
+    prompt: str | list[int] | None = None
+    decode_url: str | None = None
+
+
+class DecodeRequest(Message):
+    """"Expect request r": P's reservation and handoff will follow, or have come already."""
+
+    request_id: str
+    stream: bool
+
+
+class Region(Message):
+    """Registered memory as a peer addresses it.
+
+    A peer on the same host (equal ``host_id``) maps ``/proc/<pid>/fd/<fd>``; any other connects to
+    ``host:port``, where port 0 means that this memory is reachable on its own host only.
+    """
+
+    name: str
+    nbytes: int
+    host_id: str
+    pid: int
+    fd: int
+    host: str
+    port: int
+
+
+class FeatureEvent(Message):
+    """E has put a feature: where it lies and what it must look like (design: hash event).
+
+    ``checksum`` is blake3 hex over the bytes. The source keeps the bytes until ``/feature/taken`` or until
+    ``lease_s`` seconds have passed.
+    """
+
+    request_id: str
+    mm_hash: str
+    shape: list[int]
+    dtype: str
+    nbytes: int
+    checksum: str
+    region: Region
+    offset: int
+    source_url: str
+    lease_s: float
+
+
+class FeatureTaken(Message):
+    request_id: str
+    mm_hash: str
+
+
+class KVLayout(Message):
+    """What must agree between two KV pools before bytes may move: else the reservation is refused."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: str
+    model: str
+
+
+class ReserveRequest(Message):
+    """Ask D for the blocks of one request (reserve → write → complete; idempotent by ``transfer_id``)."""
+
+    transfer_id: str
+    request_id: str
+    num_prompt_tokens: int
+    max_tokens: int
+    num_sequences: int
+    block_hashes: list[bytes]
+    layout: KVLayout
+    lease_s: float
+
+
+class ReserveReply(Message):
+    """``block_ids`` hold the prompt, in order; the first ``num_cached_blocks`` of them already do."""
+
+    block_ids: list[int]
+    num_cached_blocks: int
+    region: Region
+    num_blocks: int
+
+
+class TransferRef(Message):
+    transfer_id: str
+
+
+class TokenLogprob(Message):
+    """Log-probability of a chosen token and of the most likely ones, best first: (token id, logprob)."""
+
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]] = []
+
+
+class FirstToken(Message):
+    token_id: int
+    logprob: TokenLogprob | None = None
+    #: "stop" or "length" where the sequence ended with its first token.
+    finish_reason: Literal["stop", "length"] | None = None
+
+
+class Handoff(Message):
+    """All KV is written; D continues with the second token of each of the ``n`` sequences.
+
+    ``position_delta`` is what M-RoPE adds to the index of a token after the prompt.
+    """
+
+    transfer_id: str
+    request_id: str
+    prompt_ids: list[int]
+    position_delta: int
+    sampling: SamplingParams
+    output: OutputOptions
+    first: list[FirstToken]
+    block_hashes: list[bytes]
+
+
+class Load(Message):
+    """What an instance reports of itself, for routing."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_waiting_tokens: int = 0
+    num_waiting_encodes: int = 0
+    free_blocks: int = 0
+    total_blocks: int = 0
+
+
+class InstanceInfo(Message):
+    """An instance's identity and state, served as JSON at ``/info``.
+
+    Attributes:
+        media_fingerprint: hex name of everything but the media bytes that decides a feature: model revision,
+            processor, dtype, shape version. It goes into each mm_hash.
+        parameters: number of parameters held, by part ("tower", "language_model").
+    """
+
+    name: str
+    role: str
+    url: str
+    model: str
+    model_path: str
+    max_model_len: int
+    media_fingerprint: str
+    device: str
+    dtype: str
+    pid: int
+    ready: bool
+    load: Load
+    parameters: dict[str, int] = {}
+
+
+M = TypeVar("M", bound=Message)
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(message: Message) -> bytes:
+    """Message → msgpack."""
+    return _encoder.encode(message)
+
+
+def decode(data: bytes | bytearray | memoryview, message_type: type[M]) -> M:
+    """msgpack → message. Raises ``ValueError`` (msgspec.ValidationError) that names the wrong field."""
+    return msgspec.msgpack.decode(data, type=message_type)
+
+
+def to_json(message: Message) -> bytes:
+    return msgspec.json.encode(message)
+
+
+def from_json(data: bytes, message_type: type[M]) -> M:
+    return msgspec.json.decode(data, type=message_type)
+
+
+def to_builtins(message: Message) -> Any:
+    return msgspec.to_builtins(message)

@@ -1,0 +1,106 @@
+"""Words that every part shares: stages, roles and the sampling parameters of a request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+import msgspec
+
+
+class Stage(StrEnum):
+    """One of the three kinds of work in a multimodal request."""
+
+    ENCODE = "E"
+    PREFILL = "P"
+    DECODE = "D"
+
+
+_ORDER = (Stage.ENCODE, Stage.PREFILL, Stage.DECODE)
+
+
+@dataclass(frozen=True)
+class Role:
+    """A non-empty set of stages; it decides which weights and caches an instance holds.
+
+    Printed in data-path order: ``str(Role.parse("DE")) == "ED"``.
+    """
+
+    stages: frozenset[Stage]
+
+    def __post_init__(self) -> None:
+        if not self.stages:
+            raise ValueError("a role needs at least one stage of E, P and D")
+
+    @classmethod
+    def of(cls, stages: Iterable[Stage]) -> Role:
+        return cls(frozenset(stages))
+
+    @classmethod
+    def parse(cls, text: str) -> Role:
+        """Read ``"E"``, ``"PD"``, ``"EPD"`` ... Raises ValueError that says what is wrong."""
+        stages: list[Stage] = []
+        for letter in text:
+            if letter not in ("E", "P", "D"):
+                raise ValueError(f"role {text!r}: {letter!r} is no stage; use letters of E, P and D, as in 'EP'")
+            if letter in stages:
+                raise ValueError(f"role {text!r}: stage {letter} is named twice")
+            stages.append(Stage(letter))
+        if not stages:
+            raise ValueError("an empty role; use letters of E, P and D, as in 'EP'")
+        return cls(frozenset(stages))
+
+    @property
+    def encodes(self) -> bool:
+        return Stage.ENCODE in self.stages
+
+    @property
+    def prefills(self) -> bool:
+        return Stage.PREFILL in self.stages
+
+    @property
+    def decodes(self) -> bool:
+        return Stage.DECODE in self.stages
+
+    @property
+    def has_language_model(self) -> bool:
+        """Prefill and decode run the language model; encode runs the tower alone."""
+        return self.prefills or self.decodes
+
+    def __str__(self) -> str:
+        return "".join(stage for stage in _ORDER if stage in self.stages)
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How tokens are chosen and when generation stops, in the vocabulary of the OpenAI and vLLM APIs.
+
+    ``temperature == 0`` is greedy. ``max_tokens`` is None until the instance that knows the prompt length fills
+    it with the room that the context leaves. ``seed`` is always set: whoever makes the request draws one.
+    """
+
+    seed: int
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    logprobs: int | None = None
+    n: int = 1
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def penalised(self) -> bool:
+        """Whether the scores depend on the tokens seen so far."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
