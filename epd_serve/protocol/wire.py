@@ -5,11 +5,10 @@ Every stage call is one HTTP POST whose connection lives as long as the work: cl
 ======================  =========  ====================  ==========================================================
 call                    from, to   body                  answer
 ======================  =========  ====================  ==========================================================
-``/stage/encode``       gateway,E  EncodeRequest         EncodeReply once the feature is stored and announced
+``/stage/encode``       gateway,E  EncodeRequest         EncodeReply once P has the feature
 ``/stage/prefill``      gateway,P  PrefillRequest        OpenAI bytes; header ``x-epd-next`` says who goes on
 ``/stage/decode``       gateway,D  DecodeRequest         OpenAI bytes from the second token on
-``/feature/event``      E, P       FeatureEvent          204; P fetches in the background
-``/feature/taken``      P, E       FeatureTaken          204; E may evict again
+``/feature/event``      E, P       FeatureEvent          204 once P has fetched and verified the feature
 ``/kv/reserve``         P, D       ReserveRequest        ReserveReply, when blocks are free
 ``/kv/renew``           P, D       TransferRef           204, or 404 when the lease is gone
 ``/kv/complete``        P, D       Handoff               204; D owns the request from here
@@ -38,7 +37,7 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     """Base of all wire messages."""
 
 
-class MediaRef(Message):
+class MediaRef(Message, frozen=True):
     """A media item without its bytes.
 
     Attributes:
@@ -52,19 +51,19 @@ class MediaRef(Message):
     modality: Literal["image"] = "image"
 
 
-class Part(Message):
+class Part(Message, frozen=True):
     """A piece of a message's content: text, or the next media item in order (``type == "image"``)."""
 
     type: Literal["text", "image"]
     text: str = ""
 
 
-class ChatMessage(Message):
+class ChatMessage(Message, frozen=True):
     role: str
     content: list[Part]
 
 
-class OutputOptions(Message):
+class OutputOptions(Message, frozen=True):
     """The shape in which the client wants its answer.
 
     ``kind`` chooses between chat.completion and text_completion objects; ``id``, ``created`` and ``model``
@@ -81,7 +80,7 @@ class OutputOptions(Message):
     echo: bool = False
 
 
-class EncodeRequest(Message):
+class EncodeRequest(Message, frozen=True):
     """Encode one media item for a request and announce the feature to ``announce_to`` (P's control URL)."""
 
     request_id: str
@@ -90,12 +89,12 @@ class EncodeRequest(Message):
     announce_to: str
 
 
-class EncodeReply(Message):
+class EncodeReply(Message, frozen=True):
     cached: bool
     num_tokens: int
 
 
-class PrefillRequest(Message):
+class PrefillRequest(Message, frozen=True):
     """One request's chat or prompt with media as references.
 
     Exactly one of ``messages`` (kind "chat") and ``prompt`` (kind "completion") is set. ``decode_url`` is D's
@@ -111,14 +110,14 @@ class PrefillRequest(Message):
     decode_url: str | None = None
 
 
-class DecodeRequest(Message):
-    """"Expect request r": P's reservation and handoff will follow, or have come already."""
+class DecodeRequest(Message, frozen=True):
+    """Tells D to expect a request: P's reservation and handoff will follow, or have come already."""
 
     request_id: str
     stream: bool
 
 
-class Region(Message):
+class Region(Message, frozen=True):
     """Registered memory as a peer addresses it.
 
     A peer on the same host (equal ``host_id``) maps ``/proc/<pid>/fd/<fd>``; any other connects to
@@ -134,11 +133,12 @@ class Region(Message):
     port: int
 
 
-class FeatureEvent(Message):
+class FeatureEvent(Message, frozen=True):
     """E has put a feature: where it lies and what it must look like (design: hash event).
 
-    ``checksum`` is blake3 hex over the bytes. The source keeps the bytes until ``/feature/taken`` or until
-    ``lease_s`` seconds have passed.
+    ``checksum`` is blake3 hex over the bytes. The source keeps them as long as the call lasts. A feature that
+    cannot be fetched, or is not what the event says, is refused: E reports that to the gateway, which has it
+    encoded anew.
     """
 
     request_id: str
@@ -149,16 +149,9 @@ class FeatureEvent(Message):
     checksum: str
     region: Region
     offset: int
-    source_url: str
-    lease_s: float
 
 
-class FeatureTaken(Message):
-    request_id: str
-    mm_hash: str
-
-
-class KVLayout(Message):
+class KVLayout(Message, frozen=True):
     """What must agree between two KV pools before bytes may move: else the reservation is refused."""
 
     num_layers: int
@@ -169,7 +162,7 @@ class KVLayout(Message):
     model: str
 
 
-class ReserveRequest(Message):
+class ReserveRequest(Message, frozen=True):
     """Ask D for the blocks of one request (reserve → write → complete; idempotent by ``transfer_id``)."""
 
     transfer_id: str
@@ -182,7 +175,7 @@ class ReserveRequest(Message):
     lease_s: float
 
 
-class ReserveReply(Message):
+class ReserveReply(Message, frozen=True):
     """``block_ids`` hold the prompt, in order; the first ``num_cached_blocks`` of them already do."""
 
     block_ids: list[int]
@@ -191,11 +184,15 @@ class ReserveReply(Message):
     num_blocks: int
 
 
-class TransferRef(Message):
+class TransferRef(Message, frozen=True):
+    """``reason`` says why P cancels, where the request was not simply given up by its client."""
+
     transfer_id: str
+    request_id: str
+    reason: str = ""
 
 
-class TokenLogprob(Message):
+class TokenLogprob(Message, frozen=True):
     """Log-probability of a chosen token and of the most likely ones, best first: (token id, logprob)."""
 
     token_id: int
@@ -203,17 +200,18 @@ class TokenLogprob(Message):
     top: list[tuple[int, float]] = []
 
 
-class FirstToken(Message):
+class FirstToken(Message, frozen=True):
     token_id: int
     logprob: TokenLogprob | None = None
     #: "stop" or "length" where the sequence ended with its first token.
     finish_reason: Literal["stop", "length"] | None = None
 
 
-class Handoff(Message):
+class Handoff(Message, frozen=True):
     """All KV is written; D continues with the second token of each of the ``n`` sequences.
 
-    ``position_delta`` is what M-RoPE adds to the index of a token after the prompt.
+    ``position_delta`` is what M-RoPE adds to the index of a token after the prompt; ``max_tokens`` is the limit
+    that P derived from the request and the context.
     """
 
     transfer_id: str
@@ -221,12 +219,12 @@ class Handoff(Message):
     prompt_ids: list[int]
     position_delta: int
     sampling: SamplingParams
+    max_tokens: int
     output: OutputOptions
     first: list[FirstToken]
-    block_hashes: list[bytes]
 
 
-class Load(Message):
+class Load(Message, frozen=True):
     """What an instance reports of itself, for routing."""
 
     num_running: int = 0
@@ -237,7 +235,7 @@ class Load(Message):
     total_blocks: int = 0
 
 
-class InstanceInfo(Message):
+class InstanceInfo(Message, frozen=True):
     """An instance's identity and state, served as JSON at ``/info``.
 
     Attributes:

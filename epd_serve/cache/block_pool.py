@@ -1,0 +1,147 @@
+"""The blocks of a paged KV cache: reference counts, prefix reuse by content hash, LRU eviction."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+def num_blocks_for(num_tokens: int, block_size: int) -> int:
+    return -(-num_tokens // block_size)
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestBlocks:
+    """All blocks that one request may ever need, taken at admission so that decoding can never run dry.
+
+    Attributes:
+        root: the first sequence's block table: prompt, then output.
+        forks: for each further sequence (``n`` > 1), the blocks that replace the root's from the first block on
+            that is not full of prompt.
+        num_cached: how many of the first root blocks held the prompt's KV already.
+    """
+
+    root: list[int]
+    forks: list[list[int]] = field(default_factory=list)
+    num_cached: int = 0
+
+    def all(self) -> list[int]:
+        return self.root + [block for fork in self.forks for block in fork]
+
+
+class BlockPool:
+    """Blocks ``1 .. num_blocks - 1``; block 0 is scratch for padding and never handed out.
+
+    A block whose last reference is released keeps its content and hash until it is needed for something else,
+    least recently released first, blocks without a hash before all others.
+    """
+
+    __slots__ = ("_blank", "_by_hash", "_cached", "_hash_of", "_refs", "block_size", "num_blocks")
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        if num_blocks < 2 or block_size < 1:
+            raise ValueError(f"a pool needs two blocks of one token at least, not {num_blocks} of {block_size}")
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._refs = [0] * num_blocks
+        self._blank: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._hash_of: dict[int, bytes] = {}
+        self._by_hash: dict[bytes, int] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Blocks without a reference, cached ones included."""
+        return len(self._blank) + len(self._cached)
+
+    @property
+    def capacity(self) -> int:
+        return self.num_blocks - 1
+
+    def match(self, hashes: Sequence[bytes]) -> list[int]:
+        """Blocks that hold the longest known prefix of ``hashes``. Changes nothing."""
+        blocks: list[int] = []
+        for digest in hashes:
+            block = self._by_hash.get(digest)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def num_needed(self, num_prompt_tokens: int, max_tokens: int, num_sequences: int = 1) -> int:
+        """Blocks that :meth:`allocate_request` takes for a request without any cached prefix."""
+        total = num_blocks_for(num_prompt_tokens + max_tokens, self.block_size)
+        return total + (num_sequences - 1) * (total - num_prompt_tokens // self.block_size)
+
+    def can_allocate_request(
+        self, num_prompt_tokens: int, max_tokens: int, num_sequences: int = 1, hashes: Sequence[bytes] = ()
+    ) -> bool:
+        matched = self._usable_prefix(num_prompt_tokens, hashes)
+        shared = sum(1 for block in matched if self._refs[block])
+        return self.num_needed(num_prompt_tokens, max_tokens, num_sequences) - shared <= self.num_free
+
+    def allocate_request(
+        self, num_prompt_tokens: int, max_tokens: int, num_sequences: int = 1, hashes: Sequence[bytes] = ()
+    ) -> RequestBlocks:
+        """Take the blocks of a whole request, reusing the longest cached prefix.
+
+        Precondition: :meth:`can_allocate_request`. The last prompt token stays uncached: its logits are needed.
+        """
+        root = self._usable_prefix(num_prompt_tokens, hashes)
+        num_cached = len(root)
+        self.acquire(root)
+        total = num_blocks_for(num_prompt_tokens + max_tokens, self.block_size)
+        root = root + self.allocate(total - num_cached)
+        own = total - num_prompt_tokens // self.block_size
+        forks = [self.allocate(own) for _ in range(num_sequences - 1)]
+        return RequestBlocks(root=root, forks=forks, num_cached=num_cached)
+
+    def _usable_prefix(self, num_prompt_tokens: int, hashes: Sequence[bytes]) -> list[int]:
+        return self.match(hashes[: (num_prompt_tokens - 1) // self.block_size])
+
+    def allocate(self, count: int) -> list[int]:
+        """Take ``count`` blocks with one reference each. Precondition: ``count <= num_free``."""
+        assert count <= self.num_free, f"{count} blocks asked of {self.num_free} free"
+        blocks: list[int] = []
+        for _ in range(count):
+            block, _none = (self._blank or self._cached).popitem(last=False)
+            digest = self._hash_of.pop(block, None)
+            if digest is not None:
+                del self._by_hash[digest]
+            self._refs[block] = 1
+            blocks.append(block)
+        return blocks
+
+    def acquire(self, blocks: Sequence[int]) -> None:
+        """Add a reference to blocks found by :meth:`match` or held already."""
+        for block in blocks:
+            if self._refs[block] == 0:
+                del self._cached[block]
+            self._refs[block] += 1
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Drop a reference of each block; the tail of a prefix becomes evictable before its head."""
+        for block in reversed(blocks):
+            assert self._refs[block] > 0, f"block {block} released more often than taken"
+            self._refs[block] -= 1
+            if self._refs[block] == 0:
+                (self._cached if block in self._hash_of else self._blank)[block] = None
+
+    def register(self, block: int, digest: bytes) -> None:
+        """Make a held block's content findable. A hash that another block carries already stays with that one."""
+        assert self._refs[block] > 0, f"block {block} is not held"
+        if digest not in self._by_hash and block not in self._hash_of:
+            self._by_hash[digest] = block
+            self._hash_of[block] = digest
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless every block is in exactly one of: held, cached, blank."""
+        free = {*self._blank, *self._cached}
+        assert len(free) == self.num_free, "a block is blank and cached at once"
+        assert 0 not in free and self._refs[0] == 0, "the scratch block was handed out"
+        for block in range(1, self.num_blocks):
+            assert (self._refs[block] == 0) == (block in free), f"block {block}: {self._refs[block]} references"
+        assert {d: b for b, d in self._hash_of.items()} == self._by_hash, "hash tables disagree"
+        assert all(block in self._hash_of for block in self._cached), "a cached block has no hash"
+        assert not any(block in self._hash_of for block in self._blank), "a blank block has a hash"

@@ -1,0 +1,120 @@
+"""Features by content hash, held for the requests that need them, evicted least recently used first."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class _Entry(Generic[T]):
+    value: T
+    nbytes: int
+    owners: set[str] = field(default_factory=set)
+
+
+class FeatureCache(Generic[T]):
+    """At most ``capacity_bytes`` of values. An entry with an owner is never evicted. Not thread-safe.
+
+    An owner is a request id: it holds an entry once however often it asks, and :meth:`release` drops all it holds.
+    """
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.num_bytes = 0
+        self.num_hits = 0
+        self.num_misses = 0
+        self._entries: OrderedDict[str, _Entry[T]] = OrderedDict()
+        self._held: dict[str, set[str]] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._entries
+
+    @property
+    def num_owners(self) -> int:
+        return len(self._held)
+
+    def acquire(self, key: str, owner: str) -> T | None:
+        """The value, now held by ``owner`` too; None on a miss."""
+        entry = self._entries.get(key)
+        if entry is None:
+            self.num_misses += 1
+            return None
+        self.num_hits += 1
+        self._hold(key, entry, owner)
+        return entry.value
+
+    def get(self, key: str) -> T | None:
+        """The value without a new hold and without counting."""
+        entry = self._entries.get(key)
+        return None if entry is None else entry.value
+
+    def can_put(self, nbytes: int) -> bool:
+        """Whether evicting what nobody holds would make room."""
+        held = sum(entry.nbytes for entry in self._entries.values() if entry.owners)
+        return held + nbytes <= self.capacity_bytes
+
+    def put(self, key: str, value: T, nbytes: int, owner: str) -> list[T]:
+        """Insert a value held by ``owner``; a key that is there already keeps its value.
+
+        Precondition: :meth:`can_put`.
+
+        Returns:
+            The values evicted to make room.
+        """
+        entry = self._entries.get(key)
+        evicted: list[T] = []
+        if entry is None:
+            assert self.can_put(nbytes), f"{nbytes} bytes do not fit"
+            while self.num_bytes + nbytes > self.capacity_bytes:
+                victim = next(k for k, e in self._entries.items() if not e.owners)
+                evicted.append(self.evict(victim))
+            entry = self._entries[key] = _Entry(value, nbytes)
+            self.num_bytes += nbytes
+        self._hold(key, entry, owner)
+        return evicted
+
+    def evict(self, key: str) -> T:
+        """Drop an entry that nobody holds and return its value."""
+        assert not self._entries[key].owners, f"{key} is held"
+        entry = self._entries.pop(key)
+        self.num_bytes -= entry.nbytes
+        return entry.value
+
+    def evict_one(self) -> T | None:
+        """Drop the least recently used entry that nobody holds; None where every entry is held."""
+        victim = next((key for key, entry in self._entries.items() if not entry.owners), None)
+        return None if victim is None else self.evict(victim)
+
+    def release(self, owner: str, key: str | None = None) -> None:
+        """Drop the owner's hold on ``key``, or on everything. Unknown owners and keys are fine (idempotent)."""
+        held = self._held.get(owner, set())
+        for name in list(held) if key is None else [key]:
+            if name in held:
+                held.remove(name)
+                self._entries[name].owners.discard(owner)
+        if not held:
+            self._held.pop(owner, None)
+
+    def owners(self) -> list[str]:
+        return list(self._held)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless bytes and holds add up from both sides."""
+        assert self.num_bytes == sum(entry.nbytes for entry in self._entries.values()), "bytes do not add up"
+        assert self.num_bytes <= self.capacity_bytes, "over capacity"
+        from_entries = {(owner, key) for key, entry in self._entries.items() for owner in entry.owners}
+        from_owners = {(owner, key) for owner, keys in self._held.items() for key in keys}
+        assert from_entries == from_owners, "holds disagree"
+        assert all(self._held.values()), "an owner without a hold"
+
+    def _hold(self, key: str, entry: _Entry[T], owner: str) -> None:
+        self._entries.move_to_end(key)
+        entry.owners.add(owner)
+        self._held.setdefault(owner, set()).add(key)

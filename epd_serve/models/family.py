@@ -1,0 +1,133 @@
+"""What differs between model families: tokens per image, pixels in, positions."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from PIL import Image
+from torch import Tensor
+from transformers import AutoConfig, AutoImageProcessor
+
+from epd_serve.errors import InvalidRequest
+
+#: Tower inputs of one image by argument name; a batch concatenates them along dimension 0.
+TowerInputs = dict[str, Tensor]
+
+
+class Family(Protocol):
+    """One model family's conventions. Sizes are (width, height) in pixels as displayed."""
+
+    config: Any
+    image_token_id: int
+    #: Axes of the rotary positions: 3 for M-RoPE, 1 else.
+    num_position_axes: int
+
+    def num_image_tokens(self, size: tuple[int, int]) -> int:
+        """Placeholder tokens that stand for an image. Raises InvalidRequest for a size the model cannot take."""
+        ...
+
+    def preprocess(self, image: Image.Image) -> TowerInputs:
+        """RGB image → tower inputs."""
+        ...
+
+    def positions(self, ids: Sequence[int], sizes: Sequence[tuple[int, int]], model: Any) -> tuple[Tensor, int]:
+        """Rotary positions [axes, len(ids)] of a prompt with images of these sizes, and the decode delta."""
+        ...
+
+
+class QwenVL:
+    """Qwen2-VL, Qwen2.5-VL, Qwen3-VL: any resolution, M-RoPE."""
+
+    model_types = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+    num_position_axes = 3
+
+    def __init__(self, config: Any, image_processor: Any) -> None:
+        self.config = config
+        self.image_token_id: int = config.image_token_id
+        self._processor = image_processor
+        self._merge_area: int = image_processor.merge_size**2
+        self._resize: Callable[..., tuple[int, int]] = sys.modules[type(image_processor).__module__].smart_resize
+
+    def grid(self, size: tuple[int, int]) -> tuple[int, int, int]:
+        """Patches of an image: (frames, rows, columns), before merging."""
+        width, height = size
+        processor = self._processor
+        rows: int
+        columns: int
+        try:
+            rows, columns = self._resize(
+                height,
+                width,
+                factor=processor.patch_size * processor.merge_size,
+                min_pixels=processor.size["shortest_edge"],
+                max_pixels=processor.size["longest_edge"],
+            )
+        except ValueError as error:
+            raise InvalidRequest(f"an image of {width}x{height} pixels cannot be used: {error}") from error
+        return 1, rows // processor.patch_size, columns // processor.patch_size
+
+    def num_image_tokens(self, size: tuple[int, int]) -> int:
+        frames, rows, columns = self.grid(size)
+        return frames * rows * columns // self._merge_area
+
+    def preprocess(self, image: Image.Image) -> TowerInputs:
+        batch = self._processor(images=[image], return_tensors="pt")
+        return {name: batch[name] for name in ("pixel_values", "image_grid_thw")}
+
+    def positions(self, ids: Sequence[int], sizes: Sequence[tuple[int, int]], model: Any) -> tuple[Tensor, int]:
+        tokens = torch.tensor([ids])
+        if not sizes:
+            return torch.arange(len(ids)).expand(3, -1), 0
+        positions, delta = model.get_rope_index(
+            tokens,
+            image_grid_thw=torch.tensor([self.grid(size) for size in sizes]),
+            mm_token_type_ids=(tokens == self.image_token_id).int(),
+        )
+        return positions[:, 0], int(delta[0, 0])
+
+
+class Llava:
+    """LLaVA-1.5: every image is scaled and cropped to one size; plain rotary positions."""
+
+    model_types = ("llava",)
+    num_position_axes = 1
+
+    def __init__(self, config: Any, image_processor: Any) -> None:
+        self.config = config
+        self.image_token_id: int = getattr(config, "image_token_id", None) or config.image_token_index
+        self._processor = image_processor
+        crop = getattr(image_processor, "crop_size", None) or image_processor.size
+        patch = config.vision_config.patch_size
+        class_token = 0 if config.vision_feature_select_strategy == "default" else 1
+        self._num_tokens: int = (crop["height"] // patch) * (crop["width"] // patch) + class_token
+
+    def num_image_tokens(self, size: tuple[int, int]) -> int:
+        return self._num_tokens
+
+    def preprocess(self, image: Image.Image) -> TowerInputs:
+        return {"pixel_values": self._processor(images=[image], return_tensors="pt")["pixel_values"]}
+
+    def positions(self, ids: Sequence[int], sizes: Sequence[tuple[int, int]], model: Any) -> tuple[Tensor, int]:
+        return torch.arange(len(ids)).unsqueeze(0), 0
+
+
+_FAMILIES: dict[str, Callable[[Any, Any], Family]] = {
+    **dict.fromkeys(QwenVL.model_types, QwenVL),
+    **dict.fromkeys(Llava.model_types, Llava),
+}
+
+
+def load_family(path: Path) -> Family:
+    """The family of the model in ``path``. Raises ValueError that names the families there are."""
+    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    family = _FAMILIES.get(config.model_type)
+    if family is None:
+        raise ValueError(
+            f"{path}: the native engine does not know the family {config.model_type!r}; "
+            f"it runs {', '.join(_FAMILIES)}"
+        )
+    return family(config, AutoImageProcessor.from_pretrained(path, local_files_only=True))

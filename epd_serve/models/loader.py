@@ -1,0 +1,120 @@
+"""Partial loading: an instance materialises only the weights that its stages need."""
+
+from __future__ import annotations
+
+import json
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import torch
+from blake3 import blake3
+from torch import nn
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+from epd_serve.models.attention import ATTENTION_NAME
+
+_SAMPLES_PER_FILE = 64
+_SAMPLE_BYTES = 1 << 16
+
+
+class ModelPart(Enum):
+    """What an encoder instance holds, and what prefill and decode instances hold."""
+
+    TOWER = "tower"
+    LANGUAGE_MODEL = "language_model"
+
+
+def load_part(path: Path, part: ModelPart, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """Load the tower with its projector, or the language model with its head, from a transformers directory.
+
+    The other part's modules are dropped while the model is still on the meta device, so their weights are never
+    read. Raises ValueError for a model without the two parts and for any weight that the checkpoint lacks.
+    """
+    config = AutoConfig.from_pretrained(path)
+    base = AutoModelForImageTextToText._model_mapping.get(type(config), None)
+    if base is None:
+        raise ValueError(
+            f"{path}: transformers runs no {config.model_type!r} as an image-text-to-text model; "
+            "use a vision-language model such as Qwen3-VL or LLaVA"
+        )
+    if part is ModelPart.LANGUAGE_MODEL:
+        options = {"attn_implementation": {"text_config": ATTENTION_NAME, "vision_config": "sdpa"}}
+    else:
+        options = {}
+    model, info = _partial_class(base, part).from_pretrained(
+        path, config=config, dtype=dtype, output_loading_info=True, local_files_only=True, **options
+    )
+    if info["missing_keys"]:
+        missing = ", ".join(sorted(info["missing_keys"])[:5])
+        raise ValueError(f"{path}: the checkpoint lacks {len(info['missing_keys'])} weights, among them {missing}")
+    if part is ModelPart.LANGUAGE_MODEL:
+        model.model.language_model.config._attn_implementation = ATTENTION_NAME
+    on_meta = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
+    if on_meta:
+        raise ValueError(f"{path}: {len(on_meta)} weights were not loaded, among them {on_meta[0]}")
+    loaded: nn.Module = model.to(device).eval().requires_grad_(False)
+    return loaded
+
+
+def num_parameters(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _partial_class(base: Any, part: ModelPart) -> Any:
+    """A subclass of a transformers model whose ``__init__`` drops what the part does not own."""
+
+    def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        base.__init__(self, config, *args, **kwargs)
+        if not hasattr(self.model, "language_model"):
+            raise ValueError(f"{base.__name__} has no language_model beside its tower; it cannot be split")
+        if part is ModelPart.TOWER:
+            self.model.language_model = None
+            self.lm_head = None
+            self.all_tied_weights_keys = {}
+        else:
+            for name, _ in list(self.model.named_children()):
+                if name != "language_model":
+                    setattr(self.model, name, None)
+
+    members: dict[str, Any] = {
+        "__init__": init,
+        "_keys_to_ignore_on_load_unexpected": [r".*"],
+        # transformers skips the renaming of checkpoint keys for classes of foreign modules
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+    }
+    if part is ModelPart.TOWER:
+        members["_tied_weights_keys"] = {}
+    return type(base.__name__, (base,), members)
+
+
+def media_fingerprint(path: Path, dtype: str) -> str:
+    """Hex name of all that decides a feature besides the media bytes: config, processor, weights, dtype.
+
+    Weights are sampled (head and evenly spaced pages of each file), so that a large checkpoint takes no minutes.
+    """
+    hasher = blake3(f"epd-serve feature 1 {dtype}".encode())
+    for name in ("config.json", "preprocessor_config.json", "processor_config.json"):
+        file = path / name
+        hasher.update(name.encode() + (file.read_bytes() if file.exists() else b"-"))
+    for file in sorted(path.glob("*.safetensors")):
+        size = file.stat().st_size
+        hasher.update(f"{file.name} {size}".encode())
+        step = max(size // _SAMPLES_PER_FILE, _SAMPLE_BYTES)
+        with file.open("rb") as stream:
+            for offset in range(0, size, step):
+                stream.seek(offset)
+                hasher.update(stream.read(_SAMPLE_BYTES))
+    return hasher.hexdigest()
+
+
+def eos_token_ids(path: Path, config: Any) -> frozenset[int]:
+    """Tokens that end a generation, from generation_config.json and the text config."""
+    file = path / "generation_config.json"
+    declared = json.loads(file.read_text()).get("eos_token_id") if file.exists() else None
+    if declared is None:
+        declared = getattr(config.get_text_config(), "eos_token_id", None)
+    if declared is None:
+        return frozenset()
+    return frozenset(declared if isinstance(declared, list) else [declared])

@@ -1,0 +1,41 @@
+"""The encode stage's model: images in, one feature per image out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from epd_serve.models.family import TowerInputs
+from epd_serve.models.loader import ModelPart, load_part, num_parameters
+
+
+class Tower:
+    """Vision tower and projector of a transformers model.
+
+    A feature is [tokens, (1 + deepstack levels) * hidden]: what the language model embeds in place of the image's
+    placeholder tokens, followed by what Qwen3-VL adds to the hidden states of its first layers.
+    """
+
+    def __init__(self, path: Path, dtype: torch.dtype, device: torch.device) -> None:
+        self._model: Any = load_part(path, ModelPart.TOWER, dtype, device)
+        self._device = device
+        self.dtype = dtype
+        self.num_parameters = num_parameters(self._model)
+
+    @torch.inference_mode()
+    def encode(self, batch: Sequence[TowerInputs]) -> list[Tensor]:
+        """Encode several images at once; one feature for each, in order, on the host."""
+        inputs = {name: torch.cat([item[name] for item in batch]).to(self._device) for name in batch[0]}
+        inputs["pixel_values"] = inputs["pixel_values"].to(self.dtype)
+        output = self._model.get_image_features(**inputs, return_dict=True)
+        features = [feature.reshape(-1, feature.shape[-1]) for feature in output.pooler_output]
+        lengths = [len(feature) for feature in features]
+        for level in getattr(output, "deepstack_features", None) or ():
+            # one tensor for all images before transformers 5.19, one for each since
+            parts = torch.split(level, lengths) if isinstance(level, Tensor) else level
+            features = [torch.cat((feature, part), dim=-1) for feature, part in zip(features, parts, strict=True)]
+        return [feature.contiguous().cpu() for feature in features]

@@ -1,0 +1,102 @@
+"""A sequence of tokens on its way through an engine, and the states it may pass through."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as AbstractSequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any, Literal
+
+from epd_serve.cache.hashing import MediaSpan
+from epd_serve.types import SamplingParams
+
+FinishReason = Literal["stop", "length"]
+
+
+class SequenceState(Enum):
+    WAITING = auto()  # no blocks yet
+    RUNNING = auto()  # holds blocks, takes part in steps
+    TRANSFERRING = auto()  # prefill is done; the blocks are being copied to the decode instance
+    FINISHED = auto()  # blocks given back
+    ABORTED = auto()  # to be removed as soon as no step or copy uses its blocks
+
+
+_ALLOWED: dict[SequenceState, frozenset[SequenceState]] = {
+    SequenceState.WAITING: frozenset({SequenceState.RUNNING, SequenceState.ABORTED}),
+    SequenceState.RUNNING: frozenset({SequenceState.TRANSFERRING, SequenceState.FINISHED, SequenceState.ABORTED}),
+    SequenceState.TRANSFERRING: frozenset({SequenceState.FINISHED, SequenceState.ABORTED}),
+    SequenceState.ABORTED: frozenset({SequenceState.FINISHED}),
+    SequenceState.FINISHED: frozenset(),
+}
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Sequence:
+    """One prompt and what was generated after it.
+
+    "Prefill" and "decode" are no phases: a step computes some of the tokens that lie between ``num_computed`` and
+    ``num_tokens``; when the two meet, the next token is sampled.
+
+    Attributes:
+        index: which of the request's ``n`` choices this is.
+        max_tokens: output tokens allowed, filled from the context length where the client named none.
+        positions: rotary positions of the prompt, opaque here ([axes, prompt tokens] tensor).
+        position_delta: what M-RoPE adds to the index of a token after the prompt.
+        num_sequences: choices that will be forked from this sequence after its prompt (``n``), and sampled there.
+        hand_off: whether another instance decodes; then the sequence needs blocks for its prompt alone.
+        blocks: block table. forks: blocks set aside for the choices to be forked.
+    """
+
+    request_id: str
+    prompt_ids: list[int]
+    sampling: SamplingParams
+    max_tokens: int
+    positions: Any
+    position_delta: int = 0
+    spans: AbstractSequence[MediaSpan] = ()
+    block_hashes: list[bytes] = field(default_factory=list)
+    index: int = 0
+    num_sequences: int = 1
+    hand_off: bool = False
+    output_ids: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    num_registered: int = 0
+    blocks: list[int] = field(default_factory=list)
+    forks: list[list[int]] = field(default_factory=list)
+    state: SequenceState = SequenceState.WAITING
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def num_uncomputed(self) -> int:
+        return self.num_tokens - self.num_computed
+
+    @property
+    def room_tokens(self) -> int:
+        """Output tokens that need KV here."""
+        return 0 if self.hand_off else self.max_tokens
+
+    @property
+    def num_forked(self) -> int:
+        """Sequences that need blocks of their own here."""
+        return 1 if self.hand_off else self.num_sequences
+
+    def move_to(self, state: SequenceState) -> None:
+        """The one place where a state changes. Raises AssertionError for a transition the table lacks."""
+        assert state in _ALLOWED[self.state], f"{self.request_id}: {self.state.name} -> {state.name}"
+        self.state = state
+
+    def finish_reason(self, token_id: int, count: int, eos_token_ids: frozenset[int]) -> FinishReason | None:
+        """Why generation ends with ``token_id`` as the ``count``-th output token; None where it goes on."""
+        if count >= self.sampling.min_tokens:
+            if token_id in eos_token_ids and not self.sampling.ignore_eos:
+                return "stop"
+            if token_id in self.sampling.stop_token_ids:
+                return "stop"
+        return "length" if count >= self.max_tokens else None

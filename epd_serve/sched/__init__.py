@@ -1,0 +1,1 @@
+"""What to compute in the next step: pure functions from state to decision."""

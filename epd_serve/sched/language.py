@@ -1,0 +1,97 @@
+"""Stage-level batching for the language model (TriInfer, Algorithm 1): decodes, running prefills, new requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from epd_serve.request import Sequence
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Budget:
+    """Limits of one step.
+
+    Attributes:
+        max_num_tokens: tokens computed in one step, decodes included.
+        max_num_seqs: sequences in one step.
+    """
+
+    max_num_tokens: int
+    max_num_seqs: int
+
+    def __post_init__(self) -> None:
+        if self.max_num_tokens < 1 or self.max_num_seqs < 1:
+            raise ValueError("a step needs a budget of one token and one sequence at least")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScheduleOutput:
+    """One step: decodes compute one token each, prefills the given number of tokens.
+
+    ``admitted`` are the sequences among ``prefills`` that were waiting; they need blocks before the step.
+    """
+
+    decodes: list[Sequence] = field(default_factory=list)
+    prefills: list[tuple[Sequence, int]] = field(default_factory=list)
+    admitted: list[Sequence] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.decodes) + sum(count for _, count in self.prefills)
+
+    def __bool__(self) -> bool:
+        return bool(self.decodes or self.prefills)
+
+
+def schedule(
+    running: Iterable[Sequence],
+    waiting: Iterable[Sequence],
+    budget: Budget,
+    *,
+    ready_tokens: Callable[[Sequence], int],
+    blocks_needed: Callable[[Sequence], int],
+    free_blocks: int,
+) -> ScheduleOutput:
+    """Choose the next step. Pure: reads its arguments, changes nothing.
+
+    Args:
+        running: sequences that hold blocks, oldest first.
+        waiting: sequences without blocks, in the order in which they are to be admitted.
+        ready_tokens: how many leading tokens of a sequence could be computed now (its features are here).
+        blocks_needed: blocks that admitting a sequence takes.
+        free_blocks: blocks that admission may take in all.
+    """
+    tokens, seqs = budget.max_num_tokens, budget.max_num_seqs
+    output = ScheduleOutput()
+    unfinished: list[Sequence] = []
+    for sequence in running:
+        if sequence.num_uncomputed == 1 and sequence.output_ids:
+            if tokens and seqs:
+                output.decodes.append(sequence)
+                tokens -= 1
+                seqs -= 1
+        else:
+            unfinished.append(sequence)
+    for sequence in unfinished:
+        count = min(tokens, ready_tokens(sequence) - sequence.num_computed)
+        if count > 0 and seqs:
+            output.prefills.append((sequence, count))
+            tokens -= count
+            seqs -= 1
+    for sequence in waiting:
+        if not tokens or not seqs:
+            break
+        ready = ready_tokens(sequence)
+        if not ready:
+            continue  # its first tokens are an image that is still being encoded; nothing behind it has to wait
+        needed = blocks_needed(sequence)
+        if needed > free_blocks:
+            break  # first come, first served: what fits behind it would starve it
+        free_blocks -= needed
+        output.admitted.append(sequence)
+        count = min(tokens, ready)
+        output.prefills.append((sequence, count))
+        tokens -= count
+        seqs -= 1
+    return output

@@ -1,0 +1,1 @@
+"""Moving registered bytes between instances: transports, feature store, reservations, grouped KV transfer."""

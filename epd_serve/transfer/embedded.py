@@ -1,0 +1,67 @@
+"""The transport that needs nothing installed: shared memory on one host, TCP between hosts."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Literal
+
+from epd_serve.protocol.wire import Region
+from epd_serve.transfer.shared_memory import SharedMemoryPeers, SharedSlab, host_id
+from epd_serve.transfer.tcp import TcpPeers, TcpServer
+from epd_serve.transfer.transport import Piece
+
+Path = Literal["auto", "shm", "tcp"]
+
+
+class EmbeddedTransport:
+    """Chooses by region: mapped memory where the peer runs on this host, TCP where it does not.
+
+    Args:
+        host: address on which regions are offered to other hosts.
+        path: "shm" offers no TCP; "tcp" uses TCP even on one host; "auto" has both.
+    """
+
+    def __init__(self, host: str = "127.0.0.1", path: Path = "auto") -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._slabs: dict[str, SharedSlab] = {}
+        self._server = None if path == "shm" else TcpServer(host, self._find)
+        self._shared = SharedMemoryPeers()
+        self._tcp = TcpPeers()
+
+    def allocate(self, name: str, nbytes: int) -> SharedSlab:
+        if self._server is None:
+            slab = SharedSlab(name, nbytes)
+        else:
+            slab = SharedSlab(name, nbytes, host=self._server.host, port=self._server.port)
+        with self._lock:
+            self._slabs[slab.region.name] = slab
+        return slab
+
+    def write(self, region: Region, pieces: Sequence[Piece]) -> None:
+        self._peers(region).write(region, pieces)
+
+    def read(self, region: Region, pieces: Sequence[Piece]) -> None:
+        self._peers(region).read(region, pieces)
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        self._tcp.close()
+        self._shared.close()
+        with self._lock:
+            for slab in self._slabs.values():
+                slab.close()
+            self._slabs.clear()
+
+    def _peers(self, region: Region) -> SharedMemoryPeers | TcpPeers:
+        same_host = region.host_id == host_id()
+        if same_host and (self._path != "tcp" or region.port == 0):
+            return self._shared
+        return self._tcp
+
+    def _find(self, name: str) -> memoryview | None:
+        with self._lock:
+            slab = self._slabs.get(name)
+        return None if slab is None else slab.buffer

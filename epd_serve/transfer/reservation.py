@@ -1,0 +1,156 @@
+"""Reservations of KV blocks at the decode side: reserve → write → complete, each idempotent by transfer id.
+
+While a reservation is GRANTED its blocks may be written by the prefill side at any moment, so they are never
+given back on the decode side's word alone: they are QUARANTINED until the writer says that it has stopped, or its
+lease is over (a writer must not write after its lease).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from epd_serve.cache.block_pool import RequestBlocks
+from epd_serve.protocol.wire import ReserveRequest
+
+
+class ReservationState(Enum):
+    PENDING = auto()  # waits for blocks
+    GRANTED = auto()  # the writer may write
+    QUARANTINED = auto()  # given up here, but the writer may still write
+    COMPLETED = auto()  # the request owns the blocks
+    RELEASED = auto()  # blocks given back, or never taken
+
+
+_ALLOWED: dict[ReservationState, frozenset[ReservationState]] = {
+    ReservationState.PENDING: frozenset({ReservationState.GRANTED, ReservationState.RELEASED}),
+    ReservationState.GRANTED: frozenset(
+        {ReservationState.COMPLETED, ReservationState.QUARANTINED, ReservationState.RELEASED}
+    ),
+    ReservationState.QUARANTINED: frozenset({ReservationState.RELEASED}),
+    ReservationState.COMPLETED: frozenset(),
+    ReservationState.RELEASED: frozenset(),
+}
+
+_NUM_TOMBSTONES = 4096
+
+
+@dataclass(slots=True, kw_only=True)
+class Reservation:
+    transfer_id: str
+    request_id: str
+    block_hashes: list[bytes]
+    lease_s: float
+    deadline: float
+    state: ReservationState = ReservationState.PENDING
+    blocks: RequestBlocks | None = None
+
+    def move_to(self, state: ReservationState) -> None:
+        assert state in _ALLOWED[self.state], f"{self.transfer_id}: {self.state.name} -> {state.name}"
+        self.state = state
+
+
+class ReservationTable:
+    """All reservations of a decode instance. Not thread-safe; the clock is passed in as ``now``.
+
+    Args:
+        free: gives blocks back to the pool.
+    """
+
+    def __init__(self, free: Callable[[RequestBlocks], None]) -> None:
+        self._free = free
+        self._live: dict[str, Reservation] = {}
+        self._ended: OrderedDict[str, ReservationState] = OrderedDict()
+
+    def __len__(self) -> int:
+        """Reservations that hold or wait for blocks."""
+        return len(self._live)
+
+    def open(self, request: ReserveRequest, now: float) -> Reservation | None:
+        """A new PENDING reservation, or the one of that id; None where that id has ended (a late duplicate)."""
+        transfer_id = request.transfer_id
+        if transfer_id in self._ended:
+            return None
+        if transfer_id not in self._live:
+            self._live[transfer_id] = Reservation(
+                transfer_id=transfer_id,
+                request_id=request.request_id,
+                block_hashes=request.block_hashes,
+                lease_s=request.lease_s,
+                deadline=now + request.lease_s,
+            )
+        return self._live[transfer_id]
+
+    def grant(self, reservation: Reservation, blocks: RequestBlocks, now: float) -> None:
+        reservation.move_to(ReservationState.GRANTED)
+        reservation.blocks = blocks
+        reservation.deadline = now + reservation.lease_s
+
+    def renew(self, transfer_id: str, now: float) -> bool:
+        """Extend the lease; False tells the writer to stop: the reservation is gone or given up."""
+        reservation = self._live.get(transfer_id)
+        if reservation is None or reservation.state is not ReservationState.GRANTED:
+            return False
+        reservation.deadline = now + reservation.lease_s
+        return True
+
+    def complete(self, transfer_id: str) -> Reservation | None:
+        """All is written: the reservation, its blocks now the caller's. None where it is not GRANTED any more."""
+        reservation = self._live.get(transfer_id)
+        if reservation is None or reservation.state is not ReservationState.GRANTED:
+            return None
+        reservation.move_to(ReservationState.COMPLETED)
+        self._end(reservation)
+        return reservation
+
+    def is_completed(self, transfer_id: str) -> bool:
+        """Whether that transfer was completed: a repeated completion is no error."""
+        return self._ended.get(transfer_id) is ReservationState.COMPLETED
+
+    def stop_writing(self, transfer_id: str) -> None:
+        """The writer promises to write no more: blocks go back at once. Idempotent, also before :meth:`open`."""
+        reservation = self._live.get(transfer_id)
+        if reservation is None:
+            self._ended.setdefault(transfer_id, ReservationState.RELEASED)
+            self._trim()
+        else:
+            self._release(reservation)
+
+    def abandon(self, request_id: str) -> None:
+        """The request was cancelled here; the writer does not know yet."""
+        for reservation in [r for r in self._live.values() if r.request_id == request_id]:
+            if reservation.state is ReservationState.PENDING:
+                self._release(reservation)
+            elif reservation.state is ReservationState.GRANTED:
+                reservation.move_to(ReservationState.QUARANTINED)
+
+    def expire(self, now: float) -> list[Reservation]:
+        """Release what outlived its lease; returns the reservations that were still wanted."""
+        overdue = [r for r in self._live.values() if r.deadline <= now and r.state is not ReservationState.PENDING]
+        wanted = [r for r in overdue if r.state is ReservationState.GRANTED]
+        for reservation in overdue:
+            self._release(reservation)
+        return wanted
+
+    def check_integrity(self) -> None:
+        for transfer_id, reservation in self._live.items():
+            assert transfer_id not in self._ended, "a live reservation has a tombstone"
+            holds = reservation.blocks is not None
+            assert holds == (reservation.state is not ReservationState.PENDING), "blocks without a grant"
+
+    def _release(self, reservation: Reservation) -> None:
+        reservation.move_to(ReservationState.RELEASED)
+        self._end(reservation)
+        if reservation.blocks is not None:
+            self._free(reservation.blocks)
+
+    def _end(self, reservation: Reservation) -> None:
+        del self._live[reservation.transfer_id]
+        self._ended[reservation.transfer_id] = reservation.state
+        self._trim()
+
+    def _trim(self) -> None:
+        while len(self._ended) > _NUM_TOMBSTONES:
+            self._ended.popitem(last=False)

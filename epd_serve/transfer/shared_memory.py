@@ -1,0 +1,97 @@
+"""Shared memory on one host that no crash can leak.
+
+A slab is an anonymous memfd; peers map it through ``/proc/<pid>/fd/<fd>``. The kernel frees it with the last
+process that maps it, so nothing stays behind in ``/dev/shm`` even after SIGKILL.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import uuid
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+from epd_serve.protocol.wire import Region
+from epd_serve.transfer.transport import Piece, TransferError, check_bounds
+
+
+@cache
+def host_id() -> str:
+    """Name of this kernel and pid namespace: equal for two processes that can map each other's memory."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}:{Path('/proc/self/ns/pid').readlink()}"
+
+
+class SharedSlab:
+    """Zeroed memory of this process that peers on the same host can map."""
+
+    def __init__(self, name: str, nbytes: int, *, host: str = "", port: int = 0) -> None:
+        self._name = f"{name}-{uuid.uuid4().hex}"  # unique, so that a reused pid and fd cannot be mistaken for it
+        self._fd = os.memfd_create(self._name, os.MFD_CLOEXEC)
+        os.ftruncate(self._fd, nbytes)
+        self._map = mmap.mmap(self._fd, nbytes)
+        self.buffer = memoryview(self._map)
+        self.region = Region(
+            name=self._name, nbytes=nbytes, host_id=host_id(), pid=os.getpid(), fd=self._fd, host=host, port=port
+        )
+
+    def close(self) -> None:
+        """Close the descriptor; the memory itself lives until the last view of it is gone."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+class SharedMemoryPeers:
+    """Reads and writes regions of other processes on this host through mappings that are made once and kept."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._maps: dict[str, tuple[int, mmap.mmap]] = {}
+
+    def write(self, region: Region, pieces: Sequence[Piece]) -> None:
+        check_bounds(region.name, region.nbytes, pieces)
+        target = memoryview(self._map(region))
+        for offset, data in pieces:
+            target[offset : offset + data.nbytes] = data
+
+    def read(self, region: Region, pieces: Sequence[Piece]) -> None:
+        check_bounds(region.name, region.nbytes, pieces)
+        source = memoryview(self._map(region))
+        for offset, data in pieces:
+            data[:] = source[offset : offset + data.nbytes]
+
+    def close(self) -> None:
+        with self._lock:
+            self._maps.clear()
+
+    def _map(self, region: Region) -> mmap.mmap:
+        with self._lock:
+            known = self._maps.get(region.name)
+            if known is not None:
+                return known[1]
+            mapped = _open(region)
+            for name, (pid, _) in list(self._maps.items()):
+                if not Path(f"/proc/{pid}").exists():  # else the memory of a dead peer would stay for ever
+                    del self._maps[name]
+            self._maps[region.name] = (region.pid, mapped)
+            return mapped
+
+
+def _open(region: Region) -> mmap.mmap:
+    path = Path(f"/proc/{region.pid}/fd/{region.fd}")
+    try:
+        if not str(path.readlink()).startswith(f"/memfd:{region.name}"):
+            raise TransferError(f"region {region.name} is gone: process {region.pid} has replaced it")
+        fd = os.open(path, os.O_RDWR)
+    except OSError as error:
+        raise TransferError(f"region {region.name} of process {region.pid} cannot be opened: {error}") from error
+    try:
+        return mmap.mmap(fd, region.nbytes)
+    except (OSError, ValueError) as error:
+        raise TransferError(f"region {region.name} cannot be mapped: {error}") from error
+    finally:
+        os.close(fd)

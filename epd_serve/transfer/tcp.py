@@ -1,0 +1,182 @@
+"""One-sided reads and writes over TCP, for peers on different hosts.
+
+A call is one request and one answer on a pooled connection::
+
+    request: op (1: write, 2: read), name length, number of pieces,
+             name, (offset, nbytes) of each piece, payload of a write
+    answer:  status (0: done, 1: refused), length of the reason,
+             the reason's text or the payload of a read
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from epd_serve.protocol.wire import Region
+from epd_serve.transfer.transport import Piece, TransferError, check_bounds
+
+_HEADER = struct.Struct("!BHI")
+_PIECE = struct.Struct("!QQ")
+_STATUS = struct.Struct("!BI")
+_WRITE, _READ = 1, 2
+_MAX_PIECES = 1 << 20
+_IDLE_TIMEOUT_S = 30.0
+
+
+def _receive(connection: socket.socket, into: memoryview) -> None:
+    filled = 0
+    while filled < into.nbytes:
+        count = connection.recv_into(into[filled:])
+        if count == 0:
+            raise ConnectionResetError("the peer closed the connection in the middle of a message")
+        filled += count
+
+
+def _receive_bytes(connection: socket.socket, count: int) -> bytearray:
+    data = bytearray(count)
+    _receive(connection, memoryview(data))
+    return data
+
+
+class TcpServer:
+    """Serves this process's slabs, found by ``lookup``; a thread for each connection."""
+
+    def __init__(self, host: str, lookup: Callable[[str], memoryview | None]) -> None:
+        self._lookup = lookup
+        self._listener = socket.create_server((host, 0))
+        self.host: str = self._listener.getsockname()[0]
+        self.port: int = self._listener.getsockname()[1]
+        self._connections: set[socket.socket] = set()
+        self._lock = threading.Lock()
+        self._closed = False
+        threading.Thread(target=self._accept, name="transfer-accept", daemon=True).start()
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            connections = list(self._connections)
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes accept()
+        self._listener.close()
+        for connection in connections:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            with self._lock:
+                if self._closed:
+                    connection.close()
+                    return
+                self._connections.add(connection)
+            threading.Thread(target=self._serve, args=(connection,), name="transfer-serve", daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        try:
+            while True:
+                self._serve_one(connection)
+        except OSError:
+            pass  # the peer went away; what it was writing is covered by its reservation
+        finally:
+            with self._lock:
+                self._connections.discard(connection)
+            connection.close()
+
+    def _serve_one(self, connection: socket.socket) -> None:
+        op, name_length, num_pieces = _HEADER.unpack(_receive_bytes(connection, _HEADER.size))
+        if op not in (_WRITE, _READ) or num_pieces > _MAX_PIECES:
+            raise ConnectionResetError("not a transfer request")
+        name = _receive_bytes(connection, name_length).decode()
+        table = _receive_bytes(connection, num_pieces * _PIECE.size)
+        wanted = list(_PIECE.iter_unpack(table))
+        slab = self._lookup(name)
+        refusal = ""
+        if slab is None:
+            refusal = f"region {name} is not here"
+        elif any(offset + nbytes > slab.nbytes for offset, nbytes in wanted):
+            refusal = f"a piece lies outside region {name}"
+        if refusal or slab is None:
+            reason = refusal.encode()
+            connection.sendall(_STATUS.pack(1, len(reason)) + reason)
+            raise ConnectionResetError(refusal)  # a refused write's payload is still under way: start afresh
+        if op == _WRITE:
+            for offset, nbytes in wanted:
+                _receive(connection, slab[offset : offset + nbytes])
+            connection.sendall(_STATUS.pack(0, 0))
+        else:
+            connection.sendall(_STATUS.pack(0, 0))
+            for offset, nbytes in wanted:
+                connection.sendall(slab[offset : offset + nbytes])
+
+
+class TcpPeers:
+    """Reads and writes regions of other processes over pooled connections."""
+
+    def __init__(self, timeout_s: float = _IDLE_TIMEOUT_S) -> None:
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._idle: dict[tuple[str, int], list[socket.socket]] = {}
+
+    def write(self, region: Region, pieces: Sequence[Piece]) -> None:
+        self._call(region, _WRITE, pieces)
+
+    def read(self, region: Region, pieces: Sequence[Piece]) -> None:
+        self._call(region, _READ, pieces)
+
+    def close(self) -> None:
+        with self._lock:
+            for connections in self._idle.values():
+                for connection in connections:
+                    connection.close()
+            self._idle.clear()
+
+    def _call(self, region: Region, op: int, pieces: Sequence[Piece]) -> None:
+        check_bounds(region.name, region.nbytes, pieces)
+        address = (region.host, region.port)
+        with self._lock:
+            pooled = self._idle.get(address, [])
+            connection = pooled.pop() if pooled else None
+        if connection is not None:
+            try:
+                return self._exchange(connection, address, region, op, pieces)
+            except OSError:
+                connection.close()  # a pooled connection may have gone stale; both operations can be repeated
+        try:
+            connection = socket.create_connection(address, timeout=self._timeout_s)
+        except OSError as error:
+            raise TransferError(f"{region.host}:{region.port} cannot be reached: {error}") from error
+        try:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return self._exchange(connection, address, region, op, pieces)
+        except OSError as error:
+            connection.close()
+            raise TransferError(f"transfer with {region.host}:{region.port} broke off: {error}") from error
+
+    def _exchange(
+        self, connection: socket.socket, address: tuple[str, int], region: Region, op: int, pieces: Sequence[Piece]
+    ) -> None:
+        name = region.name.encode()
+        table = b"".join(_PIECE.pack(offset, data.nbytes) for offset, data in pieces)
+        connection.sendall(_HEADER.pack(op, len(name), len(pieces)) + name + table)
+        if op == _WRITE:
+            for _, data in pieces:
+                connection.sendall(data)
+        status, reason_length = _STATUS.unpack(_receive_bytes(connection, _STATUS.size))
+        if status != 0:
+            reason = _receive_bytes(connection, reason_length).decode()
+            connection.close()
+            raise TransferError(reason)
+        if op == _READ:
+            for _, data in pieces:
+                _receive(connection, data)
+        with self._lock:
+            self._idle.setdefault(address, []).append(connection)

@@ -1,0 +1,58 @@
+"""The interface of all transports: one-sided reads and writes of registered memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from epd_serve.protocol.wire import Region
+
+#: An offset in a remote region and the local bytes that belong there.
+Piece = tuple[int, memoryview]
+
+
+class TransferError(Exception):
+    """Bytes could not be moved: the peer is gone, the region unknown, or a piece out of its bounds."""
+
+
+class Slab(Protocol):
+    """Memory that peers may read and write."""
+
+    @property
+    def region(self) -> Region: ...
+
+    @property
+    def buffer(self) -> memoryview: ...
+
+
+class Transport(Protocol):
+    """Moves bytes; knows nothing of requests. All calls block and are safe from any thread.
+
+    A write is visible to the peer when the call returns. Who may write where, and until when, is agreed elsewhere
+    (:mod:`epd_serve.transfer.reservation`).
+    """
+
+    def allocate(self, name: str, nbytes: int) -> Slab:
+        """Register ``nbytes`` of zeroed memory under a name that is new to this transport."""
+        ...
+
+    def write(self, region: Region, pieces: Sequence[Piece]) -> None:
+        """Copy each piece to its offset in ``region``. Raises TransferError; then any part may have arrived."""
+        ...
+
+    def read(self, region: Region, pieces: Sequence[Piece]) -> None:
+        """Fill each piece from its offset in ``region``. Raises TransferError."""
+        ...
+
+    def close(self) -> None:
+        """Give back all memory and connections. Idempotent."""
+        ...
+
+
+def check_bounds(region_name: str, region_nbytes: int, pieces: Sequence[Piece]) -> None:
+    """Raise TransferError for a piece that does not lie inside its region."""
+    for offset, data in pieces:
+        if offset < 0 or offset + data.nbytes > region_nbytes:
+            raise TransferError(
+                f"[{offset}, {offset + data.nbytes}) is outside region {region_name} of {region_nbytes} bytes"
+            )

@@ -1,0 +1,1 @@
+"""An instance: its control server, its step loop and the runners of its stages."""

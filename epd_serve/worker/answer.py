@@ -1,0 +1,98 @@
+"""A request's answer as it grows: text, stop strings, log-probabilities, usage, OpenAI bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from epd_serve.protocol import chunks
+from epd_serve.protocol.wire import OutputOptions, TokenLogprob
+from epd_serve.types import SamplingParams
+from epd_serve.worker.detokenizer import Decoder, Detokenizer
+
+
+class Answer:
+    """All ``n`` choices of one request. Streamed, :meth:`push` returns events; else :meth:`end` returns the whole.
+
+    An instance that goes on with a request pushes the tokens that were already sent and drops what comes back.
+    """
+
+    def __init__(
+        self, decoder: Decoder, options: OutputOptions, sampling: SamplingParams, prompt_ids: Sequence[int]
+    ) -> None:
+        self._decoder = decoder
+        self._options = options
+        self._num_prompt_tokens = len(prompt_ids)
+        self._choices = [_Choice(decoder, prompt_ids, sampling) for _ in range(sampling.n)]
+
+    @property
+    def finished(self) -> bool:
+        return all(choice.finish_reason is not None for choice in self._choices)
+
+    @property
+    def usage(self) -> chunks.Usage:
+        return chunks.Usage(self._num_prompt_tokens, sum(choice.num_tokens for choice in self._choices))
+
+    def is_finished(self, index: int) -> bool:
+        return self._choices[index].finish_reason is not None
+
+    def push(self, index: int, token_id: int, logprob: TokenLogprob | None, finish_reason: str | None) -> bytes:
+        """Add a token to a choice; returns its event, or nothing where the answer is not streamed.
+
+        A stop string that this token completes finishes the choice; the caller sees it by :meth:`is_finished`.
+        """
+        choice = self._choices[index]
+        first = choice.num_tokens == 0
+        offset = len(choice.detokenizer.text)
+        choice.num_tokens += 1
+        # the token that stops a generation is no text
+        text = "" if finish_reason == "stop" else choice.detokenizer.push(token_id)
+        if finish_reason is not None and not choice.detokenizer.stopped:
+            text += choice.detokenizer.flush()
+        if choice.detokenizer.stopped:
+            finish_reason = "stop"
+        choice.finish_reason = finish_reason
+        described = None if logprob is None else self._describe(logprob)
+        if described is not None and choice.logprobs is not None:
+            choice.logprobs.append(described)
+        if not self._options.stream:
+            return b""
+        return chunks.delta_event(
+            self._options,
+            index,
+            text,
+            first=first,
+            finish_reason=finish_reason,
+            logprobs=None if described is None else [described],
+            text_offset=offset,
+            usage=self.usage if self._options.continuous_usage else None,
+        )
+
+    def end(self) -> bytes:
+        """What follows the last token: usage and ``[DONE]``, or the whole answer."""
+        if self._options.stream:
+            usage = chunks.usage_event(self._options, self.usage) if self._options.include_usage else b""
+            return usage + chunks.DONE
+        finished = [
+            chunks.ChoiceText(i, choice.detokenizer.text, choice.finish_reason or "stop", choice.logprobs)
+            for i, choice in enumerate(self._choices)
+        ]
+        return chunks.whole_answer(self._options, finished, self.usage)
+
+    def _describe(self, logprob: TokenLogprob) -> chunks.TokenText:
+        def text(token_id: int) -> str:
+            return self._decoder.decode([token_id], skip_special_tokens=False)
+
+        top = [(text(token_id), value) for token_id, value in logprob.top]
+        return chunks.TokenText(text(logprob.token_id), logprob.logprob, top)
+
+
+class _Choice:
+    __slots__ = ("detokenizer", "finish_reason", "logprobs", "num_tokens")
+
+    def __init__(self, decoder: Decoder, prompt_ids: Sequence[int], sampling: SamplingParams) -> None:
+        self.detokenizer = Detokenizer(
+            decoder, prompt_ids, sampling.stop, skip_special_tokens=sampling.skip_special_tokens
+        )
+        self.num_tokens = 0
+        self.finish_reason: str | None = None
+        self.logprobs: list[chunks.TokenText] | None = None if sampling.logprobs is None else []

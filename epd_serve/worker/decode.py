@@ -1,0 +1,201 @@
+"""The decode stage: reservations for KV that P will write, hand-over, generation."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from epd_serve.errors import InstanceFailed, InvalidRequest, ServeError, StageTimeout, Unavailable
+from epd_serve.protocol import wire
+from epd_serve.request import Sequence
+from epd_serve.transfer.reservation import Reservation, ReservationState, ReservationTable
+from epd_serve.worker.answer import Answer
+from epd_serve.worker.engine import Engine, EngineEvent
+from epd_serve.worker.generation import Generation
+from epd_serve.worker.http import Reply
+from epd_serve.worker.kv_memory import KVMemory
+
+_NUM_TOMBSTONES = 4096
+
+
+class DecodeService:
+    """Decodes requests whose prompt another instance computed.
+
+    The gateway's "expect" and P's reservation and hand-off come in any order; a hand-off that no gateway asks for
+    is dropped after ``orphan_s``.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        memory: KVMemory,
+        tokenizer: Any,
+        layout: wire.KVLayout,
+        *,
+        orphan_s: float,
+        listen: Callable[[str, Callable[[EngineEvent], None] | None], None],
+    ) -> None:
+        self._engine = engine
+        self._memory = memory
+        self._tokenizer = tokenizer
+        self._layout = layout
+        self._orphan_s = orphan_s
+        self._listen = listen
+        self._reservations = ReservationTable(free=lambda blocks: engine.unreserve(blocks))
+        self._admission = asyncio.Lock()
+        self._freed = asyncio.Event()
+        self._expected: dict[str, asyncio.Future[Generation]] = {}
+        self._unclaimed: dict[str, tuple[Generation, float]] = {}
+        self._ended: OrderedDict[str, None] = OrderedDict()
+
+    @property
+    def num_reservations(self) -> int:
+        return len(self._reservations)
+
+    def blocks_freed(self) -> None:
+        """Blocks came back to the pool; call it on the event loop."""
+        self._freed.set()
+
+    # ------------------------------------------------------------------ from the gateway
+
+    async def decode(self, request: wire.DecodeRequest) -> Reply:
+        """Wait for the hand-off of a request, then answer from its second token on."""
+        request_id = request.request_id
+        if request_id in self._expected:
+            raise InvalidRequest(f"request {request_id} is being served already", param="request_id")
+        self._expected[request_id] = asyncio.get_running_loop().create_future()
+        try:
+            unclaimed = self._unclaimed.pop(request_id, None)
+            generation = unclaimed[0] if unclaimed else await self._expected[request_id]
+            return await generation.reply(stream=request.stream, on_close=lambda: self._end(request_id))
+        except BaseException:
+            self._end(request_id)
+            raise
+
+    def _end(self, request_id: str) -> None:
+        self._expected.pop(request_id, None)
+        self._unclaimed.pop(request_id, None)
+        self._listen(request_id, None)
+        self._engine.abort(request_id)
+        self._reservations.abandon(request_id)
+        self._ended[request_id] = None
+        while len(self._ended) > _NUM_TOMBSTONES:
+            self._ended.popitem(last=False)
+
+    # ------------------------------------------------------------------ from the prefill instance
+
+    async def reserve(self, request: wire.ReserveRequest) -> wire.ReserveReply:
+        """Blocks for a request, as soon as there are enough; requests are served in the order they came.
+
+        Raises InvalidRequest for KV of another shape or a request that can never fit, Unavailable for one that was
+        cancelled here.
+        """
+        if request.layout != self._layout:
+            raise InvalidRequest(
+                f"KV of {request.layout} cannot be read by an instance that keeps {self._layout}; "
+                "prefill and decode instances need the same model, dtype and block_size"
+            )
+        self._engine.check_fits(request.num_prompt_tokens, request.max_tokens, request.num_sequences)
+        reservation = self._reservations.open(request, time.monotonic())
+        if reservation is None or request.request_id in self._ended:
+            self._reservations.stop_writing(request.transfer_id)
+            raise Unavailable(f"request {request.request_id} was cancelled")
+        if reservation.state is ReservationState.PENDING:
+            try:
+                await self._grant(reservation, request)
+            except BaseException:
+                self._reservations.stop_writing(request.transfer_id)
+                raise
+        if reservation.blocks is None or reservation.state is not ReservationState.GRANTED:
+            raise Unavailable(f"request {request.request_id} was cancelled")
+        num_blocks = -(-request.num_prompt_tokens // self._layout.block_size)
+        return wire.ReserveReply(
+            block_ids=reservation.blocks.root[:num_blocks],
+            num_cached_blocks=reservation.blocks.num_cached,
+            region=self._memory.region,
+            num_blocks=self._memory.num_blocks,
+        )
+
+    async def _grant(self, reservation: Reservation, request: wire.ReserveRequest) -> None:
+        async with self._admission:  # its queue is first come, first served
+            while reservation.state is ReservationState.PENDING:
+                self._freed.clear()
+                blocks = self._engine.reserve(
+                    request.num_prompt_tokens, request.max_tokens, request.num_sequences, request.block_hashes
+                )
+                if blocks is not None:
+                    self._reservations.grant(reservation, blocks, time.monotonic())
+                    return
+                await self._freed.wait()
+
+    def renew(self, ref: wire.TransferRef) -> None:
+        if not self._reservations.renew(ref.transfer_id, time.monotonic()):
+            raise Unavailable(f"transfer {ref.transfer_id} has ended")
+
+    def complete(self, handoff: wire.Handoff) -> None:
+        """Take the request over. Raises Unavailable where it was cancelled or its lease has ended. Idempotent."""
+        if self._reservations.is_completed(handoff.transfer_id):
+            return
+        reservation = self._reservations.complete(handoff.transfer_id)
+        if reservation is None or reservation.blocks is None:
+            raise Unavailable(f"transfer {handoff.transfer_id} has ended")
+        if handoff.request_id in self._ended:
+            self._engine.unreserve(reservation.blocks)
+            raise Unavailable(f"request {handoff.request_id} was cancelled")
+        self._memory.land(reservation.blocks.root[: -(-len(handoff.prompt_ids) // self._layout.block_size)])
+        answer = Answer(self._tokenizer, handoff.output, handoff.sampling, handoff.prompt_ids)
+        for index, first in enumerate(handoff.first):
+            answer.push(index, first.token_id, first.logprob, first.finish_reason)  # P has sent these already
+        generation = Generation(answer, self._engine)
+        self._listen(handoff.request_id, generation.feed)
+        self._engine.resume(
+            _sequence(handoff, reservation),
+            reservation.blocks,
+            [(first.token_id, answer.is_finished(index)) for index, first in enumerate(handoff.first)],
+        )
+        expected = self._expected.get(handoff.request_id)
+        if expected is None:
+            self._unclaimed[handoff.request_id] = (generation, time.monotonic() + self._orphan_s)
+        elif not expected.done():
+            expected.set_result(generation)
+
+    def cancel(self, ref: wire.TransferRef) -> None:
+        """P has stopped writing; with a reason, the request has failed. Idempotent."""
+        self._reservations.stop_writing(ref.transfer_id)
+        if ref.reason:
+            self._fail(ref.request_id, InstanceFailed(ref.reason))
+
+    # ------------------------------------------------------------------ housekeeping
+
+    def expire(self) -> None:
+        """End leases whose writer is gone, and hand-offs that nobody claims."""
+        now = time.monotonic()
+        for reservation in self._reservations.expire(now):
+            self._fail(reservation.request_id, StageTimeout("the prefill instance did not finish its KV transfer"))
+        for request_id in [r for r, (_, deadline) in self._unclaimed.items() if deadline <= now]:
+            self._end(request_id)
+
+    def check_integrity(self) -> None:
+        self._reservations.check_integrity()
+
+    def _fail(self, request_id: str, error: ServeError) -> None:
+        expected = self._expected.get(request_id)
+        if expected is not None and not expected.done():
+            expected.set_exception(error)
+
+
+def _sequence(handoff: wire.Handoff, reservation: Reservation) -> Sequence:
+    return Sequence(
+        request_id=handoff.request_id,
+        prompt_ids=handoff.prompt_ids,
+        sampling=handoff.sampling,
+        max_tokens=handoff.max_tokens,
+        positions=torch.empty(0),  # the prompt's are needed by nobody any more
+        position_delta=handoff.position_delta,
+        block_hashes=reservation.block_hashes,
+    )

@@ -1,0 +1,82 @@
+"""Token ids to text, piece by piece, with stop strings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+_CONTEXT_TOKENS = 6
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+
+
+class Decoder(Protocol):
+    """The part of a transformers tokenizer that is needed here."""
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str: ...
+
+
+class Detokenizer:
+    """Text of one sequence as it grows.
+
+    Bytes that do not yet make a character, and text that may be the beginning of a stop string, are held back
+    until the next tokens decide. The state follows from the tokens alone: an instance that pushes the same tokens
+    stands where the one before it stood.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        prompt_ids: Sequence[int],
+        stop: Sequence[str] = (),
+        *,
+        skip_special_tokens: bool = True,
+    ) -> None:
+        self._decoder = decoder
+        self._skip = skip_special_tokens
+        self._stop = tuple(stop)
+        self._ids = list(prompt_ids[-_CONTEXT_TOKENS:])
+        self._shown = len(self._ids)  # tokens whose text is out
+        self._context = 0  # first token that is decoded again, since merging across tokens can change spaces
+        self._held = ""
+        self.text = ""
+        self.stopped = False
+
+    def push(self, token_id: int) -> str:
+        """Add a token; returns the text that is now certain. Sets ``stopped`` when a stop string is complete."""
+        self._ids.append(token_id)
+        before = self._decode(self._context, self._shown)
+        after = self._decode(self._context, len(self._ids))
+        if after.endswith(_INCOMPLETE) or len(after) <= len(before):
+            return ""
+        self._context, self._shown = self._shown, len(self._ids)
+        return self._emit(after[len(before) :])
+
+    def flush(self) -> str:
+        """All that was held back; for the end of a generation."""
+        rest = self._decode(self._context, len(self._ids))[len(self._decode(self._context, self._shown)) :]
+        self._shown = len(self._ids)
+        text = self._emit(rest) + ("" if self.stopped else self._held)
+        if not self.stopped:
+            self.text += self._held
+        self._held = ""
+        return text
+
+    def _decode(self, start: int, end: int) -> str:
+        return self._decoder.decode(self._ids[start:end], skip_special_tokens=self._skip) if end > start else ""
+
+    def _emit(self, new: str) -> str:
+        pending = self._held + new
+        found = [index for index in (pending.find(stop) for stop in self._stop) if index >= 0]
+        if found:
+            pending, self._held, self.stopped = pending[: min(found)], "", True
+        else:
+            keep = max((_overlap(pending, stop) for stop in self._stop), default=0)
+            self._held = pending[len(pending) - keep :]
+            pending = pending[: len(pending) - keep]
+        self.text += pending
+        return pending
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of ``text`` that begins ``stop``."""
+    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,0 +1,183 @@
+"""The encode stage: media bytes in, feature in the store, hash event to the instance that needs it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from epd_serve.errors import InstanceFailed, InvalidRequest, ServeError
+from epd_serve.media import MediaLimits, open_image
+from epd_serve.models.family import Family, TowerInputs
+from epd_serve.models.tower import Tower
+from epd_serve.protocol.wire import EncodeReply, EncodeRequest
+from epd_serve.sched.encode import schedule_encodes
+from epd_serve.transfer.feature_store import EmbeddedFeatureStore, StoredFeature
+from epd_serve.worker.peers import Peers
+
+_RETRY_ROOM_S = 0.02
+_ANNOUNCE_TIMEOUT_S = 60.0
+
+
+@dataclass(eq=False, slots=True)
+class _Item:
+    """One distinct media item on its way through the tower, for all requests that want it."""
+
+    mm_hash: str
+    inputs: TowerInputs
+    num_pixels: int
+    feature: asyncio.Future[Tensor]
+
+
+class EncodeService:
+    """Encodes media in batches on a thread of its own, beside whatever else the instance computes.
+
+    The tower is loaded by ``load_tower`` at :meth:`warm_up`, or with the first item on an instance that was not
+    meant to encode (recompute where no encoder is left).
+    """
+
+    def __init__(
+        self,
+        load_tower: Callable[[], Tower],
+        family: Family,
+        store: EmbeddedFeatureStore,
+        peers: Peers,
+        *,
+        image_budget_pixels: int,
+        limits: MediaLimits,
+    ) -> None:
+        self._load_tower = load_tower
+        self._family = family
+        self._store = store
+        self._peers = peers
+        self._budget = image_budget_pixels
+        self._limits = limits
+        self._tower: Tower | None = None
+        self._tower_thread = ThreadPoolExecutor(1, thread_name_prefix="tower")
+        self._media_threads = ThreadPoolExecutor(2, thread_name_prefix="media")
+        self._flights: dict[str, asyncio.Task[Tensor]] = {}
+        self._waiters: dict[str, int] = {}
+        self._waiting: list[_Item] = []
+        self._arrived = asyncio.Event()
+        self._loop_task = asyncio.create_task(self._run())
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiters)
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the tower held; 0 while it is not loaded."""
+        return 0 if self._tower is None else self._tower.num_parameters
+
+    async def warm_up(self) -> None:
+        await asyncio.get_running_loop().run_in_executor(self._tower_thread, self._loaded_tower)
+
+    async def close(self) -> None:
+        self._loop_task.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._loop_task
+        self._tower_thread.shutdown(cancel_futures=True)
+        self._media_threads.shutdown(cancel_futures=True)
+
+    async def encode(self, request: EncodeRequest) -> EncodeReply:
+        """Encode, store and announce one item; done when the consumer has it.
+
+        Raises InvalidRequest for media that cannot be decoded, ServeError where encoding or delivery failed.
+        """
+        mm_hash, owner = request.ref.mm_hash, request.request_id
+        try:
+            feature = self._store.acquire(mm_hash, owner)
+            cached = feature is not None
+            if feature is None:
+                feature = await self._put(mm_hash, await self._encoded(request), owner)
+            event = self._store.event(mm_hash, feature, owner)
+            await self._peers.call(request.announce_to, "/feature/event", event, _ANNOUNCE_TIMEOUT_S)
+        finally:
+            self._store.release(owner, mm_hash)
+        return EncodeReply(cached=cached, num_tokens=feature.shape[0])
+
+    async def _encoded(self, request: EncodeRequest) -> Tensor:
+        """The item's feature; requests for one item share one encode, which ends when nobody wants it any more."""
+        mm_hash = request.ref.mm_hash
+        if mm_hash not in self._flights:
+            self._flights[mm_hash] = asyncio.create_task(self._fly(request))
+        flight = self._flights[mm_hash]
+        self._waiters[mm_hash] = self._waiters.get(mm_hash, 0) + 1
+        try:
+            return await asyncio.shield(flight)
+        finally:
+            self._waiters[mm_hash] -= 1
+            if not self._waiters[mm_hash]:
+                del self._waiters[mm_hash]
+                del self._flights[mm_hash]
+                flight.cancel()
+
+    async def _fly(self, request: EncodeRequest) -> Tensor:
+        inputs = await asyncio.get_running_loop().run_in_executor(self._media_threads, self._prepare, request)
+        width, height = request.ref.width, request.ref.height
+        item = _Item(request.ref.mm_hash, inputs, width * height, asyncio.get_running_loop().create_future())
+        self._waiting.append(item)
+        self._arrived.set()
+        try:
+            return await item.feature
+        finally:
+            if item in self._waiting:
+                self._waiting.remove(item)
+
+    def _prepare(self, request: EncodeRequest) -> TowerInputs:
+        image = open_image(request.media, self._limits)
+        if image.size != (request.ref.width, request.ref.height):
+            raise InvalidRequest(
+                f"the image decodes to {image.size[0]}x{image.size[1]} pixels and its header says "
+                f"{request.ref.width}x{request.ref.height}"
+            )
+        return self._family.preprocess(image)
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await self._arrived.wait()
+            batch = schedule_encodes(self._waiting, self._budget)
+            del self._waiting[: len(batch)]
+            if not self._waiting:
+                self._arrived.clear()
+            if not batch:
+                continue
+            try:
+                features = await loop.run_in_executor(
+                    self._tower_thread, self._encode, [item.inputs for item in batch]
+                )
+            except (RuntimeError, ValueError, OSError) as error:
+                for item in batch:
+                    if not item.feature.done():
+                        item.feature.set_exception(InstanceFailed(f"the encoder failed: {error}"))
+                continue
+            for item, feature in zip(batch, features, strict=True):
+                if not item.feature.done():
+                    item.feature.set_result(feature)
+
+    def _encode(self, batch: list[TowerInputs]) -> list[Tensor]:
+        return self._loaded_tower().encode(batch)
+
+    def _loaded_tower(self) -> Tower:
+        if self._tower is None:
+            self._tower = self._load_tower()
+        return self._tower
+
+    async def _put(self, mm_hash: str, feature: Tensor, owner: str) -> StoredFeature:
+        data = feature.view(torch.uint8).numpy().reshape(-1).data
+        dtype = str(feature.dtype).removeprefix("torch.")
+        while True:
+            try:
+                stored = self._store.put(mm_hash, data, list(feature.shape), dtype, owner)
+            except ValueError as error:
+                raise ServeError(str(error)) from error
+            if stored is not None:
+                return stored
+            await asyncio.sleep(_RETRY_ROOM_S)  # what is held is being fetched, so room will come

@@ -1,0 +1,442 @@
+"""The step loop of an instance with a language model: admit, schedule, compute, hand out tokens, free blocks."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from epd_serve.cache.block_pool import BlockPool, RequestBlocks
+from epd_serve.errors import InvalidRequest, ServeError
+from epd_serve.protocol.wire import Load
+from epd_serve.request import FinishReason, Sequence, SequenceState
+from epd_serve.sched.language import Budget, ScheduleOutput, schedule
+from epd_serve.transfer.kv_sender import KVSender, OutgoingTransfer
+from epd_serve.worker.runner import LanguageRunner, StepResult
+from epd_serve.worker.sampler import SampledToken
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """A sequence has a new token; with ``finish_reason`` it was the last one and its blocks are free again."""
+
+    sequence: Sequence
+    token: SampledToken
+    finish_reason: FinishReason | None
+
+    @property
+    def request_id(self) -> str:
+        return self.sequence.request_id
+
+
+@dataclass(frozen=True, slots=True)
+class PromptEvent:
+    """A prompt that another instance goes on with: each choice's first token, and whether it was the last."""
+
+    sequence: Sequence
+    tokens: list[tuple[SampledToken, FinishReason | None]]
+
+    @property
+    def request_id(self) -> str:
+        return self.sequence.request_id
+
+
+@dataclass(frozen=True, slots=True)
+class FailureEvent:
+    """A step failed with this request in it; its blocks are free again."""
+
+    request_id: str
+    error: ServeError
+
+
+EngineEvent = TokenEvent | PromptEvent | FailureEvent
+
+
+class Engine:
+    """Owns the block pool and all sequences of an instance; one thread steps them.
+
+    All methods may be called from any thread. ``emit`` is called on the engine's thread, once after each step, and
+    must not block. ``on_free`` is called on whichever thread gave blocks back.
+    """
+
+    def __init__(
+        self,
+        runner: LanguageRunner,
+        pool: BlockPool,
+        budget: Budget,
+        *,
+        num_layers: int,
+        eos_token_ids: frozenset[int],
+        feature_of: Callable[[str], Tensor | None],
+        copy_block: Callable[[int, int], None],
+        block_nbytes: int,
+        record_event: Callable[[], Callable[[], None]],
+        sender: KVSender | None,
+        emit: Callable[[list[EngineEvent]], None],
+        on_free: Callable[[], None],
+    ) -> None:
+        self._runner = runner
+        self._pool = pool
+        self._budget = budget
+        self._num_layers = num_layers
+        self._eos_token_ids = eos_token_ids
+        self._feature_of = feature_of
+        self._copy_block = copy_block
+        self._block_nbytes = block_nbytes
+        self._record_event = record_event
+        self._sender = sender
+        self._emit = emit
+        self._on_free = on_free
+        self._changed = threading.Condition()
+        self._waiting: deque[Sequence] = deque()
+        self._running: list[Sequence] = []
+        self._leaving: dict[Sequence, None] = {}  # ABORTED, but a step or a copy may still use their blocks
+        self._transfers: dict[Sequence, OutgoingTransfer] = {}
+        self._stepping: frozenset[Sequence] = frozenset()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop after the current step."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        if self._thread.ident is not None:
+            self._thread.join()
+        if self._sender is not None:
+            self._sender.close()
+
+    # ------------------------------------------------------------------ requests in
+
+    def check_fits(self, num_prompt_tokens: int, max_tokens: int, num_sequences: int) -> None:
+        """Raise InvalidRequest for a request that this pool could not hold even if it were empty."""
+        needed = self._pool.num_needed(num_prompt_tokens, max_tokens, num_sequences)
+        if needed > self._pool.capacity:
+            raise InvalidRequest(
+                f"the request needs {needed} KV blocks of {self._pool.block_size} tokens and the instance has "
+                f"{self._pool.capacity}; ask for fewer max_tokens, a shorter prompt or a smaller n",
+                param="max_tokens",
+            )
+
+    def submit(self, sequence: Sequence, transfer: OutgoingTransfer | None = None) -> None:
+        """Queue a prompt; ``transfer`` says where its KV goes if another instance decodes."""
+        with self._changed:
+            if transfer is not None:
+                self._transfers[sequence] = transfer
+            self._waiting.append(sequence)
+            self._changed.notify_all()
+
+    def resume(self, sequence: Sequence, blocks: RequestBlocks, tokens: list[tuple[int, bool]]) -> None:
+        """Go on with a prompt whose KV another instance wrote into ``blocks``.
+
+        Args:
+            sequence: the first choice, WAITING, without output.
+            tokens: for each choice its first token and whether that was its last.
+        """
+        with self._changed:
+            sequence.blocks, sequence.forks = blocks.root, blocks.forks
+            sequence.num_computed = sequence.num_prompt_tokens
+            sequence.move_to(SequenceState.RUNNING)
+            self._register_blocks(sequence)
+            choices = self._fork(sequence)
+            for choice, (token_id, finished) in zip(choices, tokens, strict=True):
+                choice.output_ids.append(token_id)
+                if finished:
+                    self._retire(choice)
+                else:
+                    self._running.append(choice)
+            self._changed.notify_all()
+
+    def abort(self, request_id: str) -> None:
+        """Stop all sequences of a request; their blocks go back as soon as nothing uses them. Idempotent."""
+        with self._changed:
+            for sequence in [s for s in self._waiting if s.request_id == request_id]:
+                self._waiting.remove(sequence)
+                self._leave(sequence)
+            for sequence in [s for s in self._running if s.request_id == request_id]:
+                self._running.remove(sequence)
+                self._leave(sequence)
+            for sequence in [s for s in self._transfers if s.request_id == request_id]:
+                if sequence.state is SequenceState.TRANSFERRING:
+                    self._leave(sequence)
+
+    def stop_sequence(self, sequence: Sequence) -> None:
+        """End one choice early: a stop string was found in its text."""
+        with self._changed:
+            if sequence in self._running:
+                self._running.remove(sequence)
+                self._leave(sequence)
+
+    def transferred(self, sequence: Sequence) -> None:
+        """The decode instance has confirmed: the source blocks may go. Idempotent."""
+        with self._changed:
+            if sequence.state is SequenceState.TRANSFERRING:
+                self._retire(sequence)
+
+    def wake(self) -> None:
+        """Something that a waiting sequence may depend on (a feature) has come."""
+        with self._changed:
+            self._changed.notify_all()
+
+    # ------------------------------------------------------------------ blocks for others
+
+    def reserve(
+        self, num_prompt_tokens: int, max_tokens: int, num_sequences: int, hashes: list[bytes]
+    ) -> RequestBlocks | None:
+        """Blocks for a request whose KV a peer will write; None where there are not enough now."""
+        with self._changed:
+            if not self._pool.can_allocate_request(num_prompt_tokens, max_tokens, num_sequences, hashes):
+                return None
+            return self._pool.allocate_request(num_prompt_tokens, max_tokens, num_sequences, hashes)
+
+    def unreserve(self, blocks: RequestBlocks) -> None:
+        with self._changed:
+            self._free(blocks.all())
+
+    def load(self) -> Load:
+        with self._changed:
+            return Load(
+                num_running=len(self._running),
+                num_waiting=len(self._waiting),
+                num_waiting_tokens=sum(s.num_uncomputed for s in (*self._waiting, *self._running)),
+                free_blocks=self._pool.num_free,
+                total_blocks=self._pool.capacity,
+            )
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the pool is consistent and every held block has a known holder."""
+        with self._changed:
+            self._pool.check_integrity()
+
+    # ------------------------------------------------------------------ the loop
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                output = self._schedule()
+                while not output and not self._closing:
+                    self._changed.wait()
+                    output = self._schedule()
+                if self._closing:
+                    return
+                self._stepping = frozenset((*output.decodes, *(s for s, _ in output.prefills)))
+                features = self._features_of(output)  # now: an abort during the step may let them be evicted
+            events = self._step(output, features)
+            if events:
+                self._emit(events)
+
+    def _schedule(self) -> ScheduleOutput:
+        output = schedule(
+            self._running,
+            self._waiting,
+            self._budget,
+            ready_tokens=self._ready_tokens,
+            blocks_needed=lambda s: self._pool.num_needed(s.num_prompt_tokens, s.room_tokens, s.num_forked),
+            free_blocks=self._pool.num_free,
+        )
+        for sequence in output.admitted:
+            self._admit(sequence)
+        # an admission may have found a cached prefix, or evicted one that its successor was counted on to find
+        clipped = [(s, min(n, self._ready_tokens(s) - s.num_computed)) for s, n in output.prefills]
+        return ScheduleOutput(decodes=output.decodes, prefills=[(s, n) for s, n in clipped if n > 0])
+
+    def _admit(self, sequence: Sequence) -> None:
+        blocks = self._pool.allocate_request(
+            sequence.num_prompt_tokens, sequence.room_tokens, sequence.num_forked, sequence.block_hashes
+        )
+        sequence.blocks, sequence.forks = blocks.root, blocks.forks
+        sequence.num_registered = blocks.num_cached
+        sequence.num_computed = blocks.num_cached * self._pool.block_size
+        sequence.move_to(SequenceState.RUNNING)
+        self._waiting.remove(sequence)
+        self._running.append(sequence)
+
+    def _ready_tokens(self, sequence: Sequence) -> int:
+        """Leading tokens that can be computed now: up to the first feature that is needed and not here."""
+        computed = sequence.num_computed
+        if sequence.state is SequenceState.WAITING:
+            usable = sequence.block_hashes[: (sequence.num_prompt_tokens - 1) // self._pool.block_size]
+            computed = len(self._pool.match(usable)) * self._pool.block_size
+        for span in sequence.spans:
+            if span.end > computed and self._feature_of(span.mm_hash) is None:
+                return max(span.start, computed)
+        return sequence.num_tokens
+
+    def _features_of(self, output: ScheduleOutput) -> dict[str, Tensor]:
+        features: dict[str, Tensor] = {}
+        for sequence, count in output.prefills:
+            for span in sequence.spans:
+                if span.end > sequence.num_computed and span.start < sequence.num_computed + count:
+                    feature = self._feature_of(span.mm_hash)
+                    assert feature is not None, f"feature {span.mm_hash} was scheduled and is not here"
+                    features[span.mm_hash] = feature
+        return features
+
+    def _step(self, output: ScheduleOutput, features: dict[str, Tensor]) -> list[EngineEvent]:
+        groups = _LayerGroups(self, output) if self._sender is not None else None
+        start = time.monotonic()
+        try:
+            result = self._runner.step(output, features, groups.on_layer if groups else None)
+        except Exception as error:  # a failed step must fail its requests, not the instance
+            logger.exception("a step of %d tokens failed", output.num_tokens)
+            return self._fail_step(f"the engine failed in the middle of a step: {error}")
+        if groups is not None and groups.num_blocks and self._sender is not None:
+            self._sender.sizer.observe_compute(time.monotonic() - start, groups.num_blocks * self._block_nbytes)
+        with self._changed:
+            self._stepping = frozenset()
+            for sequence, count in output.prefills:
+                sequence.num_computed += count
+                self._register_blocks(sequence)
+            for sequence in output.decodes:
+                sequence.num_computed += 1
+            events = self._advance(result)
+            self._let_go()
+        return events
+
+    def _advance(self, result: StepResult) -> list[EngineEvent]:
+        events: list[EngineEvent] = []
+        for sequence, token in result.decoded:
+            if sequence.state is SequenceState.RUNNING:
+                events.append(self._append(sequence, token))
+        for sequence, tokens in result.first:
+            if sequence.state is not SequenceState.RUNNING:
+                continue
+            if sequence.hand_off:
+                self._running.remove(sequence)
+                sequence.move_to(SequenceState.TRANSFERRING)
+                ends = [(t, sequence.finish_reason(t.token_id, 1, self._eos_token_ids)) for t in tokens]
+                events.append(PromptEvent(sequence, ends))
+                continue
+            choices = self._fork(sequence)
+            self._running += choices[1:]
+            events += [self._append(choice, token) for choice, token in zip(choices, tokens, strict=True)]
+        return events
+
+    def _append(self, sequence: Sequence, token: SampledToken) -> TokenEvent:
+        sequence.output_ids.append(token.token_id)
+        reason = sequence.finish_reason(token.token_id, len(sequence.output_ids), self._eos_token_ids)
+        if reason is not None:
+            self._running.remove(sequence)
+            self._retire(sequence)
+        return TokenEvent(sequence, token, reason)
+
+    def _fork(self, root: Sequence) -> list[Sequence]:
+        """All choices of a computed prompt: full prompt blocks shared, the last partial one copied."""
+        shared = root.num_prompt_tokens // self._pool.block_size
+        choices = [root]
+        for index, own in enumerate(root.forks, start=1):
+            self._pool.acquire(root.blocks[:shared])
+            if root.num_prompt_tokens % self._pool.block_size:
+                self._copy_block(root.blocks[shared], own[0])
+            choices.append(
+                Sequence(
+                    request_id=root.request_id,
+                    prompt_ids=root.prompt_ids,
+                    sampling=root.sampling,
+                    max_tokens=root.max_tokens,
+                    positions=root.positions,
+                    position_delta=root.position_delta,
+                    index=index,
+                    num_computed=root.num_computed,
+                    blocks=root.blocks[:shared] + own,
+                    state=SequenceState.RUNNING,
+                )
+            )
+        root.forks = []
+        return choices
+
+    def _register_blocks(self, sequence: Sequence) -> None:
+        computed = min(sequence.num_computed // self._pool.block_size, len(sequence.block_hashes))
+        for i in range(sequence.num_registered, computed):
+            self._pool.register(sequence.blocks[i], sequence.block_hashes[i])
+        sequence.num_registered = max(sequence.num_registered, computed)
+
+    # ------------------------------------------------------------------ leaving
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Give a sequence up; its blocks follow in :meth:`_let_go`, when the current step and copies are done."""
+        sequence.move_to(SequenceState.ABORTED)
+        self._leaving[sequence] = None
+        if sequence not in self._stepping:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        for sequence in [s for s in self._leaving if s not in self._stepping]:
+            del self._leaving[sequence]
+            transfer = self._transfers.get(sequence)
+            if transfer is None or self._sender is None:
+                self._retire(sequence)
+            else:
+                transfer.cancelled = True
+                self._sender.fence(transfer, lambda _, s=sequence: self._retire_later(s))  # type: ignore[misc]
+
+    def _retire_later(self, sequence: Sequence) -> None:
+        with self._changed:
+            self._retire(sequence)
+
+    def _retire(self, sequence: Sequence) -> None:
+        sequence.move_to(SequenceState.FINISHED)
+        self._transfers.pop(sequence, None)
+        blocks = sequence.blocks + [block for fork in sequence.forks for block in fork]
+        sequence.blocks, sequence.forks = [], []
+        self._free(blocks)
+
+    def _free(self, blocks: Iterable[int]) -> None:
+        self._pool.release(list(blocks))
+        self._changed.notify_all()
+        self._on_free()
+
+    def _fail_step(self, message: str) -> list[EngineEvent]:
+        with self._changed:
+            failed = {sequence.request_id for sequence in self._stepping}
+            self._stepping = frozenset()
+            self._let_go()
+        for request_id in failed:
+            self.abort(request_id)
+        return [FailureEvent(request_id, ServeError(message)) for request_id in failed]
+
+
+class _LayerGroups:
+    """Queues the KV of one step's outgoing prompts, a group of layers at a time."""
+
+    def __init__(self, engine: Engine, output: ScheduleOutput) -> None:
+        sender = engine._sender
+        assert sender is not None
+        self._sender = sender
+        self._record_event = engine._record_event
+        self._last = engine._num_layers - 1
+        self._group_size = sender.sizer.group_size()
+        self._next_layer = 0
+        self._parts: list[tuple[OutgoingTransfer, list[int], list[int]]] = []
+        self.num_blocks = 0
+        size = engine._pool.block_size
+        for sequence, count in output.prefills:
+            transfer = engine._transfers.get(sequence)
+            if transfer is None:
+                continue
+            end = sequence.num_computed + count
+            first, stop = transfer.next_block, -(-end // size)
+            if first < stop:
+                self._parts.append((transfer, sequence.blocks[first:stop], transfer.target.block_ids[first:stop]))
+                self.num_blocks += stop - first
+            # a block that the chunk fills in part is sent again with the next chunk
+            transfer.next_block = max(first, end // size)
+
+    def on_layer(self, layer: int) -> None:
+        if not self._parts or (layer + 1 - self._next_layer < self._group_size and layer != self._last):
+            return
+        wait = self._record_event()
+        layers = range(self._next_layer, layer + 1)
+        self._next_layer = layer + 1
+        for transfer, local, remote in self._parts:
+            self._sender.push(transfer, layers, local, remote, wait)

@@ -1,0 +1,134 @@
+"""The consumer's side of the feature path: fetches on a hash event, verifies, caches, tells who waits."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from epd_serve.cache.feature_cache import FeatureCache
+from epd_serve.errors import InstanceFailed, StageTimeout
+from epd_serve.protocol.wire import FeatureEvent, MediaRef
+from epd_serve.transfer.feature_store import checksum
+from epd_serve.transfer.transport import TransferError, Transport
+
+_RETRY_ROOM_S = 0.02
+_NUM_TOMBSTONES = 4096
+
+
+class FeatureInbox:
+    """Features that this instance's requests need, by mm_hash.
+
+    Events may come before or after the request that they are for. A feature that came early is held for its
+    request until ``orphan_s`` have passed; one for a request that has ended is not fetched at all.
+
+    Args:
+        arrived: called after each new feature.
+    """
+
+    def __init__(
+        self,
+        capacity_bytes: int,
+        transport: Transport,
+        arrived: Callable[[], None],
+        *,
+        orphan_s: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self._cache: FeatureCache[Tensor] = FeatureCache(capacity_bytes)
+        self._transport = transport
+        self._arrived = arrived
+        self._orphan_s = orphan_s
+        self._clock = clock
+        self._wanted: dict[str, asyncio.Event] = {}
+        self._early: dict[str, float] = {}
+        self._ended: OrderedDict[str, None] = OrderedDict()
+
+    @property
+    def num_owners(self) -> int:
+        return self._cache.num_owners
+
+    def get(self, mm_hash: str) -> Tensor | None:
+        """The feature if it is here. The one method that other threads may call."""
+        return self._cache.get(mm_hash)
+
+    def expect(self, request_id: str, items: list[MediaRef]) -> None:
+        """Hold what is here of a request's features and take note of the rest."""
+        self._early.pop(request_id, None)
+        self._wanted[request_id] = asyncio.Event()
+        for item in items:
+            self._cache.acquire(item.mm_hash, request_id)
+
+    async def complete(self, request_id: str, items: list[MediaRef]) -> None:
+        """Wait until all of a request's features are here."""
+        changed = self._wanted[request_id]
+        while any(item.mm_hash not in self._cache for item in items):
+            await changed.wait()
+            changed.clear()
+
+    def release(self, request_id: str) -> None:
+        """The request needs its features no more; later events for it are ignored. Idempotent."""
+        self._wanted.pop(request_id, None)
+        self._early.pop(request_id, None)
+        self._cache.release(request_id)
+        self._ended[request_id] = None
+        while len(self._ended) > _NUM_TOMBSTONES:
+            self._ended.popitem(last=False)
+
+    def expire(self) -> None:
+        """Let go of features whose request never came."""
+        now = self._clock()
+        for request_id in [r for r, deadline in self._early.items() if deadline <= now]:
+            self.release(request_id)
+
+    async def receive(self, event: FeatureEvent) -> None:
+        """Fetch the feature of an event. Raises InstanceFailed where it cannot be had as described."""
+        if event.request_id in self._ended:
+            return
+        if event.mm_hash not in self._cache:
+            if event.nbytes > self._cache.capacity_bytes:
+                raise InstanceFailed(
+                    f"a feature of {event.nbytes} bytes does not fit a cache of {self._cache.capacity_bytes}; "
+                    "raise feature_cache_bytes"
+                )
+            feature = await asyncio.to_thread(self._fetch, event)
+            await self._wait_for_room(event)
+            if event.request_id in self._ended:
+                return
+            self._cache.put(event.mm_hash, feature, event.nbytes, event.request_id)
+        self._cache.acquire(event.mm_hash, event.request_id)
+        if event.request_id not in self._wanted:
+            self._early[event.request_id] = self._clock() + self._orphan_s
+        for changed in self._wanted.values():
+            changed.set()
+        self._arrived()
+
+    def check_integrity(self) -> None:
+        self._cache.check_integrity()
+
+    async def _wait_for_room(self, event: FeatureEvent) -> None:
+        deadline = self._clock() + self._orphan_s
+        while event.mm_hash not in self._cache and not self._cache.can_put(event.nbytes):
+            if self._clock() >= deadline:
+                raise StageTimeout(
+                    f"no room for a feature of {event.nbytes} bytes came free in {self._orphan_s} s"
+                )
+            await asyncio.sleep(_RETRY_ROOM_S)
+
+    def _fetch(self, event: FeatureEvent) -> Tensor:
+        data = bytearray(event.nbytes)
+        try:
+            self._transport.read(event.region, [(event.offset, memoryview(data))])
+        except TransferError as error:
+            raise InstanceFailed(f"feature {event.mm_hash[:12]} cannot be fetched: {error}") from error
+        if checksum(data) != event.checksum:
+            raise InstanceFailed(f"feature {event.mm_hash[:12]} fails its checksum")
+        try:
+            return torch.frombuffer(data, dtype=getattr(torch, event.dtype)).view(event.shape)
+        except (RuntimeError, ValueError, AttributeError, TypeError) as error:
+            raise InstanceFailed(
+                f"feature {event.mm_hash[:12]} of {event.nbytes} bytes is no {event.shape} {event.dtype}: {error}"
+            ) from error

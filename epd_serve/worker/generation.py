@@ -1,0 +1,69 @@
+"""The answer of a request while this instance decodes it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+
+from epd_serve.errors import ServeError
+from epd_serve.protocol import chunks
+from epd_serve.worker.answer import Answer
+from epd_serve.worker.engine import Engine, EngineEvent, FailureEvent, TokenEvent
+from epd_serve.worker.http import JSON, BrokenStream, Header, Reply
+
+
+class Generation:
+    """Turns engine events into an OpenAI answer, streamed or whole."""
+
+    def __init__(self, answer: Answer, engine: Engine) -> None:
+        self._answer = answer
+        self._engine = engine
+        self._pieces: asyncio.Queue[bytes | ServeError | None] = asyncio.Queue()
+
+    def feed(self, event: EngineEvent) -> None:
+        if isinstance(event, FailureEvent):
+            self._pieces.put_nowait(event.error)
+        elif isinstance(event, TokenEvent):
+            self._feed_token(event)
+
+    def fail(self, error: ServeError) -> None:
+        self._pieces.put_nowait(error)
+
+    def _feed_token(self, event: TokenEvent) -> None:
+        answer, index = self._answer, event.sequence.index
+        if answer.is_finished(index):
+            return  # computed before the engine knew of the stop string
+        self._pieces.put_nowait(answer.push(index, event.token.token_id, event.token.logprob, event.finish_reason))
+        if answer.is_finished(index) and event.finish_reason is None:
+            self._engine.stop_sequence(event.sequence)
+        if answer.finished:
+            self._pieces.put_nowait(answer.end())
+            self._pieces.put_nowait(None)
+
+    async def reply(
+        self, *, stream: bool, on_close: Callable[[], None], headers: tuple[Header, ...] = ()
+    ) -> Reply:
+        """The answer; a failure before its first byte is raised as what it is."""
+        if not stream:
+            body = b"".join([piece async for piece in self._take()])
+            return Reply(headers=(JSON, *headers), body=body, on_close=on_close)
+        pieces = self._take()
+        first = await anext(pieces)
+        return Reply(headers=(*chunks.SSE_HEADERS, *headers), stream=_guarded(first, pieces), on_close=on_close)
+
+    async def _take(self) -> AsyncGenerator[bytes, None]:
+        while (piece := await self._pieces.get()) is not None:
+            if isinstance(piece, ServeError):
+                raise piece
+            yield piece
+
+
+async def _guarded(first: bytes, rest: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+    """An error after the first byte becomes an error event and a cut connection, never a clean end."""
+    yield first
+    try:
+        async for piece in rest:
+            yield piece
+    except ServeError as error:
+        yield chunks.event(error.body())
+        raise BrokenStream(error.message) from error

@@ -1,0 +1,119 @@
+"""The control server's plumbing: a few POST routes over plain ASGI, where a closed connection cancels the work."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, MutableMapping
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
+from typing import Any
+
+from epd_serve.errors import InvalidRequest, ServeError
+
+logger = logging.getLogger(__name__)
+
+Scope = MutableMapping[str, Any]
+Event = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Event]]
+Send = Callable[[Event], Awaitable[None]]
+Header = tuple[bytes, bytes]
+
+JSON = (b"content-type", b"application/json")
+MSGPACK = (b"content-type", b"application/msgpack")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reply:
+    """An answer: a body in one piece, or pieces as they come.
+
+    ``on_close`` is called exactly once, when the answer is out or the caller is gone.
+    """
+
+    status: int = 200
+    headers: tuple[Header, ...] = ()
+    body: bytes = b""
+    stream: AsyncGenerator[bytes, None] | None = None
+    on_close: Callable[[], None] | None = None
+
+
+Handler = Callable[[bytes], Awaitable[Reply]]
+
+
+class BrokenStream(Exception):
+    """An answer that has begun cannot be completed: the connection is to be cut, not closed in order."""
+
+
+class ControlApp:
+    """ASGI application of an instance: (method, path) → handler of the body."""
+
+    def __init__(self, routes: Iterable[tuple[str, str, Handler]]) -> None:
+        self._routes = {(method, path): handler for method, path, handler in routes}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        assert scope["type"] == "http"
+        handler = self._routes.get((scope["method"], scope["path"]))
+        if handler is None:
+            await _send_error(send, InvalidRequest(f"there is no {scope['method']} {scope['path']}"), status=404)
+            return
+        body = await _read(receive)
+        if body is None:
+            return
+        work = asyncio.create_task(_run(handler, body, send))
+        gone = asyncio.create_task(_disconnected(receive))
+        try:
+            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            gone.cancel()
+            work.cancel()
+            with suppress(asyncio.CancelledError):
+                await gone
+            with suppress(asyncio.CancelledError):
+                await work
+
+
+async def _run(handler: Handler, body: bytes, send: Send) -> None:
+    try:
+        reply = await handler(body)
+    except ServeError as error:
+        await _send_error(send, error)
+        return
+    except ValueError as error:  # msgspec names the wrong field
+        await _send_error(send, InvalidRequest(str(error)))
+        return
+    except Exception:  # the caller must hear of it, whatever it was
+        logger.exception("a control call failed")
+        await _send_error(send, ServeError("the instance failed; its log says more"))
+        return
+    try:
+        await send({"type": "http.response.start", "status": reply.status, "headers": list(reply.headers)})
+        if reply.stream is not None:
+            async with aclosing(reply.stream) as pieces:
+                async for piece in pieces:
+                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": reply.body})
+    finally:
+        if reply.on_close is not None:
+            reply.on_close()
+
+
+async def _send_error(send: Send, error: ServeError, status: int | None = None) -> None:
+    await send({"type": "http.response.start", "status": status or error.status, "headers": [JSON]})
+    await send({"type": "http.response.body", "body": error.to_json()})
+
+
+async def _read(receive: Receive) -> bytes | None:
+    """The whole body; None where the caller left before sending all of it."""
+    pieces: list[bytes] = []
+    while True:
+        event = await receive()
+        if event["type"] == "http.disconnect":
+            return None
+        pieces.append(event.get("body", b""))
+        if not event.get("more_body", False):
+            return b"".join(pieces)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,91 @@
+"""``epd-serve instance``: serve one instance until SIGTERM or SIGINT."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import transformers
+import uvicorn
+import uvloop
+
+from device.registry import get_device
+from epd_serve.config import InstanceOptions
+from epd_serve.worker.http import BrokenStream, ControlApp
+from epd_serve.worker.instance import Instance
+
+logger = logging.getLogger(__name__)
+
+_GRACE_S = 3
+
+
+def run_instance(options: InstanceOptions) -> None:
+    """Load the role's part of the model and serve the control API. Blocks.
+
+    Raises ValueError for a model or a device that cannot be served.
+    """
+    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {options.name} %(levelname)s %(message)s")
+    logging.getLogger("uvicorn.error").addFilter(_is_no_broken_stream)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    if options.threads is not None:
+        get_device("cpu").set_threads(options.threads)
+        torch.set_num_interop_threads(1)
+    uvloop.run(_serve(options))
+
+
+async def _serve(options: InstanceOptions) -> None:
+    instance = Instance(options)
+    config = uvicorn.Config(
+        ControlApp(instance.routes()),
+        host=options.host,
+        port=options.port,
+        http="httptools",
+        lifespan="off",
+        access_log=False,
+        log_config=None,
+        timeout_keep_alive=75,  # longer than callers keep an idle connection: none is closed under a call
+        timeout_graceful_shutdown=_GRACE_S,
+    )
+    server = _Server(config)
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(signum, server.exit)
+    serving = asyncio.create_task(server.serve())
+    starting = asyncio.create_task(_start(instance))
+    try:
+        await asyncio.wait((serving, starting), return_when=asyncio.FIRST_COMPLETED)
+        if starting.done() and starting.exception() is not None:
+            server.should_exit = True
+            await serving
+            starting.result()
+        await serving
+    finally:
+        starting.cancel()
+        if instance.ready:
+            await instance.close()
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handling, which would end the process before the instance is closed."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    def exit(self) -> None:
+        self.should_exit = True
+
+
+async def _start(instance: Instance) -> None:
+    await instance.start()
+    logger.info("ready: role %s on %s, pid %d", instance.options.role, instance.options.device, os.getpid())
+
+
+def _is_no_broken_stream(record: logging.LogRecord) -> bool:
+    """Cutting a connection is how a broken stream is reported to the caller; it needs no traceback in the log."""
+    return not (record.exc_info and isinstance(record.exc_info[1], BrokenStream))

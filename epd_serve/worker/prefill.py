@@ -1,0 +1,332 @@
+"""The prefill stage: prompt, features, reservation at D, compute, first token, hand-off."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
+
+from epd_serve.errors import InstanceFailed, InvalidRequest, ServeError, StageTimeout
+from epd_serve.protocol import chunks, wire
+from epd_serve.request import Sequence
+from epd_serve.transfer.kv_sender import KVSender, OutgoingTransfer
+from epd_serve.worker.answer import Answer
+from epd_serve.worker.engine import Engine, EngineEvent, FailureEvent, PromptEvent
+from epd_serve.worker.feature_inbox import FeatureInbox
+from epd_serve.worker.generation import Generation
+from epd_serve.worker.http import JSON, BrokenStream, Reply
+from epd_serve.worker.peers import Peers
+from epd_serve.worker.prompt import Prompt, PromptProcessor
+
+_NEXT = wire.NEXT_HEADER.encode()
+NEXT_NONE = (_NEXT, b"none")
+NEXT_DECODE = (_NEXT, b"decode")
+_CANCEL_TIMEOUT_S = 5.0
+
+
+@dataclass(eq=False, slots=True)
+class _Handover:
+    """A request that another instance decodes."""
+
+    request: wire.PrefillRequest
+    prompt: Prompt
+    sequence: Sequence
+    transfer: OutgoingTransfer
+    decode_url: str
+    first: asyncio.Future[PromptEvent]
+    renewal: asyncio.Task[None]
+    confirmed: bool = False
+    given_up: bool = False
+
+    def feed(self, event: EngineEvent) -> None:
+        if self.first.done():
+            return
+        if isinstance(event, PromptEvent):
+            self.first.set_result(event)
+        elif isinstance(event, FailureEvent):
+            self.first.set_exception(event.error)
+
+
+class PrefillService:
+    """Runs prompts. Decodes them too where the gateway names no decode instance.
+
+    Args:
+        listen: directs a request's engine events to a function; None ends that.
+        spawn: runs a clean-up in the background, owned by the instance.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        processor: PromptProcessor,
+        inbox: FeatureInbox,
+        sender: KVSender,
+        peers: Peers,
+        layout: wire.KVLayout,
+        *,
+        feature_timeout_s: float,
+        lease_s: float,
+        listen: Callable[[str, Callable[[EngineEvent], None] | None], None],
+        spawn: Callable[[asyncio.Task[None]], None],
+    ) -> None:
+        self._engine = engine
+        self._processor = processor
+        self._inbox = inbox
+        self._sender = sender
+        self._peers = peers
+        self._layout = layout
+        self._feature_timeout_s = feature_timeout_s
+        self._lease_s = lease_s
+        self._listen = listen
+        self._spawn = spawn
+        self._active: set[str] = set()
+
+    async def prefill(self, request: wire.PrefillRequest) -> Reply:
+        """Compute the prompt and answer with the first token as soon as there is one.
+
+        Raises InvalidRequest, StageTimeout (a feature did not come in time), InstanceFailed (D is gone).
+        """
+        request_id = request.request_id
+        if request_id in self._active:
+            raise InvalidRequest(f"request {request_id} is being served already", param="request_id")
+        self._active.add(request_id)
+        try:
+            prompt = await asyncio.to_thread(self._processor.process, request)
+            self._inbox.expect(request_id, request.items)
+            if request.decode_url is None:
+                return await self._serve(request, prompt)
+            return await self._hand_over(request, prompt, request.decode_url)
+        except BaseException:
+            self._end(request_id)
+            raise
+
+    def _end(self, request_id: str) -> None:
+        if request_id not in self._active:
+            return
+        self._active.discard(request_id)
+        self._listen(request_id, None)
+        self._engine.abort(request_id)
+        self._inbox.release(request_id)
+
+    def _sequence(self, request: wire.PrefillRequest, prompt: Prompt, *, hand_off: bool) -> Sequence:
+        sequence = Sequence(
+            request_id=request.request_id,
+            prompt_ids=prompt.ids,
+            sampling=request.sampling,
+            max_tokens=prompt.max_tokens,
+            positions=prompt.positions,
+            position_delta=prompt.position_delta,
+            spans=prompt.spans,
+            block_hashes=prompt.block_hashes,
+            num_sequences=request.sampling.n,
+            hand_off=hand_off,
+        )
+        self._engine.check_fits(sequence.num_prompt_tokens, sequence.room_tokens, sequence.num_forked)
+        return sequence
+
+    # ------------------------------------------------------------------ decoded here
+
+    async def _serve(self, request: wire.PrefillRequest, prompt: Prompt) -> Reply:
+        sequence = self._sequence(request, prompt, hand_off=False)
+        answer = Answer(self._processor.tokenizer, request.output, request.sampling, prompt.ids)
+        generation = Generation(answer, self._engine)
+        started = asyncio.get_running_loop().create_future()
+
+        def feed(event: EngineEvent) -> None:
+            if not started.done():
+                started.set_result(None)
+            generation.feed(event)
+
+        self._listen(request.request_id, feed)
+        self._engine.submit(sequence)
+        await self._started(request, started)
+        return await generation.reply(
+            stream=request.output.stream, headers=(NEXT_NONE,), on_close=lambda: self._end(request.request_id)
+        )
+
+    async def _started(self, request: wire.PrefillRequest, started: asyncio.Future[None]) -> None:
+        """Wait for the prompt's first event; its features must be here before their deadline."""
+        if request.items:
+            features = asyncio.create_task(self._inbox.complete(request.request_id, request.items))
+            try:
+                done, _ = await asyncio.wait(
+                    (features, started), timeout=self._feature_timeout_s, return_when=asyncio.FIRST_COMPLETED
+                )
+            finally:
+                features.cancel()
+            if not done:
+                raise StageTimeout(
+                    f"the encoded media did not arrive within {self._feature_timeout_s:g} s",
+                    code="feature_timeout",
+                )
+        await asyncio.shield(started)
+        self._inbox.release(request.request_id)
+
+    # ------------------------------------------------------------------ decoded elsewhere
+
+    async def _hand_over(self, request: wire.PrefillRequest, prompt: Prompt, decode_url: str) -> Reply:
+        sequence = self._sequence(request, prompt, hand_off=True)
+        transfer = await self._reserve(request, prompt, decode_url)
+        work = _Handover(
+            request=request,
+            prompt=prompt,
+            sequence=sequence,
+            transfer=transfer,
+            decode_url=decode_url,
+            first=asyncio.get_running_loop().create_future(),
+            renewal=asyncio.create_task(self._renew(transfer, request.request_id, decode_url)),
+        )
+        started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def feed(event: EngineEvent) -> None:
+            work.feed(event)
+            if not started.done():
+                started.set_result(None)
+
+        try:
+            self._listen(request.request_id, feed)
+            self._engine.submit(sequence, transfer)
+            await self._started(request, started)
+            event = await work.first
+            answer = Answer(self._processor.tokenizer, request.output, request.sampling, prompt.ids)
+            body = b"".join(
+                answer.push(index, token.token_id, token.logprob, reason)
+                for index, (token, reason) in enumerate(event.tokens)
+            )
+        except BaseException as error:
+            self._give_up(work, error.message if isinstance(error, ServeError) else "")
+            raise
+        if answer.finished:
+            content = chunks.SSE_HEADERS if request.output.stream else (JSON,)
+            return Reply(
+                headers=(*content, NEXT_NONE),
+                body=body + answer.end(),
+                on_close=lambda: self._close_handover(work),
+            )
+        first = [
+            wire.FirstToken(
+                token_id=token.token_id,
+                logprob=token.logprob,
+                finish_reason=reason,
+            )
+            for token, reason in event.tokens
+        ]
+        return Reply(
+            headers=(*chunks.SSE_HEADERS, NEXT_DECODE),
+            stream=self._first_then_handoff(body, work, first),
+            on_close=lambda: self._close_handover(work),
+        )
+
+    async def _first_then_handoff(
+        self, body: bytes, work: _Handover, first: list[wire.FirstToken]
+    ) -> AsyncGenerator[bytes, None]:
+        """The first token at once; the stream ends in order only when D has taken over."""
+        yield body
+        try:
+            await self._fenced(work.transfer)
+            if work.transfer.error is not None:
+                raise InstanceFailed(f"the KV transfer failed: {work.transfer.error}")
+            await self._peers.call(work.decode_url, "/kv/complete", self._handoff(work, first), self._lease_s)
+            work.confirmed = True
+        except ServeError as error:
+            self._give_up(work, error.message)
+            raise BrokenStream(error.message) from error
+
+    def _handoff(self, work: _Handover, first: list[wire.FirstToken]) -> wire.Handoff:
+        return wire.Handoff(
+            transfer_id=work.transfer.transfer_id,
+            request_id=work.request.request_id,
+            prompt_ids=work.prompt.ids,
+            position_delta=work.prompt.position_delta,
+            sampling=work.request.sampling,
+            max_tokens=work.prompt.max_tokens,
+            output=work.request.output,
+            first=first,
+        )
+
+    async def _reserve(self, request: wire.PrefillRequest, prompt: Prompt, decode_url: str) -> OutgoingTransfer:
+        reserve = wire.ReserveRequest(
+            transfer_id=uuid.uuid4().hex,
+            request_id=request.request_id,
+            num_prompt_tokens=len(prompt.ids),
+            max_tokens=prompt.max_tokens,
+            num_sequences=request.sampling.n,
+            block_hashes=prompt.block_hashes,
+            layout=self._layout,
+            lease_s=self._lease_s,
+        )
+        try:
+            body = await self._peers.call(decode_url, "/kv/reserve", reserve)
+        except BaseException:
+            # D may have granted what we never heard of
+            self._spawn(
+                asyncio.create_task(self._cancel_transfer(reserve.transfer_id, request.request_id, decode_url))
+            )
+            raise
+        reply = wire.decode(body, wire.ReserveReply)
+        return OutgoingTransfer(
+            transfer_id=reserve.transfer_id,
+            target=reply,
+            deadline=time.monotonic() + self._lease_s / 2,
+            next_block=reply.num_cached_blocks,
+        )
+
+    async def _renew(self, transfer: OutgoingTransfer, request_id: str, decode_url: str) -> None:
+        """Keep the lease alive; where D has given up, stop writing."""
+        ref = wire.TransferRef(transfer_id=transfer.transfer_id, request_id=request_id)
+        while True:
+            await asyncio.sleep(self._lease_s / 6)
+            sent_at = time.monotonic()
+            try:
+                await self._peers.call(decode_url, "/kv/renew", ref, self._lease_s / 6)
+            except InstanceFailed:
+                continue  # the deadline stops the writer if D stays away
+            except ServeError:
+                transfer.cancelled = True
+                self._engine.abort(request_id)
+                return
+            transfer.deadline = sent_at + self._lease_s / 2
+
+    async def _fenced(self, transfer: OutgoingTransfer) -> None:
+        """Wait until nothing of the transfer is under way."""
+        loop = asyncio.get_running_loop()
+        passed = asyncio.Event()
+
+        def on_passed(_: OutgoingTransfer) -> None:
+            loop.call_soon_threadsafe(passed.set)
+
+        self._sender.fence(transfer, on_passed)
+        await passed.wait()
+
+    def _close_handover(self, work: _Handover) -> None:
+        if work.confirmed:
+            work.renewal.cancel()
+            self._engine.transferred(work.sequence)
+        else:
+            self._give_up(work, "")
+        self._end(work.request.request_id)
+
+    def _give_up(self, work: _Handover, reason: str) -> None:
+        """Stop writing, then tell D so. Idempotent."""
+        if work.given_up:
+            return
+        work.given_up = True
+        work.renewal.cancel()
+        work.transfer.cancelled = True
+        self._engine.abort(work.request.request_id)
+        self._spawn(asyncio.create_task(self._withdraw(work, reason)))
+
+    async def _withdraw(self, work: _Handover, reason: str) -> None:
+        await self._fenced(work.transfer)
+        await self._cancel_transfer(
+            work.transfer.transfer_id, work.request.request_id, work.decode_url, reason=reason
+        )
+
+    async def _cancel_transfer(self, transfer_id: str, request_id: str, decode_url: str, reason: str = "") -> None:
+        ref = wire.TransferRef(transfer_id=transfer_id, request_id=request_id, reason=reason)
+        try:
+            await self._peers.call(decode_url, "/kv/cancel", ref, _CANCEL_TIMEOUT_S)
+        except InstanceFailed:
+            return  # D is gone and its reservation with it, or its lease will end

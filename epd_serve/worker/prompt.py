@@ -1,0 +1,150 @@
+"""From messages and media sizes to token ids, media spans and positions; no pixels needed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from epd_serve.cache.hashing import MediaSpan, hash_blocks
+from epd_serve.errors import InvalidRequest
+from epd_serve.models.family import Family
+from epd_serve.protocol.wire import ChatMessage, MediaRef, PrefillRequest
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prompt:
+    """A request ready to be computed.
+
+    Attributes:
+        positions: [axes, tokens]. position_delta: see :class:`epd_serve.request.Sequence`.
+        max_tokens: output tokens that the client asked for or the context leaves.
+    """
+
+    ids: list[int]
+    spans: tuple[MediaSpan, ...]
+    positions: Tensor
+    position_delta: int
+    block_hashes: list[bytes]
+    max_tokens: int
+
+
+class PromptProcessor:
+    """Chat template, tokenizer and position layout of one model. Safe for use from a pool of threads."""
+
+    def __init__(
+        self, path: Path, family: Family, language_model: Any, *, max_model_len: int, block_size: int
+    ) -> None:
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        if not self.tokenizer.chat_template:
+            self.tokenizer.chat_template = _processor_chat_template(path)
+        self._family = family
+        self._language_model = language_model
+        self._max_model_len = max_model_len
+        self._block_size = block_size
+
+    def process(self, request: PrefillRequest) -> Prompt:
+        """Raises InvalidRequest for what the template, the context length or the vocabulary refuses."""
+        if request.messages is not None:
+            ids = self._encode_chat(request.messages)
+        elif isinstance(request.prompt, str):
+            ids = self.tokenizer.encode(request.prompt)
+        else:
+            ids = self._check_ids(request.prompt or [])
+        if not ids:
+            raise InvalidRequest("the prompt is empty; it needs one token at least", param="prompt")
+        ids, spans = self._expand(ids, request.items)
+        max_tokens = self._max_tokens(len(ids), request.sampling.max_tokens)
+        sizes = [(item.width, item.height) for item in request.items]
+        positions, delta = self._family.positions(ids, sizes, self._language_model)
+        return Prompt(
+            ids=ids,
+            spans=spans,
+            positions=positions,
+            position_delta=delta,
+            block_hashes=hash_blocks(ids, self._block_size, spans),
+            max_tokens=max_tokens,
+        )
+
+    def _encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+        if not self.tokenizer.chat_template:
+            raise InvalidRequest("this model has no chat template; use /v1/completions", param="messages")
+        rendered = [{"role": m.role, "content": _content(m)} for m in messages]
+        try:
+            text = self.tokenizer.apply_chat_template(rendered, tokenize=False, add_generation_prompt=True)
+        except TemplateError as error:
+            raise InvalidRequest(
+                f"the model's chat template refuses these messages: {error}", param="messages"
+            ) from error
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+    def _check_ids(self, ids: list[int]) -> list[int]:
+        size = len(self.tokenizer)
+        wrong = next((token for token in ids if not 0 <= token < size), None)
+        if wrong is not None:
+            raise InvalidRequest(f"token id {wrong} is outside the vocabulary of {size} tokens", param="prompt")
+        return ids
+
+    def _expand(self, ids: list[int], items: Sequence[MediaRef]) -> tuple[list[int], tuple[MediaSpan, ...]]:
+        """Replace the template's one placeholder for each item by as many as the item has tokens."""
+        placeholder = self._family.image_token_id
+        found = ids.count(placeholder)
+        if found != len(items):
+            raise InvalidRequest(
+                f"the prompt has {found} image placeholders for {len(items)} images; text must not contain "
+                f"{self.tokenizer.convert_ids_to_tokens(placeholder)!r}",
+                param="messages",
+            )
+        expanded: list[int] = []
+        spans: list[MediaSpan] = []
+        remaining = iter(items)
+        for token in ids:
+            if token != placeholder:
+                expanded.append(token)
+                continue
+            item = next(remaining)
+            count = self._family.num_image_tokens((item.width, item.height))
+            spans.append(MediaSpan(len(expanded), count, item.mm_hash))
+            expanded += [placeholder] * count
+        return expanded, tuple(spans)
+
+    def _max_tokens(self, num_prompt_tokens: int, asked: int | None) -> int:
+        room = self._max_model_len - num_prompt_tokens
+        if room < 1:
+            raise InvalidRequest(
+                f"the prompt has {num_prompt_tokens} tokens, images included, and the context holds "
+                f"{self._max_model_len}; shorten it",
+                param="messages",
+                code="context_length_exceeded",
+            )
+        if asked is not None and asked > room:
+            raise InvalidRequest(
+                f"the prompt has {num_prompt_tokens} tokens, so max_tokens can be at most {room}, not {asked}: "
+                f"the context holds {self._max_model_len}",
+                param="max_tokens",
+                code="context_length_exceeded",
+            )
+        return room if asked is None else asked
+
+
+def _content(message: ChatMessage) -> Any:
+    """A message's content as chat templates expect it: a string, or a list of parts where media are involved."""
+    if all(part.type == "text" for part in message.content):
+        return "".join(part.text for part in message.content)
+    return [{"type": "text", "text": p.text} if p.type == "text" else {"type": "image"} for p in message.content]
+
+
+def _processor_chat_template(path: Path) -> str | None:
+    """Older checkpoints keep the template beside the processor instead of the tokenizer."""
+    file = path / "chat_template.json"
+    if not file.exists():
+        return None
+    template: str = json.loads(file.read_text())["chat_template"]
+    return template
