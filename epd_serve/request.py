@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, Literal
 
-from epd_serve.cache.hashing import MediaSpan
-from epd_serve.types import SamplingParams
+from epd_serve.types import MediaSpan, SamplingParams
 
 FinishReason = Literal["stop", "length"]
 

@@ -104,3 +104,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def penalised(self) -> bool:
         """Whether the scores depend on the tokens seen so far."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+class MediaSpan(msgspec.Struct, frozen=True):
+    """The tokens ``[start, start + length)`` of a prompt stand for the feature ``mm_hash``."""
+
+    start: int
+    length: int
+    mm_hash: str
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length

@@ -5,22 +5,11 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-import msgspec
 from blake3 import blake3
 
+from epd_serve.types import MediaSpan
+
 _ROOT = b"epd-serve kv block 1"
-
-
-class MediaSpan(msgspec.Struct, frozen=True):
-    """The tokens ``[start, start + length)`` of a prompt stand for the feature ``mm_hash``."""
-
-    start: int
-    length: int
-    mm_hash: str
-
-    @property
-    def end(self) -> int:
-        return self.start + self.length
 
 
 def hash_blocks(token_ids: Sequence[int], block_size: int, spans: Sequence[MediaSpan] = ()) -> list[bytes]:

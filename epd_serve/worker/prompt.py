@@ -12,10 +12,11 @@ from jinja2 import TemplateError
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from epd_serve.cache.hashing import MediaSpan, hash_blocks
+from epd_serve.cache.hashing import hash_blocks
 from epd_serve.errors import InvalidRequest
 from epd_serve.models.family import Family
 from epd_serve.protocol.wire import ChatMessage, MediaRef, PrefillRequest
+from epd_serve.types import MediaSpan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,0 +1,99 @@
+"""What torch gives once for every accelerator: streams, events, memory, synchronisation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from device import base, host
+from device.base import Partition
+from device.graphs import EagerRunner
+from device.ops.plain import PlainOps
+from device.transport import TRANSPORTS, TransportCapability
+
+
+class AcceleratorDevice:
+    """Fills the Device protocol through torch.accelerator; a vendor's subclass adds what that leaves out."""
+
+    has_streams = True
+
+    def __init__(self, type: str, index: int, visible_devices_variable: str, partition: Partition) -> None:
+        self.type = type
+        self.index = index
+        self.visible_devices_variable: str | None = visible_devices_variable
+        self.partition = partition
+        self.ops: base.AttentionOps = PlainOps()
+        # Memory and properties are the same calls in torch.cuda and torch.npu, but not yet in torch.accelerator.
+        self._vendor: Any = torch.get_device_module(type)
+
+    @property
+    def name(self) -> str:
+        return f"{self.type}:{self.index}"
+
+    @property
+    def torch_device(self) -> torch.device:
+        return torch.device(self.type, self.index)
+
+    @property
+    def description(self) -> str:
+        return str(self._vendor.get_device_name(self.index))
+
+    @property
+    def cores(self) -> int | None:
+        return None
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        with torch.accelerator.device_index(self.index):
+            has_bfloat16 = bool(self._vendor.is_bf16_supported())
+        return (torch.float32, torch.float16, *((torch.bfloat16,) if has_bfloat16 else ()))
+
+    @property
+    def transport(self) -> TransportCapability:
+        return TRANSPORTS[self.type]
+
+    def apply_share(self, share: float, start: float = 0.0) -> Partition:
+        """A share of the memory; the processes take turns at the compute units, wherever ``start`` is."""
+        host.check_share(share, start)
+        self.set_memory_fraction(share)
+        return Partition(strength=self.partition.strength, mechanisms=(f"memory fraction {share:g}",))
+
+    def memory(self) -> tuple[int, int]:
+        free, total = self._vendor.mem_get_info(self.index)
+        return total, free
+
+    def set_memory_fraction(self, fraction: float) -> None:
+        if not 0 < fraction <= 1:
+            raise ValueError(f"memory fraction {fraction}: it lies above 0 and at 1 at most")
+        self._vendor.set_per_process_memory_fraction(fraction, self.index)
+
+    def set_threads(self, threads: int, cores: Sequence[int] | None = None) -> None:
+        host.set_threads(threads, cores)
+
+    def activate(self) -> None:
+        torch.accelerator.set_device_index(self.index)
+
+    def synchronize(self) -> None:
+        torch.accelerator.synchronize(self.torch_device)
+
+    # torch's streams and events take only each other, which is narrower than the protocols say: hence the casts.
+    def stream(self, priority: int = 0) -> base.Stream:
+        return cast(base.Stream, torch.Stream(self.torch_device, priority=priority))
+
+    def current_stream(self) -> base.Stream:
+        return cast(base.Stream, torch.accelerator.current_stream(self.torch_device))
+
+    def event(self, enable_timing: bool = False) -> base.Event:
+        return cast(base.Event, torch.Event(self.torch_device, enable_timing=enable_timing))
+
+    def record_event(self) -> base.Event:
+        return self.current_stream().record_event()
+
+    def graph_runner(self) -> base.GraphRunner:
+        return EagerRunner()
+
+    def pin_memory(self, tensor: Tensor) -> Tensor:
+        return tensor.pin_memory()

@@ -1,0 +1,350 @@
+"""The protocols that every backend fills: Device, Stream and Event, AttentionOps, GraphRunner, Partition.
+
+torch is named in annotations only: importing this module leaves torch out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from device.transport import TransportCapability
+
+
+class DeviceUnavailable(ValueError):
+    """The named device is not on this machine; the message says what is missing and how to get it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttnMeta:
+    """One step's batch: ``num_decodes`` decode tokens (one per sequence), then the prefill chunks back to back.
+
+    Lengths of prefills are host integers, because they shape the work; lengths of decodes are given twice, on the
+    device (a captured graph reads them) and on the host (Ascend's operators take host lists). ``context`` counts
+    the tokens in the sequence up to and including this step's, so a chunk starts at ``context - query``; every
+    context length is at least 1. Block 0 belongs to no sequence: it pads the tables and takes the padding's K/V.
+    """
+
+    block_size: int
+    slot_mapping: Tensor
+    """[num_tokens] int64: block * block_size + offset where each token's K/V goes."""
+    num_decodes: int
+    decode_block_table: Tensor
+    """[num_decodes, max_blocks] int64, padded with 0."""
+    decode_context_lens: Tensor
+    """[num_decodes] int64."""
+    decode_context_lens_host: list[int]
+    prefill_query_lens: list[int]
+    prefill_context_lens: list[int]
+    prefill_block_table: Tensor
+    """[num_prefills, max_blocks] int64, padded with 0."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionPlan:
+    """What a backend made of an AttnMeta, once per step; backends subclass it with their masks and views.
+
+    The caller only carries it from ``prepare`` to each layer's ``attend``.
+    """
+
+    meta: AttnMeta
+
+
+class AttentionOps(Protocol):
+    """The operators of a transformer over a paged KV cache. T tokens, H heads of dimension D.
+
+    Query head h reads KV head ``h // (Hq // Hkv)``. Tensors may have any strides; results are new tensors.
+    """
+
+    name: str
+    """How the backend calls itself in ``epd-serve devices``."""
+
+    def prepare(self, meta: AttnMeta, dtype: torch.dtype) -> AttentionPlan:
+        """Masks and views that all layers share. Reads no device value back, so it may stand inside a graph.
+
+        Args:
+            dtype: of the queries, keys and values.
+        """
+        ...
+
+    def write_kv(self, key: Tensor, value: Tensor, kv_layer: Tensor, slot_mapping: Tensor) -> None:
+        """Store K and V [T, Hkv, D] into ``kv_layer`` [2, num_blocks, block_size, Hkv, D] at their slots [T]."""
+        ...
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, kv_layer: Tensor, plan: AttentionPlan, scale: float
+    ) -> Tensor:
+        """Causal attention of one step, whose K/V are already written.
+
+        Token i of a chunk of n tokens with context m sees positions 0 ... m - n + i; a decode is a chunk of one.
+
+        Args:
+            query: [T, Hq, D]. key, value: [T, Hkv, D], this step's own.
+            kv_layer: [2, num_blocks, block_size, Hkv, D].
+
+        Returns:
+            [T, Hq, D], contiguous.
+        """
+        ...
+
+    def encode(
+        self, query: Tensor, key: Tensor, value: Tensor, cu_seqlens_host: Sequence[int], scale: float
+    ) -> Tensor:
+        """Attention of a vision tower: each segment sees all of itself and nothing else.
+
+        Args:
+            query: [T, H, D]. key, value: the same shape.
+            cu_seqlens_host: ``[0, end of segment 1, ..., T]``, ascending.
+
+        Returns:
+            [T, H, D], contiguous.
+        """
+        ...
+
+    def rms_norm(self, hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        """``hidden / sqrt(mean(hidden²) + epsilon) * weight`` over the last dimension."""
+        ...
+
+    def add_rms_norm(
+        self, hidden: Tensor, residual: Tensor, weight: Tensor, epsilon: float
+    ) -> tuple[Tensor, Tensor]:
+        """``(rms_norm(hidden + residual), hidden + residual)``."""
+        ...
+
+    def rotary(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotate query [T, Hq, D] and key [T, Hkv, D] by halves with the tables [T, D] of ``ops.rotary``."""
+        ...
+
+    def swiglu(self, gate_up: Tensor) -> Tensor:
+        """``silu(gate) * up`` of a fused [..., 2 * F] projection, gate first; returns [..., F]."""
+        ...
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        """Index of the largest entry of each row [N, V], the first among equals; [N] int64."""
+        ...
+
+
+class Event(Protocol):
+    """A point in a stream's work. ``torch.Event`` is one."""
+
+    def record(self, stream: Stream | None = None) -> None:
+        """Mark the work given so far to ``stream`` (default: the current one)."""
+        ...
+
+    def wait(self, stream: Stream | None = None) -> None:
+        """Let ``stream`` (default: the current one) go on only after the event; the host does not wait."""
+        ...
+
+    def query(self) -> bool:
+        """Whether the recorded work is done."""
+        ...
+
+    def synchronize(self) -> None:
+        """Block the host until the recorded work is done."""
+        ...
+
+    def elapsed_time(self, end_event: Event) -> float:
+        """Milliseconds between two events that were made with ``enable_timing`` and recorded."""
+        ...
+
+
+class Stream(Protocol):
+    """A queue of work on a device; ``with stream:`` makes it the current one. ``torch.Stream`` is one."""
+
+    def synchronize(self) -> None:
+        """Block the host until all work of the stream is done."""
+        ...
+
+    def wait_event(self, event: Event) -> None: ...
+
+    def wait_stream(self, stream: Stream) -> None: ...
+
+    def record_event(self, event: Event | None = None) -> Event: ...
+
+    def __enter__(self) -> Stream: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+class GraphRunner(Protocol):
+    """Runs a step that was captured once per padded batch size.
+
+    The step reads its inputs from static buffers and returns a static tensor. Per step the caller fills the
+    buffers, calls ``update`` with what lives on the host, then ``replay``.
+    """
+
+    name: str
+    """``eager``, ``CUDA graph``."""
+    captures: bool
+    """False where replay simply calls the step."""
+
+    def capture(self, size: int, step: Callable[[], Tensor]) -> None:
+        """Warm up and record ``step`` for batches padded to ``size``; a second capture replaces the first."""
+        ...
+
+    def update(self, size: int, decode_context_lens: Sequence[int]) -> None:
+        """Bind the host lengths of the next replay, ``size`` of them. Raises KeyError before capture."""
+        ...
+
+    def replay(self, size: int) -> Tensor:
+        """Run the step; the tensor is overwritten by the next replay. Raises KeyError before capture."""
+        ...
+
+
+class PartitionStrength(StrEnum):
+    """How far two instances on one device are kept apart."""
+
+    ISOLATED = "isolated"
+    """The hardware enforces the share (MIG)."""
+    COOPERATIVE = "cooperative"
+    """Each process limits itself; a process that does not can take more."""
+    NONE = "none"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Partition:
+    """How a device can be shared by several processes."""
+
+    strength: PartitionStrength
+    mechanisms: tuple[str, ...]
+    """What sets the shares, in words; empty only where strength is NONE."""
+
+
+class Device(Protocol):
+    """One device of this machine, present and usable. Get it from ``device.registry.get_device``."""
+
+    @property
+    def name(self) -> str:
+        """``cpu``, ``cuda:1``, ``npu:0``."""
+        ...
+
+    @property
+    def type(self) -> str:
+        """torch's device type: ``cpu``, ``cuda``, ``npu``."""
+        ...
+
+    @property
+    def index(self) -> int:
+        """Among the visible devices of its type; 0 for the CPU."""
+        ...
+
+    @property
+    def description(self) -> str:
+        """The vendor's name of the hardware."""
+        ...
+
+    @property
+    def torch_device(self) -> torch.device: ...
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """Floating types that the device computes in."""
+        ...
+
+    @property
+    def cores(self) -> int | None:
+        """Cores this process may use (CPU) or multiprocessors (accelerators); None where nobody tells."""
+        ...
+
+    @property
+    def has_streams(self) -> bool:
+        """Whether two streams can overlap; False where streams and events are no-ops."""
+        ...
+
+    @property
+    def visible_devices_variable(self) -> str | None:
+        """The environment variable that selects devices of this type before a process starts."""
+        ...
+
+    @property
+    def ops(self) -> AttentionOps: ...
+
+    @property
+    def transport(self) -> TransportCapability: ...
+
+    @property
+    def partition(self) -> Partition:
+        """What can set this device's shares."""
+        ...
+
+    def apply_share(self, share: float, start: float = 0.0) -> Partition:
+        """Limit this process to ``share`` of the device, beginning at ``start`` (both as fractions of 1).
+
+        Returns what was set. Raises ValueError for a share outside (0, 1] or one that ends beyond 1.
+        """
+        ...
+
+    def memory(self) -> tuple[int, int]:
+        """(total, free) bytes of the device."""
+        ...
+
+    def set_memory_fraction(self, fraction: float) -> None:
+        """Cap this process's allocations at a fraction of the device's memory, in (0, 1].
+
+        Raises ValueError for other fractions and on devices whose allocator knows no cap.
+        """
+        ...
+
+    def set_threads(self, threads: int, cores: Sequence[int] | None = None) -> None:
+        """Use ``threads`` host threads for torch, on ``cores`` only where given. Raises ValueError."""
+        ...
+
+    def activate(self) -> None:
+        """Make it this thread's current device, which vendor libraries ask for; nothing to do on a CPU."""
+        ...
+
+    def synchronize(self) -> None:
+        """Block the host until the device is idle."""
+        ...
+
+    def stream(self, priority: int = 0) -> Stream:
+        """A new stream; a lower number is served first."""
+        ...
+
+    def current_stream(self) -> Stream: ...
+
+    def event(self, enable_timing: bool = False) -> Event:
+        """A new event, not yet recorded."""
+        ...
+
+    def record_event(self) -> Event:
+        """A new event, recorded on the current stream."""
+        ...
+
+    def graph_runner(self) -> GraphRunner: ...
+
+    def pin_memory(self, tensor: Tensor) -> Tensor:
+        """A copy of the host tensor from which the device can copy asynchronously (itself on a CPU)."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceReport:
+    """One row of ``epd-serve devices``: a device, or a kind of device that is missing."""
+
+    name: str
+    """``cpu``, ``cuda:0``; only the kind where none is there."""
+    kind: str
+    available: bool
+    reason: str | None = None
+    """What is missing and how to get it, where not available."""
+    description: str | None = None
+    """The vendor's name of the hardware."""
+    memory_total_bytes: int | None = None
+    memory_free_bytes: int | None = None
+    cores: int | None = None
+    dtypes: tuple[str, ...] = ()
+    attention: str | None = None
+    graphs: str | None = None
+    partition: Partition | None = None
+    transports: tuple[str, ...] = ()
+    """The distributed backend, then the Mooncake protocols."""

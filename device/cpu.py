@@ -1,0 +1,167 @@
+"""The CPU: threads and cores in place of memory fractions, and streams that have nothing to overlap."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from types import TracebackType
+
+import psutil
+import torch
+from torch import Tensor
+
+from device import base, host
+from device.base import DeviceUnavailable, Partition, PartitionStrength
+from device.graphs import EagerRunner
+from device.ops.cpu import CpuOps
+from device.transport import TRANSPORTS, TransportCapability
+
+
+class CpuEvent:
+    """Fills the Event protocol where work is done by the time it is recorded; keeps the time of the record."""
+
+    __slots__ = ("_recorded_s",)
+
+    def __init__(self) -> None:
+        self._recorded_s: float | None = None
+
+    def record(self, stream: base.Stream | None = None) -> None:
+        self._recorded_s = time.perf_counter()
+
+    def wait(self, stream: base.Stream | None = None) -> None:
+        return
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        return
+
+    def elapsed_time(self, end_event: base.Event) -> float:
+        """Milliseconds until ``end_event``. Raises ValueError unless both are recorded CPU events."""
+        if not isinstance(end_event, CpuEvent) or self._recorded_s is None or end_event._recorded_s is None:
+            raise ValueError("elapsed_time needs two CPU events that were both recorded")
+        return (end_event._recorded_s - self._recorded_s) * 1e3
+
+
+class CpuStream:
+    """Fills the Stream protocol: the calling thread does its work at once, so there is never any to wait for."""
+
+    __slots__ = ()
+
+    def synchronize(self) -> None:
+        return
+
+    def wait_event(self, event: base.Event) -> None:
+        event.synchronize()
+
+    def wait_stream(self, stream: base.Stream) -> None:
+        stream.synchronize()
+
+    def record_event(self, event: base.Event | None = None) -> base.Event:
+        event = event or CpuEvent()
+        event.record(self)
+        return event
+
+    def __enter__(self) -> CpuStream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return
+
+
+class CpuDevice:
+    """Fills the Device protocol with the cores that this process had when the device was opened."""
+
+    name = "cpu"
+    type = "cpu"
+    index = 0
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    has_streams = False
+    visible_devices_variable = None
+    partition = Partition(strength=PartitionStrength.COOPERATIVE, mechanisms=("threads", "core affinity"))
+
+    def __init__(self) -> None:
+        self._cores = host.usable_cores()
+        self._stream = CpuStream()
+        self.ops: base.AttentionOps = CpuOps()
+
+    @property
+    def torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    def description(self) -> str:
+        return host.processor_name()
+
+    @property
+    def cores(self) -> int:
+        return len(self._cores)
+
+    @property
+    def transport(self) -> TransportCapability:
+        return TRANSPORTS["cpu"]
+
+    def apply_share(self, share: float, start: float = 0.0) -> Partition:
+        """At least one core: shares smaller than a core overlap."""
+        host.check_share(share, start)
+        count = max(1, round(share * len(self._cores)))
+        first = min(round(start * len(self._cores)), len(self._cores) - count)
+        cores = self._cores[first : first + count]
+        host.set_threads(count, cores)
+        return Partition(
+            strength=PartitionStrength.COOPERATIVE,
+            mechanisms=(f"{count} threads", f"affinity to cores {','.join(map(str, cores))}"),
+        )
+
+    def memory(self) -> tuple[int, int]:
+        memory = psutil.virtual_memory()
+        return memory.total, memory.available
+
+    def set_memory_fraction(self, fraction: float) -> None:
+        raise ValueError("the CPU's allocator knows no memory fraction: bound the caches' sizes instead")
+
+    def set_threads(self, threads: int, cores: Sequence[int] | None = None) -> None:
+        host.set_threads(threads, cores)
+
+    def activate(self) -> None:
+        return
+
+    def synchronize(self) -> None:
+        return
+
+    def stream(self, priority: int = 0) -> base.Stream:
+        return CpuStream()
+
+    def current_stream(self) -> base.Stream:
+        return self._stream
+
+    def event(self, enable_timing: bool = False) -> base.Event:
+        return CpuEvent()
+
+    def record_event(self) -> base.Event:
+        return self._stream.record_event()
+
+    def graph_runner(self) -> base.GraphRunner:
+        return EagerRunner()
+
+    def pin_memory(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+
+def missing() -> str | None:
+    """What keeps this machine from being used; a CPU is always there."""
+    return None
+
+
+def count() -> int:
+    return 1
+
+
+def open_device(index: int) -> CpuDevice:
+    """Raises DeviceUnavailable: all cores are one device."""
+    if index != 0:
+        raise DeviceUnavailable(f"cpu:{index}: a machine is one CPU device, cpu; give instances shares of it")
+    return CpuDevice()

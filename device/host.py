@@ -1,0 +1,53 @@
+"""The host's cores and threads, which every device's instance uses."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+
+def usable_cores() -> list[int]:
+    """The cores that this process may run on, ascending."""
+    return sorted(os.sched_getaffinity(0))
+
+
+def processor_name() -> str:
+    """The processor's name in the vendor's words, as Linux gives it; its architecture where it gives none."""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return os.uname().machine
+
+
+def set_threads(threads: int, cores: Sequence[int] | None = None) -> None:
+    """Let torch compute with ``threads`` threads, all of the process on ``cores`` only where given.
+
+    Raises ValueError for fewer than one thread, and for cores that the machine lacks.
+    """
+    if threads < 1:
+        raise ValueError(f"{threads} threads; an instance needs at least 1")
+    if cores is not None:
+        _pin(cores)
+    torch.set_num_threads(threads)
+
+
+def _pin(cores: Sequence[int]) -> None:
+    known = range(os.cpu_count() or 1)
+    foreign = [core for core in cores if core not in known]
+    if foreign or not cores:
+        raise ValueError(f"cores {list(cores)}: choose from 0 to {known[-1]}")
+    # The system call binds one thread; those that already run do not follow the one that asks.
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(ProcessLookupError):  # a thread that has ended since the listing
+            os.sched_setaffinity(int(task.name), cores)
+
+
+def check_share(share: float, start: float) -> None:
+    """Raises ValueError unless ``start`` and ``share`` lie within the device, both as fractions of 1."""
+    # Thirds written as decimals may add up to a hair above 1.
+    if not (0 < share <= 1 and start >= 0 and start + share <= 1 + 1e-6):
+        raise ValueError(f"share {share} from {start} on: both are fractions of the device and end at 1 at most")

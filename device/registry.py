@@ -1,0 +1,91 @@
+"""Devices by name, and the report of what is there. A backend is loaded when it is asked for, torch with it."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from typing import Protocol
+
+from device.base import Device, DeviceReport, DeviceUnavailable
+
+KINDS = ("cpu", "cuda", "npu")
+_NAME = re.compile(r"(?P<kind>cpu|cuda|npu)(:(?P<index>[0-9]{1,4}))?")
+
+
+class _Backend(Protocol):
+    """What a backend module offers."""
+
+    def missing(self) -> str | None: ...
+
+    def count(self) -> int: ...
+
+    def open_device(self, index: int) -> Device: ...
+
+
+def get_device(name: str) -> Device:
+    """Open ``cpu``, ``cuda``, ``cuda:1``, ``npu:0``; without an index it is the first.
+
+    Raises:
+        DeviceUnavailable: there is no such device here; the message says what is missing.
+        ValueError: the name is none of these.
+    """
+    match = _NAME.fullmatch(name)
+    if match is None:
+        raise ValueError(f"unknown device {name!r}: use cpu, cuda, cuda:N, npu or npu:N")
+    if (reason := _torch_missing()) is not None:
+        raise DeviceUnavailable(f"{name}: {reason}")
+    return _backend(match["kind"]).open_device(int(match["index"] or 0))
+
+
+def list_devices() -> list[DeviceReport]:
+    """Every device here, and one entry with the reason for each kind that is missing."""
+    reports: list[DeviceReport] = []
+    for kind in KINDS:
+        reason = _torch_missing()
+        if reason is None:
+            backend = _backend(kind)
+            reason = backend.missing()
+        if reason is None:
+            reports += [_report(backend.open_device(index)) for index in range(backend.count())]
+        else:
+            reports.append(DeviceReport(name=kind, kind=kind, available=False, reason=reason))
+    return reports
+
+
+def _torch_missing() -> str | None:
+    if importlib.util.find_spec("torch") is None:
+        return "torch is not installed: pip install 'epd-serve[native]'"
+    return None
+
+
+def _backend(kind: str) -> _Backend:
+    # Imported here because each one imports torch, which the base install leaves out.
+    if kind == "cpu":
+        from device import cpu
+
+        return cpu
+    if kind == "cuda":
+        from device import cuda
+
+        return cuda
+    from device import ascend
+
+    return ascend
+
+
+def _report(device: Device) -> DeviceReport:
+    total, free = device.memory()
+    return DeviceReport(
+        name=device.name,
+        kind=device.type,
+        available=True,
+        description=device.description,
+        memory_total_bytes=total,
+        memory_free_bytes=free,
+        cores=device.cores,
+        dtypes=tuple(str(dtype).removeprefix("torch.") for dtype in device.dtypes),
+        attention=device.ops.name,
+        graphs=device.graph_runner().name,
+        partition=device.partition,
+        transports=(device.transport.distributed_backend, *device.transport.mooncake_protocols),
+    )

@@ -1,0 +1,47 @@
+"""What each type of device speaks to others: collectives and bulk transfer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TransportCapability:
+    """How memory of a device leaves it."""
+
+    distributed_backend: str
+    """The backend of torch.distributed."""
+    mooncake_protocols: tuple[str, ...]
+    """Protocols of Mooncake's Transfer Engine that can reach this memory; the portable one first."""
+    alignment_bytes: int
+    """Registered regions start at a multiple of this; 1 where any address will do."""
+    max_regions: int | None
+    """Regions that one engine can register; None where there is no fixed limit."""
+
+
+TRANSPORTS: Mapping[str, TransportCapability] = MappingProxyType(
+    {
+        "cpu": TransportCapability(
+            distributed_backend="gloo",
+            mooncake_protocols=("tcp", "rdma"),
+            alignment_bytes=1,
+            max_regions=None,
+        ),
+        "cuda": TransportCapability(
+            distributed_backend="nccl",
+            mooncake_protocols=("tcp", "rdma", "nvlink"),
+            alignment_bytes=1,
+            max_regions=None,
+        ),
+        # Mooncake's ascend transport registers whole huge pages, at most 256 of its regions per process.
+        "npu": TransportCapability(
+            distributed_backend="hccl",
+            mooncake_protocols=("ascend",),
+            alignment_bytes=2 * 1024 * 1024,
+            max_regions=256,
+        ),
+    }
+)
+"""By torch device type."""

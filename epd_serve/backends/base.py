@@ -1,0 +1,53 @@
+"""How a caller talks to an instance, whatever engine runs behind it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
+from typing import Protocol
+
+from epd_serve.errors import InstanceFailed
+from epd_serve.protocol.wire import DecodeRequest, EncodeReply, EncodeRequest, InstanceInfo, PrefillRequest
+
+
+class InstanceLost(InstanceFailed):
+    """The connection to an instance could not be made, or broke before the answer was complete."""
+
+
+class Answer(Protocol):
+    """A stage's answer whose status line has arrived: OpenAI bytes, to be forwarded unparsed."""
+
+    @property
+    def decode_follows(self) -> bool:
+        """Whether D's bytes come after these (``x-epd-next: decode``)."""
+
+    def chunks(self) -> AsyncIterator[bytes]:
+        """The body as it arrives, never empty pieces. Raises InstanceLost where it breaks off."""
+
+
+class StageCalls(Protocol):
+    """One instance's stage calls.
+
+    Every call raises InstanceLost for a failed connection, and the instance's own error
+    (:func:`epd_serve.errors.error_from_response`) for an answer with status 400 or above. Leaving the context of
+    ``prefill`` or ``decode`` closes the call's connection, and with it cancels the work; so does cancelling the
+    task that waits in ``encode``.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def url(self) -> str: ...
+
+    async def info(self) -> InstanceInfo:
+        """What the instance says of itself now."""
+
+    async def encode(self, request: EncodeRequest, *, trace_id: str) -> EncodeReply:
+        """Returns once the feature is stored and announced."""
+
+    def prefill(self, request: PrefillRequest, *, trace_id: str) -> AbstractAsyncContextManager[Answer]:
+        """Entered once the first token is there."""
+
+    def decode(self, request: DecodeRequest, *, trace_id: str) -> AbstractAsyncContextManager[Answer]:
+        """Entered once the second token is there, or the whole answer where it is not streamed."""

@@ -1,0 +1,146 @@
+"""Stage calls to our own worker: msgpack over HTTP, as listed in :mod:`epd_serve.protocol.wire`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import aiohttp
+import msgspec
+
+from epd_serve.backends.base import InstanceLost
+from epd_serve.errors import error_from_response
+from epd_serve.protocol import wire
+
+INFO_TIMEOUT_S = 10.0
+CONNECT_TIMEOUT_S = 5.0
+#: Below the keep-alive time of the instances' server (5 s), so that a call never meets a connection that is just
+#: being closed.
+KEEP_ALIVE_S = 3.0
+
+
+class NativeConnections:
+    """The connections of all :class:`NativeInstance` of a caller; an async context manager that closes them.
+
+    There are as many connections as there are calls, and no limit on how long a call may take: the caller sets it.
+    """
+
+    def __init__(self) -> None:
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            auto_decompress=False,
+        )
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.session.close()
+
+    @property
+    def session(self) -> aiohttp.ClientSession:
+        assert self._session is not None, "used before its context was entered"
+        return self._session
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    response: aiohttp.ClientResponse
+    origin: str
+
+    @property
+    def decode_follows(self) -> bool:
+        return self.response.headers.get(wire.NEXT_HEADER) == "decode"
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        try:
+            async for chunk in self.response.content.iter_any():
+                yield chunk
+        except (aiohttp.ClientError, OSError) as error:
+            raise InstanceLost(f"instance {self.origin} broke off its answer ({error})") from error
+
+
+class NativeInstance:
+    """:class:`epd_serve.backends.base.StageCalls` of one worker process."""
+
+    def __init__(self, connections: NativeConnections, name: str, url: str) -> None:
+        self._connections = connections
+        self.name = name
+        self.url = url.rstrip("/")
+
+    async def info(self) -> wire.InstanceInfo:
+        """Raises InstanceLost also for an answer that is no InstanceInfo or takes over INFO_TIMEOUT_S."""
+        try:
+            async with (
+                asyncio.timeout(INFO_TIMEOUT_S),
+                self._connections.session.get(f"{self.url}/info") as response,
+            ):
+                body = await response.read()
+                await self._check(response, body)
+                return wire.from_json(body, wire.InstanceInfo)
+        except (aiohttp.ClientError, OSError) as error:
+            raise self._lost(error) from error
+        except msgspec.MsgspecError as error:
+            raise InstanceLost(f"{self.url}/info is no answer of an instance ({error})") from error
+
+    async def encode(self, request: wire.EncodeRequest, *, trace_id: str) -> wire.EncodeReply:
+        async with self._post("/stage/encode", request, trace_id) as response:
+            try:
+                body = await response.read()
+                return wire.decode(body, wire.EncodeReply)
+            except (aiohttp.ClientError, OSError) as error:
+                raise self._lost(error) from error
+            except msgspec.MsgspecError as error:
+                raise InstanceLost(f"instance {self.name} gave an unreadable encode reply ({error})") from error
+
+    @asynccontextmanager
+    async def prefill(self, request: wire.PrefillRequest, *, trace_id: str) -> AsyncIterator[_Answer]:
+        async with self._post("/stage/prefill", request, trace_id) as response:
+            yield _Answer(response, self.name)
+
+    @asynccontextmanager
+    async def decode(self, request: wire.DecodeRequest, *, trace_id: str) -> AsyncIterator[_Answer]:
+        async with self._post("/stage/decode", request, trace_id) as response:
+            yield _Answer(response, self.name)
+
+    @asynccontextmanager
+    async def _post(
+        self, path: str, message: wire.Message, trace_id: str
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        headers = {"content-type": wire.CONTENT_TYPE, wire.REQUEST_ID_HEADER: trace_id}
+        try:
+            response = await self._connections.session.post(
+                self.url + path, data=wire.encode(message), headers=headers
+            )
+        except (aiohttp.ClientError, OSError) as error:
+            raise self._lost(error) from error
+        try:
+            if response.status >= 400:
+                try:
+                    body = await response.read()
+                except (aiohttp.ClientError, OSError) as error:
+                    raise self._lost(error) from error
+                raise error_from_response(response.status, body, origin=f"instance {self.name}")
+            yield response
+        finally:
+            # Gives the connection back where the answer was read to its end; otherwise closes it, which is how the
+            # instance learns that nobody waits any more.
+            response.close() if not response.content.at_eof() else response.release()
+
+    async def _check(self, response: aiohttp.ClientResponse, body: bytes) -> None:
+        if response.status >= 400:
+            raise error_from_response(response.status, body, origin=f"instance {self.name}")
+
+    def _lost(self, error: Exception) -> InstanceLost:
+        return InstanceLost(
+            f"instance {self.name} at {self.url} is not reachable ({error or type(error).__name__})"
+        )

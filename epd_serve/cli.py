@@ -1,0 +1,281 @@
+"""The ``epd-serve`` command."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from epd_serve.config import (
+    DEMO_MODEL,
+    DeploymentConfig,
+    InstanceOptions,
+    change_config,
+    deployment_schema,
+    load_config,
+    model_path,
+)
+from epd_serve.config.options import DType, KVTransport
+from epd_serve.topology import draw, explain, parse_topology
+from epd_serve.types import Role
+
+if TYPE_CHECKING:
+    from device.base import DeviceReport
+
+app = typer.Typer(
+    name="epd-serve",
+    help="Serve multimodal LLMs as separate Encode, Prefill and Decode instances behind one OpenAI API.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+ParentPid = Annotated[
+    int | None, typer.Option(help="End when this process, the starter of this one, ends.", hidden=True)
+]
+Host = Annotated[str | None, typer.Option(help="Address of the gateway; over the file's.")]
+Port = Annotated[
+    int | None, typer.Option(min=0, max=65535, help="Port of the gateway, 0 for a free one; over the file's.")
+]
+
+
+@app.command()
+def up(
+    file: Annotated[
+        Path | None, typer.Argument(help="Deployment file; without one: the demo model as E-P-D on the CPU.")
+    ] = None,
+    host: Host = None,
+    port: Port = None,
+    topology: Annotated[str | None, typer.Option(help="Over the file's, as in '(E-P)-D'.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Over the file's: 'demo' or a transformers model directory.")
+    ] = None,
+) -> None:
+    """Start a deployment on this machine and stay until Ctrl-C."""
+    from epd_serve.launch.up import run_up
+
+    gateway = {key: value for key, value in (("host", host), ("port", port)) if value is not None}
+    changes: dict[str, Any] = {"gateway": gateway} if gateway else {}
+    if topology is not None:
+        changes["topology"] = topology
+    if model is not None:  # relative to where the user stands, not to the file
+        changes["model"] = model if model == DEMO_MODEL else str(Path(model).expanduser().resolve())
+    config = load_config(file) if file else DeploymentConfig()
+    raise typer.Exit(asyncio.run(run_up(change_config(config, changes), Console())))
+
+
+@app.command()
+def proxy(
+    config: Annotated[Path | None, typer.Option(help="Deployment file; its gateway section is used.")] = None,
+    instance: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=URL", help="An instance; once for each.")
+    ] = None,
+    host: Host = None,
+    port: Port = None,
+    parent_pid: ParentPid = None,
+) -> None:
+    """Run the gateway alone, in front of instances that run elsewhere."""
+    _tie_to(parent_pid)
+    deployment = load_config(config) if config else DeploymentConfig()
+    instances = [_name_and_url(text) for text in instance or ()]
+    if not instances:
+        raise ValueError(
+            "a gateway needs instances; add --instance NAME=URL for each, as in e0=http://127.0.0.1:8100"
+        )
+    names = [name for name, _ in instances]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ValueError(f"instance {', '.join(sorted(twice))} is named twice; names must differ")
+    from proxy.main import run_gateway
+
+    run_gateway(
+        deployment, instances, host or deployment.gateway.host, deployment.gateway.port if port is None else port
+    )
+
+
+@app.command()
+def instance(
+    name: Annotated[str, typer.Option(help="Unique in the deployment, as in e0.")],
+    role: Annotated[str, typer.Option(help="Stages of the instance: E, P, D, EP, ED, PD or EPD.")],
+    model: Annotated[str, typer.Option(help="'demo' or a transformers model directory.")] = "demo",
+    served_model_name: Annotated[str | None, typer.Option(help="What clients call the model.")] = None,
+    host: Annotated[str, typer.Option(help="Address of the control server.")] = InstanceOptions.host,
+    port: Annotated[int, typer.Option(min=1, max=65535)] = InstanceOptions.port,
+    device: Annotated[str, typer.Option(help="cpu, cuda:0, npu:0 ...")] = InstanceOptions.device,
+    dtype: Annotated[DType, typer.Option(help="auto: the model's own.")] = InstanceOptions.dtype,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
+    block_size: Annotated[int, typer.Option(min=1, help="Tokens per KV block.")] = InstanceOptions.block_size,
+    num_blocks: Annotated[int | None, typer.Option(min=1, help="KV blocks.")] = None,
+    kv_cache_bytes: Annotated[
+        int | None, typer.Option(min=1, help="KV cache size, instead of --num-blocks.")
+    ] = None,
+    max_num_batched_tokens: Annotated[
+        int, typer.Option(min=1, help="Token budget of a step.")
+    ] = InstanceOptions.max_num_batched_tokens,
+    max_num_seqs: Annotated[
+        int, typer.Option(min=1, help="Most sequences in a step.")
+    ] = InstanceOptions.max_num_seqs,
+    max_model_len: Annotated[int | None, typer.Option(min=1, help="Longest prompt and answer, in tokens.")] = None,
+    image_budget_pixels: Annotated[
+        int, typer.Option(min=1, help="Most pixels encoded in a step.")
+    ] = InstanceOptions.image_budget_pixels,
+    feature_store_bytes: Annotated[
+        int, typer.Option(min=1, help="Encoder output that E keeps.")
+    ] = InstanceOptions.feature_store_bytes,
+    feature_cache_bytes: Annotated[
+        int, typer.Option(min=1, help="Fetched encoder output that P keeps.")
+    ] = InstanceOptions.feature_cache_bytes,
+    feature_timeout_s: Annotated[
+        float, typer.Option(min=0.001, help="How long P waits for a feature.")
+    ] = InstanceOptions.feature_timeout_s,
+    lease_s: Annotated[
+        float, typer.Option(min=0.001, help="How long unconfirmed memory is kept.")
+    ] = InstanceOptions.lease_s,
+    kv_transport: Annotated[
+        KVTransport, typer.Option(help="How KV moves from P to D.")
+    ] = InstanceOptions.kv_transport,
+    kv_group_layers: Annotated[
+        int | None, typer.Option(min=1, help="Layers sent together; chosen when absent.")
+    ] = None,
+    parent_pid: ParentPid = None,
+) -> None:
+    """Run one instance; 'epd-serve up' starts these."""
+    _tie_to(parent_pid)
+    if num_blocks is not None and kv_cache_bytes is not None:
+        raise ValueError("--num-blocks and --kv-cache-bytes set the same thing; give one of them")
+    options = InstanceOptions(
+        name=name,
+        role=Role.parse(role),
+        model=model_path(model),
+        served_model_name=served_model_name or DeploymentConfig(model=model).model_name,
+        host=host,
+        port=port,
+        device=device,
+        dtype=dtype,
+        threads=threads,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        kv_cache_bytes=kv_cache_bytes,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        image_budget_pixels=image_budget_pixels,
+        feature_store_bytes=feature_store_bytes,
+        feature_cache_bytes=feature_cache_bytes,
+        feature_timeout_s=feature_timeout_s,
+        lease_s=lease_s,
+        kv_transport=kv_transport,
+        kv_group_layers=kv_group_layers,
+    )
+    with _needs_native():
+        from epd_serve.worker.main import run_instance
+    run_instance(options)
+
+
+@app.command()
+def topology(text: Annotated[str, typer.Argument(help="As in '(E-P)-D'; quote it for the shell.")]) -> None:
+    """Draw a topology and say in plain words what runs where."""
+    parsed = parse_topology(text)
+    typer.echo(f"{parsed}\n\n{draw(parsed)}\n")
+    for sentence in explain(parsed):
+        typer.echo(sentence)
+
+
+@app.command()
+def devices() -> None:
+    """List the devices of this machine, what each can do, and why one is missing."""
+    from device.registry import list_devices
+
+    table = Table("device", "what is there and what it can do", show_lines=True)
+    for report in list_devices():
+        if report.available:
+            table.add_row(Text(report.name, "bold green"), "\n".join(_abilities(report)))
+        else:
+            table.add_row(Text(report.name, "dim"), Text(f"not available: {report.reason}", "yellow"))
+    Console().print(table)
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON schema of deployment files, for editors."""
+    typer.echo(json.dumps(deployment_schema(), indent=2))
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    from epd_serve import __version__
+
+    typer.echo(f"epd-serve {__version__}")
+
+
+def main() -> None:
+    """Entry point. What a user got wrong is one line on stderr and exit code 2.
+
+    ``EPD_SERVE_TRACEBACK=1`` shows where the error came from.
+    """
+    try:
+        app()
+    except ValueError as error:
+        if os.environ.get("EPD_SERVE_TRACEBACK") == "1":
+            raise
+        print(f"epd-serve: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _abilities(report: DeviceReport) -> list[str]:
+    cores = f", {report.cores} cores" if report.cores else ""
+    lines = [f"{report.description or report.kind}{cores}"]
+    if report.memory_total_bytes is not None:
+        free, total = _gibibytes(report.memory_free_bytes), _gibibytes(report.memory_total_bytes)
+        lines.append(f"memory: {free} of {total} free")
+    lines.append(f"dtypes: {', '.join(report.dtypes)}")
+    lines.append(f"attention: {report.attention}; graphs: {report.graphs}")
+    if report.partition:
+        mechanisms = ", ".join(report.partition.mechanisms)
+        lines.append(f"sharing by several instances: {report.partition.strength}; {mechanisms}".rstrip("; "))
+    lines.append(f"transports: {', '.join(report.transports)}")
+    return lines
+
+
+def _gibibytes(count: int | None) -> str:
+    return "?" if count is None else f"{count / 1024**3:.1f} GiB"
+
+
+def _tie_to(parent_pid: int | None) -> None:
+    if parent_pid is not None:
+        from epd_serve.launch.lifeline import die_with_parent
+
+        die_with_parent(parent_pid)
+
+
+def _name_and_url(text: str) -> tuple[str, str]:
+    name, separator, url = text.partition("=")
+    if not name or not separator or not url.startswith(("http://", "https://")):
+        raise ValueError(f"--instance {text}: write NAME=URL, as in e0=http://127.0.0.1:8100")
+    return name, url.rstrip("/")
+
+
+@contextmanager
+def _needs_native() -> Iterator[None]:
+    """Turns a missing torch into what to install."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in ("torch", "transformers", "numpy", "safetensors"):
+            raise
+        raise ValueError(f"{missing} is not installed; run: pip install 'epd-serve[native]'") from error
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,29 @@
+"""What a deployment is made of: the YAML schema, its loader, and the options of one instance."""
+
+from epd_serve.config.load import ConfigError, change_config, load_config, parse_config
+from epd_serve.config.options import InstanceOptions
+from epd_serve.config.schema import DEMO_MODEL, DeploymentConfig, deployment_schema, model_path
+from epd_serve.config.sections import (
+    GatewayConfig,
+    InstancesConfig,
+    InstanceSettings,
+    KVTransferConfig,
+    MediaConfig,
+)
+
+__all__ = [
+    "DEMO_MODEL",
+    "ConfigError",
+    "DeploymentConfig",
+    "GatewayConfig",
+    "InstanceOptions",
+    "InstanceSettings",
+    "InstancesConfig",
+    "KVTransferConfig",
+    "MediaConfig",
+    "change_config",
+    "deployment_schema",
+    "load_config",
+    "model_path",
+    "parse_config",
+]

@@ -1,0 +1,139 @@
+"""Reading a deployment file; every error names the file, the line and what would be right."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+from ruamel.yaml import YAML
+from ruamel.yaml.comments import CommentedMap, CommentedSeq
+from ruamel.yaml.error import MarkedYAMLError
+
+from epd_serve.config.schema import DEMO_MODEL, DeploymentConfig
+from epd_serve.config.sections import overlay
+
+Location = tuple[int | str, ...]
+
+
+class ConfigError(ValueError):
+    """A deployment file that cannot be used; one line of text per fault."""
+
+
+def load_config(path: Path) -> DeploymentConfig:
+    """Read and check a deployment file. Relative paths in it are taken relative to the file.
+
+    Raises:
+        ConfigError: the file cannot be read, is no YAML, or breaks the schema.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not a text file in UTF-8") from error
+    config = parse_config(text, source=str(path))
+    here = path.parent.resolve()
+    changes: dict[str, Any] = {}
+    if config.model != DEMO_MODEL:
+        changes["model"] = str(here / Path(config.model).expanduser())
+    if folders := config.gateway.media.allowed_file_dirs:
+        absolute = [str(here / folder.expanduser()) for folder in folders]
+        changes["gateway"] = {"media": {"allowed_file_dirs": absolute}}
+    return change_config(config, changes, source=str(path))
+
+
+def parse_config(text: str, *, source: str = "deployment") -> DeploymentConfig:
+    """Check the YAML of a deployment; ``source`` names it in errors. An empty text is the default deployment."""
+    try:
+        tree = YAML(typ="rt").load(text)
+        values = YAML(typ="safe", pure=True).load(text)
+    except MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = f":{mark.line + 1}" if mark else ""
+        raise ConfigError(f"{source}{line}: {error.problem or error.context}") from error
+    if values is not None and not isinstance(values, dict):
+        raise ConfigError(f"{source}:1: expected keys and values such as 'topology: E-P-D'")
+    try:
+        return DeploymentConfig.model_validate(values or {})
+    except ValidationError as error:
+        faults = sorted((_line(tree, fault["loc"]), _explain(fault)) for fault in error.errors())
+        lines = dict.fromkeys(f"{source}:{line}: {problem}" for line, problem in faults)
+        raise ConfigError("\n".join(lines)) from error
+
+
+def change_config(
+    config: DeploymentConfig, changes: Mapping[str, Any], *, source: str = "command line"
+) -> DeploymentConfig:
+    """A deployment with some keys changed, as in ``{"topology": "EPD", "gateway": {"port": 0}}``.
+
+    Raises ConfigError where the result breaks the schema; ``source`` says where the changes came from.
+    """
+    try:
+        return DeploymentConfig.model_validate(overlay(config.model_dump(exclude_unset=True), changes))
+    except ValidationError as error:
+        raise ConfigError("\n".join(f"{source}: {_explain(fault)}" for fault in error.errors())) from error
+
+
+def _line(tree: CommentedMap | CommentedSeq | None, location: Location) -> int:
+    """The 1-based line of the deepest part of ``location`` that the file holds."""
+    line = 1
+    node: Any = tree
+    for part in location:
+        if isinstance(node, CommentedMap) and part in node:
+            line = node.lc.key(part)[0] + 1
+        elif isinstance(node, CommentedSeq) and isinstance(part, int) and part < len(node):
+            line = node.lc.item(part)[0] + 1
+        else:
+            break
+        node = node[part]
+    return line
+
+
+def _explain(fault: ErrorDetails) -> str:
+    where = ".".join(str(part) for part in fault["loc"] if part != "[key]")
+    return f"{where}: {_problem(fault, fault['loc'])}"
+
+
+def _problem(fault: ErrorDetails, location: Location) -> str:
+    kind, value = fault["type"], fault["input"]
+    if kind == "extra_forbidden":
+        return _unknown_key(str(location[-1]), location[:-1])
+    if kind == "value_error":
+        return fault["msg"].removeprefix("Value error, ")
+    if kind == "literal_error":
+        expected = fault["ctx"]["expected"]
+        return f"{value!r} is not possible here; write {expected.replace(chr(39), '')}"
+    if kind in ("tuple_type", "list_type"):
+        return f"expected a list, as in [{value}]"
+    if kind in ("model_type", "model_attributes_type", "dict_type"):
+        return f"expected keys and values below this, not {value!r}"
+    return f"{fault['msg'][0].lower()}{fault['msg'][1:]}, not {value!r}"
+
+
+def _unknown_key(key: str, parent: Location) -> str:
+    """Which key was meant: one spelt alike in the same place, the same one elsewhere, or any of these."""
+    known = list(_keys_at(parent))
+    if alike := difflib.get_close_matches(key, known, n=1):
+        return f"unknown key; did you mean {alike[0]!r}?"
+    if elsewhere := [path for path in _all_paths(DeploymentConfig) if path.rsplit(".", 1)[-1] == key]:
+        return f"unknown key here; it belongs at {' or '.join(elsewhere)}"
+    return f"unknown key; known here: {', '.join(known)}"
+
+
+def _keys_at(location: Location) -> Sequence[str]:
+    """The keys that the schema has at a location inside a deployment file."""
+    model: Any = DeploymentConfig
+    for part in location:
+        model = get_args(model)[1] if get_origin(model) is dict else model.model_fields[part].annotation
+    return list(model.model_fields)
+
+
+def _all_paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        yield prefix + name
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from _all_paths(field.annotation, f"{prefix}{name}.")

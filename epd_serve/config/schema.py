@@ -1,0 +1,169 @@
+"""The deployment file as a whole, and what follows from it: placement, model, the options of each instance."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    ValidationInfo,
+    WithJsonSchema,
+    field_validator,
+)
+
+from epd_serve.config.options import DType, InstanceOptions
+from epd_serve.config.sections import GatewayConfig, InstancesConfig, InstanceSettings, Section
+from epd_serve.demo import weights_dir
+from epd_serve.topology import InstancePlacement, Topology, parse_topology, place
+
+DEMO_MODEL = "demo"
+
+RoleName = Literal["E", "P", "D", "EP", "ED", "PD", "EPD"]
+
+
+def _read_topology(value: object) -> Topology:
+    if isinstance(value, Topology):
+        return value
+    if not isinstance(value, str):
+        raise ValueError("a topology is a line of text such as E-P-D")
+    return parse_topology(value)
+
+
+def _check_device(name: str) -> str:
+    if name == "cpu" or re.fullmatch(r"(cuda|npu):\d+", name):
+        return name
+    if name in ("cuda", "npu"):
+        raise ValueError(f"{name!r} lacks an index; write {name}:0")
+    raise ValueError(f"{name!r} is no device; write cpu, cuda:0 or npu:0")
+
+
+def _check_engine(value: object) -> object:
+    if value == "vllm":
+        raise ValueError("the vllm engine is not there yet; use native, which runs transformers models")
+    return value
+
+
+class DeploymentConfig(Section):
+    """One deployment: a topology of instances on devices, behind one gateway.
+
+    The defaults are a complete deployment: E-P-D with the built-in demo model on the CPU.
+    """
+
+    topology: Annotated[
+        Topology,
+        PlainValidator(_read_topology),
+        PlainSerializer(str, return_type=str),
+        WithJsonSchema({"type": "string", "examples": ["EPD", "E-P-D", "(E-P)-D", "4E-8P-20D"]}),
+    ] = Field(
+        default=parse_topology("E-P-D"),
+        description="Stages written together are one instance, '-' separates devices, "
+        "() puts isolated instances on one device.",
+    )
+    model: str = Field(
+        default=DEMO_MODEL,
+        min_length=1,
+        description="'demo' is the built-in model; else the directory of a transformers model, "
+        "relative to this file.",
+    )
+    served_model_name: str | None = Field(
+        default=None,
+        min_length=1,
+        description="What clients call the model; null: 'demo', or the directory's name.",
+    )
+    engine: Annotated[Literal["native"], BeforeValidator(_check_engine)] = "native"
+    devices: tuple[Annotated[str, AfterValidator(_check_device)], ...] = Field(
+        default=("cpu",),
+        validate_default=True,
+        description="cpu, cuda:0, npu:1 ... in the order of the topology; [cpu] serves all instances.",
+    )
+    dtype: DType = Field(default="float32", description="Of weights and computation; auto: the model's own.")
+    gateway: GatewayConfig = GatewayConfig()
+    instances: InstancesConfig = InstancesConfig()
+    roles: dict[RoleName, InstanceSettings] = Field(
+        default_factory=dict,
+        description="Keys of 'instances' with other values for the instances of one role. "
+        "Roles that the topology does not have are no error, so that a file can serve several topologies.",
+    )
+
+    @field_validator("topology")
+    @classmethod
+    def _one_device_each(cls, topology: Topology) -> Topology:
+        if any(member.tensor_parallel > 1 for member in topology.members):
+            raise ValueError("the native engine runs an instance on one device so far; remove '@tp'")
+        return topology
+
+    @field_validator("devices")
+    @classmethod
+    def _enough_devices(cls, devices: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+        if "topology" in info.data:
+            place(info.data["topology"], devices)
+        return devices
+
+    def placement(self) -> tuple[InstancePlacement, ...]:
+        return place(self.topology, self.devices)
+
+    def settings_for(self, role: str) -> InstanceSettings:
+        """The settings of the instances with this role: ``instances``, then what ``roles`` says instead."""
+        override = next((settings for name, settings in self.roles.items() if name == role), None)
+        return self.instances.overridden_by(override) if override else self.instances
+
+    @property
+    def model_name(self) -> str:
+        """What clients call the model."""
+        return self.served_model_name or (
+            DEMO_MODEL if self.model == DEMO_MODEL else Path(self.model).resolve().name
+        )
+
+    def options_for(self, instance: InstancePlacement, *, device: str, port: int, threads: int) -> InstanceOptions:
+        """The options of one placed instance; ``device`` is its name inside the instance's process.
+
+        Raises ValueError where the model's directory is not one.
+        """
+        settings = self.settings_for(str(instance.role))
+        group_layers = settings.kv_transfer.group_layers
+        return InstanceOptions(
+            name=instance.name,
+            role=instance.role,
+            model=model_path(self.model),
+            served_model_name=self.model_name,
+            host=self.instances.host,
+            port=port,
+            device=device,
+            dtype=self.dtype,
+            threads=threads,
+            kv_transport=settings.kv_transfer.transport,
+            kv_group_layers=None if group_layers == "auto" else group_layers,
+            **settings.model_dump(include=_SAME_NAMED),
+        )
+
+
+#: Settings that an instance takes as they stand.
+_SAME_NAMED = set(InstanceSettings.model_fields) - {"threads", "kv_transfer"}
+
+
+def model_path(model: str) -> Path:
+    """The directory of a model: the built-in one for ``demo``, else the directory that is named.
+
+    Raises ValueError that says what is missing.
+    """
+    if model == DEMO_MODEL:
+        return weights_dir()
+    path = Path(model).expanduser().resolve()
+    if not path.is_dir():
+        hint = "; download a model from the Hugging Face hub first, as in 'hf download NAME --local-dir DIR'"
+        raise ValueError(f"model {model!r}: there is no directory {path}{hint}")
+    if not (path / "config.json").is_file():
+        raise ValueError(f"model {model!r}: {path} holds no config.json, so it is no transformers model")
+    return path
+
+
+def deployment_schema() -> dict[str, Any]:
+    """The JSON schema of a deployment file, for editors: ``deploy/schema.json``."""
+    schema = DeploymentConfig.model_json_schema(mode="validation")
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}

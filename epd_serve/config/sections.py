@@ -1,0 +1,131 @@
+"""The sections of the deployment file: every key, its default and its check."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from epd_serve.config.options import InstanceOptions, KVTransport
+from epd_serve.config.sizes import Bytes
+
+Port = Annotated[int, Field(ge=0, le=65535)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+def _check_group_layers(value: object) -> object:
+    if value != "auto" and (not isinstance(value, int) or value < 1):
+        raise ValueError(f"{value!r} is not possible here; write auto or a number of layers")
+    return value
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class MediaConfig(Section):
+    """What the gateway accepts as images and where it may fetch them."""
+
+    max_pixels: int = Field(default=32 * 1024**2, gt=0, description="Largest image, in pixels.")
+    max_bytes: Bytes = Field(default=32 * 1024**2, description="Largest image file.")
+    fetch_timeout_s: Seconds = Field(default=10.0, description="Longest download of an image URL.")
+    allow_private: bool | None = Field(
+        default=None,
+        description="Whether image URLs may lead into private networks. "
+        "null: only while the gateway itself listens on the loopback interface.",
+    )
+    allowed_file_dirs: tuple[Path, ...] = Field(
+        default=(), description="Directories whose files file:// URLs may name."
+    )
+
+
+class GatewayConfig(Section):
+    """The OpenAI-compatible server that clients talk to."""
+
+    host: str = Field(
+        default="127.0.0.1", min_length=1, description="Address to listen on; 0.0.0.0 is every interface."
+    )
+    port: Port = Field(default=8000, description="0 chooses a free port.")
+    max_body_bytes: Bytes = Field(default=64 * 1024**2, description="Largest request body.")
+    request_timeout_s: Seconds = Field(default=600.0, description="Longest time for one request.")
+    media: MediaConfig = MediaConfig()
+    api_key: str | None = Field(default=None, min_length=1, description="Clients must send it as a bearer token.")
+
+
+class KVTransferConfig(Section):
+    """How the KV cache moves from prefill to decode."""
+
+    transport: KVTransport = Field(default="auto", description="auto: shared memory on one host, else TCP.")
+    group_layers: Annotated[Literal["auto"] | int, BeforeValidator(_check_group_layers)] = Field(
+        default="auto", description="Layers sent together; auto chooses from measured times."
+    )
+
+
+class InstanceSettings(Section):
+    """What can be set for all instances, and for those of one role."""
+
+    threads: int | None = Field(
+        default=None, ge=1, description="CPU threads of each; null divides the cores among them."
+    )
+    block_size: int = Field(default=InstanceOptions.block_size, ge=1, description="Tokens per KV block.")
+    num_blocks: int | None = Field(default=None, ge=1, description="KV blocks; null: chosen from the memory.")
+    kv_cache_bytes: Bytes | None = Field(default=None, description="KV cache size, instead of num_blocks.")
+    max_num_batched_tokens: int = Field(
+        default=InstanceOptions.max_num_batched_tokens, ge=1, description="Token budget of a step."
+    )
+    max_num_seqs: int = Field(default=InstanceOptions.max_num_seqs, ge=1, description="Most sequences in a step.")
+    max_model_len: int | None = Field(
+        default=None,
+        ge=1,
+        description="Longest prompt and answer together, in tokens; null: what the model allows.",
+    )
+    image_budget_pixels: int = Field(
+        default=InstanceOptions.image_budget_pixels, ge=1, description="Most pixels encoded in a step."
+    )
+    feature_store_bytes: Bytes = Field(
+        default=InstanceOptions.feature_store_bytes, description="Encoder output that E keeps for P to fetch."
+    )
+    feature_cache_bytes: Bytes = Field(
+        default=InstanceOptions.feature_cache_bytes, description="Fetched encoder output that P keeps."
+    )
+    feature_timeout_s: Seconds = Field(
+        default=InstanceOptions.feature_timeout_s,
+        description="How long P waits for a feature before computing it itself.",
+    )
+    lease_s: Seconds = Field(
+        default=InstanceOptions.lease_s, description="How long memory is kept for a peer that does not confirm."
+    )
+    kv_transfer: KVTransferConfig = KVTransferConfig()
+
+    @model_validator(mode="after")
+    def _one_size(self) -> InstanceSettings:
+        if self.num_blocks is not None and self.kv_cache_bytes is not None:
+            raise ValueError("num_blocks and kv_cache_bytes set the same thing; give one of them")
+        return self
+
+    def overridden_by(self, override: InstanceSettings) -> InstanceSettings:
+        """These settings with those that ``override`` was given explicitly put in their place."""
+        changes = override.model_dump(exclude_unset=True)
+        if "num_blocks" in changes or "kv_cache_bytes" in changes:
+            changes = {"num_blocks": None, "kv_cache_bytes": None} | changes
+        own = self.model_dump(include=set(InstanceSettings.model_fields))
+        return InstanceSettings.model_validate(overlay(own, changes))
+
+
+class InstancesConfig(InstanceSettings):
+    """The instances of the deployment."""
+
+    host: str = Field(default="127.0.0.1", min_length=1, description="Address of their control servers.")
+    base_port: Port = Field(
+        default=8100, description="Port of the first; the others follow. 0 chooses free ports."
+    )
+
+
+def overlay(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """``values`` with ``changes`` put over them, section by section."""
+    merged = dict(values)
+    for key, value in changes.items():
+        merged[key] = overlay(merged.get(key) or {}, value) if isinstance(value, Mapping) else value
+    return merged

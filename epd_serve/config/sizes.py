@@ -1,0 +1,40 @@
+"""Amounts of memory as people write them: ``512MiB``, ``2Gi``, ``1.5GB`` or a number of bytes."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field, WithJsonSchema
+
+_PREFIXES = "KMGT"
+_UNITS = {"": 1, "B": 1}
+for _power, _prefix in enumerate(_PREFIXES, start=1):
+    _UNITS |= dict.fromkeys((f"{_prefix}I", f"{_prefix}IB"), 1024**_power)
+    _UNITS |= dict.fromkeys((_prefix, f"{_prefix}B"), 1000**_power)
+
+_PATTERN = r"^\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*$"
+
+
+def parse_bytes(value: object) -> object:
+    """``"512MiB"`` → 536870912, in the units of Kubernetes (Mi) and of everyone (MiB, MB).
+
+    Anything but text passes unchanged, for the next check to judge. Raises ValueError for text of another form.
+    """
+    if not isinstance(value, str):
+        return value
+    match = re.match(_PATTERN, value)
+    factor = _UNITS.get(match[2].upper()) if match else None
+    if match is None or factor is None:
+        raise ValueError(f"{value!r} is no amount of memory; write bytes, or a unit as in '512MiB' or '2GiB'")
+    return int(float(match[1]) * factor)
+
+
+Bytes = Annotated[
+    int,
+    BeforeValidator(parse_bytes),
+    Field(gt=0),
+    WithJsonSchema(
+        {"anyOf": [{"type": "integer", "exclusiveMinimum": 0}, {"type": "string", "pattern": _PATTERN}]}
+    ),
+]

@@ -1,0 +1,96 @@
+"""From a deployment to the command lines and environments of its processes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from epd_serve.config import DeploymentConfig
+from epd_serve.launch.ports import Ports, url_of
+from epd_serve.launch.process import ProcessSpec
+
+#: The variable that decides which devices of a kind a process sees.
+_VISIBLE_DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
+
+#: How this program is started again. -P: a user's directory is no place to import "device" or "proxy" from.
+PROGRAM = (sys.executable, "-P", "-m", "epd_serve.cli")
+
+
+def instance_specs(
+    config: DeploymentConfig, ports: Ports, environment: Mapping[str, str]
+) -> tuple[ProcessSpec, ...]:
+    """One process for each instance, in placement order. Raises ValueError where the model is not there."""
+    placement = config.placement()
+    specs = []
+    for instance, port in zip(placement, ports.instances, strict=True):
+        (device,) = instance.devices
+        threads = config.settings_for(str(instance.role)).threads or _threads_each(len(placement), environment)
+        visible, local_device = _visibility(device, environment)
+        options = config.options_for(instance, device=local_device, port=port, threads=threads)
+        specs.append(
+            ProcessSpec(
+                name=instance.name,
+                label=f"{instance.role} on {device}",
+                command=(*PROGRAM, "instance", *options.to_arguments(), "--parent-pid", str(os.getpid())),
+                environment={**_common(environment), **visible, "OMP_NUM_THREADS": str(threads)},
+                url=url_of(config.instances.host, port),
+            )
+        )
+    return tuple(specs)
+
+
+def gateway_spec(
+    config: DeploymentConfig,
+    ports: Ports,
+    instances: tuple[ProcessSpec, ...],
+    config_file: Path,
+    environment: Mapping[str, str],
+) -> ProcessSpec:
+    """The gateway's process. ``config_file`` holds ``config`` as it is, command-line changes included."""
+    command = [*PROGRAM, "proxy", "--config", str(config_file)]
+    for instance in instances:
+        command += ["--instance", f"{instance.name}={instance.url}"]
+    command += ["--host", config.gateway.host, "--port", str(ports.gateway), "--parent-pid", str(os.getpid())]
+    return ProcessSpec(
+        name="gateway",
+        label="OpenAI API",
+        command=tuple(command),
+        environment=_common(environment),
+        url=url_of(config.gateway.host, ports.gateway),
+        stops_first=True,
+    )
+
+
+def _common(environment: Mapping[str, str]) -> dict[str, str]:
+    return {
+        **environment,
+        "HF_HUB_OFFLINE": "1",  # the model is a directory; nothing may be looked up elsewhere
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",  # a dying process's last words reach its log
+        "PYTHONFAULTHANDLER": "1",
+    }
+
+
+def _threads_each(num_instances: int, environment: Mapping[str, str]) -> int:
+    """The user's OMP_NUM_THREADS if it is a number, else an equal part of the cores this process may use."""
+    wished = environment.get("OMP_NUM_THREADS", "")
+    if wished.isdecimal() and int(wished) > 0:
+        return int(wished)
+    return max(1, len(os.sched_getaffinity(0)) // num_instances)
+
+
+def _visibility(device: str, environment: Mapping[str, str]) -> tuple[dict[str, str], str]:
+    """The variables that show a process ``device`` alone, and what the device is called in there."""
+    kind, _, index = device.partition(":")
+    if kind not in _VISIBLE_DEVICES:
+        return {}, device
+    variable = _VISIBLE_DEVICES[kind]
+    allowed = environment.get(variable)
+    if allowed is None:
+        return {variable: index}, f"{kind}:0"
+    names = [name.strip() for name in allowed.split(",") if name.strip()]
+    if int(index) >= len(names):
+        raise ValueError(f"device {device}: {variable}={allowed} shows only {len(names)} devices of this kind")
+    return {variable: names[int(index)]}, f"{kind}:0"

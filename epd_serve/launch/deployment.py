@@ -1,0 +1,120 @@
+"""A whole deployment on this machine: instances and gateway, as processes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from epd_serve.config import DeploymentConfig
+from epd_serve.launch.commands import gateway_spec, instance_specs
+from epd_serve.launch.ports import choose_ports
+from epd_serve.launch.process import ManagedProcess, ProcessDied, ProcessState
+from epd_serve.launch.supervisor import Supervisor
+from epd_serve.types import Role
+
+
+@dataclass(frozen=True, kw_only=True)
+class InstanceHandle:
+    """A running instance as its callers need it."""
+
+    name: str
+    role: Role
+    url: str
+    pid: int
+
+
+class LocalDeployment:
+    """Starts a deployment and stops it again::
+
+        async with LocalDeployment(config, ready_timeout_s=60) as deployment:
+            ...  # ask deployment.gateway_url
+
+    Attributes:
+        config: what is deployed.
+        gateway_url: ``http://host:port`` as reached from this machine; the API is below ``/v1``.
+        log_dir: holds one log file for each process. A temporary one is removed by :meth:`stop` unless a
+            process died.
+    """
+
+    def __init__(
+        self,
+        config: DeploymentConfig,
+        *,
+        log_dir: Path | None = None,
+        ready_timeout_s: float | None = None,
+        on_change: Callable[[ManagedProcess], None] = lambda process: None,
+    ) -> None:
+        """Choose ports and prepare all command lines; nothing is started yet.
+
+        Raises ValueError where a port is taken or the model is not there.
+        """
+        self.config = config
+        ports = choose_ports(config)
+        environment = dict(os.environ)
+        instances = instance_specs(config, ports, environment)
+        self._log_dir_is_ours = log_dir is None
+        self.log_dir = log_dir or Path(tempfile.mkdtemp(prefix="epd-serve-"))
+        self.log_dir.mkdir(parents=True, exist_ok=True)
+        config_file = self.log_dir / "deployment.yaml"
+        config_file.touch(mode=0o600)  # it may hold the API key
+        config_file.write_text(config.model_dump_json(exclude_unset=True), encoding="utf-8")  # JSON is YAML
+        gateway = gateway_spec(config, ports, instances, config_file, environment)
+        self.gateway_url = gateway.url
+        self._ready_timeout_s = ready_timeout_s
+        self._supervisor = Supervisor((*instances, gateway), self.log_dir, on_change=on_change)
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self.start()
+            await self.wait_ready()
+        except BaseException:
+            await self.stop()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    @property
+    def processes(self) -> tuple[ManagedProcess, ...]:
+        """Instances in placement order, then the gateway; empty before :meth:`start`."""
+        return self._supervisor.processes
+
+    @property
+    def instances(self) -> dict[str, InstanceHandle]:
+        """The started instances by name."""
+        return {
+            placed.name: InstanceHandle(name=placed.name, role=placed.role, url=process.spec.url, pid=process.pid)
+            for placed, process in zip(self.config.placement(), self.processes, strict=False)
+        }
+
+    async def start(self) -> None:
+        """Start all processes; returns before they are ready."""
+        await self._supervisor.start()
+
+    async def wait_ready(self) -> None:
+        """Return when instances and gateway are ready. Raises ProcessDied, or TimeoutError after the limit."""
+        await self._supervisor.wait_ready(self._ready_timeout_s)
+
+    async def wait_failure(self) -> ProcessDied:
+        """Return when a process has ended by itself, with which and why."""
+        return await self._supervisor.wait_failure()
+
+    async def stop(self) -> None:
+        """End all processes within 10 s, the gateway first."""
+        await self._supervisor.stop()
+        died = any(process.state is ProcessState.DIED for process in self.processes)
+        if self._log_dir_is_ours and not died:
+            shutil.rmtree(self.log_dir, ignore_errors=True)
+
+    def kill(self) -> None:
+        """End all processes at once. :meth:`stop` must still be awaited."""
+        self._supervisor.kill()

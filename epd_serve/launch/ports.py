@@ -1,0 +1,70 @@
+"""The ports of a deployment, checked before anything starts."""
+
+from __future__ import annotations
+
+import socket
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from epd_serve.config import DeploymentConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ports:
+    gateway: int
+    instances: tuple[int, ...]
+
+
+def choose_ports(config: DeploymentConfig) -> Ports:
+    """The gateway's port and one for each instance; free ones where the deployment says 0.
+
+    Raises:
+        ValueError: a port is taken or lies beyond 65535, or the gateway's is in the range of the instances.
+    """
+    placement = config.placement()
+    base = config.instances.base_port
+    last = base + len(placement) - 1
+    if base and last > 65535:
+        raise ValueError(
+            f"instances.base_port: {len(placement)} instances from port {base} pass 65535; choose a lower one"
+        )
+    if base and base <= config.gateway.port <= last:
+        raise ValueError(
+            f"gateway.port {config.gateway.port} lies among the ports of the instances, {base} to {last}; "
+            "choose another, or another instances.base_port"
+        )
+    with ExitStack() as held:  # all stay bound until the last is chosen, so that none is chosen twice
+        gateway = _bind(held, config.gateway.host, config.gateway.port, "the gateway", "gateway.port (--port)")
+        instances = tuple(
+            _bind(held, config.instances.host, base + index if base else 0, instance.name, "instances.base_port")
+            for index, instance in enumerate(placement)
+        )
+    return Ports(gateway=gateway, instances=instances)
+
+
+def free_port(host: str) -> int:
+    """A port that was free a moment ago."""
+    with ExitStack() as held:
+        return _bind(held, host, 0, "a server", "its port")
+
+
+def _bind(held: ExitStack, host: str, port: int, user: str, key: str) -> int:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    bound = held.enter_context(socket.socket(family, socket.SOCK_STREAM))
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the servers do: a recent owner is no obstacle
+    try:
+        bound.bind((host, port))
+    except (OSError, OverflowError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise ValueError(
+            f"{user} cannot listen on {host} port {port}: {reason}. "
+            f"Set {key} to another port, or to 0 for any free one"
+        ) from error
+    chosen: int = bound.getsockname()[1]
+    return chosen
+
+
+def url_of(host: str, port: int) -> str:
+    """The URL under which a server on this machine that listens on ``host`` is reached from this machine."""
+    reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"

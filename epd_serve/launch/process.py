@@ -1,0 +1,208 @@
+"""One child process: its start, its readiness, its death and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+
+import aiohttp
+
+#: Lines of a dead process's log that are shown.
+TAIL_LINES = 20
+_TAIL_BYTES = 64 * 1024
+_POLL_INTERVAL_S = 0.1
+_POLL_TIMEOUT = aiohttp.ClientTimeout(total=2.0)
+
+
+class ProcessState(StrEnum):
+    STARTING = "starting"
+    LOADING = "loading"
+    READY = "ready"
+    STOPPING = "stopping"
+    STOPPED = "stopped"
+    DIED = "died"
+
+
+_NEXT: dict[ProcessState, frozenset[ProcessState]] = {
+    ProcessState.STARTING: frozenset(
+        {ProcessState.LOADING, ProcessState.READY, ProcessState.STOPPING, ProcessState.DIED}
+    ),
+    ProcessState.LOADING: frozenset({ProcessState.READY, ProcessState.STOPPING, ProcessState.DIED}),
+    ProcessState.READY: frozenset({ProcessState.STOPPING, ProcessState.DIED}),
+    ProcessState.STOPPING: frozenset({ProcessState.STOPPED}),
+    ProcessState.STOPPED: frozenset(),
+    ProcessState.DIED: frozenset(),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessSpec:
+    """What to run, and where it will answer ``GET /health``.
+
+    Attributes:
+        name: unique; also the name of the log file.
+        label: a few words for the progress display.
+        environment: all variables of the process.
+        url: base URL of its HTTP server.
+        stops_first: whether it is stopped, and has ended, before the others are stopped.
+    """
+
+    name: str
+    label: str
+    command: tuple[str, ...]
+    environment: Mapping[str, str] = field(repr=False)
+    url: str
+    stops_first: bool = False
+
+
+class ProcessDied(RuntimeError):
+    """A process ended that should not have.
+
+    Attributes:
+        name: the process.
+        how: "exit code 1", "killed by SIGSEGV".
+        log_tail: the last lines of its output.
+        log_file: all of it.
+    """
+
+    def __init__(self, *, name: str, how: str, log_tail: list[str], log_file: Path) -> None:
+        quoted = "\n".join(f"    {line}" for line in log_tail) or "    (nothing)"
+        super().__init__(f"{name} died: {how}. The end of its log, {log_file}:\n{quoted}")
+        self.name = name
+        self.how = how
+        self.log_tail = log_tail
+        self.log_file = log_file
+
+
+class ManagedProcess:
+    """A started child process in a session of its own, so that a terminal's Ctrl-C does not reach it.
+
+    Attributes:
+        spec: what it runs.
+        log_file: where its output goes.
+        ready_after_s: seconds from its start until it was ready; None before.
+    """
+
+    __slots__ = ("_on_change", "_process", "_started_at", "log_file", "ready_after_s", "spec", "state")
+
+    def __init__(
+        self,
+        spec: ProcessSpec,
+        process: asyncio.subprocess.Process,
+        log_file: Path,
+        on_change: Callable[[ManagedProcess], None],
+    ) -> None:
+        self.spec = spec
+        self.log_file = log_file
+        self.state = ProcessState.STARTING
+        self.ready_after_s: float | None = None
+        self._process = process
+        self._on_change = on_change
+        self._started_at = time.monotonic()
+
+    @classmethod
+    async def start(
+        cls, spec: ProcessSpec, log_dir: Path, on_change: Callable[[ManagedProcess], None]
+    ) -> ManagedProcess:
+        """Start ``spec`` with its output going to ``log_dir / NAME.log``."""
+        log_file = log_dir / f"{spec.name}.log"
+        with log_file.open("ab") as log:
+            process = await asyncio.create_subprocess_exec(
+                *spec.command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=asyncio.subprocess.STDOUT,
+                env=dict(spec.environment),
+                start_new_session=True,
+            )
+        managed = cls(spec, process, log_file, on_change)
+        on_change(managed)
+        return managed
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds it took to become ready, or since the start while it is not."""
+        return time.monotonic() - self._started_at if self.ready_after_s is None else self.ready_after_s
+
+    async def wait_ready(self, session: aiohttp.ClientSession) -> None:
+        """Return when ``GET /health`` answers 200. Raises ProcessDied when the process ends before."""
+        while not await self._poll(session):
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self.wait_end(), _POLL_INTERVAL_S)
+            if self._process.returncode is not None:
+                raise self.death()
+        self.ready_after_s = self.elapsed_s
+        self._enter(ProcessState.READY)
+
+    async def wait_end(self) -> None:
+        """Return when the process has ended, for whatever reason, and its own children are gone too."""
+        await self._process.wait()
+        if self.state in (ProcessState.STOPPED, ProcessState.DIED):
+            return
+        with suppress(ProcessLookupError):  # the rest of its group, right now, while its id is not used again
+            os.killpg(self.pid, signal.SIGKILL)
+        self._enter(ProcessState.STOPPED if self.state is ProcessState.STOPPING else ProcessState.DIED)
+
+    async def stop(self, grace_s: float) -> None:
+        """Ask the process to end (SIGTERM), and after ``grace_s`` seconds end it (SIGKILL)."""
+        if self._process.returncode is None and self.state is not ProcessState.STOPPING:
+            self._enter(ProcessState.STOPPING)
+            with suppress(ProcessLookupError):
+                self._process.terminate()
+        try:
+            await asyncio.wait_for(self.wait_end(), grace_s)
+        except TimeoutError:
+            self.kill()
+            await self.wait_end()
+
+    def kill(self) -> None:
+        """End the process and its children at once."""
+        if self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+    def death(self) -> ProcessDied:
+        """How the process ended, with the end of its log."""
+        code = self._process.returncode
+        assert code is not None, "the process is still running"
+        if code >= 0:
+            how = f"exit code {code}"
+        else:
+            how = f"killed by {signal.Signals(-code).name}"
+            if -code == signal.SIGKILL:
+                how += ", as the kernel does when memory runs out"
+        return ProcessDied(name=self.spec.name, how=how, log_tail=self.log_tail(), log_file=self.log_file)
+
+    def log_tail(self) -> list[str]:
+        """The last lines of the process's output."""
+        with self.log_file.open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            return log.read().decode("utf-8", "replace").splitlines()[-TAIL_LINES:]
+
+    async def _poll(self, session: aiohttp.ClientSession) -> bool:
+        try:
+            async with session.get(f"{self.spec.url}/health", timeout=_POLL_TIMEOUT) as response:
+                healthy = response.status == 200
+        except aiohttp.ClientConnectorError:
+            return False
+        except (aiohttp.ClientError, TimeoutError):
+            healthy = False
+        if self.state is ProcessState.STARTING and not healthy:
+            self._enter(ProcessState.LOADING)
+        return healthy
+
+    def _enter(self, state: ProcessState) -> None:
+        assert state in _NEXT[self.state], f"{self.spec.name}: {self.state} → {state}"
+        self.state = state
+        self._on_change(self)

@@ -1,0 +1,175 @@
+"""Media bytes before any tensor: size from the header, a decoded picture, and the name of both.
+
+The gateway and the encode instances share this file, so that they agree on what a picture is: the size that the
+gateway reads from the header is the size of the picture that the encoder opens.
+"""
+
+from __future__ import annotations
+
+import binascii
+import io
+import struct
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import pybase64
+from blake3 import blake3
+from PIL import Image, UnidentifiedImageError
+
+from epd_serve.errors import InvalidRequest, TooLarge
+
+#: What Pillow may try; a file of any other format is refused before a decoder sees it.
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+_ORIENTATION_TAG = 0x0112
+_TRANSPOSE = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+#: Orientations 5 to 8 turn the picture by a quarter: width and height change places.
+_QUARTER_TURNS = frozenset({5, 6, 7, 8})
+#: All that Pillow's decoders were seen to raise on damaged files.
+_DECODE_ERRORS = (
+    OSError,
+    SyntaxError,
+    ValueError,
+    TypeError,
+    LookupError,
+    EOFError,
+    OverflowError,
+    struct.error,
+    zlib.error,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MediaLimits:
+    """What one media item may be at most: pixels (width × height) and bytes of its file."""
+
+    max_pixels: int = 32 * 1024 * 1024
+    max_bytes: int = 32 * 1024 * 1024
+
+
+def pixel_size(data: bytes, limits: MediaLimits) -> tuple[int, int]:
+    """(width, height) in pixels as displayed (EXIF orientation applied), read from the header alone.
+
+    Raises InvalidRequest for a file that is no supported image or has too many pixels, TooLarge for one with
+    too many bytes.
+    """
+    with _readable(data, limits) as image:
+        width, height = image.size
+        return (height, width) if _orientation(image) in _QUARTER_TURNS else (width, height)
+
+
+def open_image(data: bytes, limits: MediaLimits) -> Image.Image:
+    """Decode to RGB as displayed: first frame, EXIF orientation applied, transparency laid on white.
+
+    Its ``size`` equals ``pixel_size`` of the same bytes. Raises as ``pixel_size`` does, and InvalidRequest for a
+    truncated or damaged picture.
+    """
+    with _readable(data, limits) as image:
+        # Before load(): a decoder may find more EXIF behind the pixels, which the header alone does not show.
+        orientation = _orientation(image)
+        image.load()
+        picture = _to_rgb(image)
+    transpose = _TRANSPOSE.get(orientation)
+    return picture if transpose is None else picture.transpose(transpose)
+
+
+@contextmanager
+def _readable(data: bytes, limits: MediaLimits) -> Iterator[Image.Image]:
+    """The opened, not yet decoded file; whatever Pillow raises inside becomes InvalidRequest."""
+    if not data:
+        raise InvalidRequest("the image is empty (0 bytes)")
+    if len(data) > limits.max_bytes:
+        raise TooLarge(f"the image has {len(data)} bytes; at most {limits.max_bytes} are accepted")
+    try:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            width, height = image.size
+            if width * height > limits.max_pixels:
+                raise _too_many_pixels(f"{width}×{height} = {width * height}", limits)
+            yield image
+    except UnidentifiedImageError as error:
+        raise InvalidRequest(
+            f"the data is no image that can be read (it starts with {bytes(data[:8])!r}); "
+            f"supported are {', '.join(FORMATS)}"
+        ) from error
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise _too_many_pixels("far too many", limits) from error
+    except _DECODE_ERRORS as error:
+        raise InvalidRequest(f"the image is broken: {error}") from error
+
+
+def _too_many_pixels(found: str, limits: MediaLimits) -> InvalidRequest:
+    return InvalidRequest(
+        f"the image has {found} pixels; at most {limits.max_pixels} are accepted: scale it down before sending"
+    )
+
+
+def _orientation(image: Image.Image) -> int:
+    """EXIF orientation 1..8 as far as the header tells; 1 (upright) where it says nothing sensible."""
+    if image.format == "PNG" and "exif" not in image.info:
+        return 1  # getexif() would decode the whole file to look behind the pixels
+    try:
+        value = image.getexif().get(_ORIENTATION_TAG, 1)
+    except _DECODE_ERRORS:
+        return 1
+    return value if isinstance(value, int) and 1 <= value <= 8 else 1
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    if image.mode.startswith("I"):
+        # 16-bit grey: Pillow would clip to 255 instead of scaling.
+        return image.convert("I").point(lambda value: value / 256).convert("L").convert("RGB")
+    if image.has_transparency_data:
+        white = Image.new("RGBA", image.size, (255, 255, 255, 255))
+        return Image.alpha_composite(white, image.convert("RGBA")).convert("RGB")
+    return image.convert("RGB")
+
+
+def mm_hash(data: bytes, modality: str, fingerprint: str) -> str:
+    """Name of a media item's feature: 64 hex digits of blake3.
+
+    Over the media bytes, the modality and the model's ``media_fingerprint``; each field is preceded by its
+    length, so that no two different triples give the same input.
+    """
+    hasher = blake3(b"epd-serve media 1")
+    for field in (modality.encode(), fingerprint.encode(), data):
+        hasher.update(struct.pack("<Q", len(field)))
+        hasher.update(field)
+    return hasher.hexdigest()
+
+
+def parse_data_url(url: str, max_bytes: int) -> tuple[str, bytes]:
+    """``data:image/png;base64,...`` → (media type in lower case, bytes).
+
+    The media type may be left out ("" then). Raises InvalidRequest with what is wrong, TooLarge before decoding
+    where the text is too long for ``max_bytes``.
+    """
+    header, comma, text = url.partition(",")
+    if header[:5].lower() != "data:" or not comma:
+        raise InvalidRequest(
+            f"{url[:40]!r} is no data URL; it should look like 'data:image/png;base64,iVBORw0...'"
+        )
+    media_type, *parameters = header[5:].split(";")
+    if not parameters or parameters[-1].strip().lower() != "base64":
+        raise InvalidRequest("the data URL is not base64; it should look like 'data:image/png;base64,iVBORw0...'")
+    media_type = media_type.strip().lower()
+    if media_type and not media_type.startswith("image/"):
+        raise InvalidRequest(f"the data URL has media type {media_type[:60]!r}; only image/... is supported")
+    if len(text) // 4 * 3 > max_bytes + 2:
+        raise TooLarge(f"the image has about {len(text) // 4 * 3} bytes; at most {max_bytes} are accepted")
+    try:
+        data = pybase64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise InvalidRequest(
+            f"the base64 text of the data URL cannot be decoded ({error}); use the standard alphabet (A-Z a-z 0-9 "
+            f"+ /) with '=' padding and without line breaks"
+        ) from error
+    return media_type, bytes(data)

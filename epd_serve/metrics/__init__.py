@@ -1,0 +1,1 @@
+"""Measurements of requests and their export."""

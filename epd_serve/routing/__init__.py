@@ -1,0 +1,1 @@
+"""Which instance takes which stage of a request: pure policies over the instance table."""

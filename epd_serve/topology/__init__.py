@@ -1,0 +1,17 @@
+"""Which stages run together and on which device: the notation, its placement and its picture."""
+
+from epd_serve.topology.draw import draw, explain
+from epd_serve.topology.notation import Group, Member, Topology, TopologyError, parse_topology
+from epd_serve.topology.placement import InstancePlacement, place
+
+__all__ = [
+    "Group",
+    "InstancePlacement",
+    "Member",
+    "Topology",
+    "TopologyError",
+    "draw",
+    "explain",
+    "parse_topology",
+    "place",
+]

@@ -1,0 +1,177 @@
+"""A topology as a picture in text, and in plain words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from epd_serve.topology.canvas import Canvas
+from epd_serve.topology.notation import Group, Topology
+from epd_serve.topology.placement import InstancePlacement, place_units
+from epd_serve.types import Role, Stage
+
+_WORK = {
+    Stage.ENCODE: ("encode", "images"),
+    Stage.PREFILL: ("prefill", "prompts"),
+    Stage.DECODE: ("decode", "tokens"),
+}
+_GAP = 3
+_MARGIN = len("features  ")
+_INSTANCE_TOP, _INSTANCE_BOTTOM, _DEVICE_BOTTOM = 1, 4, 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Instances:
+    """Equal instances of one unit, drawn as one box: "e0", or "e0…e3" for four of them."""
+
+    label: str
+    role: Role
+    count: int
+    tensor_parallel: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Device:
+    """One unit of the notation, drawn as one box with a title."""
+
+    title: str
+    instances: tuple[_Instances, ...]
+    replicas: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Place:
+    """Where an instance's incoming and outgoing lines leave its box: two columns."""
+
+    role: Role
+    incoming: int
+    outgoing: int
+
+
+def sends_features(source: Role, target: Role) -> bool:
+    """Whether encoder output travels between instances of these roles."""
+    return source.encodes and target.prefills and not (source.prefills and target.encodes)
+
+
+def sends_kv(source: Role, target: Role) -> bool:
+    """Whether the KV cache travels between instances of these roles."""
+    return source.prefills and target.decodes and not (source.decodes and target.prefills)
+
+
+def draw(topology: Topology, devices: Sequence[str] | None = None) -> str:
+    """Boxes for devices with their instances in them, and a line for each kind of transfer.
+
+    Equal replicas are drawn once. Without ``devices`` the boxes are called "device 0", "device 1" ...
+    Raises ValueError as :func:`~epd_serve.topology.placement.place` does.
+    """
+    canvas = Canvas()
+    places: list[_Place] = []
+    left = _MARGIN if len(topology.members) > 1 else 0
+    for device in _devices(topology, devices):
+        left = _draw_device(canvas, device, left, places) + _GAP
+    row = _DEVICE_BOTTOM + 2
+    for label, sends in (("features", sends_features), ("KV", sends_kv)):
+        row += _draw_flow(canvas, label, sends, places, row)
+    return str(canvas)
+
+
+def explain(topology: Topology, devices: Sequence[str] | None = None) -> list[str]:
+    """One sentence for each device box of the picture, then what travels between instances."""
+    sentences = [_describe(device) for device in _devices(topology, devices)]
+    roles = [member.role for member in topology.members]
+    pairs = [(source, target) for source in roles for target in roles]
+    if any(sends_features(source, target) for source, target in pairs):
+        sentences.append("Features (encoder output) travel from the encoding to the prefilling instances.")
+    if any(sends_kv(source, target) for source, target in pairs):
+        sentences.append("The KV cache travels from the prefilling to the decoding instances.")
+    if topology.text_only:
+        sentences.append("No instance encodes: this topology serves text only. Add E for images, as in 'E-P-D'.")
+    return sentences
+
+
+def _devices(topology: Topology, devices: Sequence[str] | None) -> list[_Device]:
+    if devices is None:
+        devices = [f"device {index}" for index in range(topology.num_devices)]
+    boxes = []
+    for unit, replicas in zip(topology.units, place_units(topology, devices), strict=True):
+        members = unit.members if isinstance(unit, Group) else (unit,)
+        columns = list(zip(*replicas, strict=True))  # the n-th instance of every replica
+        instances = []
+        for member in members:
+            per_replica = member.count if isinstance(unit, Group) else 1
+            equal = [instance for column in columns[:per_replica] for instance in column]
+            del columns[:per_replica]
+            instances.append(
+                _Instances(
+                    label=_label(equal),
+                    role=member.role,
+                    count=len(equal),
+                    tensor_parallel=member.tensor_parallel,
+                )
+            )
+        used = [max((instance.devices for instance in replica), key=len) for replica in replicas]
+        boxes.append(_Device(title=_title(used), instances=tuple(instances), replicas=len(replicas)))
+    return boxes
+
+
+def _label(instances: Sequence[InstancePlacement]) -> str:
+    names = sorted((instance.name for instance in instances), key=lambda name: (len(name), name))
+    return names[0] if len(names) == 1 else f"{names[0]}…{names[-1]}"
+
+
+def _title(replica_devices: Sequence[tuple[str, ...]]) -> str:
+    first, last = replica_devices[0], replica_devices[-1]
+    names = list(dict.fromkeys((first[0], last[-1])))
+    title = "…".join(names) if len(names) == 1 else f"{names[0]}…{names[1].removeprefix('device ')}"
+    return title if len(replica_devices) == 1 else f"{len(replica_devices)} × {title}"
+
+
+def _draw_device(canvas: Canvas, device: _Device, left: int, places: list[_Place]) -> int:
+    """Draw one device box at ``left``; answers its right edge."""
+    column = left + 2
+    for instances in device.instances:
+        width = max(len(instances.label), len(str(instances.role)), 5)
+        right = column + width + 3
+        canvas.box(column, _INSTANCE_TOP, right, _INSTANCE_BOTTOM)
+        canvas.write(column + 2, _INSTANCE_TOP + 1, instances.label)
+        canvas.write(column + 2, _INSTANCE_TOP + 2, str(instances.role))
+        places.append(_Place(role=instances.role, incoming=column + 2, outgoing=right - 2))
+        column = right + 2
+    right = max(column, left + len(device.title) + 5)
+    canvas.box(left, 0, right, _DEVICE_BOTTOM)
+    canvas.write(left + 2, 0, f" {device.title} ")
+    return right
+
+
+def _draw_flow(
+    canvas: Canvas, label: str, sends: Callable[[Role, Role], bool], places: Sequence[_Place], row: int
+) -> int:
+    """Draw one kind of transfer as a line at ``row`` below the boxes; answers the rows used."""
+    sources = [a for a in places if any(sends(a.role, b.role) for b in places)]
+    targets = [b for b in places if any(sends(a.role, b.role) for a in places)]
+    if not sources:
+        return 0
+    for source in sources:
+        canvas.vertical(source.outgoing, _INSTANCE_BOTTOM, row)
+    for target in targets:
+        canvas.vertical(target.incoming, _INSTANCE_BOTTOM, row)
+        canvas.write(target.incoming, _DEVICE_BOTTOM + 1, "▲")
+    columns = [source.outgoing for source in sources] + [target.incoming for target in targets]
+    canvas.horizontal(row, min(columns), max(columns))
+    canvas.write(0, row, label)
+    return 2
+
+
+def _describe(device: _Device) -> str:
+    works = []
+    for instances in device.instances:
+        ending = "" if instances.count > 1 else "s"
+        work = [
+            f"{verb}{ending} {what}"
+            for verb, what in (_WORK[stage] for stage in Stage if stage in instances.role.stages)
+        ]
+        listed = " and ".join(filter(None, (", ".join(work[:-1]), work[-1])))
+        width = f", each on {instances.tensor_parallel} devices" if instances.tensor_parallel > 1 else ""
+        works.append(f"{instances.label} {listed}{width}")
+    isolated = "; isolated from each other" if len(works) > 1 else ""
+    return f"{device.title}: {'; '.join(works)}{isolated}."

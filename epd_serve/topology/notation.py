@@ -1,0 +1,245 @@
+"""The topology notation: ``E-P-D``, ``(E-P)-D``, ``4E-8P-20D``, ``E-P-D@tp2``.
+
+::
+
+    topology = unit { "-" unit }                 "-"  separates devices
+    unit     = [ count ] ( member | group )
+    group    = "(" member { "-" member } ")"     "()" puts isolated instances on one device
+    member   = [ count ] stages [ "@tp" width ]  letters written together are one instance
+    stages   = one or more different letters of E, P, D
+
+Spaces around symbols are ignored, but not between letters or digits. Printing is canonical: stages in
+data-path order, no count or width of 1, no group around a single instance; ``parse_topology(str(t)) == t``
+for every topology.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NoReturn
+
+from epd_serve.types import Role, Stage
+
+#: Largest count or width that is read: above any cluster, and a typing slip does not fill the memory.
+MAX_COUNT = 4096
+
+
+class TopologyError(ValueError):
+    """A topology line that cannot be read.
+
+    Attributes:
+        text: the line as given.
+        position: offset of the fault, 0-based; equal to ``len(text)`` where something is missing at the end.
+        problem: what is wrong and what would be right.
+    """
+
+    def __init__(self, text: str, position: int, problem: str) -> None:
+        super().__init__(
+            f"topology {text!r}, position {position + 1}: {problem}\n    {text}\n    {' ' * position}^"
+        )
+        self.text = text
+        self.position = position
+        self.problem = problem
+
+
+@dataclass(frozen=True, kw_only=True)
+class Member:
+    """``count`` equal instances, each ``tensor_parallel`` devices wide: ``4E``, ``D@tp2``."""
+
+    role: Role
+    count: int = 1
+    tensor_parallel: int = 1
+
+    def __str__(self) -> str:
+        count = str(self.count) if self.count > 1 else ""
+        width = f"@tp{self.tensor_parallel}" if self.tensor_parallel > 1 else ""
+        return f"{count}{self.role}{width}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Isolated instances that share one device (or one set of devices), ``count`` times: ``2(E-P)``."""
+
+    members: tuple[Member, ...]
+    count: int = 1
+
+    def __str__(self) -> str:
+        count = str(self.count) if self.count > 1 else ""
+        return f"{count}({'-'.join(map(str, self.members))})"
+
+
+Unit = Member | Group
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topology:
+    """A topology line as read by :func:`parse_topology`, which sees to it that P and D are there."""
+
+    units: tuple[Unit, ...]
+
+    def __str__(self) -> str:
+        return "-".join(map(str, self.units))
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """All members in the order written, those of groups included; group counts are not multiplied in."""
+        return tuple(member for unit in self.units for member in members_of(unit))
+
+    @property
+    def stages(self) -> frozenset[Stage]:
+        return frozenset(stage for member in self.members for stage in member.role.stages)
+
+    @property
+    def text_only(self) -> bool:
+        """True where no instance encodes: requests with images cannot be served."""
+        return Stage.ENCODE not in self.stages
+
+    @property
+    def num_instances(self) -> int:
+        return sum(
+            (unit.count if isinstance(unit, Group) else 1) * member.count
+            for unit in self.units
+            for member in members_of(unit)
+        )
+
+    @property
+    def num_devices(self) -> int:
+        """How many devices the topology asks for."""
+        return sum(unit.count * width_of(unit) for unit in self.units)
+
+
+def members_of(unit: Unit) -> tuple[Member, ...]:
+    return unit.members if isinstance(unit, Group) else (unit,)
+
+
+def width_of(unit: Unit) -> int:
+    """Devices that one replica of the unit takes: the widest member's tensor-parallel width."""
+    return max(member.tensor_parallel for member in members_of(unit))
+
+
+def parse_topology(text: str) -> Topology:
+    """Read a topology line.
+
+    Raises:
+        TopologyError: the line breaks the grammar, or no instance prefills or decodes. A line without E is
+            accepted and serves text only (``Topology.text_only``).
+    """
+    return _Parser(text).parse()
+
+
+class _Parser:
+    """Recursive descent over one line; ``_position`` is the next unread character."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._position = 0
+
+    def parse(self) -> Topology:
+        units = [self._unit()]
+        while self._peek():
+            self._separator(opened_at=None)
+            units.append(self._unit())
+        topology = Topology(units=tuple(units))
+        for stage, verb in ((Stage.PREFILL, "prefills"), (Stage.DECODE, "decodes")):
+            if stage not in topology.stages:
+                self._fail(f"no instance {verb}; every topology needs {stage}, as in 'E-P-D' or 'EPD'")
+        return topology
+
+    def _unit(self) -> Unit:
+        count = self._count()
+        if self._peek() != "(":
+            return self._member(count)
+        opened_at = self._position
+        self._position += 1
+        members = [self._group_member()]
+        while self._peek() != ")":
+            self._separator(opened_at=opened_at)
+            members.append(self._group_member())
+        self._position += 1
+        if self._peek() == "@":
+            self._fail("'@tp' belongs to a stage set, not to a group; write it inside, as in '(E-P@tp2)'")
+        if len(members) == 1 and members[0].count == 1:
+            return replace(members[0], count=count)
+        return Group(members=tuple(members), count=count)
+
+    def _group_member(self) -> Member:
+        count = self._count()
+        if self._peek() == "(":
+            self._fail("groups do not nest; close the first one before this, as in '(E-P)-(P-D)'")
+        return self._member(count)
+
+    def _member(self, count: int) -> Member:
+        stages: list[Stage] = []
+        self._peek()
+        while (letter := self._text[self._position : self._position + 1]).isalpha():
+            if letter not in ("E", "P", "D"):
+                stages_are = "use E (encode), P (prefill) and D (decode)"
+                advice = f"write {letter.upper()}" if letter in "epd" else stages_are
+                self._fail(f"{letter!r} is no stage; {advice}")
+            if letter in stages:
+                self._fail(f"stage {letter} is named twice in one instance; for two instances write '2{letter}'")
+            stages.append(Stage(letter))
+            self._position += 1
+        if not stages:
+            self._fail(self._instead_of_stage())
+        return Member(role=Role.of(stages), count=count, tensor_parallel=self._width())
+
+    def _instead_of_stage(self) -> str:
+        found = self._peek()
+        if not self._text.strip():
+            return "the line is empty; write one such as 'E-P-D'"
+        if not found:
+            return "an instance is missing at the end; write letters of E, P and D"
+        return f"expected letters of E, P and D here, not {found!r}"
+
+    def _width(self) -> int:
+        if self._peek() != "@":
+            return 1
+        if not self._text.startswith("@tp", self._position):
+            self._fail("only '@tp' and a number can follow '@', as in 'D@tp2'")
+        self._position += len("@tp")
+        width = self._number("tensor-parallel width")
+        if width is None:
+            self._fail("'@tp' needs a number, as in 'D@tp2'")
+        return width
+
+    def _count(self) -> int:
+        return self._number("count") or 1
+
+    def _number(self, what: str) -> int | None:
+        """The number at this position, or None where there is none."""
+        self._peek()
+        start = end = self._position
+        while end < len(self._text) and self._text[end] in "0123456789":
+            end += 1
+        if start == end:
+            return None
+        digits = self._text[start:end].lstrip("0")
+        if not digits:
+            self._fail(f"a {what} of 0 is not possible; write 1 or more, or leave the instance out")
+        if len(digits) > len(str(MAX_COUNT)) or int(digits) > MAX_COUNT:
+            self._fail(f"the {what} is above {MAX_COUNT}")
+        self._position = end
+        return int(digits)
+
+    def _separator(self, *, opened_at: int | None) -> None:
+        found = self._peek()
+        if found == "-":
+            self._position += 1
+        elif not found and opened_at is not None:
+            self._fail("this parenthesis is never closed; add ')'", at=opened_at)
+        elif found == ")":
+            self._fail("this parenthesis closes nothing; remove it, or add '(' before the group")
+        elif found.isdigit():
+            self._fail("a count stands before its stages; write '2E', not 'E2'")
+        else:
+            self._fail(f"expected '-' here, not {found!r}")
+
+    def _peek(self) -> str:
+        """The next character that is no space, or '' at the end."""
+        while self._text[self._position : self._position + 1].isspace():
+            self._position += 1
+        return self._text[self._position : self._position + 1]
+
+    def _fail(self, problem: str, *, at: int | None = None) -> NoReturn:
+        raise TopologyError(self._text, self._position if at is None else at, problem)

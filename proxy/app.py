@@ -1,0 +1,113 @@
+"""The gateway as a FastAPI application."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.routing import Route
+
+from epd_serve.backends.base import StageCalls
+from epd_serve.backends.native import NativeConnections, NativeInstance
+from epd_serve.errors import InvalidRequest, ServeError
+from epd_serve.metrics.gateway import GatewayMetrics
+from epd_serve.protocol.openai import ChatCompletionRequest, CompletionRequest
+from epd_serve.routing.policy import LeastLoaded, Policy
+from epd_serve.routing.table import InstanceTable
+from proxy.addresses import is_public
+from proxy.attempt import Instances
+from proxy.auth import Authenticator
+from proxy.endpoint import GenerationEndpoint
+from proxy.fetch import MediaFetcher
+from proxy.generation import Generator
+from proxy.media import MediaLoader
+from proxy.poller import Poller
+from proxy.settings import GatewaySettings
+from proxy.views import health_router, models_router
+
+
+def create_app(
+    settings: GatewaySettings, instances: list[tuple[str, str]], *, policy: Policy | None = None
+) -> FastAPI:
+    """The gateway for ``instances``, given as (name, control URL).
+
+    ``app.state.table`` is its instance table. Connections and polling live as long as the application's lifespan.
+    """
+    table = InstanceTable(instances)
+    metrics = GatewayMetrics()
+    authenticator = Authenticator(settings.api_key)
+    connections = NativeConnections()
+    calls: dict[str, StageCalls] = {name: NativeInstance(connections, name, url) for name, url in instances}
+    fetcher = MediaFetcher(
+        max_bytes=settings.media.max_bytes,
+        timeout_s=settings.fetch_timeout_s,
+        allowed_address=(lambda _: True) if settings.allow_private else is_public,
+        allowed_file_dirs=settings.allowed_file_dirs,
+    )
+    poller = Poller(table, calls, settings.poll_interval_s)
+    generator = Generator(
+        Instances(
+            table=table,
+            calls=calls,
+            policy=policy or LeastLoaded(),
+            poller=poller,
+            metrics=metrics,
+            encode_timeout_s=settings.request_timeout_s / 4,
+        )
+    )
+    loader = MediaLoader(settings.media, fetcher)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        async with connections, fetcher:
+            polling = asyncio.create_task(poller.run())
+            try:
+                yield
+            finally:
+                polling.cancel()
+                await asyncio.gather(polling, return_exceptions=True)
+
+    app = FastAPI(title="epd-serve gateway", lifespan=lifespan, openapi_url=None)
+    app.state.table = table
+    for kind, path, request_type in (
+        ("chat", "/v1/chat/completions", ChatCompletionRequest),
+        ("completion", "/v1/completions", CompletionRequest),
+    ):
+        endpoint = GenerationEndpoint(
+            kind=kind,
+            parse=request_type.parse,
+            table=table,
+            generator=generator,
+            loader=loader,
+            metrics=metrics,
+            authenticator=authenticator,
+            max_body_bytes=settings.max_body_bytes,
+            timeout_s=settings.request_timeout_s,
+        )
+        app.router.routes.append(Route(path, endpoint=endpoint, methods=["POST"]))
+    app.include_router(models_router(table, authenticator))
+    app.include_router(health_router(table, metrics))
+    app.add_exception_handler(ServeError, _serve_error)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(Exception, _unexpected_error)
+    return app
+
+
+async def _serve_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, ServeError)
+    return JSONResponse(error.body(), error.status)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """What the router refuses: unknown paths and methods."""
+    assert isinstance(error, HTTPException)
+    problem = InvalidRequest(f"{request.method} {request.url.path}: {error.detail}")
+    return JSONResponse(problem.body(), error.status_code, error.headers)
+
+
+async def _unexpected_error(_: Request, error: Exception) -> Response:
+    return JSONResponse(ServeError(f"an error inside the gateway: {type(error).__name__}").body(), 500)

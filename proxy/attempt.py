@@ -1,0 +1,217 @@
+"""One try of one request: all its stage calls, made at once, and undone together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from epd_serve.backends.base import Answer, InstanceLost, StageCalls
+from epd_serve.errors import InstanceFailed, InvalidRequest, ServeError, StageTimeout
+from epd_serve.metrics.gateway import GatewayMetrics
+from epd_serve.protocol.wire import (
+    ChatMessage,
+    DecodeRequest,
+    EncodeRequest,
+    MediaRef,
+    OutputOptions,
+    PrefillRequest,
+)
+from epd_serve.routing.policy import Policy, Route
+from epd_serve.routing.table import InstanceRecord, InstanceTable
+from epd_serve.types import SamplingParams, Stage
+from proxy.media import MediaItem
+from proxy.poller import Poller
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A checked request, ready to be sent to instances.
+
+    ``id`` is unique; ``trace_id`` may be the client's. A chat has ``messages``, a completion ``prompt``.
+    """
+
+    id: str
+    trace_id: str
+    model: str
+    output: OutputOptions
+    sampling: SamplingParams
+    messages: list[ChatMessage] | None
+    prompt: str | list[int] | None
+    items: list[MediaItem]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Instances:
+    """The instances as the gateway uses them."""
+
+    table: InstanceTable
+    calls: Mapping[str, StageCalls]
+    policy: Policy
+    poller: Poller
+    metrics: GatewayMetrics
+    encode_timeout_s: float
+
+
+class _Call:
+    """An open call to P or D, counted as in flight until it is closed."""
+
+    def __init__(
+        self,
+        table: InstanceTable,
+        record: InstanceRecord,
+        stage: Stage,
+        opening: AbstractAsyncContextManager[Answer],
+    ) -> None:
+        self.record = record
+        self._stack = AsyncExitStack()
+        self._stack.enter_context(table.in_flight(record, stage))
+        self.opened = asyncio.create_task(self._stack.enter_async_context(opening))
+
+    async def close(self) -> None:
+        self.opened.cancel()
+        try:
+            await asyncio.gather(self.opened, return_exceptions=True)
+        finally:
+            await self._stack.aclose()
+
+
+class Attempt:
+    """Async context: entering sends everything, leaving closes what is still open, which cancels its work.
+
+    ``suspects`` are the instances to which the request should not be sent again after a failure.
+    """
+
+    def __init__(self, instances: Instances, job: Job, route: Route, refs: list[MediaRef], number: int) -> None:
+        self._instances = instances
+        self._job = job
+        self._route = route
+        self._refs = refs
+        # Each attempt has an id of its own: the one before may still be on its way out of P and D.
+        self._id = f"{job.id}-{number}"
+        self._encodes: list[asyncio.Task[None]] = []
+        self._prefill: _Call
+        self._decode: _Call | None = None
+        self.suspects: set[str] = set()
+
+    async def __aenter__(self) -> Self:
+        table, calls, route, job = self._instances.table, self._instances.calls, self._route, self._job
+        distinct = {ref.mm_hash: (ref, item) for ref, item in zip(self._refs, job.items, strict=True)}
+        encoders = self._instances.policy.choose_encoders(table, route.prefill, len(distinct))
+        prefill = PrefillRequest(
+            request_id=self._id,
+            output=job.output,
+            sampling=job.sampling,
+            items=self._refs,
+            messages=job.messages,
+            prompt=job.prompt,
+            decode_url=None if route.fused else calls[route.decode.name].url,
+        )
+        opening = calls[route.prefill.name].prefill(prefill, trace_id=job.trace_id)
+        self._prefill = _Call(table, route.prefill, Stage.PREFILL, opening)
+        if not route.fused:
+            expected = DecodeRequest(request_id=self._id, stream=job.output.stream)
+            opening = calls[route.decode.name].decode(expected, trace_id=job.trace_id)
+            self._decode = _Call(table, route.decode, Stage.DECODE, opening)
+        self._encodes = [
+            asyncio.create_task(self._encode(ref, item, encoder))
+            for (ref, item), encoder in zip(distinct.values(), encoders, strict=True)
+        ]
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for task in self._encodes:
+            task.cancel()
+        try:
+            await asyncio.gather(*self._encodes, return_exceptions=True)
+        finally:
+            try:
+                await self._prefill.close()
+            finally:
+                await self.close_decode()
+
+    async def first(self) -> Answer:
+        """P's answer, once the first token is there. Raises what any of the calls failed with before that."""
+        opened = self._prefill.opened
+        waiting: set[asyncio.Task[None] | asyncio.Task[Answer]] = {opened, *self._encodes}
+        if self._decode is not None:
+            waiting.add(self._decode.opened)
+        while not opened.done():
+            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            # An encode's failure explains that of P, and P's that of D.
+            for encode in self._encodes:
+                if encode in done:
+                    encode.result()
+            if self._decode is not None and self._decode.opened in done and not opened.done():
+                self._result(self._decode)
+        return self._result(self._prefill)
+
+    async def rest(self) -> Answer:
+        """D's answer, once it begins."""
+        if self._decode is None:
+            raise InstanceFailed(
+                f"instance {self._route.prefill.name} left the answer to a decode instance; it has none"
+            )
+        await asyncio.wait({self._decode.opened})
+        return self._result(self._decode)
+
+    async def close_decode(self) -> None:
+        """Take back what D was told to expect."""
+        if self._decode is not None:
+            await self._decode.close()
+
+    def lost(self, record: InstanceRecord) -> None:
+        """The connection to an instance failed."""
+        self._instances.poller.report_lost(record.name)
+        self.suspects.add(record.name)
+
+    @property
+    def route(self) -> Route:
+        return self._route
+
+    def _result(self, call: _Call) -> Answer:
+        try:
+            return call.opened.result()
+        except InstanceLost:
+            self.lost(call.record)
+            raise
+        except InstanceFailed:
+            # P is alive and says that an instance failed it: that was D.
+            self.suspects.add(self._route.decode.name)
+            raise
+
+    async def _encode(self, ref: MediaRef, item: MediaItem, encoder: InstanceRecord) -> None:
+        """Encode one item; after a failure on another E, at last on P itself, which loads the tower for it."""
+        instances, prefill = self._instances, self._route.prefill
+        request = EncodeRequest(
+            request_id=self._id, ref=ref, media=item.data, announce_to=instances.calls[prefill.name].url
+        )
+        tried: set[str] = set()
+        while True:
+            try:
+                with instances.table.in_flight(encoder, Stage.ENCODE):
+                    async with asyncio.timeout(instances.encode_timeout_s):
+                        await instances.calls[encoder.name].encode(request, trace_id=self._job.trace_id)
+                return
+            except InvalidRequest as error:
+                error.param = error.param or item.param
+                raise
+            except InstanceLost as error:
+                self.lost(encoder)
+                failure: ServeError = error
+            except TimeoutError:
+                failure = StageTimeout(
+                    f"instance {encoder.name} gave no answer in {instances.encode_timeout_s:g} s"
+                )
+            except ServeError as error:
+                failure = error
+            tried.add(encoder.name)
+            [encoder] = instances.policy.choose_encoders(instances.table, prefill, 1, exclude=tried)
+            if encoder.name in tried:
+                raise InstanceFailed(f"the image could not be encoded: {failure.message}", param=item.param)
+            instances.metrics.encode_retries.inc()

@@ -1,0 +1,226 @@
+"""``POST /v1/chat/completions`` and ``/v1/completions`` as pure ASGI: read, check, run, answer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import secrets
+import time
+import uuid
+from collections.abc import Callable, MutableMapping
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.types import Receive, Scope, Send
+
+from epd_serve.errors import InvalidRequest, ModelNotFound, ServeError, StageTimeout, TooLarge, Unavailable
+from epd_serve.metrics.gateway import GatewayMetrics
+from epd_serve.protocol.openai import ChatCompletionRequest, GenerationRequest
+from epd_serve.protocol.wire import REQUEST_ID_HEADER
+from epd_serve.routing.table import InstanceTable
+from proxy.attempt import Job
+from proxy.auth import Authenticator
+from proxy.generation import Generator
+from proxy.media import MediaLoader
+from proxy.sink import EventSink, ResponseAborted, send_json
+
+logger = logging.getLogger(__name__)
+
+_TRACE_ID = re.compile(r"[\x21-\x7e]{1,256}")
+#: Statuses of our own, for metrics only.
+CLIENT_LEFT = 499
+BROKEN_OFF = 599
+
+
+class ClientLeft(Exception):
+    """The client closed its connection before its request was complete."""
+
+
+class GenerationEndpoint:
+    """One of the two endpoints, as an ASGI application."""
+
+    def __init__(
+        self,
+        *,
+        kind: str,
+        parse: Callable[[bytearray], GenerationRequest],
+        table: InstanceTable,
+        generator: Generator,
+        loader: MediaLoader,
+        metrics: GatewayMetrics,
+        authenticator: Authenticator,
+        max_body_bytes: int,
+        timeout_s: float,
+    ) -> None:
+        self._kind = kind
+        self._parse = parse
+        self._table = table
+        self._generator = generator
+        self._loader = loader
+        self._metrics = metrics
+        self._authenticator = authenticator
+        self._max_body_bytes = max_body_bytes
+        self._timeout_s = timeout_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = _Exchange(Headers(scope=scope), send)
+        try:
+            body = await self._receive(exchange, receive)
+        except ServeError as error:
+            await send_json(send, error.status, error.to_json(), exchange.trace_id)
+            self._count(exchange, error.status)
+            return
+        except ClientLeft:
+            self._count(exchange, CLIENT_LEFT)
+            return
+        work = asyncio.create_task(self._answer(exchange, body))
+        leaving = asyncio.create_task(_disconnected(receive))
+        try:
+            await asyncio.wait({work, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done() and not exchange.answered:
+                work.cancel()
+                await asyncio.wait({work})
+            if work.cancelled():
+                self._count(exchange, CLIENT_LEFT)
+            else:
+                await work
+        finally:
+            work.cancel()
+            leaving.cancel()
+            await asyncio.gather(work, leaving, return_exceptions=True)
+
+    async def _receive(self, exchange: _Exchange, receive: Receive) -> bytearray:
+        self._authenticator.check(exchange.headers.get("authorization"))
+        trace_id = exchange.headers.get(REQUEST_ID_HEADER)
+        if trace_id:
+            if not _TRACE_ID.fullmatch(trace_id):
+                raise InvalidRequest(
+                    f"the header {REQUEST_ID_HEADER} takes 1 to 256 printable ASCII characters without spaces",
+                    param=REQUEST_ID_HEADER,
+                )
+            exchange.trace_id = trace_id
+        return await _read_body(exchange.headers, receive, self._max_body_bytes)
+
+    async def _answer(self, exchange: _Exchange, body: bytearray) -> None:
+        sink = EventSink(exchange.stream_send(self._first_token), exchange.trace_id)
+        status = 200
+        try:
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    await self._generate(exchange, body, sink)
+            except TimeoutError as error:
+                raise StageTimeout(
+                    f"the request took longer than {self._timeout_s:g} s, this gateway's limit"
+                ) from error
+        except ServeError as error:
+            status = BROKEN_OFF if sink.started else error.status
+            if error.status >= 500:
+                logger.warning("request %s: %s", exchange.trace_id, error.message)
+            exchange.answered = True
+            if not sink.started:
+                await send_json(exchange.send, error.status, error.to_json(), exchange.trace_id)
+                return
+            await sink.fail(error)
+            raise ResponseAborted(error.message) from error
+        finally:
+            if exchange.answered:
+                self._count(exchange, status)
+
+    async def _generate(self, exchange: _Exchange, body: bytearray, sink: EventSink) -> None:
+        request = self._parse(body)
+        body.clear()
+        model = self._model(request.model)
+        sources = request.media()
+        exchange.modality = "image" if sources else "text"
+        items = await self._loader.load(sources) if sources else []
+        self._metrics.media_bytes.labels("image").inc(sum(len(item.data) for item in items))
+        job_id = uuid.uuid4().hex
+        job = Job(
+            id=job_id,
+            trace_id=exchange.trace_id,
+            model=model,
+            output=request.output(id=job_id, created=int(time.time()), model=model),
+            sampling=request.sampling(secrets.randbits(63)),
+            messages=request.chat() if isinstance(request, ChatCompletionRequest) else None,
+            prompt=None if isinstance(request, ChatCompletionRequest) else request.prompt,
+            items=items,
+        )
+        if request.stream:
+            await self._generator.stream(job, sink)
+            exchange.answered = True
+            await sink.finish()
+        else:
+            answer = await self._generator.whole(job)
+            exchange.answered = True
+            await send_json(exchange.send, 200, answer, exchange.trace_id)
+        self._metrics.e2e.labels(self._kind, exchange.modality).observe(time.perf_counter() - exchange.arrived_s)
+
+    def _model(self, wanted: str | None) -> str:
+        models = self._table.models()
+        if not models:
+            raise Unavailable("no instance has started yet; try again shortly")
+        if wanted is None:
+            return next(iter(models))
+        if wanted not in models:
+            known = ", ".join(repr(name) for name in models)
+            raise ModelNotFound(f"there is no model {wanted[:100]!r}; served here: {known}", param="model")
+        return wanted
+
+    def _first_token(self, exchange: _Exchange) -> None:
+        self._metrics.ttft.labels(self._kind, exchange.modality).observe(time.perf_counter() - exchange.arrived_s)
+
+    def _count(self, exchange: _Exchange, status: int) -> None:
+        self._metrics.requests.labels(self._kind, str(status), exchange.modality).inc()
+
+
+class _Exchange:
+    """One request and its answer.
+
+    Attributes:
+        answered: the last word is on its way; a client that leaves from now on has left nothing.
+        modality: "text" until media are found.
+    """
+
+    def __init__(self, headers: Headers, send: Send) -> None:
+        self.headers = headers
+        self.send = send
+        self.arrived_s = time.perf_counter()
+        self.trace_id = uuid.uuid4().hex
+        self.answered = False
+        self.modality = "text"
+
+    def stream_send(self, first_token: Callable[[_Exchange], None]) -> Send:
+        """``send`` that reports the start of a streamed answer, which comes with the first token."""
+
+        async def send(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                first_token(self)
+            await self.send(message)
+
+        return send
+
+
+async def _read_body(headers: Headers, receive: Receive, max_bytes: int) -> bytearray:
+    """The whole body. Raises TooLarge as soon as it is known to be, ClientLeft where it ends early."""
+    too_large = TooLarge(f"the body has more than {max_bytes} bytes, the limit of this gateway")
+    declared = headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > max_bytes:
+        raise too_large
+    body = bytearray()
+    more = True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientLeft
+        body += message.get("body", b"")
+        if len(body) > max_bytes:
+            raise too_large
+        more = message.get("more_body", False)
+    return body
+
+
+async def _disconnected(receive: Receive) -> None:
+    """Returns when the client is gone (or, says ASGI, when the answer is complete)."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

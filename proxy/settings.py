@@ -1,0 +1,54 @@
+"""What the gateway is told once, at its start."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from epd_serve.config import DeploymentConfig
+from epd_serve.media import MediaLimits
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatewaySettings:
+    """The gateway's part of a deployment, with every default resolved.
+
+    Attributes:
+        allow_private: whether media URLs may lead to addresses that are not public.
+        allowed_file_dirs: directories, resolved, whose files a ``file://`` URL may name.
+        poll_interval_s: how often each instance is asked for its state.
+    """
+
+    max_body_bytes: int = 64 * 1024 * 1024
+    request_timeout_s: float = 600.0
+    api_key: str | None = None
+    media: MediaLimits = field(default_factory=MediaLimits)
+    fetch_timeout_s: float = 10.0
+    allow_private: bool = False
+    allowed_file_dirs: tuple[Path, ...] = ()
+    poll_interval_s: float = 0.5
+
+    @classmethod
+    def of(cls, config: DeploymentConfig, host: str) -> GatewaySettings:
+        """The settings of a deployment whose gateway listens on ``host``."""
+        gateway, media = config.gateway, config.gateway.media
+        return cls(
+            max_body_bytes=gateway.max_body_bytes,
+            request_timeout_s=gateway.request_timeout_s,
+            api_key=gateway.api_key,
+            media=MediaLimits(max_pixels=media.max_pixels, max_bytes=media.max_bytes),
+            fetch_timeout_s=media.fetch_timeout_s,
+            allow_private=is_loopback(host) if media.allow_private is None else media.allow_private,
+            allowed_file_dirs=tuple(Path(folder).expanduser().resolve() for folder in media.allowed_file_dirs),
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach a server that listens on ``host``."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,95 @@
+"""The client's side of an answer: ASGI messages out, and what may still be said when something fails."""
+
+from __future__ import annotations
+
+import re
+
+from starlette.types import Send
+
+from epd_serve.errors import InstanceFailed, ServeError
+from epd_serve.protocol.wire import REQUEST_ID_HEADER
+
+_END_OF_EVENT = b"\n\n"
+_DONE = b"data: [DONE]\n\n"
+_ERROR = re.compile(rb'data: ?\{ ?"error"')
+
+
+class ResponseAborted(Exception):
+    """A streamed answer broke off: raised out of the ASGI application, it makes the server close the connection
+    without a terminating chunk, so that no client takes what it has for the whole answer."""
+
+
+async def send_json(send: Send, status: int, body: bytes, trace_id: str) -> None:
+    """A whole answer in JSON."""
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+        (REQUEST_ID_HEADER.encode(), trace_id.encode()),
+    ]
+    if status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+class EventSink:
+    """Forwards server-sent events as they come, unparsed; status and headers go out with the first of them.
+
+    Only whole events are forwarded: bytes after the last empty line wait for the rest of their event, so that an
+    error event can be put behind them at any time.
+    """
+
+    def __init__(self, send: Send, trace_id: str) -> None:
+        self._send = send
+        self._trace_id = trace_id
+        self._pending = b""
+        self._last = b""
+        self.started = False
+
+    async def write(self, chunk: bytes) -> None:
+        if self._pending:
+            chunk = self._pending + chunk
+            self._pending = b""
+        if not chunk.endswith(_END_OF_EVENT):
+            end = chunk.rfind(_END_OF_EVENT)
+            end = 0 if end < 0 else end + len(_END_OF_EVENT)
+            chunk, self._pending = chunk[:end], chunk[end:]
+        if chunk:
+            await self._forward(chunk)
+
+    def check_complete(self) -> None:
+        """Raises InstanceFailed unless the last event was ``[DONE]``; a clean end alone proves nothing."""
+        if self._pending or not self._last.endswith(_DONE):
+            raise InstanceFailed("the instance ended its answer before it was complete")
+
+    async def finish(self) -> None:
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def fail(self, error: ServeError) -> None:
+        """Tell the client what happened, unless the instance already has. The caller aborts the connection."""
+        if not self.ends_in_error:
+            await self._forward(b"data: " + error.to_json() + _END_OF_EVENT)
+
+    @property
+    def ends_in_error(self) -> bool:
+        """Whether the last event forwarded was an error."""
+        start = self._last.rfind(_END_OF_EVENT, 0, -len(_END_OF_EVENT))
+        return _ERROR.match(self._last, 0 if start < 0 else start + len(_END_OF_EVENT)) is not None
+
+    async def _forward(self, events: bytes) -> None:
+        if not self.started:
+            self.started = True
+            await self._send(
+                {
+                    "type": "http.response.start",
+                    "status": 200,
+                    "headers": [
+                        (b"content-type", b"text/event-stream; charset=utf-8"),
+                        (b"cache-control", b"no-cache"),
+                        (b"x-accel-buffering", b"no"),  # nginx would hold events back
+                        (REQUEST_ID_HEADER.encode(), self._trace_id.encode()),
+                    ],
+                }
+            )
+        self._last = events
+        await self._send({"type": "http.response.body", "body": events, "more_body": True})

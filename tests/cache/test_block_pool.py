@@ -1,0 +1,90 @@
+"""The block pool as a state machine: nothing is lost, nothing is given twice, hashes find what they name."""
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+
+from epd_serve.cache.block_pool import BlockPool, RequestBlocks
+from epd_serve.cache.hashing import hash_blocks
+from epd_serve.types import MediaSpan
+
+BLOCK_SIZE = 4
+
+
+class BlockPoolMachine(RuleBasedStateMachine):
+    requests = Bundle("requests")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = BlockPool(24, BLOCK_SIZE)
+        self.live: dict[int, RequestBlocks] = {}
+        self.next_id = 0
+
+    @rule(
+        target=requests,
+        prompt=st.lists(st.integers(0, 1), min_size=1, max_size=24),
+        max_tokens=st.integers(0, 12),
+        num_sequences=st.integers(1, 3),
+    )
+    def allocate(self, prompt: list[int], max_tokens: int, num_sequences: int) -> int:
+        hashes = hash_blocks(prompt, BLOCK_SIZE)
+        key = self.next_id
+        self.next_id += 1
+        if not self.pool.can_allocate_request(len(prompt), max_tokens, num_sequences, hashes):
+            return key
+        expected_cached = len(self.pool.match(hashes[: (len(prompt) - 1) // BLOCK_SIZE]))
+        blocks = self.pool.allocate_request(len(prompt), max_tokens, num_sequences, hashes)
+        assert blocks.num_cached == expected_cached
+        assert len(blocks.root) == -(-(len(prompt) + max_tokens) // BLOCK_SIZE)
+        assert len(blocks.forks) == num_sequences - 1
+        owned = [b for other in self.live.values() for b in other.all()]
+        assert not set(blocks.root[blocks.num_cached :]) & set(owned), "a held block was handed out again"
+        for block, digest in zip(blocks.root, hashes, strict=False):
+            self.pool.register(block, digest)
+        self.live[key] = blocks
+        return key
+
+    @rule(key=consumes(requests))
+    def release(self, key: int) -> None:
+        if key in self.live:
+            self.pool.release(self.live.pop(key).all())
+
+    @invariant()
+    def books_balance(self) -> None:
+        self.pool.check_integrity()
+        held = {block for blocks in self.live.values() for block in blocks.all()}
+        assert self.pool.num_free == self.pool.capacity - len(held)
+
+
+TestBlockPool = BlockPoolMachine.TestCase
+
+
+def test_a_released_prefix_is_found_again_until_it_is_needed_for_something_else() -> None:
+    pool = BlockPool(5, BLOCK_SIZE)
+    hashes = hash_blocks(list(range(8)), BLOCK_SIZE)
+    blocks = pool.allocate_request(9, 0, 1, hashes)
+    for block, digest in zip(blocks.root, hashes, strict=False):
+        pool.register(block, digest)
+    pool.release(blocks.all())
+    assert pool.match(hashes) == blocks.root[:2]
+    pool.allocate(4)
+    assert pool.match(hashes) == []
+
+
+def test_releasing_twice_is_caught() -> None:
+    pool = BlockPool(4, BLOCK_SIZE)
+    blocks = pool.allocate(1)
+    pool.release(blocks)
+    with pytest.raises(AssertionError, match="more often"):
+        pool.release(blocks)
+
+
+def test_hashes_tell_images_apart_and_chain() -> None:
+    tokens = [7] * 12
+    one = hash_blocks(tokens, 4, [MediaSpan(2, 6, "a" * 64)])
+    two = hash_blocks(tokens, 4, [MediaSpan(2, 6, "b" * 64)])
+    plain = hash_blocks(tokens, 4)
+    assert len({*one, *two, *plain}) == 9, "blocks behind a difference must differ too"
+    assert hash_blocks(tokens[:8], 4, [MediaSpan(2, 6, "a" * 64)]) == one[:2]
+    shifted = hash_blocks(tokens, 4, [MediaSpan(3, 6, "a" * 64)])
+    assert shifted[0] != one[0], "another part of the same image"

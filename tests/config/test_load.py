@@ -1,0 +1,107 @@
+from pathlib import Path
+
+import pytest
+
+from epd_serve.config import ConfigError, DeploymentConfig, change_config, load_config, model_path, parse_config
+
+
+def test_an_empty_file_is_the_default_deployment() -> None:
+    config = parse_config("# nothing\n")
+    assert config == DeploymentConfig()
+    assert (str(config.topology), config.model_name, config.devices) == ("E-P-D", "demo", ("cpu",))
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "words"),
+    [
+        ("model: demo\ntopolgy: E-P-D", 2, "topolgy: unknown key; did you mean 'topology'?"),
+        ("gateway:\n  host: 127.0.0.1\n  prot: 1", 3, "gateway.prot: unknown key; did you mean 'port'?"),
+        ("port: 80", 1, "port: unknown key here; it belongs at gateway.port"),
+        ("gateway: {xyzzy: 1}", 1, "known here: host, port, max_body_bytes"),
+        ("model: demo\n\ntopology: (E-P-D", 3, "this parenthesis is never closed"),
+        ("topology: E-P-D@tp2", 1, "remove '@tp'"),
+        ("topology: 3", 1, "a topology is a line of text"),
+        ("topology: EP-D\ndevices:\n  - cuda:0", 2, "EP-D needs 2 devices, but the list has 1 (cuda:0)"),
+        ("topology: EPD\ndevices: []", 2, "EPD needs 1 device, but the list has 0"),
+        ("topology: E-PD\ndevices:\n  - cuda:0\n  - gpu", 4, "devices.1: 'gpu' is no device; write cpu, cuda:0"),
+        ("devices: [npu]", 1, "'npu' lacks an index; write npu:0"),
+        ("devices: cpu", 1, "expected a list, as in [cpu]"),
+        ("engine: vllm", 1, "the vllm engine is not there yet; use native"),
+        ("dtype: fp32", 1, "dtype: 'fp32' is not possible here; write auto, float32, bfloat16 or float16"),
+        ("instances:\n  block_size: 0", 2, "instances.block_size: input should be greater than or equal to 1"),
+        ("instances:\n  num_blocks: 3\n  kv_cache_bytes: 2GiB", 1, "set the same thing; give one of them"),
+        ("instances:\n  kv_transfer:\n    group_layers: 0", 3, "write auto or a number of layers"),
+        ("instances: {kv_cache_bytes: 3 apples}", 1, "'3 apples' is no amount of memory"),
+        ("roles:\n  E: {}\n  Q: {}", 3, "roles.Q: 'Q' is not possible here; write E, P, D"),
+        ("roles:\n  E: {base_port: 1}", 2, "it belongs at instances.base_port"),
+        ("gateway: 3", 1, "expected keys and values below this, not 3"),
+        ("model: demo\nmodel: other", 2, "duplicate key"),
+        ("- topology", 1, "expected keys and values such as 'topology: E-P-D'"),
+        ("model: demo\ntopology: [", 2, "expected"),
+    ],
+)
+def test_errors_name_file_line_and_fix(tmp_path: Path, text: str, line: int, words: str) -> None:
+    file = tmp_path / "deployment.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(file)
+    assert str(caught.value).startswith(f"{file}:{line}: ")
+    assert words in str(caught.value)
+
+
+def test_every_fault_is_reported_in_the_order_of_the_lines() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config("gateway:\n  port: http\ndtype: fp32\ntopolgy: E", source="x.yaml")
+    assert [line.split(" ")[0] for line in str(caught.value).splitlines()] == [
+        "x.yaml:2:",
+        "x.yaml:3:",
+        "x.yaml:4:",
+    ]
+
+
+def test_a_file_that_is_not_there_or_no_text(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        load_config(tmp_path / "none.yaml")
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="not a text file"):
+        load_config(tmp_path / "binary.yaml")
+
+
+def test_paths_are_relative_to_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "deployment.yaml"
+    file.write_text("model: ./models/tiny\ngateway: {media: {allowed_file_dirs: [pictures, /srv]}}")
+    config = load_config(file)
+    assert config.model == str(tmp_path / "models/tiny")
+    assert config.model_name == "tiny"
+    assert config.gateway.media.allowed_file_dirs == (tmp_path / "pictures", Path("/srv"))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("1048576", 1048576), ("512MiB", 512 * 2**20), ("2Gi", 2**31), ("1.5 kb", 1500), ("3G", 3 * 10**9)],
+)
+def test_amounts_of_memory(text: str, expected: int) -> None:
+    assert parse_config(f"instances: {{kv_cache_bytes: {text}}}").instances.kv_cache_bytes == expected
+
+
+def test_changes_are_checked_together_with_the_rest() -> None:
+    config = parse_config("topology: EPD\ndevices: [cuda:0]\ngateway: {host: 0.0.0.0}")
+    changed = change_config(config, {"gateway": {"port": 0}})
+    assert (changed.gateway.host, changed.gateway.port) == ("0.0.0.0", 0)
+    with pytest.raises(ConfigError, match="command line: devices: topology E-PD needs 2 devices"):
+        change_config(config, {"topology": "E-PD"})
+
+
+def test_what_is_written_reads_back_the_same() -> None:
+    config = parse_config("topology: DE-P\nroles: {ED: {threads: 3}}\ninstances: {feature_store_bytes: 1GiB}")
+    assert parse_config(config.model_dump_json(exclude_unset=True)) == config
+    assert parse_config(config.model_dump_json(exclude_unset=True)).settings_for("ED").feature_store_bytes == 2**30
+
+
+def test_a_model_must_be_a_transformers_directory(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"there is no directory .*hf download"):
+        model_path("Qwen/Qwen2.5-VL-3B-Instruct")
+    with pytest.raises(ValueError, match=r"holds no config\.json"):
+        model_path(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    assert model_path(str(tmp_path)) == tmp_path

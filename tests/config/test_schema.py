@@ -1,0 +1,94 @@
+import json
+from pathlib import Path
+
+import jsonschema
+import pytest
+from ruamel.yaml import YAML
+
+from epd_serve.config import DeploymentConfig, InstanceSettings, deployment_schema, load_config, parse_config
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+FILES = sorted(DEPLOY.glob("*.yaml"), key=lambda file: file.name)
+
+
+def file_name(topology: str) -> str:
+    """The rule of deploy/README.md: small letters, '_' between instances that share a device."""
+    depth, letters = 0, []
+    for character in topology.lower():
+        depth += {"(": 1, ")": -1}.get(character, 0)
+        if character not in "()":
+            letters.append("_" if character == "-" and depth else character)
+    return f"cpu-{''.join(letters)}.yaml"
+
+
+def test_the_schema_file_is_current() -> None:
+    expected = json.dumps(deployment_schema(), indent=2) + "\n"
+    assert (DEPLOY / "schema.json").read_text() == expected, "run: epd-serve schema > deploy/schema.json"
+
+
+def test_the_schema_is_valid_and_agrees_with_the_loader_on_bad_files() -> None:
+    validator = jsonschema.Draft202012Validator(deployment_schema())
+    validator.check_schema(deployment_schema())
+    for text in ("gateway: {prot: 1}", "dtype: fp32", "roles: {Q: {}}", "instances: {threads: 0}", "engine: x"):
+        assert not validator.is_valid(YAML(typ="safe", pure=True).load(text)), text
+        with pytest.raises(ValueError, match="deployment:1"):
+            parse_config(text)
+
+
+def test_every_documented_topology_has_a_file() -> None:
+    documented = ("EPD", "EP-D", "E-P-D", "(E-P)-D", "(E-D)-P", "(E-PD)", "ED-P", "2E-P-D")
+    assert {file.name for file in FILES} == {file_name(topology) for topology in documented}
+    readme = (DEPLOY / "README.md").read_text()
+    for topology in documented:
+        assert f"| `{file_name(topology)}` | `{topology}` |" in readme
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_deployment_files_load_and_are_what_their_names_say(file: Path) -> None:
+    text = file.read_text()
+    assert text.startswith("# yaml-language-server: $schema=schema.json\n")
+    config = load_config(file)
+    assert file.name == file_name(str(config.topology))
+    assert f"topology: {config.topology}\n" in text
+    jsonschema.validate(YAML(typ="safe", pure=True).load(text), deployment_schema())
+
+
+def test_the_default_deployment_is_the_file_for_e_p_d() -> None:
+    assert load_config(DEPLOY / "cpu-e-p-d.yaml") == DeploymentConfig()
+
+
+def test_a_role_overrides_single_settings() -> None:
+    config = parse_config(
+        "instances: {threads: 4, num_blocks: 100, kv_transfer: {transport: tcp, group_layers: 2}}\n"
+        "roles: {E: {threads: 1}, D: {kv_cache_bytes: 1GiB, kv_transfer: {group_layers: auto}}}"
+    )
+    encode, prefill, decode = (config.settings_for(role) for role in "EPD")
+    assert (encode.threads, encode.num_blocks) == (1, 100)
+    assert (prefill.threads, prefill.num_blocks, prefill.kv_transfer.group_layers) == (4, 100, 2)
+    assert (decode.num_blocks, decode.kv_cache_bytes) == (None, 2**30)
+    assert (decode.kv_transfer.transport, decode.kv_transfer.group_layers) == ("tcp", "auto")
+
+
+def test_every_setting_reaches_the_instance() -> None:
+    values = {
+        "threads": 3,
+        "block_size": 32,
+        "num_blocks": 7,
+        "max_num_batched_tokens": 99,
+        "max_num_seqs": 9,
+        "max_model_len": 777,
+        "image_budget_pixels": 1000,
+        "feature_store_bytes": 2000,
+        "feature_cache_bytes": 3000,
+        "feature_timeout_s": 1.5,
+        "lease_s": 2.5,
+    }
+    config = DeploymentConfig.model_validate(
+        {"instances": {**values, "kv_transfer": {"transport": "shm", "group_layers": 4}}}
+    )
+    options = config.options_for(config.placement()[1], device="cpu", port=9001, threads=3)
+    assert set(values) | {"kv_cache_bytes", "kv_transfer"} == set(InstanceSettings.model_fields)
+    assert {name: getattr(options, name) for name in values} == values
+    assert (options.kv_transport, options.kv_group_layers) == ("shm", 4)
+    assert (options.name, str(options.role), options.port, options.dtype) == ("p0", "P", 9001, "float32")
+    assert options.served_model_name == "demo"

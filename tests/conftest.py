@@ -1,0 +1,21 @@
+"""Fixtures that several areas share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import tiny_models
+import torch
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    """Tests run beside the processes that they start; more threads would only make them wait for each other."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", params=tiny_models.KINDS)
+def tiny_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random-weight model directory of each family."""
+    return tiny_models.make_tiny_model(request.param, tmp_path_factory.mktemp("models") / request.param)

@@ -1,0 +1,139 @@
+"""The CPU device: threads and cores, events and streams that do nothing, eager graphs."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import Tensor
+
+from device.base import PartitionStrength
+from device.cpu import CpuDevice
+
+
+@pytest.fixture
+def device() -> Iterator[CpuDevice]:
+    """A CPU device; the process gets its threads and cores back afterwards."""
+    threads, cores = torch.get_num_threads(), sorted(os.sched_getaffinity(0))
+    device = CpuDevice()
+    yield device
+    device.set_threads(threads, cores)
+
+
+def test_threads_are_set_and_bounded_below(device: CpuDevice) -> None:
+    device.set_threads(1)
+    assert torch.get_num_threads() == 1
+    device.set_threads(3)
+    assert torch.get_num_threads() == 3
+    with pytest.raises(ValueError, match="at least 1"):
+        device.set_threads(0)
+
+
+def test_affinity_binds_running_and_later_threads(device: CpuDevice) -> None:
+    core = max(os.sched_getaffinity(0))
+    with ThreadPoolExecutor(max_workers=1) as running:
+        assert running.submit(os.sched_getaffinity, 0).result() == os.sched_getaffinity(0)
+        device.set_threads(1, [core])
+        assert os.sched_getaffinity(0) == {core}
+        assert running.submit(os.sched_getaffinity, 0).result() == {core}
+    seen: list[set[int]] = []
+    thread = threading.Thread(target=lambda: seen.append(os.sched_getaffinity(0)))
+    thread.start()
+    thread.join()
+    assert seen == [{core}]
+
+
+@pytest.mark.parametrize("cores", [[], [100_000], [-1]])
+def test_cores_that_the_machine_lacks_are_refused(device: CpuDevice, cores: list[int]) -> None:
+    before = torch.get_num_threads(), os.sched_getaffinity(0)
+    with pytest.raises(ValueError, match="choose from 0"):
+        device.set_threads(before[0] + 1, cores)
+    assert (torch.get_num_threads(), os.sched_getaffinity(0)) == before
+
+
+def test_shares_divide_the_cores(device: CpuDevice) -> None:
+    every = sorted(os.sched_getaffinity(0))
+    half = max(1, round(len(every) / 2))
+    partition = device.apply_share(0.5)
+    assert partition.strength is PartitionStrength.COOPERATIVE
+    assert partition.mechanisms[0] == f"{half} threads"
+    assert torch.get_num_threads() == half
+    assert sorted(os.sched_getaffinity(0)) == every[:half]
+    device.apply_share(0.5, start=0.5)
+    assert sorted(os.sched_getaffinity(0)) == every[-half:]
+    device.apply_share(1.0)
+    assert sorted(os.sched_getaffinity(0)) == every
+
+
+@pytest.mark.parametrize(("share", "start"), [(0.0, 0.0), (-0.5, 0.0), (1.5, 0.0), (0.5, 0.6), (0.5, -0.1)])
+def test_shares_outside_the_device_are_refused(device: CpuDevice, share: float, start: float) -> None:
+    with pytest.raises(ValueError, match="end at 1 at most"):
+        device.apply_share(share, start)
+
+
+def test_thirds_written_as_decimals_fit(device: CpuDevice) -> None:
+    device.apply_share(0.3333334, start=0.6666667)
+
+
+def test_a_memory_fraction_is_refused(device: CpuDevice) -> None:
+    with pytest.raises(ValueError, match="no memory fraction"):
+        device.set_memory_fraction(0.5)
+
+
+def test_streams_and_events_let_everything_through(device: CpuDevice) -> None:
+    side = device.stream(priority=-1)
+    with side as entered:
+        assert entered is side
+        event = side.record_event()
+    device.current_stream().wait_event(event)
+    device.current_stream().wait_stream(side)
+    event.wait()
+    event.synchronize()
+    side.synchronize()
+    device.synchronize()
+    assert event.query()
+    assert device.event().query()
+    assert not device.has_streams
+
+
+def test_events_tell_the_time_between_them(device: CpuDevice) -> None:
+    start = device.record_event()
+    time.sleep(0.02)
+    end = device.event(enable_timing=True)
+    with pytest.raises(ValueError, match="recorded"):
+        start.elapsed_time(end)
+    assert device.current_stream().record_event(end) is end
+    assert start.elapsed_time(end) >= 20
+
+
+def test_pinning_keeps_the_tensor(device: CpuDevice) -> None:
+    tensor = torch.ones(3)
+    assert device.pin_memory(tensor) is tensor
+
+
+def test_the_eager_runner_calls_the_step_over_its_buffers(device: CpuDevice) -> None:
+    runner = device.graph_runner()
+    buffer = torch.zeros(4)
+    calls: list[int] = []
+
+    def step() -> Tensor:
+        calls.append(1)
+        return buffer * 2
+
+    runner.capture(4, step)
+    assert not runner.captures
+    assert not calls, "nothing is recorded, so nothing needs a warm-up"
+    buffer.fill_(3.0)
+    runner.update(4, [1, 1, 1, 1])
+    assert runner.replay(4).tolist() == [6.0] * 4
+    with pytest.raises(KeyError):
+        runner.replay(8)
+    with pytest.raises(KeyError):
+        runner.update(8, [1] * 8)
+    with pytest.raises(ValueError, match="pad them to 4"):
+        runner.update(4, [1, 1])

@@ -1,0 +1,129 @@
+"""Norms, rotary positions, SwiGLU and argmax: the serving operators, the oracle and transformers' own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm, apply_rotary_pos_emb
+from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLTextConfig
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRotaryEmbedding
+from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfig
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
+
+from device.base import AttentionOps
+from device.ops.cpu import CpuOps
+from device.ops.plain import PlainOps
+from device.ops.reference import ReferenceOps
+from device.ops.rotary import rotary_tables
+
+EVERY_OPS = pytest.mark.parametrize("ops", [ReferenceOps(), PlainOps(), CpuOps()], ids=lambda ops: ops.name)
+HEAD_DIM = 32
+INVERSE_FREQUENCIES = 1.0 / 10_000.0 ** (torch.arange(0, HEAD_DIM, 2).float() / HEAD_DIM)
+
+
+def multimodal_positions() -> Tensor:
+    """[3, T]: five text tokens, an image of 4 x 6 patches, three text tokens far on."""
+    image = torch.stack(torch.meshgrid(torch.arange(1), torch.arange(4), torch.arange(6), indexing="ij"))
+    text = torch.arange(5).expand(3, -1)
+    return torch.cat((text, image.flatten(1) + 5, torch.arange(3).expand(3, -1) + 30_000), dim=1)
+
+
+def transformers_tables(embedding: type[nn.Module], config: object, positions: Tensor) -> tuple[Tensor, Tensor]:
+    cos, sin = embedding(config)(torch.zeros(1), positions[:, None])
+    return cos[0], sin[0]
+
+
+@pytest.mark.parametrize("sections", [[8, 4, 4], [4, 6, 6], [2, 7, 7]])
+def test_multimodal_tables_equal_those_of_qwen2_5_vl(sections: list[int]) -> None:
+    config = Qwen2_5_VLTextConfig(
+        hidden_size=2 * HEAD_DIM,
+        num_attention_heads=2,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": sections},
+    )
+    positions = multimodal_positions()
+    expected = transformers_tables(Qwen2_5_VLRotaryEmbedding, config, positions)
+    tables = rotary_tables(positions, INVERSE_FREQUENCIES, sections)
+    torch.testing.assert_close(tables, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("sections", [[6, 5, 5], [8, 4, 4], [10, 3, 3]])
+def test_interleaved_tables_equal_those_of_qwen3_vl(sections: list[int]) -> None:
+    config = Qwen3VLTextConfig(
+        head_dim=HEAD_DIM,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": sections},
+    )
+    positions = multimodal_positions()
+    expected = transformers_tables(Qwen3VLTextRotaryEmbedding, config, positions)
+    tables = rotary_tables(positions, INVERSE_FREQUENCIES, sections, interleaved=True)
+    torch.testing.assert_close(tables, expected, rtol=0, atol=0)
+
+
+@EVERY_OPS
+def test_rotation_equals_that_of_transformers(ops: AttentionOps) -> None:
+    positions = torch.tensor([0, 1, 2, 77, 4000])
+    query, key = torch.randn(5, 4, HEAD_DIM), torch.randn(5, 2, HEAD_DIM)
+    cos, sin = rotary_tables(positions, INVERSE_FREQUENCIES)
+    expected = apply_rotary_pos_emb(query.transpose(0, 1)[None], key.transpose(0, 1)[None], cos[None], sin[None])
+    rotated = ops.rotary(query, key, cos, sin)
+    for ours, theirs in zip(rotated, expected, strict=True):
+        torch.testing.assert_close(ours, theirs[0].transpose(0, 1), rtol=1e-6, atol=1e-6)
+
+
+def test_text_has_the_same_tables_with_and_without_axes() -> None:
+    positions = torch.arange(9)
+    plain = rotary_tables(positions, INVERSE_FREQUENCIES)
+    for interleaved in (False, True):
+        multimodal = rotary_tables(
+            positions.expand(3, -1), INVERSE_FREQUENCIES, [6, 5, 5], interleaved=interleaved
+        )
+        torch.testing.assert_close(multimodal, plain, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("positions", "sections", "message"),
+    [
+        (torch.zeros(3, 4), None, "without sections"),
+        (torch.zeros(4), [6, 5, 5], "3 axes"),
+        (torch.zeros(3, 4), [8, 8], "3 axes"),
+        (torch.zeros(3, 4), [8, 8, 8], "add up to the 16"),
+    ],
+)
+def test_positions_that_do_not_fit_are_refused(
+    positions: Tensor, sections: list[int] | None, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        rotary_tables(positions, INVERSE_FREQUENCIES, sections)
+
+
+@EVERY_OPS
+def test_norms_equal_those_of_transformers(ops: AttentionOps) -> None:
+    norm = Qwen2RMSNorm(24, eps=1e-5)
+    nn.init.normal_(norm.weight)
+    hidden, residual = torch.randn(2, 7, 24).unbind(0)
+    with torch.no_grad():
+        torch.testing.assert_close(ops.rms_norm(hidden, norm.weight, 1e-5), norm(hidden), rtol=1e-5, atol=1e-6)
+        normed, total = ops.add_rms_norm(hidden, residual, norm.weight, 1e-5)
+        torch.testing.assert_close(total, hidden + residual, rtol=0, atol=0)
+        torch.testing.assert_close(normed, norm(hidden + residual), rtol=1e-5, atol=1e-6)
+
+
+@EVERY_OPS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_swiglu_gates_with_the_first_half(ops: AttentionOps, dtype: torch.dtype) -> None:
+    gate, up = torch.randn(2, 3, 5).unbind(0)
+    output = ops.swiglu(torch.cat((gate, up), dim=-1).to(dtype))
+    assert output.dtype == dtype
+    tolerance = 1e-6 if dtype == torch.float32 else 3e-2
+    torch.testing.assert_close(output.float(), nn.functional.silu(gate) * up, rtol=tolerance, atol=tolerance)
+
+
+@EVERY_OPS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_argmax_takes_the_first_among_equals(ops: AttentionOps, dtype: torch.dtype) -> None:
+    logits = torch.randn(4, 1000, dtype=dtype).clamp_(max=2.0)
+    for row, first in enumerate((0, 17, 500, 998)):
+        logits[row, first:] = logits[row, first:].masked_fill(torch.arange(first, 1000) % 2 == first % 2, 3.0)
+    indices = ops.argmax(logits)
+    assert indices.dtype == torch.int64
+    assert indices.tolist() == [0, 17, 500, 998]

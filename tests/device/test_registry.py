@@ -1,0 +1,134 @@
+"""Devices by name, what is reported of them, and what is said of those that are missing."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from importlib.machinery import ModuleSpec
+
+import pytest
+import torch
+
+from device import ascend, cuda
+from device.base import DeviceUnavailable, PartitionStrength
+from device.registry import KINDS, get_device, list_devices
+from device.transport import TRANSPORTS
+
+
+@pytest.mark.parametrize("name", ["cpu", "cpu:0"])
+def test_the_cpu_is_always_there(name: str) -> None:
+    device = get_device(name)
+    assert (device.name, device.type, device.index) == ("cpu", "cpu", 0)
+    assert device.torch_device == torch.device("cpu")
+    total, free = device.memory()
+    assert 0 < free <= total
+
+
+@pytest.mark.parametrize(
+    "name", ["", "gpu", "cpu:", "cuda:-1", "cuda:x", "cuda:0 ", "npu:0:1", "CUDA:0", "cuda:٣"]
+)
+def test_an_unknown_name_is_refused_with_the_known_ones(name: str) -> None:
+    with pytest.raises(ValueError, match=r"unknown device .*cuda:N") as caught:
+        get_device(name)
+    assert not isinstance(caught.value, DeviceUnavailable)
+
+
+def test_a_second_cpu_is_refused() -> None:
+    with pytest.raises(DeviceUnavailable, match="one CPU device"):
+        get_device("cpu:1")
+
+
+def test_every_kind_is_reported_with_what_it_can_do_or_why_it_is_missing() -> None:
+    reports = list_devices()
+    assert list(dict.fromkeys(report.kind for report in reports)) == list(KINDS)
+    for report in reports:
+        if report.available:
+            assert report.reason is None
+            assert report.memory_total_bytes and report.memory_free_bytes is not None
+            assert report.attention and report.graphs and report.partition
+            assert "float32" in report.dtypes
+            assert report.transports[0] == TRANSPORTS[report.kind].distributed_backend
+            assert get_device(report.name).name == report.name
+        else:
+            assert report.reason
+            with pytest.raises(DeviceUnavailable) as caught:
+                get_device(report.kind)
+            assert report.reason in str(caught.value)
+
+
+def test_the_cpu_report() -> None:
+    report = list_devices()[0]
+    assert report.name == "cpu"
+    assert report.cores == get_device("cpu").cores
+    assert report.dtypes == ("float32", "bfloat16", "float16")
+    assert report.graphs == "eager"
+    assert report.partition is not None
+    assert report.partition.strength is PartitionStrength.COOPERATIVE
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch_npu") is not None, reason="torch_npu is installed")
+def test_a_missing_torch_npu_names_the_extra() -> None:
+    with pytest.raises(
+        DeviceUnavailable, match=r"npu:0: torch_npu is not installed: pip install 'epd-serve\[ascend\]'"
+    ):
+        get_device("npu")
+
+
+def test_a_torch_npu_that_does_not_load_says_why(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torch_npu.py").write_text("raise ImportError('libascendcl.so: cannot open shared object file')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "torch_npu", raising=False)
+    reason = ascend.missing()
+    assert reason is not None
+    assert "libascendcl.so" in reason
+    assert "set_env.sh" in reason
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="torch is built with CUDA")
+def test_a_torch_without_cuda_says_so() -> None:
+    with pytest.raises(DeviceUnavailable, match=r"cuda:1: torch .* is built without CUDA"):
+        get_device("cuda:1")
+
+
+def test_a_missing_driver_and_hidden_gpus_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(cuda.Path, "exists", lambda path: False)
+    assert cuda.missing() == "no NVIDIA driver is loaded"
+    monkeypatch.setattr(cuda.Path, "exists", lambda path: True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert cuda.missing() == "no GPU is visible (CUDA_VISIBLE_DEVICES='')"
+
+
+def test_an_index_beyond_the_visible_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "missing", lambda: None)
+    monkeypatch.setattr(cuda, "count", lambda: 2)
+    with pytest.raises(DeviceUnavailable, match="cuda:2: 2 visible, cuda:0 to cuda:1"):
+        get_device("cuda:2")
+
+
+def test_without_torch_every_kind_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    find_spec = importlib.util.find_spec
+
+    def without_torch(name: str, package: str | None = None) -> ModuleSpec | None:
+        return None if name == "torch" else find_spec(name, package)
+
+    monkeypatch.setattr(importlib.util, "find_spec", without_torch)
+    for report in list_devices():
+        assert not report.available
+        assert report.reason == "torch is not installed: pip install 'epd-serve[native]'"
+    with pytest.raises(DeviceUnavailable, match="torch is not installed"):
+        get_device("cpu")
+
+
+def test_the_registry_loads_no_torch_until_a_device_is_asked_for() -> None:
+    program = "import sys, device.registry; print('torch' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "False"
+
+
+def test_npu_regions_are_huge_pages_and_few() -> None:
+    assert set(TRANSPORTS) == set(KINDS)
+    assert TRANSPORTS["npu"].alignment_bytes == 2**21
+    assert TRANSPORTS["npu"].max_regions == 256

@@ -1,0 +1,68 @@
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from epd_serve.launch import ProcessSpec
+from epd_serve.launch.ports import free_port, url_of
+
+FAKE_PROGRAM = Path(__file__).parent / "fake_program.py"
+
+
+@dataclass(frozen=True)
+class Fakes:
+    """The fake processes of a test."""
+
+    folder: Path
+
+    def spec(self, name: str, behaviour: str = "", *, stops_first: bool = False) -> ProcessSpec:
+        port = free_port("127.0.0.1")
+        command = (sys.executable, str(FAKE_PROGRAM), "instance", "--name", name, "--port", str(port))
+        return ProcessSpec(
+            name=name,
+            label="fake",
+            command=(*command, "--parent-pid", str(os.getpid())),
+            environment={**os.environ, "FAKE_DIR": str(self.folder), f"FAKE_{name.upper()}": behaviour},
+            url=url_of("127.0.0.1", port),
+            stops_first=stops_first,
+        )
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """The ids of the processes that have started, by name."""
+        written = {file.stem: file.read_text() for file in self.folder.glob("*.pid")}
+        return {name: int(pid) for name, pid in written.items() if pid}
+
+    @property
+    def alive(self) -> set[str]:
+        """Names of the started processes that still run."""
+        return {name for name, pid in self.pids.items() if _runs(pid)}
+
+    @staticmethod
+    def wait_until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline, "did not happen in time"
+            time.sleep(0.05)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.fixture
+def fakes(tmp_path: Path) -> Iterator[Fakes]:
+    """Fake processes; those that a failed test left running are ended."""
+    fakes = Fakes(tmp_path / "fake")
+    fakes.folder.mkdir()
+    yield fakes
+    for name in fakes.alive:
+        psutil.Process(fakes.pids[name]).kill()

@@ -1,0 +1,180 @@
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from epd_serve import __version__, cli
+from epd_serve.config import InstanceOptions
+from epd_serve.demo import weights_dir
+from epd_serve.types import Role
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["epd-serve", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+def fake_module(monkeypatch: pytest.MonkeyPatch, name: str, function: str) -> list[Any]:
+    """Put a module in place whose ``function`` remembers its arguments."""
+    calls: list[Any] = []
+    module = ModuleType(name)
+    setattr(module, function, lambda *arguments: calls.append(arguments))
+    monkeypatch.setitem(sys.modules, name, module)
+    return calls
+
+
+OPTIONS = InstanceOptions(
+    name="ep1",
+    role=Role.parse("EP"),
+    model=weights_dir(),
+    served_model_name="tiny",
+    host="10.0.0.1",
+    port=9000,
+    device="npu:1",
+    dtype="bfloat16",
+    threads=3,
+    block_size=32,
+    num_blocks=100,
+    max_num_batched_tokens=512,
+    max_num_seqs=8,
+    max_model_len=4096,
+    image_budget_pixels=1000,
+    feature_store_bytes=2000,
+    feature_cache_bytes=3000,
+    feature_timeout_s=1.5,
+    lease_s=2.5,
+    kv_transport="tcp",
+    kv_group_layers=2,
+)
+
+
+def test_every_instance_option_is_a_flag(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    defaults = {field.name: field.default for field in fields(InstanceOptions)}
+    same = {name for name, default in defaults.items() if getattr(OPTIONS, name) == default}
+    assert same == {"kv_cache_bytes"}, "the test shall change every option, of which two exclude each other"
+    calls = fake_module(monkeypatch, "epd_serve.worker.main", "run_instance")
+    monkeypatch.setattr(cli, "model_path", Path)
+    assert run(monkeypatch, "instance", *OPTIONS.to_arguments()) == 0
+    by_bytes = ["--name", "e0", "--role", "E", "--kv-cache-bytes", "5000"]
+    assert run(monkeypatch, "instance", *by_bytes) == 0
+    assert calls[0] == (OPTIONS,)
+    assert calls[1][0].kv_cache_bytes == 5000
+    assert calls[1][0].served_model_name == "demo"
+    unchanged = {"name", "role", "model", "served_model_name", "kv_cache_bytes"}
+    assert all(getattr(calls[1][0], name) == value for name, value in defaults.items() if name not in unchanged)
+
+
+def test_proxy_passes_configuration_instances_and_address(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "deployment.yaml"
+    file.write_text("gateway: {host: 127.0.0.9, port: 1234, request_timeout_s: 5}")
+    calls = fake_module(monkeypatch, "proxy.main", "run_gateway")
+    instances = ("--instance", "e0=http://a:1", "--instance", "pd0=http://b:2/")
+    assert run(monkeypatch, "proxy", "--config", str(file), *instances) == 0
+    assert run(monkeypatch, "proxy", "--config", str(file), *instances, "--host", "0.0.0.0", "--port", "0") == 0
+    config, named, *address = calls[0]
+    assert config.gateway.request_timeout_s == 5
+    assert named == [("e0", "http://a:1"), ("pd0", "http://b:2")]
+    assert address == ["127.0.0.9", 1234]
+    assert calls[1][2:] == ("0.0.0.0", 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("topology", "E-Q-D"), "'Q' is no stage"),
+        (("proxy",), "add --instance NAME=URL"),
+        (("proxy", "--instance", "e0"), "write NAME=URL"),
+        (("proxy", "--instance", "e0=http://a:1", "--instance", "e0=http://a:2"), "e0 is named twice"),
+        (("instance", "--name", "x", "--role", "EX"), "role 'EX': 'X' is no stage"),
+        (("instance", "--name", "x", "--role", "E", "--model", "/no/model"), "there is no directory /no/model"),
+        (
+            ("instance", "--name", "x", "--role", "P", "--num-blocks", "1", "--kv-cache-bytes", "1"),
+            "give one of them",
+        ),
+        (("up", "/no/such/file.yaml"), "/no/such/file.yaml: No such file or directory"),
+        (("up", "--topology", "E"), "command line: topology: topology 'E', position 2: no instance prefills"),
+        (("up", "--model", "/no/model"), "there is no directory /no/model"),
+    ],
+)
+def test_what_a_user_got_wrong_is_one_clean_message(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], words: str
+) -> None:
+    assert run(monkeypatch, *arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("epd-serve: ")
+    assert words in captured.err
+    assert "Traceback" not in captured.err
+
+
+def test_a_traceback_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EPD_SERVE_TRACEBACK", "1")
+    monkeypatch.setattr(sys, "argv", ["epd-serve", "topology", "E"])
+    with pytest.raises(ValueError, match="no instance prefills"):
+        cli.main()
+
+
+def test_topology_draws_and_explains(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(monkeypatch, "topology", "2(E-P)-1D") == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("2(E-P)-D\n")
+    assert "2 × device 0…1" in shown
+    assert "device 2: d0 decodes tokens." in shown
+
+
+def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(monkeypatch, "version") == 0
+    assert capsys.readouterr().out == f"epd-serve {__version__}\n"
+
+
+def test_devices_shows_the_cpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(monkeypatch, "devices") == 0
+    assert "cpu" in capsys.readouterr().out
+
+
+NO_TORCH = """
+import sys
+sys.argv = ["epd-serve", *{arguments!r}]
+from epd_serve import cli
+import epd_serve.launch.up
+try:
+    cli.main()
+except SystemExit as ended:
+    assert not ended.code, ended.code
+loaded = [name for name in ("torch", "transformers", "numpy") if name in sys.modules]
+assert not loaded, loaded
+"""
+
+
+@pytest.mark.parametrize("arguments", [["proxy", "--help"], ["up", "--help"], ["topology", "E-P-D"], ["schema"]])
+def test_no_torch_is_loaded_outside_instances(arguments: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", NO_TORCH.format(arguments=arguments)], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_instances_without_torch_say_what_to_install() -> None:
+    program = "import sys; sys.modules['torch'] = None\nfrom epd_serve.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", program, "instance", "--name", "e0", "--role", "E"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stderr == "epd-serve: torch is not installed; run: pip install 'epd-serve[native]'\n"
+
+
+def test_the_module_runs_as_a_program() -> None:
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "epd_serve.cli", "version"], capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == f"epd-serve {__version__}\n"

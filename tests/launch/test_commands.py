@@ -1,0 +1,82 @@
+import os
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from epd_serve.config import DeploymentConfig, parse_config
+from epd_serve.launch import ProcessSpec
+from epd_serve.launch.commands import gateway_spec, instance_specs
+from epd_serve.launch.ports import Ports
+
+
+def specs(
+    text: str, environment: dict[str, str] | None = None
+) -> tuple[DeploymentConfig, tuple[ProcessSpec, ...]]:
+    config = parse_config(text)
+    ports = Ports(gateway=8000, instances=tuple(range(8100, 8100 + config.topology.num_instances)))
+    return config, instance_specs(config, ports, environment or {})
+
+
+def flag(spec: ProcessSpec, name: str) -> str | None:
+    return next((value for key, value in pairwise(spec.command) if key == name), None)
+
+
+def test_each_instance_gets_its_name_role_port_and_device() -> None:
+    _, instances = specs("topology: (E-P)-D")
+    assert [
+        (spec.name, flag(spec, "--role"), flag(spec, "--port"), flag(spec, "--device"), spec.url)
+        for spec in instances
+    ] == [
+        ("e0", "E", "8100", "cpu", "http://127.0.0.1:8100"),
+        ("p0", "P", "8101", "cpu", "http://127.0.0.1:8101"),
+        ("d0", "D", "8102", "cpu", "http://127.0.0.1:8102"),
+    ]
+    assert {flag(spec, "--parent-pid") for spec in instances} == {str(os.getpid())}
+
+
+def test_the_gateway_is_told_every_instance_and_stops_first() -> None:
+    config, instances = specs("gateway: {host: 0.0.0.0}")
+    spec = gateway_spec(config, Ports(gateway=80, instances=()), instances, Path("/run/d.yaml"), {})
+    assert [value for key, value in pairwise(spec.command) if key == "--instance"] == [
+        "e0=http://127.0.0.1:8100",
+        "p0=http://127.0.0.1:8101",
+        "d0=http://127.0.0.1:8102",
+    ]
+    assert (flag(spec, "--config"), flag(spec, "--host"), flag(spec, "--port")) == ("/run/d.yaml", "0.0.0.0", "80")
+    assert spec.url == "http://127.0.0.1:80"
+    assert spec.stops_first
+
+
+def test_the_cores_are_divided_among_the_instances(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    _, instances = specs("topology: E-P-D\nroles: {E: {threads: 1}}")
+    assert [flag(spec, "--threads") for spec in instances] == ["1", "2", "2"]
+    assert [spec.environment["OMP_NUM_THREADS"] for spec in instances] == ["1", "2", "2"]
+    _, crowded = specs("topology: 9E-P-D")
+    assert {flag(spec, "--threads") for spec in crowded} == {"1"}
+    _, wished = specs("topology: E-P-D", {"OMP_NUM_THREADS": "5"})
+    assert {flag(spec, "--threads") for spec in wished} == {"5"}
+
+
+def test_children_keep_the_environment_and_stay_offline() -> None:
+    _, (spec, *_) = specs("", {"PATH": "/bin", "HF_HUB_OFFLINE": "0"})
+    assert spec.environment["PATH"] == "/bin"
+    assert spec.environment["HF_HUB_OFFLINE"] == "1"
+    assert spec.environment["TOKENIZERS_PARALLELISM"] == "false"
+    assert "CUDA_VISIBLE_DEVICES" not in spec.environment
+
+
+def test_a_process_sees_its_device_alone() -> None:
+    _, instances = specs("topology: (E-P)-D\ndevices: [cuda:1, npu:3]", {"CUDA_VISIBLE_DEVICES": "4, GPU-ab"})
+    assert [
+        (
+            flag(spec, "--device"),
+            spec.environment["CUDA_VISIBLE_DEVICES"],
+            spec.environment.get("ASCEND_RT_VISIBLE_DEVICES"),
+        )
+        for spec in instances
+    ] == [("cuda:0", "GPU-ab", None), ("cuda:0", "GPU-ab", None), ("npu:0", "4, GPU-ab", "3")]
+    assert instances[0].label == "E on cuda:1"
+    with pytest.raises(ValueError, match="cuda:2: CUDA_VISIBLE_DEVICES=4,5 shows only 2 devices"):
+        specs("topology: EPD\ndevices: [cuda:2]", {"CUDA_VISIBLE_DEVICES": "4,5"})

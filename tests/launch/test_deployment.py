@@ -1,0 +1,60 @@
+import sys
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from epd_serve.config import load_config, parse_config
+from epd_serve.launch import LocalDeployment, ProcessDied, commands
+
+CONFIG = "topology: (E-P)-D\ninstances: {base_port: 0}\ngateway: {port: 0, api_key: secret}"
+
+
+@pytest.fixture(autouse=True)
+def fake_program(fakes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commands, "PROGRAM", (sys.executable, str(Path(__file__).parent / "fake_program.py")))
+    monkeypatch.setenv("FAKE_DIR", str(fakes.folder))
+
+
+async def test_a_deployment_runs_inside_the_with_block(fakes: Any) -> None:
+    async with LocalDeployment(parse_config(CONFIG), ready_timeout_s=60) as deployment:
+        assert {name: (str(i.role), i.pid) for name, i in deployment.instances.items()} == {
+            "e0": ("E", fakes.pids["e0"]),
+            "p0": ("P", fakes.pids["p0"]),
+            "d0": ("D", fakes.pids["d0"]),
+        }
+        assert [process.spec.name for process in deployment.processes] == ["e0", "p0", "d0", "gateway"]
+        async with aiohttp.ClientSession() as session:
+            for url in (deployment.gateway_url, deployment.instances["p0"].url):
+                async with session.get(f"{url}/health") as response:
+                    assert response.status == 200
+    assert fakes.alive == set()
+    assert not deployment.log_dir.exists()
+
+
+async def test_the_gateway_reads_the_deployment_as_it_is_from_a_file_of_the_owner(tmp_path: Path) -> None:
+    config = parse_config(CONFIG)
+    async with LocalDeployment(config, log_dir=tmp_path / "logs", ready_timeout_s=60):
+        pass
+    written = tmp_path / "logs" / "deployment.yaml"
+    assert load_config(written) == config
+    assert written.stat().st_mode & 0o077 == 0
+    assert {file.name for file in (tmp_path / "logs").glob("*.log")} == {
+        "e0.log",
+        "p0.log",
+        "d0.log",
+        "gateway.log",
+    }
+
+
+async def test_a_failed_start_leaves_its_logs_and_no_process(fakes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_D0", "die")
+    monkeypatch.setenv("TMPDIR", str(fakes.folder))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    deployment = LocalDeployment(parse_config(CONFIG), ready_timeout_s=60)
+    with pytest.raises(ProcessDied, match="d0 died: exit code 3"):
+        async with deployment:
+            pytest.fail("it must not become ready")
+    assert fakes.alive == set()
+    assert "no memory" in (deployment.log_dir / "d0.log").read_text()

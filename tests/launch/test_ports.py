@@ -1,0 +1,46 @@
+import socket
+
+import pytest
+
+from epd_serve.config import parse_config
+from epd_serve.launch.ports import choose_ports, free_port, url_of
+
+
+def test_zero_chooses_free_ports_that_differ() -> None:
+    ports = choose_ports(parse_config("topology: 9E-P-D\ninstances: {base_port: 0}\ngateway: {port: 0}"))
+    chosen = {ports.gateway, *ports.instances}
+    assert len(chosen) == 12
+    assert 0 not in chosen
+
+
+def test_instances_follow_the_base_port() -> None:
+    base = free_port("127.0.0.2")
+    ports = choose_ports(parse_config(f"topology: EPD\ninstances: {{base_port: {base}}}\ngateway: {{port: 0}}"))
+    assert ports.instances == (base,)
+
+
+def test_an_occupied_port_names_the_instance_and_the_key() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        config = parse_config(f"topology: EPD\ngateway: {{port: 0}}\ninstances: {{base_port: {port}}}")
+        with pytest.raises(
+            ValueError, match=rf"epd0 cannot listen on 127\.0\.0\.1 port {port}: .* Set instances\.base_p"
+        ):
+            choose_ports(config)
+
+
+def test_ranges_that_cannot_work() -> None:
+    with pytest.raises(
+        ValueError, match=r"gateway\.port 8101 lies among the ports of the instances, 8100 to 8102"
+    ):
+        choose_ports(parse_config("gateway: {port: 8101}"))
+    with pytest.raises(ValueError, match="3 instances from port 65534 pass 65535"):
+        choose_ports(parse_config("instances: {base_port: 65534}"))
+    with pytest.raises(ValueError, match="the gateway cannot listen on no such host port 8000"):
+        choose_ports(parse_config("gateway: {host: no such host}"))
+
+
+def test_urls_are_reachable_from_this_machine() -> None:
+    assert url_of("0.0.0.0", 80) == "http://127.0.0.1:80"
+    assert url_of("::", 80) == "http://[::1]:80"
+    assert url_of("10.1.2.3", 80) == "http://10.1.2.3:80"

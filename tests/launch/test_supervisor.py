@@ -1,0 +1,139 @@
+import asyncio
+import os
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from epd_serve.launch import ManagedProcess, ProcessDied, ProcessState, Supervisor, supervisor
+
+
+class Recorder:
+    """Remembers each change of state as "name state"."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def __call__(self, process: ManagedProcess) -> None:
+        self.seen.append(f"{process.spec.name} {process.state}")
+
+
+async def test_processes_become_ready_and_end_together_first_ones_first(fakes: Any, tmp_path: Path) -> None:
+    recorder = Recorder()
+    specs = [fakes.spec("e0"), fakes.spec("p0", "loading"), fakes.spec("gateway", stops_first=True)]
+    running = Supervisor(specs, tmp_path, on_change=recorder)
+    try:
+        await running.start()
+        await running.wait_ready(timeout_s=60)
+        assert fakes.alive == {"e0", "p0", "gateway"}
+        assert [process.state for process in running.processes] == [ProcessState.READY] * 3
+        assert all(process.ready_after_s is not None for process in running.processes)
+    finally:
+        await running.stop()
+    assert fakes.alive == set()
+    assert recorder.seen[:3] == ["e0 starting", "p0 starting", "gateway starting"]
+    assert recorder.seen.index("p0 loading") < recorder.seen.index("p0 ready")
+    ended = recorder.seen.index("gateway stopped")
+    assert ended < recorder.seen.index("e0 stopping")
+    assert ended < recorder.seen.index("p0 stopping")
+
+
+async def test_a_death_at_the_start_says_which_how_and_why(fakes: Any, tmp_path: Path) -> None:
+    running = Supervisor([fakes.spec("e0"), fakes.spec("p0", "die")], tmp_path)
+    try:
+        await running.start()
+        with pytest.raises(ProcessDied) as caught:
+            await running.wait_ready(timeout_s=60)
+    finally:
+        await running.stop()
+    assert (caught.value.name, caught.value.how) == ("p0", "exit code 3")
+    assert len(caught.value.log_tail) == 20
+    assert caught.value.log_tail[-1] == "no memory for the tower"
+    assert "    no memory for the tower" in str(caught.value)
+    assert str(tmp_path / "p0.log") in str(caught.value)
+    assert fakes.alive == set()
+
+
+async def test_a_death_after_ready_is_reported(fakes: Any, tmp_path: Path) -> None:
+    running = Supervisor([fakes.spec("e0"), fakes.spec("d0")], tmp_path)
+    try:
+        await running.start()
+        await running.wait_ready(timeout_s=60)
+        os.kill(fakes.pids["d0"], signal.SIGKILL)
+        death = await asyncio.wait_for(running.wait_failure(), 10)
+        assert death.name == "d0"
+        assert death.how.startswith("killed by SIGKILL, as the kernel does when memory runs out")
+        assert fakes.alive == {"e0"}
+    finally:
+        await running.stop()
+    assert fakes.alive == set()
+    assert running.processes[1].state is ProcessState.DIED
+
+
+async def test_a_process_that_ignores_sigterm_is_killed_after_its_grace(
+    fakes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "OTHERS_GRACE_S", 0.5)
+    running = Supervisor([fakes.spec("e0", "deaf"), fakes.spec("p0")], tmp_path)
+    await running.start()
+    await running.wait_ready(timeout_s=60)
+    started_at = time.monotonic()
+    await running.stop()
+    assert time.monotonic() - started_at >= 0.5
+    assert fakes.alive == set()
+
+
+def test_all_graces_together_leave_room_below_ten_seconds() -> None:
+    assert supervisor.FIRST_GRACE_S + supervisor.OTHERS_GRACE_S <= 9.0
+
+
+async def test_kill_ends_deaf_processes_at_once(fakes: Any, tmp_path: Path) -> None:
+    running = Supervisor([fakes.spec("e0", "deaf"), fakes.spec("p0", "deaf")], tmp_path)
+    await running.start()
+    await running.wait_ready(timeout_s=60)
+    stopping = asyncio.create_task(running.stop())
+    await asyncio.sleep(0.1)
+    running.kill()
+    await asyncio.wait_for(stopping, 2)
+    assert fakes.alive == set()
+
+
+async def test_children_of_a_process_end_with_it(fakes: Any, tmp_path: Path) -> None:
+    running = Supervisor([fakes.spec("e0", "parent")], tmp_path)
+    await running.start()
+    await running.wait_ready(timeout_s=60)
+    assert fakes.alive == {"e0", "child"}
+    await running.stop()
+    fakes.wait_until(lambda: not fakes.alive)
+
+
+async def test_not_ready_in_time_names_the_late_ones(fakes: Any, tmp_path: Path) -> None:
+    running = Supervisor([fakes.spec("e0"), fakes.spec("p0", "never")], tmp_path)
+    try:
+        await running.start()
+        with pytest.raises(TimeoutError, match=r"not ready after 3 s: .*p0"):
+            await running.wait_ready(timeout_s=3)
+    finally:
+        await running.stop()
+    assert fakes.alive == set()
+
+
+async def test_a_command_that_cannot_start_leaves_nothing(fakes: Any, tmp_path: Path) -> None:
+    broken = replace(fakes.spec("p0"), command=("/no/such/program",))
+    running = Supervisor([fakes.spec("e0"), broken], tmp_path)
+    with pytest.raises(FileNotFoundError):
+        await running.start()
+    await running.stop()
+    assert fakes.alive == set()
+
+
+async def test_stop_before_ready_and_twice(fakes: Any, tmp_path: Path) -> None:
+    running = Supervisor([fakes.spec("e0", "never")], tmp_path)
+    await running.start()
+    await running.stop()
+    await running.stop()
+    assert [process.state for process in running.processes] == [ProcessState.STOPPED]
+    assert fakes.alive == set()

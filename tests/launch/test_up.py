@@ -1,0 +1,151 @@
+"""``epd-serve up`` in a process of its own, with fake instances and a fake gateway."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FAKE_PROGRAM = Path(__file__).parent / "fake_program.py"
+PROGRAM = f"""
+import sys
+from epd_serve.launch import commands
+commands.PROGRAM = (sys.executable, {str(FAKE_PROGRAM)!r})
+from epd_serve.cli import main
+main()
+"""
+NAMES = {"e0", "p0", "d0", "gateway"}
+
+
+@contextmanager
+def up(fakes: Any, *arguments: str, **behaviours: str) -> Iterator[subprocess.Popen[str]]:
+    deployment = fakes.folder / "deployment.yaml"
+    deployment.write_text("instances: {base_port: 0}\ngateway: {port: 0}\n")
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, "up", str(deployment), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={
+            **os.environ,
+            "FAKE_DIR": str(fakes.folder),
+            "TMPDIR": str(fakes.folder),
+            **{f"FAKE_{name.upper()}": behaviour for name, behaviour in behaviours.items()},
+        },
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def read_until(process: subprocess.Popen[str], words: str) -> str:
+    assert process.stdout is not None
+    text = ""
+    for line in process.stdout:
+        text += line
+        if words in line:
+            return text
+    raise AssertionError(f"ended without {words!r}: {text}")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_ready_says_what_to_type_and_a_signal_stops_everything(fakes: Any, number: signal.Signals) -> None:
+    with up(fakes, d0="loading") as process:
+        text = read_until(process, "openai.OpenAI")
+        assert fakes.alive == NAMES
+        assert re.search(r"e0 +starting \(E on cpu\)", text)
+        assert re.search(r"d0 +loading", text)
+        assert "serves model 'demo' as E-P-D" in text
+        assert "chat/completions" in text
+        process.send_signal(number)
+        started_at = time.monotonic()
+        output, errors = process.communicate(timeout=20)
+        assert time.monotonic() - started_at < 10
+        assert (process.returncode, errors) == (0, "")
+        assert "Stopping." in output
+    assert fakes.alive == set()
+    assert not list(fakes.folder.glob("epd-serve-*")), "the temporary logs stay behind"
+
+
+def test_ctrl_c_while_starting(fakes: Any) -> None:
+    with up(fakes, p0="never") as process:
+        fakes.wait_until(lambda: fakes.alive == NAMES)
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=20)
+        assert process.returncode == 0
+        assert "Ready" not in output
+    assert fakes.alive == set()
+
+
+def test_a_second_signal_ends_deaf_processes_at_once(fakes: Any) -> None:
+    with up(fakes, e0="deaf", p0="deaf") as process:
+        read_until(process, "openai.OpenAI")
+        started_at = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        read_until(process, "Stopping.")
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=20)
+        assert time.monotonic() - started_at < 3
+    assert fakes.alive == set()
+
+
+def test_a_dying_instance_is_named_with_its_log_and_the_others_stop(fakes: Any) -> None:
+    with up(fakes, p0="die") as process:
+        output, _ = process.communicate(timeout=60)
+        assert process.returncode == 1
+    assert "p0 died: exit code 3" in output
+    assert "    no memory for the tower" in output
+    (log,) = fakes.folder.glob("epd-serve-*/p0.log")
+    assert str(log) in output
+    assert fakes.alive == set()
+
+
+def test_a_death_after_ready_stops_the_deployment(fakes: Any) -> None:
+    with up(fakes) as process:
+        read_until(process, "openai.OpenAI")
+        os.kill(fakes.pids["d0"], signal.SIGSEGV)
+        output, _ = process.communicate(timeout=20)
+        assert process.returncode == 1
+    assert "d0 died: killed by SIGSEGV" in output
+    assert fakes.alive == set()
+
+
+def test_killing_the_supervisor_takes_its_processes_along(fakes: Any) -> None:
+    with up(fakes, e0="deaf") as process:
+        read_until(process, "openai.OpenAI")
+        assert fakes.alive == NAMES
+        process.kill()
+        process.wait()
+        fakes.wait_until(lambda: not fakes.alive, timeout_s=5)
+
+
+def test_an_occupied_port_is_reported_before_anything_starts(fakes: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with up(fakes, "--port", str(port)) as process:
+            _, errors = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert errors.startswith(
+        f"epd-serve: the gateway cannot listen on 127.0.0.1 port {port}: Address already in use"
+    )
+    assert "or to 0 for any free one" in errors
+    assert "Traceback" not in errors
+    assert fakes.pids == {}
+
+
+def test_the_command_line_goes_over_the_file(fakes: Any) -> None:
+    with up(fakes, "--topology", "P-D", "--host", "127.0.0.2") as process:
+        text = read_until(process, "openai.OpenAI")
+        assert "note: topology P-D has no E, so requests with images will be refused" in text
+        assert "http://127.0.0.2:" in text
+        assert "base64" not in text

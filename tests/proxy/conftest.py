@@ -1,0 +1,266 @@
+"""Stage instances that play a script over real sockets, and a gateway in front of them."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import io
+import json
+from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import aiohttp
+import pytest
+import uvicorn
+from PIL import Image
+
+from epd_serve.protocol import wire
+from proxy.app import create_app
+from proxy.main import new_server
+from proxy.settings import GatewaySettings
+
+MESSAGES: dict[str, type[wire.Message]] = {
+    "/stage/encode": wire.EncodeRequest,
+    "/stage/prefill": wire.PrefillRequest,
+    "/stage/decode": wire.DecodeRequest,
+}
+FIRST = b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":"a"}}]}\n\n'
+REST = b'data: {"choices":[{"index":0,"delta":{"content":"b"}}]}\n\n'
+DONE = b"data: [DONE]\n\n"
+WHOLE = b'{"object":"chat.completion"}'
+
+#: Steps of a script: seconds to wait, (status, headers) to start the answer, bytes of its body, or one of these.
+DIE, FOREVER = "die", "forever"
+Script = list[Any]
+
+
+def fail(status: int, message: str, **more: Any) -> Script:
+    body = {"error": {"message": message, "type": "test_error", **more}}
+    return [(status, {}), json.dumps(body).encode()]
+
+
+class FakeInstance:
+    """An ASGI application that answers like an instance.
+
+    ``scripts`` maps a path to a function from the message to a script; without one it answers as it should.
+    ``calls`` and ``cancelled`` record (path, message) of what came in and what the gateway broke off.
+    """
+
+    def __init__(self, name: str, role: str, **info: Any) -> None:
+        self.name = name
+        self.role = role
+        self.info = info
+        self.url = ""
+        self.scripts: dict[str, Callable[[Any], Script]] = {}
+        self.calls: list[tuple[str, Any]] = []
+        self.cancelled: list[tuple[str, Any]] = []
+
+    def got(self, path: str) -> list[Any]:
+        return [message for called, message in self.calls if called == path]
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        path, body, more = scope["path"], b"", True
+        while more:
+            event = await receive()
+            body += event.get("body", b"")
+            more = event.get("more_body", False)
+        if path == "/info":
+            await self._play([(200, {}), wire.to_json(self._info())], send)
+            return
+        message: Any = wire.decode(body, MESSAGES[path])
+        self.calls.append((path, message))
+        script = self.scripts.get(path, self._regular)(message)
+        play = asyncio.create_task(self._play(script, send))
+        gone = asyncio.create_task(receive())
+        await asyncio.wait({play, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not play.done():
+            self.cancelled.append((path, message))
+            play.cancel()
+        gone.cancel()
+        await asyncio.gather(gone, return_exceptions=True)
+        with contextlib.suppress(asyncio.CancelledError):
+            await play
+
+    async def _play(self, script: Script, send: Any) -> None:
+        for step in script:
+            if step == DIE:
+                await asyncio.sleep(0.01)  # what was sent before leaves the socket first
+                send.__self__.transport.abort()
+                return
+            if step == FOREVER:
+                await asyncio.sleep(3600)
+            elif isinstance(step, float):
+                await asyncio.sleep(step)
+            elif isinstance(step, tuple):
+                headers = [(name.encode(), value.encode()) for name, value in step[1].items()]
+                await send({"type": "http.response.start", "status": step[0], "headers": headers})
+            else:
+                await send({"type": "http.response.body", "body": step, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def _regular(self, message: Any) -> Script:
+        if isinstance(message, wire.EncodeRequest):
+            return [(200, {}), wire.encode(wire.EncodeReply(cached=False, num_tokens=4))]
+        if isinstance(message, wire.DecodeRequest):
+            return [0.05, (200, {}), *([REST, DONE] if message.stream else [WHOLE])]
+        follows = message.decode_url is not None
+        start = (200, {wire.NEXT_HEADER: "decode" if follows else "none"})
+        if message.output.stream:
+            return [0.01, start, FIRST] if follows else [0.01, start, FIRST, REST, DONE]
+        return [0.01, start] if follows else [0.01, start, WHOLE]
+
+    def _info(self) -> wire.InstanceInfo:
+        values: dict[str, Any] = {
+            "name": self.name,
+            "role": self.role,
+            "url": self.url,
+            "model": "demo",
+            "model_path": "/models/demo",
+            "max_model_len": 512,
+            "media_fingerprint": "f00d",
+            "device": "cpu",
+            "dtype": "float32",
+            "pid": 1,
+            "ready": True,
+            "load": wire.Load(),
+        }
+        return wire.InstanceInfo(**(values | self.info))
+
+
+class _Server(uvicorn.Server):
+    """Leaves the test's signals alone."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Any:
+        yield
+
+
+@contextlib.asynccontextmanager
+async def serve(server: uvicorn.Server) -> AsyncIterator[str]:
+    """Run a server inside the test's loop; yields its URL."""
+    server.__class__ = _Server
+    task = asyncio.create_task(server.serve())
+    while not server.started:
+        assert not task.done(), "the server did not start"
+        await asyncio.sleep(0.005)
+    try:
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        await task
+
+
+class Gateway:
+    """A running gateway, a client session for it, and its instance table."""
+
+    def __init__(self, url: str, app: Any, session: aiohttp.ClientSession, fakes: list[FakeInstance]) -> None:
+        self.url = url
+        self.fakes = {fake.name: fake for fake in fakes}
+        self.table = app.state.table
+        self.session = session
+
+    def __getitem__(self, name: str) -> FakeInstance:
+        return self.fakes[name]
+
+    def post(self, body: Any, path: str = "/v1/chat/completions", **more: Any) -> Any:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return self.session.post(self.url + path, data=data, **more)
+
+    async def answer(self, body: Any, path: str = "/v1/chat/completions", **more: Any) -> tuple[int, bytes]:
+        async with self.post(body, path, **more) as response:
+            return response.status, await response.read()
+
+    async def error(
+        self, body: Any, path: str = "/v1/chat/completions", **more: Any
+    ) -> tuple[int, dict[str, Any]]:
+        """Status and error object of a refused request; the object must have OpenAI's shape."""
+        status, data = await self.answer(body, path, **more)
+        error = json.loads(data)["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert len(error["message"]) > 15
+        return status, error
+
+    async def raw(self, body: Any, path: str = "/v1/chat/completions") -> bytes:
+        """All bytes of the answer until the gateway closes the connection."""
+        data = json.dumps(body).encode()
+        host, port = self.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        head = f"POST {path} HTTP/1.1\r\nhost: test\r\nconnection: close\r\ncontent-length: {len(data)}\r\n\r\n"
+        writer.write(head.encode() + data)
+        answer = await reader.read()
+        writer.close()
+        await writer.wait_closed()
+        return answer
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait for a condition; fails after three seconds."""
+        for _ in range(600):
+            if condition():
+                return
+            await asyncio.sleep(0.005)
+        raise AssertionError("the condition did not come true")
+
+    async def settle(self) -> None:
+        """Wait until no call is in flight."""
+        await self.until(lambda: not any(sum(record.in_flight.values()) for record in self.table))
+
+
+@pytest.fixture
+async def start() -> AsyncIterator[Callable[..., Any]]:
+    """``await start("e0:E", "p0:P", "d0:D", **settings)`` → Gateway in front of these, all ready."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def start_gateway(*instances: str, **settings: Any) -> Gateway:
+            fakes = [FakeInstance(*instance.split(":")) for instance in instances]
+            for fake in fakes:
+                config = uvicorn.Config(
+                    fake, port=0, lifespan="off", log_level="critical", timeout_graceful_shutdown=1
+                )
+                fake.url = await stack.enter_async_context(serve(uvicorn.Server(config)))
+            chosen = GatewaySettings(**({"poll_interval_s": 0.05, "allow_private": True} | settings))
+            app = create_app(chosen, [(fake.name, fake.url) for fake in fakes])
+            url = await stack.enter_async_context(serve(new_server(app, "127.0.0.1", 0)))
+            session = await stack.enter_async_context(aiohttp.ClientSession())
+            gateway = Gateway(url, app, session, fakes)
+            await gateway.until(lambda: all(record.ready for record in gateway.table))
+            return gateway
+
+        yield start_gateway
+
+
+@pytest.fixture
+def kit() -> SimpleNamespace:
+    """What tests build requests and scripts from (modules under tests/ cannot import each other)."""
+    return SimpleNamespace(
+        FIRST=FIRST,
+        REST=REST,
+        DONE=DONE,
+        WHOLE=WHOLE,
+        DIE=DIE,
+        FOREVER=FOREVER,
+        DECODE=(200, {wire.NEXT_HEADER: "decode"}),
+        NONE=(200, {wire.NEXT_HEADER: "none"}),
+        fail=fail,
+        picture=picture,
+        data_url=data_url,
+        chat=chat,
+    )
+
+
+def picture(width: int = 6, height: int = 4, colour: str = "red", kind: str = "PNG") -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (width, height), colour).save(buffer, kind)
+    return buffer.getvalue()
+
+
+def data_url(data: bytes, media_type: str = "image/png") -> str:
+    return f"data:{media_type};base64,{base64.b64encode(data).decode()}"
+
+
+def chat(*images: str, **fields: Any) -> dict[str, Any]:
+    """Body of a chat request: a question behind image URLs."""
+    content: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in images]
+    content.append({"type": "text", "text": "What is it?"})
+    return {"model": "demo", "messages": [{"role": "user", "content": content}], **fields}

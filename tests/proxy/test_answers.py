@@ -1,0 +1,215 @@
+"""What a client gets when everything works, byte by byte."""
+
+import asyncio
+import json
+import re
+
+import openai
+import pytest
+
+from epd_serve.media import mm_hash
+from epd_serve.protocol import wire
+
+
+async def test_a_stream_is_the_bytes_of_p_then_of_d(start, kit):
+    gateway = await start("e0:E", "p0:P", "d0:D")
+    async with gateway.post(kit.chat(stream=True), headers={"x-request-id": "mine-1"}) as response:
+        assert response.status == 200
+        assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+        assert response.headers["x-request-id"] == "mine-1"
+        assert await response.read() == kit.FIRST + kit.REST + kit.DONE
+    [prefill], [decode] = gateway["p0"].got("/stage/prefill"), gateway["d0"].got("/stage/decode")
+    assert prefill.request_id == decode.request_id != "mine-1"
+    assert prefill.decode_url == gateway["d0"].url
+    assert prefill.output.stream and decode.stream
+    assert prefill.messages == [wire.ChatMessage("user", [wire.Part("text", "What is it?")])]
+    assert prefill.items == [] and gateway["e0"].calls == []
+    await gateway.settle()
+
+
+async def test_a_whole_answer_is_the_json_of_d(start, kit):
+    gateway = await start("e0:E", "p0:P", "d0:D")
+    async with gateway.post(kit.chat()) as response:
+        assert response.content_type == "application/json"
+        assert (response.status, await response.read()) == (200, kit.WHOLE)
+    assert not gateway["d0"].got("/stage/decode")[0].stream
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_an_instance_with_both_stages_decodes_itself(start, kit, stream):
+    gateway = await start("e0:E", "pd0:PD")
+    status, data = await gateway.answer(kit.chat(stream=stream))
+    assert (status, data) == (200, kit.FIRST + kit.REST + kit.DONE if stream else kit.WHOLE)
+    [prefill] = gateway["pd0"].got("/stage/prefill")
+    assert prefill.decode_url is None
+    assert gateway["pd0"].got("/stage/decode") == []
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_when_p_ends_the_answer_d_is_told_to_forget_it(start, kit, stream):
+    gateway = await start("p0:P", "d0:D")
+    body = [kit.FIRST, kit.DONE] if stream else [kit.WHOLE]
+    gateway["p0"].scripts["/stage/prefill"] = lambda _: [0.05, kit.NONE, *body]
+    gateway["d0"].scripts["/stage/decode"] = lambda _: [kit.FOREVER]
+    status, data = await gateway.answer(kit.chat(stream=stream))
+    assert (status, data) == (200, b"".join(body))
+    await gateway.until(lambda: len(gateway["d0"].cancelled) == 1)
+    await gateway.settle()
+
+
+async def test_each_distinct_image_is_encoded_once_and_announced_to_p(start, kit):
+    gateway = await start("e0:E", "e1:E", "p0:P", "d0:D")
+    red, blue = kit.picture(colour="red"), kit.picture(9, 5, "blue", "JPEG")
+    images = [kit.data_url(red), kit.data_url(blue, "image/jpeg"), kit.data_url(red)]
+    status, data = await gateway.answer(kit.chat(*images, stream=True))
+    assert (status, data) == (200, kit.FIRST + kit.REST + kit.DONE)
+    [prefill] = gateway["p0"].got("/stage/prefill")
+    names = [mm_hash(red, "image", "f00d"), mm_hash(blue, "image", "f00d")]
+    assert prefill.items == [
+        wire.MediaRef(names[0], 6, 4),
+        wire.MediaRef(names[1], 9, 5),
+        wire.MediaRef(names[0], 6, 4),
+    ]
+    assert [part.type for part in prefill.messages[0].content] == ["image", "image", "image", "text"]
+    # Two items, two idle encoders: each takes one.
+    [at_e0], [at_e1] = gateway["e0"].got("/stage/encode"), gateway["e1"].got("/stage/encode")
+    assert {at_e0.media, at_e1.media} == {red, blue}
+    for encode in (at_e0, at_e1):
+        assert encode.announce_to == gateway["p0"].url
+        assert encode.request_id == prefill.request_id
+        assert encode.ref.mm_hash == mm_hash(encode.media, "image", "f00d")
+
+
+async def test_everything_is_sent_before_anything_is_answered(start, kit):
+    """Nobody waits for E before calling P, or for P before calling D."""
+    gateway = await start("e0:E", "p0:P", "d0:D")
+    for name, path in (("e0", "/stage/encode"), ("p0", "/stage/prefill"), ("d0", "/stage/decode")):
+        gateway[name].scripts[path] = lambda _: [kit.FOREVER]
+    request = asyncio.create_task(gateway.answer(kit.chat(kit.data_url(kit.picture()))))
+    await gateway.until(lambda: all(gateway[name].calls for name in ("e0", "p0", "d0")))
+    request.cancel()
+    await asyncio.gather(request, return_exceptions=True)
+    await gateway.until(lambda: all(gateway[name].cancelled for name in ("e0", "p0", "d0")))
+    await gateway.settle()
+
+
+async def test_nothing_is_sent_to_the_client_before_the_first_token(start, kit):
+    gateway = await start("pd0:PD")
+    gateway["pd0"].scripts["/stage/prefill"] = lambda _: [0.3, kit.NONE, kit.FIRST, kit.REST, kit.DONE]
+    body = json.dumps(kit.chat(stream=True)).encode()
+    host, port = gateway.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(
+        f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
+    )
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(reader.read(1), 0.1)
+    assert (await asyncio.wait_for(reader.readuntil(kit.DONE), 5)).startswith(b"HTTP/1.1 200 OK\r\n")
+    writer.close()
+    await writer.wait_closed()
+
+
+async def test_events_cut_anywhere_arrive_whole(start, kit):
+    gateway = await start("pd0:PD")
+    text = kit.FIRST + kit.REST + kit.DONE
+    pieces = [step for cut in range(0, len(text), 7) for step in (text[cut : cut + 7], 0.001)]
+    gateway["pd0"].scripts["/stage/prefill"] = lambda _: [kit.NONE, *pieces]
+    async with gateway.post(kit.chat(stream=True)) as response:
+        chunks = [b""]
+        async for piece, ends_chunk in response.content.iter_chunks():
+            chunks[-1] += piece
+            if ends_chunk:
+                chunks.append(b"")
+    assert chunks == [kit.FIRST, kit.REST, kit.DONE, b""]
+
+
+async def test_the_openai_client(start, kit):
+    gateway = await start("e0:E", "p0:P", "d0:D")
+
+    def chunk(**fields):
+        base = {"id": "c", "object": "chat.completion.chunk", "created": 1, "model": "demo", "choices": []}
+        return b"data: " + json.dumps(base | fields).encode() + b"\n\n"
+
+    def choice(text):
+        return [{"index": 0, "delta": {"content": text}, "finish_reason": None}]
+
+    usage = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+    async with openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="any", max_retries=0) as client:
+        assert [model.id async for model in client.models.list()] == ["demo"]
+        assert (await client.models.retrieve("demo")).root == "/models/demo"
+
+        gateway["p0"].scripts["/stage/prefill"] = lambda _: [kit.DECODE, chunk(choices=choice("a "))]
+        gateway["d0"].scripts["/stage/decode"] = lambda _: [
+            0.05,
+            (200, {}),
+            chunk(choices=choice("square")),
+            chunk(usage=usage),
+            kit.DONE,
+        ]
+        request = kit.chat(kit.data_url(kit.picture()), max_completion_tokens=8, temperature=0, seed=7)
+        events = [
+            event
+            async for event in await client.chat.completions.create(
+                **request, stream=True, stream_options={"include_usage": True}
+            )
+        ]
+        assert "".join(event.choices[0].delta.content for event in events if event.choices) == "a square"
+        assert events[-1].usage.total_tokens == 5
+        [prefill] = gateway["p0"].got("/stage/prefill")
+        assert prefill.output.include_usage and not prefill.output.continuous_usage
+        assert (prefill.sampling.max_tokens, prefill.sampling.temperature, prefill.sampling.seed) == (8, 0.0, 7)
+
+        with pytest.raises(openai.NotFoundError, match="'demo'"):
+            await client.chat.completions.create(model="other", messages=request["messages"])
+
+
+async def test_completions_take_text_or_token_ids(start, kit):
+    gateway = await start("pd0:PD")
+    for prompt, sent in (("Once", "Once"), (["Once"], "Once"), ([1, 2, 3], [1, 2, 3])):
+        status, data = await gateway.answer({"model": "demo", "prompt": prompt}, "/v1/completions")
+        assert (status, data) == (200, kit.WHOLE)
+        prefill = gateway["pd0"].got("/stage/prefill")[-1]
+        assert (prefill.prompt, prefill.messages, prefill.output.kind) == (sent, None, "completion")
+        assert prefill.sampling.max_tokens == 16
+
+
+async def test_a_seed_is_drawn_where_none_is_given(start, kit):
+    gateway = await start("pd0:PD")
+    for _ in range(2):
+        await gateway.answer(kit.chat())
+    first, second = (message.sampling.seed for message in gateway["pd0"].got("/stage/prefill"))
+    assert first != second
+
+
+async def test_models_health_and_metrics(start, kit):
+    gateway = await start("e0:E", "p0:P", "d0:D")
+    async with gateway.session.get(f"{gateway.url}/v1/models") as response:
+        [model] = (await response.json())["data"]
+    assert (model["id"], model["root"], model["max_model_len"]) == ("demo", "/models/demo", 512)
+    await gateway.answer(kit.chat(kit.data_url(kit.picture()), stream=True))
+    await gateway.settle()
+    for path in ("/health", "/health/ready", "/health/live"):
+        async with gateway.session.get(gateway.url + path) as response:
+            assert response.status == 200
+    async with gateway.session.get(f"{gateway.url}/metrics") as response:
+        text = await response.text()
+    assert 'epd_serve_requests_total{endpoint="chat",modality="image",status="200"} 1.0' in text
+    assert 'epd_serve_ttft_seconds_count{endpoint="chat",modality="image"} 1.0' in text
+    assert 'epd_serve_e2e_seconds_count{endpoint="chat",modality="image"} 1.0' in text
+    assert 'epd_serve_in_flight_calls{instance="p0",stage="P"} 0.0' in text
+    assert re.search(r"epd_serve_media_bytes_total{.*} [1-9]", text)
+
+
+async def test_health_waits_for_prefill_and_decode(start, kit):
+    gateway = await start("p0:P", "d0:D")
+    gateway["d0"].info["ready"] = False
+    await gateway.until(lambda: not gateway.table["d0"].ready)
+    async with gateway.session.get(f"{gateway.url}/health") as response:
+        assert response.status == 503
+        assert (await response.json())["status"] == "waiting for D"
+    status, error = await gateway.error(kit.chat())
+    assert status == 503
+    assert "decode (D)" in error["message"] and "d0" in error["message"]
+    gateway["d0"].info["ready"] = True
+    await gateway.until(lambda: gateway.table["d0"].ready)
+    assert await gateway.answer(kit.chat()) == (200, kit.WHOLE)

@@ -1,0 +1,187 @@
+"""Requests that are wrong: a 4xx in OpenAI's shape with a sentence that helps, and nothing disturbed."""
+
+import base64
+import json
+import time
+import zlib
+
+import pytest
+
+from epd_serve.media import MediaLimits
+
+IMAGE_PARAM = "messages[0].content[0].image_url.url"
+
+
+@pytest.fixture
+async def gateway(start):
+    return await start("e0:E", "p0:P", "d0:D")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": "12"}, "max_tokens"),
+        ({"temperature": 2.1}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"n": 0}, "n"),
+        ({"n": 129}, "n"),
+        ({"stop": ["x"] * 17}, "stop"),
+        ({"stop": [""]}, "stop[0]"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"min_tokens": 9, "max_tokens": 3}, "min_tokens"),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"temprature": 1}, "temprature"),
+        ({"messages": []}, "messages"),
+        ({"messages": None}, "messages"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+        ({"messages": [{"role": "user", "content": "x", "name": "bob"}]}, "messages[0].name"),
+    ],
+)
+async def test_a_wrong_field_is_named(gateway, kit, fields, param):
+    status, error = await gateway.error(kit.chat() | fields)
+    assert (status, error["type"], error["param"]) == (400, "invalid_request_error", param)
+    assert not any(fake.calls for fake in gateway.fakes.values())
+
+
+async def test_null_is_as_good_as_absent(gateway, kit):
+    nulls = dict.fromkeys(
+        [
+            "stop",
+            "logprobs",
+            "tools",
+            "max_tokens",
+            "temperature",
+            "n",
+            "stream_options",
+            "response_format",
+            "user",
+        ]
+    )
+    labels = {"user": "me", "metadata": {"a": "b"}, "store": False, "service_tier": "auto"}
+    assert await gateway.answer(kit.chat(**(nulls | labels))) == (200, kit.WHOLE)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"x" * 10_000_000, b"[" * 10_000_000, b'{"a":' * 2_000_000, b"", b"[]", b'{"model": "demo",', b"\xff\xfe{}"],
+    ids=["letters", "brackets", "objects", "nothing", "a list", "cut", "not UTF-8"],
+)
+async def test_garbage_is_refused_quickly(gateway, body):
+    start_s = time.perf_counter()
+    status, error = await gateway.error(body)
+    assert (status, error["code"]) == (400, "invalid_json")
+    assert time.perf_counter() - start_s < 2
+
+
+async def test_a_large_body_is_a_413(start, kit):
+    gateway = await start("pd0:PD", max_body_bytes=1000)
+    status, error = await gateway.error(kit.chat(user="x" * 2000))
+    assert (status, error["code"]) == (413, "request_too_large")
+
+    async def chunks():
+        for _ in range(10):
+            yield b" " * 500
+
+    async with gateway.session.post(f"{gateway.url}/v1/chat/completions", data=chunks()) as response:
+        assert response.status == 413
+    assert await gateway.answer(kit.chat()) == (200, kit.WHOLE)
+
+
+async def test_an_unknown_model_is_a_404_that_names_the_known(gateway, kit):
+    status, error = await gateway.error(kit.chat() | {"model": "gpt-5"})
+    assert (status, error["param"], error["code"]) == (404, "model", "model_not_found")
+    assert "'demo'" in error["message"]
+
+
+async def test_no_model_means_the_one_that_is_served(gateway, kit):
+    body = kit.chat()
+    del body["model"]
+    assert await gateway.answer(body) == (200, kit.WHOLE)
+
+
+async def test_unknown_paths_and_methods_have_openais_shape(gateway, kit):
+    status, error = await gateway.error(kit.chat(), "/v1/nothing")
+    assert status == 404 and "/v1/nothing" in error["message"]
+    async with gateway.session.get(f"{gateway.url}/v1/chat/completions") as response:
+        assert response.status == 405
+        assert json.loads(await response.read())["error"]["type"] == "invalid_request_error"
+
+
+async def test_a_request_id_that_is_no_token_is_refused(gateway, kit):
+    status, error = await gateway.error(kit.chat(), headers={"x-request-id": "a" * 300})
+    assert (status, error["param"]) == (400, "x-request-id")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "data:image/png;base64,AAAA",
+        "data:image/png;base64,",
+        "data:image/png;base64,!!!!",
+        "data:image/png,abc",
+        "data:audio/wav;base64,AAAA",
+        "data:",
+        "ftp://example.com/x.png",
+        "x.png",
+        "",
+        "http://",
+        "http://[::1",
+        "file:///etc/passwd",
+        "http://127.0.0.1:9/x.png",
+    ],
+)
+async def test_a_bad_image_url_is_named(gateway, kit, url):
+    status, error = await gateway.error(kit.chat(url))
+    assert (status, error["param"]) == (400, IMAGE_PARAM)
+    if url[:5] == "http:" and len(url) > 7:
+        assert url in error["message"]
+    assert not any(fake.calls for fake in gateway.fakes.values())
+
+
+async def test_a_bomb_is_refused_before_it_is_decoded(gateway, kit):
+    picture = bytearray(kit.picture())
+    picture[16:24] = (10_000).to_bytes(4, "big") + (5_000).to_bytes(4, "big")
+    picture[29:33] = zlib.crc32(picture[12:29]).to_bytes(4, "big")
+    status, error = await gateway.error(kit.chat(kit.data_url(bytes(picture))))
+    assert (status, error["param"]) == (400, IMAGE_PARAM)
+    assert "50000000 pixels" in error["message"]
+
+
+async def test_too_many_bytes_are_refused_before_they_are_decoded(start, kit):
+    gateway = await start("pd0:PD", media=MediaLimits(max_bytes=1000))
+    status, error = await gateway.error(
+        kit.chat("data:image/png;base64," + base64.b64encode(b"x" * 2000).decode())
+    )
+    assert (status, error["param"]) == (413, IMAGE_PARAM)
+
+
+async def test_private_addresses_are_refused_while_serving_publicly(start, kit):
+    gateway = await start("p0:P", "d0:D", allow_private=False)
+    for host in ("127.0.0.1", "localhost", "[::1]", "[::ffff:127.0.0.1]", "169.254.169.254", "10.0.0.1", "127.1"):
+        status, error = await gateway.error(kit.chat(f"http://{host}/x.png"))
+        assert (status, error["param"]) == (400, IMAGE_PARAM), host
+        assert host.strip("[]") in error["message"]
+    assert not any(fake.calls for fake in gateway.fakes.values())
+
+
+@pytest.mark.parametrize("header", [None, "Bearer", "Bearer wrong", "Basic c2VjcmV0", "secret"])
+async def test_a_missing_or_wrong_api_key_is_a_401(start, kit, header):
+    gateway = await start("pd0:PD", api_key="secret")
+    headers = {} if header is None else {"authorization": header}
+    status, error = await gateway.error(kit.chat(), headers=headers)
+    assert (status, error["code"]) == (401, "invalid_api_key")
+    async with gateway.session.get(f"{gateway.url}/v1/models", headers=headers) as response:
+        assert response.status == 401
+    async with gateway.session.get(f"{gateway.url}/health") as response:
+        assert response.status == 200
+    right = {"authorization": "Bearer secret"}
+    assert await gateway.answer(kit.chat(), headers=right) == (200, kit.WHOLE)

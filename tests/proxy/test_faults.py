@@ -1,0 +1,222 @@
+"""Instances that fail, clients that leave: what the client sees and what is cancelled."""
+
+import asyncio
+import json
+import logging
+
+import pytest
+
+STREAMS = pytest.mark.parametrize("stream", [True, False])
+
+
+def red(kit):
+    return kit.data_url(kit.picture())
+
+
+async def test_a_failed_encode_goes_to_another_encoder(start, kit):
+    gateway = await start("e0:E", "e1:E", "p0:P", "d0:D")
+    gateway["e0"].scripts["/stage/encode"] = lambda _: kit.fail(500, "out of memory")
+    gateway["p0"].scripts["/stage/prefill"] = lambda _: [0.2, kit.DECODE]
+    assert await gateway.answer(kit.chat(red(kit))) == (200, kit.WHOLE)
+    assert len(gateway["e0"].got("/stage/encode")) == len(gateway["e1"].got("/stage/encode")) == 1
+    async with gateway.session.get(f"{gateway.url}/metrics") as response:
+        assert "epd_serve_encode_retries_total 1.0" in await response.text()
+
+
+async def test_at_last_p_encodes_itself(start, kit):
+    gateway = await start("e0:E", "e1:E", "p0:P", "d0:D")
+    gateway["e0"].scripts["/stage/encode"] = lambda _: kit.fail(500, "out of memory")
+    gateway["e1"].scripts["/stage/encode"] = lambda _: [kit.DIE]
+    gateway["p0"].scripts["/stage/prefill"] = lambda _: [0.3, kit.DECODE]
+    assert await gateway.answer(kit.chat(red(kit))) == (200, kit.WHOLE)
+    [encode] = gateway["p0"].got("/stage/encode")
+    assert encode.announce_to == gateway["p0"].url
+
+
+async def test_an_image_that_nobody_can_encode_is_a_502(start, kit):
+    gateway = await start("e0:E", "p0:P", "d0:D")
+    for name in ("e0", "p0"):
+        gateway[name].scripts["/stage/encode"] = lambda _: kit.fail(500, "out of memory")
+    gateway["p0"].scripts["/stage/prefill"] = lambda _: [kit.FOREVER]
+    gateway["d0"].scripts["/stage/decode"] = lambda _: [kit.FOREVER]
+    status, error = await gateway.error(kit.chat(red(kit), stream=True))
+    assert status == 502
+    assert "out of memory" in error["message"]
+    await gateway.until(lambda: len(gateway["p0"].cancelled) == len(gateway["d0"].cancelled) == 1)
+    await gateway.settle()
+
+
+async def test_an_image_that_the_encoder_refuses_is_the_clients_error(start, kit):
+    gateway = await start("e0:E", "e1:E", "p0:P", "d0:D")
+    for name in ("e0", "e1"):
+        gateway[name].scripts["/stage/encode"] = lambda _: kit.fail(400, "the image is broken: truncated")
+    gateway["p0"].scripts["/stage/prefill"] = lambda _: [kit.FOREVER]
+    status, error = await gateway.error(kit.chat(red(kit)))
+    assert (status, error["message"]) == (400, "the image is broken: truncated")
+    assert error["param"] == "messages[0].content[0].image_url.url"
+    assert len(gateway["e0"].calls) + len(gateway["e1"].calls) == 1
+    await gateway.until(lambda: len(gateway["p0"].cancelled) == 1)
+    await gateway.settle()
+
+
+@STREAMS
+@pytest.mark.parametrize("status", [400, 429, 500, 503])
+async def test_an_error_of_p_is_the_answer_and_cancels_the_rest(start, kit, stream, status):
+    gateway = await start("e0:E", "p0:P", "d0:D")
+    gateway["p0"].scripts["/stage/prefill"] = lambda _: [0.05, *kit.fail(status, "no, because of this and that")]
+    for name, path in (("e0", "/stage/encode"), ("d0", "/stage/decode")):
+        gateway[name].scripts[path] = lambda _: [kit.FOREVER]
+    found, error = await gateway.error(kit.chat(red(kit), stream=stream))
+    assert (found, error["message"]) == (status, "no, because of this and that")
+    await gateway.until(lambda: len(gateway["e0"].cancelled) == len(gateway["d0"].cancelled) == 1)
+    await gateway.settle()
+
+
+@STREAMS
+@pytest.mark.parametrize("lost", ["p0", "d0"])
+async def test_an_instance_lost_before_the_first_token_is_replaced(start, kit, stream, lost):
+    gateway = await start("p0:P", "d0:D", "p1:P", "d1:D")
+    gateway["p0"].scripts["/stage/prefill"] = lambda _: [kit.DIE] if lost == "p0" else [kit.FOREVER]
+    gateway["d0"].scripts["/stage/decode"] = lambda _: [kit.DIE] if lost == "d0" else [kit.FOREVER]
+    status, data = await gateway.answer(kit.chat(stream=stream))
+    assert (status, data) == (200, kit.FIRST + kit.REST + kit.DONE if stream else kit.WHOLE)
+    if lost == "p0":
+        [first], [second] = gateway["p0"].got("/stage/prefill"), gateway["p1"].got("/stage/prefill")
+        assert first.request_id != second.request_id
+        assert first.output == second.output and first.sampling == second.sampling
+    await gateway.settle()
+
+
+@STREAMS
+async def test_an_instance_lost_without_a_substitute_is_a_502(start, kit, stream):
+    gateway = await start("p0:P", "d0:D")
+    gateway["p0"].scripts["/stage/prefill"] = lambda _: [kit.DIE]
+    gateway["d0"].scripts["/stage/decode"] = lambda _: [kit.FOREVER]
+    status, error = await gateway.error(kit.chat(stream=stream))
+    assert status == 502
+    assert "p0" in error["message"]
+    await gateway.until(lambda: len(gateway["d0"].cancelled) == 1)
+    await gateway.settle()
+
+
+@STREAMS
+async def test_an_empty_200_is_never_passed_on(start, kit, stream):
+    gateway = await start("pd0:PD")
+    gateway["pd0"].scripts["/stage/prefill"] = lambda _: [kit.NONE]
+    status, _ = await gateway.error(kit.chat(stream=stream))
+    assert status == 502
+
+
+async def test_a_whole_answer_cut_short_is_a_502(start, kit):
+    gateway = await start("p0:P", "d0:D")
+    gateway["d0"].scripts["/stage/decode"] = lambda _: [0.05, (200, {}), kit.WHOLE[:9], kit.DIE]
+    status, _ = await gateway.error(kit.chat())
+    assert status == 502
+
+
+def events_of(answer: bytes) -> list[bytes]:
+    """The chunks of a chunked answer that was aborted: no terminating chunk may follow them."""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 OK")
+    chunks = []
+    while body:
+        size, _, rest = body.partition(b"\r\n")
+        assert int(size, 16) > 0, "the terminating chunk makes it look complete"
+        chunks.append(rest[: int(size, 16)])
+        body = rest[int(size, 16) + 2 :]
+    return chunks
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        ["REST", "DIE"],
+        ["REST", b'data: {"half', "DIE"],
+        ["REST"],
+        ["DIE"],
+    ],
+    ids=["connection lost", "lost within an event", "clean end without [DONE]", "lost before its first byte"],
+)
+async def test_a_break_after_the_first_token_is_an_error_event_and_an_abort(start, kit, script, caplog):
+    gateway = await start("p0:P", "d0:D")
+    steps = [getattr(kit, step) if isinstance(step, str) else step for step in script]
+    head = [] if script == ["DIE"] else [(200, {})]
+    gateway["d0"].scripts["/stage/decode"] = lambda _: [0.05, *head, *steps]
+    with caplog.at_level(logging.WARNING):
+        chunks = events_of(await gateway.raw(kit.chat(stream=True)))
+    *tokens, last = chunks
+    assert b"".join(tokens) == kit.FIRST + (kit.REST if "REST" in script else b"")
+    assert last.startswith(b'data: {"error":{') and last.endswith(b"}}\n\n")
+    assert json.loads(last[6:])["error"]["type"] == "instance_error"
+    assert not any(record.exc_info for record in caplog.records), "a fault of an instance is no traceback of ours"
+    await gateway.settle()
+
+
+async def test_an_error_status_of_d_after_the_first_token_is_an_error_event(start, kit):
+    gateway = await start("p0:P", "d0:D")
+    gateway["d0"].scripts["/stage/decode"] = lambda _: [0.1, *kit.fail(504, "no handoff in time")]
+    first, last = events_of(await gateway.raw(kit.chat(stream=True)))
+    assert first == kit.FIRST
+    assert json.loads(last[6:])["error"]["message"] == "no handoff in time"
+
+
+@pytest.mark.parametrize("end", ["DIE", None])
+async def test_an_error_event_of_the_instance_is_not_doubled(start, kit, end):
+    gateway = await start("p0:P", "d0:D")
+    event = b'data: {"error":{"message":"KV lost","type":"server_error"}}\n\n'
+    tail = [kit.DIE] if end else []
+    gateway["d0"].scripts["/stage/decode"] = lambda _: [0.05, (200, {}), kit.REST + event, *tail]
+    assert b"".join(events_of(await gateway.raw(kit.chat(stream=True)))) == kit.FIRST + kit.REST + event
+    # It aborted on purpose: it is no lost instance.
+    assert gateway.table["d0"].ready
+
+
+@STREAMS
+async def test_a_client_that_leaves_cancels_everything(start, kit, stream):
+    gateway = await start("e0:E", "p0:P", "d0:D")
+    gateway["e0"].scripts["/stage/encode"] = lambda _: [kit.FOREVER]
+    gateway["p0"].scripts["/stage/prefill"] = lambda _: [kit.DECODE, *([kit.FIRST] if stream else []), kit.FOREVER]
+    gateway["d0"].scripts["/stage/decode"] = lambda _: [kit.FOREVER]
+    request = asyncio.create_task(gateway.answer(kit.chat(red(kit), stream=stream)))
+    await gateway.until(lambda: all(gateway[name].calls for name in ("e0", "p0", "d0")))
+    await asyncio.sleep(0.05)
+    request.cancel()
+    await asyncio.gather(request, return_exceptions=True)
+    await gateway.until(lambda: all(len(gateway[name].cancelled) == 1 for name in ("e0", "p0", "d0")))
+    await gateway.settle()
+    async with gateway.session.get(f"{gateway.url}/metrics") as response:
+        assert 'status="499"} 1.0' in await response.text()
+
+
+async def test_the_deadline_is_a_504(start, kit):
+    gateway = await start("p0:P", "d0:D", request_timeout_s=0.2)
+    gateway["p0"].scripts["/stage/prefill"] = lambda _: [kit.FOREVER]
+    status, error = await gateway.error(kit.chat())
+    assert status == 504
+    assert "0.2 s" in error["message"]
+    await gateway.until(lambda: len(gateway["p0"].cancelled) == 1)
+    await gateway.settle()
+
+
+async def test_the_deadline_within_a_stream_is_an_error_event(start, kit):
+    gateway = await start("pd0:PD", request_timeout_s=0.3)
+    gateway["pd0"].scripts["/stage/prefill"] = lambda _: [kit.NONE, kit.FIRST, kit.FOREVER]
+    first, last = events_of(await gateway.raw(kit.chat(stream=True)))
+    assert first == kit.FIRST
+    assert json.loads(last[6:])["error"]["type"] == "timeout_error"
+
+
+async def test_mixed_requests_with_cancellations_leave_nothing_in_flight(start, kit):
+    gateway = await start("e0:E", "e1:E", "p0:P", "d0:D")
+
+    async def one(number: int) -> int | None:
+        images = [kit.data_url(kit.picture(4 + number % 5))] if number % 2 else []
+        request = gateway.answer(kit.chat(*images, stream=number % 3 == 0))
+        try:
+            return (await asyncio.wait_for(request, 0.001 * (number % 40) if number % 4 == 0 else 20))[0]
+        except TimeoutError:
+            return None
+
+    statuses = await asyncio.gather(*(one(number) for number in range(60)))
+    assert set(statuses) <= {200, None} and statuses.count(200) >= 45
+    await gateway.settle()

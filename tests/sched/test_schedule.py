@@ -1,0 +1,106 @@
+"""schedule(): within its budgets, decodes first, in order, and without touching its arguments."""
+
+import copy
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from epd_serve.request import Sequence, SequenceState
+from epd_serve.sched.encode import schedule_encodes
+from epd_serve.sched.language import Budget, ScheduleOutput, schedule
+from epd_serve.types import SamplingParams
+
+
+def sequence(name: str, prompt: int, computed: int = 0, output: int = 0) -> Sequence:
+    return Sequence(
+        request_id=name,
+        prompt_ids=list(range(prompt)),
+        sampling=SamplingParams(seed=0),
+        max_tokens=100,
+        positions=None,
+        output_ids=list(range(output)),
+        num_computed=computed,
+        state=SequenceState.RUNNING if computed or output else SequenceState.WAITING,
+    )
+
+
+def run(
+    running: list[Sequence],
+    waiting: list[Sequence],
+    *,
+    tokens: int = 32,
+    seqs: int = 8,
+    ready: dict[str, int] | None = None,
+    free_blocks: int = 1000,
+) -> ScheduleOutput:
+    return schedule(
+        running,
+        waiting,
+        Budget(max_num_tokens=tokens, max_num_seqs=seqs),
+        ready_tokens=lambda s: (ready or {}).get(s.request_id, s.num_tokens),
+        blocks_needed=lambda s: s.num_prompt_tokens,
+        free_blocks=free_blocks,
+    )
+
+
+decoding = st.builds(sequence, st.uuids().map(str), st.just(3), st.just(3), st.just(1))
+prefilling = st.integers(2, 40).flatmap(
+    lambda n: st.builds(sequence, st.uuids().map(str), st.just(n), st.integers(1, n - 1))
+)
+new = st.builds(sequence, st.uuids().map(str), st.integers(1, 40))
+
+
+@given(
+    running=st.lists(st.one_of(decoding, prefilling), max_size=12),
+    waiting=st.lists(new, max_size=12),
+    tokens=st.integers(1, 64),
+    seqs=st.integers(1, 12),
+    free_blocks=st.integers(0, 120),
+)
+def test_budgets_hold_and_arguments_stay(
+    running: list[Sequence], waiting: list[Sequence], tokens: int, seqs: int, free_blocks: int
+) -> None:
+    before = [(copy.copy(s.prompt_ids), s.num_computed, s.state) for s in running + waiting]
+    output = run(running, waiting, tokens=tokens, seqs=seqs, free_blocks=free_blocks)
+    assert [(s.prompt_ids, s.num_computed, s.state) for s in running + waiting] == before
+    assert output.num_tokens <= tokens
+    assert len(output.decodes) + len(output.prefills) <= seqs
+    assert sum(s.num_prompt_tokens for s in output.admitted) <= free_blocks
+    assert all(0 < count <= s.num_uncomputed for s, count in output.prefills)
+    assert output.admitted == [s for s in waiting if s in output.admitted], "out of order"
+    num_decodable = sum(1 for s in running if s.num_uncomputed == 1 and s.output_ids)
+    assert len(output.decodes) == min(num_decodable, tokens, seqs), "decodes come first"
+
+
+def test_a_prompt_is_computed_in_chunks_beside_decodes() -> None:
+    decode, prompt = sequence("d", 3, 3, 1), sequence("p", 100)
+    output = run([decode], [prompt], tokens=11)
+    assert output.decodes == [decode]
+    assert output.prefills == [(prompt, 10)]
+
+
+def test_text_before_a_missing_image_is_computed_and_the_image_blocks_nobody_else() -> None:
+    blocked, partly, free = sequence("blocked", 20), sequence("partly", 20), sequence("free", 5)
+    output = run([], [blocked, partly, free], ready={"blocked": 0, "partly": 7})
+    assert output.prefills == [(partly, 7), (free, 5)]
+
+
+def test_a_request_that_does_not_fit_is_not_overtaken() -> None:
+    large, small = sequence("large", 20), sequence("small", 2)
+    assert not run([], [large, small], free_blocks=19)
+
+
+class Picture:
+    def __init__(self, num_pixels: int) -> None:
+        self.num_pixels = num_pixels
+
+
+@given(st.lists(st.integers(1, 100).map(Picture), max_size=20), st.integers(1, 200))
+def test_encode_batches_are_prefixes_within_the_budget(waiting: list[Picture], budget: int) -> None:
+    batch = schedule_encodes(waiting, budget)
+    assert batch == waiting[: len(batch)]
+    assert bool(batch) == bool(waiting)
+    total = sum(p.num_pixels for p in batch)
+    assert total <= budget or len(batch) == 1
+    if len(batch) < len(waiting):
+        assert total + waiting[len(batch)].num_pixels > budget

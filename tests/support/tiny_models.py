@@ -1,0 +1,131 @@
+"""Tiny models of real architectures with random weights, saved as transformers directories.
+
+Their tokenizer is the built-in model's; logits are spread out enough that float32 rounding does not change the greedy token.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoTokenizer,
+    GenerationConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+)
+
+from epd_serve.demo import weights_dir
+
+KINDS = ("qwen2_5_vl", "qwen3_vl", "llava")
+_INIT = {"initializer_range": 0.2}
+
+
+def _text(vocab_size: int, **extra: Any) -> dict[str, Any]:
+    return {
+        "vocab_size": vocab_size,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 1024,
+        "bos_token_id": 0,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        **_INIT,
+        **extra,
+    }
+
+
+def _mrope(**extra: Any) -> dict[str, Any]:
+    return {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 1e6, **extra}
+
+
+def make_tiny_model(kind: str, path: Path, *, seed: int = 0, **text: Any) -> Path:
+    """Build the model of a kind in ``path``. ``text`` overrides fields of the text config."""
+    tokenizer = AutoTokenizer.from_pretrained(weights_dir())
+    image, start, end, video = tokenizer.convert_tokens_to_ids(
+        ["<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>"]
+    )
+    vision_tokens = {
+        "image_token_id": image,
+        "video_token_id": video,
+        "vision_start_token_id": start,
+        "vision_end_token_id": end,
+    }
+    vision = {"depth": 4, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "out_hidden_size": 128, **_INIT}
+    vocab = len(tokenizer)
+    torch.manual_seed(seed)
+    model: Any
+    if kind == "qwen2_5_vl":
+        model = Qwen2_5_VLForConditionalGeneration(
+            Qwen2_5_VLConfig(
+                text_config=_text(vocab, rope_parameters=_mrope(), **text),
+                vision_config={**vision, "window_size": 112, "fullatt_block_indexes": [3]},
+                tie_word_embeddings=True,
+                **vision_tokens,
+            )
+        )
+    elif kind == "qwen3_vl":
+        model = Qwen3VLForConditionalGeneration(
+            Qwen3VLConfig(
+                text_config=_text(vocab, head_dim=32, rope_parameters=_mrope(mrope_interleaved=True), **text),
+                vision_config={
+                    **vision,
+                    "patch_size": 14,
+                    "num_position_embeddings": 256,
+                    "deepstack_visual_indexes": [0, 1, 2],
+                },
+                **vision_tokens,
+            )
+        )
+    else:
+        model = LlavaForConditionalGeneration(
+            LlavaConfig(
+                text_config=_text(vocab, model_type="llama", **text),
+                vision_config={
+                    "model_type": "clip_vision_model",
+                    "hidden_size": 64,
+                    "intermediate_size": 128,
+                    "num_hidden_layers": 3,
+                    "num_attention_heads": 4,
+                    "image_size": 56,
+                    "patch_size": 14,
+                    "projection_dim": 64,
+                },
+                image_token_index=image,
+                image_seq_length=16,
+            )
+        )
+    model.generation_config = GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
+    model.save_pretrained(path)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(weights_dir() / name, path / name)
+    (path / "preprocessor_config.json").write_text(json.dumps(_preprocessor(kind)))
+    return path
+
+
+def _preprocessor(kind: str) -> dict[str, Any]:
+    if kind == "llava":
+        return {
+            "image_processor_type": "CLIPImageProcessor",
+            "size": {"shortest_edge": 56},
+            "crop_size": {"height": 56, "width": 56},
+            "do_center_crop": True,
+        }
+    return {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "min_pixels": 56 * 56,
+        "max_pixels": 140 * 140,
+        "patch_size": 14,
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+    }

@@ -1,0 +1,112 @@
+"""Reservations as a state machine with a clock of its own: blocks come back exactly once, whatever the order of events."""
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from epd_serve.cache.block_pool import BlockPool, RequestBlocks
+from epd_serve.protocol.wire import KVLayout, ReserveRequest
+from epd_serve.transfer.reservation import ReservationState, ReservationTable
+
+LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=4, dtype="float32", model="m")
+IDS = st.sampled_from([f"t{i}" for i in range(6)])
+LEASE_S = 5.0
+
+
+def request(transfer_id: str) -> ReserveRequest:
+    return ReserveRequest(
+        transfer_id=transfer_id,
+        request_id=f"request of {transfer_id}",
+        num_prompt_tokens=6,
+        max_tokens=3,
+        num_sequences=1,
+        block_hashes=[],
+        layout=LAYOUT,
+        lease_s=LEASE_S,
+    )
+
+
+class ReservationMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.pool = BlockPool(16, 4)
+        self.table = ReservationTable(free=lambda blocks: self.pool.release(blocks.all()))
+        self.owned: list[RequestBlocks] = []
+        self.ended: set[str] = set()
+        self.may_write: dict[str, float] = {}
+
+    @rule(transfer_id=IDS)
+    def reserve(self, transfer_id: str) -> None:
+        reservation = self.table.open(request(transfer_id), self.now)
+        assert (reservation is None) == (transfer_id in self.ended)
+        if reservation is None or reservation.state is not ReservationState.PENDING:
+            return
+        if self.pool.can_allocate_request(6, 3):
+            self.table.grant(reservation, self.pool.allocate_request(6, 3), self.now)
+            self.may_write[transfer_id] = self.now + LEASE_S
+
+    @rule(transfer_id=IDS)
+    def complete(self, transfer_id: str) -> None:
+        reservation = self.table.complete(transfer_id)
+        if reservation is not None:
+            assert reservation.blocks is not None
+            self.owned.append(reservation.blocks)
+            self.ended.add(transfer_id)
+            del self.may_write[transfer_id]
+
+    @rule(transfer_id=IDS)
+    def stop_writing(self, transfer_id: str) -> None:
+        self.table.stop_writing(transfer_id)
+        self.ended.add(transfer_id)
+        self.may_write.pop(transfer_id, None)
+
+    @rule(transfer_id=IDS)
+    def abandon(self, transfer_id: str) -> None:
+        pending = self.table.open(request(transfer_id), self.now) if transfer_id not in self.ended else None
+        self.table.abandon(f"request of {transfer_id}")
+        if pending is not None and pending.state is ReservationState.RELEASED:
+            self.ended.add(transfer_id)
+
+    @rule(transfer_id=IDS)
+    def renew(self, transfer_id: str) -> None:
+        if self.table.renew(transfer_id, self.now):
+            self.may_write[transfer_id] = self.now + LEASE_S
+
+    @rule(seconds=st.floats(0, 4))
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        self.table.expire(self.now)
+        for transfer_id in [t for t, deadline in self.may_write.items() if deadline <= self.now]:
+            del self.may_write[transfer_id]
+            self.ended.add(transfer_id)
+
+    @rule()
+    def finish_a_request(self) -> None:
+        if self.owned:
+            self.pool.release(self.owned.pop().all())
+
+    @invariant()
+    def blocks_that_may_be_written_are_held(self) -> None:
+        self.table.check_integrity()
+        self.pool.check_integrity()
+        num_held = self.pool.capacity - self.pool.num_free
+        assert num_held == 3 * (len(self.owned) + len(self.may_write))
+
+
+TestReservations = ReservationMachine.TestCase
+
+
+def test_blocks_of_an_abandoned_reservation_wait_for_the_writer() -> None:
+    pool = BlockPool(16, 4)
+    table = ReservationTable(free=lambda blocks: pool.release(blocks.all()))
+    reservation = table.open(request("t"), 0.0)
+    assert reservation is not None
+    table.grant(reservation, pool.allocate_request(6, 3), 0.0)
+    table.abandon("request of t")
+    assert pool.num_free == pool.capacity - 3
+    assert table.complete("t") is None
+    assert not table.renew("t", 1.0)
+    table.stop_writing("t")
+    assert pool.num_free == pool.capacity
+    table.stop_writing("t")
+    assert pool.num_free == pool.capacity

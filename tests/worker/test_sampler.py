@@ -1,0 +1,108 @@
+"""Sampling: greedy is argmax, draws follow the distribution that the parameters leave, and nothing depends on the batch."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from device.registry import get_device
+from epd_serve.request import Sequence
+from epd_serve.types import SamplingParams
+from epd_serve.worker.sampler import Row, sample
+
+OPS = get_device("cpu").ops
+VOCAB = 50
+
+
+def sequence(output: list[int] | None = None, prompt: list[int] | None = None, **sampling: Any) -> Sequence:
+    return Sequence(
+        request_id="r",
+        prompt_ids=prompt or [1],
+        sampling=SamplingParams(**{"seed": 7, **sampling}),
+        max_tokens=10,
+        positions=None,
+        output_ids=output or [],
+    )
+
+
+def draw(logits: torch.Tensor, *sequences: Sequence, eos: frozenset[int] = frozenset()) -> list[int]:
+    rows = [Row(s, s.index) for s in sequences]
+    return [token.token_id for token in sample(logits.expand(len(rows), -1), rows, OPS, eos)]
+
+
+@pytest.fixture
+def logits() -> torch.Tensor:
+    return torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(3)) * 2
+
+
+def test_greedy_and_drawn_rows_share_a_batch(logits: torch.Tensor) -> None:
+    drawn = sequence(temperature=1.0)
+    alone = draw(logits, drawn)
+    together = draw(logits, sequence(temperature=0.0), drawn, sequence(temperature=0.0))
+    best = int(logits.argmax())
+    assert together == [best, alone[0], best]
+
+
+def test_a_token_depends_on_seed_index_and_position_only(logits: torch.Tensor) -> None:
+    def tokens(**kwargs: Any) -> list[int]:
+        return [draw(logits, sequence(output=[0] * i, temperature=1.0, **kwargs))[0] for i in range(20)]
+
+    assert tokens() == tokens()
+    assert tokens() != tokens(seed=8)
+    assert len(set(tokens())) > 3, "positions draw different numbers"
+
+
+def test_frequencies_match_the_distribution(logits: torch.Tensor) -> None:
+    count = 4000
+    seen = Counter(
+        draw(logits, *[sequence(temperature=0.8, seed=seed) for seed in range(count)])
+    )
+    expected = (logits[0] / 0.8).softmax(-1)
+    for token, probability in enumerate(expected.tolist()):
+        deviation = (probability * (1 - probability) / count) ** 0.5
+        assert abs(seen[token] / count - probability) < 5 * deviation + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("params", "allowed"),
+    [
+        ({"top_k": 3}, 3),
+        ({"top_p": 1e-9}, 1),
+        ({"min_p": 1.0}, 1),
+        ({"top_k": 1, "temperature": 100.0}, 1),
+    ],
+)
+def test_truncation(logits: torch.Tensor, params: dict[str, Any], allowed: int) -> None:
+    best = set(logits[0].topk(allowed).indices.tolist())
+    seen = set(draw(logits, *[sequence(**{"temperature": 1.0, "seed": s, **params}) for s in range(200)]))
+    assert seen == best
+
+
+def test_top_p_keeps_the_token_that_crosses_the_limit() -> None:
+    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
+    seen = set(draw(logits, *[sequence(temperature=1.0, top_p=0.6, seed=s) for s in range(300)]))
+    assert seen == {0, 1}
+
+
+def test_penalties_as_the_apis_define_them() -> None:
+    logits = torch.tensor([[4.0, 3.0, 2.0, -1.0]])
+    assert draw(logits, sequence(prompt=[0], temperature=0.0, repetition_penalty=2.0)) == [1]
+    assert draw(logits, sequence(output=[0], temperature=0.0, presence_penalty=1.5)) == [1]
+    assert draw(logits, sequence(output=[0, 0, 1], temperature=0.0, frequency_penalty=1.1)) == [2]
+    assert draw(logits, sequence(prompt=[0], temperature=0.0, presence_penalty=1.5)) == [0], "prompt does not count"
+
+
+def test_min_tokens_holds_eos_back() -> None:
+    logits = torch.tensor([[9.0, 3.0, 2.0]])
+    assert draw(logits, sequence(temperature=0.0, min_tokens=2), eos=frozenset({0})) == [1]
+    assert draw(logits, sequence(output=[1, 1], temperature=0.0, min_tokens=2), eos=frozenset({0})) == [0]
+
+
+def test_logprobs_are_those_of_the_model(logits: torch.Tensor) -> None:
+    chosen = sequence(temperature=0.3, logprobs=4)
+    token = sample(logits, [Row(chosen, 0)], OPS, frozenset())[0]
+    reference = logits[0].log_softmax(-1)
+    assert token.logprob is not None
+    assert token.logprob.logprob == pytest.approx(float(reference[token.token_id]))
+    assert [t for t, _ in token.logprob.top] == reference.topk(4).indices.tolist()
