@@ -26,6 +26,7 @@ from epd_serve.config import (
     model_path,
 )
 from epd_serve.config.options import DType, KVTransport
+from epd_serve.launch.ports import url_of
 from epd_serve.topology import draw, explain, parse_topology
 from epd_serve.types import Role
 
@@ -84,14 +85,14 @@ def proxy(
     port: Port = None,
     parent_pid: ParentPid = None,
 ) -> None:
-    """Run the gateway alone, in front of instances that run elsewhere."""
+    """Run the gateway alone, in front of instances that were started by themselves.
+
+    Without --instance they are taken from the deployment file: as many as its topology has, from its
+    instances.base_port on.
+    """
     _tie_to(parent_pid)
     deployment = load_config(config) if config else DeploymentConfig()
-    instances = [_name_and_url(text) for text in instance or ()]
-    if not instances:
-        raise ValueError(
-            "a gateway needs instances; add --instance NAME=URL for each, as in e0=http://127.0.0.1:8100"
-        )
+    instances = [_name_and_url(text) for text in instance or ()] or _instances_of(deployment)
     names = [name for name, _ in instances]
     if twice := {name for name in names if names.count(name) > 1}:
         raise ValueError(f"instance {', '.join(sorted(twice))} is named twice; names must differ")
@@ -263,6 +264,19 @@ def _name_and_url(text: str) -> tuple[str, str]:
     if not name or not separator or not url.startswith(("http://", "https://")):
         raise ValueError(f"--instance {text}: write NAME=URL, as in e0=http://127.0.0.1:8100")
     return name, url.rstrip("/")
+
+
+def _instances_of(deployment: DeploymentConfig) -> list[tuple[str, str]]:
+    settings = deployment.instances
+    if not settings.base_port:
+        raise ValueError(
+            "instances.base_port is 0, so nobody can know the instances' ports; set it, or add --instance NAME=URL "
+            "for each, as in e0=http://127.0.0.1:8100"
+        )
+    return [
+        (instance.name, url_of(settings.host, settings.base_port + index))
+        for index, instance in enumerate(deployment.placement())
+    ]
 
 
 @contextmanager

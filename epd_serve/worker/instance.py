@@ -110,6 +110,8 @@ class Instance:
             model=self._fingerprint,
         )
         memory = KVMemory(layout, self._num_blocks(layout), self._dtype, self._device, self._transport)
+        # a request takes all blocks that it may need at once, so the pool bounds the context too
+        self._max_model_len = min(self._max_model_len, (memory.num_blocks - 1) * options.block_size)
         eos = eos_token_ids(self._path, self._family.config)
         runner = LanguageRunner(
             language,

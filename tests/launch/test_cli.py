@@ -86,11 +86,23 @@ def test_proxy_passes_configuration_instances_and_address(monkeypatch: pytest.Mo
     assert calls[1][2:] == ("0.0.0.0", 0)
 
 
+def test_proxy_finds_the_instances_of_its_deployment_file(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "deployment.yaml"
+    file.write_text("{topology: E-PD, instances: {base_port: 7000}}")
+    calls = fake_module(monkeypatch, "proxy.main", "run_gateway")
+    assert run(monkeypatch, "proxy", "--config", str(file)) == 0
+    assert calls[0][1] == [("e0", "http://127.0.0.1:7000"), ("pd0", "http://127.0.0.1:7001")]
+    file.write_text("{topology: E-PD, instances: {base_port: 0}}")
+    assert run(monkeypatch, "proxy", "--config", str(file)) == 2
+    assert "add --instance NAME=URL" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (("topology", "E-Q-D"), "'Q' is no stage"),
-        (("proxy",), "add --instance NAME=URL"),
         (("proxy", "--instance", "e0"), "write NAME=URL"),
         (("proxy", "--instance", "e0=http://a:1", "--instance", "e0=http://a:2"), "e0 is named twice"),
         (("instance", "--name", "x", "--role", "EX"), "role 'EX': 'X' is no stage"),

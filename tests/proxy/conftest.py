@@ -137,19 +137,26 @@ class _Server(uvicorn.Server):
         yield
 
 
-@contextlib.asynccontextmanager
-async def serve(server: uvicorn.Server) -> AsyncIterator[str]:
-    """Run a server inside the test's loop; yields its URL."""
-    server.__class__ = _Server
-    task = asyncio.create_task(server.serve())
-    while not server.started:
-        assert not task.done(), "the server did not start"
-        await asyncio.sleep(0.005)
-    try:
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        await task
+class Servers:
+    """Servers inside the test's loop, stopped together."""
+
+    def __init__(self) -> None:
+        self._running: list[tuple[uvicorn.Server, asyncio.Task[None]]] = []
+
+    async def add(self, server: uvicorn.Server) -> str:
+        """Start a server; returns its URL."""
+        server.__class__ = _Server
+        task = asyncio.create_task(server.serve())
+        self._running.append((server, task))
+        while not server.started:
+            assert not task.done(), "the server did not start"
+            await asyncio.sleep(0.005)
+        return f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+
+    async def stop(self) -> None:
+        for server, _ in self._running:
+            server.should_exit = True
+        await asyncio.gather(*(task for _, task in self._running))
 
 
 class Gateway:
@@ -166,7 +173,9 @@ class Gateway:
 
     def post(self, body: Any, path: str = "/v1/chat/completions", **more: Any) -> Any:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        return self.session.post(self.url + path, data=data, **more)
+        return self.session.post(
+            self.url + path, data=io.BytesIO(data) if isinstance(data, bytes) else data, **more
+        )
 
     async def answer(self, body: Any, path: str = "/v1/chat/completions", **more: Any) -> tuple[int, bytes]:
         async with self.post(body, path, **more) as response:
@@ -210,7 +219,9 @@ class Gateway:
 @pytest.fixture
 async def start() -> AsyncIterator[Callable[..., Any]]:
     """``await start("e0:E", "p0:P", "d0:D", **settings)`` → Gateway in front of these, all ready."""
+    servers = Servers()
     async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(servers.stop)
 
         async def start_gateway(*instances: str, **settings: Any) -> Gateway:
             fakes = [FakeInstance(*instance.split(":")) for instance in instances]
@@ -218,10 +229,10 @@ async def start() -> AsyncIterator[Callable[..., Any]]:
                 config = uvicorn.Config(
                     fake, port=0, lifespan="off", log_level="critical", timeout_graceful_shutdown=1
                 )
-                fake.url = await stack.enter_async_context(serve(uvicorn.Server(config)))
+                fake.url = await servers.add(uvicorn.Server(config))
             chosen = GatewaySettings(**({"poll_interval_s": 0.05, "allow_private": True} | settings))
             app = create_app(chosen, [(fake.name, fake.url) for fake in fakes])
-            url = await stack.enter_async_context(serve(new_server(app, "127.0.0.1", 0)))
+            url = await servers.add(new_server(app, "127.0.0.1", 0))
             session = await stack.enter_async_context(aiohttp.ClientSession())
             gateway = Gateway(url, app, session, fakes)
             await gateway.until(lambda: all(record.ready for record in gateway.table))

@@ -1,4 +1,4 @@
-"""What transformers' own ``generate`` answers: the oracle of the identity tests. Shares no code with the engine."""
+"""What transformers' own ``generate`` answers: the oracle of identity tests. Shares no code with the engine."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Tiny models of real architectures with random weights, saved as transformers directories.
 
-Their tokenizer is the built-in model's; logits are spread out enough that float32 rounding does not change the greedy token.
+Their tokenizer is the built-in model's; their logits are spread out enough that float32 rounding changes no token.
 """
 
 from __future__ import annotations
@@ -61,7 +61,14 @@ def make_tiny_model(kind: str, path: Path, *, seed: int = 0, **text: Any) -> Pat
         "vision_start_token_id": start,
         "vision_end_token_id": end,
     }
-    vision = {"depth": 4, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "out_hidden_size": 128, **_INIT}
+    vision = {
+        "depth": 4,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_heads": 4,
+        "out_hidden_size": 128,
+        **_INIT,
+    }
     vocab = len(tokenizer)
     torch.manual_seed(seed)
     model: Any

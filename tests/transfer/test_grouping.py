@@ -22,7 +22,9 @@ def test_against_the_inequality(
     group = smallest_hidden_group(num_layers, layer_s, layer_bytes, handshake_s, bytes_per_s)
     assert 1 <= group <= num_layers
     assert hidden(group) or group == num_layers
-    assert not any(hidden(g) for g in range(1, group) if abs(handshake_s - g * (layer_s - layer_bytes / bytes_per_s)) > 1e-9)
+    assert not any(
+        hidden(g) for g in range(1, group) if abs(handshake_s - g * (layer_s - layer_bytes / bytes_per_s)) > 1e-9
+    )
 
 
 def test_measured_times_move_the_size() -> None:

@@ -67,7 +67,9 @@ def test_a_tcp_peer_checks_bounds_itself() -> None:
     lying = wire.Region(**{name: getattr(region, name) for name in region.__struct_fields__} | {"nbytes": 1 << 20})
     with pytest.raises(TransferError):
         here.write(lying, [(60, memoryview(b"12345678"))])
-    unknown = wire.Region(**{name: getattr(region, name) for name in region.__struct_fields__} | {"name": "nobody"})
+    unknown = wire.Region(
+        **{name: getattr(region, name) for name in region.__struct_fields__} | {"name": "nobody"}
+    )
     with pytest.raises(TransferError):
         here.read(unknown, [(0, memoryview(bytearray(8)))])
     here.write(region, [(0, memoryview(b"fine"))])  # the transport survives refusals

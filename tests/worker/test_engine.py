@@ -162,7 +162,9 @@ def requests() -> list[tuple[str, str, list[Image.Image]]]:
     ]
 
 
-def test_identical_to_generate_in_a_mixed_batch_and_again_from_the_prefix_cache(bench: Bench, tiny_model: Path) -> None:
+def test_identical_to_generate_in_a_mixed_batch_and_again_from_the_prefix_cache(
+    bench: Bench, tiny_model: Path
+) -> None:
     reference = Reference(tiny_model)
     expected = {name: reference.generate(text, images, max_tokens=12) for name, text, images in requests()}
     images = [noise(1), noise(2, (60, 140)), noise(3, (90, 90))]

@@ -55,9 +55,7 @@ def test_a_token_depends_on_seed_index_and_position_only(logits: torch.Tensor) -
 
 def test_frequencies_match_the_distribution(logits: torch.Tensor) -> None:
     count = 4000
-    seen = Counter(
-        draw(logits, *[sequence(temperature=0.8, seed=seed) for seed in range(count)])
-    )
+    seen = Counter(draw(logits, *[sequence(temperature=0.8, seed=seed) for seed in range(count)]))
     expected = (logits[0] / 0.8).softmax(-1)
     for token, probability in enumerate(expected.tolist()):
         deviation = (probability * (1 - probability) / count) ** 0.5
@@ -90,7 +88,9 @@ def test_penalties_as_the_apis_define_them() -> None:
     assert draw(logits, sequence(prompt=[0], temperature=0.0, repetition_penalty=2.0)) == [1]
     assert draw(logits, sequence(output=[0], temperature=0.0, presence_penalty=1.5)) == [1]
     assert draw(logits, sequence(output=[0, 0, 1], temperature=0.0, frequency_penalty=1.1)) == [2]
-    assert draw(logits, sequence(prompt=[0], temperature=0.0, presence_penalty=1.5)) == [0], "prompt does not count"
+    assert draw(logits, sequence(prompt=[0], temperature=0.0, presence_penalty=1.5)) == [0], (
+        "prompt does not count"
+    )
 
 
 def test_min_tokens_holds_eos_back() -> None:

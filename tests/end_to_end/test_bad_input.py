@@ -1,0 +1,123 @@
+"""Bad input: a 4xx in OpenAI's error shape with a sentence that helps, and nothing else disturbed."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import struct
+import zlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+from chat import chat
+from fleet import Books, gateway
+from pictures import noise, png
+from PIL import Image
+
+from epd_serve.config import DeploymentConfig
+from epd_serve.launch import LocalDeployment
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def deployment() -> AsyncIterator[LocalDeployment]:
+    config = DeploymentConfig(topology="E-P-D", gateway={"port": 0}, instances={"base_port": 0, "threads": 1})
+    async with LocalDeployment(config, ready_timeout_s=120) as deployment:
+        yield deployment
+
+
+def bomb() -> bytes:
+    """A PNG of 50 megapixels in a few kilobytes."""
+    width, height = 10_000, 5_000
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack("!I", len(data)) + kind + data + struct.pack("!I", zlib.crc32(kind + data))
+
+    header = struct.pack("!IIBBBBB", width, height, 1, 0, 0, 0, 0)
+    rows = zlib.compress(bytes((width // 8 + 1) * height), 9)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+
+
+def truncated() -> bytes:
+    buffer = io.BytesIO()
+    noise(1).save(buffer, "JPEG")
+    return buffer.getvalue()[:-2000]
+
+
+GARBAGE = b"{" + b'"a": [' * 1_700_000
+CASES: dict[str, tuple[Any, int, str]] = {
+    "an image that is none": (chat("What is this?", b"no image at all"), 400, "image"),
+    "a truncated image": (chat("What is this?", truncated()), 400, "image"),
+    "one broken image of two": (chat("What is this?", noise(1), truncated()), 400, "image"),
+    "a 50-megapixel bomb": (chat("What is this?", bomb()), 400, "pixel"),
+    "an unreachable URL": (chat("What is this?", "http://127.0.0.1:9/x.png"), 400, "127.0.0.1:9"),
+    "no URL": (chat("What is this?", "gopher://x/y.png"), 400, "http"),
+    "an unknown model": (chat("Hi") | {"model": "gpt-9"}, 404, "demo"),
+    "negative max_tokens": (chat("Hi", max_tokens=-1), 400, "max_tokens"),
+    "zero max_tokens": (chat("Hi", max_tokens=0), 400, "max_tokens"),
+    "a wrong temperature": (chat("Hi", temperature="warm"), 400, "temperature"),
+    "an unknown field": (chat("Hi", temprature=1), 400, "temprature"),
+    "no messages": (chat("Hi") | {"messages": []}, 400, "messages"),
+    "10 MB of garbage": (GARBAGE, 400, "JSON"),
+    "a prompt longer than the context": (chat("apple " * 5000), 400, "context"),
+    "max_tokens beyond the context": (chat("Hi", max_tokens=100_000), 400, "max_tokens"),
+    "the placeholder as text": (chat("What is <|image_pad|>?", noise(1)), 400, "placeholder"),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("case", CASES)
+async def test_is_refused_with_a_sentence(deployment: LocalDeployment, case: str, stream: bool) -> None:
+    body, status, word = CASES[case]
+    async with httpx.AsyncClient(base_url=deployment.gateway_url, timeout=30) as client:
+        neighbour = asyncio.create_task(client.post("/v1/chat/completions", json=chat("Count to 9.")))
+        if isinstance(body, bytes):
+            answer = await client.post("/v1/chat/completions", content=body)
+        else:
+            answer = await client.post("/v1/chat/completions", json=body | {"stream": stream})
+        assert answer.status_code == status, answer.text
+        error = answer.json()["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert error["type"] == "invalid_request_error"
+        assert word in error["message"]
+        assert len(error["message"]) < 600
+        assert (await neighbour).status_code == 200
+    await Books({name: handle.url for name, handle in deployment.instances.items()}).check()
+
+
+async def test_a_public_gateway_fetches_nothing_from_private_ranges(deployment: LocalDeployment) -> None:
+    """The picture is there and can be fetched, by a gateway for this machine alone."""
+    picture = png(noise(1))
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: image/png\r\nContent-Length: %d\r\n\r\n" % len(picture))
+        writer.write(picture)
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    body = chat("What is this?", f"http://127.0.0.1:{port}/x.png", max_tokens=3)
+    async with httpx.AsyncClient(base_url=deployment.gateway_url, timeout=30) as client:
+        answer = await client.post("/v1/chat/completions", json=body)
+        assert answer.status_code == 200, answer.text
+    urls = {name: handle.url for name, handle in deployment.instances.items()}
+    with gateway(urls, config={"gateway": {"media": {"allow_private": False}}}) as url:
+        async with httpx.AsyncClient(base_url=url, timeout=30) as client:
+            answer = await client.post("/v1/chat/completions", json=body)
+            assert answer.status_code == 400, answer.text
+            assert "no public address" in answer.json()["error"]["message"]
+    server.close()
+    await server.wait_closed()
+
+
+async def test_a_large_picture_within_the_limits_is_fine(deployment: LocalDeployment) -> None:
+    picture = Image.new("RGB", (3000, 2000), (250, 250, 250))
+    async with httpx.AsyncClient(base_url=deployment.gateway_url, timeout=30) as client:
+        answer = await client.post("/v1/chat/completions", json=chat("What is this?", picture, max_tokens=3))
+    assert answer.status_code == 200, answer.text

@@ -1,0 +1,72 @@
+"""200 mixed requests with random cancellations over E-P-D: afterwards nothing is held anywhere."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import httpx
+from chat import chat
+from fleet import Books
+from pictures import noise
+
+from epd_serve.config import DeploymentConfig
+from epd_serve.launch import LocalDeployment
+
+NUM_REQUESTS = 200
+
+
+def body(rng: random.Random) -> dict[str, Any]:
+    images = [noise(rng.randrange(12), (96, 72)) for _ in range(rng.choice([0, 0, 1, 1, 2]))]
+    fields: dict[str, Any] = {"max_tokens": rng.randint(1, 40), "ignore_eos": True, "stream": rng.random() < 0.6}
+    if rng.random() < 0.2:
+        fields["n"] = rng.randint(2, 3)
+    return chat(f"What is number {rng.randrange(50)}? " + "apple " * rng.randrange(40), *images, **fields)
+
+
+async def test_no_block_and_no_feature_leaks() -> None:
+    rng = random.Random(20)
+    config = DeploymentConfig(
+        topology="E-P-D",
+        gateway={"port": 0},
+        # few blocks and a small store, so that requests wait for each other at every stage
+        instances={
+            "base_port": 0,
+            "threads": 1,
+            "num_blocks": 80,
+            "max_num_batched_tokens": 64,
+            "feature_store_bytes": 1 << 18,
+            "feature_cache_bytes": 1 << 18,
+        },
+    )
+    outcomes: list[str] = []
+    async with (
+        LocalDeployment(config, ready_timeout_s=120) as deployment,
+        httpx.AsyncClient(base_url=deployment.gateway_url, timeout=120) as client,
+    ):
+        slots = asyncio.Semaphore(24)
+
+        async def one(request: dict[str, Any], patience_s: float | None) -> None:
+            async with slots:
+                try:
+                    async with asyncio.timeout(patience_s):
+                        answer = await client.post("/v1/chat/completions", json=request)
+                except TimeoutError:
+                    outcomes.append("cancelled")
+                    return
+                assert answer.status_code == 200, answer.text
+                if request["stream"]:
+                    assert answer.text.endswith("data: [DONE]\n\n")
+                outcomes.append("answered")
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(NUM_REQUESTS):
+                patience_s = rng.choice([None, None, rng.uniform(0, 0.05), rng.uniform(0, 0.5), rng.uniform(0, 2)])
+                group.create_task(one(body(rng), patience_s))
+        await Books({name: handle.url for name, handle in deployment.instances.items()}).check()
+        assert len(outcomes) == NUM_REQUESTS
+        assert outcomes.count("cancelled") > NUM_REQUESTS // 10
+        assert outcomes.count("answered") > NUM_REQUESTS // 4
+        last = await client.post("/v1/chat/completions", json=chat("Say apple"))
+        assert last.status_code == 200

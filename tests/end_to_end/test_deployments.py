@@ -1,0 +1,173 @@
+"""Every file in deploy/, as a user runs it: ready, the README's questions answered, stopped without a trace."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import openai
+import psutil
+import pytest
+from chat import data_url
+from fleet import Books, wait_until
+
+from epd_serve.config import change_config, load_config
+from epd_serve.launch import LocalDeployment
+from epd_serve.launch.ports import free_port
+
+ROOT = Path(__file__).parents[2]
+FILES = sorted((ROOT / "deploy").glob("*.yaml"))
+PICTURE = data_url((ROOT / "docs" / "images" / "three-shapes.png").read_bytes())
+GIB = 1 << 30
+
+
+def shared_memory() -> set[Path]:
+    return set(Path("/dev/shm").iterdir())
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+async def test_each_deployment_answers_the_questions_of_the_readme(file: Path) -> None:
+    config = change_config(load_config(file), {"gateway": {"port": 0}, "instances": {"base_port": 0}})
+    before = shared_memory()
+    started = time.monotonic()
+    async with LocalDeployment(config, ready_timeout_s=120) as deployment:
+        ready_s = time.monotonic() - started
+        pids = [process.pid for process in deployment.processes]
+        async with openai.AsyncOpenAI(base_url=f"{deployment.gateway_url}/v1", api_key="-") as client:
+            for question, answer in (
+                ("What color is the circle?", "red"),
+                ("Where is the blue square?", "right"),
+                ("How many shapes are there?", "3"),
+            ):
+                reply = await client.chat.completions.create(
+                    model="demo",
+                    temperature=0,
+                    messages=[
+                        {
+                            "role": "user",
+                            "content": [
+                                {"type": "image_url", "image_url": {"url": PICTURE}},
+                                {"type": "text", "text": question},
+                            ],
+                        }
+                    ],
+                )
+                assert reply.choices[0].message.content == answer
+            words = await client.chat.completions.create(
+                model="demo",
+                temperature=0,
+                messages=[{"role": "user", "content": "What is the capital of France?"}],
+            )
+            assert words.choices[0].message.content == "Paris"
+        rss = sum(psutil.Process(pid).memory_info().rss for pid in pids)
+        print(
+            f"{config.topology}: ready in {ready_s:.1f} s, {rss / GIB:.2f} GiB resident in {len(pids)} processes"
+        )
+        assert rss < 3 * GIB or len(pids) > 4
+        await Books({name: handle.url for name, handle in deployment.instances.items()}).check()
+        stopping = time.monotonic()
+    assert time.monotonic() - stopping < 10
+    assert not [pid for pid in pids if psutil.pid_exists(pid)]
+    assert shared_memory() <= before
+
+
+def start_up(*arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "epd_serve.cli", "up", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=ROOT,
+    )
+
+
+@pytest.fixture
+def deployment_file(tmp_path: Path) -> Path:
+    file = tmp_path / "deployment.yaml"
+    file.write_text(
+        f"{{topology: E-P-D, instances: {{base_port: 0}}, gateway: {{port: {free_port('127.0.0.1')}}}}}"
+    )
+    return file
+
+
+def test_ctrl_c_stops_everything(deployment_file: Path) -> None:
+    before = shared_memory()
+    port = free_port("127.0.0.1")
+    with start_up(str(deployment_file), "--port", str(port)) as process:
+        wait_until(lambda: _is_up(f"http://127.0.0.1:{port}/health"), "up is ready", 120)
+        children = psutil.Process(process.pid).children(recursive=True)
+        assert len(children) == 4
+        stopping = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=15)
+        assert time.monotonic() - stopping < 10
+    assert not [child for child in children if child.is_running()]
+    assert shared_memory() <= before
+    assert "curl" in output, "what to type next"
+
+
+def test_a_dying_instance_is_named_and_everything_stops(deployment_file: Path) -> None:
+    port = free_port("127.0.0.1")
+    with start_up(str(deployment_file), "--port", str(port)) as process:
+        wait_until(lambda: _is_up(f"http://127.0.0.1:{port}/health"), "up is ready", 120)
+        children = psutil.Process(process.pid).children(recursive=True)
+        victim = next(child for child in children if "--role P" in " ".join(child.cmdline()))
+        victim.send_signal(signal.SIGKILL)
+        output, _ = process.communicate(timeout=15)
+        assert process.returncode == 1
+    assert re.search(r"p0.*(SIGKILL|killed|signal 9)", output)
+    assert not [child for child in children if child.is_running()]
+
+
+def test_instances_and_gateway_can_be_started_by_hand(tmp_path: Path) -> None:
+    """The README's "without the supervisor": one instance, and a gateway that finds it through the file."""
+    instance_port, port = free_port("127.0.0.1"), free_port("127.0.0.1")
+    file = tmp_path / "deployment.yaml"
+    file.write_text(f"{{topology: EPD, instances: {{base_port: {instance_port}}}, gateway: {{port: {port}}}}}")
+    program = [sys.executable, "-m", "epd_serve.cli"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with (
+        subprocess.Popen(
+            [*program, "instance", "--name", "epd0", "--role", "EPD", "--port", str(instance_port)],
+            env=environment,
+        ) as instance,
+        subprocess.Popen([*program, "proxy", "--config", str(file)]) as gateway,
+    ):
+        try:
+            wait_until(lambda: _is_up(f"http://127.0.0.1:{port}/health"), "the gateway is ready", 120)
+            body = {"model": "demo", "prompt": "Say apple", "max_tokens": 2}
+            assert httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body).status_code == 200
+        finally:
+            gateway.terminate()
+            instance.terminate()
+        assert gateway.wait(10) == instance.wait(10) == 0
+
+
+def _is_up(url: str) -> bool:
+    try:
+        return httpx.get(url).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+async def test_the_port_of_a_running_server_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    result = await asyncio.to_thread(
+        subprocess.run,
+        [sys.executable, "-m", "epd_serve.cli", "up", "--port", str(port)],
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    server.close()
+    await server.wait_closed()
+    assert result.returncode == 2
+    assert str(port) in result.stderr

@@ -1,0 +1,132 @@
+"""Kill any process at any time: the answer is right or a clear error, and the survivors hold nothing afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+from chat import chat
+from fleet import Books
+from pictures import noise
+
+from epd_serve.config import DeploymentConfig
+from epd_serve.launch import LocalDeployment
+
+
+@pytest_asyncio.fixture
+async def deployment() -> AsyncIterator[LocalDeployment]:
+    config = DeploymentConfig(
+        topology="E-P-D",
+        gateway={"port": 0},
+        instances={"base_port": 0, "threads": 1, "lease_s": 3, "max_num_batched_tokens": 64},
+    )
+    async with LocalDeployment(config, ready_timeout_s=120) as deployment:
+        yield deployment
+
+
+async def ask(client: httpx.AsyncClient, body: dict[str, Any]) -> str:
+    """Returns "right", "error" (a clear one, before any token) or "cut" (broken off after an error event)."""
+    if not body.get("stream"):
+        answer = await client.post("/v1/chat/completions", json=body)
+        if answer.status_code == 200:
+            assert answer.json()["choices"][0]["finish_reason"]
+            return "right"
+        assert answer.status_code in (429, 502, 503, 504), answer.text
+        assert answer.json()["error"]["message"]
+        return "error"
+    text = ""
+    try:
+        async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
+            async for piece in answer.aiter_text():
+                text += piece
+    except httpx.RemoteProtocolError:
+        assert '"error"' in text, "a stream was cut without saying why"
+        assert "[DONE]" not in text
+        return "cut"
+    if answer.status_code != 200:
+        assert "message" in text
+        return "error"
+    assert text.endswith("data: [DONE]\n\n"), "a stream ended in order and is not complete"
+    return "right"
+
+
+@pytest.mark.parametrize("victim", ["e0", "p0", "d0"])
+async def test_kill_an_instance_under_load(deployment: LocalDeployment, victim: str) -> None:
+    handles = deployment.instances
+    async with httpx.AsyncClient(base_url=deployment.gateway_url, timeout=60) as client:
+        bodies = [
+            chat(
+                f"What is number {i}?",
+                *([noise(i, (96, 72))] if i % 2 else []),
+                max_tokens=150,
+                ignore_eos=True,
+                stream=i % 3 > 0,
+            )
+            for i in range(24)
+        ]
+        asked = [asyncio.create_task(ask(client, body)) for body in bodies]
+        await asyncio.sleep(0.25)
+        os.kill(handles[victim].pid, signal.SIGKILL)
+        outcomes = await asyncio.wait_for(asyncio.gather(*asked), 60)
+        assert len(outcomes) == 24
+        survivors = {name: handle.url for name, handle in handles.items() if name != victim}
+        await Books(survivors).check()
+        health = (await client.get("/health")).status_code
+        text = await client.post("/v1/chat/completions", json=chat("Say apple"))
+        image = await client.post("/v1/chat/completions", json=chat("What is this?", noise(99), max_tokens=4))
+        if victim == "e0":
+            assert set(outcomes) == {"right"}, "text needs no encoder, and the prefill instance encodes itself"
+            assert health == text.status_code == image.status_code == 200
+        else:
+            assert text.status_code == image.status_code == 503
+            assert health == 503
+            assert set(outcomes) != {"right"}, "the process was killed too late to matter"
+            stage = "prefill" if victim == "p0" else "decode"
+            assert stage in text.json()["error"]["message"]
+
+
+async def test_the_answer_is_the_same_without_an_encoder(deployment: LocalDeployment) -> None:
+    body = chat("What is in the picture?", noise(7), max_tokens=12, ignore_eos=True)
+    async with httpx.AsyncClient(base_url=deployment.gateway_url, timeout=60) as client:
+        before = await client.post("/v1/chat/completions", json=body)
+        os.kill(deployment.instances["e0"].pid, signal.SIGKILL)
+        other = chat("What is in the picture?", noise(8), max_tokens=12, ignore_eos=True)
+        assert (await client.post("/v1/chat/completions", json=other)).status_code == 200
+        after = await client.post("/v1/chat/completions", json=body)
+    assert before.json()["choices"] == after.json()["choices"]
+
+
+async def test_a_gateway_that_is_killed_takes_its_requests_along(deployment: LocalDeployment) -> None:
+    gateway = next(process for process in deployment.processes if process.spec.name == "gateway")
+    async with httpx.AsyncClient(base_url=deployment.gateway_url, timeout=60) as client:
+        bodies = [chat(f"Number {i}", noise(i), max_tokens=500, ignore_eos=True) for i in range(8)]
+        asked = [asyncio.create_task(client.post("/v1/chat/completions", json=body)) for body in bodies]
+        await asyncio.sleep(0.4)
+        os.kill(gateway.pid, signal.SIGKILL)
+        results = await asyncio.gather(*asked, return_exceptions=True)
+    assert all(isinstance(result, httpx.TransportError) for result in results)
+    await Books({name: handle.url for name, handle in deployment.instances.items()}).check()
+
+
+async def test_a_stalled_prefill_instance_loses_its_lease(deployment: LocalDeployment) -> None:
+    """P is stopped, not dead: its connections stay open, and only the lease can tell D that nothing will come."""
+    handles = deployment.instances
+    async with httpx.AsyncClient(base_url=deployment.gateway_url, timeout=60) as client:
+        bodies = [chat(f"{i} " + "apple " * 300, max_tokens=50, ignore_eos=True) for i in range(16)]
+        asked = [asyncio.create_task(ask(client, body)) for body in bodies]
+        await asyncio.sleep(0.15)
+        os.kill(handles["p0"].pid, signal.SIGSTOP)
+        try:
+            await asyncio.sleep(4.5)
+            in_use = (await client.get(f"{handles['d0'].url}/integrity")).json()
+            assert in_use["reservations"] == 0
+        finally:
+            os.kill(handles["p0"].pid, signal.SIGCONT)
+        await asyncio.wait_for(asyncio.gather(*asked), 60)
+    await Books({name: handle.url for name, handle in handles.items()}).check()

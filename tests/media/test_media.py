@@ -1,0 +1,177 @@
+import base64
+import io
+import struct
+import zlib
+
+import pytest
+from blake3 import blake3
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from epd_serve.errors import InvalidRequest, TooLarge
+from epd_serve.media import FORMATS, MediaLimits, mm_hash, open_image, parse_data_url, pixel_size
+
+LIMITS = MediaLimits()
+
+
+def encode(image: Image.Image, kind: str, **options) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def with_orientation(kind: str, orientation: int) -> bytes:
+    image = Image.new("RGB", (48, 32), "white")
+    image.paste("red", (0, 0, 24, 16))  # the upper left quarter
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    return encode(image, kind, exif=exif)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_size_and_picture_agree_in_every_format(kind):
+    data = encode(Image.new("RGB", (13, 7), (200, 30, 40)), kind)
+    assert pixel_size(data, LIMITS) == open_image(data, LIMITS).size == (13, 7)
+    assert open_image(data, LIMITS).mode == "RGB"
+    assert all(
+        abs(a - b) < 12 for a, b in zip(open_image(data, LIMITS).getpixel((5, 5)), (200, 30, 40), strict=True)
+    )
+
+
+#: Where the upper left quarter is shown, by EXIF orientation.
+CORNERS = {1: (0, 0), 2: (1, 0), 3: (1, 1), 4: (0, 1), 5: (0, 0), 6: (1, 0), 7: (1, 1), 8: (0, 1)}
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+@pytest.mark.parametrize("orientation", CORNERS)
+def test_exif_orientation_turns_size_and_picture_alike(kind, orientation):
+    data = with_orientation(kind, orientation)
+    size = (32, 48) if orientation >= 5 else (48, 32)
+    picture = open_image(data, LIMITS)
+    assert pixel_size(data, LIMITS) == picture.size == size
+    column, row = CORNERS[orientation]
+    red, green, _ = picture.getpixel((size[0] * (1 + 2 * column) // 4, size[1] * (1 + 2 * row) // 4))
+    assert red > 200 and green < 60
+
+
+@pytest.mark.parametrize("orientation", [0, 9, 65535])
+def test_a_senseless_orientation_is_upright(orientation):
+    assert pixel_size(with_orientation("JPEG", orientation), LIMITS) == (48, 32)
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "I;16", "CMYK"])
+def test_every_mode_becomes_rgb(mode):
+    data = encode(Image.new(mode, (4, 3)), "JPEG" if mode == "CMYK" else "PNG")
+    assert open_image(data, LIMITS).mode == "RGB"
+
+
+def test_transparency_lies_on_white_and_16_bits_are_scaled():
+    clear = encode(Image.new("RGBA", (2, 2), (255, 0, 0, 0)), "PNG")
+    half = encode(Image.new("RGBA", (2, 2), (0, 0, 0, 128)), "PNG")
+    palette = Image.new("P", (2, 2), 0)
+    palette.info["transparency"] = 0
+    assert open_image(clear, LIMITS).getpixel((0, 0)) == (255, 255, 255)
+    assert open_image(half, LIMITS).getpixel((0, 0)) == (127, 127, 127)
+    assert open_image(encode(palette, "PNG", transparency=0), LIMITS).getpixel((0, 0)) == (255, 255, 255)
+    assert open_image(encode(Image.new("I;16", (2, 2), 128 * 256), "PNG"), LIMITS).getpixel((0, 0)) == (128,) * 3
+
+
+def test_the_first_frame_of_an_animation():
+    frames = [Image.new("RGB", (5, 5), colour) for colour in ("red", "blue")]
+    data = encode(frames[0], "GIF", save_all=True, append_images=frames[1:])
+    assert open_image(data, LIMITS).getpixel((0, 0)) == (255, 0, 0)
+
+
+def test_limits():
+    data = encode(Image.new("RGB", (100, 50)), "PNG")
+    assert pixel_size(data, MediaLimits(max_pixels=5000)) == (100, 50)
+    for reader in (pixel_size, open_image):
+        with pytest.raises(InvalidRequest, match="100×50 = 5000 pixels; at most 4999"):
+            reader(data, MediaLimits(max_pixels=4999))
+        with pytest.raises(TooLarge):
+            reader(data, MediaLimits(max_bytes=len(data) - 1))
+
+
+def test_a_bomb_beyond_pillows_own_limit_is_refused_too():
+    data = encode(Image.new("RGB", (1, 1)), "PNG")
+    header = struct.pack(">4sII", b"IHDR", 60000, 60000) + data[24:29]
+    data = data[:12] + header + struct.pack(">I", zlib.crc32(header)) + data[33:]
+    with pytest.raises(InvalidRequest, match="pixels"):
+        pixel_size(data, MediaLimits(max_pixels=10**12))
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"hello", b"GIF89a", b"\x89PNG\r\n\x1a\n", b"<svg/>", b"%PDF-1.7", b"II*\0" * 9]
+)
+def test_what_is_no_image_is_refused(data):
+    for reader in (pixel_size, open_image):
+        with pytest.raises(InvalidRequest):
+            reader(data, LIMITS)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "BMP"])
+def test_a_truncated_picture_is_refused(kind):
+    data = encode(Image.effect_noise((64, 64), 80).convert("RGB"), kind)
+    with pytest.raises(InvalidRequest, match=r"broken|no image"):
+        open_image(data[: len(data) // 2], LIMITS)
+
+
+SAMPLES = [encode(Image.effect_noise((16, 12), 60).convert("RGB"), kind) for kind in FORMATS]
+SAMPLES += [with_orientation("JPEG", 6), with_orientation("PNG", 6)]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@given(st.sampled_from(SAMPLES), st.data())
+def test_damaged_files_give_a_picture_or_a_refusal(sample, data):
+    damaged = bytearray(sample)
+    for _ in range(data.draw(st.integers(1, 6))):
+        damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
+    damaged = bytes(damaged[: data.draw(st.integers(1, len(damaged)))])
+    limits = MediaLimits(max_pixels=10_000)
+    try:
+        size = pixel_size(damaged, limits)
+        picture = open_image(damaged, limits)
+    except InvalidRequest as error:
+        assert len(error.message) > 15
+    else:
+        assert picture.size == size
+
+
+@given(st.binary(max_size=50), st.text(max_size=9), st.text(max_size=9))
+def test_the_hash_is_of_full_width_and_tells_its_fields_apart(data, modality, fingerprint):
+    name = mm_hash(data, modality, fingerprint)
+    assert len(name) == 64 and int(name, 16) >= 0
+    assert name == mm_hash(data, modality, fingerprint)
+    assert name != blake3(data).hexdigest()
+    assert name != mm_hash(data + b"x", modality, fingerprint)
+    if fingerprint:
+        assert name != mm_hash(data, modality + fingerprint[0], fingerprint[1:])
+    if data[:1].isascii() and data:
+        assert name != mm_hash(data[1:], modality, fingerprint + data[:1].decode())
+
+
+@given(
+    st.binary(min_size=1, max_size=200), st.sampled_from(["", "image/png", "IMAGE/JPEG", "image/png;charset=x"])
+)
+def test_data_urls_round_trip(data, media_type):
+    url = f"data:{media_type};base64,{base64.b64encode(data).decode()}"
+    assert parse_data_url(url, 200) == (media_type.partition(";")[0].lower(), data)
+
+
+@given(st.text(max_size=80) | st.text(max_size=80).map(lambda text: f"data:image/png;base64,{text}"))
+def test_any_other_text_is_refused_with_a_sentence(url):
+    try:
+        media_type, data = parse_data_url(url, 1000)
+    except InvalidRequest as error:
+        assert len(error.message) > 15
+    else:
+        assert base64.b64encode(data).decode() == url.partition(",")[2]
+        assert media_type == "" or media_type.startswith("image/")
+
+
+def test_a_data_url_too_long_is_refused_before_decoding():
+    url = "data:image/png;base64," + "A" * 4000
+    assert len(parse_data_url(url, 3000)[1]) == 3000
+    with pytest.raises(TooLarge):
+        parse_data_url(url, 2990)

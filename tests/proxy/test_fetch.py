@@ -1,0 +1,202 @@
+"""Media by URL: limits, redirects, and the addresses that a URL may lead to."""
+
+import asyncio
+import ipaddress
+
+import pytest
+from aiohttp import web
+from hypothesis import given
+from hypothesis import strategies as st
+
+from epd_serve.errors import InvalidRequest, TooLarge
+from proxy.addresses import is_public, parse_address
+from proxy.fetch import MAX_REDIRECTS, MediaFetcher
+
+PRIVATE_V4 = [
+    "0.0.0.0/8",
+    "10.0.0.0/8",
+    "100.64.0.0/10",
+    "127.0.0.0/8",
+    "169.254.0.0/16",
+    "172.16.0.0/12",
+    "192.168.0.0/16",
+    "198.18.0.0/15",
+    "224.0.0.0/4",
+    "240.0.0.0/4",
+]
+PRIVATE_V6 = ["::/128", "::1/128", "fc00::/7", "fe80::/10", "fec0::/10", "ff00::/8", "2001:db8::/32"]
+
+
+def inside(networks: list[str]) -> st.SearchStrategy:
+    return st.sampled_from(networks).flatmap(lambda network: st.ip_addresses(network=network))
+
+
+@given(inside(PRIVATE_V4))
+def test_private_ipv4_is_refused_in_every_wrapping(address):
+    assert not is_public(address)
+    number = int(address)
+    for wrapped in (
+        ipaddress.IPv6Address(f"::ffff:{address}"),
+        ipaddress.IPv6Address(f"64:ff9b::{address}"),
+        ipaddress.IPv6Address(number),
+        ipaddress.IPv6Address((0x2002 << 112) | (number << 80)),
+        ipaddress.IPv6Address((0x20010000 << 96) | (number ^ 0xFFFFFFFF)),
+    ):
+        assert not is_public(wrapped), wrapped
+
+
+@given(inside(PRIVATE_V6))
+def test_private_ipv6_is_refused(address):
+    assert not is_public(address)
+    assert not is_public(parse_address(f"{address}%eth0"))
+
+
+@pytest.mark.parametrize(
+    "text", ["8.8.8.8", "93.184.215.14", "2606:4700:4700::1111", "64:ff9b::8.8.8.8", "::ffff:8.8.8.8"]
+)
+def test_public_addresses_are_allowed(text):
+    assert is_public(parse_address(text))
+
+
+@pytest.fixture
+async def site():
+    """A web server on all IPv4 loopback addresses; yields its port and the requests, as host:port/path."""
+    hits: list[str] = []
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        hits.append(f"{request.host}{request.path}")
+        match request.path.strip("/").split("/"):
+            case ["image"]:
+                return web.Response(body=b"picture")
+            case ["hop", count] if int(count) > 0:
+                raise web.HTTPFound(f"/hop/{int(count) - 1}")
+            case ["hop", _]:
+                return web.Response(body=b"arrived")
+            case ["away"]:
+                raise web.HTTPTemporaryRedirect(request.query["to"])
+            case ["slow"]:
+                await asyncio.sleep(30)
+            case ["large"]:
+                response = web.StreamResponse()
+                await response.prepare(request)
+                for _ in range(100):
+                    await response.write(b"x" * 1000)
+                return response
+        raise web.HTTPNotFound
+
+    application = web.Application()
+    application.router.add_route("GET", "/{path:.*}", answer)
+    runner = web.AppRunner(application, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "0.0.0.0", 0)
+    await site.start()
+    yield runner.addresses[0][1], hits
+    await runner.cleanup()
+
+
+def fetcher(**options) -> MediaFetcher:
+    options = {"max_bytes": 5000, "timeout_s": 2.0, "allowed_address": lambda _: True} | options
+    return MediaFetcher(**options)
+
+
+async def test_fetch_and_redirects(site):
+    port, _ = site
+    async with fetcher() as fetch:
+        assert await fetch.fetch(f"http://127.0.0.1:{port}/image") == b"picture"
+        assert await fetch.fetch(f"HTTP://localhost:{port}/hop/{MAX_REDIRECTS}") == b"arrived"
+        with pytest.raises(InvalidRequest, match="more than 3 redirects"):
+            await fetch.fetch(f"http://127.0.0.1:{port}/hop/{MAX_REDIRECTS + 1}")
+
+
+async def test_limits_of_size_and_time(site):
+    port, _ = site
+    async with fetcher(timeout_s=0.2) as fetch:
+        with pytest.raises(TooLarge, match="more than 5000 bytes"):
+            await fetch.fetch(f"http://127.0.0.1:{port}/large")
+        with pytest.raises(InvalidRequest, match=r"/slow' was not fetched within 0\.2 s"):
+            await fetch.fetch(f"http://127.0.0.1:{port}/slow")
+
+
+async def test_what_cannot_be_fetched_is_named(site):
+    port, _ = site
+    async with fetcher() as fetch:
+        for url, words in (
+            (f"http://127.0.0.1:{port}/nothing", "answered 404"),
+            ("http://127.0.0.1:1/x", "cannot be fetched"),
+            ("http://no-such-host.invalid/x", "cannot be fetched"),
+            ("gopher://127.0.0.1/x", "only data:, http"),
+        ):
+            with pytest.raises(InvalidRequest, match=words) as caught:
+                await fetch.fetch(url)
+            assert url in caught.value.message
+
+
+def only_first(address) -> bool:
+    return str(address) == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    "host", ["127.0.0.2", "127.0.0.2.", "[::ffff:127.0.0.2]", "2130706434", "0x7f000002", "127.2"]
+)
+async def test_a_refused_address_is_never_connected_to_however_it_is_spelt(site, host):
+    port, hits = site
+    async with fetcher(allowed_address=only_first) as fetch:
+        assert await fetch.fetch(f"http://127.0.0.1:{port}/image") == b"picture"
+        hits.clear()
+        with pytest.raises(InvalidRequest):
+            await fetch.fetch(f"http://{host}:{port}/image")
+    assert hits == []
+
+
+async def test_a_redirect_to_a_refused_address_is_not_followed(site):
+    port, hits = site
+    async with fetcher(allowed_address=only_first) as fetch:
+        with pytest.raises(InvalidRequest, match=r"127\.0\.0\.2 is no public address"):
+            await fetch.fetch(f"http://127.0.0.1:{port}/away?to=http://127.0.0.2:{port}/image")
+        with pytest.raises(InvalidRequest, match="only data:, http"):
+            await fetch.fetch(f"http://127.0.0.1:{port}/away?to=file:///etc/passwd")
+    assert not any(hit.startswith("127.0.0.2") for hit in hits)
+
+
+async def test_what_a_name_resolves_to_is_what_is_checked(site, monkeypatch):
+    """A name that changes its address between check and use (DNS rebinding) gains nothing."""
+    port, hits = site
+    answers = iter(["127.0.0.1", "127.0.0.2"])
+    loop = asyncio.get_running_loop()
+
+    async def resolve(host, port, **_):
+        return [(2, 1, 6, "", (next(answers), port))]
+
+    monkeypatch.setattr(loop, "getaddrinfo", resolve)
+    async with fetcher(allowed_address=only_first) as fetch:
+        assert await fetch.fetch(f"http://rebinding.example:{port}/image") == b"picture"
+        await fetch._session.connector.close()  # no connection left to be used again
+    async with fetcher(allowed_address=only_first) as fetch:
+        with pytest.raises(InvalidRequest, match="no public address"):
+            await fetch.fetch(f"http://rebinding.example:{port}/image")
+    assert len(hits) == 1
+
+
+async def test_files_only_from_allowed_directories(tmp_path):
+    allowed, secret = tmp_path / "open", tmp_path / "secret.png"
+    allowed.mkdir()
+    (allowed / "a picture.png").write_bytes(b"picture")
+    (allowed / "large.png").write_bytes(b"x" * 6000)
+    (allowed / "link.png").symlink_to(secret)
+    secret.write_bytes(b"secret")
+    async with fetcher(allowed_file_dirs=(allowed.resolve(),)) as fetch:
+        assert await fetch.fetch(f"file://{allowed}/a%20picture.png") == b"picture"
+        with pytest.raises(TooLarge):
+            await fetch.fetch(f"file://{allowed}/large.png")
+        for url in (
+            f"file://{secret}",
+            f"file://{allowed}/../secret.png",
+            f"file://{allowed}/%2e%2e/secret.png",
+            f"file://{allowed}/link.png",
+            f"file://{allowed}",
+            f"file://{allowed}/missing.png",
+            f"file://elsewhere{allowed}/large.png",
+            f"file://{allowed}/%00",
+        ):
+            with pytest.raises(InvalidRequest, match="only read from the directories"):
+                await fetch.fetch(url)

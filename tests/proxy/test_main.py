@@ -1,0 +1,66 @@
+"""The gateway as a process."""
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+
+import pytest
+
+from epd_serve.config import parse_config
+from proxy.settings import GatewaySettings, is_loopback
+
+
+def test_importing_the_gateway_leaves_torch_out():
+    code = "import sys, proxy.main; print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_sigterm_ends_it_cleanly():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    code = (
+        "from epd_serve.config import parse_config; from proxy.main import run_gateway; "
+        f"run_gateway(parse_config(''), [('epd0', 'http://127.0.0.1:1')], '127.0.0.1', {port}); print('ended')"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        deadline_s = time.monotonic() + 30
+        while True:
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health/live", timeout=5).close()
+                break
+            except urllib.error.URLError:
+                assert process.poll() is None and time.monotonic() < deadline_s
+                time.sleep(0.05)
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5)
+        with refused.value as response:
+            assert response.code == 503
+            assert json.load(response)["instances"]["epd0"] == {"role": None, "ready": False}
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=15)
+    finally:
+        process.kill()
+        process.wait()
+    assert (process.returncode, out, err) == (0, "ended\n", "")
+
+
+@pytest.mark.parametrize(
+    ("host", "loopback"),
+    [("127.0.0.1", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("::", False), ("gpu7", False)],
+)
+def test_private_media_are_allowed_only_to_a_gateway_that_nobody_else_reaches(host, loopback):
+    assert is_loopback(host) is loopback
+    assert GatewaySettings.of(parse_config(""), host).allow_private is loopback
+    for chosen in ("true", "false"):
+        config = parse_config(f"gateway: {{media: {{allow_private: {chosen}}}}}")
+        assert GatewaySettings.of(config, host).allow_private is (chosen == "true")

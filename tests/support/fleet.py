@@ -1,0 +1,91 @@
+"""Real deployments: every instance and every gateway is a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from epd_serve.launch.ports import free_port
+
+#: Which instances of the fixture's fleet make up each topology.
+TOPOLOGIES = {
+    "EPD": ("epd0",),
+    "EP-D": ("ep0", "d0"),
+    "E-P-D": ("e0", "p0", "d0"),
+    "(E-P)-D": ("e1", "p0", "d0"),
+    "(E-D)-P": ("e0", "d0", "p0"),
+    "(E-PD)": ("e0", "pd0"),
+    "ED-P": ("ed0", "p0"),
+    "2E-P-D": ("e0", "e1", "p0", "d0"),
+}
+FLEET = "2E-P-D-EP-ED-PD-EPD"
+
+
+@contextmanager
+def gateway(instances: Mapping[str, str], *, config: dict[str, Any] | None = None) -> Iterator[str]:
+    """A gateway process in front of instances (name → URL); yields its URL once it is ready."""
+    port = free_port("127.0.0.1")
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        json.dump(config or {}, file)
+        file.flush()
+        with _gateway_process(port, file.name, instances) as url:
+            yield url
+
+
+@contextmanager
+def _gateway_process(port: int, config_file: str, instances: Mapping[str, str]) -> Iterator[str]:
+    command = [sys.executable, "-m", "epd_serve.cli", "proxy", "--port", str(port), "--config", config_file]
+    for name, url in instances.items():
+        command += ["--instance", f"{name}={url}"]
+    with subprocess.Popen(command) as process:
+        try:
+            url = f"http://127.0.0.1:{port}"
+            wait_until(lambda: _answers(url + "/health"), "the gateway is ready")
+            yield url
+        finally:
+            process.terminate()
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(url).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 60) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
+        time.sleep(0.05)
+
+
+@dataclass(frozen=True)
+class Books:
+    """What an idle deployment must show: books that balance and nothing in use."""
+
+    urls: Mapping[str, str]
+
+    async def check(self, timeout_s: float = 15) -> None:
+        """Clean-up after a cancellation runs in the background, so "all free" is awaited, not demanded at once."""
+        async with httpx.AsyncClient() as client:
+            deadline = time.monotonic() + timeout_s
+            while True:
+                state = {name: (await client.get(f"{url}/integrity")) for name, url in self.urls.items()}
+                wrong = {name: answer.text for name, answer in state.items() if answer.status_code != 200}
+                assert not wrong
+                in_use = {n: a.json() for n, a in state.items() if any(a.json().values())}
+                if not in_use:
+                    return
+                assert time.monotonic() < deadline, f"still in use: {json.dumps(in_use)}"
+                await asyncio.sleep(0.1)
