@@ -48,7 +48,7 @@ def create_app(
         allowed_address=(lambda _: True) if settings.allow_private else is_public,
         allowed_file_dirs=settings.allowed_file_dirs,
     )
-    poller = Poller(table, calls, settings.poll_interval_s)
+    poller = Poller(table, calls, settings.poll_interval_s, settings.startup_wait_s)
     generator = Generator(
         Instances(
             table=table,
@@ -81,6 +81,7 @@ def create_app(
             kind=kind,
             parse=request_type.parse,
             table=table,
+            poller=poller,
             generator=generator,
             loader=loader,
             metrics=metrics,

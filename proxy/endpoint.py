@@ -23,6 +23,7 @@ from proxy.attempt import Job
 from proxy.auth import Authenticator
 from proxy.generation import Generator
 from proxy.media import MediaLoader
+from proxy.poller import Poller
 from proxy.sink import EventSink, ResponseAborted, send_json
 
 logger = logging.getLogger(__name__)
@@ -46,6 +47,7 @@ class GenerationEndpoint:
         kind: str,
         parse: Callable[[bytearray], GenerationRequest],
         table: InstanceTable,
+        poller: Poller,
         generator: Generator,
         loader: MediaLoader,
         metrics: GatewayMetrics,
@@ -56,6 +58,7 @@ class GenerationEndpoint:
         self._kind = kind
         self._parse = parse
         self._table = table
+        self._poller = poller
         self._generator = generator
         self._loader = loader
         self._metrics = metrics
@@ -130,6 +133,7 @@ class GenerationEndpoint:
     async def _generate(self, exchange: _Exchange, body: bytearray, sink: EventSink) -> None:
         request = self._parse(body)
         body.clear()
+        await self._poller.started()
         model = self._model(request.model)
         sources = request.media()
         exchange.modality = "image" if sources else "text"

@@ -18,6 +18,7 @@ class GatewaySettings:
         allow_private: whether media URLs may lead to addresses that are not public.
         allowed_file_dirs: directories, resolved, whose files a ``file://`` URL may name.
         poll_interval_s: how often each instance is asked for its state.
+        startup_wait_s: how long after the gateway's start requests wait for instances that are still loading.
     """
 
     max_body_bytes: int = 64 * 1024 * 1024
@@ -28,6 +29,7 @@ class GatewaySettings:
     allow_private: bool = False
     allowed_file_dirs: tuple[Path, ...] = ()
     poll_interval_s: float = 0.5
+    startup_wait_s: float = 60.0
 
     @classmethod
     def of(cls, config: DeploymentConfig, host: str) -> GatewaySettings:

@@ -53,6 +53,7 @@ class FakeInstance:
         self.role = role
         self.info = info
         self.url = ""
+        self.loading = False
         self.scripts: dict[str, Callable[[Any], Script]] = {}
         self.calls: list[tuple[str, Any]] = []
         self.cancelled: list[tuple[str, Any]] = []
@@ -67,7 +68,8 @@ class FakeInstance:
             body += event.get("body", b"")
             more = event.get("more_body", False)
         if path == "/info":
-            await self._play([(200, {}), wire.to_json(self._info())], send)
+            loading = fail(503, "the instance is loading its model")
+            await self._play(loading if self.loading else [(200, {}), wire.to_json(self._info())], send)
             return
         message: Any = wire.decode(body, MESSAGES[path])
         self.calls.append((path, message))
@@ -218,14 +220,15 @@ class Gateway:
 
 @pytest.fixture
 async def start() -> AsyncIterator[Callable[..., Any]]:
-    """``await start("e0:E", "p0:P", "d0:D", **settings)`` → Gateway in front of these, all ready."""
+    """``await start("e0:E", "p0:P", "d0:D", **settings)`` → Gateway in front of these, all ready or all loading."""
     servers = Servers()
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(servers.stop)
 
-        async def start_gateway(*instances: str, **settings: Any) -> Gateway:
+        async def start_gateway(*instances: str, loading: bool = False, **settings: Any) -> Gateway:
             fakes = [FakeInstance(*instance.split(":")) for instance in instances]
             for fake in fakes:
+                fake.loading = loading
                 config = uvicorn.Config(
                     fake, port=0, lifespan="off", log_level="critical", timeout_graceful_shutdown=1
                 )
@@ -235,7 +238,8 @@ async def start() -> AsyncIterator[Callable[..., Any]]:
             url = await servers.add(new_server(app, "127.0.0.1", 0))
             session = await stack.enter_async_context(aiohttp.ClientSession())
             gateway = Gateway(url, app, session, fakes)
-            await gateway.until(lambda: all(record.ready for record in gateway.table))
+            if not loading:
+                await gateway.until(lambda: all(record.ready for record in gateway.table))
             return gateway
 
         yield start_gateway
