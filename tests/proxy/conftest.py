@@ -220,7 +220,7 @@ class Gateway:
 
 @pytest.fixture
 async def start() -> AsyncIterator[Callable[..., Any]]:
-    """``await start("e0:E", "p0:P", "d0:D", **settings)`` → Gateway in front of these, all ready or all loading."""
+    """``await start("e0:E", "p0:P", "d0:D", **settings)`` → Gateway before these, all ready or all loading."""
     servers = Servers()
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(servers.stop)
