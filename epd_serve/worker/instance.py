@@ -42,6 +42,8 @@ from epd_serve.worker.runner import LanguageRunner
 
 _HOUSEKEEPING_S = 0.25
 _DEFAULT_KV_BYTES = 1 << 28
+#: Of an accelerator's memory that is free once the weights are loaded; activations need the rest.
+_FREE_MEMORY_FOR_KV = 0.8
 _MIN_BLOCKS = 64
 _ORPHAN_S = 10.0
 #: The gateway applies the operator's limits; an instance only guards itself.
@@ -179,7 +181,13 @@ class Instance:
             * layout.head_dim
             * self._dtype.itemsize
         )
-        return max((options.kv_cache_bytes or _DEFAULT_KV_BYTES) // block, _MIN_BLOCKS)
+        if options.kv_cache_bytes is not None:
+            size = options.kv_cache_bytes
+        elif self._device.type == "cpu":
+            size = _DEFAULT_KV_BYTES
+        else:
+            size = int(self._device.memory()[1] * _FREE_MEMORY_FOR_KV)
+        return max(size // block, _MIN_BLOCKS)
 
     async def close(self) -> None:
         """Stop threads and give back memory."""
