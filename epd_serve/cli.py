@@ -270,8 +270,8 @@ def _instances_of(deployment: DeploymentConfig) -> list[tuple[str, str]]:
     settings = deployment.instances
     if not settings.base_port:
         raise ValueError(
-            "instances.base_port is 0, so nobody can know the instances' ports; set it, or add --instance NAME=URL "
-            "for each, as in e0=http://127.0.0.1:8100"
+            "instances.base_port is 0, so nobody can know the instances' ports; set it, "
+            "or add --instance NAME=URL for each, as in e0=http://127.0.0.1:8100"
         )
     return [
         (instance.name, url_of(settings.host, settings.base_port + index))

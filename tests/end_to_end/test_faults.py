@@ -1,4 +1,4 @@
-"""Kill any process at any time: the answer is right or a clear error, and the survivors hold nothing afterwards."""
+"""Kill any process at any time: the answer is right or a clear error, and the survivors hold nothing after it."""
 
 from __future__ import annotations
 

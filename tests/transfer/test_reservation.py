@@ -1,4 +1,4 @@
-"""Reservations as a state machine with a clock of its own: blocks come back exactly once, whatever the order of events."""
+"""Reservations as a state machine with its own clock: blocks come back exactly once, in any order of events."""
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule

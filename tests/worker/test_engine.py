@@ -1,4 +1,4 @@
-"""The engine in one process: identical to ``generate`` under chunked prefill, mixed batches, prefix reuse and aborts."""
+"""The engine in one process: equal to ``generate`` with chunked prefill, mixed batches, prefix reuse, aborts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sampling: greedy is argmax, draws follow the distribution that the parameters leave, and nothing depends on the batch."""
+"""Greedy is argmax, draws follow the distribution that the parameters leave, no row depends on its batch."""
 
 from collections import Counter
 from typing import Any
