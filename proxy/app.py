@@ -56,7 +56,7 @@ def create_app(
             policy=policy or LeastLoaded(),
             poller=poller,
             metrics=metrics,
-            encode_timeout_s=settings.request_timeout_s / 4,
+            encode_timeout_s=settings.encode_timeout_s,
         )
     )
     loader = MediaLoader(settings.media, fetcher)

@@ -18,6 +18,8 @@ class GatewaySettings:
         allow_private: whether media URLs may lead to addresses that are not public.
         allowed_file_dirs: directories, resolved, whose files a ``file://`` URL may name.
         poll_interval_s: how often each instance is asked for its state.
+        encode_timeout_s: how long an instance may take to encode an item before another is asked. P must still
+            be waiting for the feature then.
         startup_wait_s: how long after the gateway's start requests wait for instances that are still loading.
     """
 
@@ -30,6 +32,7 @@ class GatewaySettings:
     allowed_file_dirs: tuple[Path, ...] = ()
     poll_interval_s: float = 0.5
     startup_wait_s: float = 60.0
+    encode_timeout_s: float = 15.0
 
     @classmethod
     def of(cls, config: DeploymentConfig, host: str) -> GatewaySettings:
@@ -42,6 +45,7 @@ class GatewaySettings:
             media=MediaLimits(max_pixels=media.max_pixels, max_bytes=media.max_bytes),
             fetch_timeout_s=media.fetch_timeout_s,
             allow_private=is_loopback(host) if media.allow_private is None else media.allow_private,
+            encode_timeout_s=config.settings_for("P").feature_timeout_s / 2,
             allowed_file_dirs=tuple(Path(folder).expanduser().resolve() for folder in media.allowed_file_dirs),
         )
 

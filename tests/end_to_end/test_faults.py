@@ -24,7 +24,13 @@ async def deployment() -> AsyncIterator[LocalDeployment]:
     config = DeploymentConfig(
         topology="E-P-D",
         gateway={"port": 0},
-        instances={"base_port": 0, "threads": 1, "lease_s": 3, "max_num_batched_tokens": 64},
+        instances={
+            "base_port": 0,
+            "threads": 1,
+            "lease_s": 3,
+            "feature_timeout_s": 8,
+            "max_num_batched_tokens": 64,
+        },
     )
     async with LocalDeployment(config, ready_timeout_s=120) as deployment:
         yield deployment
@@ -100,6 +106,20 @@ async def test_the_answer_is_the_same_without_an_encoder(deployment: LocalDeploy
         assert (await client.post("/v1/chat/completions", json=other)).status_code == 200
         after = await client.post("/v1/chat/completions", json=body)
     assert before.json()["choices"] == after.json()["choices"]
+
+
+async def test_a_stalled_encoder_is_passed_over(deployment: LocalDeployment) -> None:
+    """E is stopped, not dead: its connections stay open and nothing comes."""
+    handles = deployment.instances
+    os.kill(handles["e0"].pid, signal.SIGSTOP)
+    try:
+        async with httpx.AsyncClient(base_url=deployment.gateway_url, timeout=60) as client:
+            answer = await client.post("/v1/chat/completions", json=chat("What is this?", noise(9), max_tokens=4))
+            assert answer.status_code == 200, answer.text
+            await Books({name: handles[name].url for name in ("p0", "d0")}).check()
+    finally:
+        os.kill(handles["e0"].pid, signal.SIGCONT)
+    await Books({name: handle.url for name, handle in handles.items()}).check()
 
 
 async def test_a_gateway_that_is_killed_takes_its_requests_along(deployment: LocalDeployment) -> None:
