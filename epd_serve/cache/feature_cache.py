@@ -19,6 +19,9 @@ class _Entry(Generic[T]):
 class FeatureCache(Generic[T]):
     """At most ``capacity_bytes`` of values. An entry with an owner is never evicted. Not thread-safe.
 
+    The one exception: ``put(..., beyond=True)`` goes beyond the capacity where held entries leave no room, and
+    what is released then is dropped until all fits again.
+
     An owner is a request id: it holds an entry once however often it asks, and :meth:`release` drops all it holds.
     """
 
@@ -60,10 +63,10 @@ class FeatureCache(Generic[T]):
         held = sum(entry.nbytes for entry in self._entries.values() if entry.owners)
         return held + nbytes <= self.capacity_bytes
 
-    def put(self, key: str, value: T, nbytes: int, owner: str) -> list[T]:
+    def put(self, key: str, value: T, nbytes: int, owner: str, *, beyond: bool = False) -> list[T]:
         """Insert a value held by ``owner``; a key that is there already keeps its value.
 
-        Precondition: :meth:`can_put`.
+        Precondition: :meth:`can_put`, or ``beyond``.
 
         Returns:
             The values evicted to make room.
@@ -71,10 +74,8 @@ class FeatureCache(Generic[T]):
         entry = self._entries.get(key)
         evicted: list[T] = []
         if entry is None:
-            assert self.can_put(nbytes), f"{nbytes} bytes do not fit"
-            while self.num_bytes + nbytes > self.capacity_bytes:
-                victim = next(k for k, e in self._entries.items() if not e.owners)
-                evicted.append(self.evict(victim))
+            assert beyond or self.can_put(nbytes), f"{nbytes} bytes do not fit"
+            evicted = self._evict_down_to(self.capacity_bytes - nbytes)
             entry = self._entries[key] = _Entry(value, nbytes)
             self.num_bytes += nbytes
         self._hold(key, entry, owner)
@@ -101,6 +102,7 @@ class FeatureCache(Generic[T]):
                 self._entries[name].owners.discard(owner)
         if not held:
             self._held.pop(owner, None)
+        self._evict_down_to(self.capacity_bytes)
 
     def owners(self) -> list[str]:
         return list(self._held)
@@ -108,11 +110,18 @@ class FeatureCache(Generic[T]):
     def check_integrity(self) -> None:
         """Raise AssertionError unless bytes and holds add up from both sides."""
         assert self.num_bytes == sum(entry.nbytes for entry in self._entries.values()), "bytes do not add up"
-        assert self.num_bytes <= self.capacity_bytes, "over capacity"
+        held = sum(entry.nbytes for entry in self._entries.values() if entry.owners)
+        assert self.num_bytes <= max(self.capacity_bytes, held), "over capacity with entries that nobody holds"
         from_entries = {(owner, key) for key, entry in self._entries.items() for owner in entry.owners}
         from_owners = {(owner, key) for owner, keys in self._held.items() for key in keys}
         assert from_entries == from_owners, "holds disagree"
         assert all(self._held.values()), "an owner without a hold"
+
+    def _evict_down_to(self, num_bytes: int) -> list[T]:
+        evicted: list[T] = []
+        while self.num_bytes > num_bytes and (value := self.evict_one()) is not None:
+            evicted.append(value)
+        return evicted
 
     def _hold(self, key: str, entry: _Entry[T], owner: str) -> None:
         self._entries.move_to_end(key)

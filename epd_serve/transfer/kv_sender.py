@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -11,6 +12,8 @@ from typing import Protocol
 from epd_serve.protocol.wire import ReserveReply
 from epd_serve.transfer.grouping import GroupSizer
 from epd_serve.transfer.transport import Piece, TransferError, Transport
+
+logger = logging.getLogger(__name__)
 
 
 class KVSource(Protocol):
@@ -103,15 +106,18 @@ class KVSender:
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
-            if isinstance(job, _Fence):
-                if job.transfer.transfer_s:
-                    job.transfer.exposed_s = self._clock() - job.queued_at
-                job.passed(job.transfer)
-            elif not job.transfer.cancelled and job.transfer.error is None:
-                try:
+            try:
+                if isinstance(job, _Fence):
+                    if job.transfer.transfer_s:
+                        job.transfer.exposed_s = self._clock() - job.queued_at
+                    job.passed(job.transfer)
+                elif not job.transfer.cancelled and job.transfer.error is None:
                     self._push(job)
-                except TransferError as error:
-                    job.transfer.error = error
+            except TransferError as error:
+                job.transfer.error = error
+            except Exception as error:  # a failed copy must fail its transfer, not all that come after it
+                logger.exception("transfer %s failed", job.transfer.transfer_id)
+                job.transfer.error = TransferError(f"the copy failed: {error}")
 
     def _push(self, job: _Push) -> None:
         transfer = job.transfer

@@ -6,12 +6,15 @@ from bisect import bisect_left, insort
 
 
 class SlabAllocator:
-    """Hands out aligned, non-overlapping ``[offset, offset + nbytes)`` ranges of ``capacity`` bytes."""
+    """Hands out aligned, non-overlapping ``[offset, offset + nbytes)`` ranges of ``capacity`` bytes.
+
+    ``capacity`` is rounded down to the alignment, so that whatever is no larger fits when all else is free.
+    """
 
     def __init__(self, capacity: int, alignment: int = 64) -> None:
-        self.capacity = capacity
+        self.capacity = capacity // alignment * alignment
         self._alignment = alignment
-        self._free_by_offset: dict[int, int] = {0: capacity}
+        self._free_by_offset: dict[int, int] = {0: self.capacity}
         self._offsets = [0]
         self._used: dict[int, int] = {}
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
@@ -25,6 +26,7 @@ _STATUS = struct.Struct("!BI")
 _WRITE, _READ = 1, 2
 _MAX_PIECES = 1 << 20
 _IDLE_TIMEOUT_S = 30.0
+_ACCEPT_RETRY_S = 0.05
 
 
 def _receive(connection: socket.socket, into: memoryview) -> None:
@@ -71,7 +73,10 @@ class TcpServer:
             try:
                 connection, _ = self._listener.accept()
             except OSError:
-                return
+                if self._closed:
+                    return
+                time.sleep(_ACCEPT_RETRY_S)  # out of file descriptors, say: that passes
+                continue
             with self._lock:
                 if self._closed:
                     connection.close()

@@ -91,7 +91,11 @@ class _Choice:
 
     def __init__(self, decoder: Decoder, prompt_ids: Sequence[int], sampling: SamplingParams) -> None:
         self.detokenizer = Detokenizer(
-            decoder, prompt_ids, sampling.stop, skip_special_tokens=sampling.skip_special_tokens
+            decoder,
+            prompt_ids,
+            sampling.stop,
+            skip_special_tokens=sampling.skip_special_tokens,
+            min_tokens=sampling.min_tokens,
         )
         self.num_tokens = 0
         self.finish_reason: str | None = None

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from epd_serve.cache.block_pool import num_blocks_for
 from epd_serve.errors import InstanceFailed, InvalidRequest, ServeError, StageTimeout, Unavailable
 from epd_serve.protocol import wire
 from epd_serve.request import Sequence
@@ -68,6 +69,8 @@ class DecodeService:
         request_id = request.request_id
         if request_id in self._expected:
             raise InvalidRequest(f"request {request_id} is being served already", param="request_id")
+        if request_id in self._ended:
+            raise Unavailable(f"request {request_id} has ended")
         self._expected[request_id] = asyncio.get_running_loop().create_future()
         try:
             unclaimed = self._unclaimed.pop(request_id, None)
@@ -83,6 +86,7 @@ class DecodeService:
         self._listen(request_id, None)
         self._engine.abort(request_id)
         self._reservations.abandon(request_id)
+        self._freed.set()  # the one at the head of the queue for blocks may be this one
         self._ended[request_id] = None
         while len(self._ended) > _NUM_TOMBSTONES:
             self._ended.popitem(last=False)
@@ -113,7 +117,7 @@ class DecodeService:
                 raise
         if reservation.blocks is None or reservation.state is not ReservationState.GRANTED:
             raise Unavailable(f"request {request.request_id} was cancelled")
-        num_blocks = -(-request.num_prompt_tokens // self._layout.block_size)
+        num_blocks = num_blocks_for(request.num_prompt_tokens, self._layout.block_size)
         return wire.ReserveReply(
             block_ids=reservation.blocks.root[:num_blocks],
             num_cached_blocks=reservation.blocks.num_cached,
@@ -147,7 +151,9 @@ class DecodeService:
         if handoff.request_id in self._ended:
             self._engine.unreserve(reservation.blocks)
             raise Unavailable(f"request {handoff.request_id} was cancelled")
-        self._memory.land(reservation.blocks.root[: -(-len(handoff.prompt_ids) // self._layout.block_size)])
+        num_blocks = num_blocks_for(len(handoff.prompt_ids), self._layout.block_size)
+        # what was cached here was not written: it must not be replaced by what lies in the slab
+        self._memory.land(reservation.blocks.root[reservation.blocks.num_cached : num_blocks])
         answer = Answer(self._tokenizer, handoff.output, handoff.sampling, handoff.prompt_ids)
         for index, first in enumerate(handoff.first):
             answer.push(index, first.token_id, first.logprob, first.finish_reason)  # P has sent these already

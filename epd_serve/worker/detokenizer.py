@@ -21,6 +21,9 @@ class Detokenizer:
     Bytes that do not yet make a character, and text that may be the beginning of a stop string, are held back
     until the next tokens decide. The state follows from the tokens alone: an instance that pushes the same tokens
     stands where the one before it stood.
+
+    Args:
+        min_tokens: a stop string that is complete within so many tokens stops nothing, as in vLLM.
     """
 
     def __init__(
@@ -30,6 +33,7 @@ class Detokenizer:
         stop: Sequence[str] = (),
         *,
         skip_special_tokens: bool = True,
+        min_tokens: int = 0,
     ) -> None:
         self._decoder = decoder
         self._skip = skip_special_tokens
@@ -38,14 +42,20 @@ class Detokenizer:
         self._shown = len(self._ids)  # tokens whose text is out
         self._context = 0  # first token that is decoded again, since merging across tokens can change spaces
         self._held = ""
+        self._num_tokens = 0
+        self._min_tokens = min_tokens
         self.text = ""
         self.stopped = False
 
     def push(self, token_id: int) -> str:
         """Add a token; returns the text that is now certain. Sets ``stopped`` when a stop string is complete."""
+        self._num_tokens += 1
         self._ids.append(token_id)
         before = self._decode(self._context, self._shown)
         after = self._decode(self._context, len(self._ids))
+        if self._skip and after == before and not self._decode(len(self._ids) - 1, len(self._ids)):
+            self._ids.pop()  # a token that is not shown: a run of them must not be decoded again and again
+            return ""
         if after.endswith(_INCOMPLETE) or len(after) <= len(before):
             return ""
         self._context, self._shown = self._shown, len(self._ids)
@@ -66,7 +76,8 @@ class Detokenizer:
 
     def _emit(self, new: str) -> str:
         pending = self._held + new
-        found = [index for index in (pending.find(stop) for stop in self._stop) if index >= 0]
+        stops = self._stop if self._num_tokens > self._min_tokens else ()
+        found = [index for index in (pending.find(stop) for stop in stops) if index >= 0]
         if found:
             pending, self._held, self.stopped = pending[: min(found)], "", True
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -19,6 +20,8 @@ from epd_serve.protocol.wire import EncodeReply, EncodeRequest
 from epd_serve.sched.encode import schedule_encodes
 from epd_serve.transfer.feature_store import EmbeddedFeatureStore, StoredFeature
 from epd_serve.worker.peers import Peers
+
+logger = logging.getLogger(__name__)
 
 _RETRY_ROOM_S = 0.02
 _ANNOUNCE_TIMEOUT_S = 60.0
@@ -153,7 +156,9 @@ class EncodeService:
                 features = await loop.run_in_executor(
                     self._tower_thread, self._encode, [item.inputs for item in batch]
                 )
-            except (RuntimeError, ValueError, OSError) as error:
+                assert len(features) == len(batch), f"{len(features)} features of {len(batch)} images"
+            except Exception as error:  # a failed batch must fail its items, not the encoder
+                logger.exception("a batch of %d images failed", len(batch))
                 for item in batch:
                     if not item.feature.done():
                         item.feature.set_exception(InstanceFailed(f"the encoder failed: {error}"))

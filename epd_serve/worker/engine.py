@@ -223,32 +223,34 @@ class Engine:
     def _run(self) -> None:
         while True:
             with self._changed:
-                output = self._schedule()
+                output, features = self._schedule()
                 while not output and not self._closing:
                     self._changed.wait()
-                    output = self._schedule()
+                    output, features = self._schedule()
                 if self._closing:
                     return
                 self._stepping = frozenset((*output.decodes, *(s for s, _ in output.prefills)))
-                features = self._features_of(output)  # now: an abort during the step may let them be evicted
             events = self._step(output, features)
             if events:
                 self._emit(events)
 
-    def _schedule(self) -> ScheduleOutput:
-        output = schedule(
-            self._running,
-            self._waiting,
-            self._budget,
-            ready_tokens=self._ready_tokens,
-            blocks_needed=lambda s: self._pool.num_needed(s.num_prompt_tokens, s.room_tokens, s.num_forked),
-            free_blocks=self._pool.num_free,
-        )
-        for sequence in output.admitted:
-            self._admit(sequence)
-        # an admission may have found a cached prefix, or evicted one that its successor was counted on to find
-        clipped = [(s, min(n, self._ready_tokens(s) - s.num_computed)) for s, n in output.prefills]
-        return ScheduleOutput(decodes=output.decodes, prefills=[(s, n) for s, n in clipped if n > 0])
+    def _schedule(self) -> tuple[ScheduleOutput, dict[str, Tensor]]:
+        """The next step and the features it needs."""
+        while True:
+            output = schedule(
+                self._running,
+                self._waiting,
+                self._budget,
+                ready_tokens=self._ready_tokens,
+                blocks_needed=lambda s: self._pool.num_needed(s.num_prompt_tokens, s.room_tokens, s.num_forked),
+                free_blocks=self._pool.num_free,
+            )
+            for sequence in output.admitted:
+                self._admit(sequence)
+            prefills, features = self._with_features(output.prefills)
+            if prefills or output.decodes or not output.admitted:
+                return ScheduleOutput(decodes=output.decodes, prefills=prefills), features
+            # all of the budget went to a cached prefix: there may be work behind it
 
     def _admit(self, sequence: Sequence) -> None:
         blocks = self._pool.allocate_request(
@@ -272,34 +274,51 @@ class Engine:
                 return max(span.start, computed)
         return sequence.num_tokens
 
-    def _features_of(self, output: ScheduleOutput) -> dict[str, Tensor]:
+    def _with_features(
+        self, prefills: Iterable[tuple[Sequence, int]]
+    ) -> tuple[list[tuple[Sequence, int]], dict[str, Tensor]]:
+        """The prefills as far as they can be computed, and their features.
+
+        An admission may have found a cached prefix, or evicted one that its successor was counted on to find; and
+        a feature that only another request holds may go at any moment.
+        """
+        possible: list[tuple[Sequence, int]] = []
         features: dict[str, Tensor] = {}
-        for sequence, count in output.prefills:
+        for sequence, count in prefills:
+            start, end = sequence.num_computed, min(sequence.num_computed + count, sequence.num_tokens)
             for span in sequence.spans:
-                if span.end > sequence.num_computed and span.start < sequence.num_computed + count:
+                if span.end > start and span.start < end:
                     feature = self._feature_of(span.mm_hash)
-                    assert feature is not None, f"feature {span.mm_hash} was scheduled and is not here"
+                    if feature is None:
+                        end = max(span.start, start)
+                        break
                     features[span.mm_hash] = feature
-        return features
+            if end > start:
+                possible.append((sequence, end - start))
+        return possible, features
 
     def _step(self, output: ScheduleOutput, features: dict[str, Tensor]) -> list[EngineEvent]:
         groups = _LayerGroups(self, output) if self._sender is not None else None
         start = time.monotonic()
         try:
             result = self._runner.step(output, features, groups.on_layer if groups else None)
+            events = self._finish_step(output, result)
         except Exception as error:  # a failed step must fail its requests, not the instance
             logger.exception("a step of %d tokens failed", output.num_tokens)
             return self._fail_step(f"the engine failed in the middle of a step: {error}")
         if groups is not None and groups.num_blocks and self._sender is not None:
             self._sender.sizer.observe_compute(time.monotonic() - start, groups.num_blocks * self._block_nbytes)
+        return events
+
+    def _finish_step(self, output: ScheduleOutput, result: StepResult) -> list[EngineEvent]:
         with self._changed:
-            self._stepping = frozenset()
             for sequence, count in output.prefills:
                 sequence.num_computed += count
                 self._register_blocks(sequence)
             for sequence in output.decodes:
                 sequence.num_computed += 1
             events = self._advance(result)
+            self._stepping = frozenset()
             self._let_go()
         return events
 

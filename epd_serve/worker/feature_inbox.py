@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from epd_serve.cache.feature_cache import FeatureCache
-from epd_serve.errors import InstanceFailed, StageTimeout
+from epd_serve.errors import InstanceFailed
 from epd_serve.protocol.wire import FeatureEvent, MediaRef
 from epd_serve.transfer.feature_store import checksum
 from epd_serve.transfer.transport import TransferError, Transport
 
 _RETRY_ROOM_S = 0.02
+_ROOM_PATIENCE_S = 0.5
 _NUM_TOMBSTONES = 4096
 
 
@@ -24,6 +25,10 @@ class FeatureInbox:
 
     Events may come before or after the request that they are for. A feature that came early is held for its
     request until ``orphan_s`` have passed; one for a request that has ended is not fetched at all.
+
+    ``capacity_bytes`` bounds what is kept beyond need. Requests that hold some of their features and wait for room
+    for the others, or hold them all and wait for blocks of each other's, would wait for ever: so after a moment
+    that slows encoders down, a feature is taken in beyond the capacity.
 
     Args:
         arrived: called after each new feature.
@@ -98,7 +103,7 @@ class FeatureInbox:
             await self._wait_for_room(event)
             if event.request_id in self._ended:
                 return
-            self._cache.put(event.mm_hash, feature, event.nbytes, event.request_id)
+            self._cache.put(event.mm_hash, feature, event.nbytes, event.request_id, beyond=True)
         self._cache.acquire(event.mm_hash, event.request_id)
         if event.request_id not in self._wanted:
             self._early[event.request_id] = self._clock() + self._orphan_s
@@ -110,12 +115,10 @@ class FeatureInbox:
         self._cache.check_integrity()
 
     async def _wait_for_room(self, event: FeatureEvent) -> None:
-        deadline = self._clock() + self._orphan_s
+        deadline = self._clock() + _ROOM_PATIENCE_S
         while event.mm_hash not in self._cache and not self._cache.can_put(event.nbytes):
             if self._clock() >= deadline:
-                raise StageTimeout(
-                    f"no room for a feature of {event.nbytes} bytes came free in {self._orphan_s} s"
-                )
+                return
             await asyncio.sleep(_RETRY_ROOM_S)
 
     def _fetch(self, event: FeatureEvent) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -31,7 +32,7 @@ from epd_serve.transfer.grouping import GroupSizer
 from epd_serve.transfer.kv_sender import KVSender
 from epd_serve.worker.decode import DecodeService
 from epd_serve.worker.encode import EncodeService
-from epd_serve.worker.engine import Engine, EngineEvent
+from epd_serve.worker.engine import Engine, EngineEvent, FailureEvent
 from epd_serve.worker.feature_inbox import FeatureInbox
 from epd_serve.worker.http import JSON, Reply
 from epd_serve.worker.kv_memory import KVMemory
@@ -39,6 +40,8 @@ from epd_serve.worker.peers import Peers
 from epd_serve.worker.prefill import PrefillService
 from epd_serve.worker.prompt import PromptProcessor
 from epd_serve.worker.runner import LanguageRunner
+
+logger = logging.getLogger(__name__)
 
 _HOUSEKEEPING_S = 0.25
 _DEFAULT_KV_BYTES = 1 << 28
@@ -151,6 +154,7 @@ class Instance:
             language.inner,
             max_model_len=self._max_model_len,
             block_size=options.block_size,
+            num_blocks=memory.num_blocks - 1,
         )
         self._prefill = PrefillService(
             engine,
@@ -333,8 +337,13 @@ class Instance:
     def _dispatch(self, events: list[EngineEvent]) -> None:
         for event in events:
             feed = self._listeners.get(event.request_id)
-            if feed is not None:
+            if feed is None:
+                continue
+            try:
                 feed(event)
+            except Exception as error:  # an answer that cannot be written must not take the others along
+                logger.exception("the answer of request %s failed", event.request_id)
+                feed(FailureEvent(event.request_id, ServeError(f"the answer cannot be written: {error}")))
 
     def _blocks_freed(self) -> None:
         if self._decode is not None:
@@ -352,8 +361,11 @@ class Instance:
         while True:
             await asyncio.sleep(_HOUSEKEEPING_S)
             if self._decode is not None and self._inbox is not None:
-                self._decode.expire()
-                self._inbox.expire()
+                try:
+                    self._decode.expire()
+                    self._inbox.expire()
+                except Exception:  # without housekeeping the instance would leak from now on
+                    logger.exception("housekeeping failed")
 
 
 def _resolve_dtype(name: str, config: Any) -> torch.dtype:

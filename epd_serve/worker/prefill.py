@@ -93,8 +93,8 @@ class PrefillService:
             raise InvalidRequest(f"request {request_id} is being served already", param="request_id")
         self._active.add(request_id)
         try:
+            self._inbox.expect(request_id, request.items)  # before all else: features may be here already
             prompt = await asyncio.to_thread(self._processor.process, request)
-            self._inbox.expect(request_id, request.items)
             if request.decode_url is None:
                 return await self._serve(request, prompt)
             return await self._hand_over(request, prompt, request.decode_url)
@@ -169,15 +169,6 @@ class PrefillService:
     async def _hand_over(self, request: wire.PrefillRequest, prompt: Prompt, decode_url: str) -> Reply:
         sequence = self._sequence(request, prompt, hand_off=True)
         transfer = await self._reserve(request, prompt, decode_url)
-        work = _Handover(
-            request=request,
-            prompt=prompt,
-            sequence=sequence,
-            transfer=transfer,
-            decode_url=decode_url,
-            first=asyncio.get_running_loop().create_future(),
-            renewal=asyncio.create_task(self._renew(transfer, request.request_id, decode_url)),
-        )
         started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def feed(event: EngineEvent) -> None:
@@ -185,6 +176,15 @@ class PrefillService:
             if not started.done():
                 started.set_result(None)
 
+        work = _Handover(
+            request=request,
+            prompt=prompt,
+            sequence=sequence,
+            transfer=transfer,
+            decode_url=decode_url,
+            first=asyncio.get_running_loop().create_future(),
+            renewal=asyncio.create_task(self._renew(transfer, request.request_id, decode_url, feed)),
+        )
         try:
             self._listen(request.request_id, feed)
             self._engine.submit(sequence, transfer)
@@ -228,6 +228,8 @@ class PrefillService:
             await self._fenced(work.transfer)
             if work.transfer.error is not None:
                 raise InstanceFailed(f"the KV transfer failed: {work.transfer.error}")
+            if work.transfer.cancelled:  # by the renewal; some of the KV was not written
+                raise InstanceFailed(f"{work.decode_url} gave up the KV transfer")
             await self._peers.call(work.decode_url, "/kv/complete", self._handoff(work, first), self._lease_s)
             work.confirmed = True
         except ServeError as error:
@@ -257,8 +259,14 @@ class PrefillService:
             layout=self._layout,
             lease_s=self._lease_s,
         )
+        ref = wire.TransferRef(transfer_id=reserve.transfer_id, request_id=request.request_id)
+        granted_after = time.monotonic()
         try:
             body = await self._peers.call(decode_url, "/kv/reserve", reserve)
+            if time.monotonic() - granted_after > self._lease_s / 6:
+                # it waited for blocks, or we did not look; when the lease began only a renewal tells
+                granted_after = time.monotonic()
+                await self._peers.call(decode_url, "/kv/renew", ref, self._lease_s / 6)
         except BaseException:
             # D may have granted what we never heard of
             self._spawn(
@@ -269,12 +277,14 @@ class PrefillService:
         return OutgoingTransfer(
             transfer_id=reserve.transfer_id,
             target=reply,
-            deadline=time.monotonic() + self._lease_s / 2,
+            deadline=granted_after + self._lease_s / 2,
             next_block=reply.num_cached_blocks,
         )
 
-    async def _renew(self, transfer: OutgoingTransfer, request_id: str, decode_url: str) -> None:
-        """Keep the lease alive; where D has given up, stop writing."""
+    async def _renew(
+        self, transfer: OutgoingTransfer, request_id: str, decode_url: str, feed: Callable[[EngineEvent], None]
+    ) -> None:
+        """Keep the lease alive; where D has given up, stop writing and fail the request."""
         ref = wire.TransferRef(transfer_id=transfer.transfer_id, request_id=request_id)
         while True:
             await asyncio.sleep(self._lease_s / 6)
@@ -283,9 +293,10 @@ class PrefillService:
                 await self._peers.call(decode_url, "/kv/renew", ref, self._lease_s / 6)
             except InstanceFailed:
                 continue  # the deadline stops the writer if D stays away
-            except ServeError:
+            except ServeError as error:
                 transfer.cancelled = True
                 self._engine.abort(request_id)
+                feed(FailureEvent(request_id, InstanceFailed(f"{decode_url} gave up: {error.message}")))
                 return
             transfer.deadline = sent_at + self._lease_s / 2
 
@@ -328,5 +339,5 @@ class PrefillService:
         ref = wire.TransferRef(transfer_id=transfer_id, request_id=request_id, reason=reason)
         try:
             await self._peers.call(decode_url, "/kv/cancel", ref, _CANCEL_TIMEOUT_S)
-        except InstanceFailed:
+        except ServeError:
             return  # D is gone and its reservation with it, or its lease will end

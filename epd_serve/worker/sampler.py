@@ -19,6 +19,8 @@ from epd_serve.protocol.wire import TokenLogprob
 from epd_serve.request import Sequence
 
 _MASKED = float("-inf")
+#: The smallest that float32 divides by without losing digits.
+_MIN_TEMPERATURE = 1.2e-38
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,9 @@ def _constrain(logits: Tensor, rows: AbstractSequence[Row], eos_token_ids: froze
         if sampling.penalised:
             _penalise(scores[i], row.sequence)
         if held_back:
-            scores[i, [*eos_token_ids, *sampling.stop_token_ids]] = _MASKED
+            # a client may name ids that no token has; one of them must not fail the step for all
+            ends = [token for token in (*eos_token_ids, *sampling.stop_token_ids) if token < scores.shape[-1]]
+            scores[i, ends] = _MASKED
     return scores
 
 
@@ -97,7 +101,9 @@ def _draw(scores: Tensor, rows: AbstractSequence[Row]) -> list[int]:
 
     params = [row.sequence.sampling for row in rows]
     vocab = scores.shape[-1]
-    values, tokens = (scores / column([p.temperature for p in params])).sort(dim=-1, descending=True)
+    values, tokens = scores.sort(dim=-1, descending=True)
+    # from the best downwards, so that no temperature, however small, makes two infinities
+    values = (values - values[:, :1]) / column([max(p.temperature, _MIN_TEMPERATURE) for p in params])
     rank = torch.arange(vocab, device=scores.device).unsqueeze(0)
     values = values.masked_fill(rank >= column([float(p.top_k or vocab) for p in params]), _MASKED)
     probabilities = values.softmax(dim=-1)

@@ -23,6 +23,12 @@ class FeatureCacheMachine(RuleBasedStateMachine):
             assert not any(f"value of {held}" == evicted for _, held in self.holds), "a held feature was evicted"
         self.holds.add((owner, key))
 
+    @rule(key=KEYS, owner=OWNERS, nbytes=st.integers(1, 60))
+    def put_beyond(self, key: str, owner: str, nbytes: int) -> None:
+        for evicted in self.cache.put(key, f"value of {key}", nbytes, owner, beyond=True):
+            assert not any(f"value of {held}" == evicted for _, held in self.holds), "a held feature was evicted"
+        self.holds.add((owner, key))
+
     @rule(key=KEYS, owner=OWNERS)
     def acquire(self, key: str, owner: str) -> None:
         value = self.cache.acquire(key, owner)
@@ -64,3 +70,15 @@ def test_least_recently_used_goes_first() -> None:
     cache.acquire("a", "r")
     cache.release("r")
     assert cache.put("d", "d", 1, "r") == ["b"]
+
+
+def test_what_went_beyond_the_capacity_is_dropped_when_released() -> None:
+    cache: FeatureCache[str] = FeatureCache(2)
+    for key in "abc":
+        cache.put(key, key, 1, key, beyond=True)
+    assert cache.num_bytes == 3
+    cache.release("b")
+    assert cache.num_bytes == 2
+    assert "b" not in cache
+    cache.release("a")
+    assert "a" in cache, "what fits stays"

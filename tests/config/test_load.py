@@ -36,6 +36,12 @@ def test_an_empty_file_is_the_default_deployment() -> None:
         ("roles:\n  E: {base_port: 1}", 2, "it belongs at instances.base_port"),
         ("gateway: 3", 1, "expected keys and values below this, not 3"),
         ("model: demo\nmodel: other", 2, "duplicate key"),
+        ("model: demo\ngateway:\n  <<: {prot: 1}", 2, "gateway.prot: unknown key; did you mean 'port'?"),
+        ("gateway: {<<: {port: x}}", 1, "gateway.port: "),
+        ('model: demo\ntopology: "E\x07"', 2, "a control character"),
+        ("gateway:\n  port: true", 2, "gateway.port: true is not possible here"),
+        ("instances: {kv_cache_bytes: true}", 1, "true is not possible here"),
+        ("instances: {kv_transfer: {group_layers: false}}", 1, "false is not possible here"),
         ("- topology", 1, "expected keys and values such as 'topology: E-P-D'"),
         ("model: demo\ntopology: [", 2, "expected"),
     ],
@@ -47,6 +53,17 @@ def test_errors_name_file_line_and_fix(tmp_path: Path, text: str, line: int, wor
         load_config(file)
     assert str(caught.value).startswith(f"{file}:{line}: ")
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text", ["model: 2020-99-99", "model: !!int x", "[" * 5000, "model: ~nobody-of-this-name/model"]
+)
+def test_what_the_yaml_library_stumbles_over_names_the_file(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "deployment.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(file)
+    assert str(caught.value).startswith(f"{file}: ")
 
 
 def test_every_fault_is_reported_in_the_order_of_the_lines() -> None:

@@ -1,7 +1,9 @@
 """``epd-serve up`` in a process of its own, with fake instances and a fake gateway."""
 
 import os
+import pty
 import re
+import select
 import signal
 import socket
 import subprocess
@@ -26,12 +28,14 @@ NAMES = {"e0", "p0", "d0", "gateway"}
 
 
 @contextmanager
-def up(fakes: Any, *arguments: str, **behaviours: str) -> Iterator[subprocess.Popen[str]]:
+def up(
+    fakes: Any, *arguments: str, stdout: int = subprocess.PIPE, **behaviours: str
+) -> Iterator[subprocess.Popen[str]]:
     deployment = fakes.folder / "deployment.yaml"
     deployment.write_text("instances: {base_port: 0}\ngateway: {port: 0}\n")
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, "up", str(deployment), *arguments],
-        stdout=subprocess.PIPE,
+        stdout=stdout,
         stderr=subprocess.PIPE,
         text=True,
         env={
@@ -85,6 +89,37 @@ def test_ctrl_c_while_starting(fakes: Any) -> None:
         assert process.returncode == 0
         assert "Ready" not in output
     assert fakes.alive == set()
+
+
+def test_under_nohup_the_end_of_the_terminal_is_ignored(fakes: Any) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # what nohup does; children inherit it
+    try:
+        with up(fakes) as process:
+            read_until(process, "openai.OpenAI")
+            process.send_signal(signal.SIGHUP)
+            time.sleep(0.5)
+            assert process.poll() is None
+            assert fakes.alive == NAMES
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_on_a_terminal_without_utf8(fakes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    terminal, stdout = pty.openpty()
+    try:
+        with up(fakes, stdout=stdout) as process:
+            shown = b""
+            while b"openai.OpenAI" not in shown:
+                assert process.poll() is None, shown
+                if select.select([terminal], [], [], 0.1)[0]:
+                    shown += os.read(terminal, 65536)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(timeout=20) == 0
+        assert fakes.alive == set()
+    finally:
+        os.close(terminal)
+        os.close(stdout)
 
 
 def test_a_second_signal_ends_deaf_processes_at_once(fakes: Any) -> None:

@@ -225,7 +225,9 @@ async def start() -> AsyncIterator[Callable[..., Any]]:
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(servers.stop)
 
-        async def start_gateway(*instances: str, loading: bool = False, **settings: Any) -> Gateway:
+        async def start_gateway(
+            *instances: str, loading: bool = False, policy: Any = None, **settings: Any
+        ) -> Gateway:
             fakes = [FakeInstance(*instance.split(":")) for instance in instances]
             for fake in fakes:
                 fake.loading = loading
@@ -234,7 +236,7 @@ async def start() -> AsyncIterator[Callable[..., Any]]:
                 )
                 fake.url = await servers.add(uvicorn.Server(config))
             chosen = GatewaySettings(**({"poll_interval_s": 0.05, "allow_private": True} | settings))
-            app = create_app(chosen, [(fake.name, fake.url) for fake in fakes])
+            app = create_app(chosen, [(fake.name, fake.url) for fake in fakes], policy=policy)
             url = await servers.add(new_server(app, "127.0.0.1", 0))
             session = await stack.enter_async_context(aiohttp.ClientSession())
             gateway = Gateway(url, app, session, fakes)

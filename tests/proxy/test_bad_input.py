@@ -1,7 +1,10 @@
 """Requests that are wrong: a 4xx in OpenAI's shape with a sentence that helps, and nothing disturbed."""
 
+import asyncio
 import base64
+import contextlib
 import json
+import struct
 import time
 import zlib
 
@@ -23,6 +26,9 @@ async def gateway(start):
         ({"max_tokens": -1}, "max_tokens"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": "12"}, "max_tokens"),
+        ({"max_tokens": 10**29}, "max_tokens"),
+        ({"max_completion_tokens": 2**63}, "max_completion_tokens"),
+        ({"min_tokens": 2**63}, "min_tokens"),
         ({"temperature": 2.1}, "temperature"),
         ({"top_p": 0}, "top_p"),
         ({"n": 0}, "n"),
@@ -38,6 +44,9 @@ async def gateway(start):
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"temprature": 1}, "temprature"),
+        ({"max-tokens": 1}, "max-tokens"),
+        ({"list": []}, "list"),
+        ({"stream": True, "stream_options": {"include-usage": True}}, "stream_options.include-usage"),
         ({"messages": []}, "messages"),
         ({"messages": None}, "messages"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
@@ -173,6 +182,36 @@ async def test_private_addresses_are_refused_while_serving_publicly(start, kit):
     assert not any(fake.calls for fake in gateway.fakes.values())
 
 
+async def test_images_count_together_as_if_sent_in_the_body(start, kit, tmp_path):
+    file = tmp_path / "red.png"
+    file.write_bytes(kit.picture() + bytes(5000))
+    gateway = await start("pd0:PD", max_body_bytes=22_000, allowed_file_dirs=(tmp_path,))
+    assert await gateway.answer(kit.chat(file.as_uri())) == (200, kit.WHOLE)
+    status, error = await gateway.error(kit.chat(*[file.as_uri()] * 5))
+    assert (status, error["code"]) == (413, "request_too_large")
+    assert "together" in error["message"]
+
+
+async def test_slow_headers_do_not_stop_the_other_requests(gateway, kit):
+    """A few kilobytes of compressed text that take a second to read are read beside the event loop."""
+
+    def text(number):
+        body = b"k%d\0\0" % number + zlib.compress(bytes(1_000_000), 9)
+        return struct.pack(">I", len(body)) + b"zTXt" + body + struct.pack(">I", zlib.crc32(b"zTXt" + body))
+
+    head, tail = kit.picture()[:33], kit.picture()[33:]
+    slow = kit.data_url(head + b"".join(text(number) for number in range(60)) + tail)
+    answers = [asyncio.create_task(gateway.answer(kit.chat(*[slow] * 4))) for _ in range(2)]
+    longest = 0.0
+    while not all(answer.done() for answer in answers):
+        asked_at = time.perf_counter()
+        async with gateway.session.get(f"{gateway.url}/health/live") as response:
+            assert response.status == 200
+        longest = max(longest, time.perf_counter() - asked_at)
+    assert [await answer for answer in answers] == [(200, kit.WHOLE)] * 2
+    assert longest < 0.4
+
+
 @pytest.mark.parametrize("header", [None, "Bearer", "Bearer wrong", "Basic c2VjcmV0", "secret"])
 async def test_a_missing_or_wrong_api_key_is_a_401(start, kit, header):
     gateway = await start("pd0:PD", api_key="secret")
@@ -185,3 +224,37 @@ async def test_a_missing_or_wrong_api_key_is_a_401(start, kit, header):
         assert response.status == 200
     right = {"authorization": "Bearer secret"}
     assert await gateway.answer(kit.chat(), headers=right) == (200, kit.WHOLE)
+
+
+async def test_an_api_key_may_hold_any_character(start, kit):
+    gateway = await start("pd0:PD", api_key="schlüssel-à")
+    head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\nauthorization: Bearer schlüssel-à\r\n"
+    host, port = gateway.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(f"{head}\r\n{{}}".encode())
+    assert (await reader.readline()).split()[1] == b"400"  # let in, and told that there is no prompt
+    writer.close()
+    await writer.wait_closed()
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET /health HTTP/1.1\r\nx: ",
+        b"GET /",
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n1\r\n{\r\n0\r\nx: ",
+    ],
+    ids=["header", "path", "trailer"],
+)
+async def test_headers_without_end_are_cut_off(gateway, kit, head):
+    host, port = gateway.url.removeprefix("http://").split(":")
+    _, writer = await asyncio.open_connection(host, int(port))
+    writer.write(head)
+    with contextlib.suppress(ConnectionError):
+        for _ in range(200):
+            writer.write(b"x" * 10_000)
+            await writer.drain()
+            await asyncio.sleep(0.001)
+        pytest.fail("two megabytes of headers were taken")
+    writer.close()
+    assert await gateway.answer(kit.chat()) == (200, kit.WHOLE)

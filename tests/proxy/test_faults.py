@@ -6,6 +6,10 @@ import logging
 
 import pytest
 
+from epd_serve.protocol.wire import InstanceInfo, Load
+from epd_serve.routing.table import InstanceTable
+from proxy.poller import Poller
+
 STREAMS = pytest.mark.parametrize("stream", [True, False])
 
 
@@ -220,3 +224,48 @@ async def test_mixed_requests_with_cancellations_leave_nothing_in_flight(start, 
     statuses = await asyncio.gather(*(one(number) for number in range(60)))
     assert set(statuses) <= {200, None} and statuses.count(200) >= 45
     await gateway.settle()
+
+
+async def test_a_piece_of_an_event_is_forgotten_with_its_attempt(start, kit):
+    gateway = await start("pd0:PD", "pd1:PD")
+    gateway["pd0"].scripts["/stage/prefill"] = lambda _: [kit.NONE, kit.FIRST[:20], kit.DIE]
+    assert await gateway.answer(kit.chat(stream=True)) == (200, kit.FIRST + kit.REST + kit.DONE)
+    assert len(gateway["pd0"].got("/stage/prefill")) == 1
+    await gateway.settle()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_fault_of_the_gateway_is_a_counted_500_that_ends_the_connection(start, kit, stream):
+    class Broken:
+        def choose_route(self, *_, **__):
+            raise LookupError("a bug")
+
+    gateway = await start("pd0:PD", policy=Broken())
+    async with gateway.post(kit.chat(stream=stream)) as response:
+        assert (response.status, response.headers["connection"]) == (500, "close")
+        assert "LookupError" in json.loads(await response.read())["error"]["message"]
+    async with gateway.session.get(f"{gateway.url}/metrics") as response:
+        counted = 'epd_serve_requests_total{endpoint="chat",modality="text",status="500"} 1.0'
+        assert counted in await response.text()
+
+
+async def test_a_loss_reported_during_a_poll_is_asked_about_at_once():
+    """The answer of an instance that has died since is older than the news of its death."""
+    table = InstanceTable([("p0", "http://p0")])
+    asked, replies = [], asyncio.Queue()
+
+    class Calls:
+        async def info(self):
+            asked.append(True)
+            return await replies.get()
+
+    info = dict.fromkeys(InstanceInfo.__struct_fields__, "") | {"role": "P", "max_model_len": 1, "pid": 1}
+    poller = Poller(table, {"p0": Calls()}, interval_s=60, startup_wait_s=60)
+    polling = asyncio.create_task(poller.run())
+    await asyncio.sleep(0.01)
+    poller.report_lost("p0")
+    replies.put_nowait(InstanceInfo(**info | {"ready": True, "load": Load(), "parameters": {}}))
+    await asyncio.sleep(0.05)
+    assert len(asked) == 2
+    polling.cancel()
+    await asyncio.gather(polling, return_exceptions=True)

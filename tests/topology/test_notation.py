@@ -6,7 +6,7 @@ from epd_serve.topology import Group, Member, Topology, TopologyError, parse_top
 from epd_serve.types import Role, Stage
 
 ROLES = st.sets(st.sampled_from(list(Stage)), min_size=1).map(Role.of)
-COUNTS = st.integers(1, 40)
+COUNTS = st.integers(1, 14)  # five units of four members stay below MAX_COUNT instances
 MEMBERS = st.builds(Member, role=ROLES, count=COUNTS, tensor_parallel=st.integers(1, 16))
 GROUPS = st.builds(Group, members=st.lists(MEMBERS, min_size=1, max_size=4).map(tuple), count=COUNTS).filter(
     lambda group: len(group.members) > 1 or group.members[0].count > 1
@@ -110,6 +110,7 @@ def test_a_topology_without_e_is_text_only() -> None:
         ("E--P", 2, "not '-'"),
         ("E P D", 2, "expected '-'"),
         ("99999999E-P-D", 0, "above 4096"),
+        ("4096(4096E-4096P)-D", 0, "33554433 instances are more than the 4096"),
     ],
 )
 def test_errors_point_at_the_fault_and_say_what_would_be_right(text: str, position: int, words: str) -> None:

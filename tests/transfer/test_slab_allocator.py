@@ -36,3 +36,10 @@ def test_no_single_hole_is_large_enough() -> None:
     allocator.free(first)
     allocator.free(third)
     assert allocator.allocate(128) is None
+
+
+def test_what_is_no_larger_than_the_capacity_fits_an_empty_slab() -> None:
+    allocator = SlabAllocator(1000, alignment=64)
+    assert allocator.capacity == 960
+    assert allocator.allocate(allocator.capacity) == 0
+    allocator.check_integrity()

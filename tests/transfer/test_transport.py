@@ -2,8 +2,11 @@
 
 import multiprocessing
 import os
+import resource
 import signal
+import socket
 import threading
+import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -133,3 +136,26 @@ def test_nothing_is_left_in_dev_shm() -> None:
     transport.allocate("slab", SIZE)
     assert set(Path("/dev/shm").iterdir()) == before
     transport.close()
+
+
+def test_a_server_that_ran_out_of_descriptors_accepts_again() -> None:
+    here, there = EmbeddedTransport(path="tcp"), EmbeddedTransport(path="tcp")
+    region = there.allocate("slab", 8).region
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    client = socket.socket()
+    taken: list[int] = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (client.fileno() + 3, limits[1]))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            while True:
+                taken.append(os.dup(0))
+        client.connect((region.host, region.port))
+        time.sleep(0.2)
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    client.close()
+    here.write(region, [(0, memoryview(b"fine"))])
+    here.close()
+    there.close()

@@ -67,3 +67,26 @@ def test_with_a_real_tokenizer(text: str) -> None:
     ids = tokenizer.encode(text, add_special_tokens=False)
     detokenizer = Detokenizer(tokenizer, tokenizer.encode("What is this?"))
     assert "".join([detokenizer.push(i) for i in ids] + [detokenizer.flush()]) == tokenizer.decode(ids)
+
+
+def test_a_stop_string_within_min_tokens_stops_nothing() -> None:
+    detokenizer = Detokenizer(Bytes(), [], ["b", "cd"], min_tokens=3)
+    assert "".join(detokenizer.push(byte) for byte in b"abc") == "ab"
+    assert not detokenizer.stopped
+    assert detokenizer.push(ord("d")) == ""
+    assert detokenizer.stopped
+    assert detokenizer.text == "ab"
+
+
+def test_tokens_that_are_not_shown_cost_nothing_later() -> None:
+    decoded: list[int] = []
+
+    class Counting(Bytes):
+        def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+            decoded.append(len(token_ids))
+            return super().decode([i for i in token_ids if i != 0], skip_special_tokens=skip_special_tokens)
+
+    detokenizer = Detokenizer(Counting(), list(b"prompt"))
+    assert {detokenizer.push(0) for _ in range(500)} == {""}
+    assert max(decoded) < 10
+    assert detokenizer.push(ord("x")) == "x"

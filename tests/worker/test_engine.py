@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import time
 from collections.abc import Iterator
@@ -66,7 +67,12 @@ class Bench:
             eos_token_ids=frozenset({2}),
         )
         self.processor = PromptProcessor(
-            self.path, self.family, language.inner, max_model_len=language.max_model_len, block_size=BLOCK_SIZE
+            self.path,
+            self.family,
+            language.inner,
+            max_model_len=language.max_model_len,
+            block_size=BLOCK_SIZE,
+            num_blocks=self.num_blocks - 1,
         )
         self.pool = BlockPool(self.num_blocks, BLOCK_SIZE)
         self.engine = Engine(
@@ -86,7 +92,7 @@ class Bench:
         self.engine.start()
 
     def sequence(
-        self, name: str, text: str, images: list[Image.Image], *, max_tokens: int = 12, n: int = 1
+        self, name: str, text: str, images: list[Image.Image], *, max_tokens: int | None = 12, n: int = 1
     ) -> Sequence:
         hashes = [f"{hash(image.tobytes()):x}" for image in images]
         request = wire.PrefillRequest(
@@ -220,6 +226,47 @@ def test_a_failing_step_fails_its_requests_and_nothing_else(bench: Bench, tiny_m
     bench.check_idle()
     bench.engine.submit(bench.sequence("fine", "Say apple", []))
     assert bench.collect(1)["fine", 0] == Reference(tiny_model).generate("Say apple", max_tokens=12)
+
+
+def test_a_feature_that_another_request_held_may_go_at_any_moment(bench: Bench, tiny_model: Path) -> None:
+    bench.encode([noise(1)])
+    looks = itertools.count()
+    gone = {2, 5, 6, 8}  # the third look was the one that the engine did not survive
+    bench.engine._feature_of = lambda name: None if next(looks) in gone else bench.features.get(name)
+    bench.engine.submit(bench.sequence("r", "What is this?", [noise(1)]))
+    for _ in range(10):
+        time.sleep(0.02)
+        bench.engine.wake()
+    assert bench.collect(1)["r", 0] == Reference(tiny_model).generate("What is this?", [noise(1)], max_tokens=12)
+
+
+def test_a_cached_prefix_that_waits_for_a_feature_holds_nobody_up(tiny_model: Path) -> None:
+    bench = Bench(tiny_model, Budget(max_num_tokens=16, max_num_seqs=8))
+    images = [noise(1), noise(2, (60, 140))]
+    bench.encode(images)
+    bench.engine.submit(bench.sequence("first", "What is this?", images))
+    bench.collect(1)
+    bench.check_idle()
+    bench.features.clear()
+    sequence = bench.sequence("waits", "What is this?", images)
+    num_cached = sequence.spans[1].start // BLOCK_SIZE + 1  # ends within the second image
+    assert 16 <= num_cached * BLOCK_SIZE < sequence.spans[1].end
+    sequence.block_hashes = sequence.block_hashes[:num_cached]
+    with bench.engine._changed:
+        bench.engine.submit(sequence)
+        bench.engine.submit(bench.sequence("behind", "Say apple", []))
+    assert ("behind", 0) in bench.collect(1)
+    bench.engine.abort("waits")
+    bench.check_idle()
+    bench.engine.close()
+    bench.transport.close()
+
+
+def test_several_choices_of_open_length_fit_the_pool(bench: Bench) -> None:
+    for n in (1, 2, 3):
+        sequence = bench.sequence(f"r{n}", "Say apple", [], max_tokens=None, n=n)
+        bench.engine.check_fits(sequence.num_prompt_tokens, sequence.max_tokens, n)
+        assert sequence.max_tokens > 400
 
 
 def test_a_request_that_can_never_fit_is_refused(bench: Bench) -> None:

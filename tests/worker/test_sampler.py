@@ -106,3 +106,14 @@ def test_logprobs_are_those_of_the_model(logits: torch.Tensor) -> None:
     assert token.logprob is not None
     assert token.logprob.logprob == pytest.approx(float(reference[token.token_id]))
     assert [t for t, _ in token.logprob.top] == reference.topk(4).indices.tolist()
+
+
+@pytest.mark.parametrize("temperature", [1e-10, 1e-38, 1e-46, 1e-300])
+def test_the_smallest_temperatures_choose_the_best_token(logits: torch.Tensor, temperature: float) -> None:
+    assert draw(logits, sequence(temperature=temperature)) == [int(logits.argmax())]
+
+
+def test_a_stop_token_that_the_model_does_not_have_is_no_error() -> None:
+    logits = torch.tensor([[9.0, 3.0, 2.0]])
+    held_back = sequence(temperature=0.0, min_tokens=2, stop_token_ids=(1, 999_999))
+    assert draw(logits, held_back, sequence(temperature=0.0), eos=frozenset({0})) == [2, 0]

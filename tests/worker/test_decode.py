@@ -1,0 +1,121 @@
+"""The decode side of the hand-off: the queue for blocks moves on, and what has ended stays ended."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from epd_serve.cache.block_pool import BlockPool, RequestBlocks
+from epd_serve.errors import Unavailable
+from epd_serve.protocol import wire
+from epd_serve.types import SamplingParams
+from epd_serve.worker.decode import DecodeService
+
+LAYOUT = wire.KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=4, dtype="float32", model="m")
+
+
+class Engine:
+    """Ten blocks and no model."""
+
+    def __init__(self) -> None:
+        self.pool = BlockPool(11, 4)
+
+    def check_fits(self, *arguments: int) -> None: ...
+
+    def abort(self, request_id: str) -> None: ...
+
+    def resume(self, *arguments: Any) -> None: ...
+
+    def reserve(self, *arguments: Any) -> RequestBlocks | None:
+        if not self.pool.can_allocate_request(*arguments):
+            return None
+        return self.pool.allocate_request(*arguments)
+
+
+class Memory:
+    region = wire.Region(name="kv", nbytes=1, host_id="h", pid=1, fd=1, host="", port=0)
+    num_blocks = 11
+
+    def __init__(self) -> None:
+        self.landed: list[int] = []
+
+    def land(self, blocks: list[int]) -> None:
+        self.landed += blocks
+
+
+class Tokenizer:
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        return "x" * len(token_ids)
+
+
+def service(engine: Engine, memory: Memory) -> DecodeService:
+    parts: list[Any] = [engine, memory, Tokenizer(), LAYOUT]
+    return DecodeService(*parts, orphan_s=10, listen=lambda request_id, feed: None)
+
+
+def reserve(name: str, num_prompt_tokens: int, hashes: Sequence[bytes] = ()) -> wire.ReserveRequest:
+    return wire.ReserveRequest(
+        transfer_id=f"transfer {name}",
+        request_id=name,
+        num_prompt_tokens=num_prompt_tokens,
+        max_tokens=0,
+        num_sequences=1,
+        block_hashes=list(hashes),
+        layout=LAYOUT,
+        lease_s=30,
+    )
+
+
+async def cancelled_by_the_gateway(decode: DecodeService, name: str) -> None:
+    expecting = asyncio.create_task(decode.decode(wire.DecodeRequest(name, stream=True)))
+    await asyncio.sleep(0)
+    expecting.cancel()
+    await asyncio.gather(expecting, return_exceptions=True)
+
+
+async def test_a_cancelled_request_at_the_head_of_the_queue_holds_nobody_up() -> None:
+    decode = service(Engine(), Memory())
+    await decode.reserve(reserve("first", 24))
+    large = asyncio.create_task(decode.reserve(reserve("large", 32)))
+    small = asyncio.create_task(decode.reserve(reserve("small", 4)))
+    await asyncio.sleep(0.01)
+    assert not small.done(), "first come, first served"
+    await cancelled_by_the_gateway(decode, "large")
+    assert len((await asyncio.wait_for(small, 5)).block_ids) == 1
+    with pytest.raises(Unavailable):
+        await large
+    decode.check_integrity()
+
+
+async def test_a_request_that_has_ended_is_not_waited_for() -> None:
+    decode = service(Engine(), Memory())
+    await cancelled_by_the_gateway(decode, "r")
+    with pytest.raises(Unavailable, match="has ended"):
+        await asyncio.wait_for(decode.decode(wire.DecodeRequest("r", stream=True)), 5)
+
+
+async def test_blocks_that_were_cached_here_are_not_landed() -> None:
+    """On an accelerator, landing copies from the slab, where nobody wrote them."""
+    engine, memory = Engine(), Memory()
+    decode = service(engine, memory)
+    earlier = engine.pool.allocate_request(9, 0)
+    engine.pool.register(earlier.root[0], b"first")
+    engine.pool.register(earlier.root[1], b"second")
+    reply = await decode.reserve(reserve("r", 9, [b"first", b"second"]))
+    assert reply.num_cached_blocks == 2
+    decode.complete(
+        wire.Handoff(
+            transfer_id="transfer r",
+            request_id="r",
+            prompt_ids=[1] * 9,
+            position_delta=0,
+            sampling=SamplingParams(seed=0),
+            max_tokens=4,
+            output=wire.OutputOptions(kind="chat", id="r", created=0, model="m"),
+            first=[wire.FirstToken(token_id=1)],
+        )
+    )
+    assert memory.landed == reply.block_ids[2:]

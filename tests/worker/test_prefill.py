@@ -1,0 +1,202 @@
+"""The prefill side of the hand-off: nothing is written after a lease, and nothing waits for what will not come."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+import torch
+
+from epd_serve.errors import InstanceFailed, ServeError, Unavailable
+from epd_serve.protocol import wire
+from epd_serve.request import Sequence
+from epd_serve.transfer.embedded import EmbeddedTransport
+from epd_serve.transfer.feature_store import EmbeddedFeatureStore
+from epd_serve.transfer.kv_sender import OutgoingTransfer
+from epd_serve.types import SamplingParams
+from epd_serve.worker.engine import EngineEvent, PromptEvent
+from epd_serve.worker.feature_inbox import FeatureInbox
+from epd_serve.worker.http import BrokenStream
+from epd_serve.worker.prefill import PrefillService
+from epd_serve.worker.prompt import Prompt
+from epd_serve.worker.sampler import SampledToken
+
+LAYOUT = wire.KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=4, dtype="float32", model="m")
+REGION = wire.Region(name="kv", nbytes=1, host_id="h", pid=1, fd=1, host="", port=0)
+RESERVED = wire.encode(wire.ReserveReply(block_ids=[1], num_cached_blocks=0, region=REGION, num_blocks=2))
+LEASE_S = 0.6
+
+
+class Engine:
+    """Takes prompts and computes none."""
+
+    def __init__(self) -> None:
+        self.submitted: list[tuple[Sequence, OutgoingTransfer]] = []
+        self.busy = asyncio.Event()
+
+    def check_fits(self, *arguments: int) -> None: ...
+
+    def abort(self, request_id: str) -> None: ...
+
+    def submit(self, sequence: Sequence, transfer: OutgoingTransfer) -> None:
+        self.submitted.append((sequence, transfer))
+        self.busy.set()
+
+
+class Processor:
+    delay_s = 0.0
+
+    class tokenizer:
+        @staticmethod
+        def decode(ids: list[int], *, skip_special_tokens: bool) -> str:
+            return "x" * len(ids)
+
+    def process(self, request: wire.PrefillRequest) -> Prompt:
+        time.sleep(self.delay_s)
+        return Prompt(
+            ids=[1, 2, 3],
+            spans=(),
+            positions=torch.zeros(1, 3),
+            position_delta=0,
+            block_hashes=[],
+            max_tokens=4,
+        )
+
+
+class Sender:
+    def fence(self, transfer: OutgoingTransfer, passed: Callable[[OutgoingTransfer], None]) -> None:
+        passed(transfer)
+
+
+class Peers:
+    """A decode instance that answers as it is told."""
+
+    def __init__(self, **answers: bytes | ServeError | Callable[[], Awaitable[bytes]]) -> None:
+        self._answers = {f"/kv/{name}": answer for name, answer in answers.items()}
+        self.calls: list[str] = []
+
+    async def call(self, url: str, path: str, message: wire.Message, timeout_s: float | None = None) -> bytes:
+        self.calls.append(path)
+        answer = self._answers.get(path, b"")
+        if isinstance(answer, ServeError):
+            raise answer
+        return answer if isinstance(answer, bytes) else await answer()
+
+
+class Bench:
+    def __init__(self, peers: Peers, *, orphan_s: float = 10.0) -> None:
+        self.engine = Engine()
+        self.processor = Processor()
+        self.transport = EmbeddedTransport(path="shm")
+        self.inbox = FeatureInbox(4096, self.transport, lambda: None, orphan_s=orphan_s, clock=time.monotonic)
+        self.listeners: dict[str, Callable[[EngineEvent], None] | None] = {}
+        self.tasks: set[asyncio.Task[None]] = set()
+        parts: list[Any] = [self.engine, self.processor, self.inbox, Sender(), peers, LAYOUT]
+        self.service = PrefillService(
+            *parts,
+            feature_timeout_s=5,
+            lease_s=LEASE_S,
+            listen=self.listeners.__setitem__,
+            spawn=self.tasks.add,
+        )
+
+    async def close(self) -> None:
+        await asyncio.gather(*self.tasks)
+        self.transport.close()
+
+
+def request(items: list[wire.MediaRef] | None = None, decode_url: str | None = "http://d") -> wire.PrefillRequest:
+    return wire.PrefillRequest(
+        request_id="r",
+        output=wire.OutputOptions(kind="chat", id="r", created=0, model="m", stream=True),
+        sampling=SamplingParams(seed=0),
+        items=items or [],
+        prompt="x",
+        decode_url=decode_url,
+    )
+
+
+async def test_a_lease_that_is_not_renewed_fails_the_request() -> None:
+    peers = Peers(reserve=RESERVED, renew=Unavailable("the transfer has ended"))
+    bench = Bench(peers)
+    with pytest.raises(InstanceFailed, match="the transfer has ended"):
+        await asyncio.wait_for(bench.service.prefill(request()), 5)
+    await bench.close()
+    assert peers.calls[-1] == "/kv/cancel"
+
+
+async def test_a_transfer_that_was_stopped_is_not_completed() -> None:
+    """Whatever made the renewal fail: D may still take a hand-over, and some of the KV was not written."""
+    peers = Peers(reserve=RESERVED, renew=ServeError("out of memory"))
+    bench = Bench(peers)
+    working = asyncio.create_task(bench.service.prefill(request()))
+    await asyncio.wait_for(bench.engine.busy.wait(), 5)
+    feed = bench.listeners["r"]
+    assert feed is not None
+    sequence, transfer = bench.engine.submitted[0]
+    feed(PromptEvent(sequence, [(SampledToken(5), None)]))
+    reply = await working
+    await asyncio.sleep(LEASE_S / 2)
+    assert transfer.cancelled, "by the renewal"
+    assert reply.stream is not None
+    with pytest.raises(BrokenStream):
+        _ = [piece async for piece in reply.stream]
+    await bench.close()
+    assert "/kv/complete" not in peers.calls
+    assert "/kv/cancel" in peers.calls
+
+
+@pytest.mark.parametrize("renewed", [True, False])
+async def test_a_lease_counts_from_its_grant_however_late_we_hear_of_it(renewed: bool) -> None:
+    async def reserve() -> bytes:
+        await asyncio.sleep(LEASE_S / 3)
+        return RESERVED
+
+    asked_at = time.monotonic()
+    peers = Peers(reserve=reserve, renew=b"" if renewed else Unavailable("the transfer has ended"))
+    bench = Bench(peers)
+    working = asyncio.create_task(bench.service.prefill(request()))
+    if renewed:
+        await asyncio.wait_for(bench.engine.busy.wait(), 5)
+        assert peers.calls[:2] == ["/kv/reserve", "/kv/renew"]
+        assert asked_at + LEASE_S / 2 < bench.engine.submitted[0][1].deadline < asked_at + LEASE_S * 4
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
+    else:
+        with pytest.raises(Unavailable):
+            await working
+        assert not bench.engine.submitted
+    await bench.close()
+
+
+async def test_features_that_come_before_a_slow_tokenizer_is_done_are_kept() -> None:
+    bench = Bench(Peers(), orphan_s=0.1)
+    bench.processor.delay_s = 0.5
+    store = EmbeddedFeatureStore(bench.transport, 4096)
+    items = [wire.MediaRef("a", 1, 1), wire.MediaRef("b", 1, 1)]
+    working = asyncio.create_task(bench.service.prefill(request(items)))
+    await asyncio.sleep(0.05)
+    for item in items:
+        feature = store.put(item.mm_hash, memoryview(bytes(4)), [1, 1], "float32", "r")
+        assert feature is not None
+        await bench.inbox.receive(store.event(item.mm_hash, feature, "r"))
+        await asyncio.sleep(0.15)
+        bench.inbox.expire()
+    assert bench.inbox.num_owners == 1
+    assert all(bench.inbox.get(item.mm_hash) is not None for item in items)
+    working.cancel()
+    await asyncio.gather(working, return_exceptions=True)
+    assert bench.inbox.num_owners == 0
+    await bench.close()
+
+
+async def test_a_decode_instance_that_refuses_a_cancellation_is_no_error() -> None:
+    peers = Peers(reserve=Unavailable("the request was cancelled"), cancel=Unavailable("loading its model"))
+    bench = Bench(peers)
+    with pytest.raises(Unavailable, match="was cancelled"):
+        await bench.service.prefill(request())
+    await bench.close()
+    assert peers.calls == ["/kv/reserve", "/kv/cancel"]
