@@ -16,7 +16,8 @@ from epd_serve.protocol import wire
 from epd_serve.request import Sequence
 from epd_serve.transfer.reservation import Reservation, ReservationState, ReservationTable
 from epd_serve.worker.answer import Answer
-from epd_serve.worker.engine import Engine, EngineEvent
+from epd_serve.worker.engine import Engine
+from epd_serve.worker.events import EngineEvent
 from epd_serve.worker.generation import Generation
 from epd_serve.worker.http import Reply
 from epd_serve.worker.kv_memory import KVMemory

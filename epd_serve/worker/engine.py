@@ -7,56 +7,21 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 from torch import Tensor
 
 from epd_serve.cache.block_pool import BlockPool, RequestBlocks
 from epd_serve.errors import InvalidRequest, ServeError
 from epd_serve.protocol.wire import Load
-from epd_serve.request import FinishReason, Sequence, SequenceState
+from epd_serve.request import Sequence, SequenceState
 from epd_serve.sched.language import Budget, ScheduleOutput, schedule
 from epd_serve.transfer.kv_sender import KVSender, OutgoingTransfer
+from epd_serve.worker.events import EngineEvent, FailureEvent, PromptEvent, TokenEvent
+from epd_serve.worker.layer_groups import LayerGroups
 from epd_serve.worker.runner import LanguageRunner, StepResult
 from epd_serve.worker.sampler import SampledToken
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class TokenEvent:
-    """A sequence has a new token; with ``finish_reason`` it was the last one and its blocks are free again."""
-
-    sequence: Sequence
-    token: SampledToken
-    finish_reason: FinishReason | None
-
-    @property
-    def request_id(self) -> str:
-        return self.sequence.request_id
-
-
-@dataclass(frozen=True, slots=True)
-class PromptEvent:
-    """A prompt that another instance goes on with: each choice's first token, and whether it was the last."""
-
-    sequence: Sequence
-    tokens: list[tuple[SampledToken, FinishReason | None]]
-
-    @property
-    def request_id(self) -> str:
-        return self.sequence.request_id
-
-
-@dataclass(frozen=True, slots=True)
-class FailureEvent:
-    """A step failed with this request in it; its blocks are free again."""
-
-    request_id: str
-    error: ServeError
-
-
-EngineEvent = TokenEvent | PromptEvent | FailureEvent
 
 
 class Engine:
@@ -298,7 +263,7 @@ class Engine:
         return possible, features
 
     def _step(self, output: ScheduleOutput, features: dict[str, Tensor]) -> list[EngineEvent]:
-        groups = _LayerGroups(self, output) if self._sender is not None else None
+        groups = self._layer_groups(output)
         start = time.monotonic()
         try:
             result = self._runner.step(output, features, groups.on_layer if groups else None)
@@ -309,6 +274,18 @@ class Engine:
         if groups is not None and groups.num_blocks and self._sender is not None:
             self._sender.sizer.observe_compute(time.monotonic() - start, groups.num_blocks * self._block_nbytes)
         return events
+
+    def _layer_groups(self, output: ScheduleOutput) -> LayerGroups | None:
+        if self._sender is None:
+            return None
+        return LayerGroups(
+            output,
+            self._transfers,
+            self._sender,
+            num_layers=self._num_layers,
+            block_size=self._pool.block_size,
+            record_event=self._record_event,
+        )
 
     def _finish_step(self, output: ScheduleOutput, result: StepResult) -> list[EngineEvent]:
         with self._changed:
@@ -423,39 +400,3 @@ class Engine:
         for request_id in failed:
             self.abort(request_id)
         return [FailureEvent(request_id, ServeError(message)) for request_id in failed]
-
-
-class _LayerGroups:
-    """Queues the KV of one step's outgoing prompts, a group of layers at a time."""
-
-    def __init__(self, engine: Engine, output: ScheduleOutput) -> None:
-        sender = engine._sender
-        assert sender is not None
-        self._sender = sender
-        self._record_event = engine._record_event
-        self._last = engine._num_layers - 1
-        self._group_size = sender.sizer.group_size()
-        self._next_layer = 0
-        self._parts: list[tuple[OutgoingTransfer, list[int], list[int]]] = []
-        self.num_blocks = 0
-        size = engine._pool.block_size
-        for sequence, count in output.prefills:
-            transfer = engine._transfers.get(sequence)
-            if transfer is None:
-                continue
-            end = sequence.num_computed + count
-            first, stop = transfer.next_block, -(-end // size)
-            if first < stop:
-                self._parts.append((transfer, sequence.blocks[first:stop], transfer.target.block_ids[first:stop]))
-                self.num_blocks += stop - first
-            # a block that the chunk fills in part is sent again with the next chunk
-            transfer.next_block = max(first, end // size)
-
-    def on_layer(self, layer: int) -> None:
-        if not self._parts or (layer + 1 - self._next_layer < self._group_size and layer != self._last):
-            return
-        wait = self._record_event()
-        layers = range(self._next_layer, layer + 1)
-        self._next_layer = layer + 1
-        for transfer, local, remote in self._parts:
-            self._sender.push(transfer, layers, local, remote, wait)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from epd_serve.transfer.transport import TransferError, Transport
 _RETRY_ROOM_S = 0.02
 _ROOM_PATIENCE_S = 0.5
 _NUM_TOMBSTONES = 4096
+_NUM_FETCHES = 4
 
 
 class FeatureInbox:
@@ -51,6 +53,11 @@ class FeatureInbox:
         self._wanted: dict[str, asyncio.Event] = {}
         self._early: dict[str, float] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()
+        # of its own: fetches that hang must not hold up the tokenising of other requests
+        self._threads = ThreadPoolExecutor(_NUM_FETCHES, thread_name_prefix="fetch")
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     @property
     def num_owners(self) -> int:
@@ -99,7 +106,7 @@ class FeatureInbox:
                     f"a feature of {event.nbytes} bytes does not fit a cache of {self._cache.capacity_bytes}; "
                     "raise feature_cache_bytes"
                 )
-            feature = await asyncio.to_thread(self._fetch, event)
+            feature = await asyncio.get_running_loop().run_in_executor(self._threads, self._fetch, event)
             await self._wait_for_room(event)
             if event.request_id in self._ended:
                 return

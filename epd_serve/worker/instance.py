@@ -32,7 +32,8 @@ from epd_serve.transfer.grouping import GroupSizer
 from epd_serve.transfer.kv_sender import KVSender
 from epd_serve.worker.decode import DecodeService
 from epd_serve.worker.encode import EncodeService
-from epd_serve.worker.engine import Engine, EngineEvent, FailureEvent
+from epd_serve.worker.engine import Engine
+from epd_serve.worker.events import EngineEvent, FailureEvent
 from epd_serve.worker.feature_inbox import FeatureInbox
 from epd_serve.worker.http import JSON, Reply
 from epd_serve.worker.kv_memory import KVMemory
@@ -200,6 +201,8 @@ class Instance:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._encode.close()
+        if self._inbox is not None:
+            self._inbox.close()
         if self._engine is not None:
             await asyncio.to_thread(self._engine.close)
         await self._peers.close()

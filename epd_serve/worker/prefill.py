@@ -13,7 +13,8 @@ from epd_serve.protocol import chunks, wire
 from epd_serve.request import Sequence
 from epd_serve.transfer.kv_sender import KVSender, OutgoingTransfer
 from epd_serve.worker.answer import Answer
-from epd_serve.worker.engine import Engine, EngineEvent, FailureEvent, PromptEvent
+from epd_serve.worker.engine import Engine
+from epd_serve.worker.events import EngineEvent, FailureEvent, PromptEvent
 from epd_serve.worker.feature_inbox import FeatureInbox
 from epd_serve.worker.generation import Generation
 from epd_serve.worker.http import JSON, BrokenStream, Reply

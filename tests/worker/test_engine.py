@@ -26,7 +26,8 @@ from epd_serve.request import Sequence
 from epd_serve.sched.language import Budget
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.types import SamplingParams
-from epd_serve.worker.engine import Engine, EngineEvent, FailureEvent, TokenEvent
+from epd_serve.worker.engine import Engine
+from epd_serve.worker.events import EngineEvent, FailureEvent, TokenEvent
 from epd_serve.worker.kv_memory import KVMemory
 from epd_serve.worker.prompt import PromptProcessor
 from epd_serve.worker.runner import LanguageRunner

@@ -10,7 +10,7 @@ import pytest
 from epd_serve.config import InstanceOptions
 from epd_serve.types import Role
 from epd_serve.worker import instance as module
-from epd_serve.worker.engine import EngineEvent, FailureEvent
+from epd_serve.worker.events import EngineEvent, FailureEvent
 from epd_serve.worker.instance import Instance
 
 

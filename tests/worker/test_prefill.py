@@ -17,7 +17,7 @@ from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.feature_store import EmbeddedFeatureStore
 from epd_serve.transfer.kv_sender import OutgoingTransfer
 from epd_serve.types import SamplingParams
-from epd_serve.worker.engine import EngineEvent, PromptEvent
+from epd_serve.worker.events import EngineEvent, PromptEvent
 from epd_serve.worker.feature_inbox import FeatureInbox
 from epd_serve.worker.http import BrokenStream
 from epd_serve.worker.prefill import PrefillService
