@@ -76,6 +76,7 @@ async def main() -> None:
     rounds: int = parser.parse_args().rounds
     rows = [await measure(file, rounds) for file in sorted((ROOT / "deploy").glob("*.yaml"))]
     machine = f"{platform.machine()}, {psutil.cpu_count()} cores, {psutil.virtual_memory().total >> 30} GiB"
+    RESULT.parent.mkdir(exist_ok=True)
     RESULT.write_text(json.dumps({"machine": machine, "rows": rows}, indent=2) + "\n")
     columns = (
         "topology",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import os
 import sys
@@ -224,6 +225,8 @@ def main() -> None:
 
     ``EPD_SERVE_TRACEBACK=1`` shows where the error came from.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 shows "?" for what it lacks
     try:
         app()
     except ValueError as error:

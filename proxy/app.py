@@ -59,7 +59,7 @@ def create_app(
             encode_timeout_s=settings.encode_timeout_s,
         )
     )
-    loader = MediaLoader(settings.media, fetcher)
+    loader = MediaLoader(settings.media, fetcher, settings.max_body_bytes)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -90,7 +90,7 @@ def create_app(
             timeout_s=settings.request_timeout_s,
         )
         app.router.routes.append(Route(path, endpoint=endpoint, methods=["POST"]))
-    app.include_router(models_router(table, authenticator))
+    app.include_router(models_router(table, poller, authenticator))
     app.include_router(health_router(table, metrics))
     app.add_exception_handler(ServeError, _serve_error)
     app.add_exception_handler(HTTPException, _http_error)
@@ -111,4 +111,6 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 async def _unexpected_error(_: Request, error: Exception) -> Response:
-    return JSONResponse(ServeError(f"an error inside the gateway: {type(error).__name__}").body(), 500)
+    problem = ServeError(f"an error inside the gateway: {type(error).__name__}")
+    # The server closes the connection after such an error: the client must not send its next request there.
+    return JSONResponse(problem.body(), 500, {"connection": "close"})

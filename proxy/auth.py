@@ -25,5 +25,6 @@ class Authenticator:
         scheme, _, token = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not token:
             raise Unauthorized("an API key is required: send the header 'Authorization: Bearer <key>'")
-        if not hmac.compare_digest(token.strip().encode(), self._expected):
+        # Headers are handed over as Latin-1, whatever the client's bytes meant.
+        if not hmac.compare_digest(token.encode("latin-1").strip(), self._expected):
             raise Unauthorized("the API key is not the one that this gateway expects")

@@ -126,6 +126,11 @@ class GenerationEndpoint:
                 return
             await sink.fail(error)
             raise ResponseAborted(error.message) from error
+        except Exception:
+            # A fault of the gateway's own: the application answers it, or the server cuts the stream off.
+            status = BROKEN_OFF if sink.started else 500
+            exchange.answered = True
+            raise
         finally:
             if exchange.answered:
                 self._count(exchange, status)

@@ -53,6 +53,7 @@ class MediaFetcher:
     async def __aenter__(self) -> Self:
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=64, use_dns_cache=False, socket_factory=self._new_socket),
+            timeout=aiohttp.ClientTimeout(total=None),  # fetch() keeps the time
             cookie_jar=aiohttp.DummyCookieJar(),
             # No compressed transfer: the size limit counts the real bytes.
             headers={"accept": "image/*", "accept-encoding": "identity", "user-agent": "epd-serve"},

@@ -22,6 +22,7 @@ class Generator:
         """Write the answer's events to ``sink``. Raises ServeError, before or after ``sink.started``."""
 
         async def forward(attempt: Attempt) -> None:
+            sink.restart()
             answer = await attempt.first()
             if not answer.decode_follows:
                 await attempt.close_decode()

@@ -11,6 +11,7 @@ from fastapi import FastAPI
 
 from epd_serve.config import DeploymentConfig
 from proxy.app import create_app
+from proxy.http import BoundedHttp
 from proxy.settings import GatewaySettings
 from proxy.sink import ResponseAborted
 
@@ -40,7 +41,7 @@ def new_server(app: FastAPI, host: str, port: int) -> uvicorn.Server:
             host=host,
             port=port,
             loop="uvloop",
-            http="httptools",
+            http=BoundedHttp,
             ws="none",
             lifespan="on",
             access_log=False,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
-from epd_serve.errors import InvalidRequest
+from epd_serve.errors import InvalidRequest, TooLarge
 from epd_serve.media import MediaLimits, mm_hash, parse_data_url, pixel_size
 from epd_serve.protocol.openai import MediaSource
 from epd_serve.protocol.wire import MediaRef
@@ -36,15 +36,32 @@ class MediaItem:
 
 
 class MediaLoader:
-    def __init__(self, limits: MediaLimits, fetcher: MediaFetcher) -> None:
+    """``max_total_bytes`` bounds all media of a request together: fetched ones are no lighter than sent ones."""
+
+    def __init__(self, limits: MediaLimits, fetcher: MediaFetcher, max_total_bytes: int) -> None:
         self._limits = limits
         self._fetcher = fetcher
+        self._max_total_bytes = max_total_bytes
 
     async def load(self, sources: Sequence[MediaSource]) -> list[MediaItem]:
         """All items of a request, in order. Raises InvalidRequest with ``param`` for the first that is no good."""
+        total = 0
+
+        async def load_one(source: MediaSource) -> MediaItem:
+            nonlocal total
+            item = await self._load(source)
+            total += len(item.data)
+            if total > self._max_total_bytes:
+                raise TooLarge(
+                    f"the images of the request have more than {self._max_total_bytes} bytes together; "
+                    "send fewer or smaller ones",
+                    param=source.param,
+                )
+            return item
+
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._load(source)) for source in sources]
+                tasks = [group.create_task(load_one(source)) for source in sources]
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
         return [task.result() for task in tasks]
@@ -55,7 +72,8 @@ class MediaLoader:
                 _, data = await _off_loop(len(source.url), parse_data_url, source.url, self._limits.max_bytes)
             else:
                 data = await self._fetcher.fetch(source.url)
-            width, height = await _off_loop(len(data), pixel_size, data, self._limits)
+            # Always in a thread: a small file can have megabytes of compressed text before its pixels.
+            width, height = await asyncio.to_thread(pixel_size, data, self._limits)
         except InvalidRequest as error:
             error.param = source.param
             raise

@@ -48,8 +48,8 @@ class Poller:
 
     async def _watch(self, name: str) -> None:
         while True:
+            self._wake[name].clear()  # before the question: what is reported during it is asked about again
             await self._ask(name)
-            self._wake[name].clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._interval_s):
                     await self._wake[name].wait()

@@ -57,6 +57,11 @@ class EventSink:
         if chunk:
             await self._forward(chunk)
 
+    def restart(self) -> None:
+        """Forget what an attempt left behind that broke off within its first event."""
+        assert not self.started, "what was sent cannot be taken back"
+        self._pending = b""
+
     def check_complete(self) -> None:
         """Raises InstanceFailed unless the last event was ``[DONE]``; a clean end alone proves nothing."""
         if self._pending or not self._last.endswith(_DONE):

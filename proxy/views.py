@@ -13,9 +13,10 @@ from epd_serve.metrics.gateway import CONTENT_TYPE, GatewayMetrics
 from epd_serve.protocol.wire import InstanceInfo
 from epd_serve.routing.table import InstanceTable
 from proxy.auth import Authenticator
+from proxy.poller import Poller
 
 
-def models_router(table: InstanceTable, authenticator: Authenticator) -> APIRouter:
+def models_router(table: InstanceTable, poller: Poller, authenticator: Authenticator) -> APIRouter:
     """``GET /v1/models`` and ``/v1/models/{name}``."""
 
     async def authorized(request: Request) -> None:
@@ -37,6 +38,7 @@ def models_router(table: InstanceTable, authenticator: Authenticator) -> APIRout
 
     @router.get("/v1/models")
     async def models() -> JSONResponse:
+        await poller.started()
         found = table.models()
         if not found:
             raise Unavailable("no instance has started yet; try again shortly")
@@ -44,6 +46,7 @@ def models_router(table: InstanceTable, authenticator: Authenticator) -> APIRout
 
     @router.get("/v1/models/{name:path}")
     async def model(name: str) -> JSONResponse:
+        await poller.started()
         found = table.models()
         if name not in found:
             known = ", ".join(map(repr, found)) or "none yet"

@@ -12,6 +12,7 @@ from pydantic_core import ErrorDetails
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
 from ruamel.yaml.error import MarkedYAMLError
+from ruamel.yaml.reader import ReaderError
 
 from epd_serve.config.schema import DEMO_MODEL, DeploymentConfig
 from epd_serve.config.sections import overlay
@@ -38,11 +39,14 @@ def load_config(path: Path) -> DeploymentConfig:
     config = parse_config(text, source=str(path))
     here = path.parent.resolve()
     changes: dict[str, Any] = {}
-    if config.model != DEMO_MODEL:
-        changes["model"] = str(here / Path(config.model).expanduser())
-    if folders := config.gateway.media.allowed_file_dirs:
-        absolute = [str(here / folder.expanduser()) for folder in folders]
-        changes["gateway"] = {"media": {"allowed_file_dirs": absolute}}
+    try:
+        if config.model != DEMO_MODEL:
+            changes["model"] = str(here / Path(config.model).expanduser())
+        if folders := config.gateway.media.allowed_file_dirs:
+            absolute = [str(here / folder.expanduser()) for folder in folders]
+            changes["gateway"] = {"media": {"allowed_file_dirs": absolute}}
+    except RuntimeError as error:  # '~name' for a user that does not exist
+        raise ConfigError(f"{path}: a path that starts with '~': {error}") from error
     return change_config(config, changes, source=str(path))
 
 
@@ -55,6 +59,11 @@ def parse_config(text: str, *, source: str = "deployment") -> DeploymentConfig:
         mark = error.problem_mark or error.context_mark
         line = f":{mark.line + 1}" if mark else ""
         raise ConfigError(f"{source}{line}: {error.problem or error.context}") from error
+    except ReaderError as error:
+        number = text.count("\n", 0, error.position) + 1
+        raise ConfigError(f"{source}:{number}: a control character; write text only") from error
+    except (ValueError, RecursionError) as error:  # as for the date 2020-99-99, which ruamel passes on as it is
+        raise ConfigError(f"{source}: {error}") from error
     if values is not None and not isinstance(values, dict):
         raise ConfigError(f"{source}:1: expected keys and values such as 'topology: E-P-D'")
     try:
@@ -84,7 +93,9 @@ def _line(tree: CommentedMap | CommentedSeq | None, location: Location) -> int:
     node: Any = tree
     for part in location:
         if isinstance(node, CommentedMap) and part in node:
-            line = node.lc.key(part)[0] + 1
+            # A key that came by '<<' has no line of its own in this mapping.
+            place = (node.lc.data or {}).get(part)
+            line = place[0] + 1 if place else line
         elif isinstance(node, CommentedSeq) and isinstance(part, int) and part < len(node):
             line = node.lc.item(part)[0] + 1
         else:

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from epd_serve.config.options import InstanceOptions, KVTransport
 from epd_serve.config.sizes import Bytes
@@ -23,6 +31,14 @@ def _check_group_layers(value: object) -> object:
 
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_switch(cls, value: object, info: ValidationInfo) -> object:
+        """In Python true is a 1; in a deployment file it is a mistake."""
+        if isinstance(value, bool) and bool not in get_args(cls.model_fields[str(info.field_name)].annotation):
+            raise ValueError(f"{str(value).lower()} is not possible here: this key is no switch")
+        return value
 
 
 class MediaConfig(Section):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 from typing import Annotated
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
@@ -27,7 +28,7 @@ def parse_bytes(value: object) -> object:
     factor = _UNITS.get(match[2].upper()) if match else None
     if match is None or factor is None:
         raise ValueError(f"{value!r} is no amount of memory; write bytes, or a unit as in '512MiB' or '2GiB'")
-    return int(float(match[1]) * factor)
+    return int(Decimal(match[1]) * factor)
 
 
 Bytes = Annotated[

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from epd_serve.config import DeploymentConfig
+from epd_serve.config import DeploymentConfig, model_path
 from epd_serve.launch.commands import gateway_spec, instance_specs
 from epd_serve.launch.ports import choose_ports
 from epd_serve.launch.process import ManagedProcess, ProcessDied, ProcessState
@@ -55,6 +55,7 @@ class LocalDeployment:
         Raises ValueError where a port is taken or the model is not there.
         """
         self.config = config
+        model_path(config.model)  # the first thing to get right, whichever ports are taken
         ports = choose_ports(config)
         environment = dict(os.environ)
         instances = instance_specs(config, ports, environment)

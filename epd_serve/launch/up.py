@@ -68,6 +68,8 @@ async def _raise_failure(deployment: LocalDeployment) -> None:
 @contextmanager
 def _handled(signals: tuple[signal.Signals, ...], handler: Callable[[], None]) -> Iterator[None]:
     loop = asyncio.get_running_loop()
+    # nohup has SIGHUP ignored, so that the program outlives its terminal.
+    signals = tuple(n for n in signals if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN)
     for number in signals:
         loop.add_signal_handler(number, handler)
     try:

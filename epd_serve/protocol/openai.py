@@ -72,14 +72,16 @@ def _as_list(value: Any) -> Any:
 StopString = Annotated[str, Field(min_length=1)]
 StopStrings = Annotated[list[StopString], BeforeValidator(_as_list), Field(max_length=MAX_STOP_STRINGS)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+#: What an instance can be told: msgpack knows no longer integers.
+WIRE_INTEGERS = 2**63
 
 
 class _Generation(_Model):
     """What chats and completions share. Null means: as if the field were absent."""
 
     model: str | None = None
-    max_tokens: int | None = Field(None, ge=1)
-    min_tokens: int | None = Field(None, ge=0)
+    max_tokens: int | None = Field(None, ge=1, lt=WIRE_INTEGERS)
+    min_tokens: int | None = Field(None, ge=0, lt=WIRE_INTEGERS)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, lt=2**31)
@@ -87,7 +89,7 @@ class _Generation(_Model):
     repetition_penalty: float | None = Field(None, gt=0, le=100)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    seed: int | None = Field(None, ge=-WIRE_INTEGERS, lt=WIRE_INTEGERS)
     stop: StopStrings | None = None
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool | None = None
@@ -168,7 +170,7 @@ class ChatCompletionRequest(_Generation):
     """Body of ``POST /v1/chat/completions``."""
 
     messages: list[Message] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1, lt=WIRE_INTEGERS)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
 
@@ -246,8 +248,8 @@ class ChatCompletionRequest(_Generation):
 
 
 def _single(value: Any) -> Any:
-    """A list of exactly one string stands for the string; more are refused by the field's type."""
-    return value[0] if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str) else value
+    """A list of exactly one prompt stands for the prompt; more are refused by the field's type."""
+    return value[0] if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list) else value
 
 
 class CompletionRequest(_Generation):
@@ -302,12 +304,15 @@ def decode_object(body: bytes | bytearray) -> dict[str, Any]:
 def _explain(error: ErrorDetails) -> InvalidRequest:
     """The first thing that pydantic found, in a sentence, with ``param`` as in ``messages[0].content``."""
     param = ""
-    for step in error["loc"]:
+    unknown = error["type"] == "extra_forbidden"
+    for place, step in enumerate(error["loc"], start=1):
         if isinstance(step, int):
             param += f"[{step}]"
-        elif step.isidentifier() and step not in ("str", "list"):  # the rest names members of a union
+        elif (unknown and place == len(error["loc"])) or (
+            step.isidentifier() and step not in ("str", "list")  # the rest names members of a union
+        ):
             param += f".{step}" if param else step
-    if error["type"] == "extra_forbidden":
+    if unknown:
         return InvalidRequest(f"unknown field {param!r}; remove it", param=param, code="unknown_parameter")
     if error["type"] == "missing":
         return InvalidRequest(f"{param} is required", param=param, code="missing_required_parameter")

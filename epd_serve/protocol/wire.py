@@ -77,7 +77,6 @@ class OutputOptions(Message, frozen=True):
     stream: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
-    echo: bool = False
 
 
 class EncodeRequest(Message, frozen=True):

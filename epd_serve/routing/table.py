@@ -68,7 +68,7 @@ class InstanceTable:
         record.ready = info.ready
 
     def mark_lost(self, name: str) -> None:
-        """No work for this instance until it answers ``/info`` again; what it reported is forgotten."""
+        """No work for this instance until it answers ``/info`` again."""
         self._records[name].ready = False
 
     def ready(self, stage: Stage, model: str | None = None) -> list[InstanceRecord]:

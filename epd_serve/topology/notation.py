@@ -20,7 +20,8 @@ from typing import NoReturn
 
 from epd_serve.types import Role, Stage
 
-#: Largest count or width that is read: above any cluster, and a typing slip does not fill the memory.
+#: Largest count or width that is read, and most instances in all: above any cluster, and a typing slip does
+#: not fill the memory.
 MAX_COUNT = 4096
 
 
@@ -140,6 +141,8 @@ class _Parser:
             self._separator(opened_at=None)
             units.append(self._unit())
         topology = Topology(units=tuple(units))
+        if topology.num_instances > MAX_COUNT:
+            self._fail(f"{topology.num_instances} instances are more than the {MAX_COUNT} that are possible", at=0)
         for stage, verb in ((Stage.PREFILL, "prefills"), (Stage.DECODE, "decodes")):
             if stage not in topology.stages:
                 self._fail(f"no instance {verb}; every topology needs {stage}, as in 'E-P-D' or 'EPD'")
