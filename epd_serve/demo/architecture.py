@@ -23,8 +23,7 @@ PATCHES_PER_SIDE = 12
 _BATCHED_ATTENTION = "equal_images"
 _PLAIN_ATTENTION = "plain"
 
-PREPROCESSOR: dict[str, Any] = {
-    "image_processor_type": "Qwen2VLImageProcessor",
+_PIXELS: dict[str, Any] = {
     "processor_class": "Qwen3VLProcessor",
     "size": {"shortest_edge": MIN_PIXELS, "longest_edge": MAX_PIXELS},
     "patch_size": PATCH,
@@ -32,6 +31,10 @@ PREPROCESSOR: dict[str, Any] = {
     "merge_size": MERGE,
     "image_mean": [0.5, 0.5, 0.5],
     "image_std": [0.5, 0.5, 0.5],
+}
+PROCESSOR_FILES: dict[str, dict[str, Any]] = {
+    "preprocessor_config.json": {"image_processor_type": "Qwen2VLImageProcessor", **_PIXELS},
+    "video_preprocessor_config.json": {"video_processor_type": "Qwen3VLVideoProcessor", **_PIXELS},
 }
 
 

@@ -1,4 +1,4 @@
-"""Measures the demo model on fresh scenes: `python -m epd_serve.demo.evaluate [--weights DIR] [--num-images N]`."""
+"""Measures the demo model on fresh scenes: `python -m epd_serve.demo.evaluate [--weights DIR]`."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ HELD_OUT_WORDINGS: Wordings = {
     "count": (
         "How many shapes can you see in the {pic}?",
         "Please count the shapes in this {pic}.",
-        "Can you count the shapes?",
+        "Could you tell me how many shapes there are?",
         "How many shapes does this {pic} show?",
     ),
     "count some": (
@@ -36,11 +36,11 @@ HELD_OUT_WORDINGS: Wordings = {
     ),
     "exists": (
         "Do you see {ax} in the {pic}?",
-        "Does this {pic} show {ax}?",
+        "Is {ax} shown in the {pic}?",
         "Can you see any {xs} in this {pic}?",
-        "Can you find {ax}?",
+        "Could you tell me if there is {ax}?",
     ),
-    "is color": ("Do you think the {shape} is {c}?", "Is it true that the {shape} is {c}?"),
+    "is color": ("Is it true that the {shape} is {c}?", "Would you say the {shape} is {c}?"),
     "background": (
         "What {color} does the background have?",
         "Tell me what {color} the background is.",
@@ -48,9 +48,9 @@ HELD_OUT_WORDINGS: Wordings = {
         "Can you name the {color} of the background?",
     ),
     "where": (
-        "Where can you find the {x}?",
         "Where exactly is the {x}?",
-        "At which position is the {x}?",
+        "Could you tell me where the {x} is?",
+        "Where would I find the {x}?",
         "Please tell me where the {x} is in the {pic}.",
     ),
     "what at": (
@@ -62,9 +62,9 @@ HELD_OUT_WORDINGS: Wordings = {
     "describe": (
         "Can you tell me what is in this {pic}?",
         "Please tell me what you see in this {pic}.",
-        "Give a description of the {pic}.",
-        "Describe everything in the {pic}.",
-        "Which objects are in the {pic}?",
+        "Give me a short description of the {pic}.",
+        "What objects are shown in this {pic}?",
+        "Tell me everything that you see in the {pic}.",
     ),
     "single shape": ("What shape can you see?", "Tell me the shape.", "What shape does the {pic} show?"),
     "single color": (

@@ -93,6 +93,9 @@ TEXT_WORDINGS: Wordings = {
         "Echo {words}",
         "Repeat {words}.",
         'Say "{words}"',
+        "Can you say {words}?",
+        "Please repeat: {words}",
+        "Please echo {words}.",
     ),
     "next number": (
         "What comes after {a}?",
@@ -146,7 +149,7 @@ TEXT_WORDINGS: Wordings = {
 HELD_OUT_TEXT_WORDINGS: Wordings = {
     "add": ("Please add {a} and {b}.", "Can you tell me what {a} plus {b} is?", "Tell me {a} + {b}."),
     "subtract": ("Can you tell me what {a} minus {b} is?", "Please calculate {a} - {b}."),
-    "echo": ("Please repeat: {words}", "Can you say {words}?", "Please echo {words}."),
+    "echo": ("Could you say {words}?", "Please repeat after me: {words}", "Say this: {words}"),
     "next number": ("Tell me what comes after {a}.", "What is the number after {a}?"),
     "greeting": ("Hello there!", "Hi, how are you?", "Hey there"),
     "who": ("Please tell me who you are.", "What is the name of this model?"),

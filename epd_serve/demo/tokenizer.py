@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -63,6 +64,15 @@ def train_tokenizer(seed: int = 1) -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     tokenizer.train_from_iterator(_corpus(random.Random(seed)), trainer)
+    return _wrap(tokenizer)
+
+
+def load_tokenizer(weights: Path) -> PreTrainedTokenizerFast:
+    """The tokenizer saved with the weights, free of traces of where it was loaded from."""
+    return _wrap(Tokenizer.from_file(str(weights / "tokenizer.json")))
+
+
+def _wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token=EOS, pad_token=PAD, chat_template=CHAT_TEMPLATE, padding_side="left"
     )

@@ -1,4 +1,7 @@
-"""Trains the demo model from scratch: `python -m epd_serve.demo.train --cpu-minutes 50 --out DIR`."""
+"""Trains the demo model from scratch: `python -m epd_serve.demo.train --cpu-minutes 50 --out DIR`.
+
+`--resume DIR` continues from saved weights, at lower rates and without the auxiliary loss.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +19,34 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase, Qwen3VLForConditionalGeneration
 from transformers.utils.logging import disable_progress_bar
 
-from epd_serve.demo.architecture import HIDDEN, PREPROCESSOR, build_model, encode_images, prepare_for_training
+from epd_serve.demo.architecture import HIDDEN, PROCESSOR_FILES, build_model, encode_images, prepare_for_training
 from epd_serve.demo.batches import IGNORE, IMAGE_ROWS, Batch, BatchMaker
 from epd_serve.demo.scenes import COLORS, SHAPES
-from epd_serve.demo.tokenizer import train_tokenizer
+from epd_serve.demo.tokenizer import load_tokenizer, train_tokenizer
 
 MARKS = {"shape": len(SHAPES) + 1, "color": len(COLORS) + 1, "row": 3, "column": 3}
 EMPTY_WEIGHT = 0.15
-TOWER_ONLY = 0.25
-DECAY_FROM = 0.5
 WARMUP_STEPS = 40
 LOG_EVERY = 50
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The course of a run, its times as fractions of the budget and its rate as one of the base rates."""
+
+    tower_only: float
+    tower_weight: float
+    peak: float
+    decay_from: float
+
+    def rate(self, spent: float, step: int) -> float:
+        """The learning rate's scale: a short warm-up, the peak, then down in a straight line."""
+        decay = min(1.0, (1 - spent) / (1 - self.decay_from))
+        return min(1.0, (step + 1) / WARMUP_STEPS) * max(0.02, self.peak * decay)
+
+
+FROM_SCRATCH = Plan(tower_only=0.25, tower_weight=0.5, peak=1.0, decay_from=0.5)
+CONTINUED = Plan(tower_only=0.0, tower_weight=0.0, peak=0.25, decay_from=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,14 +85,17 @@ class Optimizers:
             optimizer.zero_grad(set_to_none=True)
 
 
-def train(budget: Budget, out: Path, seed: int) -> None:
-    """Train within the budget; the newest weights are in `out` all along."""
+def train(budget: Budget, out: Path, seed: int, resume: Path | None) -> None:
+    """Train within the budget, from scratch or from saved weights; the newest weights are in `out` all along."""
+    plan = CONTINUED if resume else FROM_SCRATCH
     torch.set_num_threads(1)
     disable_progress_bar()
     torch.manual_seed(seed)
     out.mkdir(parents=True, exist_ok=True)
-    tokenizer = train_tokenizer()
+    tokenizer = load_tokenizer(resume) if resume else train_tokenizer()
     model = build_model(tokenizer)
+    if resume:
+        model.load_state_dict(Qwen3VLForConditionalGeneration.from_pretrained(resume).state_dict())
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(tokenizer)} tokens", flush=True)
     pristine = copy.deepcopy(model)
     prepare_for_training(model)
@@ -81,12 +104,13 @@ def train(budget: Budget, out: Path, seed: int) -> None:
     maker = BatchMaker(tokenizer)
     cpu_start, wall_start = time.process_time(), time.monotonic()
     seen: dict[str, list[float]] = defaultdict(list)
-    saved, step = TOWER_ONLY, 0
+    saved, step = plan.tower_only, 0
     while (spent := budget.spent(cpu_start, wall_start)) < 1:
-        with_text = spent >= TOWER_ONLY
-        loss, measures = compute_loss(model, head, maker.make(seed * 10_000_000 + step, with_text=with_text))
+        with_text = spent >= plan.tower_only
+        batch = maker.make(seed * 10_000_000 + step, with_text=with_text)
+        loss, measures = compute_loss(model, head, batch, plan.tower_weight)
         loss.backward()  # type: ignore[no-untyped-call]
-        optimizers.step(_rate(spent, step))
+        optimizers.step(plan.rate(spent, step))
         step += 1
         for name, value in measures.items():
             seen[name].append(value)
@@ -103,7 +127,7 @@ def train(budget: Budget, out: Path, seed: int) -> None:
 
 
 def compute_loss(
-    model: Qwen3VLForConditionalGeneration, head: nn.Module, batch: Batch
+    model: Qwen3VLForConditionalGeneration, head: nn.Module, batch: Batch, tower_weight: float
 ) -> tuple[Tensor, dict[str, float]]:
     """The training loss and what to print: of the tower alone where the batch carries no text."""
     with torch.autocast("cpu", torch.bfloat16):
@@ -133,7 +157,7 @@ def compute_loss(
         "image-answers": right[about_image].mean().item(),
         "text-answers": right[~about_image].mean().item(),
     }
-    return text_loss + 0.5 * tower_loss, measures
+    return text_loss + tower_weight * tower_loss, measures
 
 
 def save(
@@ -145,7 +169,8 @@ def save(
     exported.to(torch.bfloat16).save_pretrained(out)
     (out / "model.safetensors").chmod(0o644)
     tokenizer.save_pretrained(out)
-    (out / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR, indent=2) + "\n")
+    for name, settings in PROCESSOR_FILES.items():
+        (out / name).write_text(json.dumps(settings, indent=2) + "\n")
 
 
 def _mark_loss(logits: Tensor, marks: Tensor) -> tuple[Tensor, dict[str, float]]:
@@ -162,21 +187,17 @@ def _mark_loss(logits: Tensor, marks: Tensor) -> tuple[Tensor, dict[str, float]]
     return loss, measures
 
 
-def _rate(spent: float, step: int) -> float:
-    decay = 1.0 if spent < DECAY_FROM else max(0.02, (1 - spent) / (1 - DECAY_FROM))
-    return min(1.0, (step + 1) / WARMUP_STEPS) * decay
-
-
 def main() -> None:
     """Command-line entry."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cpu-minutes", type=float, default=50)
     parser.add_argument("--wall-minutes", type=float, help="default: 1.25 times the CPU minutes")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="choose another one for each continuation")
+    parser.add_argument("--resume", type=Path, help="weights to continue from, at a gentler rate")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     wall = args.wall_minutes or 1.25 * args.cpu_minutes
-    train(Budget(cpu=args.cpu_minutes * 60, wall=wall * 60), args.out, args.seed)
+    train(Budget(cpu=args.cpu_minutes * 60, wall=wall * 60), args.out, args.seed, args.resume)
 
 
 if __name__ == "__main__":

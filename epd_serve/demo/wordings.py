@@ -69,6 +69,7 @@ IMAGE_WORDINGS: Wordings = {
         "Count the shapes in the {pic}.",
         "What is the number of shapes?",
         "Tell me how many shapes there are.",
+        "Can you count the shapes?",
     ),
     "count some": (
         "How many {xs} are there?",
@@ -83,6 +84,7 @@ IMAGE_WORDINGS: Wordings = {
         "Count the {xs} in the {pic}.",
         "What is the number of {xs}?",
         "Tell me how many {xs} there are.",
+        "Can you count the {xs}?",
     ),
     "exists": (
         "Is there {ax}?",
@@ -97,11 +99,15 @@ IMAGE_WORDINGS: Wordings = {
         "Are there any {xs}?",
         "Are there any {xs} in the {pic}?",
         "Do you see any {xs}?",
+        "Can you find {ax}?",
+        "Can you find {ax} in the {pic}?",
+        "Does this {pic} show {ax}?",
     ),
     "is color": (
         "Is the {shape} {c}?",
         "Is the {shape} in the {pic} {c}?",
         "Is the {color} of the {shape} {c}?",
+        "Do you think the {shape} is {c}?",
     ),
     "background": (
         "What {color} is the background?",
@@ -133,6 +139,8 @@ IMAGE_WORDINGS: Wordings = {
         "Tell me where the {x} is.",
         "Can you tell me where the {x} is?",
         "Find the {x}.",
+        "Where can you find the {x}?",
+        "At which position is the {x}?",
     ),
     "what at": (
         "What is {at}?",
@@ -174,6 +182,11 @@ IMAGE_WORDINGS: Wordings = {
         "Tell me what is in the {pic}.",
         "Tell me about this {pic}.",
         "What is this?",
+        "Give a description of the {pic}.",
+        "Describe everything in the {pic}.",
+        "Which objects are in the {pic}?",
+        "What objects do you see?",
+        "Please tell me what you see.",
     ),
     "single shape": (
         "What shape is this?",

@@ -88,6 +88,17 @@ def start_up(*arguments: str) -> subprocess.Popen[str]:
     )
 
 
+def read_until(process: subprocess.Popen[str], words: str) -> str:
+    """What ``up`` prints, up to the line with ``words``."""
+    assert process.stdout is not None
+    output = ""
+    for line in process.stdout:
+        output += line
+        if words in line:
+            return output
+    raise AssertionError(f"up has ended: {output}")
+
+
 @pytest.fixture
 def deployment_file(tmp_path: Path) -> Path:
     file = tmp_path / "deployment.yaml"
@@ -101,22 +112,24 @@ def test_ctrl_c_stops_everything(deployment_file: Path) -> None:
     before = shared_memory()
     port = free_port("127.0.0.1")
     with start_up(str(deployment_file), "--port", str(port)) as process:
-        wait_until(lambda: _is_up(f"http://127.0.0.1:{port}/health"), "up is ready", 120)
+        output = read_until(process, "From Python")
+        assert "curl" in output, "what to type next"
+        assert _is_up(f"http://127.0.0.1:{port}/health")
         children = psutil.Process(process.pid).children(recursive=True)
         assert len(children) == 4
         stopping = time.monotonic()
         process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=15)
+        process.communicate(timeout=15)
         assert time.monotonic() - stopping < 10
+        assert process.returncode == 0
     assert not [child for child in children if child.is_running()]
     assert shared_memory() <= before
-    assert "curl" in output, "what to type next"
 
 
 def test_a_dying_instance_is_named_and_everything_stops(deployment_file: Path) -> None:
     port = free_port("127.0.0.1")
     with start_up(str(deployment_file), "--port", str(port)) as process:
-        wait_until(lambda: _is_up(f"http://127.0.0.1:{port}/health"), "up is ready", 120)
+        read_until(process, "From Python")
         children = psutil.Process(process.pid).children(recursive=True)
         victim = next(child for child in children if "--role P" in " ".join(child.cmdline()))
         victim.send_signal(signal.SIGKILL)
