@@ -40,6 +40,11 @@ async def test_each_deployment_answers_the_questions_of_the_readme(file: Path) -
     async with LocalDeployment(config, ready_timeout_s=120) as deployment:
         ready_s = time.monotonic() - started
         pids = [process.pid for process in deployment.processes]
+        async with httpx.AsyncClient() as control:
+            for handle in deployment.instances.values():
+                held = (await control.get(f"{handle.url}/info")).json()["parameters"]
+                assert bool(held["tower"]) == handle.role.encodes
+                assert bool(held["language_model"]) == handle.role.has_language_model
         async with openai.AsyncOpenAI(base_url=f"{deployment.gateway_url}/v1", api_key="-") as client:
             for question, answer in (
                 ("What color is the circle?", "red"),
