@@ -8,19 +8,17 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from slab_server import SIZE, serve_slab
 
 from epd_serve.protocol import wire
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.embedded import Path as TransportPath
 from epd_serve.transfer.transport import TransferError, Transport
-
-SIZE = 4096
 
 
 @pytest.fixture(scope="module", params=["shm", "tcp", "auto"])
@@ -97,21 +95,13 @@ def test_concurrent_writers_do_not_mix(pair: tuple[Transport, Transport]) -> Non
     assert bytes(slab.buffer) == b"".join(bytes([i + 1]) * part for i in range(4))
 
 
-def _serve_slab(path: TransportPath, connection: Connection) -> None:
-    transport = EmbeddedTransport(path=path)
-    slab = transport.allocate("remote", SIZE)
-    slab.buffer[:5] = b"hello"
-    connection.send_bytes(wire.encode(slab.region))
-    connection.recv_bytes()
-    connection.send_bytes(bytes(slab.buffer[:16]))
-
-
 @pytest.mark.parametrize("path", ["shm", "tcp"])
 def test_between_processes_and_after_the_peer_was_killed(path: TransportPath) -> None:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_serve_slab, args=(path, theirs))
+    process = context.Process(target=serve_slab, args=(path, theirs))
     process.start()
+    theirs.close()  # so that a dead child ends the pipe
     region = wire.decode(ours.recv_bytes(), wire.Region)
     transport = EmbeddedTransport(path=path)
     data = bytearray(5)
@@ -127,7 +117,6 @@ def test_between_processes_and_after_the_peer_was_killed(path: TransportPath) ->
     transport.close()
     fresh.close()
     ours.close()
-    theirs.close()
 
 
 def test_nothing_is_left_in_dev_shm() -> None:
