@@ -18,7 +18,6 @@ class LanguageModel:
 
     Attributes:
         num_layers, num_kv_heads, head_dim: the shape of one token's KV.
-        vocab_size: rows of the head.
         max_model_len: longest context that the rotary embedding was made for.
     """
 
@@ -34,7 +33,6 @@ class LanguageModel:
         self.num_layers: int = text.num_hidden_layers
         self.num_kv_heads: int = text.num_key_value_heads
         self.head_dim: int = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        self.vocab_size: int = self._head.out_features
         self.max_model_len: int = text.max_position_embeddings
         self.num_parameters = num_parameters(model)
 

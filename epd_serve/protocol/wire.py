@@ -21,7 +21,7 @@ Errors of any call are OpenAI error objects as JSON with a 4xx or 5xx status (:m
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 
@@ -279,7 +279,3 @@ def to_json(message: Message) -> bytes:
 
 def from_json(data: bytes, message_type: type[M]) -> M:
     return msgspec.json.decode(data, type=message_type)
-
-
-def to_builtins(message: Message) -> Any:
-    return msgspec.to_builtins(message)

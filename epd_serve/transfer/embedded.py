@@ -20,15 +20,16 @@ class EmbeddedTransport:
     Args:
         host: address on which regions are offered to other hosts.
         path: "shm" offers no TCP; "tcp" uses TCP even on one host; "auto" has both.
+        timeout_s: how long a TCP peer may accept nothing. A write must not hang on beyond the lease of its target.
     """
 
-    def __init__(self, host: str = "127.0.0.1", path: Path = "auto") -> None:
+    def __init__(self, host: str = "127.0.0.1", path: Path = "auto", timeout_s: float = 30.0) -> None:
         self._path = path
         self._lock = threading.Lock()
         self._slabs: dict[str, SharedSlab] = {}
         self._server = None if path == "shm" else TcpServer(host, self._find)
         self._shared = SharedMemoryPeers()
-        self._tcp = TcpPeers()
+        self._tcp = TcpPeers(timeout_s)
 
     def allocate(self, name: str, nbytes: int) -> SharedSlab:
         if self._server is None:

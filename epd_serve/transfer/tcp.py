@@ -25,7 +25,6 @@ _PIECE = struct.Struct("!QQ")
 _STATUS = struct.Struct("!BI")
 _WRITE, _READ = 1, 2
 _MAX_PIECES = 1 << 20
-_IDLE_TIMEOUT_S = 30.0
 _ACCEPT_RETRY_S = 0.05
 
 
@@ -126,7 +125,7 @@ class TcpServer:
 class TcpPeers:
     """Reads and writes regions of other processes over pooled connections."""
 
-    def __init__(self, timeout_s: float = _IDLE_TIMEOUT_S) -> None:
+    def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._idle: dict[tuple[str, int], list[socket.socket]] = {}

@@ -20,7 +20,6 @@ Send = Callable[[Event], Awaitable[None]]
 Header = tuple[bytes, bytes]
 
 JSON = (b"content-type", b"application/json")
-MSGPACK = (b"content-type", b"application/msgpack")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

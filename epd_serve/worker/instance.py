@@ -74,7 +74,7 @@ class Instance:
         self._dtype = _resolve_dtype(options.dtype, self._family.config)
         self._dtype_name = str(self._dtype).removeprefix("torch.")
         self._fingerprint = await asyncio.to_thread(media_fingerprint, self._path, self._dtype_name)
-        self._transport = EmbeddedTransport(options.host, options.kv_transport)
+        self._transport = EmbeddedTransport(options.host, options.kv_transport, options.lease_s / 4)
         self._peers = Peers()
         self._language: LanguageModel | None = None
         self._engine: Engine | None = None

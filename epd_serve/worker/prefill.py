@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable
@@ -20,6 +21,8 @@ from epd_serve.worker.generation import Generation
 from epd_serve.worker.http import JSON, BrokenStream, Reply
 from epd_serve.worker.peers import Peers
 from epd_serve.worker.prompt import Prompt, PromptProcessor
+
+logger = logging.getLogger(__name__)
 
 _NEXT = wire.NEXT_HEADER.encode()
 NEXT_NONE = (_NEXT, b"none")
@@ -233,6 +236,13 @@ class PrefillService:
                 raise InstanceFailed(f"{work.decode_url} gave up the KV transfer")
             await self._peers.call(work.decode_url, "/kv/complete", self._handoff(work, first), self._lease_s)
             work.confirmed = True
+            logger.debug(
+                "request %s: %d bytes of KV in %.4f s, %.0f %% of it hidden behind compute",
+                work.request.request_id,
+                work.transfer.num_bytes,
+                work.transfer.transfer_s,
+                100 * work.transfer.overlap_ratio,
+            )
         except ServeError as error:
             self._give_up(work, error.message)
             raise BrokenStream(error.message) from error
