@@ -52,6 +52,14 @@ def up(
         process.communicate()
 
 
+@pytest.fixture(autouse=True)
+def _hangups_count() -> Iterator[None]:
+    """Whoever runs the tests may have SIGHUP ignored, and children inherit that."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 def read_until(process: subprocess.Popen[str], words: str) -> str:
     assert process.stdout is not None
     text = ""
