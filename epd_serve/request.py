@@ -86,6 +86,21 @@ class Sequence:
         """Sequences that need blocks of their own here."""
         return 1 if self.hand_off else self.num_sequences
 
+    def fork(self, index: int, blocks: list[int]) -> Sequence:
+        """Another choice of this computed prompt, with a block table of its own."""
+        return Sequence(
+            request_id=self.request_id,
+            prompt_ids=self.prompt_ids,
+            sampling=self.sampling,
+            max_tokens=self.max_tokens,
+            positions=self.positions,
+            position_delta=self.position_delta,
+            index=index,
+            num_computed=self.num_computed,
+            blocks=blocks,
+            state=SequenceState.RUNNING,
+        )
+
     def move_to(self, state: SequenceState) -> None:
         """The one place where a state changes. Raises AssertionError for a transition the table lacks."""
         assert state in _ALLOWED[self.state], f"{self.request_id}: {self.state.name} -> {state.name}"

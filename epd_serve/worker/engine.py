@@ -334,20 +334,7 @@ class Engine:
             self._pool.acquire(root.blocks[:shared])
             if root.num_prompt_tokens % self._pool.block_size:
                 self._copy_block(root.blocks[shared], own[0])
-            choices.append(
-                Sequence(
-                    request_id=root.request_id,
-                    prompt_ids=root.prompt_ids,
-                    sampling=root.sampling,
-                    max_tokens=root.max_tokens,
-                    positions=root.positions,
-                    position_delta=root.position_delta,
-                    index=index,
-                    num_computed=root.num_computed,
-                    blocks=root.blocks[:shared] + own,
-                    state=SequenceState.RUNNING,
-                )
-            )
+            choices.append(root.fork(index, root.blocks[:shared] + own))
         root.forks = []
         return choices
 

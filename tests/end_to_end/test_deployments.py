@@ -17,6 +17,7 @@ import psutil
 import pytest
 from chat import data_url
 from fleet import Books, wait_until
+from program import read_until
 
 from epd_serve.config import change_config, load_config
 from epd_serve.launch import LocalDeployment
@@ -91,17 +92,6 @@ def start_up(*arguments: str) -> subprocess.Popen[str]:
         text=True,
         cwd=ROOT,
     )
-
-
-def read_until(process: subprocess.Popen[str], words: str) -> str:
-    """What ``up`` prints, up to the line with ``words``."""
-    assert process.stdout is not None
-    output = ""
-    for line in process.stdout:
-        output += line
-        if words in line:
-            return output
-    raise AssertionError(f"up has ended: {output}")
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from program import read_until
 
 FAKE_PROGRAM = Path(__file__).parent / "fake_program.py"
 PROGRAM = f"""
@@ -58,16 +59,6 @@ def _hangups_count() -> Iterator[None]:
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, before)
-
-
-def read_until(process: subprocess.Popen[str], words: str) -> str:
-    assert process.stdout is not None
-    text = ""
-    for line in process.stdout:
-        text += line
-        if words in line:
-            return text
-    raise AssertionError(f"ended without {words!r}: {text}")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
