@@ -28,8 +28,6 @@ class FeatureCache(Generic[T]):
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
         self.num_bytes = 0
-        self.num_hits = 0
-        self.num_misses = 0
         self._entries: OrderedDict[str, _Entry[T]] = OrderedDict()
         self._held: dict[str, set[str]] = {}
 
@@ -47,14 +45,12 @@ class FeatureCache(Generic[T]):
         """The value, now held by ``owner`` too; None on a miss."""
         entry = self._entries.get(key)
         if entry is None:
-            self.num_misses += 1
             return None
-        self.num_hits += 1
         self._hold(key, entry, owner)
         return entry.value
 
     def get(self, key: str) -> T | None:
-        """The value without a new hold and without counting."""
+        """The value without a new hold."""
         entry = self._entries.get(key)
         return None if entry is None else entry.value
 

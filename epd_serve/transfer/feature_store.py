@@ -40,18 +40,6 @@ class EmbeddedFeatureStore:
         self._cache: FeatureCache[StoredFeature] = FeatureCache(capacity_bytes)
 
     @property
-    def num_hits(self) -> int:
-        return self._cache.num_hits
-
-    @property
-    def num_misses(self) -> int:
-        return self._cache.num_misses
-
-    @property
-    def num_bytes(self) -> int:
-        return self._cache.num_bytes
-
-    @property
     def num_owners(self) -> int:
         return self._cache.num_owners
 

@@ -7,12 +7,12 @@ lease is over (a writer must not write after its lease).
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 
 from epd_serve.cache.block_pool import RequestBlocks
+from epd_serve.cache.tombstones import Tombstones
 from epd_serve.protocol.wire import ReserveRequest
 
 
@@ -33,8 +33,6 @@ _ALLOWED: dict[ReservationState, frozenset[ReservationState]] = {
     ReservationState.COMPLETED: frozenset(),
     ReservationState.RELEASED: frozenset(),
 }
-
-_NUM_TOMBSTONES = 4096
 
 
 @dataclass(slots=True, kw_only=True)
@@ -62,7 +60,7 @@ class ReservationTable:
     def __init__(self, free: Callable[[RequestBlocks], None]) -> None:
         self._free = free
         self._live: dict[str, Reservation] = {}
-        self._ended: OrderedDict[str, ReservationState] = OrderedDict()
+        self._ended: Tombstones[ReservationState] = Tombstones()
 
     def __len__(self) -> int:
         """Reservations that hold or wait for blocks."""
@@ -113,8 +111,7 @@ class ReservationTable:
         """The writer promises to write no more: blocks go back at once. Idempotent, also before :meth:`open`."""
         reservation = self._live.get(transfer_id)
         if reservation is None:
-            self._ended.setdefault(transfer_id, ReservationState.RELEASED)
-            self._trim()
+            self._ended.add(transfer_id, ReservationState.RELEASED)
         else:
             self._release(reservation)
 
@@ -148,9 +145,4 @@ class ReservationTable:
 
     def _end(self, reservation: Reservation) -> None:
         del self._live[reservation.transfer_id]
-        self._ended[reservation.transfer_id] = reservation.state
-        self._trim()
-
-    def _trim(self) -> None:
-        while len(self._ended) > _NUM_TOMBSTONES:
-            self._ended.popitem(last=False)
+        self._ended.add(reservation.transfer_id, reservation.state)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from epd_serve.cache.block_pool import num_blocks_for
+from epd_serve.cache.tombstones import Tombstones
 from epd_serve.errors import InstanceFailed, InvalidRequest, ServeError, StageTimeout, Unavailable
 from epd_serve.protocol import wire
 from epd_serve.request import Sequence
@@ -21,8 +21,6 @@ from epd_serve.worker.events import EngineEvent
 from epd_serve.worker.generation import Generation
 from epd_serve.worker.http import Reply
 from epd_serve.worker.kv_memory import KVMemory
-
-_NUM_TOMBSTONES = 4096
 
 
 class DecodeService:
@@ -53,7 +51,7 @@ class DecodeService:
         self._freed = asyncio.Event()
         self._expected: dict[str, asyncio.Future[Generation]] = {}
         self._unclaimed: dict[str, tuple[Generation, float]] = {}
-        self._ended: OrderedDict[str, None] = OrderedDict()
+        self._ended: Tombstones[bool] = Tombstones()
 
     @property
     def num_reservations(self) -> int:
@@ -88,9 +86,7 @@ class DecodeService:
         self._engine.abort(request_id)
         self._reservations.abandon(request_id)
         self._freed.set()  # the one at the head of the queue for blocks may be this one
-        self._ended[request_id] = None
-        while len(self._ended) > _NUM_TOMBSTONES:
-            self._ended.popitem(last=False)
+        self._ended.add(request_id, True)
 
     # ------------------------------------------------------------------ from the prefill instance
 
@@ -146,6 +142,10 @@ class DecodeService:
         """Take the request over. Raises Unavailable where it was cancelled or its lease has ended. Idempotent."""
         if self._reservations.is_completed(handoff.transfer_id):
             return
+        # before the blocks are taken over: where this fails, P cancels and they go back
+        answer = Answer(self._tokenizer, handoff.output, handoff.sampling, handoff.prompt_ids)
+        for index, first in enumerate(handoff.first):
+            answer.push(index, first.token_id, first.logprob, first.finish_reason)  # P has sent these already
         reservation = self._reservations.complete(handoff.transfer_id)
         if reservation is None or reservation.blocks is None:
             raise Unavailable(f"transfer {handoff.transfer_id} has ended")
@@ -155,9 +155,6 @@ class DecodeService:
         num_blocks = num_blocks_for(len(handoff.prompt_ids), self._layout.block_size)
         # what was cached here was not written: it must not be replaced by what lies in the slab
         self._memory.land(reservation.blocks.root[reservation.blocks.num_cached : num_blocks])
-        answer = Answer(self._tokenizer, handoff.output, handoff.sampling, handoff.prompt_ids)
-        for index, first in enumerate(handoff.first):
-            answer.push(index, first.token_id, first.logprob, first.finish_reason)  # P has sent these already
         generation = Generation(answer, self._engine)
         self._listen(handoff.request_id, generation.feed)
         self._engine.resume(

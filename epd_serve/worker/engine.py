@@ -179,7 +179,7 @@ class Engine:
             )
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless the pool is consistent and every held block has a known holder."""
+        """Raise AssertionError unless the books of the pool balance."""
         with self._changed:
             self._pool.check_integrity()
 

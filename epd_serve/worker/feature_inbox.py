@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from epd_serve.cache.feature_cache import FeatureCache
+from epd_serve.cache.tombstones import Tombstones
 from epd_serve.errors import InstanceFailed
 from epd_serve.protocol.wire import FeatureEvent, MediaRef
 from epd_serve.transfer.feature_store import checksum
@@ -18,7 +18,6 @@ from epd_serve.transfer.transport import TransferError, Transport
 
 _RETRY_ROOM_S = 0.02
 _ROOM_PATIENCE_S = 0.5
-_NUM_TOMBSTONES = 4096
 _NUM_FETCHES = 4
 
 
@@ -52,7 +51,7 @@ class FeatureInbox:
         self._clock = clock
         self._wanted: dict[str, asyncio.Event] = {}
         self._early: dict[str, float] = {}
-        self._ended: OrderedDict[str, None] = OrderedDict()
+        self._ended: Tombstones[bool] = Tombstones()
         # of its own: fetches that hang must not hold up the tokenising of other requests
         self._threads = ThreadPoolExecutor(_NUM_FETCHES, thread_name_prefix="fetch")
 
@@ -86,9 +85,7 @@ class FeatureInbox:
         self._wanted.pop(request_id, None)
         self._early.pop(request_id, None)
         self._cache.release(request_id)
-        self._ended[request_id] = None
-        while len(self._ended) > _NUM_TOMBSTONES:
-            self._ended.popitem(last=False)
+        self._ended.add(request_id, True)
 
     def expire(self) -> None:
         """Let go of features whose request never came."""

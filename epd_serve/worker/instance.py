@@ -36,7 +36,7 @@ from epd_serve.worker.engine import Engine
 from epd_serve.worker.events import EngineEvent, FailureEvent
 from epd_serve.worker.feature_inbox import FeatureInbox
 from epd_serve.worker.http import JSON, Reply
-from epd_serve.worker.kv_memory import KVMemory
+from epd_serve.worker.kv_memory import KVMemory, block_nbytes
 from epd_serve.worker.peers import Peers
 from epd_serve.worker.prefill import PrefillService
 from epd_serve.worker.prompt import PromptProcessor
@@ -143,7 +143,7 @@ class Instance:
             eos_token_ids=eos,
             feature_of=self._inbox.get,
             copy_block=memory.copy_block,
-            block_nbytes=memory.block_bytes * 2 * language.num_layers,
+            block_nbytes=block_nbytes(layout, self._dtype),
             record_event=lambda: self._device.record_event().synchronize,
             sender=sender,
             emit=lambda events: self._call_on_loop(self._dispatch, events),
@@ -178,21 +178,13 @@ class Instance:
         options = self.options
         if options.num_blocks is not None:
             return options.num_blocks
-        block = (
-            layout.num_layers
-            * 2
-            * layout.block_size
-            * layout.num_kv_heads
-            * layout.head_dim
-            * self._dtype.itemsize
-        )
         if options.kv_cache_bytes is not None:
             size = options.kv_cache_bytes
         elif self._device.type == "cpu":
             size = _DEFAULT_KV_BYTES
         else:
             size = int(self._device.memory()[1] * _FREE_MEMORY_FOR_KV)
-        return max(size // block, _MIN_BLOCKS)
+        return max(size // block_nbytes(layout, self._dtype), _MIN_BLOCKS)
 
     async def close(self) -> None:
         """Stop threads and give back memory."""

@@ -12,6 +12,11 @@ from epd_serve.protocol.wire import KVLayout, Region
 from epd_serve.transfer.transport import Piece, Transport
 
 
+def block_nbytes(layout: KVLayout, dtype: torch.dtype) -> int:
+    """Bytes of one block: K and V of all its tokens in all layers."""
+    return 2 * layout.num_layers * layout.block_size * layout.num_kv_heads * layout.head_dim * dtype.itemsize
+
+
 class KVMemory:
     """[layers, 2, num_blocks, block_size, kv_heads, head_dim]: each layer contiguous, block 0 scratch.
 
@@ -25,8 +30,8 @@ class KVMemory:
         self.layout = layout
         self.num_blocks = num_blocks
         shape = (layout.num_layers, 2, num_blocks, layout.block_size, layout.num_kv_heads, layout.head_dim)
-        self.block_bytes = layout.block_size * layout.num_kv_heads * layout.head_dim * dtype.itemsize
-        slab = transport.allocate("kv", layout.num_layers * 2 * num_blocks * self.block_bytes)
+        self.block_bytes = block_nbytes(layout, dtype) // (2 * layout.num_layers)  # K or V of one layer
+        slab = transport.allocate("kv", num_blocks * block_nbytes(layout, dtype))
         self.region: Region = slab.region
         self._bytes = slab.buffer
         self._host = torch.frombuffer(slab.buffer, dtype=dtype).view(shape)

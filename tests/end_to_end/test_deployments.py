@@ -16,7 +16,7 @@ import openai
 import psutil
 import pytest
 from chat import data_url
-from fleet import Books, wait_until
+from fleet import Books, is_up, wait_until
 from program import read_until
 
 from epd_serve.config import change_config, load_config
@@ -109,7 +109,7 @@ def test_ctrl_c_stops_everything(deployment_file: Path) -> None:
     with start_up(str(deployment_file), "--port", str(port)) as process:
         output = read_until(process, "From Python")
         assert "curl" in output, "what to type next"
-        assert _is_up(f"http://127.0.0.1:{port}/health")
+        assert is_up(f"http://127.0.0.1:{port}/health")
         children = psutil.Process(process.pid).children(recursive=True)
         assert len(children) == 4
         stopping = time.monotonic()
@@ -149,20 +149,13 @@ def test_instances_and_gateway_can_be_started_by_hand(tmp_path: Path) -> None:
         subprocess.Popen([*program, "proxy", "--config", str(file)]) as gateway,
     ):
         try:
-            wait_until(lambda: _is_up(f"http://127.0.0.1:{port}/health"), "the gateway is ready", 120)
+            wait_until(lambda: is_up(f"http://127.0.0.1:{port}/health"), "the gateway is ready", 120)
             body = {"model": "demo", "prompt": "Say apple", "max_tokens": 2}
             assert httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body).status_code == 200
         finally:
             gateway.terminate()
             instance.terminate()
         assert gateway.wait(10) == instance.wait(10) == 0
-
-
-def _is_up(url: str) -> bool:
-    try:
-        return httpx.get(url).status_code == 200
-    except httpx.TransportError:
-        return False
 
 
 async def test_the_port_of_a_running_server_is_refused_before_anything_starts(tmp_path: Path) -> None:

@@ -50,13 +50,13 @@ def _gateway_process(port: int, config_file: str, instances: Mapping[str, str]) 
     with subprocess.Popen(command) as process:
         try:
             url = f"http://127.0.0.1:{port}"
-            wait_until(lambda: _answers(url + "/health"), "the gateway is ready")
+            wait_until(lambda: is_up(url + "/health"), "the gateway is ready")
             yield url
         finally:
             process.terminate()
 
 
-def _answers(url: str) -> bool:
+def is_up(url: str) -> bool:
     try:
         return httpx.get(url).status_code == 200
     except httpx.TransportError:
