@@ -1,64 +1,69 @@
-"""The hook by which a transformers language model attends over our paged KV cache."""
+"""The hook by which a transformers vision tower attends with the device's operators."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from device.base import AttentionOps, AttentionPlan
-
-ATTENTION_NAME = "epd_paged"
-_CONTEXT_ARGUMENT = "epd_context"
+from device.base import AttentionOps
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AttentionContext:
-    """What each layer's attention needs to know of the step.
+class TowerAttention:
+    """An attention function in transformers' convention over ``ops.encode``; one for each tower.
 
-    Attributes:
-        kv: [layers, 2, num_blocks, block_size, kv_heads, head_dim].
-        on_layer: called with the layer index once that layer's K and V are in the cache.
+    Its name has "flash" in it: transformers then hands over all images of a batch at once with their borders,
+    instead of looping over them.
     """
 
-    ops: AttentionOps
-    plan: AttentionPlan
-    kv: Tensor
-    on_layer: Callable[[int], None] | None = None
+    def __init__(self, ops: AttentionOps) -> None:
+        self.name = f"epd_flash_{id(self):x}"
+        self._ops = ops
+        self._borders: Any = WeakTensorKeyDictionary()
+        ALL_ATTENTION_FUNCTIONS.register(self.name, self)
 
-    def as_arguments(self) -> dict[str, AttentionContext]:
-        """Keyword arguments that transformers passes through to every layer's attention."""
-        return {_CONTEXT_ARGUMENT: self}
+    def install(self, tower: nn.Module) -> None:
+        """Let every attention layer of the tower call this function."""
+        for module in tower.modules():
+            config: Any = getattr(module, "config", None)
+            if config is not None:
+                config._attn_implementation = self.name
 
+    def __call__(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        scaling: float | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """Query, key and value [B, H, T, D]; borders of segments [S + 1] where B is 1, else each row is a segment.
 
-def paged_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None = None,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Attention function in transformers' convention: query [1, Hq, T, D], key and value [1, Hkv, T, D].
+        Returns:
+            [B, T, H, D] and no weights.
+        """
+        assert attention_mask is None, "the towers of the known families mask nothing"
+        batch, heads, length, head_dim = query.shape
+        if cu_seq_lens_q is None:
+            borders = list(range(0, batch * length + 1, length))
+        else:
+            borders = self._host_borders(cu_seq_lens_q)
+        scale = head_dim**-0.5 if scaling is None else scaling
+        # transformers has swapped tokens and heads: for one row this only swaps them back
+        query, key, value = (
+            states.transpose(1, 2).reshape(batch * length, heads, head_dim) for states in (query, key, value)
+        )
+        output = self._ops.encode(query, key, value, borders, scale)
+        return output.view(batch, length, heads, head_dim), None
 
-    No mask is registered under :data:`ATTENTION_NAME`, so transformers builds none.
-
-    Returns:
-        [1, T, Hq, D] and no weights.
-    """
-    context: AttentionContext = kwargs[_CONTEXT_ARGUMENT]
-    layer: int = module.layer_idx  # type: ignore[assignment]
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    kv_layer = context.kv[layer]
-    context.ops.write_kv(keys, values, kv_layer, context.plan.meta.slot_mapping)
-    if context.on_layer is not None:
-        context.on_layer(layer)
-    return context.ops.attend(queries, keys, values, kv_layer, context.plan, scale).unsqueeze(0), None
-
-
-ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, paged_attention)
+    def _host_borders(self, borders: Tensor) -> list[int]:
+        """All layers get the same tensor: it is read back once."""
+        if borders not in self._borders:
+            self._borders[borders] = borders.tolist()
+        host: list[int] = self._borders[borders]
+        return host

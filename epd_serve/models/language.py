@@ -2,77 +2,102 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from epd_serve.models.attention import AttentionContext
+from device.base import Device
+from device.distributed import Alone, Group
+from epd_serve.models.decoder import Decoder, StepContext
 from epd_serve.models.loader import ModelPart, load_part, num_parameters
 
 
 class LanguageModel:
-    """Language model and head of a transformers vision-language model.
+    """Embedding, decoder and head of a transformers vision-language model, or one rank's share of them.
 
     Attributes:
-        num_layers, num_kv_heads, head_dim: the shape of one token's KV.
-        max_model_len: longest context that the rotary embedding was made for.
+        num_layers, num_kv_heads, head_dim: the shape of one token's KV on this rank.
+        max_model_len: longest context that the rotary embedding and the attention window allow.
+        num_parameters: of the language model and its head, all ranks together.
+        inner: the transformers model without weights, for its position arithmetic.
     """
 
-    def __init__(self, path: Path, dtype: torch.dtype, device: torch.device) -> None:
-        model: Any = load_part(path, ModelPart.LANGUAGE_MODEL, dtype, device)
+    def __init__(self, path: Path, dtype: torch.dtype, device: Device, group: Group | None = None) -> None:
+        """Raises ValueError for a model that the engine cannot run or the group cannot share."""
+        model: Any = load_part(path, ModelPart.LANGUAGE_MODEL, dtype)
         text = model.config.get_text_config()
-        self.inner = model.model
-        self._language_model = model.model.language_model
-        self._head = model.lm_head
-        self._device = device
         self.dtype = dtype
-        self.hidden_size: int = text.hidden_size
-        self.num_layers: int = text.num_hidden_layers
-        self.num_kv_heads: int = text.num_key_value_heads
-        self.head_dim: int = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        self.max_model_len: int = text.max_position_embeddings
         self.num_parameters = num_parameters(model)
+        self.max_model_len = _max_model_len(text)
+        self._hidden_size: int = text.hidden_size
+        self._device = device.torch_device
+        self._group = group or Alone()
+        language_model = model.model.language_model
+        self._embedding: Tensor = language_model.embed_tokens.weight.to(self._device)
+        self._head = self._load_head(model, text.vocab_size)
+        self._vocab_size: int = text.vocab_size
+        self._decoder = Decoder(language_model, device.ops, self._device, self._group)
+        self.num_layers = self._decoder.num_layers
+        self.num_kv_heads = self._decoder.num_kv_heads
+        self.head_dim = self._decoder.head_dim
+        self.inner = model.model
+        self.inner.language_model = None
+
+    def _load_head(self, model: Any, vocab_size: int) -> Tensor:
+        """This rank's rows of the head: a view of the embedding where the two are tied."""
+        weight = model.lm_head.weight
+        if weight is model.model.language_model.embed_tokens.weight:
+            weight = self._embedding
+        part = -(-vocab_size // self._group.size)
+        head: Tensor = weight[self._group.rank * part : (self._group.rank + 1) * part].to(self._device)
+        return head
 
     @torch.inference_mode()
     def forward(
         self,
         ids: Tensor,
         positions: Tensor,
-        context: AttentionContext,
-        rows: Sequence[int],
+        context: StepContext,
+        rows: Tensor | None = None,
         features: Tensor | None = None,
-        feature_mask: Tensor | None = None,
+        feature_rows: Tensor | None = None,
     ) -> Tensor:
-        """One step over a packed batch.
+        """One step over a packed batch. Reads nothing back from the device.
 
         Args:
-            ids: [T]. positions: [axes, T].
-            rows: tokens whose logits are wanted.
-            features: [tokens under the mask, (1 + deepstack levels) * hidden], in batch order.
-            feature_mask: [T] bool, the placeholder tokens that these features replace.
+            ids: [T] int64. positions: [axes, T].
+            rows: tokens whose logits are wanted, int64; all where None.
+            features: [F, (1 + deepstack levels) * hidden], in batch order.
+            feature_rows: [F] int64, the placeholder tokens that these features replace.
 
         Returns:
             float32 logits [len(rows), vocab].
         """
-        embeddings = self._language_model.embed_tokens(ids.unsqueeze(0))
-        extra: dict[str, Any] = {}
-        if features is not None and feature_mask is not None:
-            mask = feature_mask.unsqueeze(0)
-            levels = torch.split(features.to(embeddings.dtype), self.hidden_size, dim=-1)
-            embeddings[mask] = levels[0]
-            if len(levels) > 1:
-                extra = {"visual_pos_masks": mask, "deepstack_visual_embeds": list(levels[1:])}
-        hidden = self._language_model(
-            inputs_embeds=embeddings,
-            position_ids=positions.unsqueeze(1) if len(positions) > 1 else positions,
-            use_cache=False,
-            **context.as_arguments(),
-            **extra,
-        ).last_hidden_state[0]
-        if len(rows) < len(ids):
-            hidden = hidden[torch.tensor(rows, dtype=torch.long, device=self._device)]
-        logits: Tensor = self._head(hidden)
-        return logits.float()
+        embeddings = F.embedding(ids, self._embedding)
+        deepstack: list[Tensor] = []
+        if features is not None and feature_rows is not None:
+            first, *deepstack = torch.split(features.to(embeddings.dtype), self._hidden_size, dim=-1)
+            embeddings = embeddings.index_copy(0, feature_rows, first)
+        hidden = self._decoder.forward(embeddings, positions, context, feature_rows, deepstack)
+        if rows is not None:
+            hidden = hidden.index_select(0, rows)
+        return self._logits(hidden).float()
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        logits = F.linear(hidden, self._head)
+        if self._group.size == 1:
+            return logits
+        part = -(-self._vocab_size // self._group.size)
+        return self._group.all_gather(F.pad(logits, (0, part - len(self._head))))[:, : self._vocab_size]
+
+
+def _max_model_len(text: Any) -> int:
+    """The rotary embedding's reach; not beyond an attention window, inside which it is full attention."""
+    longest: int = text.max_position_embeddings
+    layer_types = getattr(text, "layer_types", None)
+    slides = layer_types is None or "sliding_attention" in layer_types
+    window: int | None = getattr(text, "sliding_window", None)
+    return min(longest, window) if slides and window else longest

@@ -12,8 +12,6 @@ from blake3 import blake3
 from torch import nn
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from epd_serve.models.attention import ATTENTION_NAME
-
 _SAMPLES_PER_FILE = 64
 _SAMPLE_BYTES = 1 << 16
 
@@ -25,8 +23,8 @@ class ModelPart(Enum):
     LANGUAGE_MODEL = "language_model"
 
 
-def load_part(path: Path, part: ModelPart, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """Load the tower with its projector, or the language model with its head, from a transformers directory.
+def load_part(path: Path, part: ModelPart, dtype: torch.dtype) -> nn.Module:
+    """Load the tower with its projector, or the language model with its head, onto the host.
 
     The other part's modules are dropped while the model is still on the meta device, so their weights are never
     read. Raises ValueError for a model without the two parts and for any weight that the checkpoint lacks.
@@ -38,22 +36,16 @@ def load_part(path: Path, part: ModelPart, dtype: torch.dtype, device: torch.dev
             f"{path}: transformers runs no {config.model_type!r} as an image-text-to-text model; "
             "use a vision-language model such as Qwen3-VL or LLaVA"
         )
-    if part is ModelPart.LANGUAGE_MODEL:
-        options = {"attn_implementation": {"text_config": ATTENTION_NAME, "vision_config": "sdpa"}}
-    else:
-        options = {}
     model, info = _partial_class(base, part).from_pretrained(
-        path, config=config, dtype=dtype, output_loading_info=True, local_files_only=True, **options
+        path, config=config, dtype=dtype, output_loading_info=True, local_files_only=True
     )
     if info["missing_keys"]:
         missing = ", ".join(sorted(info["missing_keys"])[:5])
         raise ValueError(f"{path}: the checkpoint lacks {len(info['missing_keys'])} weights, among them {missing}")
-    if part is ModelPart.LANGUAGE_MODEL:
-        model.model.language_model.config._attn_implementation = ATTENTION_NAME
     on_meta = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
     if on_meta:
         raise ValueError(f"{path}: {len(on_meta)} weights were not loaded, among them {on_meta[0]}")
-    loaded: nn.Module = model.to(device).eval().requires_grad_(False)
+    loaded: nn.Module = model.eval().requires_grad_(False)
     return loaded
 
 

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from device.base import Device
+from epd_serve.models.attention import TowerAttention
 from epd_serve.models.family import TowerInputs
 from epd_serve.models.loader import ModelPart, load_part, num_parameters
 
@@ -20,11 +22,13 @@ class Tower:
     placeholder tokens, followed by what Qwen3-VL adds to the hidden states of its first layers.
     """
 
-    def __init__(self, path: Path, dtype: torch.dtype, device: torch.device) -> None:
-        self._model: Any = load_part(path, ModelPart.TOWER, dtype, device)
-        self._device = device
+    def __init__(self, path: Path, dtype: torch.dtype, device: Device) -> None:
+        model = load_part(path, ModelPart.TOWER, dtype).to(device.torch_device)
+        TowerAttention(device.ops).install(model)
+        self._model: Any = model
+        self._device = device.torch_device
         self.dtype = dtype
-        self.num_parameters = num_parameters(self._model)
+        self.num_parameters = num_parameters(model)
 
     @torch.inference_mode()
     def encode(self, batch: Sequence[TowerInputs]) -> list[Tensor]:

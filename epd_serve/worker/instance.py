@@ -86,7 +86,7 @@ class Instance:
         )
         self._store = EmbeddedFeatureStore(self._transport, options.feature_store_bytes)
         self._encode = EncodeService(
-            partial(Tower, self._path, self._dtype, self._device.torch_device),
+            partial(Tower, self._path, self._dtype, self._device),
             self._family,
             self._store,
             self._peers,
@@ -102,7 +102,7 @@ class Instance:
         self.ready = True
 
     def _load_language_model(self) -> None:
-        self._language = LanguageModel(self._path, self._dtype, self._device.torch_device)
+        self._language = LanguageModel(self._path, self._dtype, self._device)
 
     def _start_language_stages(self) -> None:
         assert self._language is not None

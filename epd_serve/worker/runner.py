@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from device.base import AttnMeta, Device
-from epd_serve.models.attention import AttentionContext
+from epd_serve.models.decoder import StepContext
 from epd_serve.models.language import LanguageModel
 from epd_serve.request import Sequence
 from epd_serve.sched.language import ScheduleOutput
@@ -65,20 +65,17 @@ class LanguageRunner:
         for sequence, count in output.prefills:
             batch.add_prefill(sequence, count, features_by_hash)
         meta = batch.meta(self._device)
-        context = AttentionContext(
-            ops=self._ops,
-            plan=self._ops.prepare(meta, self._model.dtype),
-            kv=self._memory.tensor,
-            on_layer=on_layer,
+        context = StepContext(
+            plan=self._ops.prepare(meta, self._model.dtype), kv=self._memory.tensor, on_layer=on_layer
         )
-        features, mask = batch.features(self._device)
+        features, feature_rows = batch.features(self._device)
         logits = self._model.forward(
             torch.tensor(batch.ids, device=self._device),
             batch.positions(self._num_position_axes).to(self._device),
             context,
-            batch.rows,
+            torch.tensor(batch.rows, dtype=torch.long, device=self._device),
             features,
-            mask,
+            feature_rows,
         )
         return self._sample(logits, output)
 
@@ -144,12 +141,10 @@ class _Batch:
         return torch.cat([decodes, *self._prompt_positions], dim=1)
 
     def features(self, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
-        """Features in batch order and the mask [T] of the tokens that they replace."""
+        """Features in batch order and the tokens that they replace."""
         if not self._features:
             return None, None
-        mask = torch.zeros(len(self.ids), dtype=torch.bool)
-        mask[self._feature_rows] = True
-        return torch.cat(self._features).to(device), mask.to(device)
+        return torch.cat(self._features).to(device), torch.tensor(self._feature_rows, device=device)
 
     def meta(self, device: torch.device) -> AttnMeta:
         context_lens = [sequence.num_tokens for sequence in self._decodes]

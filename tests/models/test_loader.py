@@ -16,13 +16,11 @@ from transformers import AutoModelForImageTextToText
 from epd_serve.models.family import load_family
 from epd_serve.models.loader import ModelPart, load_part, media_fingerprint, num_parameters
 
-CPU = torch.device("cpu")
-
 
 def test_the_parts_make_the_whole_and_share_nothing(tiny_model: Path) -> None:
     whole = AutoModelForImageTextToText.from_pretrained(tiny_model)
-    tower = load_part(tiny_model, ModelPart.TOWER, torch.float32, CPU)
-    language = load_part(tiny_model, ModelPart.LANGUAGE_MODEL, torch.float32, CPU)
+    tower = load_part(tiny_model, ModelPart.TOWER, torch.float32)
+    language = load_part(tiny_model, ModelPart.LANGUAGE_MODEL, torch.float32)
     assert num_parameters(tower) + num_parameters(language) == num_parameters(whole)
     weights = dict(whole.named_parameters())
     tower_names = {name for name, _ in tower.named_parameters()}
@@ -43,13 +41,13 @@ def test_a_missing_weight_is_an_error(tmp_path: Path, part: ModelPart) -> None:
     del weights[victim]
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match="lacks 1 weights"):
-        load_part(path, part, torch.float32, CPU)
+        load_part(path, part, torch.float32)
 
 
 def test_a_text_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     with pytest.raises(ValueError, match="image-text-to-text"):
-        load_part(tmp_path, ModelPart.LANGUAGE_MODEL, torch.float32, CPU)
+        load_part(tmp_path, ModelPart.LANGUAGE_MODEL, torch.float32)
     with pytest.raises(ValueError, match="does not know the family 'llama'"):
         load_family(tmp_path)
 
@@ -75,7 +73,7 @@ from pathlib import Path
 from epd_serve.models.loader import ModelPart, load_part
 import epd_serve.models.family
 before = psutil.Process().memory_info().rss
-model = load_part(Path(sys.argv[1]), ModelPart[sys.argv[2]], torch.float32, torch.device("cpu"))
+model = load_part(Path(sys.argv[1]), ModelPart[sys.argv[2]], torch.float32)
 sum(float(parameter.sum()) for parameter in model.parameters())  # weights are mapped: memory once they are read
 print((psutil.Process().memory_info().rss - before) >> 20)
 """

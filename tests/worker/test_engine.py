@@ -48,8 +48,8 @@ class Bench:
     def __post_init__(self) -> None:
         device = get_device("cpu")
         self.family = load_family(self.path)
-        self.tower = Tower(self.path, torch.float32, device.torch_device)
-        language = LanguageModel(self.path, torch.float32, device.torch_device)
+        self.tower = Tower(self.path, torch.float32, device)
+        language = LanguageModel(self.path, torch.float32, device)
         layout = wire.KVLayout(
             num_layers=language.num_layers,
             num_kv_heads=language.num_kv_heads,

@@ -1,0 +1,224 @@
+"""The layers of a Llama-like language model over our paged cache, made from what transformers loaded.
+
+Every operator that is not a matrix product comes from the device's :class:`~device.base.AttentionOps`. Projections
+that read the same input are one product: query, key and value; gate and up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from device.base import AttentionOps, AttentionPlan
+from device.distributed import Alone, Group
+from device.ops.rotary import rotary_tables
+from epd_serve.models.sharding import Heads, split
+
+_INTERLEAVED_MROPE = ("qwen3_vl_text", "qwen3_vl_moe_text")
+TEXT_MODELS = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "qwen2_vl_text",
+    "qwen2_5_vl_text",
+    *_INTERLEAVED_MROPE,
+)
+_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepContext:
+    """What the layers need to know of a step besides its tokens.
+
+    Attributes:
+        kv: [layers, 2, num_blocks, block_size, kv_heads, head_dim].
+        on_layer: called with the layer index once that layer's K and V are in the cache.
+    """
+
+    plan: AttentionPlan
+    kv: Tensor
+    on_layer: Callable[[int], None] | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Linear:
+    weight: Tensor
+    bias: Tensor | None = None
+
+    def __call__(self, states: Tensor) -> Tensor:
+        return F.linear(states, self.weight, self.bias)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Layer:
+    input_norm: Tensor
+    qkv: _Linear
+    query_norm: Tensor | None
+    key_norm: Tensor | None
+    output: _Linear
+    post_norm: Tensor
+    mlp: Callable[[Tensor], Tensor]
+
+
+class Decoder:
+    """Runs the layers of one rank's share of a language model.
+
+    Attributes:
+        num_kv_heads: KV heads that this rank keeps.
+    """
+
+    def __init__(self, model: Any, ops: AttentionOps, device: torch.device, group: Group | None = None) -> None:
+        """Take over a transformers language model: its layers are emptied one by one as they are converted.
+
+        Raises ValueError for an architecture of other layers than RMSNorm, rotary attention and SwiGLU or
+        mixture-of-experts, and for a group that its heads and widths cannot be split over.
+        """
+        config = model.config
+        if config.model_type not in TEXT_MODELS:
+            raise ValueError(
+                f"the native engine does not know the language model {config.model_type!r}; "
+                f"it runs {', '.join(TEXT_MODELS)}"
+            )
+        self._ops = ops
+        self._group = group or Alone()
+        self._device = device
+        self._epsilon: float = config.rms_norm_eps
+        self._rotary = _Rotary(model.rotary_emb, config, device)
+        self.num_layers: int = config.num_hidden_layers
+        self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self._heads = Heads.of_rank(config.num_attention_heads, config.num_key_value_heads, self._group)
+        self.num_kv_heads = self._heads.num_kv
+        self._layers: list[_Layer] = []
+        for index, layer in enumerate(model.layers):
+            self._layers.append(self._convert(layer))
+            model.layers[index] = nn.Identity()
+        self._final_norm = model.norm.weight.to(device)
+
+    def forward(
+        self,
+        embeddings: Tensor,
+        positions: Tensor,
+        context: StepContext,
+        feature_rows: Tensor | None = None,
+        deepstack: Sequence[Tensor] = (),
+    ) -> Tensor:
+        """Hidden states after the final norm.
+
+        Args:
+            embeddings: [T, hidden]. positions: [axes, T].
+            feature_rows: [F] int64, tokens that stand for media.
+            deepstack: what to add to those tokens after each of the first layers, [F, hidden] each.
+
+        Returns:
+            [T, hidden]
+        """
+        ops, layers = self._ops, self._layers
+        cos, sin = self._rotary.tables(positions)
+        residual = embeddings
+        hidden = ops.rms_norm(embeddings, layers[0].input_norm, self._epsilon)
+        for index, layer in enumerate(layers):
+            attended = self._attend(layer, index, hidden, cos, sin, context)
+            hidden, residual = ops.add_rms_norm(attended, residual, layer.post_norm, self._epsilon)
+            hidden = layer.mlp(hidden)
+            if index < len(deepstack):
+                assert feature_rows is not None, "deepstack levels come with their rows"
+                hidden = hidden.index_add(0, feature_rows, deepstack[index].to(hidden.dtype))
+            norm = layers[index + 1].input_norm if index + 1 < len(layers) else self._final_norm
+            hidden, residual = ops.add_rms_norm(hidden, residual, norm, self._epsilon)
+        return hidden
+
+    def _attend(
+        self, layer: _Layer, index: int, hidden: Tensor, cos: Tensor, sin: Tensor, context: StepContext
+    ) -> Tensor:
+        ops, heads = self._ops, self._heads
+        states = layer.qkv(hidden).view(len(hidden), -1, self.head_dim)
+        query, key, value = torch.split(states, [heads.num_query, heads.num_kv, heads.num_kv], dim=1)
+        if layer.query_norm is not None and layer.key_norm is not None:
+            query = ops.rms_norm(query, layer.query_norm, self._epsilon)
+            key = ops.rms_norm(key, layer.key_norm, self._epsilon)
+        query, key = ops.rotary(query, key, cos, sin)
+        kv_layer = context.kv[index]
+        ops.write_kv(key, value, kv_layer, context.plan.meta.slot_mapping)
+        if context.on_layer is not None:
+            context.on_layer(index)
+        attended = ops.attend(query, key, value, kv_layer, context.plan, self.head_dim**-0.5)
+        return self._row_parallel(layer.output, attended.flatten(1))
+
+    def _row_parallel(self, linear: _Linear, states: Tensor) -> Tensor:
+        """A product whose input is split over the ranks: partial sums are added up, then the bias once."""
+        output = self._group.all_reduce(F.linear(states, linear.weight))
+        return output if linear.bias is None else output + linear.bias
+
+    def _convert(self, layer: Any) -> _Layer:
+        attention, heads = layer.self_attn, self._heads
+        query_norm = getattr(attention, "q_norm", None)
+        key_norm = getattr(attention, "k_norm", None)
+        parts = [
+            (attention.q_proj, heads.query_rows(self.head_dim)),
+            (attention.k_proj, heads.kv_rows(self.head_dim)),
+            (attention.v_proj, heads.kv_rows(self.head_dim)),
+        ]
+        return _Layer(
+            input_norm=self._own(layer.input_layernorm.weight),
+            qkv=self._fuse(parts),
+            query_norm=None if query_norm is None else self._own(query_norm.weight),
+            key_norm=None if key_norm is None else self._own(key_norm.weight),
+            output=self._shard_input(attention.o_proj, heads.query_rows(self.head_dim)),
+            post_norm=self._own(layer.post_attention_layernorm.weight),
+            mlp=self._convert_mlp(layer.mlp),
+        )
+
+    def _convert_mlp(self, mlp: Any) -> Callable[[Tensor], Tensor]:
+        if not hasattr(mlp, "gate_proj"):
+            if self._group.size > 1:
+                raise ValueError("tensor parallelism does not split mixture-of-experts layers; use one device")
+            experts = mlp.to(self._device)
+            return lambda hidden: experts(hidden.unsqueeze(0)).squeeze(0)
+        rows = split(mlp.gate_proj.out_features, self._group)
+        gate_up = self._fuse([(mlp.gate_proj, rows), (mlp.up_proj, rows)])
+        down = self._shard_input(mlp.down_proj, rows)
+        return lambda hidden: self._row_parallel(down, self._ops.swiglu(gate_up(hidden)))
+
+    def _fuse(self, parts: Sequence[tuple[nn.Linear, slice]]) -> _Linear:
+        """Rows of several projections of one input, one below the other."""
+        weight = torch.cat([linear.weight[rows].to(self._device) for linear, rows in parts])
+        bias = None
+        if parts[0][0].bias is not None:
+            bias = torch.cat([linear.bias[rows].to(self._device) for linear, rows in parts])
+        return _Linear(weight=weight, bias=bias)
+
+    def _shard_input(self, linear: nn.Linear, columns: slice) -> _Linear:
+        weight = linear.weight[:, columns].contiguous().to(self._device)
+        return _Linear(weight=weight, bias=None if linear.bias is None else self._own(linear.bias))
+
+    def _own(self, tensor: Tensor) -> Tensor:
+        return tensor.detach().to(self._device)
+
+
+class _Rotary:
+    """Rotary tables of a step, by the frequencies that transformers computed from the config."""
+
+    def __init__(self, module: Any, config: Any, device: torch.device) -> None:
+        if module.rope_type in _LENGTH_DEPENDENT_ROPE:
+            raise ValueError(
+                f"rotary scaling {module.rope_type!r} changes with the context's length, which a batch of several "
+                "sequences cannot share; the native engine runs default, linear, yarn and llama3"
+            )
+        self._frequencies = module.inv_freq.to(device=device, dtype=torch.float32)
+        self._scaling: float = module.attention_scaling
+        self._sections: list[int] | None = getattr(module, "mrope_section", None)
+        self._interleaved = config.model_type in _INTERLEAVED_MROPE
+
+    def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos, sin [T, head_dim] of positions [axes, T]."""
+        if len(positions) == 1:
+            cos, sin = rotary_tables(positions[0], self._frequencies)
+        else:
+            cos, sin = rotary_tables(positions, self._frequencies, self._sections, interleaved=self._interleaved)
+        return (cos, sin) if self._scaling == 1.0 else (cos * self._scaling, sin * self._scaling)

@@ -1,0 +1,58 @@
+"""Which part of a language model's weights a tensor-parallel rank holds (Megatron-LM paper, section 3).
+
+Projections that feed a layer's inner width are split by rows, so that each rank has whole heads and whole neurons;
+those that lead back are split by columns, and their partial sums are added over the ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from device.distributed import Group
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Heads:
+    """The attention heads of one rank. Where there are fewer KV heads than ranks, several ranks keep the same."""
+
+    first_query: int
+    num_query: int
+    first_kv: int
+    num_kv: int
+
+    @classmethod
+    def of_rank(cls, num_query_heads: int, num_kv_heads: int, group: Group) -> Heads:
+        """Raises ValueError where whole heads cannot be given to every rank."""
+        size = group.size
+        if num_query_heads % size or (num_kv_heads % size and size % num_kv_heads):
+            raise ValueError(
+                f"{num_query_heads} query and {num_kv_heads} KV heads cannot be split over {size} devices: the "
+                "width must divide the query heads, and be a divisor or a multiple of the KV heads"
+            )
+        num_query, num_kv = num_query_heads // size, max(num_kv_heads // size, 1)
+        return cls(
+            first_query=group.rank * num_query,
+            num_query=num_query,
+            first_kv=group.rank * num_kv_heads // size,
+            num_kv=num_kv,
+        )
+
+    def query_rows(self, head_dim: int) -> slice:
+        """Rows of the query projection, and columns of the output projection."""
+        return _range(self.first_query * head_dim, self.num_query * head_dim)
+
+    def kv_rows(self, head_dim: int) -> slice:
+        """Rows of the key and of the value projection."""
+        return _range(self.first_kv * head_dim, self.num_kv * head_dim)
+
+
+def split(width: int, group: Group) -> slice:
+    """One rank's equal part of a width. Raises ValueError where it cannot be divided."""
+    if width % group.size:
+        raise ValueError(f"a width of {width} cannot be split over {group.size} devices")
+    part = width // group.size
+    return _range(group.rank * part, part)
+
+
+def _range(start: int, length: int) -> slice:
+    return slice(start, start + length)
