@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import os
+from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from device.base import Device
+
+#: Which network interface a backend's own connections use: the ranks of an instance share a host.
+_INTERFACE_VARIABLES = {"gloo": "GLOO_SOCKET_IFNAME", "nccl": "NCCL_SOCKET_IFNAME", "hccl": "HCCL_SOCKET_IFNAME"}
 
 
 class Group(Protocol):
@@ -37,3 +45,49 @@ class Alone:
 
     def all_gather(self, part: Tensor) -> Tensor:
         return part
+
+
+class ProcessGroup:
+    """Fills the Group protocol with one process for each rank, over the device's backend: gloo, nccl or hccl."""
+
+    def __init__(self, device: Device, rank: int, size: int, rendezvous: Path, timeout_s: float) -> None:
+        """Meet the other ranks; blocks until all are there. A process can be in one group only.
+
+        Args:
+            rendezvous: a path without a file, the same for all ranks, in a directory of theirs alone.
+            timeout_s: how long a collective waits for a rank that does not come; then it raises RuntimeError.
+        """
+        import torch.distributed
+
+        backend = device.transport.distributed_backend
+        os.environ.setdefault(_INTERFACE_VARIABLES[backend], "lo")
+        device.activate()
+        torch.distributed.init_process_group(
+            backend,
+            store=torch.distributed.FileStore(str(rendezvous), size),  # type: ignore[attr-defined]
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+        self.rank = rank
+        self.size = size
+
+    def all_reduce(self, partial: Tensor) -> Tensor:
+        from torch.distributed import all_reduce
+
+        all_reduce(partial)
+        return partial
+
+    def all_gather(self, part: Tensor) -> Tensor:
+        import torch
+        from torch.distributed import all_gather
+
+        parts = [torch.empty_like(part) for _ in range(self.size)]
+        all_gather(parts, part.contiguous())
+        return torch.cat(parts, dim=-1)
+
+    def close(self) -> None:
+        """Leave the group."""
+        from torch.distributed import destroy_process_group
+
+        destroy_process_group()

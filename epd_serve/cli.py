@@ -112,7 +112,9 @@ def instance(
     served_model_name: Annotated[str | None, typer.Option(help="What clients call the model.")] = None,
     host: Annotated[str, typer.Option(help="Address of the control server.")] = InstanceOptions.host,
     port: Annotated[int, typer.Option(min=1, max=65535)] = InstanceOptions.port,
-    device: Annotated[str, typer.Option(help="cpu, cuda:0, npu:0 ...")] = InstanceOptions.device,
+    device: Annotated[
+        str, typer.Option(help="cpu, cuda:0 ...; several, as in cuda:0,cuda:1, are tensor-parallel.")
+    ] = InstanceOptions.device,
     dtype: Annotated[DType, typer.Option(help="auto: the model's own.")] = InstanceOptions.dtype,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
     block_size: Annotated[int, typer.Option(min=1, help="Tokens per KV block.")] = InstanceOptions.block_size,

@@ -23,7 +23,8 @@ class InstanceOptions:
         model: directory of a transformers model.
         served_model_name: what clients call the model.
         port: of the control server; its URL is ``http://host:port``.
-        device: ``cpu``, ``cuda:0``, ``npu:1``; indices count the devices that the process can see.
+        device: ``cpu``, ``cuda:0``, ``npu:1``; indices count the devices that the process can see. Several, with
+            commas between them, share the language model (tensor parallelism).
         threads: compute threads on the CPU; None leaves the choice to the library.
         block_size: tokens per KV block.
         num_blocks, kv_cache_bytes: size of the KV pool, given as one or the other; both None: the instance
@@ -62,6 +63,11 @@ class InstanceOptions:
     lease_s: float = 30.0
     kv_transport: KVTransport = "auto"
     kv_group_layers: int | None = None
+
+    @property
+    def devices(self) -> list[str]:
+        """The devices of the instance, one for each tensor-parallel rank; the first also runs the tower."""
+        return self.device.split(",")
 
     def to_arguments(self) -> list[str]:
         """The flags of ``epd-serve instance`` that mean the same as this object."""

@@ -93,9 +93,13 @@ class DeploymentConfig(Section):
 
     @field_validator("topology")
     @classmethod
-    def _one_device_each(cls, topology: Topology) -> Topology:
-        if any(member.tensor_parallel > 1 for member in topology.members):
-            raise ValueError("the native engine runs an instance on one device so far; remove '@tp'")
+    def _towers_are_whole(cls, topology: Topology) -> Topology:
+        for member in topology.members:
+            if member.tensor_parallel > 1 and not member.role.has_language_model:
+                raise ValueError(
+                    f"'@tp{member.tensor_parallel}' splits a language model and {member.role} has none; "
+                    f"for more encoders write a count, as in {member.tensor_parallel}{member.role}"
+                )
         return topology
 
     @field_validator("devices")
@@ -121,7 +125,7 @@ class DeploymentConfig(Section):
         )
 
     def options_for(self, instance: InstancePlacement, *, device: str, port: int, threads: int) -> InstanceOptions:
-        """The options of one placed instance; ``device`` is its name inside the instance's process.
+        """The options of one placed instance; ``device`` is what its devices are called in its process.
 
         Raises ValueError where the model's directory is not one.
         """

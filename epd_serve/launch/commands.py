@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from epd_serve.config import DeploymentConfig
@@ -23,16 +23,16 @@ def instance_specs(
 ) -> tuple[ProcessSpec, ...]:
     """One process for each instance, in placement order. Raises ValueError where the model is not there."""
     placement = config.placement()
+    num_ranks = sum(instance.tensor_parallel for instance in placement)
     specs = []
     for instance, port in zip(placement, ports.instances, strict=True):
-        (device,) = instance.devices
-        threads = config.settings_for(str(instance.role)).threads or _threads_each(len(placement), environment)
-        visible, local_device = _visibility(device, environment)
-        options = config.options_for(instance, device=local_device, port=port, threads=threads)
+        threads = config.settings_for(str(instance.role)).threads or _threads_each(num_ranks, environment)
+        visible, local_devices = _visibility(instance.devices, environment)
+        options = config.options_for(instance, device=local_devices, port=port, threads=threads)
         specs.append(
             ProcessSpec(
                 name=instance.name,
-                label=f"{instance.role} on {device}",
+                label=f"{instance.role} on {', '.join(dict.fromkeys(instance.devices))}",
                 command=(*PROGRAM, "instance", *options.to_arguments(), "--parent-pid", str(os.getpid())),
                 environment={**_common(environment), **visible, "OMP_NUM_THREADS": str(threads)},
                 url=url_of(config.instances.host, port),
@@ -73,24 +73,37 @@ def _common(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _threads_each(num_instances: int, environment: Mapping[str, str]) -> int:
+def _threads_each(num_ranks: int, environment: Mapping[str, str]) -> int:
     """The user's OMP_NUM_THREADS if it is a number, else an equal part of the cores this process may use."""
     wished = environment.get("OMP_NUM_THREADS", "")
     if wished.isdecimal() and int(wished) > 0:
         return int(wished)
-    return max(1, len(os.sched_getaffinity(0)) // num_instances)
+    return max(1, len(os.sched_getaffinity(0)) // num_ranks)
 
 
-def _visibility(device: str, environment: Mapping[str, str]) -> tuple[dict[str, str], str]:
-    """The variables that show a process ``device`` alone, and what the device is called in there."""
-    kind, _, index = device.partition(":")
+def _visibility(devices: Sequence[str], environment: Mapping[str, str]) -> tuple[dict[str, str], str]:
+    """The variables that show a process these devices alone, and what they are called in there.
+
+    Raises ValueError for devices of several kinds and for one that is not visible here.
+    """
+    kinds = {device.partition(":")[0] for device in devices}
+    if len(kinds) > 1:
+        raise ValueError(f"{', '.join(devices)}: the devices of one instance must be of one kind")
+    (kind,) = kinds
     if kind not in _VISIBLE_DEVICES:
-        return {}, device
+        return {}, ",".join(devices)
     variable = _VISIBLE_DEVICES[kind]
     allowed = environment.get(variable)
+    shown = [_shown(device, variable, allowed) for device in devices]
+    return {variable: ",".join(shown)}, ",".join(f"{kind}:{index}" for index in range(len(devices)))
+
+
+def _shown(device: str, variable: str, allowed: str | None) -> str:
+    """What the variable calls a device of which this process itself may see only those ``allowed``."""
+    index = device.partition(":")[2]
     if allowed is None:
-        return {variable: index}, f"{kind}:0"
+        return index
     names = [name.strip() for name in allowed.split(",") if name.strip()]
     if int(index) >= len(names):
         raise ValueError(f"device {device}: {variable}={allowed} shows only {len(names)} devices of this kind")
-    return {variable: names[int(index)]}, f"{kind}:0"
+    return names[int(index)]

@@ -70,7 +70,7 @@ class Decoder:
     """Runs the layers of one rank's share of a language model.
 
     Attributes:
-        num_kv_heads: KV heads that this rank keeps.
+        kv_heads: of the model, those that this rank keeps.
     """
 
     def __init__(self, model: Any, ops: AttentionOps, device: torch.device, group: Group | None = None) -> None:
@@ -93,7 +93,7 @@ class Decoder:
         self.num_layers: int = config.num_hidden_layers
         self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self._heads = Heads.of_rank(config.num_attention_heads, config.num_key_value_heads, self._group)
-        self.num_kv_heads = self._heads.num_kv
+        self.kv_heads = range(self._heads.first_kv, self._heads.first_kv + self._heads.num_kv)
         self._layers: list[_Layer] = []
         for index, layer in enumerate(model.layers):
             self._layers.append(self._convert(layer))

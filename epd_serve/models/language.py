@@ -19,7 +19,8 @@ class LanguageModel:
     """Embedding, decoder and head of a transformers vision-language model, or one rank's share of them.
 
     Attributes:
-        num_layers, num_kv_heads, head_dim: the shape of one token's KV on this rank.
+        num_layers, num_kv_heads, head_dim: the shape of one token's KV, all ranks together.
+        kv_heads: those that this rank keeps.
         max_model_len: longest context that the rotary embedding and the attention window allow.
         num_parameters: of the language model and its head, all ranks together.
         inner: the transformers model without weights, for its position arithmetic.
@@ -41,7 +42,8 @@ class LanguageModel:
         self._vocab_size: int = text.vocab_size
         self._decoder = Decoder(language_model, device.ops, self._device, self._group)
         self.num_layers = self._decoder.num_layers
-        self.num_kv_heads = self._decoder.num_kv_heads
+        self.num_kv_heads: int = text.num_key_value_heads
+        self.kv_heads = self._decoder.kv_heads
         self.head_dim = self._decoder.head_dim
         self.inner = model.model
         self.inner.language_model = None

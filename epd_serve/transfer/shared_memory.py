@@ -73,7 +73,7 @@ class SharedMemoryPeers:
             known = self._maps.get(region.name)
             if known is not None:
                 return known[1]
-            mapped = _open(region)
+            mapped = map_region(region)
             for name, (pid, _) in list(self._maps.items()):
                 if not Path(f"/proc/{pid}").exists():  # else the memory of a dead peer would stay for ever
                     del self._maps[name]
@@ -81,7 +81,8 @@ class SharedMemoryPeers:
             return mapped
 
 
-def _open(region: Region) -> mmap.mmap:
+def map_region(region: Region) -> mmap.mmap:
+    """A region of a process on this host as memory of this one. Raises TransferError where it is gone."""
     path = Path(f"/proc/{region.pid}/fd/{region.fd}")
     try:
         if not str(path.readlink()).startswith(f"/memfd:{region.name}"):

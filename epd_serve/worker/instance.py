@@ -35,6 +35,7 @@ from epd_serve.worker.encode import EncodeService
 from epd_serve.worker.engine import Engine
 from epd_serve.worker.events import EngineEvent, FailureEvent
 from epd_serve.worker.feature_inbox import FeatureInbox
+from epd_serve.worker.followers import Followers
 from epd_serve.worker.http import JSON, Reply
 from epd_serve.worker.kv_memory import KVMemory, block_nbytes
 from epd_serve.worker.peers import Peers
@@ -62,7 +63,8 @@ class Instance:
         self.url = f"http://{options.host}:{options.port}"
         self.ready = False
         self._path = Path(options.model)
-        self._device: Device = get_device(options.device)
+        self._device: Device = get_device(options.devices[0])
+        self._followers: Followers | None = None
         self._listeners: dict[str, Callable[[EngineEvent], None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -102,7 +104,11 @@ class Instance:
         self.ready = True
 
     def _load_language_model(self) -> None:
-        self._language = LanguageModel(self._path, self._dtype, self._device)
+        devices, group = self.options.devices, None
+        if len(devices) > 1:
+            self._followers = Followers(self.options.name, self._path, self._dtype, devices, self.options.threads)
+            group = self._followers.join(self._device)
+        self._language = LanguageModel(self._path, self._dtype, self._device, group)
 
     def _start_language_stages(self) -> None:
         assert self._language is not None
@@ -115,7 +121,14 @@ class Instance:
             dtype=self._dtype_name,
             model=self._fingerprint,
         )
-        memory = KVMemory(layout, self._num_blocks(layout), self._dtype, self._device, self._transport)
+        memory = KVMemory(
+            layout,
+            self._num_blocks(layout),
+            self._device,
+            self._transport,
+            heads=language.kv_heads if self._followers else None,
+            followers=self._followers,
+        )
         # a request takes all blocks that it may need at once, so the pool bounds the context too
         self._max_model_len = min(self._max_model_len, (memory.num_blocks - 1) * options.block_size)
         eos = eos_token_ids(self._path, self._family.config)
@@ -125,6 +138,7 @@ class Instance:
             self._device,
             num_position_axes=self._family.num_position_axes,
             eos_token_ids=eos,
+            followers=self._followers,
         )
         self._inbox = FeatureInbox(
             options.feature_cache_bytes,
@@ -143,7 +157,7 @@ class Instance:
             eos_token_ids=eos,
             feature_of=self._inbox.get,
             copy_block=memory.copy_block,
-            block_nbytes=block_nbytes(layout, self._dtype),
+            block_nbytes=block_nbytes(layout),
             record_event=lambda: self._device.record_event().synchronize,
             sender=sender,
             emit=lambda events: self._call_on_loop(self._dispatch, events),
@@ -176,6 +190,9 @@ class Instance:
 
     def _num_blocks(self, layout: wire.KVLayout) -> int:
         options = self.options
+        free_bytes = self._device.memory()[1]
+        if self._followers is not None:
+            free_bytes = min(free_bytes, self._followers.wait_joined())
         if options.num_blocks is not None:
             return options.num_blocks
         if options.kv_cache_bytes is not None:
@@ -183,8 +200,8 @@ class Instance:
         elif self._device.type == "cpu":
             size = _DEFAULT_KV_BYTES
         else:
-            size = int(self._device.memory()[1] * _FREE_MEMORY_FOR_KV)
-        return max(size // block_nbytes(layout, self._dtype), _MIN_BLOCKS)
+            size = int(free_bytes * _FREE_MEMORY_FOR_KV) * len(options.devices)
+        return max(size // block_nbytes(layout), _MIN_BLOCKS)
 
     async def close(self) -> None:
         """Stop threads and give back memory."""
@@ -197,6 +214,8 @@ class Instance:
             self._inbox.close()
         if self._engine is not None:
             await asyncio.to_thread(self._engine.close)
+        if self._followers is not None:
+            await asyncio.to_thread(self._followers.close)
         await self._peers.close()
         self._transport.close()
 
@@ -233,7 +252,7 @@ class Instance:
             model_path=str(self._path),
             max_model_len=self._max_model_len,
             media_fingerprint=self._fingerprint,
-            device=self._device.name,
+            device=",".join(self.options.devices),
             dtype=self._dtype_name,
             pid=os.getpid(),
             ready=self.ready,

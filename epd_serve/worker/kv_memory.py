@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
 
 import torch
@@ -10,48 +11,113 @@ from torch import Tensor
 from device.base import Device
 from epd_serve.protocol.wire import KVLayout, Region
 from epd_serve.transfer.transport import Piece, Transport
+from epd_serve.worker.commands import CopyBlock, CreateCache, Land, Stage
+from epd_serve.worker.followers import Followers
 
 
-def block_nbytes(layout: KVLayout, dtype: torch.dtype) -> int:
+def block_nbytes(layout: KVLayout) -> int:
     """Bytes of one block: K and V of all its tokens in all layers."""
+    dtype: torch.dtype = getattr(torch, layout.dtype)
     return 2 * layout.num_layers * layout.block_size * layout.num_kv_heads * layout.head_dim * dtype.itemsize
 
 
-class KVMemory:
-    """[layers, 2, num_blocks, block_size, kv_heads, head_dim]: each layer contiguous, block 0 scratch.
+class KVCache:
+    """One rank's KV, [layers, 2, num_blocks, block_size, its kv_heads, head_dim]: block 0 is scratch.
 
-    On a CPU the slab *is* the cache, and peers write into it. An accelerator's cache lives on the accelerator; the
-    slab is where peers land bytes (:meth:`land`) and where outgoing bytes are staged (:meth:`pieces`).
+    The slab has the same shape with all KV heads; it is where peers land bytes (:meth:`land`) and where outgoing
+    bytes are staged (:meth:`stage`). On a CPU that is not shared with other ranks the slab *is* the cache.
+
+    Args:
+        slab: bytes of all heads' KV.
+        heads: of this rank, among the layout's; None where there is no other rank.
     """
 
     def __init__(
-        self, layout: KVLayout, num_blocks: int, dtype: torch.dtype, device: Device, transport: Transport
+        self,
+        layout: KVLayout,
+        num_blocks: int,
+        device: Device,
+        slab: memoryview | mmap.mmap,
+        heads: range | None = None,
     ) -> None:
-        self.layout = layout
-        self.num_blocks = num_blocks
+        dtype: torch.dtype = getattr(torch, layout.dtype)
         shape = (layout.num_layers, 2, num_blocks, layout.block_size, layout.num_kv_heads, layout.head_dim)
-        self.block_bytes = block_nbytes(layout, dtype) // (2 * layout.num_layers)  # K or V of one layer
-        slab = transport.allocate("kv", num_blocks * block_nbytes(layout, dtype))
-        self.region: Region = slab.region
-        self._bytes = slab.buffer
-        self._host = torch.frombuffer(slab.buffer, dtype=dtype).view(shape)
-        self._on_host = device.torch_device.type == "cpu"
-        self.tensor: Tensor = (
-            self._host if self._on_host else torch.zeros(shape, dtype=dtype, device=device.torch_device)
-        )
+        host = torch.frombuffer(slab, dtype=dtype).view(shape)
+        self._host = host if heads is None else host[..., heads.start : heads.stop, :]
+        self._is_slab = device.type == "cpu" and heads is None
+        self.tensor: Tensor = self._host
+        if not self._is_slab:
+            self.tensor = torch.zeros(self._host.shape, dtype=dtype, device=device.torch_device)
 
     def copy_block(self, source: int, target: int) -> None:
         self.tensor[:, :, target] = self.tensor[:, :, source]
+
+    def stage(self, layers: range, blocks: Sequence[int]) -> None:
+        """Bring blocks of some layers from the cache into the slab."""
+        if not self._is_slab:
+            host_blocks = torch.tensor(blocks)
+            part = self.tensor[layers.start : layers.stop, :, host_blocks.to(self.tensor.device)]
+            self._host[layers.start : layers.stop, :, host_blocks] = part.cpu()
+
+    def land(self, blocks: Sequence[int]) -> None:
+        """Bring blocks that a peer wrote into the slab to where the model reads them."""
+        if not self._is_slab:
+            host_blocks = torch.tensor(blocks)
+            landed = self._host[:, :, host_blocks].to(self.tensor.device)
+            self.tensor[:, :, host_blocks.to(self.tensor.device)] = landed
+
+
+class KVMemory:
+    """The KV of an instance: its slab, seen by the transport, and the cache of its only or first rank.
+
+    Args:
+        heads: of the first rank, where ``followers`` keep the others.
+        followers: the other ranks, which do to their heads what is done here.
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        num_blocks: int,
+        device: Device,
+        transport: Transport,
+        *,
+        heads: range | None = None,
+        followers: Followers | None = None,
+    ) -> None:
+        self.layout = layout
+        self.num_blocks = num_blocks
+        nbytes = block_nbytes(layout)
+        self.block_bytes = nbytes // (2 * layout.num_layers)  # K or V of one layer
+        slab = transport.allocate("kv", num_blocks * nbytes)
+        self.region: Region = slab.region
+        self._bytes = slab.buffer
+        self._cache = KVCache(layout, num_blocks, device, slab.buffer, heads)
+        self._followers = followers
+        if followers is not None:
+            followers.send(CreateCache(layout=layout, num_blocks=num_blocks, slab=slab.region))
+
+    @property
+    def tensor(self) -> Tensor:
+        """[layers, 2, num_blocks, block_size, kv_heads of this rank, head_dim]"""
+        return self._cache.tensor
+
+    def copy_block(self, source: int, target: int) -> None:
+        if self._followers is not None:
+            self._followers.send(CopyBlock(source, target))
+        self._cache.copy_block(source, target)
+
+    def land(self, blocks: Sequence[int]) -> None:
+        """Bring blocks that a peer wrote into the slab to where the model reads them."""
+        if self._followers is not None:
+            self._followers.send(Land(list(blocks)))
+        self._cache.land(blocks)
 
     def pieces(
         self, layers: range, local: Sequence[int], remote: Sequence[int], remote_num_blocks: int
     ) -> list[Piece]:
         """Bytes of ``local`` blocks in ``layers``, and where they belong in a slab of ``remote_num_blocks``."""
-        if not self._on_host:
-            blocks = torch.tensor(local, device=self.tensor.device)
-            part = slice(layers.start, layers.stop)
-            host_blocks = torch.tensor(local)
-            self._host[part, :, host_blocks] = self.tensor[part, :, blocks].cpu()
+        self._stage(layers, local)
         runs = _merge_runs(local, remote)
         size = self.block_bytes
         pieces: list[Piece] = []
@@ -64,13 +130,12 @@ class KVMemory:
                     pieces.append(((there + remote_block) * size, self._bytes[start : start + count * size]))
         return pieces
 
-    def land(self, blocks: Sequence[int]) -> None:
-        """Bring blocks that a peer wrote into the slab to where the model reads them."""
-        if not self._on_host:
-            host_blocks = torch.tensor(blocks)
-            self.tensor[:, :, host_blocks.to(self.tensor.device)] = self._host[:, :, host_blocks].to(
-                self.tensor.device
-            )
+    def _stage(self, layers: range, blocks: Sequence[int]) -> None:
+        if self._followers is None:
+            self._cache.stage(layers, blocks)
+        else:
+            with self._followers.staging(Stage(layers.start, layers.stop, list(blocks))):
+                self._cache.stage(layers, blocks)
 
 
 def _merge_runs(local: Sequence[int], remote: Sequence[int]) -> list[tuple[int, int, int]]:

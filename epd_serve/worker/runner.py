@@ -1,20 +1,22 @@
-"""One step on the device: pack the scheduled tokens, run the language model, sample."""
+"""One step: pack the scheduled tokens, let the language model compute them, sample."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from device.base import AttnMeta, Device
-from epd_serve.models.decoder import StepContext
+from device.base import Device
 from epd_serve.models.language import LanguageModel
 from epd_serve.request import Sequence
 from epd_serve.sched.language import ScheduleOutput
+from epd_serve.worker.followers import Followers
 from epd_serve.worker.kv_memory import KVMemory
 from epd_serve.worker.sampler import Row, SampledToken, sample
+from epd_serve.worker.step import StepInputs, compute_step
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +31,7 @@ class StepResult:
 
 
 class LanguageRunner:
-    """Turns a schedule into tensors. Holds no state of any request."""
+    """Turns a schedule into a step and its logits into tokens. Holds no state of any request."""
 
     def __init__(
         self,
@@ -39,13 +41,14 @@ class LanguageRunner:
         *,
         num_position_axes: int,
         eos_token_ids: frozenset[int],
+        followers: Followers | None = None,
     ) -> None:
         self._model = model
         self._memory = memory
-        self._ops = device.ops
-        self._device = device.torch_device
+        self._device = device
         self._num_position_axes = num_position_axes
         self._eos_token_ids = eos_token_ids
+        self._followers = followers
 
     def step(
         self,
@@ -64,19 +67,9 @@ class LanguageRunner:
             batch.add_decode(sequence)
         for sequence, count in output.prefills:
             batch.add_prefill(sequence, count, features_by_hash)
-        meta = batch.meta(self._device)
-        context = StepContext(
-            plan=self._ops.prepare(meta, self._model.dtype), kv=self._memory.tensor, on_layer=on_layer
-        )
-        features, feature_rows = batch.features(self._device)
-        logits = self._model.forward(
-            torch.tensor(batch.ids, device=self._device),
-            batch.positions(self._num_position_axes).to(self._device),
-            context,
-            torch.tensor(batch.rows, dtype=torch.long, device=self._device),
-            features,
-            feature_rows,
-        )
+        inputs = batch.inputs(self._num_position_axes)
+        with self._followers.together(inputs) if self._followers else nullcontext():
+            logits = compute_step(inputs, self._model, self._device, self._memory.tensor, on_layer)
         return self._sample(logits, output)
 
     def _sample(self, logits: Tensor, output: ScheduleOutput) -> StepResult:
@@ -90,7 +83,7 @@ class LanguageRunner:
             return StepResult([], [])
         if len(source) > len(logits):
             logits = logits[source]
-        tokens = sample(logits, rows, self._ops, self._eos_token_ids)
+        tokens = sample(logits, rows, self._device.ops, self._eos_token_ids)
         decoded = list(zip(output.decodes, tokens[: len(output.decodes)], strict=True))
         rest = iter(tokens[len(output.decodes) :])
         first = [(sequence, [next(rest) for _ in range(sequence.num_sequences)]) for sequence in finished]
@@ -135,37 +128,24 @@ class _Batch:
         if end == sequence.num_tokens:
             self.rows.append(len(self.ids) - 1)
 
-    def positions(self, num_axes: int) -> Tensor:
-        """[axes, T]"""
-        decodes = torch.tensor(self._decode_positions, dtype=torch.long).expand(num_axes, -1)
-        return torch.cat([decodes, *self._prompt_positions], dim=1)
-
-    def features(self, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
-        """Features in batch order and the tokens that they replace."""
-        if not self._features:
-            return None, None
-        return torch.cat(self._features).to(device), torch.tensor(self._feature_rows, device=device)
-
-    def meta(self, device: torch.device) -> AttnMeta:
-        context_lens = [sequence.num_tokens for sequence in self._decodes]
-        return AttnMeta(
-            block_size=self._block_size,
-            slot_mapping=torch.tensor(self._slots, device=device),
-            num_decodes=len(self._decodes),
-            decode_block_table=self._table([(s, s.num_tokens) for s in self._decodes], device),
-            decode_context_lens=torch.tensor(context_lens, dtype=torch.long, device=device),
-            decode_context_lens_host=context_lens,
-            prefill_query_lens=[end - s.num_computed for s, end in self._prefills],
+    def inputs(self, num_axes: int) -> StepInputs:
+        decode_positions = torch.tensor(self._decode_positions, dtype=torch.long).expand(num_axes, -1)
+        return StepInputs(
+            ids=self.ids,
+            positions=torch.cat([decode_positions, *self._prompt_positions], dim=1),
+            slots=self._slots,
+            rows=self.rows,
+            decode_context_lens=[sequence.num_tokens for sequence in self._decodes],
+            decode_blocks=[self._used(sequence, sequence.num_tokens) for sequence in self._decodes],
+            prefill_query_lens=[end - sequence.num_computed for sequence, end in self._prefills],
             prefill_context_lens=[end for _, end in self._prefills],
-            prefill_block_table=self._table(self._prefills, device),
+            prefill_blocks=[self._used(sequence, end) for sequence, end in self._prefills],
+            features=torch.cat(self._features) if self._features else None,
+            feature_rows=self._feature_rows,
         )
 
-    def _table(self, entries: list[tuple[Sequence, int]], device: torch.device) -> Tensor:
-        used = [sequence.blocks[: -(-tokens // self._block_size)] for sequence, tokens in entries]
-        width = max(map(len, used), default=0)
-        return torch.tensor(
-            [row + [0] * (width - len(row)) for row in used], dtype=torch.long, device=device
-        ).view(len(used), width)
+    def _used(self, sequence: Sequence, num_tokens: int) -> list[int]:
+        return sequence.blocks[: -(-num_tokens // self._block_size)]
 
     def _add_slots(self, sequence: Sequence, start: int, end: int) -> None:
         size = self._block_size

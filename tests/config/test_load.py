@@ -19,7 +19,7 @@ def test_an_empty_file_is_the_default_deployment() -> None:
         ("port: 80", 1, "port: unknown key here; it belongs at gateway.port"),
         ("gateway: {xyzzy: 1}", 1, "known here: host, port, max_body_bytes"),
         ("model: demo\n\ntopology: (E-P-D", 3, "this parenthesis is never closed"),
-        ("topology: E-P-D@tp2", 1, "remove '@tp'"),
+        ("topology: E@tp2-P-D", 1, "for more encoders write a count, as in 2E"),
         ("topology: 3", 1, "a topology is a line of text"),
         ("topology: EP-D\ndevices:\n  - cuda:0", 2, "EP-D needs 2 devices, but the list has 1 (cuda:0)"),
         ("topology: EPD\ndevices: []", 2, "EPD needs 1 device, but the list has 0"),

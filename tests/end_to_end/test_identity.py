@@ -2,132 +2,30 @@
 
 from __future__ import annotations
 
-import asyncio
-import base64
-import json
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
-from typing import Any
 
-import httpx
 import pytest
 import pytest_asyncio
 import tiny_models
-from fleet import FLEET, TOPOLOGIES, Books, gateway
-from pictures import noise, png
-from PIL import Image
-from reference import Reference
+from fleet import FLEET, TOPOLOGIES
+from identity import Fleet, start_fleet
 
 from epd_serve.demo import weights_dir
-from epd_serve.launch import LocalDeployment
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-MAX_TOKENS = 10
-
-
-@dataclass(frozen=True, eq=False)
-class Question:
-    text: str
-    images: tuple[Image.Image, ...] = ()
-
-    def body(self, *, stream: bool, ignore_eos: bool) -> dict[str, Any]:
-        urls = [f"data:image/png;base64,{base64.b64encode(png(image)).decode()}" for image in self.images]
-        parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
-        parts.append({"type": "text", "text": self.text})
-        return {
-            "model": "tested",
-            "messages": [{"role": "user", "content": parts if self.images else self.text}],
-            "max_tokens": MAX_TOKENS,
-            "temperature": 0,
-            "ignore_eos": ignore_eos,
-            "skip_special_tokens": False,
-            "logprobs": True,
-            "stream": stream,
-        }
-
-
-QUESTIONS = (
-    Question("What is this?", (noise(1),)),
-    Question("Say apple"),
-    Question("What is in the picture?", (noise(2, (60, 140)), noise(3, (90, 90)))),
-    Question("What color is the circle?", (noise(1),)),
-    Question("Repeat: " + "apple banana " * 20),
-    Question("What is in the picture?", (noise(3, (90, 90)), noise(2, (60, 140)))),
-    Question("Where is it?", (noise(4, (200, 70)),)),
-    Question("What is 2 + 3?"),
-)
-
-
-@dataclass(frozen=True)
-class Fleet:
-    """Instances of all roles with one model, and what transformers answers to each question."""
-
-    deployment: LocalDeployment
-    expected: dict[Question, list[str]]
-    ignore_eos: bool
-
-    @property
-    def urls(self) -> dict[str, str]:
-        return {name: handle.url for name, handle in self.deployment.instances.items()}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=[*tiny_models.KINDS, "demo"])
 async def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet]:
-    from epd_serve.config import DeploymentConfig
-
     kind = request.param
     if kind == "demo":
         path = weights_dir()
     else:
         path = tiny_models.make_tiny_model(kind, tmp_path_factory.mktemp("fleet") / kind)
-    reference = Reference(path)
-    expected = {}
-    for question in QUESTIONS:
-        ids = reference.generate(question.text, question.images, max_tokens=MAX_TOKENS)
-        expected[question] = [reference.tokenizer.decode([i]) for i in ids]
-    del reference
-    config = DeploymentConfig(
-        topology=FLEET,
-        model=str(path),
-        served_model_name="tested",
-        dtype="float32",
-        gateway={"port": 0},
-        # the token budget is smaller than any image: every image is computed in several chunks
-        instances={"base_port": 0, "threads": 1, "max_num_batched_tokens": 13, "block_size": 8},
-    )
-    async with LocalDeployment(config, ready_timeout_s=150) as deployment:
-        yield Fleet(deployment, expected, ignore_eos=kind != "demo")
+    async with start_fleet(path, FLEET, ignore_eos=kind != "demo") as fleet:
+        yield fleet
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 async def test_tokens_equal_generate(fleet: Fleet, topology: str) -> None:
-    urls = {name: fleet.urls[name] for name in TOPOLOGIES[topology]}
-    with gateway(urls) as url:
-        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
-            for stream in (False, True):
-                ask = _stream if stream else _whole
-                answers = await asyncio.gather(
-                    *(ask(client, q.body(stream=stream, ignore_eos=fleet.ignore_eos)) for q in QUESTIONS)
-                )
-                assert dict(zip(QUESTIONS, answers, strict=True)) == fleet.expected
-        await Books(urls).check()
-
-
-async def _whole(client: httpx.AsyncClient, body: dict[str, Any]) -> list[str]:
-    answer = await client.post("/v1/chat/completions", json=body)
-    assert answer.status_code == 200, answer.text
-    choice = answer.json()["choices"][0]
-    return [token["token"] for token in choice["logprobs"]["content"]]
-
-
-async def _stream(client: httpx.AsyncClient, body: dict[str, Any]) -> list[str]:
-    tokens: list[str] = []
-    async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
-        assert answer.status_code == 200, await answer.aread()
-        lines = [line async for line in answer.aiter_lines() if line]
-    assert lines[-1] == "data: [DONE]"
-    for line in lines[:-1]:
-        choice = json.loads(line.removeprefix("data: "))["choices"][0]
-        tokens += [token["token"] for token in choice["logprobs"]["content"]]
-    return tokens
+    await fleet.check_tokens(TOPOLOGIES[topology])

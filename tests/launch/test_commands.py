@@ -80,3 +80,14 @@ def test_a_process_sees_its_device_alone() -> None:
     assert instances[0].label == "E on cuda:1"
     with pytest.raises(ValueError, match="cuda:2: CUDA_VISIBLE_DEVICES=4,5 shows only 2 devices"):
         specs("topology: EPD\ndevices: [cuda:2]", {"CUDA_VISIBLE_DEVICES": "4,5"})
+
+
+def test_a_wide_instance_sees_all_its_devices() -> None:
+    text = "topology: E-PD@tp2\ndevices: [cuda:0, cuda:2, cuda:1]"
+    _, (_, wide) = specs(text, {"CUDA_VISIBLE_DEVICES": "4,GPU-ab,6"})
+    assert (flag(wide, "--device"), wide.environment["CUDA_VISIBLE_DEVICES"]) == ("cuda:0,cuda:1", "6,GPU-ab")
+    assert wide.label == "PD on cuda:2, cuda:1"
+    _, (_, wide) = specs("topology: E-PD@tp3", {"OMP_NUM_THREADS": "x"})
+    assert (flag(wide, "--device"), flag(wide, "--threads")) == ("cpu,cpu,cpu", "1")
+    with pytest.raises(ValueError, match="cuda:0, npu:0: the devices of one instance must be of one kind"):
+        specs("topology: PD@tp2\ndevices: [cuda:0, npu:0]", {})

@@ -59,7 +59,7 @@ class Bench:
             model="m",
         )
         self.transport = EmbeddedTransport(path="shm")
-        memory = KVMemory(layout, self.num_blocks, torch.float32, device, self.transport)
+        memory = KVMemory(layout, self.num_blocks, device, self.transport)
         runner = LanguageRunner(
             language,
             memory,

@@ -1,0 +1,108 @@
+"""A rank of a tensor-parallel instance that is not its first: ``python -m epd_serve.worker.follower FD``.
+
+It computes its share of each step that the leader sends over the inherited socket, and ends with the leader.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import socket
+import sys
+import threading
+from pathlib import Path
+from typing import assert_never
+
+import torch
+import transformers
+
+from device.base import Device
+from device.distributed import ProcessGroup
+from device.registry import get_device
+from epd_serve.models.language import LanguageModel
+from epd_serve.transfer.shared_memory import map_region
+from epd_serve.worker.commands import (
+    Channel,
+    Command,
+    CopyBlock,
+    CreateCache,
+    Done,
+    Join,
+    Joined,
+    Land,
+    Stage,
+    decode_command,
+)
+from epd_serve.worker.kv_memory import KVCache
+from epd_serve.worker.step import StepInputs, compute_step
+
+logger = logging.getLogger(__name__)
+
+
+class Follower:
+    """Carries the leader's commands out, one after the other."""
+
+    def __init__(self, join: Join, channel: Channel) -> None:
+        self._channel = channel
+        self._rank = join.rank
+        if join.threads is not None:
+            get_device("cpu").set_threads(join.threads)
+        self._device: Device = get_device(join.device)
+        group = ProcessGroup(self._device, join.rank, join.size, Path(join.rendezvous), join.timeout_s)
+        self._model = LanguageModel(Path(join.model), getattr(torch, join.dtype), self._device, group)
+        self._cache: KVCache | None = None
+        channel.send(Joined(self._device.memory()[1]))
+
+    def execute(self, command: Command) -> None:
+        match command:
+            case Join():
+                raise ValueError("this rank has joined already")
+            case CreateCache():
+                heads = self._model.kv_heads
+                slab = map_region(command.slab)
+                self._cache = KVCache(command.layout, command.num_blocks, self._device, slab, heads)
+            case StepInputs():
+                compute_step(command, self._model, self._device, self._caches().tensor)
+            case CopyBlock():
+                self._caches().copy_block(command.source, command.target)
+            case Stage():
+                self._caches().stage(range(command.first_layer, command.end_layer), command.blocks)
+                self._channel.send(Done())
+            case Land():
+                self._caches().land(command.blocks)
+            case _:
+                assert_never(command)
+
+    def _caches(self) -> KVCache:
+        assert self._cache is not None, "the cache is created before it is used"
+        return self._cache
+
+
+def main(fd: int) -> None:
+    """Serve the leader at the other end of ``fd``; does not return."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    channel = Channel(socket.socket(fileno=fd))
+    join = decode_command(channel.receive())
+    assert isinstance(join, Join), "the first command is to join"
+    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {join.name} %(levelname)s %(message)s")
+    commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+    threading.Thread(target=_receive, args=(channel, commands), daemon=True).start()
+    follower = Follower(join, channel)
+    while True:
+        follower.execute(commands.get())
+
+
+def _receive(channel: Channel, commands: queue.SimpleQueue[Command]) -> None:
+    """On a thread of its own: the leader's end is noticed even while a collective waits for it."""
+    while True:
+        try:
+            data = channel.receive()
+        except EOFError:
+            os._exit(0)
+        commands.put(decode_command(data))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,162 @@
+"""The leader's side of a tensor-parallel instance: starts the processes of the other ranks and leads them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NoReturn, TypeVar
+
+import torch
+
+from device.base import Device
+from device.distributed import ProcessGroup
+from epd_serve.worker.commands import (
+    Answer,
+    Channel,
+    Command,
+    Done,
+    Join,
+    Joined,
+    Stage,
+    decode_answer,
+    encode,
+)
+from epd_serve.worker.step import StepInputs
+
+logger = logging.getLogger(__name__)
+
+#: A rank that does not come to a collective for this long is taken for dead.
+COLLECTIVE_TIMEOUT_S = 60.0
+_EXIT_GRACE_S = 3.0
+
+_A = TypeVar("_A", Joined, Done)
+
+
+class Followers:
+    """Ranks 1 ... size - 1 of an instance whose rank 0 is this process.
+
+    They end with this process, and this process with any of them: the instance is whole or gone.
+    """
+
+    def __init__(
+        self, name: str, model: Path, dtype: torch.dtype, devices: Sequence[str], threads: int | None
+    ) -> None:
+        """Start them; they load while this process does."""
+        self._directory = tempfile.TemporaryDirectory(prefix="epd-serve-")
+        self._rendezvous = Path(self._directory.name) / "rendezvous"
+        self._size = len(devices)
+        self._channels: list[Channel] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._answers: list[queue.SimpleQueue[Answer]] = []
+        self._staging = threading.Lock()
+        self._closing = False
+        for rank, device in enumerate(devices[1:], start=1):
+            self._start(
+                Join(
+                    name=f"{name}.{rank}",
+                    model=str(model),
+                    dtype=str(dtype).removeprefix("torch."),
+                    device=device,
+                    threads=threads,
+                    rank=rank,
+                    size=self._size,
+                    rendezvous=str(self._rendezvous),
+                    timeout_s=COLLECTIVE_TIMEOUT_S,
+                )
+            )
+
+    def join(self, device: Device) -> ProcessGroup:
+        """Meet them as rank 0."""
+        return ProcessGroup(device, 0, self._size, self._rendezvous, COLLECTIVE_TIMEOUT_S)
+
+    def wait_joined(self) -> int:
+        """Wait until all have loaded their share; the least free memory of a device among them, in bytes."""
+        return min(self._answer(answers, Joined).free_bytes for answers in self._answers)
+
+    def send(self, command: Command) -> None:
+        """Give all of them a command; returns before they carry it out."""
+        data = encode(command)
+        for channel in self._channels:
+            try:
+                channel.send_bytes(data)
+            except OSError as error:
+                self._end(f"a follower is gone: {error}")
+
+    @contextlib.contextmanager
+    def together(self, inputs: StepInputs) -> Iterator[None]:
+        """Around this rank's share of a step. A failure in there would leave the others waiting: it ends all."""
+        self.send(inputs)
+        try:
+            yield
+        except Exception:
+            logger.exception("a step failed on rank 0")
+            self._end("its ranks are out of step")
+
+    @contextlib.contextmanager
+    def staging(self, command: Stage) -> Iterator[None]:
+        """Around this rank's share of a staging; all ranks are done afterwards."""
+        with self._staging:
+            self.send(command)
+            yield
+            for answers in self._answers:
+                self._answer(answers, Done)
+
+    def close(self) -> None:
+        """End them."""
+        self._closing = True
+        for channel in self._channels:
+            channel.close()
+        for process in self._processes:
+            try:
+                process.wait(_EXIT_GRACE_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._directory.cleanup()
+
+    def _start(self, join: Join) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "epd_serve.worker.follower", str(theirs.fileno())],
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+            )
+        channel, answers = Channel(ours), queue.SimpleQueue[Answer]()
+        channel.send(join)
+        self._channels.append(channel)
+        self._processes.append(process)
+        self._answers.append(answers)
+        threading.Thread(
+            target=self._listen, args=(channel, answers, join.name), name=f"listen-{join.rank}", daemon=True
+        ).start()
+
+    def _listen(self, channel: Channel, answers: queue.SimpleQueue[Answer], name: str) -> None:
+        while True:
+            try:
+                answers.put(decode_answer(channel.receive()))
+            except EOFError:
+                if not self._closing:
+                    self._end(f"follower {name} has ended")
+                return
+
+    @staticmethod
+    def _answer(answers: queue.SimpleQueue[Answer], kind: type[_A]) -> _A:
+        answer = answers.get()
+        assert isinstance(answer, kind), f"{answer} where {kind.__name__} was due"
+        return answer
+
+    def _end(self, reason: str) -> NoReturn:
+        """End this process at once: a rank is missing, and threads wait in collectives that never come."""
+        logger.error("the instance ends: %s", reason)
+        logging.shutdown()
+        os._exit(1)

@@ -1,0 +1,65 @@
+"""An instance over several devices is whole or gone."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+import pytest_asyncio
+import tiny_models
+from chat import chat
+from fleet import wait_until
+
+from epd_serve.config import DeploymentConfig
+from epd_serve.launch import LocalDeployment
+
+
+@pytest_asyncio.fixture
+async def wide(tmp_path: Path) -> AsyncIterator[LocalDeployment]:
+    path = tiny_models.make_tiny_model("qwen3_vl", tmp_path / "model")
+    config = DeploymentConfig(
+        topology="EPD@tp2",
+        model=str(path),
+        served_model_name="demo",
+        gateway={"port": 0},
+        instances={"base_port": 0, "threads": 1},
+    )
+    async with LocalDeployment(config, ready_timeout_s=120) as deployment:
+        yield deployment
+
+
+@pytest.mark.parametrize("victim", ["leader", "follower"])
+async def test_an_instance_is_whole_or_gone(wide: LocalDeployment, victim: str) -> None:
+    """A rank that dies takes the others along, and the client is told before any deadline."""
+    leader = psutil.Process(wide.instances["epd0"].pid)
+    (follower,) = [child for child in leader.children() if "follower" in " ".join(child.cmdline())]
+    async with httpx.AsyncClient(base_url=wide.gateway_url, timeout=30) as client:
+        body = chat("What is number 1?", max_tokens=900, ignore_eos=True)
+        asked = asyncio.create_task(client.post("/v1/chat/completions", json=body))
+        await asyncio.sleep(0.5)
+        assert not asked.done()
+        os.kill((leader if victim == "leader" else follower).pid, signal.SIGKILL)
+        answer = await asked
+    assert answer.status_code in (502, 503)
+    assert answer.json()["error"]["message"]
+    wait_until(lambda: not follower.is_running() or follower.status() == psutil.STATUS_ZOMBIE, "no rank", 5)
+    assert await asyncio.wait_for(wide.wait_failure(), 5)
+
+
+async def test_a_width_that_the_heads_do_not_divide_is_refused(tmp_path: Path) -> None:
+    path = tiny_models.make_tiny_model("llava", tmp_path / "model")
+    config = DeploymentConfig(
+        topology="EPD@tp3",
+        model=str(path),
+        gateway={"port": 0},
+        instances={"base_port": 0, "threads": 1},
+    )
+    with pytest.raises(Exception, match="4 query and 2 KV heads cannot be split over 3 devices"):
+        async with LocalDeployment(config, ready_timeout_s=60):
+            pass
