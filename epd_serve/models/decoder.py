@@ -71,6 +71,7 @@ class Decoder:
 
     Attributes:
         kv_heads: of the model, those that this rank keeps.
+        is_dense: no layer routes tokens to experts, which reads values back from the device.
     """
 
     def __init__(self, model: Any, ops: AttentionOps, device: torch.device, group: Group | None = None) -> None:
@@ -94,6 +95,7 @@ class Decoder:
         self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self._heads = Heads.of_rank(config.num_attention_heads, config.num_key_value_heads, self._group)
         self.kv_heads = range(self._heads.first_kv, self._heads.first_kv + self._heads.num_kv)
+        self.is_dense = all(hasattr(layer.mlp, "gate_proj") for layer in model.layers)
         self._layers: list[_Layer] = []
         for index, layer in enumerate(model.layers):
             self._layers.append(self._convert(layer))

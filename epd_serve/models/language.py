@@ -21,6 +21,7 @@ class LanguageModel:
     Attributes:
         num_layers, num_kv_heads, head_dim: the shape of one token's KV, all ranks together.
         kv_heads: those that this rank keeps.
+        capturable: whether a step may be captured as a graph.
         max_model_len: longest context that the rotary embedding and the attention window allow.
         num_parameters: of the language model and its head, all ranks together.
         inner: the transformers model without weights, for its position arithmetic.
@@ -45,6 +46,7 @@ class LanguageModel:
         self.num_kv_heads: int = text.num_key_value_heads
         self.kv_heads = self._decoder.kv_heads
         self.head_dim = self._decoder.head_dim
+        self.capturable = self._decoder.is_dense
         self.inner = model.model
         self.inner.language_model = None
 

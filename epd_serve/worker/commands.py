@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from epd_serve.protocol.wire import KVLayout, Region
-from epd_serve.worker.step import StepInputs
+from epd_serve.worker.step_inputs import StepInputs
 
 _LENGTH = struct.Struct("<Q")
 
@@ -35,11 +35,17 @@ class Join(msgspec.Struct, frozen=True, kw_only=True, tag="join"):
 
 
 class CreateCache(msgspec.Struct, frozen=True, kw_only=True, tag="cache"):
-    """Allocate the KV cache; ``slab`` is the leader's, in which KV of all heads comes and goes."""
+    """Allocate the KV cache; ``slab`` is the leader's, in which KV of all heads comes and goes.
+
+    The rest is as in :class:`~epd_serve.worker.step.StepExecutor`.
+    """
 
     layout: KVLayout
     num_blocks: int
     slab: Region
+    num_position_axes: int
+    max_num_seqs: int
+    max_model_len: int
 
 
 class CopyBlock(msgspec.Struct, frozen=True, tag="copy"):

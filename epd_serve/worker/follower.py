@@ -35,13 +35,14 @@ from epd_serve.worker.commands import (
     decode_command,
 )
 from epd_serve.worker.kv_memory import KVCache
-from epd_serve.worker.step import StepInputs, compute_step
+from epd_serve.worker.step import StepExecutor
+from epd_serve.worker.step_inputs import StepInputs
 
 logger = logging.getLogger(__name__)
 
 
 class Follower:
-    """Carries the leader's commands out, one after the other."""
+    """Carries the leader's commands out, one after the other; the cache is created before it is used."""
 
     def __init__(self, join: Join, channel: Channel) -> None:
         self._channel = channel
@@ -51,7 +52,6 @@ class Follower:
         self._device: Device = get_device(join.device)
         group = ProcessGroup(self._device, join.rank, join.size, Path(join.rendezvous), join.timeout_s)
         self._model = LanguageModel(Path(join.model), getattr(torch, join.dtype), self._device, group)
-        self._cache: KVCache | None = None
         channel.send(Joined(self._device.memory()[1]))
 
     def execute(self, command: Command) -> None:
@@ -59,24 +59,30 @@ class Follower:
             case Join():
                 raise ValueError("this rank has joined already")
             case CreateCache():
-                heads = self._model.kv_heads
-                slab = map_region(command.slab)
-                self._cache = KVCache(command.layout, command.num_blocks, self._device, slab, heads)
+                self._create(command)
             case StepInputs():
-                compute_step(command, self._model, self._device, self._caches().tensor)
+                self._executor.compute(command)
             case CopyBlock():
-                self._caches().copy_block(command.source, command.target)
+                self._cache.copy_block(command.source, command.target)
             case Stage():
-                self._caches().stage(range(command.first_layer, command.end_layer), command.blocks)
+                self._cache.stage(range(command.first_layer, command.end_layer), command.blocks)
                 self._channel.send(Done())
             case Land():
-                self._caches().land(command.blocks)
+                self._cache.land(command.blocks)
             case _:
                 assert_never(command)
 
-    def _caches(self) -> KVCache:
-        assert self._cache is not None, "the cache is created before it is used"
-        return self._cache
+    def _create(self, command: CreateCache) -> None:
+        heads, slab = self._model.kv_heads, map_region(command.slab)
+        self._cache = KVCache(command.layout, command.num_blocks, self._device, slab, heads)
+        self._executor = StepExecutor(
+            self._model,
+            self._device,
+            self._cache.tensor,
+            num_position_axes=command.num_position_axes,
+            max_num_seqs=command.max_num_seqs,
+            max_model_len=command.max_model_len,
+        )
 
 
 def main(fd: int) -> None:

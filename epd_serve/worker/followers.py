@@ -30,7 +30,7 @@ from epd_serve.worker.commands import (
     decode_answer,
     encode,
 )
-from epd_serve.worker.step import StepInputs
+from epd_serve.worker.step_inputs import StepInputs
 
 logger = logging.getLogger(__name__)
 

@@ -30,6 +30,7 @@ from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.feature_store import EmbeddedFeatureStore
 from epd_serve.transfer.grouping import GroupSizer
 from epd_serve.transfer.kv_sender import KVSender
+from epd_serve.worker.commands import CreateCache
 from epd_serve.worker.decode import DecodeService
 from epd_serve.worker.encode import EncodeService
 from epd_serve.worker.engine import Engine
@@ -42,6 +43,7 @@ from epd_serve.worker.peers import Peers
 from epd_serve.worker.prefill import PrefillService
 from epd_serve.worker.prompt import PromptProcessor
 from epd_serve.worker.runner import LanguageRunner
+from epd_serve.worker.step import StepExecutor
 
 logger = logging.getLogger(__name__)
 
@@ -104,15 +106,12 @@ class Instance:
         self.ready = True
 
     def _load_language_model(self) -> None:
-        devices, group = self.options.devices, None
-        if len(devices) > 1:
-            self._followers = Followers(self.options.name, self._path, self._dtype, devices, self.options.threads)
+        """Weights, cache and graphs, on all ranks."""
+        options, group = self.options, None
+        if len(options.devices) > 1:
+            self._followers = Followers(options.name, self._path, self._dtype, options.devices, options.threads)
             group = self._followers.join(self._device)
-        self._language = LanguageModel(self._path, self._dtype, self._device, group)
-
-    def _start_language_stages(self) -> None:
-        assert self._language is not None
-        options, language = self.options, self._language
+        language = LanguageModel(self._path, self._dtype, self._device, group)
         layout = wire.KVLayout(
             num_layers=language.num_layers,
             num_kv_heads=language.num_kv_heads,
@@ -121,7 +120,7 @@ class Instance:
             dtype=self._dtype_name,
             model=self._fingerprint,
         )
-        memory = KVMemory(
+        self._memory = memory = KVMemory(
             layout,
             self._num_blocks(layout),
             self._device,
@@ -130,12 +129,30 @@ class Instance:
             followers=self._followers,
         )
         # a request takes all blocks that it may need at once, so the pool bounds the context too
-        self._max_model_len = min(self._max_model_len, (memory.num_blocks - 1) * options.block_size)
+        self._max_model_len = min(
+            self._max_model_len, language.max_model_len, (memory.num_blocks - 1) * options.block_size
+        )
+        sizes = {
+            "num_position_axes": self._family.num_position_axes,
+            "max_num_seqs": options.max_num_seqs,
+            "max_model_len": self._max_model_len,
+        }
+        if self._followers is not None:
+            self._followers.send(
+                CreateCache(layout=layout, num_blocks=memory.num_blocks, slab=memory.region, **sizes)
+            )
+        self._executor = StepExecutor(language, self._device, memory.tensor, **sizes)
+        self._language = language
+
+    def _start_language_stages(self) -> None:
+        assert self._language is not None
+        options, language, memory = self.options, self._language, self._memory
+        layout = memory.layout
         eos = eos_token_ids(self._path, self._family.config)
         runner = LanguageRunner(
-            language,
-            memory,
-            self._device,
+            self._executor,
+            self._device.ops,
+            block_size=options.block_size,
             num_position_axes=self._family.num_position_axes,
             eos_token_ids=eos,
             followers=self._followers,

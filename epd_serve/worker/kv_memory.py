@@ -11,7 +11,7 @@ from torch import Tensor
 from device.base import Device
 from epd_serve.protocol.wire import KVLayout, Region
 from epd_serve.transfer.transport import Piece, Transport
-from epd_serve.worker.commands import CopyBlock, CreateCache, Land, Stage
+from epd_serve.worker.commands import CopyBlock, Land, Stage
 from epd_serve.worker.followers import Followers
 
 
@@ -94,8 +94,6 @@ class KVMemory:
         self._bytes = slab.buffer
         self._cache = KVCache(layout, num_blocks, device, slab.buffer, heads)
         self._followers = followers
-        if followers is not None:
-            followers.send(CreateCache(layout=layout, num_blocks=num_blocks, slab=slab.region))
 
     @property
     def tensor(self) -> Tensor:

@@ -9,14 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from device.base import Device
-from epd_serve.models.language import LanguageModel
+from device.base import AttentionOps
 from epd_serve.request import Sequence
 from epd_serve.sched.language import ScheduleOutput
 from epd_serve.worker.followers import Followers
-from epd_serve.worker.kv_memory import KVMemory
 from epd_serve.worker.sampler import Row, SampledToken, sample
-from epd_serve.worker.step import StepInputs, compute_step
+from epd_serve.worker.step import StepExecutor
+from epd_serve.worker.step_inputs import StepInputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,17 +34,17 @@ class LanguageRunner:
 
     def __init__(
         self,
-        model: LanguageModel,
-        memory: KVMemory,
-        device: Device,
+        executor: StepExecutor,
+        ops: AttentionOps,
         *,
+        block_size: int,
         num_position_axes: int,
         eos_token_ids: frozenset[int],
         followers: Followers | None = None,
     ) -> None:
-        self._model = model
-        self._memory = memory
-        self._device = device
+        self._executor = executor
+        self._ops = ops
+        self._block_size = block_size
         self._num_position_axes = num_position_axes
         self._eos_token_ids = eos_token_ids
         self._followers = followers
@@ -62,14 +61,14 @@ class LanguageRunner:
             features_by_hash: the features of all media that the chunks overlap.
             on_layer: called on this thread when a layer's KV is in the cache.
         """
-        batch = _Batch(self._memory.layout.block_size)
+        batch = _Batch(self._block_size)
         for sequence in output.decodes:
             batch.add_decode(sequence)
         for sequence, count in output.prefills:
             batch.add_prefill(sequence, count, features_by_hash)
         inputs = batch.inputs(self._num_position_axes)
         with self._followers.together(inputs) if self._followers else nullcontext():
-            logits = compute_step(inputs, self._model, self._device, self._memory.tensor, on_layer)
+            logits = self._executor.compute(inputs, on_layer)
         return self._sample(logits, output)
 
     def _sample(self, logits: Tensor, output: ScheduleOutput) -> StepResult:
@@ -83,7 +82,7 @@ class LanguageRunner:
             return StepResult([], [])
         if len(source) > len(logits):
             logits = logits[source]
-        tokens = sample(logits, rows, self._device.ops, self._eos_token_ids)
+        tokens = sample(logits, rows, self._ops, self._eos_token_ids)
         decoded = list(zip(output.decodes, tokens[: len(output.decodes)], strict=True))
         rest = iter(tokens[len(output.decodes) :])
         first = [(sequence, [next(rest) for _ in range(sequence.num_sequences)]) for sequence in finished]

@@ -1,88 +1,68 @@
-"""One step as plain data, so that every rank of an instance can compute its share of it."""
+"""Computing a step on one rank: eagerly, or as a captured graph where it is decodes alone."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-import msgspec
-import torch
 from torch import Tensor
 
-from device.base import AttnMeta, Device
+from device.base import Device
 from epd_serve.models.decoder import StepContext
 from epd_serve.models.language import LanguageModel
+from epd_serve.worker.decode_graph import DecodeGraphs
+from epd_serve.worker.step_inputs import StepInputs, integers
 
 
-class StepInputs(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
-    """The packed tokens of a step, on the host: decodes first, then prefill chunks.
-
-    Attributes:
-        positions: [axes, T] int64.
-        slots: [T], where each token's K and V go.
-        rows: tokens whose logits are wanted.
-        decode_blocks, prefill_blocks: the blocks in use of each sequence, as many as its context fills.
-        features: [F, (1 + deepstack levels) * hidden], in batch order; None without media.
-        feature_rows: [F], the tokens that they replace.
-    """
-
-    ids: list[int]
-    positions: Tensor
-    slots: list[int]
-    rows: list[int]
-    decode_context_lens: list[int]
-    decode_blocks: list[list[int]]
-    prefill_query_lens: list[int]
-    prefill_context_lens: list[int]
-    prefill_blocks: list[list[int]]
-    features: Tensor | None
-    feature_rows: list[int]
-
-    def meta(self, block_size: int, device: torch.device) -> AttnMeta:
-        return AttnMeta(
-            block_size=block_size,
-            slot_mapping=_integers(self.slots, device),
-            num_decodes=len(self.decode_context_lens),
-            decode_block_table=_table(self.decode_blocks, device),
-            decode_context_lens=_integers(self.decode_context_lens, device),
-            decode_context_lens_host=self.decode_context_lens,
-            prefill_query_lens=self.prefill_query_lens,
-            prefill_context_lens=self.prefill_context_lens,
-            prefill_block_table=_table(self.prefill_blocks, device),
-        )
-
-
-def compute_step(
-    inputs: StepInputs,
-    model: LanguageModel,
-    device: Device,
-    kv: Tensor,
-    on_layer: Callable[[int], None] | None = None,
-) -> Tensor:
-    """Logits [len(rows), vocab] of a step, float32; its K and V are in ``kv`` afterwards.
+class StepExecutor:
+    """A rank's share of the language model over its share of the KV.
 
     Args:
         kv: [layers, 2, num_blocks, block_size, kv_heads, head_dim].
-        on_layer: called when a layer's K and V are in the cache.
+        max_num_seqs, max_model_len: bounds of the decode batches that are captured where the device can.
     """
-    target = device.torch_device
-    plan = device.ops.prepare(inputs.meta(kv.shape[3], target), model.dtype)
-    has_features = inputs.features is not None
-    return model.forward(
-        _integers(inputs.ids, target),
-        inputs.positions.to(target),
-        StepContext(plan=plan, kv=kv, on_layer=on_layer),
-        _integers(inputs.rows, target),
-        inputs.features.to(target) if inputs.features is not None else None,
-        _integers(inputs.feature_rows, target) if has_features else None,
-    )
 
+    def __init__(
+        self,
+        model: LanguageModel,
+        device: Device,
+        kv: Tensor,
+        *,
+        num_position_axes: int,
+        max_num_seqs: int,
+        max_model_len: int,
+    ) -> None:
+        self._model = model
+        self._device = device
+        self._kv = kv
+        self._graphs: DecodeGraphs | None = None
+        graphs = device.graph_runner()
+        if graphs.captures and model.capturable:
+            self._graphs = DecodeGraphs(
+                model,
+                device,
+                graphs,
+                kv,
+                num_position_axes=num_position_axes,
+                max_size=max_num_seqs,
+                max_blocks=-(-max_model_len // kv.shape[3]),
+            )
 
-def _integers(values: list[int], device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=torch.long, device=device)
+    def compute(self, inputs: StepInputs, on_layer: Callable[[int], None] | None = None) -> Tensor:
+        """Logits [len(rows), vocab], float32; the step's K and V are in the cache afterwards.
 
-
-def _table(rows: list[list[int]], device: torch.device) -> Tensor:
-    """[len(rows), longest row], padded with 0."""
-    width = max(map(len, rows), default=0)
-    padded = [row + [0] * (width - len(row)) for row in rows]
-    return torch.tensor(padded, dtype=torch.long, device=device).view(len(rows), width)
+        Args:
+            on_layer: called when a layer's K and V are in the cache, in steps with prefills.
+        """
+        if self._graphs is not None and self._graphs.fits(inputs):
+            return self._graphs.run(inputs)
+        target = self._device.torch_device
+        plan = self._device.ops.prepare(inputs.meta(self._kv.shape[3], target), self._model.dtype)
+        features = inputs.features
+        return self._model.forward(
+            integers(inputs.ids, target),
+            inputs.positions.to(target),
+            StepContext(plan=plan, kv=self._kv, on_layer=on_layer),
+            integers(inputs.rows, target),
+            None if features is None else features.to(target),
+            None if features is None else integers(inputs.feature_rows, target),
+        )

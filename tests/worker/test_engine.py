@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import queue
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,6 +15,9 @@ from pictures import noise
 from PIL import Image
 from reference import Reference
 
+from device.base import Device
+from device.cpu import CpuDevice
+from device.graphs import EagerRunner
 from device.registry import get_device
 from epd_serve.cache.block_pool import BlockPool
 from epd_serve.errors import InvalidRequest
@@ -31,6 +34,7 @@ from epd_serve.worker.events import EngineEvent, FailureEvent, TokenEvent
 from epd_serve.worker.kv_memory import KVMemory
 from epd_serve.worker.prompt import PromptProcessor
 from epd_serve.worker.runner import LanguageRunner
+from epd_serve.worker.step import StepExecutor
 
 BLOCK_SIZE = 8
 
@@ -42,11 +46,12 @@ class Bench:
     path: Path
     budget: Budget
     num_blocks: int = 200
+    device: Device = field(default_factory=lambda: get_device("cpu"))
     events: queue.Queue[EngineEvent] = field(default_factory=queue.Queue)
     features: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        device = get_device("cpu")
+        device = self.device
         self.family = load_family(self.path)
         self.tower = Tower(self.path, torch.float32, device)
         language = LanguageModel(self.path, torch.float32, device)
@@ -60,10 +65,18 @@ class Bench:
         )
         self.transport = EmbeddedTransport(path="shm")
         memory = KVMemory(layout, self.num_blocks, device, self.transport)
-        runner = LanguageRunner(
+        executor = StepExecutor(
             language,
-            memory,
             device,
+            memory.tensor,
+            num_position_axes=self.family.num_position_axes,
+            max_num_seqs=self.budget.max_num_seqs,
+            max_model_len=language.max_model_len,
+        )
+        runner = LanguageRunner(
+            executor,
+            device.ops,
+            block_size=BLOCK_SIZE,
             num_position_axes=self.family.num_position_axes,
             eos_token_ids=frozenset({2}),
         )
@@ -153,6 +166,55 @@ def bench(request: pytest.FixtureRequest, tiny_model: Path) -> Iterator[Bench]:
     tokens, seqs = request.param
     bench = Bench(tiny_model, Budget(max_num_tokens=tokens, max_num_seqs=seqs))
     yield bench
+    bench.engine.close()
+    bench.transport.close()
+
+
+class StaticRunner(EagerRunner):
+    """Keeps to a capturing runner's contract on a CPU: steps read static buffers and fill a static output."""
+
+    captures = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs: dict[int, torch.Tensor] = {}
+        self.num_replays = 0
+
+    def capture(self, size: int, step: Callable[[], torch.Tensor]) -> None:
+        super().capture(size, step)
+        self.outputs[size] = step().clone()
+
+    def replay(self, size: int) -> torch.Tensor:
+        self.num_replays += 1
+        return self.outputs[size].copy_(super().replay(size))
+
+
+class CapturingCpu(CpuDevice):
+    def __init__(self) -> None:
+        super().__init__()
+        self.graphs = StaticRunner()
+
+    def graph_runner(self) -> StaticRunner:
+        return self.graphs
+
+
+def test_decode_graphs_change_no_token(tiny_model: Path) -> None:
+    """Batches of one to six rows in graphs of one, two, four and six, between steps with prefills."""
+    device = CapturingCpu()
+    bench = Bench(tiny_model, Budget(max_num_tokens=64, max_num_seqs=6), device=device)
+    assert sorted(device.graphs.outputs) == [1, 2, 4, 6]
+    reference = Reference(tiny_model)
+    answers: dict[str, list[int]] = {}
+    for count, (name, text, images) in enumerate(requests(), start=1):
+        if images:
+            bench.encode(images)
+        bench.engine.submit(bench.sequence(name, text, images, max_tokens=4 * count))
+    for (name, _), ids in bench.collect(len(requests())).items():
+        answers[name] = ids
+    for count, (name, text, images) in enumerate(requests(), start=1):
+        assert answers[name] == reference.generate(text, images, max_tokens=4 * count)
+    assert device.graphs.num_replays > 8
+    bench.check_idle()
     bench.engine.close()
     bench.transport.close()
 

@@ -1,0 +1,58 @@
+"""A step as plain data, so that every rank of an instance can compute its share of it."""
+
+from __future__ import annotations
+
+import msgspec
+import torch
+from torch import Tensor
+
+from device.base import AttnMeta
+
+
+class StepInputs(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
+    """The packed tokens of a step, on the host: decodes first, then prefill chunks.
+
+    Attributes:
+        positions: [axes, T] int64.
+        slots: [T], where each token's K and V go.
+        rows: tokens whose logits are wanted.
+        decode_blocks, prefill_blocks: the blocks in use of each sequence, as many as its context fills.
+        features: [F, (1 + deepstack levels) * hidden], in batch order; None without media.
+        feature_rows: [F], the tokens that they replace.
+    """
+
+    ids: list[int]
+    positions: Tensor
+    slots: list[int]
+    rows: list[int]
+    decode_context_lens: list[int]
+    decode_blocks: list[list[int]]
+    prefill_query_lens: list[int]
+    prefill_context_lens: list[int]
+    prefill_blocks: list[list[int]]
+    features: Tensor | None
+    feature_rows: list[int]
+
+    def meta(self, block_size: int, device: torch.device) -> AttnMeta:
+        return AttnMeta(
+            block_size=block_size,
+            slot_mapping=integers(self.slots, device),
+            num_decodes=len(self.decode_context_lens),
+            decode_block_table=_table(self.decode_blocks, device),
+            decode_context_lens=integers(self.decode_context_lens, device),
+            decode_context_lens_host=self.decode_context_lens,
+            prefill_query_lens=self.prefill_query_lens,
+            prefill_context_lens=self.prefill_context_lens,
+            prefill_block_table=_table(self.prefill_blocks, device),
+        )
+
+
+def integers(values: list[int], device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.long, device=device)
+
+
+def _table(rows: list[list[int]], device: torch.device) -> Tensor:
+    """[len(rows), longest row], padded with 0."""
+    width = max(map(len, rows), default=0)
+    padded = [row + [0] * (width - len(row)) for row in rows]
+    return torch.tensor(padded, dtype=torch.long, device=device).view(len(rows), width)
