@@ -1,6 +1,6 @@
-"""Ascend NPUs through torch_npu: found, opened and shared. Attention is the plain-torch one, graphs are eager.
+"""Ascend NPUs through torch_npu: found, opened, shared, with their fused operators and captured graphs.
 
-Nothing in this file has run on an NPU.
+Nothing in this file has run on an NPU. tests/ascend/ladder.py says what has been checked without one.
 """
 
 from __future__ import annotations
@@ -8,13 +8,20 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+from typing import Any, cast
 
 import torch
 
+from device import base, host
 from device.accel import AcceleratorDevice
+from device.ascend_graph import NPUGraphRunner
+from device.ascend_limits import parse_visible_devices
 from device.base import DeviceUnavailable, Partition, PartitionStrength
+from device.ops.ascend import AscendOps, Layout
 
 VISIBLE_DEVICES = "ASCEND_RT_VISIBLE_DEVICES"
+ATTENTION_LAYOUT = "EPD_ASCEND_ATTENTION_LAYOUT"
+"""Set to BSND where an NPU refuses the default, TND; see :class:`device.ops.ascend.AscendOps`."""
 _PARTITION = Partition(
     strength=PartitionStrength.COOPERATIVE, mechanisms=("memory fraction", "device limit", "stream limit")
 )
@@ -23,20 +30,83 @@ _PARTITION = Partition(
 class AscendDevice(AcceleratorDevice):
     """One NPU."""
 
+    # With TND, which the towers need, the attention kernel documents nothing else.
+    dtypes = (torch.bfloat16,)
+
     def __init__(self, index: int) -> None:
         super().__init__("npu", index, VISIBLE_DEVICES, _PARTITION)
+        self._ops = AscendOps(layout=attention_layout())
+        self.ops: base.AttentionOps = self._ops
+        self._has_share = False
+
+    @property
+    def cores(self) -> int:
+        """Cube cores, which do the matrix products; the vector cores come on top."""
+        return int(self._vendor.get_device_properties(self.index).cube_core_num)
+
+    def apply_share(self, share: float, start: float = 0.0) -> Partition:
+        """A share of the memory, the cube cores and the vector cores.
+
+        The limits count cores and name none, so ``start`` changes nothing: each process keeps to its count, and
+        the runtime places it. torch_npu sets the device limit once in a process: ValueError at the second call.
+        """
+        host.check_share(share, start)
+        if self._has_share:
+            raise ValueError(f"{self.name} has its share already: torch_npu sets it once; start another process")
+        self.set_memory_fraction(share)
+        cube, vector = self._share_of(self._vendor.get_device_limit(self.index), share)
+        self._vendor.set_device_limit(self.index, cube, vector)
+        self._has_share = True
+        return Partition(
+            strength=PartitionStrength.COOPERATIVE,
+            mechanisms=(f"memory fraction {share:g}", f"{cube} cube cores", f"{vector} vector cores"),
+        )
+
+    def limit_stream(self, stream: base.Stream, share: float) -> None:
+        """Keep one stream to a share of this process's cores, for encode beside decode in one instance."""
+        host.check_share(share, 0.0)
+        ids: Any = stream
+        own = self._vendor.Stream(
+            stream_id=ids.stream_id, device_index=ids.device_index, device_type=ids.device_type
+        )
+        self._vendor.set_stream_limit(own, *self._share_of(self._vendor.get_device_limit(self.index), share))
+
+    @staticmethod
+    def _share_of(limits: dict[str, int], share: float) -> tuple[int, int]:
+        """Cube and vector cores, one at least."""
+        return max(1, round(share * limits["cube_core_num"])), max(1, round(share * limits["vector_core_num"]))
+
+    def set_memory_fraction(self, fraction: float) -> None:
+        super().set_memory_fraction(float(fraction))  # torch_npu refuses the integer 1
+
+    def graph_runner(self) -> base.GraphRunner:
+        return NPUGraphRunner(self.torch_device, self._ops.attention.context_lens)
+
+
+def attention_layout() -> Layout:
+    """Raises ValueError for what is neither layout."""
+    layout = os.environ.get(ATTENTION_LAYOUT, "TND")
+    if layout not in ("TND", "BSND"):
+        raise ValueError(f"{ATTENTION_LAYOUT}={layout!r}: use TND (the default) or BSND")
+    return cast(Layout, layout)
 
 
 def missing() -> str | None:
     """What keeps NPUs from being used here; None where at least one is usable."""
     if importlib.util.find_spec("torch_npu") is None:
         return "torch_npu is not installed: pip install 'epd-serve[ascend]'"
+    visible = os.environ.get(VISIBLE_DEVICES)
+    if visible:
+        try:
+            parse_visible_devices(visible)
+        except ValueError as error:
+            return str(error)
     try:
         importlib.import_module("torch_npu")
     except (ImportError, OSError, RuntimeError) as error:
         return f"torch_npu does not load ({error}): source CANN's set_env.sh first"
     if count() == 0:
-        return f"no NPU is visible ({VISIBLE_DEVICES}={os.environ.get(VISIBLE_DEVICES, '')!r}); see npu-smi info"
+        return f"no NPU is visible ({VISIBLE_DEVICES}={visible or ''!r}); see npu-smi info"
     return None
 
 

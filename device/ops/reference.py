@@ -46,7 +46,7 @@ class ReferenceOps:
                 seen = context_len - query_len + i + 1
                 outputs.append(_attend_one(query[start + i], keys[:seen], values[:seen], scale))
             start += query_len
-        return torch.stack(outputs)
+        return torch.stack(outputs) if outputs else query.new_empty(query.shape)
 
     def encode(
         self, query: Tensor, key: Tensor, value: Tensor, cu_seqlens_host: Sequence[int], scale: float
@@ -54,7 +54,7 @@ class ReferenceOps:
         outputs: list[Tensor] = []
         for start, end in pairwise(cu_seqlens_host):
             outputs += [_attend_one(query[i], key[start:end], value[start:end], scale) for i in range(start, end)]
-        return torch.stack(outputs)
+        return torch.stack(outputs) if outputs else query.new_empty(query.shape)
 
     def rms_norm(self, hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         exact = hidden.float()

@@ -1,14 +1,21 @@
-"""The serving operators against the oracle, and the oracle against torch's dense attention."""
+"""Attention and the paged cache: the CPU's operators against the oracle, the oracle against torch's own."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 import torch
-import torch.nn.functional as F
+from attention_contract import (
+    TOLERANCES,
+    Batch,
+    Segments,
+    batches,
+    check_encode,
+    check_segments,
+    check_step,
+    dense_attention,
+    segments,
+)
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from device.base import AttentionOps, AttnMeta
@@ -16,140 +23,59 @@ from device.ops.cpu import CpuOps
 from device.ops.plain import PlainOps
 from device.ops.reference import ReferenceOps
 
-TOLERANCE = 1e-5
+CPU = torch.device("cpu")
 CASES = settings(max_examples=50, deadline=None)
-
-
-class Batch:
-    """A mixed step with random contents: sequences of (query, context) tokens, decodes first."""
-
-    def __init__(
-        self,
-        decodes: Sequence[int],
-        prefills: Sequence[tuple[int, int]],
-        *,
-        block_size: int,
-        kv_heads: int,
-        group: int,
-        head_dim: int,
-        seed: int,
-    ) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        self.sequences = [(1, context) for context in decodes] + list(prefills)
-        num_blocks = [-(-context // block_size) for _, context in self.sequences]
-        # Blocks of one sequence lie anywhere but in block 0.
-        order = (torch.randperm(sum(num_blocks), generator=generator) + 1).tolist()
-        self.blocks = [[order.pop() for _ in range(count)] for count in num_blocks]
-        total = sum(num_blocks) + 2
-        shape = (kv_heads, head_dim)
-        # What no sequence owns is poisoned: whoever reads it past the mask gets NaN out.
-        self.kv_layer = torch.full((2, total, block_size, *shape), float("nan"))
-        self.kv_layer[:, 0] = 9.0
-        self.dense: list[Tensor] = []
-        slots: list[int] = []
-        keys: list[Tensor] = []
-        values: list[Tensor] = []
-        for (query_len, context), blocks in zip(self.sequences, self.blocks, strict=True):
-            states = torch.randn(2, context, *shape, generator=generator)
-            self.dense.append(states)
-            where = [blocks[p // block_size] * block_size + p % block_size for p in range(context)]
-            past = context - query_len
-            # A block's earlier owner left its numbers behind.
-            self.kv_layer[:, blocks] = torch.randn(2, len(blocks), block_size, *shape, generator=generator) * 5
-            self.kv_layer.flatten(1, 2)[:, where[:past]] = states[:, :past]
-            slots += where[past:]
-            keys.append(states[0, past:])
-            values.append(states[1, past:])
-        self.key, self.value = torch.cat(keys), torch.cat(values)
-        self.query = torch.randn(len(slots), kv_heads * group, head_dim, generator=generator)
-        self.scale = head_dim**-0.5
-        width = max(num_blocks) + 1
-        table = torch.tensor([row + [0] * (width - len(row)) for row in self.blocks])
-        self.meta = AttnMeta(
-            block_size=block_size,
-            slot_mapping=torch.tensor(slots),
-            num_decodes=len(decodes),
-            decode_block_table=table[: len(decodes)],
-            decode_context_lens=torch.tensor(list(decodes), dtype=torch.int64),
-            decode_context_lens_host=list(decodes),
-            prefill_query_lens=[query for query, _ in prefills],
-            prefill_context_lens=[context for _, context in prefills],
-            prefill_block_table=table[len(decodes) :],
-        )
-
-    def run(self, ops: AttentionOps, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-        """The output, and the cache after it. Inputs have the strides of [1, H, T, D] projections."""
-        query, key, value = (
-            states.to(dtype).transpose(0, 1).contiguous().transpose(0, 1)
-            for states in (self.query, self.key, self.value)
-        )
-        kv_layer = self.kv_layer.to(dtype)
-        plan = ops.prepare(self.meta, dtype)
-        ops.write_kv(key, value, kv_layer, self.meta.slot_mapping)
-        return ops.attend(query, key, value, kv_layer, plan, self.scale), kv_layer
-
-    def run_dense(self) -> Tensor:
-        """torch's SDPA per sequence over unpaged K/V with an explicit mask."""
-        outputs: list[Tensor] = []
-        start = 0
-        for (query_len, context), (keys, values) in zip(self.sequences, self.dense, strict=True):
-            mask = torch.ones(query_len, context, dtype=torch.bool).tril(context - query_len)
-            output = F.scaled_dot_product_attention(
-                self.query[start : start + query_len].transpose(0, 1),
-                keys.transpose(0, 1),
-                values.transpose(0, 1),
-                attn_mask=mask,
-                scale=self.scale,
-                enable_gqa=True,
-            )
-            outputs.append(output.transpose(0, 1))
-            start += query_len
-        return torch.cat(outputs)
-
-
-@st.composite
-def batches(draw: st.DrawFn) -> Batch:
-    contexts = st.integers(1, 50)
-    decodes = draw(st.lists(contexts, max_size=5))
-    chunks = contexts.flatmap(lambda context: st.tuples(st.integers(1, context), st.just(context)))
-    prefills = draw(st.lists(chunks, min_size=0 if decodes else 1, max_size=3))
-    return Batch(
-        decodes,
-        prefills,
-        block_size=draw(st.integers(1, 32)),
-        kv_heads=draw(st.integers(1, 3)),
-        group=draw(st.sampled_from([1, 2, 4, 8])),
-        head_dim=draw(st.sampled_from([2, 8, 20])),
-        seed=draw(st.integers(0, 2**32 - 1)),
-    )
+EVERY_OPS = pytest.mark.parametrize(
+    "ops",
+    [PlainOps(), CpuOps(), CpuOps(tile_bytes=4096, query_rows=3)],
+    ids=["plain", "cpu", "cpu in small tiles"],
+)
 
 
 @given(batch=batches())
 @CASES
-def test_serving_operators_equal_the_oracle_and_dense_attention(batch: Batch) -> None:
-    expected, expected_cache = batch.run(ReferenceOps())
-    torch.testing.assert_close(expected, batch.run_dense(), rtol=TOLERANCE, atol=TOLERANCE)
-    for ops in (PlainOps(), CpuOps()):
-        output, cache = batch.run(ops)
-        assert output.is_contiguous()
-        torch.testing.assert_close(output, expected, rtol=TOLERANCE, atol=TOLERANCE)
-        assert torch.equal(cache.nan_to_num(7.0), expected_cache.nan_to_num(7.0))
+def test_the_oracle_equals_dense_attention(batch: Batch) -> None:
+    output, _ = batch.run(ReferenceOps())
+    dense = dense_attention(batch)
+    real = [i for i in range(len(dense)) if not batch.num_decodes <= i < batch.num_decodes + batch.padding]
+    torch.testing.assert_close(output[real], dense[real], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("block_size", [1, 3, 16])
+@EVERY_OPS
+@given(batch=batches())
+@CASES
+def test_steps_equal_the_oracle(ops: AttentionOps, batch: Batch) -> None:
+    check_step(ops, batch, torch.float32, CPU, TOLERANCES[torch.float32])
+
+
+@EVERY_OPS
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_stays_near_the_oracle(dtype: torch.dtype, block_size: int) -> None:
-    batch = Batch(
-        [1, 17, 40], [(5, 5), (6, 33), (1, 9)], block_size=block_size, kv_heads=2, group=4, head_dim=16, seed=1
-    )
-    output, _ = batch.run(CpuOps(), dtype)
-    assert output.dtype == dtype
-    torch.testing.assert_close(output.float(), batch.run_dense(), rtol=3e-2, atol=3e-2)
+@given(batch=batches())
+@settings(CASES, max_examples=20)
+def test_steps_in_half_precision_stay_near_the_oracle(ops: AttentionOps, dtype: torch.dtype, batch: Batch) -> None:
+    check_step(ops, batch, dtype, CPU, TOLERANCES[dtype])
 
 
-def test_chunks_of_one_prompt_give_what_the_whole_gives() -> None:
+@EVERY_OPS
+@given(case=segments())
+@CASES
+def test_encode_equals_the_oracle(ops: AttentionOps, case: Segments) -> None:
+    check_segments(ops, case, torch.float32, CPU, TOLERANCES[torch.float32])
+
+
+@EVERY_OPS
+@pytest.mark.parametrize("head_dim", [72, 80, 96])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_encode_in_half_precision_stays_near_the_oracle(
+    ops: AttentionOps, dtype: torch.dtype, head_dim: int
+) -> None:
+    check_encode(ops, [16, 16, 0, 5, 16, 1], 2, head_dim, dtype, CPU, TOLERANCES[dtype])
+
+
+@EVERY_OPS
+def test_chunks_of_one_prompt_give_what_the_whole_gives(ops: AttentionOps) -> None:
     """Cutting a prompt at every border changes no token's output."""
-    length, block_size, ops = 13, 4, CpuOps()
+    length, block_size = 13, 4
     whole = Batch([], [(length, length)], block_size=block_size, kv_heads=2, group=2, head_dim=8, seed=3)
     expected, cache = whole.run(ops)
     for border in range(1, length):
@@ -169,58 +95,7 @@ def test_chunks_of_one_prompt_give_what_the_whole_gives() -> None:
             output = ops.attend(
                 whole.query[tokens], whole.key[tokens], whole.value[tokens], cache, plan, whole.scale
             )
-            torch.testing.assert_close(output, expected[tokens], rtol=TOLERANCE, atol=TOLERANCE)
-
-
-def test_padding_rows_of_a_decode_batch_disturb_no_sequence() -> None:
-    """A graph's unused rows point at block 0 with context 1; the others must not notice, and nothing is NaN."""
-    batch = Batch([9, 30], [], block_size=8, kv_heads=1, group=2, head_dim=8, seed=5)
-    expected, _ = batch.run(CpuOps())
-    meta = batch.meta
-    padded = AttnMeta(
-        block_size=8,
-        slot_mapping=F.pad(meta.slot_mapping, (0, 2)),
-        num_decodes=4,
-        decode_block_table=F.pad(meta.decode_block_table, (0, 0, 0, 2)),
-        decode_context_lens=F.pad(meta.decode_context_lens, (0, 2), value=1),
-        decode_context_lens_host=[*meta.decode_context_lens_host, 1, 1],
-        prefill_query_lens=[],
-        prefill_context_lens=[],
-        prefill_block_table=meta.prefill_block_table,
-    )
-    batch.meta = padded
-    batch.query, batch.key, batch.value = (
-        F.pad(states, (0, 0, 0, 0, 0, 2), value=1.0) for states in (batch.query, batch.key, batch.value)
-    )
-    output, _ = batch.run(CpuOps())
-    assert torch.isfinite(output).all()
-    torch.testing.assert_close(output[:2], expected, rtol=TOLERANCE, atol=TOLERANCE)
-
-
-@given(
-    lengths=st.lists(st.sampled_from([1, 4, 4, 4, 7, 16]), min_size=1, max_size=8),
-    heads=st.integers(1, 3),
-    seed=st.integers(0, 2**32 - 1),
-)
-@CASES
-def test_encode_keeps_segments_apart(lengths: list[int], heads: int, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    borders = [0]
-    for length in lengths:
-        borders.append(borders[-1] + length)
-    query, key, value = torch.randn(3, borders[-1], heads, 10, generator=generator).unbind(0)
-    expected = ReferenceOps().encode(query, key, value, borders, 0.3)
-    output = CpuOps().encode(query, key, value, borders, 0.3)
-    torch.testing.assert_close(output, expected, rtol=TOLERANCE, atol=TOLERANCE)
-    segments = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    dense = F.scaled_dot_product_attention(
-        query.transpose(0, 1),
-        key.transpose(0, 1),
-        value.transpose(0, 1),
-        attn_mask=segments[:, None] == segments,
-        scale=0.3,
-    )
-    torch.testing.assert_close(output, dense.transpose(0, 1), rtol=TOLERANCE, atol=TOLERANCE)
+            torch.testing.assert_close(output, expected[tokens], rtol=1e-5, atol=1e-5)
 
 
 def test_a_plan_of_other_operators_is_refused() -> None:
@@ -228,3 +103,39 @@ def test_a_plan_of_other_operators_is_refused() -> None:
     plan = ReferenceOps().prepare(batch.meta, torch.float32)
     with pytest.raises(AssertionError, match="prepared"):
         CpuOps().attend(batch.query, batch.key, batch.value, batch.kv_layer, plan, 1.0)
+
+
+class _SeesTheFuture(PlainOps):
+    """Chunks without causality."""
+
+    def prepare(self, meta: AttnMeta, dtype: torch.dtype):  # type: ignore[no-untyped-def]
+        plan = super().prepare(meta, dtype)
+        for chunk in plan.chunks:
+            if chunk.mask is not None:
+                chunk.mask.zero_()
+        return plan
+
+
+class _StoresKeysTwice(PlainOps):
+    def write_kv(self, key: Tensor, value: Tensor, kv_layer: Tensor, slot_mapping: Tensor) -> None:
+        super().write_kv(key, key, kv_layer, slot_mapping)
+
+
+class _WrongHeads(PlainOps):
+    """Query head h reads KV head h % Hkv."""
+
+    def attend(self, query, key, value, kv_layer, plan, scale):  # type: ignore[no-untyped-def]
+        group = query.shape[1] // key.shape[1]
+        shuffled = query.unflatten(1, (group, -1)).transpose(1, 2).flatten(1, 2)
+        output = super().attend(shuffled, key, value, kv_layer, plan, scale)
+        return output.unflatten(1, (-1, group)).transpose(1, 2).flatten(1, 2).contiguous()
+
+
+@pytest.mark.parametrize(
+    "ops", [_SeesTheFuture(), _StoresKeysTwice(), _WrongHeads()], ids=lambda ops: type(ops).__name__
+)
+def test_the_contract_catches_a_wrong_backend(ops: AttentionOps) -> None:
+    batch = Batch([5, 20], [(6, 11), (4, 4)], block_size=4, kv_heads=2, group=3, head_dim=16, seed=1)
+    check_step(PlainOps(), batch, torch.bfloat16, CPU, TOLERANCES[torch.bfloat16])
+    with pytest.raises(AssertionError):
+        check_step(ops, batch, torch.bfloat16, CPU, TOLERANCES[torch.bfloat16])

@@ -1,9 +1,12 @@
-"""Norms, rotary positions, SwiGLU and argmax: the serving operators, the oracle and transformers' own."""
+"""Norms, rotary positions, SwiGLU and argmax: the CPU's operators, the oracle and transformers' own."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from attention_contract import TOLERANCES, Layers, check_argmax, check_layers, layers
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm, apply_rotary_pos_emb
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLTextConfig
@@ -18,8 +21,9 @@ from device.ops.reference import ReferenceOps
 from device.ops.rotary import rotary_tables
 
 EVERY_OPS = pytest.mark.parametrize("ops", [ReferenceOps(), PlainOps(), CpuOps()], ids=lambda ops: ops.name)
+CPU = torch.device("cpu")
+CASES = settings(max_examples=50, deadline=None)
 HEAD_DIM = 32
-INVERSE_FREQUENCIES = 1.0 / 10_000.0 ** (torch.arange(0, HEAD_DIM, 2).float() / HEAD_DIM)
 
 
 def multimodal_positions() -> Tensor:
@@ -34,28 +38,47 @@ def transformers_tables(embedding: type[nn.Module], config: object, positions: T
     return cos[0], sin[0]
 
 
-@pytest.mark.parametrize("sections", [[8, 4, 4], [4, 6, 6], [2, 7, 7]])
-def test_multimodal_tables_equal_those_of_qwen2_5_vl(sections: list[int]) -> None:
+@st.composite
+def multimodal_cases(draw: st.DrawFn) -> tuple[int, list[int], Tensor]:
+    """A head dimension, its three sections, and positions [3, T] of any tokens."""
+    half = draw(st.sampled_from([8, 16, 40, 64]))
+    time, height = sorted(draw(st.lists(st.integers(1, half - 1), min_size=2, max_size=2, unique=True)))
+    tokens = draw(st.lists(st.tuples(*[st.integers(0, 200_000)] * 3), min_size=1, max_size=8))
+    return 2 * half, [time, height - time, half - height], torch.tensor(tokens).T
+
+
+def frequencies(head_dim: int) -> Tensor:
+    return 1.0 / 10_000.0 ** (torch.arange(0, head_dim, 2).float() / head_dim)
+
+
+@given(case=multimodal_cases())
+@example(case=(HEAD_DIM, [8, 4, 4], multimodal_positions()))
+@example(case=(128, [16, 24, 24], multimodal_positions()))
+@CASES
+def test_multimodal_tables_equal_those_of_qwen2_5_vl(case: tuple[int, list[int], Tensor]) -> None:
+    head_dim, sections, positions = case
     config = Qwen2_5_VLTextConfig(
-        hidden_size=2 * HEAD_DIM,
+        hidden_size=2 * head_dim,
         num_attention_heads=2,
         rope_parameters={"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": sections},
     )
-    positions = multimodal_positions()
     expected = transformers_tables(Qwen2_5_VLRotaryEmbedding, config, positions)
-    tables = rotary_tables(positions, INVERSE_FREQUENCIES, sections)
+    tables = rotary_tables(positions, frequencies(head_dim), sections)
     torch.testing.assert_close(tables, expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("sections", [[6, 5, 5], [8, 4, 4], [10, 3, 3]])
-def test_interleaved_tables_equal_those_of_qwen3_vl(sections: list[int]) -> None:
+@given(case=multimodal_cases())
+@example(case=(HEAD_DIM, [6, 5, 5], multimodal_positions()))
+@example(case=(128, [24, 20, 20], multimodal_positions()))
+@CASES
+def test_interleaved_tables_equal_those_of_qwen3_vl(case: tuple[int, list[int], Tensor]) -> None:
+    head_dim, sections, positions = case
     config = Qwen3VLTextConfig(
-        head_dim=HEAD_DIM,
+        head_dim=head_dim,
         rope_parameters={"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": sections},
     )
-    positions = multimodal_positions()
     expected = transformers_tables(Qwen3VLTextRotaryEmbedding, config, positions)
-    tables = rotary_tables(positions, INVERSE_FREQUENCIES, sections, interleaved=True)
+    tables = rotary_tables(positions, frequencies(head_dim), sections, interleaved=True)
     torch.testing.assert_close(tables, expected, rtol=0, atol=0)
 
 
@@ -63,7 +86,7 @@ def test_interleaved_tables_equal_those_of_qwen3_vl(sections: list[int]) -> None
 def test_rotation_equals_that_of_transformers(ops: AttentionOps) -> None:
     positions = torch.tensor([0, 1, 2, 77, 4000])
     query, key = torch.randn(5, 4, HEAD_DIM), torch.randn(5, 2, HEAD_DIM)
-    cos, sin = rotary_tables(positions, INVERSE_FREQUENCIES)
+    cos, sin = rotary_tables(positions, frequencies(HEAD_DIM))
     expected = apply_rotary_pos_emb(query.transpose(0, 1)[None], key.transpose(0, 1)[None], cos[None], sin[None])
     rotated = ops.rotary(query, key, cos, sin)
     for ours, theirs in zip(rotated, expected, strict=True):
@@ -72,10 +95,10 @@ def test_rotation_equals_that_of_transformers(ops: AttentionOps) -> None:
 
 def test_text_has_the_same_tables_with_and_without_axes() -> None:
     positions = torch.arange(9)
-    plain = rotary_tables(positions, INVERSE_FREQUENCIES)
+    plain = rotary_tables(positions, frequencies(HEAD_DIM))
     for interleaved in (False, True):
         multimodal = rotary_tables(
-            positions.expand(3, -1), INVERSE_FREQUENCIES, [6, 5, 5], interleaved=interleaved
+            positions.expand(3, -1), frequencies(HEAD_DIM), [6, 5, 5], interleaved=interleaved
         )
         torch.testing.assert_close(multimodal, plain, rtol=0, atol=0)
 
@@ -93,7 +116,7 @@ def test_positions_that_do_not_fit_are_refused(
     positions: Tensor, sections: list[int] | None, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        rotary_tables(positions, INVERSE_FREQUENCIES, sections)
+        rotary_tables(positions, frequencies(HEAD_DIM), sections)
 
 
 @EVERY_OPS
@@ -109,21 +132,42 @@ def test_norms_equal_those_of_transformers(ops: AttentionOps) -> None:
 
 
 @EVERY_OPS
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_swiglu_gates_with_the_first_half(ops: AttentionOps, dtype: torch.dtype) -> None:
+def test_swiglu_gates_with_the_first_half(ops: AttentionOps) -> None:
     gate, up = torch.randn(2, 3, 5).unbind(0)
-    output = ops.swiglu(torch.cat((gate, up), dim=-1).to(dtype))
-    assert output.dtype == dtype
-    tolerance = 1e-6 if dtype == torch.float32 else 3e-2
-    torch.testing.assert_close(output.float(), nn.functional.silu(gate) * up, rtol=tolerance, atol=tolerance)
+    output = ops.swiglu(torch.cat((gate, up), dim=-1))
+    torch.testing.assert_close(output, nn.functional.silu(gate) * up, rtol=1e-6, atol=1e-6)
+
+
+@EVERY_OPS
+@given(case=layers())
+@CASES
+def test_layers_equal_the_oracle(ops: AttentionOps, case: Layers) -> None:
+    check_layers(ops, case, torch.float32, CPU, TOLERANCES[torch.float32])
+
+
+@EVERY_OPS
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@given(case=layers())
+@settings(CASES, max_examples=20)
+def test_layers_in_half_precision_stay_near_the_oracle(
+    ops: AttentionOps, dtype: torch.dtype, case: Layers
+) -> None:
+    check_layers(ops, case, dtype, CPU, TOLERANCES[dtype])
 
 
 @EVERY_OPS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_argmax_takes_the_first_among_equals(ops: AttentionOps, dtype: torch.dtype) -> None:
+    """Whatever vector width the reduction has, and wherever the largest lie."""
     logits = torch.randn(4, 1000, dtype=dtype).clamp_(max=2.0)
     for row, first in enumerate((0, 17, 500, 998)):
         logits[row, first:] = logits[row, first:].masked_fill(torch.arange(first, 1000) % 2 == first % 2, 3.0)
     indices = ops.argmax(logits)
     assert indices.dtype == torch.int64
     assert indices.tolist() == [0, 17, 500, 998]
+
+
+@EVERY_OPS
+def test_argmax_over_a_whole_vocabulary(ops: AttentionOps) -> None:
+    """More entries than bfloat16 can number, and more than one thread's part."""
+    check_argmax(ops, 3, 151_936, torch.bfloat16, CPU, seed=4)

@@ -1,0 +1,116 @@
+"""What an NPU runs out of when processes share it: streams, events, updatable tasks, ports. No torch in here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+# Per device and over all its processes, Atlas A2 and A3; CANN 8.5 reference: aclrtCreateStream,
+# aclrtCreateEventWithFlag (ACL_EVENT_EXTERNAL), aclmdlRICaptureTaskUpdateBegin.
+MAX_STREAMS = 1984
+MAX_EVENTS = 65536
+MAX_UPDATABLE_TASKS = 1024 * 1024
+
+_PORTS_PER_PROCESS = 16  # what HCCL takes from HCCL_IF_BASE_PORT on
+_FIRST_HOST_PORT = 60000  # HCCL's own default
+_FIRST_NPU_PORT = 61000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InstanceUse:
+    """What one instance takes of the NPU that it shares.
+
+    Attributes:
+        num_streams: streams that it opens, the default one included.
+        num_graphs: decode batch sizes that it captures.
+        num_layers: attention layers in each graph; each is a task group to update, with an event.
+        num_groups: communicators that its graphs use (1 with tensor parallelism).
+    """
+
+    num_streams: int
+    num_graphs: int = 0
+    num_layers: int = 0
+    num_groups: int = 0
+
+    @property
+    def streams(self) -> int:
+        """Streams of the process and of its graphs.
+
+        A graph holds one, and two more for each communicator, which itself takes 40: what vLLM's Ascend backend
+        reckoned with on A2 (update_aclgraph_sizes, until June 2026). An estimate from above on newer drivers.
+        """
+        return self.num_streams + self.num_graphs * (1 + 2 * self.num_groups) + 40 * self.num_groups
+
+    @property
+    def tasks(self) -> int:
+        """Attention calls that are updated before each replay; each has an event."""
+        return self.num_graphs * self.num_layers
+
+
+def check_colocation(instances: Mapping[str, InstanceUse]) -> None:
+    """Raises ValueError, with the numbers, where instances on one NPU, by name, need more than it has."""
+    budgets = (
+        ("streams", MAX_STREAMS, {name: use.streams for name, use in instances.items()}),
+        ("events", MAX_EVENTS, {name: use.tasks for name, use in instances.items()}),
+        ("updatable tasks", MAX_UPDATABLE_TASKS, {name: use.tasks for name, use in instances.items()}),
+    )
+    for resource, limit, needs in budgets:
+        excess = sum(needs.values()) - limit
+        if excess <= 0:
+            continue
+        shares = ", ".join(f"{name} {count}" for name, count in needs.items())
+        raise ValueError(
+            f"one NPU has {limit} {resource}, but its instances need {limit + excess} ({shares}): "
+            f"{_remedy(instances, resource, needs, excess)}"
+        )
+
+
+def _remedy(instances: Mapping[str, InstanceUse], resource: str, needs: Mapping[str, int], excess: int) -> str:
+    largest = max(needs, key=lambda name: needs[name])
+    use = instances[largest]
+    per_graph = 1 + 2 * use.num_groups if resource == "streams" else use.num_layers
+    graphs = use.num_graphs - -(-excess // per_graph) if per_graph else 0
+    if graphs >= 1:
+        return f"let {largest} capture {graphs} batch sizes instead of {use.num_graphs}, or move an instance away"
+    return "move an instance to another NPU"
+
+
+def parse_visible_devices(value: str) -> list[int]:
+    """The device numbers in ASCEND_RT_VISIBLE_DEVICES.
+
+    Raises ValueError: unlike CUDA's variable it takes integers and commas only, no names and no ranges.
+    """
+    parts = value.split(",")
+    if not all(part.isascii() and part.isdigit() for part in parts) or len(set(map(int, parts))) < len(parts):
+        raise ValueError(
+            f"ASCEND_RT_VISIBLE_DEVICES={value!r}: write distinct device numbers with commas between them, as 0,1"
+        )
+    return [int(part) for part in parts]
+
+
+def hccl_environment(
+    process: int, *, host_port: int = _FIRST_HOST_PORT, npu_port: int = _FIRST_NPU_PORT
+) -> dict[str, str]:
+    """HCCL's ports for one of several processes on a host, disjoint from those of the others.
+
+    Without them two processes on one NPU both ask for port 16666 of its network interface (CANN 9.0 reference,
+    HCCL_NPU_SOCKET_PORT_RANGE) and for the host's ports 60000 to 60015 (HCCL_IF_BASE_PORT).
+
+    Args:
+        process: 0, 1, ... among the processes of this host.
+        host_port, npu_port: the first port of process 0 on the host and on the NPU.
+
+    Raises ValueError where the ports of the process end beyond 65535 or begin below 1024.
+    """
+    offset = process * _PORTS_PER_PROCESS
+    for first in (host_port, npu_port):
+        if process < 0 or first < 1024 or first + offset + _PORTS_PER_PROCESS - 1 > 65535:
+            raise ValueError(
+                f"HCCL ports {first + offset} to {first + offset + _PORTS_PER_PROCESS - 1} for process {process}: "
+                f"ports run from 1024 to 65535; start below {65535 - offset - _PORTS_PER_PROCESS + 2}"
+            )
+    npu_first = npu_port + offset
+    return {
+        "HCCL_IF_BASE_PORT": str(host_port + offset),
+        "HCCL_NPU_SOCKET_PORT_RANGE": f"{npu_first}-{npu_first + _PORTS_PER_PROCESS - 1}",
+    }

@@ -1,0 +1,247 @@
+"""The operators of a transformer on Ascend NPUs, through the fused kernels that torch_npu registers.
+
+One attention kernel serves chunks and decodes (over pages) and the vision tower (unpaged):
+npu_fused_infer_attention_score, or its v2, which says the same with other keywords. Constraints are those of the
+kernel's documentation in torch_npu; tests/ascend checks every call against them, but on no NPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from device.ascend_versions import FusedAttention, choose_attention
+from device.base import AttentionPlan, AttnMeta
+
+Layout = Literal["TND", "BSND"]
+
+_MASK_SIZE = 2048  # what sparse modes 2 to 4 ask for, however long the context
+_UNMASKED, _CAUSAL = 0, 3  # sparse modes: no mask at all; causal, the last query at the end of its context
+_TND_HEAD_DIMS = (128, 192)
+_MAX_BLOCK_SIZE = 512
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Call:
+    """One call of the paged kernel over some of the step's sequences."""
+
+    tokens: slice
+    batch: int
+    """Sequences; with BSND the query is [batch, tokens / batch, Hq, D]."""
+    query_lens: list[int]
+    """Ends in the packed tokens with TND, lengths with BSND."""
+    context_lens: list[int]
+    """Of each sequence: the kernel's lengths over pages are not cumulative."""
+    block_table: Tensor
+    """[batch, max_blocks] int32."""
+    mask: Tensor | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AscendPlan(AttentionPlan):
+    """The calls that every layer makes."""
+
+    calls: tuple[_Call, ...]
+
+
+class AscendOps:
+    """Fills the AttentionOps protocol on NPUs.
+
+    Layout of the paged calls: torch_npu's documentation contradicts itself on TND with pages on A2 and A3. The
+    lists of layouts exclude it; the sections on page attention, on grouped heads and on the meaning of the lengths
+    describe it; vLLM's Ascend backend serves with it. So TND is the default: one call for the decodes, one for
+    the chunks. BSND, which every passage allows, is the way out: one call for the decodes, one for each chunk.
+
+    A captured decode step needs nothing more: torch_npu records the attention calls while it captures
+    (:mod:`device.ascend_graph`), and the decode call takes its lengths under ``attention.context_lens``.
+    """
+
+    def __init__(self, *, layout: Layout = "TND", attention: FusedAttention | None = None) -> None:
+        """``attention``: what :func:`choose_attention` finds unless given."""
+        self.layout: Layout = layout
+        self.attention = attention or choose_attention()
+        self.name = f"{self.attention.operator}, {layout}"
+        self._masks: dict[torch.device, Tensor] = {}
+
+    def prepare(self, meta: AttnMeta, dtype: torch.dtype) -> AscendPlan:
+        """Int32 tables, host lists, the mask. Raises ValueError for a block size or dtype that no kernel takes."""
+        _check_block_size(meta.block_size, has_chunks=bool(meta.prefill_query_lens))
+        if dtype == torch.float32 and meta.slot_mapping.device.type == "npu":
+            raise ValueError("attention in float32: an NPU's takes bfloat16, and with BSND float16")
+        calls: list[_Call] = []
+        if meta.num_decodes:
+            calls.append(
+                # A single token sees its whole context, so decodes need no mask.
+                self._call(
+                    0, [1] * meta.num_decodes, meta.decode_context_lens_host, meta.decode_block_table, mask=None
+                )
+            )
+        if meta.prefill_query_lens:
+            calls += self._chunks(meta)
+        return AscendPlan(meta=meta, calls=tuple(calls))
+
+    def _chunks(self, meta: AttnMeta) -> list[_Call]:
+        query_lens, context_lens, table = (
+            meta.prefill_query_lens,
+            meta.prefill_context_lens,
+            meta.prefill_block_table,
+        )
+        mask = self._causal_mask(table.device)
+        if self.layout == "TND":
+            return [self._call(meta.num_decodes, query_lens, context_lens, table, mask=mask)]
+        starts = accumulate(query_lens, initial=meta.num_decodes)
+        return [
+            self._call(start, [query_len], [context_len], table[i : i + 1], mask=mask)
+            for i, (start, query_len, context_len) in enumerate(
+                zip(starts, query_lens, context_lens, strict=False)
+            )
+        ]
+
+    def _call(
+        self, start: int, query_lens: list[int], context_lens: list[int], table: Tensor, *, mask: Tensor | None
+    ) -> _Call:
+        return _Call(
+            tokens=slice(start, start + sum(query_lens)),
+            batch=len(query_lens),
+            query_lens=list(accumulate(query_lens)) if self.layout == "TND" else query_lens,
+            context_lens=context_lens,
+            block_table=table.to(torch.int32).contiguous(),
+            mask=mask,
+        )
+
+    def _causal_mask(self, device: torch.device) -> Tensor:
+        if device not in self._masks:
+            hidden = torch.ones(_MASK_SIZE, _MASK_SIZE, dtype=torch.bool).triu_(1)
+            self._masks[device] = hidden.to(device)
+        return self._masks[device]
+
+    def write_kv(self, key: Tensor, value: Tensor, kv_layer: Tensor, slot_mapping: Tensor) -> None:
+        keys, values = kv_layer.unbind(0)
+        torch.ops.npu.npu_scatter_pa_kv_cache(
+            key.contiguous(), value.contiguous(), keys, values, slot_mapping, cache_mode="Norm"
+        )
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, kv_layer: Tensor, plan: AttentionPlan, scale: float
+    ) -> Tensor:
+        assert isinstance(plan, AscendPlan), "a plan serves the operators that prepared it"
+        keys, values = kv_layer.flatten(3).unbind(0)
+        outputs: list[Tensor] = []
+        for call in plan.calls:
+            queries = query[call.tokens]
+            if self.layout == "BSND":
+                queries = queries.reshape(call.batch, -1, *query.shape[1:])
+            attended = self._attention(
+                queries,
+                keys,
+                values,
+                layout=self.layout,
+                num_kv_heads=kv_layer.shape[3],
+                query_lens=call.query_lens,
+                context_lens=call.context_lens,
+                scale=scale,
+                block_table=call.block_table,
+                block_size=plan.meta.block_size,
+                atten_mask=call.mask,
+            )
+            outputs.append(attended.flatten(0, 1) if self.layout == "BSND" else attended)
+        if len(outputs) == 1:
+            return outputs[0]
+        return torch.cat(outputs) if outputs else query.new_empty(query.shape)
+
+    def encode(
+        self, query: Tensor, key: Tensor, value: Tensor, cu_seqlens_host: Sequence[int], scale: float
+    ) -> Tensor:
+        """As in the protocol. TND takes only some head dimensions; zeros added to others change no score."""
+        if not len(query):
+            return query.new_empty(query.shape)
+        head_dim = query.shape[-1]
+        padded = next((dim for dim in _TND_HEAD_DIMS if dim >= head_dim), None)
+        if padded is None:
+            raise ValueError(f"vision heads of {head_dim} dimensions; an NPU takes {_TND_HEAD_DIMS[-1]} at most")
+        query, key, value = (F.pad(states, (0, padded - head_dim)) for states in (query, key, value))
+        ends = list(cu_seqlens_host[1:])
+        attended = self._attention(
+            query,
+            key.contiguous(),
+            value.contiguous(),
+            layout="TND",
+            num_kv_heads=key.shape[1],
+            query_lens=ends,
+            context_lens=ends,
+            scale=scale,
+        )
+        return attended[..., :head_dim].contiguous()
+
+    def _attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        layout: Layout,
+        num_kv_heads: int,
+        query_lens: list[int],
+        context_lens: list[int],
+        scale: float,
+        **pages: Any,
+    ) -> Tensor:
+        """``pages``: block_table, block_size and atten_mask, the same in both versions."""
+        version = self.attention
+        output: Tensor = getattr(torch.ops.npu, version.operator)(
+            query.contiguous(),
+            key,
+            value,
+            input_layout=layout,
+            num_key_value_heads=num_kv_heads,
+            sparse_mode=_UNMASKED if pages.get("atten_mask") is None else _CAUSAL,
+            **{
+                version.num_heads: query.shape[-2],
+                version.scale: scale,
+                version.query_lens: query_lens,
+                version.context_lens: context_lens,
+            },
+            **pages,
+        )[0]
+        return output
+
+    def rms_norm(self, hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        output: Tensor = torch.ops.npu.npu_rms_norm(hidden, weight, epsilon)[0]
+        return output
+
+    def add_rms_norm(
+        self, hidden: Tensor, residual: Tensor, weight: Tensor, epsilon: float
+    ) -> tuple[Tensor, Tensor]:
+        normed, _, total = torch.ops.npu.npu_add_rms_norm(hidden, residual, weight, epsilon)
+        return normed, total
+
+    def rotary(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        # The kernel takes four dimensions: one batch, its tokens, their heads (BSND; tables 1S1D).
+        cos, sin = (table.to(query.dtype)[None, :, None] for table in (cos, sin))
+        rotated_query, rotated_key = (
+            torch.ops.npu.npu_rotary_mul(states[None].contiguous(), cos, sin)[0] for states in (query, key)
+        )
+        return rotated_query, rotated_key
+
+    def swiglu(self, gate_up: Tensor) -> Tensor:
+        output: Tensor = torch.ops.npu.npu_swiglu(gate_up)
+        return output
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        return logits.argmax(dim=-1)
+
+
+def _check_block_size(block_size: int, *, has_chunks: bool) -> None:
+    """Raises ValueError; the kernel's chunk half wants more than its decode half."""
+    multiple = 128 if has_chunks else 16
+    if block_size % multiple or not 0 < block_size <= _MAX_BLOCK_SIZE:
+        raise ValueError(
+            f"KV blocks of {block_size} tokens: an NPU's {'prefill' if has_chunks else 'decode'} takes a multiple "
+            f"of {multiple} up to {_MAX_BLOCK_SIZE}; 128 suits both"
+        )

@@ -1,0 +1,145 @@
+"""The backend on CPU tensors, with our own kernels under the wheel's schemas, against the reference operators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from ascend_ladder import require_torch_npu
+from attention_contract import (
+    TOLERANCES,
+    Batch,
+    Layers,
+    Segments,
+    batches,
+    check_layers,
+    check_segments,
+    check_step,
+    layers,
+    segments,
+)
+from hypothesis import given, settings
+
+require_torch_npu()
+
+import ascend_kernels  # noqa: E402
+import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from device.ascend_versions import V1, V2, FusedAttention  # noqa: E402
+from device.base import AttentionPlan  # noqa: E402
+from device.ops.ascend import AscendOps  # noqa: E402
+
+ascend_kernels.register()
+
+CPU = torch.device("cpu")
+BACKENDS = {
+    "v2 TND": AscendOps(attention=V2),
+    "v2 BSND": AscendOps(attention=V2, layout="BSND"),
+    "v1 TND": AscendOps(attention=V1),
+    "v1 BSND": AscendOps(attention=V1, layout="BSND"),
+}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# The reference goes token by token: contexts stay short, but pass the border of a block.
+CHUNKS = batches(block_sizes=[128], head_dims=[8, 128], groups=[1, 2, 7], kv_heads=[1, 2], max_context=140)
+DECODES = batches(block_sizes=[16, 48, 128], head_dims=[64, 128], max_prefills=0)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@settings(max_examples=40, deadline=None)
+@given(batch=CHUNKS)
+def test_steps_with_chunks(name: str, batch: Batch) -> None:
+    check_step(BACKENDS[name], batch, torch.float32, CPU, TOLERANCES[torch.float32])
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@settings(max_examples=25, deadline=None)
+@given(batch=DECODES)
+def test_decode_steps(name: str, batch: Batch) -> None:
+    check_step(BACKENDS[name], batch, torch.float32, CPU, TOLERANCES[torch.float32])
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+@settings(max_examples=25, deadline=None)
+@given(batch=CHUNKS)
+def test_half_types(dtype: torch.dtype, batch: Batch) -> None:
+    check_step(BACKENDS["v2 TND"], batch, dtype, CPU, TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("name", ["v1 TND", "v2 TND"])
+@settings(max_examples=25, deadline=None)
+@given(case=segments(head_dims=[64, 72, 80, 96, 128, 160]))
+def test_vision_attention(name: str, case: Segments) -> None:
+    check_segments(BACKENDS[name], case, torch.float32, CPU, TOLERANCES[torch.float32])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@settings(max_examples=25, deadline=None)
+@given(case=layers())
+def test_layer_operators(dtype: torch.dtype, case: Layers) -> None:
+    check_layers(BACKENDS["v2 TND"], case, dtype, CPU, TOLERANCES[dtype])
+
+
+class WrongScale(AscendOps):
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, kv_layer: Tensor, plan: AttentionPlan, scale: float
+    ) -> Tensor:
+        return super().attend(query, key, value, kv_layer, plan, scale**2)
+
+
+class TransposedMask(AscendOps):
+    def _causal_mask(self, device: torch.device) -> Tensor:
+        return super()._causal_mask(device).T.contiguous()
+
+
+class OpenMask(AscendOps):
+    def _causal_mask(self, device: torch.device) -> Tensor:
+        return torch.zeros_like(super()._causal_mask(device))
+
+
+class SwappedCache(AscendOps):
+    def write_kv(self, key: Tensor, value: Tensor, kv_layer: Tensor, slot_mapping: Tensor) -> None:
+        super().write_kv(value, key, kv_layer, slot_mapping)
+
+
+class SplitHeadsApart(AscendOps):
+    """Reads the cache as if heads came before tokens in a page."""
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, kv_layer: Tensor, plan: AttentionPlan, scale: float
+    ) -> Tensor:
+        pages = kv_layer.transpose(2, 3).reshape(kv_layer.shape)
+        return super().attend(query, key, value, pages, plan, scale)
+
+
+def misspelt() -> AscendOps:
+    """v2's operator with the keywords of v1."""
+    return AscendOps(
+        attention=FusedAttention(
+            operator=V2.operator,
+            num_heads=V1.num_heads,
+            scale=V1.scale,
+            query_lens=V1.query_lens,
+            context_lens=V1.context_lens,
+        )
+    )
+
+
+WRONG: dict[str, tuple[Callable[[], AscendOps], Any, str]] = {
+    "scale": (WrongScale, AssertionError, "not close"),
+    "mask transposed": (TransposedMask, AssertionError, "not close"),
+    "mask open": (OpenMask, AssertionError, "not close"),
+    "keys for values": (SwappedCache, AssertionError, "write_kv stored otherwise"),
+    "page layout": (SplitHeadsApart, AssertionError, "not close"),
+    "v1 keywords on v2": (misspelt, RuntimeError, "Unknown keyword argument"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_backend_is_noticed(case: str) -> None:
+    backend, error, message = WRONG[case]
+    batch = Batch([20], [(30, 60)], block_size=128, kv_heads=2, group=2, head_dim=16, seed=0)
+    check_step(AscendOps(), batch, torch.float32, CPU, TOLERANCES[torch.float32])
+    with pytest.raises(error, match=message):
+        check_step(backend(), batch, torch.float32, CPU, TOLERANCES[torch.float32])

@@ -1,0 +1,295 @@
+"""The backend's calls one by one on fake tensors of npu:0, and calls that must be caught."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import accumulate
+from typing import Any
+
+import pytest
+from ascend_ladder import require_torch_npu
+from ascend_recorder import NpuRecorder, Violation
+
+require_torch_npu()
+
+import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+
+from device.ascend_versions import V1, V2, FusedAttention  # noqa: E402
+from device.base import AttnMeta  # noqa: E402
+from device.ops.ascend import AscendOps, Layout  # noqa: E402
+
+BLOCK_SIZE, NUM_BLOCKS, HEADS, KV_HEADS, HEAD_DIM = 128, 64, 32, 8, 128
+
+
+@pytest.fixture(autouse=True)
+def fake() -> Iterator[None]:
+    with FakeTensorMode():
+        yield
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(*shape, dtype=dtype, device="npu:0")
+
+
+def meta_of(
+    decodes: list[int], chunks: list[tuple[int, int]], block_size: int = BLOCK_SIZE, **changes: Any
+) -> AttnMeta:
+    """Context lengths of decodes; (query, context) lengths of chunks."""
+    tables = [
+        empty(len(lens), max((-(-n // block_size) for n in lens), default=0), dtype=torch.int64)
+        for lens in (decodes, [context for _, context in chunks])
+    ]
+    fields: dict[str, Any] = {
+        "block_size": block_size,
+        "slot_mapping": empty(len(decodes) + sum(query for query, _ in chunks), dtype=torch.int64),
+        "num_decodes": len(decodes),
+        "decode_block_table": tables[0],
+        "decode_context_lens": empty(len(decodes), dtype=torch.int64),
+        "decode_context_lens_host": decodes,
+        "prefill_query_lens": [query for query, _ in chunks],
+        "prefill_context_lens": [context for _, context in chunks],
+        "prefill_block_table": tables[1],
+    }
+    return AttnMeta(**fields | changes)
+
+
+def attend(ops: AscendOps, meta: AttnMeta, heads: int = HEADS, kv_heads: int = KV_HEADS) -> list[str]:
+    """The operators that one layer's cache write and attention call."""
+    tokens = len(meta.slot_mapping)
+    states = empty(tokens, heads + 2 * kv_heads, HEAD_DIM)
+    query, key, value = states.split((heads, kv_heads, kv_heads), dim=1)
+    kv_layer = empty(2, NUM_BLOCKS, meta.block_size, kv_heads, HEAD_DIM)
+    with NpuRecorder("shape") as recorder:
+        plan = ops.prepare(meta, torch.bfloat16)
+        ops.write_kv(key, value, kv_layer, meta.slot_mapping)
+        output = ops.attend(query, key, value, kv_layer, plan, HEAD_DIM**-0.5)
+    assert output.shape == query.shape and output.is_contiguous() and output.device.type == "npu"
+    return recorder.calls
+
+
+STEPS = {
+    "prefill": ([], [(300, 300)]),
+    "chunk": ([], [(300, 1000), (1, 129), (128, 128)]),
+    "decode": ([1, 128, 129, 2000], []),
+    "one decode": ([1], []),
+    "mixed": ([5, 700], [(17, 17), (200, 456)]),
+}
+
+
+@pytest.mark.parametrize("version", [V1, V2], ids=["v1", "v2"])
+@pytest.mark.parametrize("layout", ["TND", "BSND"])
+@pytest.mark.parametrize("step", STEPS)
+def test_a_step_passes(step: str, layout: Layout, version: FusedAttention) -> None:
+    decodes, chunks = STEPS[step]
+    calls = attend(AscendOps(layout=layout, attention=version), meta_of(decodes, chunks))
+    chunk_calls = min(len(chunks), 1) if layout == "TND" else len(chunks)
+    assert calls == ["npu_scatter_pa_kv_cache", *[version.operator] * (chunk_calls + bool(decodes))]
+
+
+def test_a_decode_step_makes_no_mask() -> None:
+    """A captured one would keep it in the graph's memory."""
+    ops = AscendOps()
+    attend(ops, meta_of([5, 700], []))
+    assert not ops._masks
+
+
+@pytest.mark.parametrize("heads", [(8, 8), (28, 4), (64, 1)])
+def test_head_ratios_pass(heads: tuple[int, int]) -> None:
+    attend(AscendOps(), meta_of([40], [(30, 50)]), *heads)
+
+
+@pytest.mark.parametrize("block_size", [16, 48, 128, 512])
+def test_decode_takes_small_blocks(block_size: int) -> None:
+    attend(AscendOps(), meta_of([3, 700], [], block_size))
+
+
+@pytest.mark.parametrize("block_size", [0, 8, 100, 520, 1024])
+@pytest.mark.parametrize("chunks", [[], [(4, 4)]])
+def test_block_sizes_that_no_kernel_takes_are_refused(block_size: int, chunks: list[tuple[int, int]]) -> None:
+    meta = meta_of([3], chunks)
+    changed = {name: getattr(meta, name) for name in AttnMeta.__dataclass_fields__} | {"block_size": block_size}
+    with pytest.raises(ValueError, match=f"KV blocks of {block_size} tokens.*128 suits both"):
+        AscendOps().prepare(AttnMeta(**changed), torch.bfloat16)
+
+
+@pytest.mark.parametrize("block_size", [16, 64, 192])
+def test_prefill_takes_whole_128s_only(block_size: int) -> None:
+    with pytest.raises(ValueError, match="prefill takes a multiple of 128 up to 512"):
+        AscendOps().prepare(meta_of([], [(4, 4)], block_size), torch.bfloat16)
+
+
+def test_float32_is_refused() -> None:
+    with pytest.raises(ValueError, match="attention in float32: an NPU's takes bfloat16"):
+        AscendOps().prepare(meta_of([3], []), torch.float32)
+
+
+@pytest.mark.parametrize("head_dim", [64, 72, 80, 96, 128, 160])
+def test_vision_heads_are_padded(head_dim: int) -> None:
+    states = [empty(900, 16, head_dim) for _ in range(3)]
+    with NpuRecorder("shape") as recorder:
+        output = AscendOps().encode(*states, [0, 400, 900], head_dim**-0.5)
+    assert output.shape == states[0].shape and output.is_contiguous()
+    assert recorder.calls == [V2.operator]
+
+
+def test_wider_vision_heads_are_refused() -> None:
+    with pytest.raises(ValueError, match="vision heads of 256 dimensions"):
+        AscendOps().encode(*[empty(10, 4, 256)] * 3, [0, 10], 1.0)
+
+
+def test_layer_operators_pass() -> None:
+    ops = AscendOps()
+    hidden, gate_up = empty(9, 4096), empty(9, 2 * 12288)
+    query, key = empty(9, HEADS + KV_HEADS, HEAD_DIM).split((HEADS, KV_HEADS), dim=1)
+    tables = [empty(9, HEAD_DIM, dtype=torch.float32) for _ in range(2)]
+    with NpuRecorder("shape") as recorder:
+        assert ops.rms_norm(hidden, empty(4096), 1e-6).shape == (9, 4096)
+        assert ops.rms_norm(query, empty(HEAD_DIM), 1e-6).shape == query.shape
+        assert [t.shape for t in ops.add_rms_norm(hidden, hidden, empty(4096), 1e-6)] == [(9, 4096)] * 2
+        assert [t.shape for t in ops.rotary(query, key, *tables)] == [query.shape, key.shape]
+        assert ops.swiglu(gate_up).shape == (9, 12288)
+        assert ops.argmax(hidden).dtype == torch.int64
+    assert len(recorder.calls) == 6
+
+
+def paged(version: FusedAttention = V2, **changes: Any) -> dict[str, Any]:
+    """A right call of 4 chunks."""
+    cache = empty(NUM_BLOCKS, BLOCK_SIZE, KV_HEADS * HEAD_DIM)
+    arguments = {
+        "query": empty(100, HEADS, HEAD_DIM),
+        "key": cache,
+        "value": cache,
+        "input_layout": "TND",
+        "num_key_value_heads": KV_HEADS,
+        "sparse_mode": 3,
+        "atten_mask": empty(2048, 2048, dtype=torch.bool),
+        "block_table": empty(4, 16, dtype=torch.int32),
+        "block_size": BLOCK_SIZE,
+        version.num_heads: HEADS,
+        version.scale: HEAD_DIM**-0.5,
+        version.query_lens: list(accumulate([30, 30, 20, 20])),
+        version.context_lens: [300, 600, 80, 100],
+    }
+    return arguments | changes
+
+
+def scatter(**changes: Any) -> dict[str, Any]:
+    states, cache = empty(10, KV_HEADS, HEAD_DIM), empty(NUM_BLOCKS, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
+    arguments = {"key": states, "value": states, "key_cache": cache, "value_cache": cache}
+    return arguments | {"slot_mapping": empty(10, dtype=torch.int64), "cache_mode": "Norm"} | changes
+
+
+def call(name: str, arguments: dict[str, Any]) -> None:
+    with NpuRecorder("shape"):
+        getattr(torch.ops.npu, name)(**arguments)
+
+
+@pytest.mark.parametrize("version", [V1, V2], ids=["v1", "v2"])
+def test_the_call_that_the_wrong_ones_vary_is_right(version: FusedAttention) -> None:
+    call(version.operator, paged(version))
+    call("npu_scatter_pa_kv_cache", scatter())
+
+
+WRONG_ATTENTION: dict[str, tuple[Any, str]] = {
+    "head ratio": (lambda: {"num_key_value_heads": 3}, "32 query heads over 3 KV heads"),
+    "mask type": (lambda: {"atten_mask": empty(2048, 2048)}, "a mask of torch.bfloat16"),
+    "mask size": (lambda: {"atten_mask": empty(128, 128, dtype=torch.bool)}, "2048 x 2048"),
+    "no mask": (lambda: {"atten_mask": None}, "a mask with sparse mode 3"),
+    "sparse mode": (lambda: {"sparse_mode": 2}, "sparse mode 0 or 3"),
+    "mask unused": (lambda: {"sparse_mode": 0}, "a mask with sparse mode 3"),
+    "narrow table": (lambda: {"block_table": empty(4, 2, dtype=torch.int32)}, "too narrow"),
+    "long table type": (lambda: {"block_table": empty(4, 16, dtype=torch.int64)}, "int32"),
+    "table rows": (lambda: {"block_table": empty(3, 16, dtype=torch.int32)}, "one table row"),
+    "block size": (lambda: {"block_size": 100}, "block_size: multiple of 128"),
+    "small blocks": (lambda: {"block_size": 64}, "block_size: multiple of 128"),
+    "lengths not cumulative": (lambda: {V2.query_lens: [30, 30, 20, 20]}, "cumulative query lengths"),
+    "lengths short of T": (lambda: {V2.query_lens: [30, 60, 80, 90]}, "cumulative query lengths"),
+    "contexts cumulative": (lambda: {V2.context_lens: [300, 900, 980, 2080]}, "too narrow"),
+    "a missing context": (lambda: {V2.context_lens: [300, 600, 80]}, "one table row and length"),
+    "query beyond context": (lambda: {V2.context_lens: [300, 600, 80, 10]}, "no query longer"),
+    "float32": (lambda: {"query": empty(100, HEADS, HEAD_DIM, dtype=torch.float32)}, "bfloat16 or float16"),
+    "float16 with TND": (
+        lambda: (
+            dict.fromkeys(("query",), empty(100, HEADS, HEAD_DIM, dtype=torch.float16))
+            | dict.fromkeys(
+                ("key", "value"), empty(NUM_BLOCKS, BLOCK_SIZE, KV_HEADS * HEAD_DIM, dtype=torch.float16)
+            )
+        ),
+        "bfloat16 only",
+    ),
+    "strided query": (lambda: {"query": empty(HEADS, 100, HEAD_DIM).transpose(0, 1)}, "no strided"),
+    "head dim": (
+        lambda: {"query": empty(100, HEADS, 72), "key": empty(64, 128, 576), "value": empty(64, 128, 576)},
+        "heads of 128 or 192",
+    ),
+    "cache layout": (
+        lambda: {name: empty(NUM_BLOCKS, BLOCK_SIZE, 4 * HEAD_DIM) for name in ("key", "value")},
+        r"cache \[blocks",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_ATTENTION)
+def test_a_wrong_attention_is_caught(case: str) -> None:
+    changes, message = WRONG_ATTENTION[case]
+    with pytest.raises(Violation, match=message):
+        call(V2.operator, paged(**changes()))
+
+
+@pytest.mark.parametrize(("version", "other"), [(V1, V2), (V2, V1)], ids=["v1", "v2"])
+@pytest.mark.parametrize("keyword", ["num_heads", "scale", "query_lens", "context_lens"])
+def test_keywords_of_the_other_version_are_caught(
+    version: FusedAttention, other: FusedAttention, keyword: str
+) -> None:
+    arguments = paged(version)
+    arguments[getattr(other, keyword)] = arguments.pop(getattr(version, keyword))
+    with pytest.raises(RuntimeError, match=f"Unknown keyword argument '{getattr(other, keyword)}'"):
+        call(version.operator, arguments)
+
+
+WRONG: dict[str, tuple[str, Any, str]] = {
+    "float slots": (
+        "npu_scatter_pa_kv_cache",
+        lambda: scatter(slot_mapping=empty(10, dtype=torch.float32)),
+        "slot_mapping of torch.float32",
+    ),
+    "slots of other tokens": (
+        "npu_scatter_pa_kv_cache",
+        lambda: scatter(slot_mapping=empty(9, dtype=torch.int64)),
+        "one slot for each token",
+    ),
+    "default cache mode": ("npu_scatter_pa_kv_cache", lambda: scatter(cache_mode="PA_NZ"), "cache_mode Norm"),
+    "gamma of another width": (
+        "npu_rms_norm",
+        lambda: {"input": empty(4, 4096), "gamma": empty(4095), "epsilon": 1e-6},
+        r"gamma \[4095\]",
+    ),
+    "gamma of another type": (
+        "npu_add_rms_norm",
+        lambda: {"x1": empty(4, 64), "x2": empty(4, 64), "gamma": empty(64, dtype=torch.float32)},
+        "gamma of the input's type",
+    ),
+    "odd swiglu": ("npu_swiglu", lambda: {"input": empty(4, 7)}, "even width"),
+    "rotary tables of float32": (
+        "npu_rotary_mul",
+        lambda: {
+            "input": empty(1, 4, 8, 64),
+            **dict.fromkeys(("r1", "r2"), empty(1, 4, 1, 64, dtype=torch.float32)),
+        },
+        "tables 1S1D",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_another_wrong_call_is_caught(case: str) -> None:
+    name, arguments, message = WRONG[case]
+    with pytest.raises(Violation, match=message):
+        call(name, arguments())
+
+
+def test_an_operator_without_a_check_is_caught() -> None:
+    with pytest.raises(Violation, match="npu::npu_gemma_rms_norm has no check"):
+        call("npu_gemma_rms_norm", {"input": empty(4, 64), "gamma": empty(64)})

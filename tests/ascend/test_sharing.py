@@ -1,0 +1,158 @@
+"""Sharing an NPU between processes: budgets, ports, visible devices. Needs neither torch_npu nor an NPU."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from device import ascend
+from device.ascend import ATTENTION_LAYOUT, VISIBLE_DEVICES, attention_layout
+from device.ascend_limits import (
+    MAX_EVENTS,
+    MAX_STREAMS,
+    InstanceUse,
+    check_colocation,
+    hccl_environment,
+    parse_visible_devices,
+)
+
+ENCODE = InstanceUse(num_streams=4)
+DECODE = InstanceUse(num_streams=6, num_graphs=9, num_layers=36)
+
+
+def test_an_encoder_and_a_decoder_fit_on_one_npu() -> None:
+    check_colocation({"E0": ENCODE, "D0": DECODE})
+    check_colocation({})
+
+
+def test_too_many_graphs_are_refused_with_the_number_that_fits() -> None:
+    greedy = InstanceUse(num_streams=6, num_graphs=2000)
+    with pytest.raises(ValueError, match="1984 streams, but its instances need 2010") as error:
+        check_colocation({"E0": ENCODE, "D0": greedy})
+    assert "(E0 4, D0 2006): let D0 capture 1974 batch sizes instead of 2000" in str(error.value)
+    check_colocation({"E0": ENCODE, "D0": InstanceUse(num_streams=6, num_graphs=1974)})
+
+
+def test_collectives_cost_streams() -> None:
+    alone = InstanceUse(num_streams=2, num_graphs=500)
+    parallel = InstanceUse(num_streams=2, num_graphs=500, num_groups=1)
+    assert (alone.streams, parallel.streams) == (502, 2 + 3 * 500 + 40)
+    with pytest.raises(ValueError, match="streams"):
+        check_colocation({"D0": parallel, "D1": alone})
+
+
+def test_events_run_out_before_streams_in_deep_models() -> None:
+    deep = InstanceUse(num_streams=4, num_graphs=900, num_layers=80)
+    with pytest.raises(ValueError, match=r"65536 events.*need 72000.*capture 819 batch sizes instead of 900"):
+        check_colocation({"D0": deep})
+
+
+def test_streams_alone_cannot_be_helped_by_fewer_graphs() -> None:
+    with pytest.raises(ValueError, match="move an instance to another NPU"):
+        check_colocation({"E0": InstanceUse(num_streams=1000), "E1": InstanceUse(num_streams=1000)})
+
+
+@given(
+    st.lists(
+        st.builds(
+            InstanceUse,
+            num_streams=st.integers(1, 900),
+            num_graphs=st.integers(0, 900),
+            num_layers=st.integers(1, 100),
+            num_groups=st.integers(0, 2),
+        ),
+        max_size=4,
+    )
+)
+def test_what_passes_is_within_every_limit(uses: list[InstanceUse]) -> None:
+    streams = sum(
+        use.num_streams + use.num_graphs * (1 + 2 * use.num_groups) + 40 * use.num_groups for use in uses
+    )
+    events = sum(use.num_graphs * use.num_layers for use in uses)
+    instances = {str(i): use for i, use in enumerate(uses)}
+    if streams <= MAX_STREAMS and events <= MAX_EVENTS:
+        check_colocation(instances)
+    else:
+        with pytest.raises(ValueError, match="one NPU has"):
+            check_colocation(instances)
+
+
+@pytest.mark.parametrize(("value", "devices"), [("0", [0]), ("3,1,2", [3, 1, 2])])
+def test_visible_devices(value: str, devices: list[int]) -> None:
+    assert parse_visible_devices(value) == devices
+
+
+@pytest.mark.parametrize("value", ["", "0,", "0-3", "npu:0", "0, 1", "1,1", "-1", "٣", "0;1"])
+def test_other_visible_devices_are_refused(value: str) -> None:
+    with pytest.raises(ValueError, match="distinct device numbers with commas"):
+        parse_visible_devices(value)
+
+
+def test_a_wrong_variable_is_the_reason_that_the_npu_is_missing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path, request: pytest.FixtureRequest
+) -> None:
+    (tmp_path / "torch_npu.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv(VISIBLE_DEVICES, "0-3")
+    assert ascend.missing() == (
+        "ASCEND_RT_VISIBLE_DEVICES='0-3': write distinct device numbers with commas between them, as 0,1"
+    )
+
+
+@given(st.lists(st.integers(0, 280), min_size=2, max_size=2, unique=True))
+def test_processes_get_ports_of_their_own(processes: list[int]) -> None:
+    ranges = []
+    for process in processes:
+        environment = hccl_environment(process)
+        host = int(environment["HCCL_IF_BASE_PORT"])
+        first, last = map(int, environment["HCCL_NPU_SOCKET_PORT_RANGE"].split("-"))
+        assert 1024 <= host <= 65520 and 1024 <= first < last <= 65535
+        ranges.append((set(range(host, host + 16)), set(range(first, last + 1))))
+    assert not ranges[0][0] & ranges[1][0]
+    assert not ranges[0][1] & ranges[1][1]
+
+
+@pytest.mark.parametrize("given_ports", [{"process": 400}, {"process": -1}, {"process": 0, "host_port": 80}])
+def test_ports_beyond_the_last_are_refused(given_ports: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="ports run from 1024 to 65535"):
+        hccl_environment(**given_ports)
+
+
+def test_the_attention_layout_is_chosen_by_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(ATTENTION_LAYOUT, raising=False)
+    assert attention_layout() == "TND"
+    monkeypatch.setenv(ATTENTION_LAYOUT, "BSND")
+    assert attention_layout() == "BSND"
+    monkeypatch.setenv(ATTENTION_LAYOUT, "BNSD")
+    with pytest.raises(ValueError, match=r"'BNSD': use TND \(the default\) or BSND"):
+        attention_layout()
+
+
+class Vendor:
+    """The calls of torch_npu that a share makes, on an NPU of 24 cube and 48 vector cores."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[object, ...]] = []
+
+    def get_device_limit(self, device: int) -> dict[str, int]:
+        return {"cube_core_num": 24, "vector_core_num": 48}
+
+    def set_device_limit(self, device: int, cube_num: int, vector_num: int) -> None:
+        self.calls.append(("cores", device, cube_num, vector_num))
+
+    def set_per_process_memory_fraction(self, fraction: float, device: int) -> None:
+        assert isinstance(fraction, float)
+        self.calls.append(("memory", fraction, device))
+
+
+@pytest.mark.parametrize(("share", "cube", "vector"), [(1, 24, 48), (0.5, 12, 24), (0.3, 7, 14), (0.01, 1, 1)])
+def test_a_share_is_memory_and_cores(share: float, cube: int, vector: int) -> None:
+    device = object.__new__(ascend.AscendDevice)
+    device.type, device.index, device._has_share = "npu", 0, False
+    device._vendor = vendor = Vendor()
+    partition = device.apply_share(share)
+    assert vendor.calls == [("memory", float(share), 0), ("cores", 0, cube, vector)]
+    assert partition.mechanisms[1:] == (f"{cube} cube cores", f"{vector} vector cores")
+    with pytest.raises(ValueError, match="start another process"):
+        device.apply_share(0.5)

@@ -1,0 +1,24 @@
+"""What the levels of tests/ascend share: getting torch_npu, and counting the operators that each level called."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import warnings
+from collections import defaultdict
+
+import pytest
+
+COMMAND = "python tests/ascend/ladder.py"
+LEVELS = ("schema", "shape", "semantics", "hw")
+OPERATORS: defaultdict[str, set[str]] = defaultdict(set)
+"""Operators of ``npu::`` that a level checked, by level."""
+
+
+def require_torch_npu() -> None:
+    """Import torch_npu, or skip the calling module with the command that brings it."""
+    if importlib.util.find_spec("torch_npu") is None:
+        pytest.skip(f"torch_npu is not importable here; run: {COMMAND}", allow_module_level=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        importlib.import_module("torch_npu")
