@@ -28,8 +28,12 @@ class AttnMeta:
 
     Lengths of prefills are host integers, because they shape the work; lengths of decodes are given twice, on the
     device (a captured graph reads them) and on the host (Ascend's operators take host lists). ``context`` counts
-    the tokens in the sequence up to and including this step's, so a chunk starts at ``context - query``; every
-    context length is at least 1. Block 0 belongs to no sequence: it pads the tables and takes the padding's K/V.
+    the tokens in the sequence up to and including this step's, so a chunk starts at ``context - query``. A chunk
+    has at least one token; decodes, chunks or both may be missing.
+
+    Block 0 belongs to no sequence: it pads the tables and takes the padding's K/V. A row of padding, as a graph
+    larger than its batch has, is a decode of context 1 with slot 0 and a table of zeros; its output is finite and
+    read by nobody. Tables have at least one column, and their rows may lie apart.
     """
 
     block_size: int
@@ -58,9 +62,12 @@ class AttentionPlan:
 
 
 class AttentionOps(Protocol):
-    """The operators of a transformer over a paged KV cache. T tokens, H heads of dimension D.
+    """The operators of a transformer over a paged KV cache. T tokens (0 is possible), H heads of dimension D.
 
-    Query head h reads KV head ``h // (Hq // Hkv)``. Tensors may have any strides; results are new tensors.
+    Query head h reads KV head ``h // (Hq // Hkv)``. Tensors may have any strides, but for the cache, which is
+    contiguous; results are new tensors of the inputs' dtype. Norms, softmax and rotations are computed in float32
+    or rounded to the dtype between steps, as is fast: tests compare with a tolerance. In the cache, block 0 and
+    the blocks that a sequence owns hold finite numbers, also past its context; other blocks may hold anything.
     """
 
     name: str
@@ -75,7 +82,10 @@ class AttentionOps(Protocol):
         ...
 
     def write_kv(self, key: Tensor, value: Tensor, kv_layer: Tensor, slot_mapping: Tensor) -> None:
-        """Store K and V [T, Hkv, D] into ``kv_layer`` [2, num_blocks, block_size, Hkv, D] at their slots [T]."""
+        """Store K and V [T, Hkv, D] into ``kv_layer`` [2, num_blocks, block_size, Hkv, D] at their slots [T].
+
+        The cache has their dtype. Slots are distinct, but for those of block 0, where any write may win.
+        """
         ...
 
     def attend(
@@ -101,7 +111,7 @@ class AttentionOps(Protocol):
 
         Args:
             query: [T, H, D]. key, value: the same shape.
-            cu_seqlens_host: ``[0, end of segment 1, ..., T]``, ascending.
+            cu_seqlens_host: ``[0, end of segment 1, ..., T]``, ascending; equal neighbours are an empty segment.
 
         Returns:
             [T, H, D], contiguous.
@@ -109,17 +119,26 @@ class AttentionOps(Protocol):
         ...
 
     def rms_norm(self, hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        """``hidden / sqrt(mean(hidden²) + epsilon) * weight`` over the last dimension."""
+        """``hidden / sqrt(mean(hidden²) + epsilon) * weight`` over the last dimension.
+
+        Args:
+            hidden: [T, D], or the heads of a query or key [T, H, D]. weight: [D], of the same dtype.
+        """
         ...
 
     def add_rms_norm(
         self, hidden: Tensor, residual: Tensor, weight: Tensor, epsilon: float
     ) -> tuple[Tensor, Tensor]:
-        """``(rms_norm(hidden + residual), hidden + residual)``."""
+        """``(rms_norm(hidden + residual), hidden + residual)``, the sum rounded to the dtype."""
         ...
 
     def rotary(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotate query [T, Hq, D] and key [T, Hkv, D] by halves with the tables [T, D] of ``ops.rotary``."""
+        """Rotate query [T, Hq, D] and key [T, Hkv, D] by halves: the pair (x_i, x_{i + D/2}) turns by angle i.
+
+        Args:
+            cos, sin: [T, D] float32, whatever the dtype of the states; the second half repeats the first
+                (``ops.rotary`` makes them).
+        """
         ...
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
@@ -127,7 +146,10 @@ class AttentionOps(Protocol):
         ...
 
     def argmax(self, logits: Tensor) -> Tensor:
-        """Index of the largest entry of each row [N, V], the first among equals; [N] int64."""
+        """Index of the largest entry of each row [N, V], the first among equals; [N] int64.
+
+        Minus infinity is an entry like any other; NaN is none.
+        """
         ...
 
 

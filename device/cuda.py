@@ -1,25 +1,28 @@
-"""NVIDIA GPUs: graphs, partitions, and why there is none.
-
-Nothing in this file has run on a GPU yet; its tests skip, visibly, where there is none.
-"""
+"""NVIDIA GPUs: operators, graphs, partitions, and why there is none."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from device import base
+from device import base, host
 from device.accel import AcceleratorDevice
 from device.base import DeviceUnavailable, Partition, PartitionStrength
 from device.graphs import check_update
+from device.ops.cuda import CudaOps
+from device.ops.varlen import find_varlen
 
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+MPS_SHARE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
+_FLASH_CAPABILITY = (8, 0)
 _WARM_UP_RUNS = 2
 
 
@@ -47,7 +50,8 @@ class CudaGraphRunner:
             current.wait_stream(side)
             graph = torch.cuda.CUDAGraph()
             pool = next((graph.pool() for graph, _ in self._graphs.values()), None)
-            with torch.cuda.graph(graph, pool=pool):
+            # Other threads of the instance may allocate or wait meanwhile; only this one records.
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 output = step()
         self._graphs[size] = (graph, output)
 
@@ -66,6 +70,8 @@ class CudaDevice(AcceleratorDevice):
 
     def __init__(self, index: int) -> None:
         super().__init__("cuda", index, VISIBLE_DEVICES, _partition(torch.cuda.get_device_name(index)))
+        self.ops: base.AttentionOps = make_ops(self.cores, torch.cuda.get_device_capability(index))
+        self._green_contexts: list[object] = []
 
     @property
     def cores(self) -> int:
@@ -74,16 +80,79 @@ class CudaDevice(AcceleratorDevice):
     def graph_runner(self) -> base.GraphRunner:
         return CudaGraphRunner(self.torch_device)
 
+    def apply_share(self, share: float, start: float = 0.0) -> Partition:
+        """A share of the memory, beside the share of the multiprocessors that MPS gave this process at its start.
+
+        MPS reads that from the environment when the process opens the GPU: see ``share_environment``. Without
+        MPS the processes take turns at the multiprocessors. Green contexts part the streams of one process, not
+        processes: see ``limited_stream``.
+        """
+        applied = super().apply_share(share, start)
+        percentage = os.environ.get(MPS_SHARE)
+        if percentage is None or not _mps_is_running():
+            return applied
+        return Partition(
+            strength=applied.strength,
+            mechanisms=(*applied.mechanisms, f"MPS, {percentage} % of the multiprocessors"),
+        )
+
+    def limited_stream(self, share: float) -> base.Stream:
+        """A stream whose kernels keep to a share of the multiprocessors (a green context), at most 1.
+
+        Hopper parts them in eights. Raises ValueError where this torch or driver has no green contexts.
+        """
+        host.check_share(share, 0.0)
+        if not has_green_contexts():
+            raise ValueError(f"torch {torch.__version__} is built without green contexts: use a plain stream")
+        green_contexts: Any = importlib.import_module("torch.cuda.green_contexts")
+        context = green_contexts.GreenContext.create(
+            num_sms=max(1, round(share * self.cores)), device_id=self.index
+        )
+        self._green_contexts.append(context)  # the stream lives no longer than its context
+        return cast(base.Stream, context.Stream())
+
+
+def make_ops(cores: int, capability: tuple[int, int]) -> CudaOps:
+    """The fastest operators that the installed packages and a GPU of this compute capability allow."""
+    varlen = find_varlen() if capability >= _FLASH_CAPABILITY else None
+    if importlib.util.find_spec("triton") is None:
+        return CudaOps(varlen)
+    # Imported here because importing it imports Triton.
+    from device.ops.triton_ops import TritonOps
+
+    return TritonOps(cores, varlen)
+
+
+def share_environment(share: float) -> dict[str, str]:
+    """What a launcher adds to the environment of a process that shall have this share of a GPU.
+
+    Empty where no MPS server runs: the variable would have no effect. Raises ValueError as ``apply_share`` does.
+    """
+    host.check_share(share, 0.0)
+    return {MPS_SHARE: f"{share * 100:g}"} if _mps_is_running() else {}
+
+
+def has_green_contexts() -> bool:
+    """Whether this torch can make green contexts; the driver must be able to as well."""
+    if importlib.util.find_spec("torch.cuda.green_contexts") is None:
+        return False
+    return bool(importlib.import_module("torch.cuda.green_contexts").SUPPORTED)
+
+
+def _mps_is_running() -> bool:
+    """MPS's daemon makes this directory; a stopped one removes it."""
+    return Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")).is_dir()
+
 
 def _partition(device_name: str) -> Partition:
     """What can set shares of this GPU, as far as this process can see."""
     if "MIG" in device_name:
         return Partition(strength=PartitionStrength.ISOLATED, mechanisms=("MIG", "memory fraction"))
     mechanisms = ["memory fraction"]
-    if Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")).is_dir():
+    if _mps_is_running():
         mechanisms.append("MPS")
-    if importlib.util.find_spec("torch.cuda.green_contexts") is not None:
-        mechanisms.append("green contexts")
+    if has_green_contexts():
+        mechanisms.append("green contexts (streams of one process)")
     return Partition(strength=PartitionStrength.COOPERATIVE, mechanisms=tuple(mechanisms))
 
 

@@ -38,7 +38,7 @@ def get_device(name: str) -> Device:
 
 
 def list_devices() -> list[DeviceReport]:
-    """Every device here, and one entry with the reason for each kind that is missing."""
+    """Every device here, with the reason where it does not open, and one entry for each kind that is missing."""
     reports: list[DeviceReport] = []
     for kind in KINDS:
         reason = _torch_missing()
@@ -46,7 +46,7 @@ def list_devices() -> list[DeviceReport]:
             backend = _backend(kind)
             reason = backend.missing()
         if reason is None:
-            reports += [_report(backend.open_device(index)) for index in range(backend.count())]
+            reports += [_report(backend, kind, index) for index in range(backend.count())]
         else:
             reports.append(DeviceReport(name=kind, kind=kind, available=False, reason=reason))
     return reports
@@ -73,8 +73,13 @@ def _backend(kind: str) -> _Backend:
     return ascend
 
 
-def _report(device: Device) -> DeviceReport:
-    total, free = device.memory()
+def _report(backend: _Backend, kind: str, index: int) -> DeviceReport:
+    try:
+        device = backend.open_device(index)
+        total, free = device.memory()
+    except RuntimeError as error:  # of the driver: memory all taken, a device in an error state or held by another
+        reason = f"it does not open: {error}"
+        return DeviceReport(name=f"{kind}:{index}", kind=kind, available=False, reason=reason)
     return DeviceReport(
         name=device.name,
         kind=device.type,

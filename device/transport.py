@@ -14,7 +14,11 @@ class TransportCapability:
     distributed_backend: str
     """The backend of torch.distributed."""
     mooncake_protocols: tuple[str, ...]
-    """Protocols of Mooncake's Transfer Engine that can reach this memory; the portable one first."""
+    """Protocols of Mooncake's Transfer Engine that can reach this memory or its host's; the portable one first.
+
+    Its documentation (supported-protocols.md) says what each needs: rdma a network card, nvlink a build with
+    USE_MNNVL and GPUs whose NVLink spans hosts, ascend an NPU.
+    """
     alignment_bytes: int
     """Registered regions start at a multiple of this; 1 where any address will do."""
     max_regions: int | None
@@ -35,7 +39,8 @@ TRANSPORTS: Mapping[str, TransportCapability] = MappingProxyType(
             alignment_bytes=1,
             max_regions=None,
         ),
-        # Mooncake's ascend transport registers whole huge pages, at most 256 of its regions per process.
+        # Over HCCS, its default within a server, Mooncake registers device memory by pages of 2 MiB
+        # (ascend_direct_transport.md); the driver takes 256 regions of a process.
         "npu": TransportCapability(
             distributed_backend="hccl",
             mooncake_protocols=("ascend",),

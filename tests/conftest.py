@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
-import tiny_models
 import torch
+
+# Triton's kernels run in its interpreter where there is no GPU; it must know before transformers imports it.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import tiny_models  # noqa: E402
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,17 +1,234 @@
-"""The CPU's operators: plain torch, with what measures faster on a CPU."""
+"""The CPU's operators: plain torch in the formulations that measure fastest (``benchmarks/attention_cpu.py``)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from device.base import AttentionPlan, AttnMeta
 from device.ops.plain import PlainOps
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecodeTile:
+    """Decodes of similar lengths, neighbours in the order of the plan."""
+
+    rows: slice
+    blocks: Tensor
+    """[rows * width], ``width`` blocks for each."""
+    context_len: int
+    """The longest context: keys beyond it are left out."""
+    mask: Tensor | None
+    """[rows, 1, 1, context_len] to add to the scores; None where all contexts are as long."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CpuPlan(AttentionPlan):
+    """A step's decodes by ascending length, and its causal mask."""
+
+    dtype: torch.dtype
+    context_lens: list[int]
+    """Of the decodes, ascending."""
+    block_table: Tensor
+    """[num_decodes, max_blocks], in the order of ``context_lens``."""
+    order: Tensor | None
+    """[num_decodes]: which decode of the step comes where; None where they are in order already."""
+    mask: Tensor | None
+    """[rows, context] to add to the scores. Token i of the last n of m sees up to ``m - n + i``, so the lower
+    right corner [n, m] serves every chunk. None where no chunk needs it."""
+    tiles: dict[int, list[DecodeTile]] = field(default_factory=dict)
+    """By the bytes of a block; the first layer makes them."""
+
+
 class CpuOps(PlainOps):
-    """Fills the AttentionOps protocol for float32, bfloat16 and float16 on a CPU."""
+    """Fills the AttentionOps protocol for float32, bfloat16 and float16 on a CPU.
+
+    Args:
+        tile_bytes: K/V that decodes gather at once, per thread: what stays in a core's cache until it is read.
+        query_rows: tokens of a chunk that attend at once; they skip the keys in the future of them all.
+    """
 
     name = "plain torch (CPU)"
+
+    def __init__(self, *, tile_bytes: int = 2 << 20, query_rows: int = 256) -> None:
+        self._tile_bytes = tile_bytes
+        self._query_rows = query_rows
+
+    def prepare(self, meta: AttnMeta, dtype: torch.dtype) -> CpuPlan:  # type: ignore[override]
+        lens = meta.decode_context_lens.tolist()
+        order: Tensor | None = None
+        table = meta.decode_block_table
+        if any(before > after for before, after in pairwise(lens)):
+            order = torch.tensor(sorted(range(len(lens)), key=lens.__getitem__))
+            table = table.index_select(0, order)
+            lens.sort()
+        partial = [
+            (query, context)
+            for query, context in zip(meta.prefill_query_lens, meta.prefill_context_lens, strict=True)
+            if 1 < query < context
+        ]
+        mask = None
+        if partial:
+            rows = min(self._query_rows, max(query for query, _ in partial))
+            columns = max(context for _, context in partial)
+            mask = torch.full((rows, columns), float("-inf"), dtype=_inner(dtype)).triu_(columns - rows + 1)
+        return CpuPlan(
+            meta=meta, dtype=_inner(dtype), context_lens=lens, block_table=table, order=order, mask=mask
+        )
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, kv_layer: Tensor, plan: AttentionPlan, scale: float
+    ) -> Tensor:
+        assert isinstance(plan, CpuPlan), "a plan serves the operators that prepared it"
+        meta = plan.meta
+        start = meta.num_decodes
+        if start == len(query) and start > 0:
+            return self._decode_all(query, kv_layer, plan, scale)
+        output = query.new_empty(query.shape)
+        if start:
+            output[:start] = self._decode_all(query[:start], kv_layer, plan, scale)
+        chunks = zip(meta.prefill_query_lens, meta.prefill_context_lens, meta.prefill_block_table, strict=True)
+        for query_len, context_len, block_table in chunks:
+            tokens = slice(start, start + query_len)
+            start += query_len
+            if query_len == context_len:
+                output[tokens] = _attend(query[tokens], key[tokens], value[tokens], None, True, scale)
+                continue
+            blocks = block_table[: -(-context_len // meta.block_size)]
+            keys, values = (pages.index_select(0, blocks).flatten(0, 1) for pages in kv_layer.unbind(0))
+            if query_len == 1:
+                one = keys[None, :context_len], values[None, :context_len]
+                output[tokens] = _attend_last(query[tokens], *one, None, scale)
+                continue
+            assert plan.mask is not None
+            for first in range(0, query_len, self._query_rows):
+                end = min(first + self._query_rows, query_len)
+                seen = context_len - query_len + end
+                output[tokens][first:end] = _attend(
+                    query[tokens][first:end],
+                    keys[:seen],
+                    values[:seen],
+                    plan.mask[plan.mask.shape[0] - (end - first) :, plan.mask.shape[1] - seen :],
+                    False,
+                    scale,
+                )
+        return output
+
+    def _decode_all(self, query: Tensor, kv_layer: Tensor, plan: CpuPlan, scale: float) -> Tensor:
+        """[B, Hq, D], tile by tile: what a tile gathers is still in the cache when it is read."""
+        _, _, block_size, kv_heads, head_dim = kv_layer.shape
+        block_bytes = 2 * block_size * kv_heads * head_dim * kv_layer.element_size()
+        tiles = plan.tiles.get(block_bytes)
+        if tiles is None:
+            tiles = plan.tiles[block_bytes] = _tiles(
+                plan, self._tile_bytes * torch.get_num_threads() // block_bytes
+            )
+        if plan.order is not None:
+            query = query.index_select(0, plan.order)
+        results: list[Tensor] = []
+        for tile in tiles:
+            queries = query if len(tiles) == 1 else query[tile.rows]
+            keys, values = (
+                pages.index_select(0, tile.blocks).view(len(queries), -1, kv_heads, head_dim)[
+                    :, : tile.context_len
+                ]
+                for pages in kv_layer.unbind(0)
+            )
+            results.append(_attend_last(queries, keys, values, tile.mask, scale))
+        output = results[0] if len(results) == 1 else torch.cat(results)
+        return output if plan.order is None else torch.empty_like(output).index_copy_(0, plan.order, output)
+
+    def encode(
+        self, query: Tensor, key: Tensor, value: Tensor, cu_seqlens_host: Sequence[int], scale: float
+    ) -> Tensor:
+        inner = _inner(query.dtype)
+        output = super().encode(query.to(inner), key.to(inner), value.to(inner), cu_seqlens_host, scale)
+        return output.to(query.dtype)
+
+    def rotary(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        # One pass over both: in a decode step the number of operators counts, not their size.
+        states = torch.cat((query, key), dim=1)
+        first, second = states.chunk(2, dim=-1)
+        turned = torch.cat((second.neg(), first), dim=-1)
+        rotated = (states * cos.to(states.dtype)[:, None]).addcmul_(turned, sin.to(states.dtype)[:, None])
+        return rotated[:, : query.shape[1]], rotated[:, query.shape[1] :]
+
+    def swiglu(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
 
     def argmax(self, logits: Tensor) -> Tensor:
         # torch's bfloat16 argmax is four times slower on a CPU than its max, which gives the index as well.
         return logits.max(dim=-1).indices
+
+
+def _tiles(plan: CpuPlan, max_blocks: int) -> list[DecodeTile]:
+    """Cuts the decodes, shortest first, into tiles that gather ``max_blocks``, an eighth of them padding at most.
+
+    (More, where a single sequence is longer.) So little padding costs less than another tile would.
+    """
+    widths = [-(-length // plan.meta.block_size) for length in plan.context_lens]
+    tiles: list[DecodeTile] = []
+    first = owned = 0
+    for end, width in enumerate(widths, start=1):
+        owned += width
+        if end < len(widths):
+            gathered = (end + 1 - first) * widths[end]
+            if gathered <= max_blocks and gathered - owned - widths[end] <= max_blocks // 8:
+                continue
+        tiles.append(_tile(plan, slice(first, end), width))
+        first, owned = end, 0
+    return tiles
+
+
+def _tile(plan: CpuPlan, rows: slice, width: int) -> DecodeTile:
+    lens = plan.context_lens[rows]
+    longest, mask = lens[-1], None
+    if lens[0] < longest:
+        hidden = torch.arange(longest) >= torch.tensor(lens)[:, None]
+        mask = torch.zeros(hidden.shape, dtype=plan.dtype).masked_fill_(hidden, float("-inf"))[:, None, None]
+    blocks = plan.block_table[rows, :width].reshape(-1)
+    return DecodeTile(rows=rows, blocks=blocks, context_len=longest, mask=mask)
+
+
+def _inner(dtype: torch.dtype) -> torch.dtype:
+    """What attention computes in: torch's float16 attention is slower than float32 and two conversions."""
+    return torch.float32 if dtype == torch.float16 else dtype
+
+
+def _attend_last(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """The last token of B sequences [B, Hq, D] over their contexts [B, S, Hkv, D]; contiguous."""
+    batch, query_heads, head_dim = query.shape
+    kv_heads = keys.shape[2]
+    inner = _inner(query.dtype)
+    # The query heads of one KV head become query positions: no K/V is repeated.
+    folded = query.reshape(batch, kv_heads, query_heads // kv_heads, head_dim).to(inner)
+    # With a single position torch takes a bfloat16 path that is three times slower.
+    is_single = inner == torch.bfloat16 and query_heads == kv_heads
+    output = F.scaled_dot_product_attention(
+        folded.expand(-1, -1, 2, -1) if is_single else folded,
+        keys.transpose(1, 2).to(inner),
+        values.transpose(1, 2).to(inner),
+        attn_mask=mask,
+        scale=scale,
+    )
+    output = output[:, :, :1] if is_single else output
+    return output.reshape(batch, query_heads, head_dim).to(query.dtype).contiguous()
+
+
+def _attend(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, is_causal: bool, scale: float
+) -> Tensor:
+    """Some tokens [n, Hq, D] of one sequence over what comes before them [m, Hkv, D]."""
+    inner = _inner(query.dtype)
+    queries, keys, values = (states.transpose(0, 1)[None].to(inner) for states in (query, keys, values))
+    has_groups = queries.shape[1] != keys.shape[1]
+    output = F.scaled_dot_product_attention(
+        queries, keys, values, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=has_groups
+    )
+    return output[0].transpose(0, 1)

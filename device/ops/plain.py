@@ -1,6 +1,6 @@
 """Attention and layer operators in plain torch, without a loop over decodes: right on every torch device.
 
-The CPU backend builds on it; CUDA and Ascend serve with it as it is.
+The other backends build on it, and fall back to it where their own operators do not reach.
 """
 
 from __future__ import annotations

@@ -42,17 +42,20 @@ def rotary_tables(
             )
         if sum(sections) != half:
             raise ValueError(f"sections {list(sections)} do not add up to the {half} frequencies")
-        axes = _axes(sections, interleaved=interleaved).to(positions.device)
+        axes = _axes(sections, interleaved=interleaved, device=positions.device)
         angles = positions.float()[axes].transpose(0, 1) * inverse_frequencies.float()
     angles = torch.cat((angles, angles), dim=-1)
     return angles.cos(), angles.sin()
 
 
-def _axes(sections: Sequence[int], *, interleaved: bool) -> Tensor:
-    """Which position axis turns each frequency: [D / 2] of 0, 1, 2."""
+def _axes(sections: Sequence[int], *, interleaved: bool, device: torch.device) -> Tensor:
+    """Which position axis turns each frequency: [D / 2] of 0, 1, 2.
+
+    Computed on the device: a captured step may not copy from the host.
+    """
+    time, height, width = sections
+    index = torch.arange(time + height + width, device=device)
     if not interleaved:
-        return torch.repeat_interleave(torch.arange(3), torch.tensor(sections))
-    axes = torch.zeros(sum(sections), dtype=torch.int64)
-    for axis in (1, 2):
-        axes[axis : 3 * sections[axis] : 3] = axis
-    return axes
+        return (index >= time).long() + (index >= time + height).long()
+    axis = index % 3
+    return ((axis == 1) & (index < 3 * height)).long() + 2 * ((axis == 2) & (index < 3 * width)).long()

@@ -127,11 +127,11 @@ def misspelt() -> AscendOps:
 
 
 WRONG: dict[str, tuple[Callable[[], AscendOps], Any, str]] = {
-    "scale": (WrongScale, AssertionError, "not close"),
-    "mask transposed": (TransposedMask, AssertionError, "not close"),
-    "mask open": (OpenMask, AssertionError, "not close"),
+    "scale": (WrongScale, AssertionError, "differ from the oracle's"),
+    "mask transposed": (TransposedMask, AssertionError, "differ from the oracle's"),
+    "mask open": (OpenMask, AssertionError, "differ from the oracle's"),
     "keys for values": (SwappedCache, AssertionError, "write_kv stored otherwise"),
-    "page layout": (SplitHeadsApart, AssertionError, "not close"),
+    "page layout": (SplitHeadsApart, AssertionError, "differ from the oracle's"),
     "v1 keywords on v2": (misspelt, RuntimeError, "Unknown keyword argument"),
 }
 

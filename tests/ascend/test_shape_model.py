@@ -26,7 +26,6 @@ from transformers import (  # noqa: E402
 from device.ascend import AscendDevice  # noqa: E402
 from device.base import GraphRunner  # noqa: E402
 from device.graphs import EagerRunner  # noqa: E402
-from device.ops import rotary  # noqa: E402
 from epd_serve.models import language  # noqa: E402
 from epd_serve.models.language import LanguageModel  # noqa: E402
 from epd_serve.worker.step import StepExecutor  # noqa: E402
@@ -93,7 +92,6 @@ class EagerNPU(AscendDevice):
 def executor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[StepExecutor]:
     # Fake mode computes with tensors of one element for real.
     monkeypatch.setattr(fake_tensor, "CONSTANT_NUMEL_LIMIT", -1)
-    monkeypatch.setattr(rotary, "_axes", lambda sections, **_: torch.zeros(sum(sections), dtype=torch.int64))
     with fake_tensor.FakeTensorMode(), TensorsFromHost():
         default = torch.get_default_dtype()
         torch.set_default_dtype(torch.bfloat16)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from device import ascend, cuda
-from device.base import DeviceUnavailable, PartitionStrength
+from device.base import Device, DeviceUnavailable, PartitionStrength
 from device.registry import KINDS, get_device, list_devices
 from device.transport import TRANSPORTS
 
@@ -55,6 +55,21 @@ def test_every_kind_is_reported_with_what_it_can_do_or_why_it_is_missing() -> No
             with pytest.raises(DeviceUnavailable) as caught:
                 get_device(report.kind)
             assert report.reason in str(caught.value)
+
+
+def test_a_device_that_does_not_open_leaves_the_others_in_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a GPU that another process holds for itself alone."""
+    monkeypatch.setattr(cuda, "missing", lambda: None)
+    monkeypatch.setattr(cuda, "count", lambda: 1)
+
+    def busy(index: int) -> Device:
+        raise RuntimeError("CUDA error: all CUDA-capable devices are busy or unavailable")
+
+    monkeypatch.setattr(cuda, "open_device", busy)
+    reports = {report.name: report for report in list_devices()}
+    assert reports["cpu"].available
+    assert not reports["cuda:0"].available
+    assert "busy" in (reports["cuda:0"].reason or "")
 
 
 def test_the_cpu_report() -> None:

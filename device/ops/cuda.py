@@ -1,0 +1,257 @@
+"""An NVIDIA GPU's attention out of torch alone: flash attention for prompts and vision, plain torch for decodes.
+
+``device.ops.triton_ops`` adds the paged decode kernel and the fused layer operators where Triton is installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate, pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from device.base import AttentionPlan, AttnMeta
+from device.ops.plain import PlainOps
+from device.ops.varlen import MAX_HEAD_DIM, Varlen, flashable
+
+DENSE_TOKENS = 1024
+"""Prompts from here on go to SDPA one by one: cuDNN's kernels for Hopper outrun the varlen ones, but build a plan
+for every length."""
+DENSE_MULTIPLE = 256
+"""Such prompts are padded to a multiple of this: at the end, where causality hides it, to bound the plans."""
+_FASTEST_FIRST = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackedPrefills:
+    """A step's prefill chunks as one varlen call."""
+
+    query_ends: Tensor
+    context_ends: Tensor
+    max_query: int
+    max_context: int
+    slots: Tensor | None
+    """[sum of contexts] of the cache, sequence by sequence; None where every chunk is its whole context."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DensePrefills:
+    """Long prompts without history, each an SDPA call of its own."""
+
+    lengths: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CudaPlan(AttentionPlan):
+    """How each half of a step is computed; an AttentionPlan is PlainOps' own."""
+
+    decodes: AttentionPlan | None
+    """None without decodes, and where the kernel needs no plan."""
+    prefills: PackedPrefills | DensePrefills | AttentionPlan | None
+
+
+class CudaOps(PlainOps):
+    """Fills the AttentionOps protocol without Triton.
+
+    Args:
+        varlen: flash attention; None keeps to SDPA (as float32 does in any case).
+    """
+
+    name = "varlen flash prefill, plain torch decode (Triton is not installed)"
+
+    def __init__(self, varlen: Varlen | None) -> None:
+        self._varlen = varlen
+        if varlen is None:
+            self.name = "plain torch (this torch or GPU has no varlen flash attention)"
+
+    def prepare(self, meta: AttnMeta, dtype: torch.dtype) -> CudaPlan:  # type: ignore[override]
+        prefills: PackedPrefills | DensePrefills | AttentionPlan | None = None
+        if meta.prefill_query_lens:
+            if self._varlen is None or dtype == torch.float32:
+                prefills = super().prepare(_prefills_only(meta), dtype)
+            elif (
+                meta.prefill_query_lens == meta.prefill_context_lens
+                and min(meta.prefill_query_lens) >= DENSE_TOKENS
+            ):
+                prefills = DensePrefills(lengths=tuple(meta.prefill_query_lens))
+            else:
+                prefills = _pack(meta)
+        decodes = self._prepare_decodes(meta, dtype) if meta.num_decodes else None
+        return CudaPlan(meta=meta, decodes=decodes, prefills=prefills)
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, kv_layer: Tensor, plan: AttentionPlan, scale: float
+    ) -> Tensor:
+        assert isinstance(plan, CudaPlan), "a plan serves the operators that prepared it"
+        count = plan.meta.num_decodes
+        halves: list[Tensor] = []
+        if count:
+            halves.append(self._decode_step(query[:count], kv_layer, plan, scale))
+        if plan.prefills is not None:
+            halves.append(self._prefill(query[count:], key[count:], value[count:], kv_layer, plan.prefills, scale))
+        if not halves:
+            return query.new_empty(query.shape)
+        return halves[0].contiguous() if len(halves) == 1 else torch.cat(halves)
+
+    def encode(
+        self, query: Tensor, key: Tensor, value: Tensor, cu_seqlens_host: Sequence[int], scale: float
+    ) -> Tensor:
+        if not len(query) or self._varlen is None or query.dtype == torch.float32:
+            return super().encode(query, key, value, cu_seqlens_host, scale)
+        borders = tuple(dict.fromkeys(cu_seqlens_host))  # without empty segments
+        ends = _ends(borders, query.device, _current_stream(query.device))
+        longest = max(end - start for start, end in pairwise(borders))
+        return self._flash(query, key, value, (ends, ends), (longest, longest), scale, causal=False).contiguous()
+
+    def _prepare_decodes(self, meta: AttnMeta, dtype: torch.dtype) -> AttentionPlan | None:
+        return super().prepare(_decodes_only(meta), dtype)
+
+    def _decode_step(self, query: Tensor, kv_layer: Tensor, plan: CudaPlan, scale: float) -> Tensor:
+        """The step's first ``num_decodes`` tokens [B, Hq, D]."""
+        assert plan.decodes is not None
+        # A decode's own K and V are read from the cache.
+        return super().attend(query, query, query, kv_layer, plan.decodes, scale)
+
+    def _prefill(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_layer: Tensor,
+        prefills: PackedPrefills | DensePrefills | AttentionPlan,
+        scale: float,
+    ) -> Tensor:
+        """The step's chunks, back to back."""
+        if isinstance(prefills, DensePrefills):
+            return _dense(query, key, value, prefills.lengths, scale)
+        if not isinstance(prefills, PackedPrefills):
+            return super().attend(query, key, value, kv_layer, prefills, scale)
+        if prefills.slots is not None:
+            key, value = _gather(kv_layer, prefills.slots, query.dtype)
+        ends, longest = (prefills.query_ends, prefills.context_ends), (prefills.max_query, prefills.max_context)
+        return self._flash(query, key, value, ends, longest, scale, causal=True)
+
+    def _flash(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        ends: tuple[Tensor, Tensor],
+        longest: tuple[int, int],
+        scale: float,
+        *,
+        causal: bool,
+    ) -> Tensor:
+        """The varlen call, for ends and longest lengths of (queries, keys)."""
+        assert self._varlen is not None
+        head_dim = query.shape[-1]
+        if head_dim > MAX_HEAD_DIM:
+            raise ValueError(f"head size {head_dim}: flash attention takes at most {MAX_HEAD_DIM}")
+        query, key, value = (flashable(states) for states in (query, key, value))
+        output = self._varlen(query, key, value, *ends, *longest, scale=scale, causal=causal)
+        return output[..., :head_dim]
+
+
+def _pack(meta: AttnMeta) -> PackedPrefills:
+    """All of it from host lists: nothing is read back from the device.
+
+    The pages are gathered instead of handed over: behind varlen's ``block_table`` (torch 2.13) are kernels that
+    take pages of a multiple of 256 tokens.
+    """
+    device = meta.prefill_block_table.device
+    queries, contexts = meta.prefill_query_lens, meta.prefill_context_lens
+    query_ends = _to_device(list(accumulate(queries, initial=0)), device)
+    context_ends, slots = query_ends, None
+    if queries != contexts:
+        context_ends = _to_device(list(accumulate(contexts, initial=0)), device)
+        total = sum(contexts)
+        owners = torch.repeat_interleave(
+            torch.arange(len(contexts), device=device), context_ends.diff(), output_size=total
+        )
+        positions = torch.arange(total, device=device) - context_ends[owners]
+        blocks = meta.prefill_block_table[owners, positions // meta.block_size]
+        slots = blocks * meta.block_size + positions % meta.block_size
+    return PackedPrefills(
+        query_ends=query_ends,
+        context_ends=context_ends,
+        max_query=max(queries),
+        max_context=max(contexts),
+        slots=slots,
+    )
+
+
+def _gather(kv_layer: Tensor, slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """K and V of the slots, [len(slots), Hkv, D] each, in the dtype of the queries."""
+    stored = kv_layer.view(2, -1, *kv_layer.shape[3:])
+    if kv_layer.dtype == dtype:
+        keys, values = stored.index_select(1, slots).unbind(0)
+        return keys, values
+    # torch does not index narrow floats; their bytes it does.
+    gathered = stored.view(torch.uint8).index_select(1, slots).view(kv_layer.dtype).to(dtype)
+    keys, values = gathered.unbind(0)
+    return keys, values
+
+
+def _dense(query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], scale: float) -> Tensor:
+    """Whole prompts, back to back."""
+    outputs: list[Tensor] = []
+    start = 0
+    with sdpa_kernel(_FASTEST_FIRST, set_priority=True):
+        for length in lengths:
+            states = (tensor[start : start + length] for tensor in (query, key, value))
+            if length % DENSE_MULTIPLE:
+                states = (F.pad(tensor, (0, 0, 0, 0, 0, -length % DENSE_MULTIPLE)) for tensor in states)
+            queries, keys, values = (tensor.transpose(0, 1)[None] for tensor in states)
+            attended = F.scaled_dot_product_attention(
+                queries, keys, values, is_causal=True, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+            )
+            outputs.append(attended[0].transpose(0, 1)[:length])
+            start += length
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _prefills_only(meta: AttnMeta) -> AttnMeta:
+    return replace(
+        meta,
+        num_decodes=0,
+        slot_mapping=meta.slot_mapping[meta.num_decodes :],
+        decode_block_table=meta.decode_block_table[:0],
+        decode_context_lens=meta.decode_context_lens[:0],
+        decode_context_lens_host=[],
+    )
+
+
+def _decodes_only(meta: AttnMeta) -> AttnMeta:
+    return replace(
+        meta,
+        slot_mapping=meta.slot_mapping[: meta.num_decodes],
+        prefill_query_lens=[],
+        prefill_context_lens=[],
+        prefill_block_table=meta.prefill_block_table[:0],
+    )
+
+
+@lru_cache(maxsize=16)
+def _ends(ends: tuple[int, ...], device: torch.device, stream: int) -> Tensor:
+    """A tower asks for the same ends in every layer. One copy for each ``stream``, on which it was made."""
+    return _to_device(list(ends), device)
+
+
+def _current_stream(device: torch.device) -> int:
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
+def _to_device(values: list[int], device: torch.device) -> Tensor:
+    """int32, copied without making the host wait for the device."""
+    host = torch.tensor(values, dtype=torch.int32, pin_memory=device.type == "cuda")
+    return host.to(device, non_blocking=True)

@@ -1,0 +1,170 @@
+"""The small operators between the matrix products, in Triton: one launch each where torch needs two to a dozen.
+
+They read their operands once and round once, which saves both memory traffic and, in a decode step, launches.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _rms_norm_kernel(
+    hidden,
+    residual,
+    weight,
+    normed,
+    total,
+    num_rows,
+    inner,
+    outer_stride,
+    inner_stride,
+    residual_outer_stride,
+    residual_inner_stride,
+    epsilon,
+    HAS_RESIDUAL: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WIDTH_PAD: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """``ROWS`` rows; row r of the output is row (r // inner, r % inner) of the input."""
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, WIDTH_PAD)
+    mask = (rows < num_rows)[:, None] & (columns < WIDTH)[None, :]
+    outer, within = rows // inner, rows % inner
+    x = tl.load(hidden + (outer * outer_stride + within * inner_stride)[:, None] + columns, mask=mask, other=0.0)
+    cells = (rows * WIDTH)[:, None] + columns
+    if HAS_RESIDUAL:
+        places = (outer * residual_outer_stride + within * residual_inner_stride)[:, None] + columns
+        before = tl.load(residual + places, mask=mask, other=0.0)
+        # Rounded to the dtype first: the norm sees what the next layer's residual will be.
+        x = (x.to(tl.float32) + before.to(tl.float32)).to(hidden.dtype.element_ty)
+        tl.store(total + cells, x, mask=mask)
+    x = x.to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(x * x, 1) / WIDTH + epsilon)
+    w = tl.load(weight + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
+    tl.store(normed + cells, (x * scale[:, None] * w[None, :]).to(normed.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _rotate_kernel(
+    states,
+    rotated,
+    cos,
+    sin,
+    token_stride,
+    head_stride,
+    cos_stride,
+    sin_stride,
+    HEADS: tl.constexpr,
+    HEADS_PAD: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_PAD: tl.constexpr,
+):
+    """All heads of one token."""
+    token = tl.program_id(0).to(tl.int64)
+    heads = tl.arange(0, HEADS_PAD)
+    dims = tl.arange(0, HALF_PAD)
+    mask = (heads < HEADS)[:, None] & (dims < HALF)[None, :]
+    first = states + token * token_stride + heads[:, None] * head_stride + dims[None, :]
+    x = tl.load(first, mask=mask, other=0.0).to(tl.float32)
+    y = tl.load(first + HALF, mask=mask, other=0.0).to(tl.float32)
+    c = tl.load(cos + token * cos_stride + dims, mask=dims < HALF, other=0.0).to(tl.float32)[None, :]
+    s = tl.load(sin + token * sin_stride + dims, mask=dims < HALF, other=0.0).to(tl.float32)[None, :]
+    out = rotated + token * (HEADS * HALF * 2) + heads[:, None] * (HALF * 2) + dims[None, :]
+    tl.store(out, (x * c - y * s).to(rotated.dtype.element_ty), mask=mask)
+    tl.store(out + HALF, (y * c + x * s).to(rotated.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _swiglu_kernel(gate_up, output, row_stride, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
+    """``COLUMNS`` of one row's ``WIDTH`` results."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    mask = columns < WIDTH
+    gate = tl.load(gate_up + row * row_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * row_stride + WIDTH + columns, mask=mask, other=0.0).to(tl.float32)
+    tl.store(
+        output + row * WIDTH + columns, (gate / (1 + tl.exp(-gate)) * up).to(output.dtype.element_ty), mask=mask
+    )
+
+
+def rms_norm(
+    hidden: Tensor, residual: Tensor | None, weight: Tensor, epsilon: float
+) -> tuple[Tensor, Tensor | None]:
+    """The norm of ``hidden`` [..., D], or of ``hidden + residual``, and that sum where there is a residual."""
+    rows = _as_rows(hidden)
+    before = rows if residual is None else _as_rows(residual)
+    width, num_rows = hidden.shape[-1], rows.shape[0] * rows.shape[1]
+    normed = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
+    total = None if residual is None else torch.empty_like(normed)
+    padded = triton.next_power_of_2(width)
+    # Short rows (one head's norm) share a program, so that its threads have something to load.
+    rows_each = max(1, 1024 // padded)
+    _rms_norm_kernel[(triton.cdiv(num_rows, rows_each),)](
+        rows,
+        before,
+        weight,
+        normed,
+        normed if total is None else total,
+        num_rows,
+        rows.shape[1],
+        *rows.stride()[:2],
+        *before.stride()[:2],
+        epsilon,
+        HAS_RESIDUAL=residual is not None,
+        WIDTH=width,
+        WIDTH_PAD=padded,
+        ROWS=rows_each,
+        num_warps=8 if padded >= 4096 else 4,
+    )
+    return normed, total
+
+
+def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Each pair (x_i, x_{i + D/2}) of ``states`` [T, H, D] turned by the tables [T, D]; contiguous."""
+    states, cos, sin = (_contiguous_last(tensor) for tensor in (states, cos, sin))
+    tokens, heads, head_dim = states.shape
+    rotated = torch.empty(states.shape, dtype=states.dtype, device=states.device)
+    _rotate_kernel[(tokens,)](
+        states,
+        rotated,
+        cos,
+        sin,
+        *states.stride()[:2],
+        cos.stride(0),
+        sin.stride(0),
+        HEADS=heads,
+        HEADS_PAD=triton.next_power_of_2(heads),
+        HALF=head_dim // 2,
+        HALF_PAD=triton.next_power_of_2(head_dim // 2),
+        num_warps=4 if heads * head_dim >= 1024 else 1,
+    )
+    return rotated
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """``silu(gate) * up`` of [..., 2 * F], gate first; [..., F], contiguous."""
+    width = gate_up.shape[-1] // 2
+    rows = _contiguous_last(gate_up.reshape(-1, 2 * width))
+    output = torch.empty(*gate_up.shape[:-1], width, dtype=gate_up.dtype, device=gate_up.device)
+    columns = min(triton.next_power_of_2(width), 1024)
+    _swiglu_kernel[(rows.shape[0], triton.cdiv(width, columns))](
+        rows, output, rows.stride(0), WIDTH=width, COLUMNS=columns, num_warps=4
+    )
+    return output
+
+
+def _as_rows(states: Tensor) -> Tensor:
+    """[outer, inner, D] with D contiguous: a view of [T, D] and [T, H, D] of any outer strides."""
+    states = _contiguous_last(states)
+    if states.dim() == 3:
+        return states
+    return states.reshape(-1, 1, states.shape[-1])
+
+
+def _contiguous_last(tensor: Tensor) -> Tensor:
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

@@ -1,0 +1,195 @@
+"""The CUDA backend: what it makes of the installed packages (everywhere), and graphs and streams (on a GPU)."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from device import cuda
+from device.base import AttnMeta
+from device.ops.varlen import adapt_varlen, find_varlen
+
+ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="not run: no GPU on this machine")
+WITHOUT_TRITON = """
+import sys
+sys.modules["triton"] = None
+import importlib.util
+found = importlib.util.find_spec
+importlib.util.find_spec = lambda name, package=None: None if name == "triton" else found(name, package)
+import device.cuda, device.cuda_ipc, device.registry
+print(device.cuda.make_ops(132, (9, 0)).name)
+print(device.cuda.make_ops(132, (7, 5)).name)
+"""
+
+
+def test_it_works_without_triton_and_says_so() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TRITON],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=Path(__file__).parents[2],
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    hopper, turing = done.stdout.splitlines()
+    assert "Triton is not installed" in hopper and "flash" in hopper
+    assert turing.startswith("plain torch")
+
+
+def test_importing_the_backend_leaves_triton_out() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys, device.cuda; print('triton' in sys.modules)"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=Path(__file__).parents[2],
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, "False"), done.stderr[-2000:]
+
+
+def test_the_installed_varlen_attention_has_what_we_pass() -> None:
+    """Whatever this torch calls its arguments, ours bind to them."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    assert find_varlen() is not None
+    extra = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+    inspect.signature(varlen_attn).bind(*[None] * 7, scale=1.0, window_size=(-1, 0), **extra)
+
+
+def test_varlen_is_adapted_to_each_torch() -> None:
+    calls: list[dict[str, Any]] = []
+
+    def torch_2_10(
+        q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: int, max_k: int, is_causal: bool
+    ) -> None: ...
+
+    def torch_2_11(
+        q: Any,
+        k: Any,
+        v: Any,
+        cu_q: Any,
+        cu_k: Any,
+        max_q: int,
+        max_k: int,
+        *,
+        scale: Any = None,
+        window_size: Any,
+    ) -> Tensor:
+        calls.append({"window_size": window_size, "scale": scale, "max": (max_q, max_k)})
+        return torch.zeros(1)
+
+    def torch_2_13(
+        q: Any,
+        k: Any,
+        v: Any,
+        cu_q: Any,
+        cu_k: Any,
+        max_q: int,
+        max_k: int,
+        *,
+        scale: Any = None,
+        window_size: Any,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        calls.append({"window_size": window_size, "enable_gqa": enable_gqa})
+        return torch.zeros(1)
+
+    assert adapt_varlen(torch_2_10) is None
+    nothing = torch.zeros(1)
+    for function in (torch_2_11, torch_2_13):
+        varlen = adapt_varlen(function)
+        assert varlen is not None
+        varlen(nothing, nothing, nothing, nothing, nothing, 3, 5, scale=0.5, causal=True)
+    varlen(nothing, nothing, nothing, nothing, nothing, 3, 5, scale=0.5, causal=False)
+    assert calls == [
+        {"window_size": (-1, 0), "scale": 0.5, "max": (3, 5)},
+        {"window_size": (-1, 0), "enable_gqa": True},
+        {"window_size": (-1, -1), "enable_gqa": True},
+    ]
+
+
+def test_shares_go_through_mps_where_it_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path / "stopped"))
+    assert cuda.share_environment(0.5) == {}
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    assert cuda.share_environment(0.5) == {cuda.MPS_SHARE: "50"}
+    assert cuda.share_environment(1 / 3) == {cuda.MPS_SHARE: "33.3333"}
+    with pytest.raises(ValueError, match="fractions of the device"):
+        cuda.share_environment(1.5)
+
+
+@ON_GPU
+def test_a_share_tells_what_limits_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    device = cuda.open_device(0)
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    monkeypatch.setenv(cuda.MPS_SHARE, "50")
+    try:
+        assert device.apply_share(0.5).mechanisms == ("memory fraction 0.5", "MPS, 50 % of the multiprocessors")
+        monkeypatch.delenv(cuda.MPS_SHARE)
+        assert device.apply_share(0.5).mechanisms == ("memory fraction 0.5",)
+    finally:
+        device.set_memory_fraction(1.0)
+
+
+@ON_GPU
+@pytest.mark.skipif(not cuda.has_green_contexts(), reason="not run: this torch has no green contexts")
+def test_a_limited_stream_computes_the_same() -> None:
+    device = cuda.open_device(0)
+    left, right = torch.randn(2, 2048, 2048, device=device.torch_device).unbind(0)
+    expected = left @ right
+    stream = device.limited_stream(0.5)
+    device.synchronize()
+    with stream:
+        product = left @ right
+    device.synchronize()
+    torch.testing.assert_close(product, expected, rtol=1e-3, atol=1e-2)
+
+
+@ON_GPU
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_captured_decode_follows_its_buffers(dtype: torch.dtype) -> None:
+    """One graph, replayed over growing contexts and other blocks, equals what runs without it."""
+    device = cuda.open_device(0)
+    on, ops, size, block_size, width = device.torch_device, device.ops, 4, 16, 40
+    generator = torch.Generator(device=on).manual_seed(0)
+    kv_layer = torch.randn(2, 200, block_size, 2, 128, generator=generator, device=on, dtype=dtype)
+    query, key, value = (
+        torch.randn(size, heads, 128, generator=generator, device=on, dtype=dtype) for heads in (14, 2, 2)
+    )
+    table = torch.zeros(size, width, dtype=torch.int64, device=on)
+    lengths, slots = (torch.ones(size, dtype=torch.int64, device=on) for _ in range(2))
+
+    def step() -> Tensor:
+        meta = AttnMeta(
+            block_size=block_size,
+            slot_mapping=slots,
+            num_decodes=size,
+            decode_block_table=table,
+            decode_context_lens=lengths,
+            decode_context_lens_host=[1] * size,
+            prefill_query_lens=[],
+            prefill_context_lens=[],
+            prefill_block_table=table[:0],
+        )
+        plan = ops.prepare(meta, dtype)
+        ops.write_kv(key, value, kv_layer, slots)
+        return ops.attend(query, key, value, kv_layer, plan, 0.1)
+
+    runner = device.graph_runner()
+    with torch.inference_mode():
+        runner.capture(size, step)
+        for contexts in ([1, 1, 1, 1], [5, 640, 1, 17], [128, 129, 600, 16]):
+            table.copy_(torch.randperm(size * width, generator=generator, device=on).view(size, width) + 1)
+            lengths.copy_(torch.tensor(contexts))
+            last = lengths - 1
+            slots.copy_(table.gather(1, (last // block_size)[:, None])[:, 0] * block_size + last % block_size)
+            runner.update(size, contexts)
+            replayed = runner.replay(size).clone()
+            torch.testing.assert_close(replayed, step(), rtol=1e-3, atol=1e-3)

@@ -1,0 +1,232 @@
+"""The GPU's operators against the oracle: on a GPU where there is one, else in Triton's interpreter on the CPU.
+
+The interpreter runs each program in numpy: float32 and float16 (its bfloat16 products are wrong), small shapes.
+Flash attention has no CPU kernel; there a plain implementation of the same contract stands for it.
+"""
+
+from __future__ import annotations
+
+import os
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from attention_contract import (
+    TOLERANCES,
+    Batch,
+    Layers,
+    Segments,
+    batches,
+    check_layers,
+    check_segments,
+    check_step,
+    layers,
+    segments,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+HAS_GPU = torch.cuda.is_available()
+if not HAS_GPU:
+    os.environ["TRITON_INTERPRET"] = "1"
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+triton = pytest.importorskip("triton", reason="not run: Triton is not installed")
+# Triton reads the variable when it is imported, and transformers imports it: tests/conftest.py sets it first.
+assert HAS_GPU or not isinstance(triton.language.cdiv, triton.JITFunction), "set TRITON_INTERPRET=1 before pytest"
+
+from device.ops import cuda as cuda_ops  # noqa: E402
+from device.ops import triton_decode, triton_write  # noqa: E402
+from device.ops.reference import ReferenceOps  # noqa: E402
+from device.ops.triton_ops import TritonOps  # noqa: E402
+from device.ops.varlen import find_varlen  # noqa: E402
+
+DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
+DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if HAS_GPU else [])]
+CASES = settings(max_examples=25, deadline=None)
+# On a GPU every shape is compiled once, a third of a second each: fewer shapes there, and all lengths.
+HEAD_DIMS = (64, 80, 128) if HAS_GPU else (16, 20, 64, 72, 80, 128)
+BLOCK_SIZES = (16, 48) if HAS_GPU else (1, 3, 16, 32, 48)
+GROUPS = (1, 4, 7) if HAS_GPU else range(1, 9)
+LAYERS = layers(head_dims=(64, 80), widths=(64, 300)) if HAS_GPU else layers()
+
+
+def plain_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_ends: Tensor,
+    key_ends: Tensor,
+    max_query: int,
+    max_key: int,
+    *,
+    scale: float,
+    causal: bool,
+) -> Tensor:
+    """The Varlen protocol, one sequence at a time."""
+    assert query.shape[-1] % 8 == 0 and {query_ends.dtype, key_ends.dtype} == {torch.int32}
+    outputs: list[Tensor] = []
+    for queries, keys in zip(pairwise(query_ends.tolist()), pairwise(key_ends.tolist()), strict=True):
+        count, context = queries[1] - queries[0], keys[1] - keys[0]
+        assert 0 < count <= max_query and context <= max_key
+        seen = torch.ones(count, context, dtype=torch.bool).tril(context - count if causal else context)
+        states = (query[slice(*queries)], key[slice(*keys)], value[slice(*keys)])
+        q, k, v = (state.transpose(0, 1).float() for state in states)
+        output = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=True)
+        outputs.append(output.transpose(0, 1).to(query.dtype))
+    return torch.cat(outputs)
+
+
+VARLEN = find_varlen() if HAS_GPU else plain_varlen
+OPS = [TritonOps(cores=4, varlen=VARLEN), TritonOps(cores=132, varlen=None)]
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    # torch's own float32 prefill on a GPU may go through TF32.
+    return 2e-3 if HAS_GPU and dtype == torch.float32 else TOLERANCES[dtype]
+
+
+@pytest.mark.parametrize("ops", OPS, ids=["varlen", "no varlen"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@given(batch=batches(block_sizes=BLOCK_SIZES, head_dims=HEAD_DIMS, groups=GROUPS, kv_heads=(1, 2)))
+@CASES
+def test_steps_equal_the_oracle(ops: TritonOps, dtype: torch.dtype, batch: Batch) -> None:
+    check_step(ops, batch, dtype, DEVICE, tolerance(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@given(case=segments(head_dims=(10, 64, 72, 80, 96)))
+@CASES
+def test_encode_equals_the_oracle(dtype: torch.dtype, case: Segments) -> None:
+    check_segments(OPS[0], case, dtype, DEVICE, tolerance(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@given(case=LAYERS)
+@CASES
+def test_layer_operators_equal_the_oracle(dtype: torch.dtype, case: Layers) -> None:
+    check_layers(OPS[0], case, dtype, DEVICE, tolerance(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@given(
+    lengths=st.lists(st.integers(1, 200), min_size=1, max_size=3),
+    splits=st.sampled_from([1, 2, 4, 8, 64]),
+    tile=st.sampled_from([16, 32, 64]),
+    group=st.sampled_from([1, 7, 20]),
+    head_dim=st.sampled_from([64, 80]),
+    block_size=st.sampled_from([16, 64]),
+    seed=st.integers(0, 2**32 - 1),
+)
+@CASES
+def test_decode_is_the_same_however_it_is_split(
+    dtype: torch.dtype,
+    lengths: list[int],
+    splits: int,
+    tile: int,
+    group: int,
+    head_dim: int,
+    block_size: int,
+    seed: int,
+) -> None:
+    """Also with far more splits than tiles: the empty ones must count for nothing."""
+    batch = Batch(
+        lengths, [], block_size=block_size, kv_heads=1, group=group, head_dim=head_dim, seed=seed, padding=1
+    ).rounded(dtype)
+    expected, cache = batch.run(ReferenceOps())
+    meta = batch.meta_on(DEVICE)
+    output = triton_decode.paged_decode(
+        batch.query.to(DEVICE, dtype),
+        cache.to(DEVICE, dtype),
+        meta.decode_block_table,
+        meta.decode_context_lens,
+        batch.scale,
+        cores=4,
+        config=triton_decode.DecodeConfig(tile=tile, num_warps=4, num_stages=2),
+        splits=splits,
+    )
+    count, allowed = len(lengths), tolerance(dtype)
+    torch.testing.assert_close(output[:count].cpu().float(), expected[:count], rtol=allowed, atol=allowed)
+
+
+@given(
+    batch=st.integers(1, 512),
+    kv_heads=st.integers(1, 32),
+    tokens=st.integers(1, 1 << 20),
+    cores=st.integers(1, 200),
+)
+def test_splits_fill_the_device_and_stay_worth_their_while(
+    batch: int, kv_heads: int, tokens: int, cores: int
+) -> None:
+    splits = triton_decode.count_splits(batch, kv_heads, tokens, cores)
+    assert 1 <= splits <= triton_decode.MAX_SPLITS and splits & (splits - 1) == 0
+    assert splits == 1 or tokens >= splits * 128
+    programs = splits * batch * kv_heads
+    assert programs >= 8 * cores or splits == triton_decode.MAX_SPLITS or splits * 2 * 128 > tokens
+
+
+def test_decode_reads_a_narrow_cache() -> None:
+    """A float8 cache: written with conversion, read with conversion, by kernel and by prefill alike."""
+    # Few distinct numbers that float8 holds exactly: the only rounding left is the computation's.
+    batch = Batch([5, 33], [(7, 20)], block_size=16, kv_heads=2, group=4, head_dim=64, seed=3)
+    for tensor in (batch.key, batch.value, batch.kv_layer):
+        tensor.nan_to_num_(0.0).mul_(2).round_().clamp_(-8, 8).div_(2)
+    expected, _ = batch.run(ReferenceOps())
+    kv_layer = batch.kv_layer.to(torch.float8_e4m3fn).to(DEVICE)
+    meta = batch.meta_on(DEVICE)
+    query, key, value = (states.to(DEVICE, torch.float16) for states in (batch.query, batch.key, batch.value))
+    plan = OPS[0].prepare(meta, torch.float16)
+    OPS[0].write_kv(key, value, kv_layer, meta.slot_mapping)
+    output = OPS[0].attend(query, key, value, kv_layer, plan, batch.scale)
+    torch.testing.assert_close(output.cpu().float(), expected, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_many_tokens_are_written_several_a_program(dtype: torch.dtype) -> None:
+    num_tokens = triton_write.MANY_TOKENS + 3
+    states = torch.randn(num_tokens, 3, 8, generator=torch.Generator().manual_seed(0)).to(DEVICE, dtype)
+    slots = torch.randperm(num_tokens + 9, generator=torch.Generator().manual_seed(1))[:num_tokens].to(DEVICE)
+    kv_layer = torch.zeros(2, num_tokens + 9, 1, 1, 8, device=DEVICE, dtype=dtype)
+    triton_write.write_kv(states[:, :1], states[:, 1:2], kv_layer, slots)
+    for stored, source in zip(kv_layer, (states[:, 0], states[:, 1]), strict=True):
+        assert torch.equal(stored[slots, 0, 0], source)
+
+
+@pytest.mark.parametrize("lengths", [[16], [16, 21], [33, 40]])
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+def test_long_prompts_go_to_sdpa(dtype: torch.dtype, lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_ops, "DENSE_TOKENS", 16)
+    monkeypatch.setattr(cuda_ops, "DENSE_MULTIPLE", 8)
+    batch = Batch(
+        [3], [(n, n) for n in lengths], block_size=16, kv_heads=2, group=3, head_dim=64, seed=1, layout="fused"
+    )
+    assert isinstance(OPS[0].prepare(batch.meta_on(DEVICE), dtype).prefills, cuda_ops.DensePrefills)
+    check_step(OPS[0], batch, dtype, DEVICE, tolerance(dtype))
+
+
+def test_a_context_that_is_one_too_long_gives_itself_away() -> None:
+    """The poison works: the kernel reads as far as it is told, so a wrong length cannot pass unseen."""
+    batch = Batch([16], [], block_size=16, kv_heads=1, group=1, head_dim=16, seed=0)
+    _, cache = batch.run(ReferenceOps())
+    cache[:, 0] = float("nan")
+    arguments = (batch.query.to(DEVICE), cache.to(DEVICE), batch.meta.decode_block_table.to(DEVICE))
+    for length, is_right in ((16, True), (17, False)):
+        lengths = torch.tensor([length], device=DEVICE)
+        output = triton_decode.paged_decode(*arguments, lengths, 1.0, cores=1)
+        assert bool(torch.isfinite(output).all()) is is_right
+
+
+def test_layouts_that_the_kernels_cannot_read_are_refused() -> None:
+    batch = Batch([16], [], block_size=16, kv_heads=2, group=1, head_dim=16, seed=0)
+    meta, kv_layer = batch.meta_on(DEVICE), batch.kv_layer.to(DEVICE)
+    query, lengths, table = batch.query.to(DEVICE), meta.decode_context_lens, meta.decode_block_table
+    with pytest.raises(AssertionError):
+        triton_decode.paged_decode(query[:, :1], kv_layer, table, lengths, 1.0, cores=1)
+    with pytest.raises(AssertionError):
+        triton_decode.paged_decode(query, kv_layer.transpose(3, 4), table, lengths, 1.0, cores=1)
+    with pytest.raises(AssertionError):
+        triton_decode.paged_decode(query, kv_layer, table.repeat(1, 2)[:, ::2], lengths, 1.0, cores=1)
+    with pytest.raises(AssertionError, match="prepared"):
+        plan = ReferenceOps().prepare(meta, torch.float32)
+        OPS[0].attend(query, query, query, kv_layer, plan, 1.0)
