@@ -1,6 +1,6 @@
 """The CPU's operators against other formulations of the same in plain torch, all in one run.
 
-    python -m benchmarks.attention_cpu [output.json]
+    python -m benchmarks.attention_cpu [--threads 1 2] [--output file.json]
 
 Rounds alternate between the formulations; a ratio is the median over the rounds of (its time / our time): above 1
 it is slower than what ships. One thread is timed by the processor time that it used, so that other programs do not
@@ -9,6 +9,7 @@ count in full; two threads by the clock, which needs an idle machine. Takes abou
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import sys
@@ -34,10 +35,14 @@ _ROUND_S = 0.004
 _DTYPES = (torch.bfloat16, torch.float32)
 
 
-def main(path: Path) -> None:
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    options = parser.parse_args()
     rows: list[dict[str, Any]] = []
     started = time.monotonic()
-    for threads in (1, 2):
+    for threads in options.threads:
         torch.set_num_threads(threads)
         for kind, case, calls in _cases(_DTYPES if threads == 1 else _DTYPES[:1]):
             our_us, ratios = race(calls, time.process_time if threads == 1 else time.perf_counter)
@@ -47,11 +52,11 @@ def main(path: Path) -> None:
     result = {
         "processor": processor_name(),
         "torch": torch.__version__,
-        "command": "python -m benchmarks.attention_cpu",
+        "command": " ".join(["python -m benchmarks.attention_cpu", *sys.argv[1:]]),
         "seconds": round(time.monotonic() - started),
         "rows": rows,
     }
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    options.output.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def race(calls: Mapping[str, Call], clock: Callable[[], float]) -> tuple[float, dict[str, float]]:
@@ -98,6 +103,8 @@ def _cases(dtypes: Sequence[torch.dtype]) -> Iterator[tuple[str, str, dict[str, 
             yield _encode(patches, windows, 8, 80, dtype)
         for tokens in (1, 32, 512):
             yield from _layers(tokens, dtype)
+    yield _decode("8 x 1024", [1024] * 8, 8, 128, torch.float16)
+    yield _prefill(256, 1792, 4, 64, torch.float16)
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -271,4 +278,4 @@ def _layers(tokens: int, dtype: torch.dtype) -> Iterator[tuple[str, str, dict[st
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS)
+    main()
