@@ -86,7 +86,7 @@ class Instance:
             device,
             torch.zeros(kv_shape),
             num_position_axes=self.family.num_position_axes,
-            max_num_seqs=3,
+            graph_sizes=[1, 2, 3],
             max_model_len=self.model.max_model_len,
         )
 

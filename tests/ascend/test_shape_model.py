@@ -107,7 +107,7 @@ def executor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
             dtype=torch.bfloat16,
             device=device.torch_device,
         )
-        yield StepExecutor(loaded, device, kv, num_position_axes=3, max_num_seqs=8, max_model_len=2048)
+        yield StepExecutor(loaded, device, kv, num_position_axes=3, graph_sizes=[8], max_model_len=2048)
 
 
 def inputs_of(decodes: list[int], chunks: list[tuple[int, int]], features: torch.Tensor | None) -> StepInputs:

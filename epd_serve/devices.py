@@ -1,0 +1,109 @@
+"""What ``epd-serve devices`` shows: the devices of this machine and what is missing, and a self-test of each."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from device.base import Device, DeviceReport
+
+_TRANSPORT_BYTES = 4 << 20
+_TRANSPORT_ADVICE = (
+    "instances on this machine cannot exchange features and KV: may this user create memfds, read /proc/<pid>/fd "
+    "of its own processes, and open sockets on 127.0.0.1?"
+)
+
+
+def show_devices(console: Console) -> list[DeviceReport]:
+    """Print every device and every missing kind."""
+    from device.registry import list_devices
+
+    table = Table("device", "what is there and what it can do", show_lines=True)
+    reports = list_devices()
+    for report in reports:
+        if report.available:
+            table.add_row(Text(report.name, "bold green"), "\n".join(_abilities(report)))
+        else:
+            table.add_row(Text(report.name, "dim"), Text(f"not available: {report.reason}", "yellow"))
+    console.print(table)
+    return reports
+
+
+def check_devices(console: Console, reports: list[DeviceReport]) -> bool:
+    """Run and print the self-test of each device. Returns whether all of them open and pass."""
+    from device.registry import get_device
+
+    passed = [_check(console, get_device(report.name)) for report in reports if report.available]
+    # A kind that is missing is named by its kind alone; a device that is there and does not open has a number.
+    return all(passed) and not any(report.name != report.kind for report in reports if not report.available)
+
+
+def _check(console: Console, device: Device) -> bool:
+    from device.check import Check, check_device
+
+    transports: dict[str, tuple[Check, str]] = {
+        "transport: shared memory": (lambda device: _send(device, "shm"), _TRANSPORT_ADVICE),
+        "transport: TCP": (lambda device: _send(device, "tcp"), _TRANSPORT_ADVICE),
+    }
+    table = Table("check", "result", "detail", "seconds", title=f"{device.name}: {device.description}")
+    advice: dict[str, str] = {}
+    with console.status(f"checking {device.name}"):
+        for result in check_device(device, transports):
+            word = Text("passed", "green") if result.passed else Text("FAILED", "bold red")
+            table.add_row(result.check, word, Text(result.detail), f"{result.seconds:.1f}")
+            if result.advice is not None:
+                advice[result.check] = result.advice
+    console.print(table)
+    for check, remedy in advice.items():
+        console.print(Text(f"{device.name}, {check}: {remedy}", "bold red"))
+    return not advice
+
+
+def _send(device: Device, path: Literal["shm", "tcp"]) -> str:
+    """Bytes of the device into another endpoint's memory, and from there back to the device."""
+    import time
+
+    import torch
+
+    from epd_serve.transfer.embedded import EmbeddedTransport
+
+    sender, receiver = EmbeddedTransport(path=path), EmbeddedTransport(path=path)
+    try:
+        data = torch.randint(0, 256, (_TRANSPORT_BYTES,), dtype=torch.uint8).to(device.torch_device)
+        slab = receiver.allocate("check", _TRANSPORT_BYTES)
+        array: Any = data.cpu().numpy()
+        started = time.perf_counter()
+        sender.write(slab.region, [(0, memoryview(array))])
+        seconds = time.perf_counter() - started
+        answer = bytearray(_TRANSPORT_BYTES)
+        sender.read(slab.region, [(0, memoryview(answer))])
+        for received in (slab.buffer, answer):
+            arrived = torch.frombuffer(bytearray(received), dtype=torch.uint8).to(device.torch_device)
+            assert torch.equal(arrived, data), "the bytes that arrived are not those that were sent"
+    finally:
+        sender.close()
+        receiver.close()
+    return f"{_TRANSPORT_BYTES >> 20} MiB there and back, {_TRANSPORT_BYTES / seconds / 1e9:.1f} GB/s"
+
+
+def _abilities(report: DeviceReport) -> list[str]:
+    cores = f", {report.cores} cores" if report.cores else ""
+    lines = [f"{report.description or report.kind}{cores}"]
+    if report.memory_total_bytes is not None:
+        free, total = _gibibytes(report.memory_free_bytes), _gibibytes(report.memory_total_bytes)
+        lines.append(f"memory: {free} of {total} free")
+    lines.append(f"dtypes: {', '.join(report.dtypes)}")
+    lines.append(f"attention: {report.attention}; graphs: {report.graphs}")
+    if report.partition:
+        mechanisms = ", ".join(report.partition.mechanisms)
+        lines.append(f"sharing by several instances: {report.partition.strength}; {mechanisms}".rstrip("; "))
+    lines.append(f"transports: {', '.join(report.transports)}")
+    return lines
+
+
+def _gibibytes(count: int | None) -> str:
+    return "?" if count is None else f"{count / 1024**3:.1f} GiB"
