@@ -1,7 +1,7 @@
 """What a deployment is made of: the YAML schema, its loader, and the options of one instance."""
 
 from epd_serve.config.load import ConfigError, change_config, load_config, parse_config
-from epd_serve.config.options import InstanceOptions
+from epd_serve.config.options import InstanceOptions, decode_graph_sizes
 from epd_serve.config.schema import DEMO_MODEL, DeploymentConfig, deployment_schema, model_path
 from epd_serve.config.sections import (
     GatewayConfig,
@@ -9,6 +9,7 @@ from epd_serve.config.sections import (
     InstanceSettings,
     KVTransferConfig,
     MediaConfig,
+    MooncakeConfig,
 )
 
 __all__ = [
@@ -21,7 +22,9 @@ __all__ = [
     "InstancesConfig",
     "KVTransferConfig",
     "MediaConfig",
+    "MooncakeConfig",
     "change_config",
+    "decode_graph_sizes",
     "deployment_schema",
     "load_config",
     "model_path",

@@ -6,10 +6,13 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
-from epd_serve.types import Role
+from epd_serve.types import KVMode, Role
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
-KVTransport = Literal["auto", "shm", "tcp"]
+KVTransport = Literal["auto", "shm", "tcp", "mooncake"]
+FeatureStoreKind = Literal["embedded", "mooncake"]
+MooncakeProtocol = Literal["auto", "tcp", "rdma", "nvlink", "ascend"]
+FeaturePrefetch = Literal["async", "sync"]
 
 MEBIBYTE = 1024**2
 
@@ -26,7 +29,7 @@ class InstanceOptions:
         device: ``cpu``, ``cuda:0``, ``npu:1``; indices count the devices that the process can see. Several, with
             commas between them, share the language model (tensor parallelism).
         threads: compute threads on the CPU; None leaves the choice to the library.
-        block_size: tokens per KV block.
+        block_size: tokens per KV block; None: what suits the device (:attr:`tokens_per_block`).
         num_blocks, kv_cache_bytes: size of the KV pool, given as one or the other; both None: the instance
             chooses.
         max_num_batched_tokens: token budget of a step.
@@ -36,9 +39,19 @@ class InstanceOptions:
         feature_store_bytes: what E keeps of its encoder output, for P to fetch.
         feature_cache_bytes: what P keeps of the features it has fetched.
         feature_timeout_s: how long P waits for a feature before it computes it itself.
+        queue_timeout_s: how long a request waits for room in D's KV cache before it is refused.
         lease_s: how long memory that a peer has not confirmed is kept for it.
         kv_transport: how KV moves from P to D; ``auto`` is shared memory on one host, else TCP.
-        kv_group_layers: layers sent together; None: chosen from measured times.
+        feature_store: where E's features lie: in its own memory, or in Mooncake Store for all instances to find.
+        mooncake_master: ``host:port`` of the store's master; needed with feature_store ``mooncake``.
+        mooncake_protocol: of its transfer engine; ``auto`` is the device's most portable one.
+        mooncake_devices: RDMA devices, with commas between them; None: all.
+        mooncake_staging_bytes: registered memory through which bytes pass that lie elsewhere.
+        kv_mode: how KV goes out: groups of layers, single layers, a whole prompt at its end, or D reads it.
+        kv_group_layers: layers sent together in mode ``grouped``; None: chosen from measured times.
+        feature_prefetch: ``async`` fetches a feature once it is announced, ``sync`` when a step needs it.
+        link_bandwidth, link_latency_ms: bytes per second and milliseconds for each transfer that links between
+            instances are slowed down to, for experiments; None and 0: not at all.
     """
 
     name: str
@@ -50,7 +63,7 @@ class InstanceOptions:
     device: str = "cpu"
     dtype: DType = "auto"
     threads: int | None = None
-    block_size: int = 16
+    block_size: int | None = None
     num_blocks: int | None = None
     kv_cache_bytes: int | None = None
     max_num_batched_tokens: int = 2048
@@ -60,14 +73,29 @@ class InstanceOptions:
     feature_store_bytes: int = 256 * MEBIBYTE
     feature_cache_bytes: int = 256 * MEBIBYTE
     feature_timeout_s: float = 30.0
+    queue_timeout_s: float = 60.0
     lease_s: float = 30.0
     kv_transport: KVTransport = "auto"
+    feature_store: FeatureStoreKind = "embedded"
+    mooncake_master: str | None = None
+    mooncake_protocol: MooncakeProtocol = "auto"
+    mooncake_devices: str | None = None
+    mooncake_staging_bytes: int = 256 * MEBIBYTE
+    kv_mode: KVMode = "grouped"
     kv_group_layers: int | None = None
+    feature_prefetch: FeaturePrefetch = "async"
+    link_bandwidth: int | None = None
+    link_latency_ms: float = 0.0
 
     @property
     def devices(self) -> list[str]:
         """The devices of the instance, one for each tensor-parallel rank; the first also runs the tower."""
         return self.device.split(",")
+
+    @property
+    def tokens_per_block(self) -> int:
+        """``block_size``, or 128 on an NPU, whose paged prefill takes no less, and 16 elsewhere."""
+        return self.block_size or (128 if self.device.startswith("npu") else 16)
 
     def to_arguments(self) -> list[str]:
         """The flags of ``epd-serve instance`` that mean the same as this object."""
@@ -77,3 +105,8 @@ class InstanceOptions:
             if value is not None:
                 arguments += [f"--{field.name.replace('_', '-')}", str(value)]
         return arguments
+
+
+def decode_graph_sizes(max_num_seqs: int) -> list[int]:
+    """Batch sizes at which decode steps are captured: powers of two, and the largest."""
+    return [*(1 << i for i in range((max_num_seqs - 1).bit_length())), max_num_seqs]

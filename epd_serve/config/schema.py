@@ -15,10 +15,11 @@ from pydantic import (
     ValidationInfo,
     WithJsonSchema,
     field_validator,
+    model_validator,
 )
 
-from epd_serve.config.options import DType, InstanceOptions
-from epd_serve.config.sections import GatewayConfig, InstancesConfig, InstanceSettings, Section
+from epd_serve.config.options import DType, FeatureStoreKind, InstanceOptions
+from epd_serve.config.sections import GatewayConfig, InstancesConfig, InstanceSettings, MooncakeConfig, Section
 from epd_serve.demo import weights_dir
 from epd_serve.topology import InstancePlacement, Topology, parse_topology, place
 
@@ -83,7 +84,17 @@ class DeploymentConfig(Section):
         description="cpu, cuda:0, npu:1 ... in the order of the topology; [cpu] serves all instances.",
     )
     dtype: DType = Field(default="float32", description="Of weights and computation; auto: the model's own.")
+    restart: Literal["on-failure", "never"] = Field(
+        default="on-failure",
+        description="on-failure: an instance or gateway that was ready and ends is started again after 1, 2, "
+        "4 ... 30 s, while the others go on. never: its end ends the deployment.",
+    )
     gateway: GatewayConfig = GatewayConfig()
+    feature_store: FeatureStoreKind = Field(
+        default=InstanceOptions.feature_store,
+        description="embedded: each encoder keeps its own. mooncake: one for all instances.",
+    )
+    mooncake: MooncakeConfig = MooncakeConfig()
     instances: InstancesConfig = InstancesConfig()
     roles: dict[RoleName, InstanceSettings] = Field(
         default_factory=dict,
@@ -109,6 +120,32 @@ class DeploymentConfig(Section):
             place(info.data["topology"], devices)
         return devices
 
+    @model_validator(mode="after")
+    def _one_kv_transport(self) -> DeploymentConfig:
+        named = {
+            str(instance.role): self.settings_for(str(instance.role)).kv_transfer.transport
+            for instance in self.placement()
+            if instance.role.has_language_model
+        }
+        over = [role for role, transport in named.items() if transport == "mooncake"]
+        if over and len(over) < len(named):
+            raise ValueError(
+                f"kv_transfer.transport is mooncake for {', '.join(over)} alone; KV moves between instances that "
+                f"have the same: {', '.join(sorted(named))}"
+            )
+        return self
+
+    @property
+    def uses_mooncake(self) -> bool:
+        """Whether anything in the deployment needs the mooncake package."""
+        settings = [self.settings_for(str(instance.role)) for instance in self.placement()]
+        return self.feature_store == "mooncake" or any(s.kv_transfer.transport == "mooncake" for s in settings)
+
+    @property
+    def starts_master(self) -> bool:
+        """Whether a mooncake_master belongs to the deployment."""
+        return self.feature_store == "mooncake" and self.mooncake.master is None
+
     def placement(self) -> tuple[InstancePlacement, ...]:
         return place(self.topology, self.devices)
 
@@ -124,8 +161,12 @@ class DeploymentConfig(Section):
             DEMO_MODEL if self.model == DEMO_MODEL else Path(self.model).resolve().name
         )
 
-    def options_for(self, instance: InstancePlacement, *, device: str, port: int, threads: int) -> InstanceOptions:
+    def options_for(
+        self, instance: InstancePlacement, *, device: str, port: int, threads: int, master: str | None = None
+    ) -> InstanceOptions:
         """The options of one placed instance; ``device`` is what its devices are called in its process.
+
+        ``master`` is the address of the mooncake_master where the deployment itself starts one.
 
         Raises ValueError where the model's directory is not one.
         """
@@ -142,13 +183,21 @@ class DeploymentConfig(Section):
             dtype=self.dtype,
             threads=threads,
             kv_transport=settings.kv_transfer.transport,
+            feature_store=self.feature_store,
+            mooncake_master=self.mooncake.master or master,
+            mooncake_protocol=self.mooncake.protocol,
+            mooncake_devices=self.mooncake.devices,
+            mooncake_staging_bytes=self.mooncake.staging_bytes,
+            kv_mode=settings.kv_transfer.mode,
             kv_group_layers=None if group_layers == "auto" else group_layers,
+            link_bandwidth=settings.link.bandwidth,
+            link_latency_ms=settings.link.latency_ms,
             **settings.model_dump(include=_SAME_NAMED),
         )
 
 
 #: Settings that an instance takes as they stand.
-_SAME_NAMED = set(InstanceSettings.model_fields) - {"threads", "kv_transfer"}
+_SAME_NAMED = set(InstanceSettings.model_fields) - {"threads", "kv_transfer", "link"}
 
 
 def model_path(model: str) -> Path:

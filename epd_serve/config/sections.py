@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -16,8 +18,9 @@ from pydantic import (
     model_validator,
 )
 
-from epd_serve.config.options import InstanceOptions, KVTransport
-from epd_serve.config.sizes import Bytes
+from epd_serve.config.options import FeaturePrefetch, InstanceOptions, KVTransport, MooncakeProtocol
+from epd_serve.config.sizes import Bytes, BytesPerSecond
+from epd_serve.types import KVMode
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -73,9 +76,59 @@ class GatewayConfig(Section):
 class KVTransferConfig(Section):
     """How the KV cache moves from prefill to decode."""
 
-    transport: KVTransport = Field(default="auto", description="auto: shared memory on one host, else TCP.")
+    transport: KVTransport = Field(
+        default="auto", description="auto: shared memory on one host, else TCP. mooncake: its Transfer Engine."
+    )
+    mode: KVMode = Field(
+        default="grouped",
+        description="grouped sends groups of layers while the next ones are computed, layerwise single layers of "
+        "single prompts, oneshot a whole prompt at its end; with pull the decode instance reads it then.",
+    )
     group_layers: Annotated[Literal["auto"] | int, BeforeValidator(_check_group_layers)] = Field(
-        default="auto", description="Layers sent together; auto chooses from measured times."
+        default="auto", description="Layers sent together in mode grouped; auto chooses from measured times."
+    )
+
+    @model_validator(mode="after")
+    def _groups_are_of_one_mode(self) -> KVTransferConfig:
+        if self.mode != "grouped" and self.group_layers != "auto":
+            raise ValueError(f"mode {self.mode} sends no groups; leave out group_layers, or write mode: grouped")
+        return self
+
+
+class LinkConfig(Section):
+    """Slows transfers between instances down to those of a given link, for experiments."""
+
+    bandwidth: BytesPerSecond | None = Field(
+        default=None, description="Of the link between two instances, such as 2GB/s; null: as fast as it goes."
+    )
+    latency_ms: float = Field(
+        default=0.0, ge=0, allow_inf_nan=False, description="What each transfer takes besides its bytes."
+    )
+
+
+def _check_master(value: str | None) -> str | None:
+    if value is not None and not re.fullmatch(r"[^\s:/]+:\d{1,5}", value):
+        raise ValueError(f"{value!r} is no address of a master; write host:port")
+    return value
+
+
+class MooncakeConfig(Section):
+    """Mooncake, where kv_transfer.transport or feature_store names it."""
+
+    master: Annotated[str | None, AfterValidator(_check_master)] = Field(
+        default=None,
+        description="host:port of a mooncake_master that runs already; null: 'epd-serve up' starts one.",
+    )
+    protocol: MooncakeProtocol = Field(
+        default=InstanceOptions.mooncake_protocol,
+        description="Of its transfer engine; auto: tcp, and ascend on an NPU.",
+    )
+    devices: str | None = Field(
+        default=None, min_length=1, description="RDMA devices, with commas between them; null: all."
+    )
+    staging_bytes: Bytes = Field(
+        default=InstanceOptions.mooncake_staging_bytes,
+        description="Registered memory through which bytes pass that lie elsewhere; a feature must fit.",
     )
 
 
@@ -85,7 +138,9 @@ class InstanceSettings(Section):
     threads: int | None = Field(
         default=None, ge=1, description="CPU threads of each; null divides the cores among them."
     )
-    block_size: int = Field(default=InstanceOptions.block_size, ge=1, description="Tokens per KV block.")
+    block_size: int | None = Field(
+        default=None, ge=1, description="Tokens per KV block; null: 128 on an NPU, 16 elsewhere."
+    )
     num_blocks: int | None = Field(default=None, ge=1, description="KV blocks; null: chosen from the memory.")
     kv_cache_bytes: Bytes | None = Field(default=None, description="KV cache size, instead of num_blocks.")
     max_num_batched_tokens: int = Field(
@@ -110,10 +165,19 @@ class InstanceSettings(Section):
         default=InstanceOptions.feature_timeout_s,
         description="How long P waits for a feature before computing it itself.",
     )
+    queue_timeout_s: Seconds = Field(
+        default=InstanceOptions.queue_timeout_s,
+        description="How long a request waits for room in D's KV cache; then the client is told to come back.",
+    )
     lease_s: Seconds = Field(
         default=InstanceOptions.lease_s, description="How long memory is kept for a peer that does not confirm."
     )
+    feature_prefetch: FeaturePrefetch = Field(
+        default=InstanceOptions.feature_prefetch,
+        description="async: P fetches a feature as soon as it is announced; sync: when a step needs it.",
+    )
     kv_transfer: KVTransferConfig = KVTransferConfig()
+    link: LinkConfig = LinkConfig()
 
     @model_validator(mode="after")
     def _one_size(self) -> InstanceSettings:

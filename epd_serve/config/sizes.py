@@ -1,4 +1,4 @@
-"""Amounts of memory as people write them: ``512MiB``, ``2Gi``, ``1.5GB`` or a number of bytes."""
+"""Amounts of memory as people write them: ``512MiB``, ``2Gi``, ``1.5GB`` or a number of bytes; bandwidths too."""
 
 from __future__ import annotations
 
@@ -37,5 +37,22 @@ Bytes = Annotated[
     Field(gt=0),
     WithJsonSchema(
         {"anyOf": [{"type": "integer", "exclusiveMinimum": 0}, {"type": "string", "pattern": _PATTERN}]}
+    ),
+]
+
+_RATE_PATTERN = _PATTERN.removesuffix("$") + r"(/s)?\s*$"
+
+
+def parse_rate(value: object) -> object:
+    """``"2GB/s"`` → 2000000000 bytes per second; otherwise as :func:`parse_bytes`."""
+    return parse_bytes(value.strip().removesuffix("/s") if isinstance(value, str) else value)
+
+
+BytesPerSecond = Annotated[
+    int,
+    BeforeValidator(parse_rate),
+    Field(gt=0),
+    WithJsonSchema(
+        {"anyOf": [{"type": "integer", "exclusiveMinimum": 0}, {"type": "string", "pattern": _RATE_PATTERN}]}
     ),
 ]

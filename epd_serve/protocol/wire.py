@@ -13,6 +13,8 @@ call                    from, to   body                  answer
 ``/kv/renew``           P, D       TransferRef           204, or 404 when the lease is gone
 ``/kv/complete``        P, D       Handoff               204; D owns the request from here
 ``/kv/cancel``          P, D       TransferRef           204; P promises to write no more
+``/kv/pull``            P, D       PullRequest           204 once D has read the KV itself and owns the request
+``/kv/pulled``          D, P       TransferRef           204 where P has kept what D read, and may drop it now
 ``/info``               any        (GET)                 InstanceInfo, as JSON
 ======================  =========  ====================  ==========================================================
 
@@ -121,6 +123,11 @@ class Region(Message, frozen=True):
 
     A peer on the same host (equal ``host_id``) maps ``/proc/<pid>/fd/<fd>``; any other connects to
     ``host:port``, where port 0 means that this memory is reachable on its own host only.
+
+    Attributes:
+        protocol: of Mooncake's Transfer Engine, where that is what moves the bytes: then ``host:port`` only says
+            whether the region is still there. Else "".
+        engine_port: of the Transfer Engine. address: where the memory begins in its process.
     """
 
     name: str
@@ -130,6 +137,9 @@ class Region(Message, frozen=True):
     fd: int
     host: str
     port: int
+    protocol: str = ""
+    engine_port: int = 0
+    address: int = 0
 
 
 class FeatureEvent(Message, frozen=True):
@@ -138,6 +148,11 @@ class FeatureEvent(Message, frozen=True):
     ``checksum`` is blake3 hex over the bytes. The source keeps them as long as the call lasts. A feature that
     cannot be fetched, or is not what the event says, is refused: E reports that to the gateway, which has it
     encoded anew.
+
+    Attributes:
+        region, offset: where the feature lies in E's memory; region is None where it lies in a store.
+        store: name of the store that has it under ``mm_hash``; "" where there is a region.
+        width, height: of the encoded item, as in MediaRef; P knows from them how long the feature must be.
     """
 
     request_id: str
@@ -146,8 +161,11 @@ class FeatureEvent(Message, frozen=True):
     dtype: str
     nbytes: int
     checksum: str
-    region: Region
-    offset: int
+    region: Region | None = None
+    offset: int = 0
+    store: str = ""
+    width: int = 0
+    height: int = 0
 
 
 class KVLayout(Message, frozen=True):
@@ -184,11 +202,17 @@ class ReserveReply(Message, frozen=True):
 
 
 class TransferRef(Message, frozen=True):
-    """``reason`` says why P cancels, where the request was not simply given up by its client."""
+    """A transfer that is renewed, cancelled or confirmed.
+
+    Attributes:
+        reason: why P cancels, where the request was not simply given up by its client.
+        may_arrive: a write failed, so that parts of it may still come until the lease ends.
+    """
 
     transfer_id: str
     request_id: str
     reason: str = ""
+    may_arrive: bool = False
 
 
 class TokenLogprob(Message, frozen=True):
@@ -221,6 +245,26 @@ class Handoff(Message, frozen=True):
     max_tokens: int
     output: OutputOptions
     first: list[FirstToken]
+
+
+class PullRequest(Message, frozen=True):
+    """A computed prompt whose KV D is to read from P's memory (TriInfer section 4.3).
+
+    Attributes:
+        source_url: P's control URL, for the confirmation.
+        block_ids: of the prompt in ``region``, a slab of ``num_blocks``.
+        block_hashes, num_sequences, layout, lease_s: as in ReserveRequest.
+    """
+
+    handoff: Handoff
+    source_url: str
+    region: Region
+    num_blocks: int
+    block_ids: list[int]
+    block_hashes: list[bytes]
+    num_sequences: int
+    layout: KVLayout
+    lease_s: float
 
 
 class Load(Message, frozen=True):

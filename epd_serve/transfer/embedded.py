@@ -9,7 +9,7 @@ from typing import Literal
 from epd_serve.protocol.wire import Region
 from epd_serve.transfer.shared_memory import SharedMemoryPeers, SharedSlab, host_id
 from epd_serve.transfer.tcp import TcpPeers, TcpServer
-from epd_serve.transfer.transport import Piece
+from epd_serve.transfer.transport import Piece, TransferError
 
 Path = Literal["auto", "shm", "tcp"]
 
@@ -58,7 +58,11 @@ class EmbeddedTransport:
 
     def _peers(self, region: Region) -> SharedMemoryPeers | TcpPeers:
         same_host = region.host_id == host_id()
-        if same_host and (self._path != "tcp" or region.port == 0):
+        if region.protocol and not same_host:
+            raise TransferError(
+                f"region {region.name} is offered over mooncake; instances need the same kv_transfer.transport"
+            )
+        if same_host and (region.protocol or self._path != "tcp" or region.port == 0):
             return self._shared
         return self._tcp
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from blake3 import blake3
 
 from epd_serve.cache.feature_cache import FeatureCache
 from epd_serve.protocol.wire import FeatureEvent
 from epd_serve.transfer.slab_allocator import SlabAllocator
-from epd_serve.transfer.transport import Transport
+from epd_serve.transfer.transport import TransferError, Transport
 
 
 def checksum(data: bytes | bytearray | memoryview) -> str:
@@ -19,48 +20,99 @@ def checksum(data: bytes | bytearray | memoryview) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredFeature:
-    """A feature in the slab: its place, its look and its checksum."""
+    """What is stored under an mm_hash: its look and its checksum.
 
-    offset: int
+    Attributes:
+        offset: where it lies in the embedded store's slab; None where it lies in another store.
+    """
+
     nbytes: int
     shape: list[int]
     dtype: str
     checksum: str
+    offset: int | None = None
 
 
-class EmbeddedFeatureStore:
-    """Features in one shared-memory slab, deduplicated by mm_hash, LRU by bytes. Not thread-safe.
+class FeatureStore(Protocol):
+    """Features by mm_hash, stored once, evicted least recently used first.
 
-    A hold (one per request and feature) lasts as long as the call that announces the feature.
+    An owner (a request id) holds what it puts or acquires until it releases it; what is held is not evicted. The
+    methods belong to one event loop, but for :meth:`fetch`, which any thread may call.
     """
 
-    def __init__(self, transport: Transport, capacity_bytes: int) -> None:
-        self._slab = transport.allocate("features", capacity_bytes)
-        self._allocator = SlabAllocator(capacity_bytes)
-        self._cache: FeatureCache[StoredFeature] = FeatureCache(capacity_bytes)
-
     @property
-    def num_owners(self) -> int:
-        return self._cache.num_owners
+    def num_owners(self) -> int: ...
 
-    def acquire(self, mm_hash: str, owner: str) -> StoredFeature | None:
+    async def acquire(self, mm_hash: str, owner: str) -> StoredFeature | None:
         """The feature, held for ``owner`` until release; None where it must be encoded."""
-        return self._cache.acquire(mm_hash, owner)
+        ...
 
-    def put(
+    async def put(
         self, mm_hash: str, data: memoryview, shape: list[int], dtype: str, owner: str
     ) -> StoredFeature | None:
         """Store a feature and hold it for ``owner``; None where held features leave no room now.
 
         Raises ValueError for a feature larger than the store.
         """
+        ...
+
+    def release(self, owner: str, mm_hash: str) -> None:
+        """Drop the owner's hold. Idempotent."""
+        ...
+
+    def event(self, mm_hash: str, feature: StoredFeature, request_id: str) -> FeatureEvent:
+        """The hash event by which a consumer finds and verifies the feature."""
+        ...
+
+    def fetch(self, event: FeatureEvent) -> bytearray:
+        """The bytes of an announced feature, their checksum verified. Blocks; any thread may call it.
+
+        Raises TransferError where they cannot be had as they are described.
+        """
+        ...
+
+    def close(self) -> None:
+        """Give back what the store itself has taken. Blocks. Idempotent."""
+        ...
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the books balance."""
+        ...
+
+
+def verify(event: FeatureEvent, data: bytearray) -> None:
+    """Raise TransferError unless the bytes are those that the event announced."""
+    if checksum(data) != event.checksum:
+        raise TransferError(f"feature {event.mm_hash[:12]} fails its checksum")
+
+
+class EmbeddedFeatureStore:
+    """Features in one slab of a transport. A hold lasts as long as the call that announces the feature."""
+
+    def __init__(self, transport: Transport, capacity_bytes: int) -> None:
+        self._transport = transport
+        self._slab = transport.allocate("features", capacity_bytes)
+        self._allocator = SlabAllocator(capacity_bytes)
+        self._cache: FeatureCache[tuple[int, StoredFeature]] = FeatureCache(capacity_bytes)
+
+    @property
+    def num_owners(self) -> int:
+        return self._cache.num_owners
+
+    async def acquire(self, mm_hash: str, owner: str) -> StoredFeature | None:
+        found = self._cache.acquire(mm_hash, owner)
+        return None if found is None else found[1]
+
+    async def put(
+        self, mm_hash: str, data: memoryview, shape: list[int], dtype: str, owner: str
+    ) -> StoredFeature | None:
         if data.nbytes > self._allocator.capacity:
             raise ValueError(
                 f"a feature of {data.nbytes} bytes does not fit a store of {self._allocator.capacity}; "
                 "raise feature_store_bytes"
             )
         if mm_hash in self._cache:
-            return self._cache.acquire(mm_hash, owner)
+            return await self.acquire(mm_hash, owner)
         offset = self._allocate(data.nbytes)
         if offset is None:
             return None
@@ -68,16 +120,15 @@ class EmbeddedFeatureStore:
         feature = StoredFeature(
             offset=offset, nbytes=data.nbytes, shape=shape, dtype=dtype, checksum=checksum(data)
         )
-        for evicted in self._cache.put(mm_hash, feature, data.nbytes, owner):
-            self._allocator.free(evicted.offset)
+        for evicted, _ in self._cache.put(mm_hash, (offset, feature), data.nbytes, owner):
+            self._allocator.free(evicted)
         return feature
 
     def release(self, owner: str, mm_hash: str) -> None:
-        """Drop the owner's hold. Idempotent."""
         self._cache.release(owner, mm_hash)
 
     def event(self, mm_hash: str, feature: StoredFeature, request_id: str) -> FeatureEvent:
-        """The hash event by which a consumer finds and verifies the feature."""
+        assert feature.offset is not None, "a feature of another store"
         return FeatureEvent(
             request_id=request_id,
             mm_hash=mm_hash,
@@ -89,6 +140,20 @@ class EmbeddedFeatureStore:
             offset=feature.offset,
         )
 
+    def fetch(self, event: FeatureEvent) -> bytearray:
+        if event.region is None:
+            raise TransferError(
+                f"feature {event.mm_hash[:12]} lies in {event.store}, which this instance does not use; "
+                "instances need the same feature_store"
+            )
+        data = bytearray(event.nbytes)
+        self._transport.read(event.region, [(event.offset, memoryview(data))])
+        verify(event, data)
+        return data
+
+    def close(self) -> None:
+        """Nothing: the slab goes with its transport."""
+
     def check_integrity(self) -> None:
         self._cache.check_integrity()
         self._allocator.check_integrity()
@@ -98,5 +163,5 @@ class EmbeddedFeatureStore:
             evicted = self._cache.evict_one()
             if evicted is None:
                 return None
-            self._allocator.free(evicted.offset)
+            self._allocator.free(evicted[0])
         return offset

@@ -6,16 +6,22 @@ process that maps it, so nothing stays behind in ``/dev/shm`` even after SIGKILL
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import threading
 import uuid
+import weakref
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
 from epd_serve.protocol.wire import Region
 from epd_serve.transfer.transport import Piece, TransferError, check_bounds
+
+# Linux, on every architecture; the mmap module has neither.
+_MAP_FIXED = 0x10
+_PROT_NONE = 0
 
 
 @cache
@@ -26,14 +32,20 @@ def host_id() -> str:
 
 
 class SharedSlab:
-    """Zeroed memory of this process that peers on the same host can map."""
+    """Zeroed memory of this process that peers on the same host can map.
 
-    def __init__(self, name: str, nbytes: int, *, host: str = "", port: int = 0) -> None:
+    Args:
+        alignment: power of two that the address of the memory is a multiple of, as a transport may need.
+    """
+
+    def __init__(self, name: str, nbytes: int, *, host: str = "", port: int = 0, alignment: int = 1) -> None:
         self._name = f"{name}-{uuid.uuid4().hex}"  # unique, so that a reused pid and fd cannot be mistaken for it
         self._fd = os.memfd_create(self._name, os.MFD_CLOEXEC)
         os.ftruncate(self._fd, nbytes)
-        self._map = mmap.mmap(self._fd, nbytes)
-        self.buffer = memoryview(self._map)
+        if alignment <= mmap.PAGESIZE:
+            self.buffer = memoryview(mmap.mmap(self._fd, nbytes))
+        else:
+            self.buffer = _map_aligned(self._fd, nbytes, alignment)
         self.region = Region(
             name=self._name, nbytes=nbytes, host_id=host_id(), pid=os.getpid(), fd=self._fd, host=host, port=port
         )
@@ -43,6 +55,29 @@ class SharedSlab:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+def _map_aligned(fd: int, nbytes: int, alignment: int) -> memoryview:
+    """A shared mapping of ``fd`` at a multiple of ``alignment``; it goes with its last view."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+
+    def mapped(address: int | None, size: int, protection: int, flags: int, file: int) -> int:
+        result: int = libc.mmap(address, size, protection, flags, file, 0)
+        if result == ctypes.c_void_p(-1).value:
+            raise OSError(ctypes.get_errno(), f"mmap of {size} bytes")
+        return result
+
+    # room for an aligned start is reserved first; the file is then mapped over a part of it
+    reserved = nbytes + alignment
+    start = mapped(None, reserved, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
+    address = -(-start // alignment) * alignment
+    mapped(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED, fd)
+    memory = (ctypes.c_char * nbytes).from_address(address)
+    weakref.finalize(memory, libc.munmap, start, reserved).atexit = False
+    return memoryview(memory).cast("B")
 
 
 class SharedMemoryPeers:
@@ -83,16 +118,21 @@ class SharedMemoryPeers:
 
 def map_region(region: Region) -> mmap.mmap:
     """A region of a process on this host as memory of this one. Raises TransferError where it is gone."""
-    path = Path(f"/proc/{region.pid}/fd/{region.fd}")
-    try:
-        if not str(path.readlink()).startswith(f"/memfd:{region.name}"):
-            raise TransferError(f"region {region.name} is gone: process {region.pid} has replaced it")
-        fd = os.open(path, os.O_RDWR)
-    except OSError as error:
-        raise TransferError(f"region {region.name} of process {region.pid} cannot be opened: {error}") from error
+    fd = open_region(region)
     try:
         return mmap.mmap(fd, region.nbytes)
     except (OSError, ValueError) as error:
         raise TransferError(f"region {region.name} cannot be mapped: {error}") from error
     finally:
         os.close(fd)
+
+
+def open_region(region: Region) -> int:
+    """A file descriptor of the region of a process on this host. Raises TransferError where it is gone."""
+    path = Path(f"/proc/{region.pid}/fd/{region.fd}")
+    try:
+        if not str(path.readlink()).startswith(f"/memfd:{region.name}"):
+            raise TransferError(f"region {region.name} is gone: process {region.pid} has replaced it")
+        return os.open(path, os.O_RDWR)
+    except OSError as error:
+        raise TransferError(f"region {region.name} of process {region.pid} cannot be opened: {error}") from error

@@ -10,6 +10,7 @@ A call is one request and one answer on a pooled connection::
 
 from __future__ import annotations
 
+import select
 import socket
 import struct
 import threading
@@ -154,6 +155,7 @@ class TcpPeers:
                 return self._exchange(connection, address, region, op, pieces)
             except OSError:
                 connection.close()  # a pooled connection may have gone stale; both operations can be repeated
+        self._drop_dead()
         try:
             connection = socket.create_connection(address, timeout=self._timeout_s)
         except OSError as error:
@@ -164,6 +166,17 @@ class TcpPeers:
         except OSError as error:
             connection.close()
             raise TransferError(f"transfer with {region.host}:{region.port} broke off: {error}") from error
+
+    def _drop_dead(self) -> None:
+        """Close idle connections that their peer has closed: restarted, it has another port and none is reused."""
+        with self._lock:
+            for address, connections in list(self._idle.items()):
+                ended = [connection for connection in connections if _has_ended(connection)]
+                for connection in ended:
+                    connection.close()
+                self._idle[address] = [connection for connection in connections if connection not in ended]
+                if not self._idle[address]:
+                    del self._idle[address]
 
     def _exchange(
         self, connection: socket.socket, address: tuple[str, int], region: Region, op: int, pieces: Sequence[Piece]
@@ -184,3 +197,10 @@ class TcpPeers:
                 _receive(connection, data)
         with self._lock:
             self._idle.setdefault(address, []).append(connection)
+
+
+def _has_ended(idle: socket.socket) -> bool:
+    """Nothing is due on an idle connection, so what can be read is its end."""
+    poll = select.poll()
+    poll.register(idle, select.POLLIN)
+    return bool(poll.poll(0))

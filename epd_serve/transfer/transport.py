@@ -37,7 +37,11 @@ class Transport(Protocol):
         ...
 
     def write(self, region: Region, pieces: Sequence[Piece]) -> None:
-        """Copy each piece to its offset in ``region``. Raises TransferError; then any part may have arrived."""
+        """Copy each piece to its offset in ``region``.
+
+        Raises TransferError; then any part may have arrived, or may still arrive where the peer stalls and goes
+        on: what a failed write was aimed at must not be used again before its lease has ended.
+        """
         ...
 
     def read(self, region: Region, pieces: Sequence[Piece]) -> None:

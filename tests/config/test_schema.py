@@ -9,6 +9,8 @@ from epd_serve.config import DeploymentConfig, InstanceSettings, deployment_sche
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 FILES = sorted(DEPLOY.glob("*.yaml"), key=lambda file: file.name)
+#: Files that show something other than a topology.
+EXAMPLES = {"cpu-mooncake.yaml"}
 
 
 def file_name(topology: str) -> str:
@@ -37,10 +39,11 @@ def test_the_schema_is_valid_and_agrees_with_the_loader_on_bad_files() -> None:
 
 def test_every_documented_topology_has_a_file() -> None:
     documented = ("EPD", "EP-D", "E-P-D", "(E-P)-D", "(E-D)-P", "(E-PD)", "ED-P", "2E-P-D")
-    assert {file.name for file in FILES} == {file_name(topology) for topology in documented}
+    assert {file.name for file in FILES} == {file_name(topology) for topology in documented} | EXAMPLES
     readme = (DEPLOY / "README.md").read_text()
     for topology in documented:
         assert f"| `{file_name(topology)}` | `{topology}` |" in readme
+    assert all(f"`{name}`" in readme for name in EXAMPLES)
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
@@ -48,7 +51,7 @@ def test_deployment_files_load_and_are_what_their_names_say(file: Path) -> None:
     text = file.read_text()
     assert text.startswith("# yaml-language-server: $schema=schema.json\n")
     config = load_config(file)
-    assert file.name == file_name(str(config.topology))
+    assert file.name in EXAMPLES | {file_name(str(config.topology))}
     assert f"topology: {config.topology}\n" in text
     jsonschema.validate(YAML(typ="safe", pure=True).load(text), deployment_schema())
 
@@ -81,13 +84,15 @@ def test_every_setting_reaches_the_instance() -> None:
         "feature_store_bytes": 2000,
         "feature_cache_bytes": 3000,
         "feature_timeout_s": 1.5,
+        "queue_timeout_s": 3.5,
         "lease_s": 2.5,
+        "feature_prefetch": "sync",
     }
     config = DeploymentConfig.model_validate(
         {"instances": {**values, "kv_transfer": {"transport": "shm", "group_layers": 4}}}
     )
     options = config.options_for(config.placement()[1], device="cpu", port=9001, threads=3)
-    assert set(values) | {"kv_cache_bytes", "kv_transfer"} == set(InstanceSettings.model_fields)
+    assert set(values) | {"kv_cache_bytes", "kv_transfer", "link"} == set(InstanceSettings.model_fields)
     assert {name: getattr(options, name) for name in values} == values
     assert (options.kv_transport, options.kv_group_layers) == ("shm", 4)
     assert (options.name, str(options.role), options.port, options.dtype) == ("p0", "P", 9001, "float32")

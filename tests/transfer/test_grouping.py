@@ -1,9 +1,14 @@
-"""The smallest hidden group is the smallest, and it is hidden."""
+"""The smallest hidden group is the smallest, and it is hidden; estimates come to be what is true."""
 
+from __future__ import annotations
+
+import random
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd_serve.transfer.grouping import GroupSizer, smallest_hidden_group
+from epd_serve.transfer.grouping import GroupSizer, LinkEstimate, group_ends, smallest_hidden_group
 
 
 @given(
@@ -27,10 +32,59 @@ def test_against_the_inequality(
     )
 
 
+@given(num_layers=st.integers(1, 80), group_size=st.integers(1, 90))
+def test_groups_end_at_the_last_layer_and_only_the_first_is_smaller(num_layers: int, group_size: int) -> None:
+    ends = sorted(group_ends(num_layers, group_size))
+    sizes = [end - before for end, before in zip(ends, [-1, *ends], strict=False)]
+    assert ends[-1] == num_layers - 1
+    assert 1 <= sizes[0] <= group_size
+    assert all(size == group_size for size in sizes[1:])
+
+
+@given(
+    handshake_s=st.floats(0, 0.1),
+    bytes_per_s=st.floats(1e6, 1e11),
+    sizes=st.lists(st.integers(1, 10**8), min_size=2, max_size=60),
+)
+def test_a_link_without_noise_is_found_exactly(handshake_s: float, bytes_per_s: float, sizes: list[int]) -> None:
+    estimate = LinkEstimate()
+    estimate.observe(0, handshake_s)
+    for size in sizes:
+        estimate.observe(size, handshake_s + size / bytes_per_s)
+        predicted = estimate.handshake_s + size * estimate.s_per_byte
+        assert predicted == pytest.approx(handshake_s + size / bytes_per_s, rel=0.01, abs=1e-6)
+
+
+def test_a_handshake_stays_known_where_all_writes_are_of_one_size() -> None:
+    rng = random.Random(0)
+    estimate = LinkEstimate()
+    estimate.observe(0, 0.01)
+    for _ in range(500):
+        estimate.observe(1_000_000, 0.01 + 0.005 * rng.uniform(0.9, 1.1))
+    assert estimate.handshake_s == pytest.approx(0.01, rel=0.1)
+    assert estimate.s_per_byte == pytest.approx(0.005 / 1e6, rel=0.2)
+
+
+def test_a_link_that_changes_is_followed() -> None:
+    estimate = LinkEstimate()
+    for slowness in (1, 5):
+        for i in range(100):
+            size = 100_000 * (1 + i % 3)
+            estimate.observe(size, 0.002 + slowness * size / 1e8)
+    assert 1 / estimate.s_per_byte == pytest.approx(2e7, rel=0.02)
+    assert estimate.handshake_s == pytest.approx(0.002, rel=0.05)
+
+
 def test_measured_times_move_the_size() -> None:
     sizer = GroupSizer(num_layers=32)
-    assert sizer.group_size() == 32, "nothing is known yet"
-    sizer.observe_compute(step_s=0.32, step_bytes=32e6)
-    sizer.observe_transfer(nbytes=4_000_000, seconds=0.004, handshake_s=0.03)
-    assert sizer.group_size() == 4  # 0.03 + g·1 ms <= g·10 ms
-    assert GroupSizer(num_layers=4, fixed=8).group_size() == 4
+    assert sizer.group_size("d", 100, 1e6) == 8, "nothing is known yet"
+    sizer.observe_compute(num_tokens=100, seconds=0.32)
+    sizer.observe_transfer("d", 0, 0.03)
+    assert sizer.group_size("d", 100, 1e6) == 8, "nor is the bandwidth"
+    sizer.observe_transfer("d", 4_000_000, 0.03 + 0.004)
+    assert sizer.group_size("d", 100, 1e6) == 4  # 0.03 + g·1 ms <= g·10 ms
+    assert sizer.group_size("d", 200, 2e6) == 2  # a step of twice the tokens: 0.03 + g·2 ms <= g·20 ms
+    assert sizer.group_size("other", 100, 1e6) == 8
+    assert GroupSizer(num_layers=4, fixed=8).group_size("d", 1, 1.0) == 4
+    sizer.forget("d")
+    assert not sizer.known_links()

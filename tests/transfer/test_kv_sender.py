@@ -1,27 +1,77 @@
-"""The sender's thread: whatever one transfer meets, the next one goes out and every fence is passed."""
+"""The sender: whatever one transfer meets, the others go out, every fence is passed, the times add up."""
+
+from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from epd_serve.protocol.wire import ReserveReply
+from epd_serve.protocol.wire import Region, ReserveReply
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.grouping import GroupSizer
-from epd_serve.transfer.kv_sender import KVSender, OutgoingTransfer
-from epd_serve.transfer.transport import Piece
+from epd_serve.transfer.kv_sender import KVSender, OutgoingTransfer, Part
+from epd_serve.transfer.shaped import ShapedTransport
+from epd_serve.transfer.transport import Piece, Slab, TransferError
 
 
 class Source:
     """One byte per block. Block 13 cannot be read, as on an accelerator whose copy fails."""
 
+    def stage(self, layers: range, blocks: Sequence[int]) -> None:
+        if 13 in blocks:
+            raise RuntimeError("out of memory")
+
     def pieces(
         self, layers: range, local: Sequence[int], remote: Sequence[int], remote_num_blocks: int
     ) -> list[Piece]:
-        if 13 in local:
-            raise RuntimeError("out of memory")
-        return [(there, memoryview(bytes([here]))) for here, there in zip(local, remote, strict=True)]
+        return [
+            (layer * remote_num_blocks + there, memoryview(bytes([here])))
+            for layer in layers
+            for here, there in zip(local, remote, strict=True)
+        ]
+
+
+class Counting:
+    """Counts the writes to each region; those to a stalled one take as long as ``stall`` says."""
+
+    def __init__(self) -> None:
+        self.inner = EmbeddedTransport(path="shm")
+        self.writes: list[tuple[str, int]] = []
+        self.stalled: dict[str, threading.Event] = {}
+
+    def allocate(self, name: str, nbytes: int) -> Slab:
+        return self.inner.allocate(name, nbytes)
+
+    def write(self, region: Region, pieces: Sequence[Piece]) -> None:
+        if region.name in self.stalled:
+            self.stalled[region.name].wait(10)
+        self.inner.write(region, pieces)
+        self.writes.append((region.name, len(pieces)))
+
+    def read(self, region: Region, pieces: Sequence[Piece]) -> None:
+        self.inner.read(region, pieces)
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+@pytest.fixture
+def transport() -> Iterator[Counting]:
+    transport = Counting()
+    yield transport
+    transport.close()
+
+
+def target(slab: Slab) -> ReserveReply:
+    return ReserveReply(block_ids=[2], num_cached_blocks=0, region=slab.region, num_blocks=8)
+
+
+def outgoing(name: str, slab: Slab, lifetime_s: float = 60.0) -> OutgoingTransfer:
+    return OutgoingTransfer(name, target(slab), time.monotonic() + lifetime_s)
 
 
 def passed(sender: KVSender, transfer: OutgoingTransfer) -> bool:
@@ -30,23 +80,128 @@ def passed(sender: KVSender, transfer: OutgoingTransfer) -> bool:
     return event.wait(5)
 
 
+def nothing() -> None: ...
+
+
 @pytest.mark.parametrize(
     ("blocks", "lifetime_s", "message"), [([13], 60.0, "out of memory"), ([7], -1.0, "lease of transfer")]
 )
-def test_a_transfer_that_fails_takes_no_other_along(blocks: list[int], lifetime_s: float, message: str) -> None:
-    transport = EmbeddedTransport(path="shm")
+def test_a_transfer_that_fails_takes_no_other_along(
+    transport: Counting, blocks: list[int], lifetime_s: float, message: str
+) -> None:
     slab = transport.allocate("kv", 8)
     sender = KVSender(transport, Source(), GroupSizer(num_layers=1), time.monotonic)
-    target = ReserveReply(block_ids=[2], num_cached_blocks=0, region=slab.region, num_blocks=8)
-    failing = OutgoingTransfer("failing", target, time.monotonic() + lifetime_s)
-    fine = OutgoingTransfer("fine", target, time.monotonic() + 60)
-    sender.push(failing, range(1), blocks, [3], lambda: None)
-    sender.push(failing, range(1), [8], [4], lambda: None)
-    sender.push(fine, range(1), [9], [2], lambda: None)
+    failing, fine = outgoing("failing", slab, lifetime_s), outgoing("fine", slab)
+    sender.push(range(1), [Part(failing, blocks, [3])], nothing)
+    sender.push(range(1), [Part(failing, [8], [4])], nothing)
+    sender.push(range(1), [Part(fine, [9], [2])], nothing)
     assert passed(sender, failing)
     assert passed(sender, fine)
     assert message in str(failing.error)
     assert fine.error is None
     assert bytes(slab.buffer) == bytes([0, 0, 9, 0, 0, 0, 0, 0]), "a failed transfer writes nothing more"
     sender.close()
+
+
+def test_a_step_is_one_write_without_those_that_may_not_write(transport: Counting) -> None:
+    slab = transport.allocate("kv", 16)
+    sender = KVSender(transport, Source(), GroupSizer(num_layers=2), time.monotonic)
+    one, two, gone, late = (outgoing(name, slab) for name in ("one", "two", "gone", "late"))
+    gone.cancelled = True
+    late.deadline = 0.0
+    parts = [Part(one, [5, 6], [1, 2]), Part(gone, [7], [3]), Part(two, [8], [4]), Part(late, [9], [5])]
+    sender.push(range(2), parts, nothing)
+    assert passed(sender, two)
+    assert transport.writes == [(slab.region.name, 6)]
+    assert bytes(slab.buffer) == bytes([0, 5, 6, 0, 8, 0, 0, 0]) * 2
+    assert (one.num_bytes, two.num_bytes, gone.num_bytes) == (4, 2, 0)
+    assert one.transfer_s == pytest.approx(2 * two.transfer_s)
+    assert late.error is not None
+    assert gone.error is None
+    sender.close()
+
+
+def test_a_stalled_decode_instance_holds_up_no_other(transport: Counting) -> None:
+    stalled, fine = transport.allocate("kv", 8), transport.allocate("kv", 8)
+    transport.stalled[stalled.region.name] = threading.Event()
+    sender = KVSender(transport, Source(), GroupSizer(num_layers=1), time.monotonic)
+    slow, quick = outgoing("slow", stalled), outgoing("quick", fine)
+    sender.push(range(1), [Part(slow, [1], [1])], nothing)
+    sender.push(range(1), [Part(quick, [2], [1])], nothing)
+    assert passed(sender, quick)
+    assert fine.buffer[1] == 2
+    assert slow.num_writes == 0
+    transport.stalled[stalled.region.name].set()
+    assert passed(sender, slow)
+    sender.close()
+
+
+def test_the_first_contact_is_made_once_and_measured(transport: Counting) -> None:
+    slab = transport.allocate("kv", 8)
+    contacts: list[int] = []
+    link = ShapedTransport(transport, None, 0.02)
+    sender = KVSender(
+        link, Source(), GroupSizer(num_layers=1), time.monotonic, lambda nbytes, seconds: contacts.append(nbytes)
+    )
+    for _ in range(3):
+        sender.connect(slab.region)
+    assert passed(sender, outgoing("t", slab))
+    assert contacts == [0]
+    assert transport.writes == [(slab.region.name, 0)] * 2
+    assert sender.sizer.links[slab.region.name].handshake_s == pytest.approx(0.02, rel=0.5)
+    sender.close()
+
+
+def test_a_peer_that_is_gone_fails_its_transfer_and_no_contact_is_an_error(transport: Counting) -> None:
+    region = Region(
+        name="gone", nbytes=8, host_id=transport.allocate("x", 1).region.host_id, pid=1, fd=999, host="", port=0
+    )
+    sender = KVSender(transport, Source(), GroupSizer(num_layers=1), time.monotonic)
+    sender.connect(region)
+    transfer = OutgoingTransfer("t", ReserveReply([1], 0, region, 8), time.monotonic() + 60)
+    sender.push(range(1), [Part(transfer, [1], [1])], nothing)
+    assert passed(sender, transfer)
+    assert isinstance(transfer.error, TransferError)
+    sender.close()
+
+
+@given(
+    writes=st.lists(st.tuples(st.floats(0, 2), st.floats(0.01, 2)), min_size=1, max_size=8),
+    computed_after=st.integers(0, 8),
+)
+@settings(max_examples=60, deadline=None)
+def test_what_is_exposed_is_what_was_written_after_the_prompt(
+    writes: list[tuple[float, float]], computed_after: int
+) -> None:
+    """Each write begins some time after the one before it and takes some; the prompt ends between two of them."""
+    now = [0.0]
+    durations = iter(writes)
+
+    class Timed(Counting):
+        def write(self, region: Region, pieces: Sequence[Piece]) -> None:
+            now[0] += next(durations)[1]
+
+    transport = Timed()
+    slab = transport.allocate("kv", 8)
+    sender = KVSender(transport, Source(), GroupSizer(num_layers=1), lambda: now[0])
+    transfer = OutgoingTransfer("t", target(slab), 1e9)
+
+    def idle(seconds: float, count: int) -> Callable[[], None]:
+        def wait() -> None:
+            if count == computed_after:
+                transfer.computed_at = now[0] + seconds / 2
+            now[0] += seconds
+
+        return wait
+
+    for count, (pause_s, _) in enumerate(writes):
+        sender.push(range(1), [Part(transfer, [1], [1])], idle(pause_s, count))
+    assert passed(sender, transfer)
+    sender.close()
     transport.close()
+    exposed = sum(duration for _, duration in writes[computed_after:])
+    assert transfer.transfer_s == pytest.approx(sum(duration for _, duration in writes))
+    assert transfer.exposed_s == pytest.approx(exposed)
+    assert transfer.overlap_ratio == pytest.approx(1 - exposed / transfer.transfer_s)
+    if computed_after < len(writes):
+        assert transfer.wait_s == pytest.approx(now[0] - (transfer.computed_at or 0.0))

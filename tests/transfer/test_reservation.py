@@ -30,7 +30,12 @@ class ReservationMachine(RuleBasedStateMachine):
         super().__init__()
         self.now = 0.0
         self.pool = BlockPool(16, 4)
-        self.table = ReservationTable(free=lambda blocks: self.pool.release(blocks.all()))
+        self.first_blocks: dict[str, int] = {}
+        self.in_a_write: set[str] = set()
+        self.table = ReservationTable(
+            free=lambda blocks: self.pool.release(blocks.all()),
+            is_being_written=lambda block: block in {self.first_blocks[name] for name in self.in_a_write},
+        )
         self.owned: list[RequestBlocks] = []
         self.ended: set[str] = set()
         self.may_write: dict[str, float] = {}
@@ -42,11 +47,25 @@ class ReservationMachine(RuleBasedStateMachine):
         if reservation is None or reservation.state is not ReservationState.PENDING:
             return
         if self.pool.can_allocate_request(6, 3):
-            self.table.grant(reservation, self.pool.allocate_request(6, 3), self.now)
+            blocks = self.pool.allocate_request(6, 3)
+            self.table.grant(reservation, blocks, self.now)
+            self.first_blocks[transfer_id] = blocks.root[0]
             self.may_write[transfer_id] = self.now + LEASE_S
 
     @rule(transfer_id=IDS)
+    def begin_a_write(self, transfer_id: str) -> None:
+        if transfer_id in self.may_write:
+            self.in_a_write.add(transfer_id)
+
+    @rule(transfer_id=IDS)
+    def end_a_write(self, transfer_id: str) -> None:
+        self.in_a_write.discard(transfer_id)
+        self.pass_time(0.0)
+
+    @rule(transfer_id=IDS)
     def complete(self, transfer_id: str) -> None:
+        if transfer_id in self.in_a_write:
+            return  # a writer says so when it is through
         reservation = self.table.complete(transfer_id)
         if reservation is not None:
             assert reservation.blocks is not None
@@ -55,7 +74,19 @@ class ReservationMachine(RuleBasedStateMachine):
             del self.may_write[transfer_id]
 
     @rule(transfer_id=IDS)
+    def fail_to_write(self, transfer_id: str) -> None:
+        """Parts of it may still arrive: nobody else gets the blocks before a lease has passed."""
+        live = transfer_id in self.may_write
+        self.table.quarantine(transfer_id, self.now)
+        if live:
+            self.may_write[transfer_id] = self.now + LEASE_S
+        else:
+            self.ended.add(transfer_id)
+
+    @rule(transfer_id=IDS)
     def stop_writing(self, transfer_id: str) -> None:
+        if transfer_id in self.in_a_write:
+            return
         self.table.stop_writing(transfer_id)
         self.ended.add(transfer_id)
         self.may_write.pop(transfer_id, None)
@@ -77,6 +108,8 @@ class ReservationMachine(RuleBasedStateMachine):
         self.now += seconds
         self.table.expire(self.now)
         for transfer_id in [t for t, deadline in self.may_write.items() if deadline <= self.now]:
+            if transfer_id in self.in_a_write:
+                continue
             del self.may_write[transfer_id]
             self.ended.add(transfer_id)
 

@@ -1,6 +1,7 @@
 """One contract for every transport: what one side writes the other side has, and nothing goes out of bounds."""
 
-import multiprocessing
+import gc
+import mmap
 import os
 import resource
 import signal
@@ -10,21 +11,29 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
+import psutil
 import pytest
+from fleet import wait_until
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from slab_server import SIZE, serve_slab
+from transfer_peer import Peer
+from transports import TIMEOUT_S, kinds, make_transport, mooncake_options, needs_mooncake
 
-from epd_serve.protocol import wire
 from epd_serve.transfer.embedded import EmbeddedTransport
-from epd_serve.transfer.embedded import Path as TransportPath
+from epd_serve.transfer.mooncake import Engine, MooncakeOptions
+from epd_serve.transfer.mooncake_transport import MooncakeTransport
+from epd_serve.transfer.shared_memory import SharedSlab
+from epd_serve.transfer.staging import StagingPool, address_of
 from epd_serve.transfer.transport import TransferError, Transport
 
+SIZE = 4096
+STALLED_BYTES = 64 * 1024**2  # far more than sockets buffer
 
-@pytest.fixture(scope="module", params=["shm", "tcp", "auto"])
+
+@pytest.fixture(scope="module", params=kinds("shm", "tcp", "auto", "mooncake"))
 def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Transport, Transport]]:
-    path: TransportPath = request.param
-    here, there = EmbeddedTransport(path=path), EmbeddedTransport(path=path)
+    here, there = make_transport(request.param), make_transport(request.param)
     yield here, there
     here.close()
     there.close()
@@ -62,15 +71,14 @@ def test_out_of_bounds_is_refused(pair: tuple[Transport, Transport], offset: int
         here.read(region, [(offset, memoryview(bytearray(nbytes)))])
 
 
-def test_a_tcp_peer_checks_bounds_itself() -> None:
-    here, there = EmbeddedTransport(path="tcp"), EmbeddedTransport(path="tcp")
+@pytest.mark.parametrize("kind", kinds("tcp", "mooncake"))
+def test_a_peer_checks_bounds_itself(kind: str) -> None:
+    here, there = make_transport(kind), make_transport(kind)
     region = there.allocate("slab", 64).region
-    lying = wire.Region(**{name: getattr(region, name) for name in region.__struct_fields__} | {"nbytes": 1 << 20})
+    lying = msgspec.structs.replace(region, nbytes=1 << 20)
     with pytest.raises(TransferError):
         here.write(lying, [(60, memoryview(b"12345678"))])
-    unknown = wire.Region(
-        **{name: getattr(region, name) for name in region.__struct_fields__} | {"name": "nobody"}
-    )
+    unknown = msgspec.structs.replace(region, name="nobody")
     with pytest.raises(TransferError):
         here.read(unknown, [(0, memoryview(bytearray(8)))])
     here.write(region, [(0, memoryview(b"fine"))])  # the transport survives refusals
@@ -95,28 +103,51 @@ def test_concurrent_writers_do_not_mix(pair: tuple[Transport, Transport]) -> Non
     assert bytes(slab.buffer) == b"".join(bytes([i + 1]) * part for i in range(4))
 
 
-@pytest.mark.parametrize("path", ["shm", "tcp"])
-def test_between_processes_and_after_the_peer_was_killed(path: TransportPath) -> None:
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=serve_slab, args=(path, theirs))
-    process.start()
-    theirs.close()  # so that a dead child ends the pipe
-    region = wire.decode(ours.recv_bytes(), wire.Region)
-    transport = EmbeddedTransport(path=path)
-    data = bytearray(5)
-    transport.read(region, [(0, memoryview(data))])
-    assert data == b"hello"
-    transport.write(region, [(5, memoryview(b" world"))])
-    assert process.pid is not None
-    os.kill(process.pid, signal.SIGKILL)
-    process.join()
-    fresh = EmbeddedTransport(path=path)
+@pytest.mark.parametrize("kind", kinds("tcp", "mooncake"))
+def test_a_write_to_a_peer_that_stalls_ends_and_no_more_than_was_under_way_arrives(kind: str) -> None:
+    peer, here = Peer(kind, STALLED_BYTES), make_transport(kind)
+    mine = here.allocate("mine", STALLED_BYTES)
+    mine.buffer[:] = b"x" * STALLED_BYTES
+    here.write(peer.region, [(0, memoryview(b"warm"))])
+    peer.signal(signal.SIGSTOP)
+    started = time.monotonic()
     with pytest.raises(TransferError):
-        fresh.read(region, [(0, memoryview(data))])
-    transport.close()
-    fresh.close()
-    ours.close()
+        here.write(peer.region, [(0, mine.buffer)])
+    assert time.monotonic() - started < 3 * TIMEOUT_S
+    peer.signal(signal.SIGCONT)
+    time.sleep(0.5)
+    slab, _ = peer.call("look")
+    arrived = slab.count(b"x")
+    assert arrived < STALLED_BYTES / 2, "the sender went on although the write had failed"
+    time.sleep(0.5)
+    assert peer.call("look")[0].count(b"x") == arrived
+    peer.kill()
+    here.close()
+
+
+@pytest.mark.parametrize("kind", kinds("tcp", "mooncake"))
+def test_a_peer_that_never_answers_holds_up_nobody_else(kind: str) -> None:
+    """It hangs before the first contact: its kernel still accepts connections for it."""
+    hanging, fine, here = Peer(kind), Peer(kind), make_transport(kind)
+    hanging.signal(signal.SIGSTOP)
+    failed = threading.Event()
+
+    def write() -> None:
+        with pytest.raises(TransferError):
+            here.read(hanging.region, [(0, memoryview(bytearray(4)))])
+        failed.set()
+
+    started = time.monotonic()
+    thread = threading.Thread(target=write)
+    thread.start()
+    here.write(fine.region, [(0, memoryview(b"fine"))])
+    assert fine.call("look")[0][:4] == b"fine"
+    assert time.monotonic() - started < TIMEOUT_S
+    assert failed.wait(3 * TIMEOUT_S)
+    thread.join()
+    for peer in (hanging, fine):
+        peer.kill()
+    here.close()
 
 
 def test_nothing_is_left_in_dev_shm() -> None:
@@ -148,3 +179,126 @@ def test_a_server_that_ran_out_of_descriptors_accepts_again() -> None:
     here.write(region, [(0, memoryview(b"fine"))])
     here.close()
     there.close()
+
+
+@pytest.mark.parametrize("alignment", [1, 4096, 2 * 1024**2])
+def test_a_slab_begins_where_its_transport_needs_it_and_goes_with_its_last_view(alignment: int) -> None:
+    slab = SharedSlab("slab", 3 * SIZE, alignment=alignment)
+    assert address_of(slab.buffer) % alignment == 0
+    view = slab.buffer[SIZE : 2 * SIZE]
+    view[:] = b"y" * SIZE
+    with Path(f"/proc/self/fd/{slab.region.fd}").open("rb") as file:
+        assert mmap.mmap(file.fileno(), 3 * SIZE, access=mmap.ACCESS_READ)[SIZE : 2 * SIZE] == bytes(view)
+    name = slab.region.name
+    slab.close()
+    del slab
+    assert name in Path("/proc/self/maps").read_text()
+    assert bytes(view) == b"y" * SIZE
+    del view
+    assert name not in Path("/proc/self/maps").read_text()
+
+
+def test_a_staging_pool_is_bounded() -> None:
+    pool = StagingPool(1024, 64)
+    with pool.take(600, 0) as first:
+        assert first.memory.nbytes == 600
+        with pytest.raises(TransferError, match=r"no room .* within 0\.05 s"), pool.take(600, 0.05):
+            pytest.fail("there is no room")
+        with pytest.raises(TransferError, match=r"raise mooncake\.staging_bytes"), pool.take(2000, 0):
+            pytest.fail("it can never fit")
+    with pool.take(600, 0) as part:
+        part.lost = True
+    assert pool.num_taken == 1, "what may still be written to is not given out again"
+    pool.check_integrity()
+    pool.close()
+
+
+@needs_mooncake
+def test_mooncake_listens_on_the_loopback_device_alone_where_its_host_is_one() -> None:
+    before = {connection.laddr for connection in psutil.Process().net_connections("tcp")}
+    transport = MooncakeTransport(mooncake_options())
+    ours = [c for c in psutil.Process().net_connections("tcp") if c.status == "LISTEN" and c.laddr not in before]
+    everywhere = [c for c in ours if c.laddr.ip in ("0.0.0.0", "::")]
+    assert len(everywhere) == 2, "the engine's, for the handshake and for the data"
+    assert all(_device_of(c.fd) == b"lo" for c in everywhere)
+    assert {c.laddr.ip for c in ours if c not in everywhere} == {"127.0.0.1"}
+    transport.close()
+
+
+def _device_of(descriptor: int) -> bytes:
+    with socket.socket(fileno=os.dup(descriptor)) as listener:
+        return listener.getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, 16).rstrip(b"\0")
+
+
+@needs_mooncake
+def test_mooncake_registers_no_more_regions_than_its_protocol_can_hold() -> None:
+    options = mooncake_options()
+    limited = MooncakeTransport(
+        MooncakeOptions(
+            host=options.host,
+            protocol=options.protocol,
+            staging_bytes=options.staging_bytes,
+            timeout_s=options.timeout_s,
+            max_regions=2,  # the pool is one
+        )
+    )
+    limited.allocate("kv", SIZE)
+    with pytest.raises(TransferError, match="no more than 2 regions"):
+        limited.allocate("features", SIZE)
+    limited.close()
+
+
+@needs_mooncake
+def test_mooncake_needs_an_address_that_peers_can_reach() -> None:
+    with pytest.raises(ValueError, match=r"cannot offer memory at 0\.0\.0\.0; set instances\.host"):
+        Engine(MooncakeOptions(host="0.0.0.0", protocol="tcp"))
+
+
+@needs_mooncake
+def test_transports_that_do_not_speak_to_each_other_say_so() -> None:
+    embedded, mooncake = EmbeddedTransport(path="tcp"), MooncakeTransport(mooncake_options())
+    with pytest.raises(TransferError, match=r"embedded transport.*same kv_transfer\.transport"):
+        mooncake.write(embedded.allocate("kv", 8).region, [(0, memoryview(b"x"))])
+    elsewhere = msgspec.structs.replace(mooncake.allocate("kv", 8).region, host_id="another")
+    with pytest.raises(TransferError, match=r"over mooncake.*same kv_transfer\.transport"):
+        embedded.write(elsewhere, [(0, memoryview(b"x"))])
+    embedded.close()
+    mooncake.close()
+
+
+@needs_mooncake
+def test_a_closed_mooncake_transport_gives_back_everything() -> None:
+    process = psutil.Process()
+    MooncakeTransport(mooncake_options()).close()  # what is loaded once stays
+    before = (len(process.net_connections("tcp")), process.num_fds())
+    for _ in range(3):
+        transport = MooncakeTransport(mooncake_options())
+        region = transport.allocate("kv", SIZE).region
+        transport.close()
+        transport.close()
+        del transport
+
+    def is_back() -> bool:
+        gc.collect()
+        kept = region.name in Path("/proc/self/maps").read_text()
+        now = (len(process.net_connections("tcp")), process.num_fds())
+        return not kept and now[0] <= before[0] and now[1] <= before[1]
+
+    wait_until(is_back, "sockets, files and memory are given back", timeout_s=10)
+
+
+def test_connections_to_peers_that_were_restarted_are_closed() -> None:
+    here = EmbeddedTransport(path="tcp")
+    process = psutil.Process()
+    before = process.num_fds()
+    for _ in range(5):
+        there = EmbeddedTransport(path="tcp")
+        here.write(there.allocate("slab", 8).region, [(0, memoryview(b"fine"))])
+        there.close()
+    last = EmbeddedTransport(path="tcp")
+    here.write(last.allocate("slab", 8).region, [(0, memoryview(b"fine"))])
+    waiting = [one for one in process.net_connections("tcp") if one.status == psutil.CONN_CLOSE_WAIT]
+    assert waiting == []
+    last.close()
+    here.close()
+    wait_until(lambda: process.num_fds() <= before, "no descriptor is left", 5)

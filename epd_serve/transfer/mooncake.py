@@ -1,0 +1,344 @@
+"""Mooncake as this program uses it: its Transfer Engine, its store's client, its master. Nothing else imports it.
+
+What its listeners bind to: the master's two ports are bound to the host that is given. The Transfer Engine always
+listens on every interface, without authentication; where the host is a loopback address, its sockets are tied to
+the loopback device (SO_BINDTODEVICE) before any memory is registered. On any other host a firewall must keep
+strangers from its ports, 15000 to 17000.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import ipaddress
+import math
+import os
+import socket
+import stat
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from epd_serve.transfer.transport import TransferError
+
+_INSTALL = (
+    "mooncake is not installed; run: pip install 'epd-serve[mooncake]' "
+    "(without CUDA: pip install mooncake-transfer-engine-non-cuda)"
+)
+_LIBRARIES = "libibverbs1 librdmacm1 libnuma1 libcurl4"
+_SETUP_PATIENCE_S = 15.0
+_SETUP_RETRY_S = 0.2
+_RPC_TIMEOUT_MS = 2000
+_CONNECT_TIMEOUT_MS = 1000
+#: How long a master that did not answer is left alone.
+_OUT_S = 2.0
+_MASTER_THREADS = 4
+
+# Result codes of the store.
+_OK = 0
+_NO_ROOM = -200
+_NOT_FOUND = -704
+_LEASED = -706
+_UNREACHABLE = range(-902, -899)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MooncakeOptions:
+    """How this process takes part.
+
+    Attributes:
+        host: address under which peers reach this process.
+        protocol: of the Transfer Engine: tcp, rdma, nvlink, ascend.
+        devices: RDMA devices to use, with commas between them; "" for all.
+        staging_bytes: registered memory through which unregistered bytes pass.
+        timeout_s: how long a peer may accept nothing. The first engine of a process fixes it for all.
+        alignment_bytes, max_regions: of registered memory (device.transport.TransportCapability).
+    """
+
+    host: str
+    protocol: str
+    devices: str = ""
+    staging_bytes: int = 256 * 1024**2
+    timeout_s: float = 30.0
+    alignment_bytes: int = 1
+    max_regions: int | None = None
+
+
+def check_installed() -> None:
+    """Raise ValueError that says what to install where mooncake is missing. Does not load it."""
+    if importlib.util.find_spec("mooncake") is None:
+        raise ValueError(_INSTALL)
+
+
+def master_command(host: str, port: int, http_port: int) -> tuple[str, ...]:
+    """The command line of a store's master; ``GET /health`` at ``http_port`` says when it is ready.
+
+    It evicts nothing by itself: what a feature store puts there it also removes.
+    """
+    check_installed()
+    spec = importlib.util.find_spec("mooncake")
+    assert spec is not None
+    for folder in spec.submodule_search_locations or ():
+        program = Path(folder) / "mooncake_master"
+        if program.is_file():
+            return (
+                str(program),
+                f"--rpc_address={host}",
+                f"--rpc_port={port}",
+                f"--metrics_host={host}",
+                f"--metrics_port={http_port}",
+                f"--rpc_thread_num={_MASTER_THREADS}",
+                "--eviction_high_watermark_ratio=1.0",
+                "--logtostderr",
+                "--minloglevel=1",
+            )
+    raise ValueError("the installed mooncake has no mooncake_master")
+
+
+class Engine:
+    """A Transfer Engine. All calls block and are safe from any thread; failures are TransferErrors."""
+
+    def __init__(self, options: MooncakeOptions) -> None:
+        if _is_unspecified(options.host):
+            raise ValueError(
+                f"mooncake cannot offer memory at {options.host}; "
+                "set instances.host to an address that the other instances can reach"
+            )
+        _configure(options.timeout_s)
+        self.options = options
+        self.call_limit_s = int(os.environ["MC_TRANSFER_TIMEOUT"])
+        self._num_regions = 0
+        before = _wildcard_listeners()
+        self._engine: Any = _load("mooncake.engine").TransferEngine()
+        if self._engine.initialize(options.host, "P2PHANDSHAKE", options.protocol, options.devices) != _OK:
+            raise ValueError(
+                f"mooncake's transfer engine cannot start with protocol {options.protocol} on {options.host}"
+            )
+        _confine(options.host, before)
+        self.port: int = self._engine.get_rpc_port()
+
+    @property
+    def shared(self) -> Any:
+        """What a store's client needs in order to move its bytes through this engine."""
+        return self._engine.get_engine()
+
+    def register(self, address: int, nbytes: int) -> None:
+        limit = self.options.max_regions
+        if limit is not None and self._num_regions >= limit:
+            raise TransferError(f"no more than {limit} regions can be registered with {self.options.protocol}")
+        if self._engine.register_memory(address, nbytes) != _OK:
+            raise TransferError(f"mooncake cannot register {nbytes} bytes for {self.options.protocol}")
+        self._num_regions += 1
+
+    def unregister(self, address: int) -> None:
+        self._engine.unregister_memory(address)
+        self._num_regions -= 1
+
+    def write(self, peer: str, sources: Sequence[int], targets: Sequence[int], sizes: Sequence[int]) -> bool:
+        """Whether registered memory was copied to ``peer``'s. It waits by polling, on a core of its own."""
+        result: int = self._open().batch_transfer_sync_write(peer, sources, targets, sizes)
+        return result == _OK
+
+    def read(self, peer: str, targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int]) -> bool:
+        """Whether ``peer``'s registered memory was copied here."""
+        result: int = self._open().batch_transfer_sync_read(peer, targets, sources, sizes)
+        return result == _OK
+
+    def close(self) -> None:
+        """Stop listening, once no call is under way; memory must have been unregistered."""
+        self._engine = None
+
+    def _open(self) -> Any:
+        engine = self._engine
+        if engine is None:
+            raise TransferError("the transport is closed")
+        return engine
+
+
+class StoreUnreachable(Exception):
+    """The store's master does not answer, or did not a moment ago."""
+
+
+class StoreClient:
+    """A client of Mooncake Store. All calls block and are safe from any thread.
+
+    Every call raises StoreUnreachable where the master does not answer; the next two seconds it does so at once.
+
+    Args:
+        master: its address, ``host:port``.
+        segment_bytes: memory that this process lends to the store; 0 makes it a mere reader.
+        engine: shared with a transport of this process, or None for one of its own.
+    """
+
+    def __init__(
+        self, options: MooncakeOptions, master: str, segment_bytes: int, *, engine: Engine | None = None
+    ) -> None:
+        _configure(options.timeout_s)
+        store = _load("mooncake.store")
+        before = _wildcard_listeners()
+        self.has_segment = segment_bytes > 0
+        self._clock = time.monotonic
+        self._out_until = -math.inf
+        self._client: Any = store.MooncakeDistributedStore()
+        self._set_up(options, master, segment_bytes, engine)
+        _confine(options.host, before)
+        self._placement = store.ReplicateConfig()
+        self._placement.with_hard_pin = True
+        self._placement.preferred_segment = self._client.get_hostname()
+
+    def _set_up(self, options: MooncakeOptions, master: str, segment_bytes: int, engine: Engine | None) -> None:
+        shared = {} if engine is None else {"engine": engine.shared}
+        deadline = self._clock() + _SETUP_PATIENCE_S
+        while not self._set_up_once(options, master, segment_bytes, shared):
+            if self._clock() >= deadline:
+                raise ValueError(f"the mooncake_master at {master} does not answer, or refuses {options.protocol}")
+            time.sleep(_SETUP_RETRY_S)
+
+    def _set_up_once(
+        self, options: MooncakeOptions, master: str, segment_bytes: int, shared: dict[str, Any]
+    ) -> bool:
+        names = (options.protocol, options.devices, master)
+        result: int = self._client.setup(options.host, "P2PHANDSHAKE", segment_bytes, 0, *names, **shared)
+        return result == _OK
+
+    def register(self, address: int, nbytes: int) -> None:
+        """Let objects be put from and got into this memory."""
+        if self._client.register_buffer(address, nbytes) != _OK:
+            raise TransferError(f"mooncake cannot register {nbytes} bytes")
+
+    def put(self, key: str, address: int, nbytes: int) -> bool:
+        """Store an object that is not there yet; False where the store has no room.
+
+        Raises TransferError where the bytes could not be moved.
+        """
+        result = self._call(self._client.put_from, key, address, nbytes, self._placement)
+        if result not in (_OK, _NO_ROOM):
+            raise TransferError(f"mooncake cannot store {key[:12]}: error {result}")
+        return result == _OK
+
+    def size(self, key: str) -> int | None:
+        """Bytes of an object; None where there is none. Keeps it from being removed for some seconds."""
+        if self._call(self._client.is_exist, key) != 1:
+            return None
+        result = self._call(self._client.get_size, key)
+        return result if result >= 0 else None
+
+    def get(self, key: str, address: int, nbytes: int) -> None:
+        """Fill memory with an object of ``nbytes``. Raises TransferError where it is gone or of another size."""
+        result = self._call(self._client.get_into, key, address, nbytes)
+        if result != nbytes:
+            raise TransferError(f"object {key[:12]} cannot be got: {_meaning(result)}")
+
+    def get_range(self, key: str, address: int, offset: int, nbytes: int) -> None:
+        """Fill memory with a part of an object. Raises TransferError."""
+
+        def read() -> int:
+            (((result,),),) = self._client.get_into_ranges([address], [[key]], [[[0]]], [[[offset]]], [[[nbytes]]])
+            return int(result)
+
+        result = self._call(read)
+        if result != nbytes:
+            raise TransferError(f"object {key[:12]} cannot be read: {_meaning(result)}")
+
+    def remove(self, key: str, *, force: bool = False) -> bool:
+        """Whether the object is gone now: one that was read a moment ago stays, unless forced."""
+        return self._call(self._client.remove, key, force) in (_OK, _NOT_FOUND)
+
+    def close(self) -> None:
+        """Take this process's segment, and all that lies there, out of the store. Idempotent."""
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+
+    def _call(self, function: Callable[..., int], *arguments: Any) -> int:
+        if self._clock() < self._out_until:
+            raise StoreUnreachable("mooncake_master did not answer a moment ago")
+        result = int(function(*arguments))
+        if result in _UNREACHABLE:
+            self._out_until = self._clock() + _OUT_S
+            raise StoreUnreachable("mooncake_master does not answer")
+        return result
+
+
+def _meaning(result: int) -> str:
+    if result >= 0:
+        return f"it has {result} bytes"
+    return {_NOT_FOUND: "it is not there"}.get(result, f"error {result}")
+
+
+def _configure(timeout_s: float) -> None:
+    """Mooncake's settings are environment variables, read once; what the user has set stands.
+
+    A transfer that makes no progress has to be ended by the engine itself: one that merely times out goes on in
+    the background, and writes when the peer wakes up.
+    """
+    seconds = max(1, math.ceil(timeout_s))
+    settings = {
+        "MC_LOG_LEVEL": "ERROR",
+        "MC_TCP_PROGRESS_TIMEOUT_SEC": seconds,
+        "MC_TCP_STATUS_TIMEOUT_SEC": seconds,
+        "MC_SLICE_TIMEOUT": seconds,
+        "MC_TRANSFER_TIMEOUT": max(5, 2 * seconds),
+        "MC_HANDSHAKE_CONNECT_TIMEOUT": min(5, seconds),
+        "MC_RPC_TIMEOUT_MS": _RPC_TIMEOUT_MS,
+        "MC_RPC_CONNECT_TIMEOUT_MS": _CONNECT_TIMEOUT_MS,
+        "MC_STORE_CLIENT_SETUP_RETRIES": 1,
+    }
+    for name, value in settings.items():
+        os.environ.setdefault(name, str(value))
+
+
+def _load(name: str) -> Any:
+    check_installed()
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ValueError(
+            f"mooncake is installed but cannot be loaded: {error}. On Debian it needs {_LIBRARIES}"
+        ) from error
+
+
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """None for a name."""
+    try:
+        return ipaddress.ip_address(host)
+    except ValueError:
+        return None
+
+
+def _is_unspecified(host: str) -> bool:
+    address = _address(host)
+    return address is not None and address.is_unspecified
+
+
+def _wildcard_listeners() -> dict[int, int]:
+    """Inode → descriptor of this process's TCP sockets that listen on every interface."""
+    found = {}
+    for path in Path("/proc/self/fd").iterdir():
+        descriptor = int(path.name)
+        with suppress(OSError):  # closed meanwhile, or no socket
+            status = os.fstat(descriptor)
+            if not stat.S_ISSOCK(status.st_mode):
+                continue
+            with socket.socket(fileno=os.dup(descriptor)) as candidate:
+                if (
+                    candidate.family in (socket.AF_INET, socket.AF_INET6)
+                    and candidate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                    and _is_unspecified(candidate.getsockname()[0])
+                ):
+                    found[status.st_ino] = descriptor
+    return found
+
+
+def _confine(host: str, before: dict[int, int]) -> None:
+    """Tie the listeners that came since ``before`` to the loopback device where ``host`` is a loopback address."""
+    address = _address(host)
+    if host != "localhost" and (address is None or not address.is_loopback):
+        return
+    for inode, descriptor in _wildcard_listeners().items():
+        if inode not in before:
+            with socket.socket(fileno=os.dup(descriptor)) as listener:
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, b"lo")

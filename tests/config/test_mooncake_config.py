@@ -1,0 +1,68 @@
+"""What a deployment file says of Mooncake, and what each instance is told of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from epd_serve.config import DeploymentConfig, load_config, parse_config
+
+KV = "instances: {kv_transfer: {transport: mooncake}}"
+STORE = "feature_store: mooncake"
+
+
+@pytest.mark.parametrize(
+    ("text", "uses", "starts_master"),
+    [
+        ("", False, False),
+        ("mooncake: {protocol: rdma}", False, False),
+        (KV, True, False),
+        (STORE, True, True),
+        (f"{STORE}\nmooncake: {{master: 'store:50051'}}", True, False),
+        (f"topology: EPD\n{KV}", True, False),
+    ],
+)
+def test_a_master_is_started_where_a_store_is_asked_for_and_none_is_named(
+    text: str, uses: bool, starts_master: bool
+) -> None:
+    config = parse_config(text)
+    assert (config.uses_mooncake, config.starts_master) == (uses, starts_master)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("mooncake: {master: store}", "'store' is no address of a master; write host:port"),
+        ("mooncake: {master: 'http://store:1'}", "no address of a master"),
+        ("mooncake: {protocol: infiniband}", "'infiniband' is not possible here; write auto, tcp, rdma"),
+        ("mooncake: {mastr: 'store:1'}", "did you mean 'master'"),
+        ("feature_store: redis", "'redis' is not possible here; write embedded or mooncake"),
+        ("roles: {P: {kv_transfer: {transport: mooncake}}}", "mooncake for P alone.* the same: D, P"),
+    ],
+)
+def test_what_is_wrong_is_said_with_what_would_be_right(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_config(text)
+
+
+def test_a_role_without_a_language_model_has_no_kv_to_move() -> None:
+    assert parse_config("roles: {E: {kv_transfer: {transport: mooncake}}}").uses_mooncake
+
+
+@pytest.mark.parametrize(
+    ("named", "started", "told"), [("store:1", "here:2", "store:1"), (None, "here:2", "here:2")]
+)
+def test_every_setting_reaches_the_instance(named: str | None, started: str, told: str) -> None:
+    mooncake = {"master": named, "protocol": "rdma", "devices": "mlx5_0", "staging_bytes": "1MiB"}
+    config = DeploymentConfig.model_validate({"feature_store": "mooncake", "mooncake": mooncake})
+    options = config.options_for(config.placement()[0], device="cpu", port=1, threads=1, master=started)
+    assert (options.feature_store, options.mooncake_master) == ("mooncake", told)
+    assert (options.mooncake_protocol, options.mooncake_devices) == ("rdma", "mlx5_0")
+    assert options.mooncake_staging_bytes == 1024**2
+
+
+def test_the_example_asks_for_both() -> None:
+    config = load_config(Path(__file__).parents[2] / "deploy" / "cpu-mooncake.yaml")
+    assert config.starts_master
+    assert config.settings_for("P").kv_transfer.transport == "mooncake"

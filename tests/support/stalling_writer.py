@@ -1,0 +1,50 @@
+"""A process that stops itself in the middle of writing KV; here because a spawned process imports by name."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+
+from epd_serve.protocol import wire
+from epd_serve.transfer.embedded import EmbeddedTransport
+from epd_serve.transfer.grouping import GroupSizer
+from epd_serve.transfer.kv_sender import KVSender, OutgoingTransfer, Part
+from epd_serve.transfer.transport import Piece
+
+BLOCK_BYTES = 64
+
+
+class Stalling(EmbeddedTransport):
+    """Stops its process between the first half of a write and the second."""
+
+    def write(self, region: wire.Region, pieces: Sequence[Piece]) -> None:
+        half = len(pieces) // 2
+        super().write(region, pieces[:half])
+        os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(0.1)  # another thread may have got the signal, and this one runs on for a moment
+        super().write(region, pieces[half:])
+
+
+class Source:
+    """Blocks full of ones."""
+
+    def stage(self, layers: range, blocks: Sequence[int]) -> None: ...
+
+    def pieces(
+        self, layers: range, local: Sequence[int], remote: Sequence[int], remote_num_blocks: int
+    ) -> list[Piece]:
+        return [(block * BLOCK_BYTES, memoryview(b"\1" * BLOCK_BYTES)) for block in remote]
+
+
+def write_kv(path: str, lease_s: float, connection: Connection) -> None:
+    """Take a ReserveReply, write its blocks, answer with the transfer's error, "" where there was none."""
+    transport = Stalling(path=path)  # type: ignore[arg-type]
+    sender = KVSender(transport, Source(), GroupSizer(num_layers=1), time.monotonic)
+    target = wire.decode(connection.recv_bytes(), wire.ReserveReply)
+    transfer = OutgoingTransfer("t", target=target, deadline=time.monotonic() + lease_s / 2)
+    sender.push(range(1), [Part(transfer, target.block_ids, target.block_ids)], lambda: None)
+    sender.fence(transfer, lambda done: connection.send(str(done.error or "")))
+    connection.recv_bytes()

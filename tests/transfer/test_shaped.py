@@ -1,0 +1,103 @@
+"""A shaped link takes the time that its arithmetic says, for everyone that uses it, and changes nothing else."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from epd_serve.protocol.wire import Region
+from epd_serve.transfer.embedded import EmbeddedTransport
+from epd_serve.transfer.shaped import ShapedTransport
+from epd_serve.transfer.transport import Piece, TransferError
+
+REGION = Region(name="a", nbytes=1 << 30, host_id="h", pid=1, fd=1, host="", port=0)
+
+
+class Instant:
+    """Moves nothing, in no time."""
+
+    def write(self, region: Region, pieces: Sequence[Piece]) -> None: ...
+
+    def read(self, region: Region, pieces: Sequence[Piece]) -> None: ...
+
+
+class Time:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def pieces(nbytes: int) -> list[Piece]:
+    return [(0, memoryview(bytes(nbytes)))] if nbytes else []
+
+
+@given(
+    transfers=st.lists(st.tuples(st.integers(0, 2000), st.floats(0, 0.1)), min_size=1, max_size=20),
+    latency_s=st.floats(0, 0.01),
+)
+def test_transfers_one_after_the_other(transfers: list[tuple[int, float]], latency_s: float) -> None:
+    clock = Time()
+    link = ShapedTransport(Instant(), 1000.0, latency_s, clock=clock, sleep=clock.sleep)  # type: ignore[arg-type]
+    for nbytes, pause_s in transfers:
+        clock.now += pause_s
+        start = clock.now
+        link.write(REGION, pieces(nbytes))
+        assert clock.now - start == pytest.approx(latency_s + nbytes / 1000)
+
+
+def test_transfers_of_several_threads_queue_on_one_link_and_not_on_another() -> None:
+    link = ShapedTransport(Instant(), 1e6, 0.05)  # type: ignore[arg-type]
+    other = msgspec.structs.replace(REGION, pid=2)
+    took: dict[str, float] = {}
+
+    def run(name: str, region: Region) -> None:
+        start = time.monotonic()
+        (link.read if name == "c" else link.write)(region, pieces(200_000))
+        took[name] = time.monotonic() - start
+
+    threads = [
+        threading.Thread(target=run, args=arguments) for arguments in (("a", REGION), ("b", REGION), ("c", other))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    first, second = sorted((took["a"], took["b"]))
+    assert 0.24 <= first < 0.4
+    assert 0.44 <= second < 0.6, "the latency of the second is spent while the link serves the first"
+    assert 0.24 <= took["c"] < 0.4, "another peer has a link of its own"
+
+
+def test_bytes_and_errors_are_those_of_the_inner_transport() -> None:
+    link, peer = ShapedTransport(EmbeddedTransport(path="shm"), 1.0), EmbeddedTransport(path="shm")
+    slab = peer.allocate("slab", 64)
+    start = time.monotonic()
+    with pytest.raises(TransferError, match="outside region"):
+        link.write(slab.region, [(60, memoryview(b"12345"))])
+    assert time.monotonic() - start < 0.5, "a failure is not slowed down"
+    fast = ShapedTransport(link, None, 0.01)
+    link._s_per_byte = 0.0
+    fast.write(slab.region, [(3, memoryview(b"abc"))])
+    back = bytearray(3)
+    fast.read(slab.region, [(3, memoryview(back))])
+    assert back == b"abc"
+    assert fast.allocate("own", 8).region.nbytes == 8
+    fast.close()
+    peer.close()
+
+
+@pytest.mark.parametrize(("bytes_per_s", "latency_s"), [(0, 0), (-1, 0), (1, -1)])
+def test_an_impossible_link_is_refused(bytes_per_s: float, latency_s: float) -> None:
+    with pytest.raises(ValueError, match="bandwidth above 0"):
+        ShapedTransport(EmbeddedTransport(path="shm"), bytes_per_s, latency_s)
