@@ -27,6 +27,7 @@ from proxy.generation import Generator
 from proxy.media import MediaLoader
 from proxy.poller import Poller
 from proxy.settings import GatewaySettings
+from proxy.sink import retry_headers
 from proxy.views import health_router, models_router
 
 
@@ -100,7 +101,7 @@ def create_app(
 
 async def _serve_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, ServeError)
-    return JSONResponse(error.body(), error.status)
+    return JSONResponse(error.body(), error.status, retry_headers(error.status))
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

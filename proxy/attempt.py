@@ -26,6 +26,11 @@ from epd_serve.types import SamplingParams, Stage
 from proxy.media import MediaItem
 from proxy.poller import Poller
 
+#: Encoders that may leave one item without an answer before P encodes it itself.
+_MAX_STALLED = 2
+#: How long D, when P has broken off, may take to say why.
+_LAST_WORDS_S = 0.5
+
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
@@ -100,7 +105,7 @@ class Attempt:
     async def __aenter__(self) -> Self:
         table, calls, route, job = self._instances.table, self._instances.calls, self._route, self._job
         distinct = {ref.mm_hash: (ref, item) for ref, item in zip(self._refs, job.items, strict=True)}
-        encoders = self._instances.policy.choose_encoders(table, route.prefill, len(distinct))
+        encoders = self._instances.policy.choose_encoders(table, route.prefill, list(distinct))
         prefill = PrefillRequest(
             request_id=self._id,
             output=job.output,
@@ -165,6 +170,17 @@ class Attempt:
         if self._decode is not None:
             await self._decode.close()
 
+    async def broken_off(self, record: InstanceRecord) -> None:
+        """An instance broke off its answer: it is lost, or it is P, alive, whose hand-over to D has failed.
+
+        Then D knows more, and its failure is raised: D itself is lost, or it was told why P gave up.
+        """
+        if self._decode is not None and record is self._route.prefill:
+            await asyncio.wait({self._decode.opened}, timeout=_LAST_WORDS_S)
+            if self._decode.opened.done() and isinstance(self._decode.opened.exception(), InstanceFailed):
+                self._result(self._decode)
+        self.lost(record)
+
     def lost(self, record: InstanceRecord) -> None:
         """The connection to an instance failed."""
         self._instances.poller.report_lost(record.name)
@@ -186,16 +202,22 @@ class Attempt:
             raise
 
     async def _encode(self, ref: MediaRef, item: MediaItem, encoder: InstanceRecord) -> None:
-        """Encode one item; after a failure on another E, at last on P itself, which loads the tower for it."""
+        """Encode one item; after a failure on another E, at last on P itself, which loads the tower for it.
+
+        P waits for the feature for twice ``encode_timeout_s``. An E that gives no answer may take half of that,
+        the next half of the rest; what is left then is for P, however many more encoders there are, and P itself
+        says when it is over.
+        """
         instances, prefill = self._instances, self._route.prefill
         request = EncodeRequest(
             request_id=self._id, ref=ref, media=item.data, announce_to=instances.calls[prefill.name].url
         )
         tried: set[str] = set()
+        patience_s, num_stalled = instances.encode_timeout_s, 0
         while True:
             try:
-                with instances.table.in_flight(encoder, Stage.ENCODE):
-                    async with asyncio.timeout(instances.encode_timeout_s):
+                with instances.table.in_flight(encoder, Stage.ENCODE, ref.mm_hash):
+                    async with asyncio.timeout(None if encoder is prefill else patience_s):
                         await instances.calls[encoder.name].encode(request, trace_id=self._job.trace_id)
                 return
             except InvalidRequest as error:
@@ -205,13 +227,17 @@ class Attempt:
                 self.lost(encoder)
                 failure: ServeError = error
             except TimeoutError:
-                failure = StageTimeout(
-                    f"instance {encoder.name} gave no answer in {instances.encode_timeout_s:g} s"
-                )
+                failure = StageTimeout(f"instance {encoder.name} gave no answer in {patience_s:g} s")
+                num_stalled += 1
+                patience_s /= 2
             except ServeError as error:
                 failure = error
             tried.add(encoder.name)
-            [encoder] = instances.policy.choose_encoders(instances.table, prefill, 1, exclude=tried)
+            if num_stalled < _MAX_STALLED:
+                choice = instances.policy.choose_encoders(instances.table, prefill, [ref.mm_hash], exclude=tried)
+                [encoder] = choice
+            else:
+                encoder = prefill
             if encoder.name in tried:
                 raise InstanceFailed(f"the image could not be encoded: {failure.message}", param=item.param)
             instances.metrics.encode_retries.inc()

@@ -97,5 +97,5 @@ class Generator:
                 yield chunk
         except InstanceLost:
             if sink is None or not sink.ends_in_error:
-                attempt.lost(self._instances.table[name])
+                await attempt.broken_off(self._instances.table[name])
             raise

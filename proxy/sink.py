@@ -19,6 +19,15 @@ class ResponseAborted(Exception):
     without a terminating chunk, so that no client takes what it has for the whole answer."""
 
 
+#: What a client is told to wait before it comes back to a gateway that has no instance or no room for it.
+RETRY_AFTER_S = 2
+
+
+def retry_headers(status: int) -> dict[str, str]:
+    """``Retry-After`` where trying again later may help."""
+    return {"retry-after": str(RETRY_AFTER_S)} if status in (429, 503) else {}
+
+
 async def send_json(send: Send, status: int, body: bytes, trace_id: str) -> None:
     """A whole answer in JSON."""
     headers = [
@@ -26,6 +35,7 @@ async def send_json(send: Send, status: int, body: bytes, trace_id: str) -> None
         (b"content-length", str(len(body)).encode()),
         (REQUEST_ID_HEADER.encode(), trace_id.encode()),
     ]
+    headers += [(name.encode(), value.encode()) for name, value in retry_headers(status).items()]
     if status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
     await send({"type": "http.response.start", "status": status, "headers": headers})

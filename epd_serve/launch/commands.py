@@ -7,9 +7,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from device.ascend_limits import parse_visible_devices
 from epd_serve.config import DeploymentConfig
+from epd_serve.launch.npu import npu_environments
 from epd_serve.launch.ports import Ports, url_of
 from epd_serve.launch.process import ProcessSpec
+from epd_serve.transfer.mooncake import check_installed, master_command
 
 #: The variable that decides which devices of a kind a process sees.
 _VISIBLE_DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
@@ -24,21 +27,46 @@ def instance_specs(
     """One process for each instance, in placement order. Raises ValueError where the model is not there."""
     placement = config.placement()
     num_ranks = sum(instance.tensor_parallel for instance in placement)
-    specs = []
+    master = f"{config.instances.host}:{ports.master[0]}" if ports.master else None
+    chosen = []
     for instance, port in zip(placement, ports.instances, strict=True):
         threads = config.settings_for(str(instance.role)).threads or _threads_each(num_ranks, environment)
         visible, local_devices = _visibility(instance.devices, environment)
-        options = config.options_for(instance, device=local_devices, port=port, threads=threads)
+        options = config.options_for(instance, device=local_devices, port=port, threads=threads, master=master)
+        chosen.append((instance, options, {**visible, "OMP_NUM_THREADS": str(threads)}))
+    own = npu_environments([(instance, options) for instance, options, _ in chosen])
+    specs = []
+    for (instance, options, variables), npu_variables in zip(chosen, own, strict=True):
         specs.append(
             ProcessSpec(
                 name=instance.name,
                 label=f"{instance.role} on {', '.join(dict.fromkeys(instance.devices))}",
                 command=(*PROGRAM, "instance", *options.to_arguments(), "--parent-pid", str(os.getpid())),
-                environment={**_common(environment), **visible, "OMP_NUM_THREADS": str(threads)},
-                url=url_of(config.instances.host, port),
+                environment={**_common(environment), **variables, **npu_variables},
+                url=url_of(config.instances.host, options.port),
             )
         )
     return tuple(specs)
+
+
+def master_spec(config: DeploymentConfig, ports: Ports, environment: Mapping[str, str]) -> ProcessSpec | None:
+    """The mooncake_master's process; None where the deployment needs none or names one.
+
+    Raises ValueError where mooncake is missing, also if instances alone need it.
+    """
+    if config.uses_mooncake:
+        check_installed()
+    if ports.master is None:
+        return None
+    port, http_port = ports.master
+    command = master_command(config.instances.host, port, http_port)
+    return ProcessSpec(
+        name="master",
+        label="Mooncake Store",
+        command=(sys.executable, "-P", "-m", "epd_serve.launch.lifeline", str(os.getpid()), *command),
+        environment=environment,
+        url=url_of(config.instances.host, http_port),
+    )
 
 
 def gateway_spec(
@@ -103,7 +131,10 @@ def _shown(device: str, variable: str, allowed: str | None) -> str:
     index = device.partition(":")[2]
     if allowed is None:
         return index
-    names = [name.strip() for name in allowed.split(",") if name.strip()]
+    if variable == "ASCEND_RT_VISIBLE_DEVICES":
+        names = [str(number) for number in parse_visible_devices(allowed)]
+    else:
+        names = [name.strip() for name in allowed.split(",") if name.strip()]
     if int(index) >= len(names):
         raise ValueError(f"device {device}: {variable}={allowed} shows only {len(names)} devices of this kind")
     return names[int(index)]

@@ -12,7 +12,8 @@ from types import TracebackType
 from typing import Self
 
 from epd_serve.config import DeploymentConfig, model_path
-from epd_serve.launch.commands import gateway_spec, instance_specs
+from epd_serve.launch.backoff import Backoff
+from epd_serve.launch.commands import gateway_spec, instance_specs, master_spec
 from epd_serve.launch.ports import choose_ports
 from epd_serve.launch.process import ManagedProcess, ProcessDied, ProcessState
 from epd_serve.launch.supervisor import Supervisor
@@ -39,7 +40,7 @@ class LocalDeployment:
         config: what is deployed.
         gateway_url: ``http://host:port`` as reached from this machine; the API is below ``/v1``.
         log_dir: holds one log file for each process. A temporary one is removed by :meth:`stop` unless a
-            process died.
+            process died, be it that it was started again.
     """
 
     def __init__(
@@ -48,16 +49,19 @@ class LocalDeployment:
         *,
         log_dir: Path | None = None,
         ready_timeout_s: float | None = None,
+        backoff: Callable[[], Backoff] = Backoff,
         on_change: Callable[[ManagedProcess], None] = lambda process: None,
+        on_death: Callable[[ProcessDied, float], None] = lambda death, delay_s: None,
     ) -> None:
         """Choose ports and prepare all command lines; nothing is started yet.
 
-        Raises ValueError where a port is taken or the model is not there.
+        Raises ValueError where a port is taken, or the model or a package is not there.
         """
         self.config = config
         model_path(config.model)  # the first thing to get right, whichever ports are taken
         ports = choose_ports(config)
         environment = dict(os.environ)
+        master = master_spec(config, ports, environment)
         instances = instance_specs(config, ports, environment)
         self._log_dir_is_ours = log_dir is None
         self.log_dir = log_dir or Path(tempfile.mkdtemp(prefix="epd-serve-"))
@@ -68,7 +72,15 @@ class LocalDeployment:
         gateway = gateway_spec(config, ports, instances, config_file, environment)
         self.gateway_url = gateway.url
         self._ready_timeout_s = ready_timeout_s
-        self._supervisor = Supervisor((*instances, gateway), self.log_dir, on_change=on_change)
+        specs = (*instances, gateway) if master is None else (master, *instances, gateway)
+        self._supervisor = Supervisor(
+            specs,
+            self.log_dir,
+            restart=config.restart == "on-failure",
+            backoff=backoff,
+            on_change=on_change,
+            on_death=on_death,
+        )
 
     async def __aenter__(self) -> Self:
         try:
@@ -86,15 +98,17 @@ class LocalDeployment:
 
     @property
     def processes(self) -> tuple[ManagedProcess, ...]:
-        """Instances in placement order, then the gateway; empty before :meth:`start`."""
+        """A mooncake_master if it has one, instances in placement order, the gateway; none before the start."""
         return self._supervisor.processes
 
     @property
     def instances(self) -> dict[str, InstanceHandle]:
         """The started instances by name."""
+        roles = {placed.name: placed.role for placed in self.config.placement()}
         return {
-            placed.name: InstanceHandle(name=placed.name, role=placed.role, url=process.spec.url, pid=process.pid)
-            for placed, process in zip(self.config.placement(), self.processes, strict=False)
+            name: InstanceHandle(name=name, role=roles[name], url=process.spec.url, pid=process.pid)
+            for process in self.processes
+            if (name := process.spec.name) in roles
         }
 
     async def start(self) -> None:
@@ -106,14 +120,14 @@ class LocalDeployment:
         await self._supervisor.wait_ready(self._ready_timeout_s)
 
     async def wait_failure(self) -> ProcessDied:
-        """Return when a process has ended by itself, with which and why."""
+        """Return when a process has died for good, with which and why."""
         return await self._supervisor.wait_failure()
 
     async def stop(self) -> None:
         """End all processes within 10 s, the gateway first."""
         await self._supervisor.stop()
         died = any(process.state is ProcessState.DIED for process in self.processes)
-        if self._log_dir_is_ours and not died:
+        if self._log_dir_is_ours and not died and not self._supervisor.num_deaths:
             shutil.rmtree(self.log_dir, ignore_errors=True)
 
     def kill(self) -> None:

@@ -1,10 +1,14 @@
-"""A child process that cannot outlive its supervisor, however the supervisor ends."""
+"""A child process that cannot outlive its supervisor, however the supervisor ends.
+
+``python -m epd_serve.launch.lifeline PARENT_PID COMMAND...`` becomes a command that is tied in this way.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import signal
+import sys
 
 _PR_SET_PDEATHSIG = 1
 
@@ -24,3 +28,8 @@ def die_with_parent(parent_pid: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent_pid:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    die_with_parent(int(sys.argv[1]))
+    os.execv(sys.argv[2], sys.argv[2:])  # the kernel keeps the tie

@@ -11,12 +11,15 @@ from epd_serve.config import DeploymentConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Ports:
+    """``master``: the port of a mooncake_master and that of its HTTP server, where the deployment starts one."""
+
     gateway: int
     instances: tuple[int, ...]
+    master: tuple[int, int] | None = None
 
 
 def choose_ports(config: DeploymentConfig) -> Ports:
-    """The gateway's port and one for each instance; free ones where the deployment says 0.
+    """The gateway's port and one for each instance; free ones where the deployment says 0, and for a master.
 
     Raises:
         ValueError: a port is taken or lies beyond 65535, or the gateway's is in the range of the instances.
@@ -39,7 +42,11 @@ def choose_ports(config: DeploymentConfig) -> Ports:
             _bind(held, config.instances.host, base + index if base else 0, instance.name, "instances.base_port")
             for index, instance in enumerate(placement)
         )
-    return Ports(gateway=gateway, instances=instances)
+        master = None
+        if config.starts_master:
+            rpc, http = (_bind(held, config.instances.host, 0, "mooncake_master", "its port") for _ in range(2))
+            master = (rpc, http)
+    return Ports(gateway=gateway, instances=instances, master=master)
 
 
 def free_port(host: str) -> int:

@@ -1,4 +1,4 @@
-"""One child process: its start, its readiness, its death and its end."""
+"""One child process: its start, its readiness, its death, its next start and its end."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ class ProcessState(StrEnum):
     STOPPING = "stopping"
     STOPPED = "stopped"
     DIED = "died"
+    WAITING = "waiting"  # has died and will be started again
 
 
 _NEXT: dict[ProcessState, frozenset[ProcessState]] = {
@@ -38,7 +39,8 @@ _NEXT: dict[ProcessState, frozenset[ProcessState]] = {
     ProcessState.READY: frozenset({ProcessState.STOPPING, ProcessState.DIED}),
     ProcessState.STOPPING: frozenset({ProcessState.STOPPED}),
     ProcessState.STOPPED: frozenset(),
-    ProcessState.DIED: frozenset(),
+    ProcessState.DIED: frozenset({ProcessState.WAITING}),
+    ProcessState.WAITING: frozenset({ProcessState.STARTING, ProcessState.STOPPED}),
 }
 
 
@@ -86,11 +88,23 @@ class ManagedProcess:
 
     Attributes:
         spec: what it runs.
-        log_file: where its output goes.
-        ready_after_s: seconds from its start until it was ready; None before.
+        log_file: where its output goes, that of all its lives.
+        ready_after_s: seconds from its last start until it was ready; None before.
+        ready: set while it is ready.
+        num_restarts: how often it was started again.
     """
 
-    __slots__ = ("_on_change", "_process", "_started_at", "log_file", "ready_after_s", "spec", "state")
+    __slots__ = (
+        "_on_change",
+        "_process",
+        "_started_at",
+        "log_file",
+        "num_restarts",
+        "ready",
+        "ready_after_s",
+        "spec",
+        "state",
+    )
 
     def __init__(
         self,
@@ -103,6 +117,8 @@ class ManagedProcess:
         self.log_file = log_file
         self.state = ProcessState.STARTING
         self.ready_after_s: float | None = None
+        self.ready = asyncio.Event()
+        self.num_restarts = 0
         self._process = process
         self._on_change = on_change
         self._started_at = time.monotonic()
@@ -113,18 +129,21 @@ class ManagedProcess:
     ) -> ManagedProcess:
         """Start ``spec`` with its output going to ``log_dir / NAME.log``."""
         log_file = log_dir / f"{spec.name}.log"
-        with log_file.open("ab") as log:
-            process = await asyncio.create_subprocess_exec(
-                *spec.command,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=asyncio.subprocess.STDOUT,
-                env=dict(spec.environment),
-                start_new_session=True,
-            )
-        managed = cls(spec, process, log_file, on_change)
+        managed = cls(spec, await _start(spec, log_file), log_file, on_change)
         on_change(managed)
         return managed
+
+    def wait_for_restart(self) -> None:
+        """It has died and is to be started again after a while: :meth:`restart`."""
+        self._enter(ProcessState.WAITING)
+
+    async def restart(self) -> None:
+        """Start it once more, as it was. Raises OSError where that is not possible now."""
+        self._process = await _start(self.spec, self.log_file)
+        self._started_at = time.monotonic()
+        self.ready_after_s = None
+        self.num_restarts += 1
+        self._enter(ProcessState.STARTING)
 
     @property
     def pid(self) -> int:
@@ -135,6 +154,11 @@ class ManagedProcess:
         """Seconds it took to become ready, or since the start while it is not."""
         return time.monotonic() - self._started_at if self.ready_after_s is None else self.ready_after_s
 
+    @property
+    def ready_s(self) -> float:
+        """Seconds since it became ready; 0 before."""
+        return 0.0 if self.ready_after_s is None else time.monotonic() - self._started_at - self.ready_after_s
+
     async def wait_ready(self, session: aiohttp.ClientSession) -> None:
         """Return when ``GET /health`` answers 200. Raises ProcessDied when the process ends before."""
         while not await self._poll(session):
@@ -144,18 +168,22 @@ class ManagedProcess:
                 raise self.death()
         self.ready_after_s = self.elapsed_s
         self._enter(ProcessState.READY)
+        self.ready.set()
 
     async def wait_end(self) -> None:
         """Return when the process has ended, for whatever reason, and its own children are gone too."""
         await self._process.wait()
-        if self.state in (ProcessState.STOPPED, ProcessState.DIED):
+        if self.state in (ProcessState.STOPPED, ProcessState.DIED, ProcessState.WAITING):
             return
+        self.ready.clear()
         with suppress(ProcessLookupError):  # the rest of its group, right now, while its id is not used again
             os.killpg(self.pid, signal.SIGKILL)
         self._enter(ProcessState.STOPPED if self.state is ProcessState.STOPPING else ProcessState.DIED)
 
     async def stop(self, grace_s: float) -> None:
         """Ask the process to end (SIGTERM), and after ``grace_s`` seconds end it (SIGKILL)."""
+        if self.state is ProcessState.WAITING:
+            self._enter(ProcessState.STOPPED)
         if self._process.returncode is None and self.state is not ProcessState.STOPPING:
             self._enter(ProcessState.STOPPING)
             with suppress(ProcessLookupError):
@@ -206,3 +234,15 @@ class ManagedProcess:
         assert state in _NEXT[self.state], f"{self.spec.name}: {self.state} → {state}"
         self.state = state
         self._on_change(self)
+
+
+async def _start(spec: ProcessSpec, log_file: Path) -> asyncio.subprocess.Process:
+    with log_file.open("ab") as log:
+        return await asyncio.create_subprocess_exec(
+            *spec.command,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=log,
+            stderr=asyncio.subprocess.STDOUT,
+            env=dict(spec.environment),
+            start_new_session=True,
+        )

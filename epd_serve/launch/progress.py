@@ -21,6 +21,7 @@ _STYLES = {
     ProcessState.STOPPING: "yellow",
     ProcessState.STOPPED: "dim",
     ProcessState.DIED: "bold red",
+    ProcessState.WAITING: "bold red",
 }
 _BUSY = (ProcessState.STARTING, ProcessState.LOADING, ProcessState.STOPPING)
 
@@ -35,6 +36,7 @@ class Progress:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._processes: dict[str, ManagedProcess] = {}
+        self._closed = False
         self._live = (
             Live(get_renderable=self._table, console=console, refresh_per_second=8)
             if console.is_terminal
@@ -52,14 +54,19 @@ class Progress:
         self.close()
 
     def close(self) -> None:
-        """Leave the table as it stands; what is printed from now on comes below it."""
+        """Leave the table as it stands; what is printed from now on comes below it.
+
+        On a terminal that is, from now on, one line for each process that was started again.
+        """
         if self._live:
             self._live.stop()
+        self._closed = True
 
     def update(self, process: ManagedProcess) -> None:
         """Show the state that ``process`` has now."""
         self._processes[process.spec.name] = process
-        if self._live is None:
+        is_back = self._closed and process.num_restarts > 0 and process.state is ProcessState.READY
+        if self._live is None or is_back:
             label = f" ({process.spec.label})" if process.state is ProcessState.STARTING else ""
             line = f"{process.spec.name:<8} {process.state}{label}, {process.elapsed_s:.1f} s"
             self._console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""``epd-serve up``: run a deployment in the foreground until Ctrl-C."""
+"""``epd-serve up``: run a deployment in the foreground until Ctrl-C; what dies is started again."""
 
 from __future__ import annotations
 
@@ -22,14 +22,18 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 async def run_up(config: DeploymentConfig, console: Console) -> int:
     """Start, show progress, say what to type next, and stay until a signal or a death.
 
-    Returns the exit code: 0 after a signal, 1 when a process died. A second signal ends everything at once.
-    Raises ValueError where a port is taken or the model is not there.
+    Returns the exit code: 0 after a signal, 1 when a process died for good. A second signal ends everything at
+    once. Raises ValueError where a port is taken or the model is not there.
     """
     for note in _notes(config):
         _say(console, f"note: {note}")
     stop = asyncio.Event()
     with Progress(console) as progress:
-        deployment = LocalDeployment(config, on_change=progress.update)
+        deployment = LocalDeployment(
+            config,
+            on_change=progress.update,
+            on_death=lambda death, delay_s: _say(console, _restart_text(death, delay_s)),
+        )
         with _handled(_SIGNALS, lambda: deployment.kill() if stop.is_set() else stop.set()):
             try:
                 await deployment.start()
@@ -77,6 +81,10 @@ def _handled(signals: tuple[signal.Signals, ...], handler: Callable[[], None]) -
     finally:
         for number in signals:
             loop.remove_signal_handler(number)
+
+
+def _restart_text(death: ProcessDied, delay_s: float) -> str:
+    return f"{death.name} died: {death.how}. Starting it again in {delay_s:g} s; its log is {death.log_file}"
 
 
 def _ready_text(deployment: LocalDeployment) -> str:

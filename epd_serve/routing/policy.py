@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Protocol
 
 from epd_serve.errors import Unavailable
@@ -39,9 +41,14 @@ class Policy(Protocol):
         """
 
     def choose_encoders(
-        self, table: InstanceTable, prefill: InstanceRecord, num_items: int, *, exclude: Collection[str] = ()
+        self,
+        table: InstanceTable,
+        prefill: InstanceRecord,
+        mm_hashes: Sequence[str],
+        *,
+        exclude: Collection[str] = (),
     ) -> list[InstanceRecord]:
-        """An instance for each of a request's items; ``prefill`` itself where no other is left."""
+        """An instance for each of a request's distinct items; ``prefill`` itself where no other is left."""
 
 
 class LeastLoaded:
@@ -59,8 +66,17 @@ class LeastLoaded:
         return min(routes, key=_route_cost)
 
     def choose_encoders(
-        self, table: InstanceTable, prefill: InstanceRecord, num_items: int, *, exclude: Collection[str] = ()
+        self,
+        table: InstanceTable,
+        prefill: InstanceRecord,
+        mm_hashes: Sequence[str],
+        *,
+        exclude: Collection[str] = (),
     ) -> list[InstanceRecord]:
+        """For each item the instance that is encoding it right now, else ``prefill`` if it can, else the one that
+        the item's hash points to, so that equal items of several requests, and of several gateways, meet in one
+        place and are encoded once; another where that one has its equal share of the load already (consistent
+        hashing with bounded loads: Mirrokni, Thorup, Zadimoghaddam 2018)."""
         fingerprint = prefill.info.media_fingerprint if prefill.info is not None else None
         candidates = [
             record
@@ -71,21 +87,29 @@ class LeastLoaded:
             and record.info.media_fingerprint == fingerprint
         ]
         if not candidates:
-            return [prefill] * num_items
-        assigned = dict.fromkeys((record.name for record in candidates), 0)
+            return [prefill] * len(mm_hashes)
+        load = {record.name: record.load for record in candidates}
         chosen: list[InstanceRecord] = []
-        for _ in range(num_items):
+        for mm_hash in mm_hashes:
+            most = math.ceil((sum(load.values()) + 1) / len(candidates))
+            # min() finds the first: one that is encoding the item is chosen whatever its load
             record = min(
                 candidates,
-                key=lambda one: (
-                    one.load + assigned[one.name],
+                key=lambda one, item=mm_hash, limit=most: (  # type: ignore[misc]
+                    item not in one.encoding,
+                    load[one.name] >= limit,
                     one is not prefill,
-                    one.num_chosen + assigned[one.name],
+                    _weight(item, one.name),
                 ),
             )
-            assigned[record.name] += 1
+            load[record.name] += 1
             chosen.append(record)
         return chosen
+
+
+def _weight(mm_hash: str, name: str) -> bytes:
+    """The lowest of all names' weights is where the item belongs (rendezvous hashing)."""
+    return blake2b(f"{mm_hash} {name}".encode(), digest_size=8).digest()
 
 
 def _ready(table: InstanceTable, stage: Stage, model: str, exclude: Collection[str]) -> list[InstanceRecord]:

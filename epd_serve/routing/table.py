@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ class InstanceRecord:
         role: from that answer; None until the first.
         ready: whether it may be given work.
         in_flight: this gateway's open calls, by stage.
+        encoding: how many of them, by the mm_hash that is encoded.
         num_chosen: how often this gateway has opened a call; breaks ties, so that equal instances take turns.
     """
 
@@ -30,6 +32,7 @@ class InstanceRecord:
     role: Role | None = None
     ready: bool = False
     in_flight: dict[Stage, int] = field(default_factory=lambda: dict.fromkeys(Stage, 0))
+    encoding: Counter[str] = field(default_factory=Counter)
     num_chosen: int = 0
 
     @property
@@ -94,11 +97,16 @@ class InstanceTable:
         return [stage for stage in (Stage.PREFILL, Stage.DECODE) if not self.ready(stage)]
 
     @contextmanager
-    def in_flight(self, record: InstanceRecord, stage: Stage) -> Iterator[None]:
-        """Count one open call at ``record`` for as long as the context lasts."""
+    def in_flight(self, record: InstanceRecord, stage: Stage, mm_hash: str | None = None) -> Iterator[None]:
+        """Count one open call at ``record`` for as long as the context lasts; an encode's with what it encodes."""
         record.in_flight[stage] += 1
         record.num_chosen += 1
+        if mm_hash is not None:
+            record.encoding[mm_hash] += 1
         try:
             yield
         finally:
             record.in_flight[stage] -= 1
+            if mm_hash is not None:
+                record.encoding[mm_hash] -= 1
+                record.encoding = +record.encoding  # without those at zero

@@ -1,7 +1,8 @@
 """Stands in for ``epd-serve instance`` and ``epd-serve proxy``: a server with /health and a chosen behaviour.
 
 FAKE_DIR holds a file NAME.pid for each started process; FAKE_<NAME> is a behaviour: "die", "deaf" (to SIGTERM),
-"loading" (503 for half a second), "never" (503 for ever), "parent" (has a child of its own).
+"loading" (503 for half a second), "never" (503 for ever), "parent" (has a child of its own), "once" (starts only
+once, and dies at every later start).
 """
 
 import argparse
@@ -26,8 +27,10 @@ if arguments.parent_pid:
     die_with_parent(arguments.parent_pid)
 behaviour = os.environ.get(f"FAKE_{arguments.name.upper()}", "")
 folder = Path(os.environ["FAKE_DIR"])
-(folder / f"{arguments.name}.pid").write_text(str(os.getpid()))
-if behaviour == "die":
+pid_file = folder / f"{arguments.name}.pid"
+started_before = pid_file.exists()
+pid_file.write_text(str(os.getpid()))
+if behaviour == "die" or (behaviour == "once" and started_before):
     for line in range(30):
         print(f"line {line}")
     print("no memory for the tower", file=sys.stderr)

@@ -6,7 +6,11 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
+from device import cpu, registry
+from device.cpu import CpuDevice
+from device.ops.cpu import CpuOps
 from epd_serve import __version__, cli
 from epd_serve.config import InstanceOptions
 from epd_serve.demo import weights_dir
@@ -49,6 +53,7 @@ OPTIONS = InstanceOptions(
     feature_store_bytes=2000,
     feature_cache_bytes=3000,
     feature_timeout_s=1.5,
+    queue_timeout_s=3.5,
     lease_s=2.5,
     kv_transport="tcp",
     kv_group_layers=2,
@@ -148,7 +153,44 @@ def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
 
 def test_devices_shows_the_cpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(monkeypatch, "devices") == 0
-    assert "cpu" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "cpu" in output
+    assert "passed" not in output
+
+
+def test_devices_check_tests_the_cpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(registry, "KINDS", ("cpu", "npu"))
+    assert run(monkeypatch, "devices", "--check") == 0
+    output = capsys.readouterr().out
+    assert "npu" in output and "not available" in output
+    for check in ("attention over the paged cache, bfloat16", "memory", "collectives", "transport: TCP"):
+        assert check in output
+    assert "FAILED" not in output
+
+
+def test_devices_check_fails_with_the_device(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(registry, "KINDS", ("cpu",))
+    monkeypatch.setattr(CpuDevice, "dtypes", (torch.float32,))
+    monkeypatch.setattr(CpuOps, "swiglu", lambda ops, gate_up: gate_up[..., : gate_up.shape[-1] // 2])
+    assert run(monkeypatch, "devices", "--check") == 1
+    output = capsys.readouterr().out
+    assert output.count("FAILED") == 1
+    assert "numbers differ from the oracle's" in output
+    assert "do not serve on cpu" in output
+
+
+def test_devices_check_fails_with_a_device_that_does_not_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(index: int) -> None:
+        raise RuntimeError("the device is busy")
+
+    monkeypatch.setattr(registry, "KINDS", ("cpu",))
+    monkeypatch.setattr(cpu, "open_device", broken)
+    assert run(monkeypatch, "devices") == 0
+    assert run(monkeypatch, "devices", "--check") == 1
 
 
 NO_TORCH = """

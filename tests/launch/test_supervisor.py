@@ -2,13 +2,14 @@ import asyncio
 import os
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from epd_serve.launch import ManagedProcess, ProcessDied, ProcessState, Supervisor, supervisor
+from epd_serve.launch import Backoff, ManagedProcess, ProcessDied, ProcessState, Supervisor, supervisor
 
 
 class Recorder:
@@ -19,6 +20,14 @@ class Recorder:
 
     def __call__(self, process: ManagedProcess) -> None:
         self.seen.append(f"{process.spec.name} {process.state}")
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while True:
+            if condition():
+                return
+            await asyncio.sleep(0.01)
 
 
 async def test_processes_become_ready_and_end_together_first_ones_first(fakes: Any, tmp_path: Path) -> None:
@@ -57,8 +66,8 @@ async def test_a_death_at_the_start_says_which_how_and_why(fakes: Any, tmp_path:
     assert fakes.alive == set()
 
 
-async def test_a_death_after_ready_is_reported(fakes: Any, tmp_path: Path) -> None:
-    running = Supervisor([fakes.spec("e0"), fakes.spec("d0")], tmp_path)
+async def test_a_death_after_ready_is_reported_where_nothing_is_restarted(fakes: Any, tmp_path: Path) -> None:
+    running = Supervisor([fakes.spec("e0"), fakes.spec("d0")], tmp_path, restart=False)
     try:
         await running.start()
         await running.wait_ready(timeout_s=60)
@@ -137,3 +146,121 @@ async def test_stop_before_ready_and_twice(fakes: Any, tmp_path: Path) -> None:
     await running.stop()
     assert [process.state for process in running.processes] == [ProcessState.STOPPED]
     assert fakes.alive == set()
+
+
+async def test_what_was_ready_and_dies_is_started_again_while_the_others_go_on(fakes: Any, tmp_path: Path) -> None:
+    recorder, deaths = Recorder(), []
+    running = Supervisor(
+        [fakes.spec("e0"), fakes.spec("d0", "parent"), fakes.spec("gateway", stops_first=True)],
+        tmp_path,
+        backoff=lambda: Backoff(first_s=0.2),
+        on_change=recorder,
+        on_death=lambda death, delay_s: deaths.append((death.name, death.how[:17], delay_s)),
+    )
+    try:
+        await running.start()
+        await running.wait_ready(timeout_s=60)
+        before = dict(fakes.pids)
+        failing = asyncio.create_task(running.wait_failure())
+        for killed in (1, 2):
+            pid = fakes.pids["d0"]
+            os.kill(pid, signal.SIGKILL)
+            await until(lambda: not running.processes[1].ready.is_set())
+            await running.wait_ready(timeout_s=60)
+            assert running.processes[1].num_restarts == killed
+            assert running.processes[1].pid == fakes.pids["d0"] != pid
+        os.kill(fakes.pids["gateway"], signal.SIGTERM)  # an end of its own accord is a death too
+        await until(lambda: running.processes[2].num_restarts == 1)
+        await running.wait_ready(timeout_s=60)
+        assert fakes.pids["e0"] == before["e0"]
+        assert not failing.done()
+        failing.cancel()
+    finally:
+        await running.stop()
+    fakes.wait_until(lambda: not fakes.alive)
+    assert deaths == [
+        ("d0", "killed by SIGKILL", 0.2),
+        ("d0", "killed by SIGKILL", 0.4),
+        ("gateway", "killed by SIGTERM", 0.2),
+    ]
+    of_d0 = [line.removeprefix("d0 ") for line in recorder.seen if line.startswith("d0 ")]
+    life = ["starting", "ready", "died", "waiting"]
+    assert [state for state in of_d0 if state != "loading"] == [
+        *life,
+        *life,
+        "starting",
+        "ready",
+        "stopping",
+        "stopped",
+    ]
+
+
+async def test_a_crash_loop_after_a_good_start_goes_on_ever_slower(fakes: Any, tmp_path: Path) -> None:
+    delays: list[float] = []
+    running = Supervisor(
+        [fakes.spec("e0"), fakes.spec("d0", "once")],
+        tmp_path,
+        backoff=lambda: Backoff(first_s=0.05),
+        on_death=lambda death, delay_s: delays.append(delay_s),
+    )
+    try:
+        await running.start()
+        await running.wait_ready(timeout_s=60)
+        os.kill(fakes.pids["d0"], signal.SIGKILL)
+        await until(lambda: len(delays) >= 4)
+        assert running.processes[1].log_tail()[-1] == "no memory for the tower"
+        with pytest.raises(TimeoutError, match=r"not ready after 0.1 s: d0"):
+            await running.wait_ready(timeout_s=0.1)
+    finally:
+        await running.stop()
+    assert delays[:4] == [0.05, 0.1, 0.2, 0.4]
+    assert fakes.alive == set()
+
+
+async def test_stop_while_one_waits_to_be_started_again(fakes: Any, tmp_path: Path) -> None:
+    waiting = asyncio.Event()
+    running = Supervisor(
+        [fakes.spec("e0"), fakes.spec("d0")],
+        tmp_path,
+        backoff=lambda: Backoff(first_s=60, limit_s=60),
+        on_death=lambda death, delay_s: waiting.set(),
+    )
+    await running.start()
+    await running.wait_ready(timeout_s=60)
+    os.kill(fakes.pids["d0"], signal.SIGKILL)
+    await asyncio.wait_for(waiting.wait(), 10)
+    assert running.processes[1].state is ProcessState.WAITING
+    await running.stop()
+    assert [process.state for process in running.processes] == [ProcessState.STOPPED] * 2
+    assert fakes.alive == set()
+
+
+async def test_a_start_that_is_not_possible_now_is_tried_again(
+    fakes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deaths: list[str] = []
+    running = Supervisor(
+        [fakes.spec("d0")],
+        tmp_path,
+        backoff=lambda: Backoff(first_s=0.05),
+        on_death=lambda death, delay_s: deaths.append(death.how),
+    )
+    program = ManagedProcess.restart
+    failures = iter([True, True, False])
+
+    async def restart(process: ManagedProcess) -> None:
+        if next(failures):
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        await program(process)
+
+    monkeypatch.setattr(ManagedProcess, "restart", restart)
+    try:
+        await running.start()
+        await running.wait_ready(timeout_s=60)
+        os.kill(fakes.pids["d0"], signal.SIGKILL)
+        await until(lambda: running.processes[0].num_restarts == 1)
+        await running.wait_ready(timeout_s=60)
+    finally:
+        await running.stop()
+    assert len(deaths) == 3
+    assert deaths[1] == deaths[2] == "[Errno 11] Resource temporarily unavailable"

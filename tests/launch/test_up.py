@@ -30,10 +30,14 @@ NAMES = {"e0", "p0", "d0", "gateway"}
 
 @contextmanager
 def up(
-    fakes: Any, *arguments: str, stdout: int = subprocess.PIPE, **behaviours: str
+    fakes: Any,
+    *arguments: str,
+    stdout: int = subprocess.PIPE,
+    restart: str = "on-failure",
+    **behaviours: str,
 ) -> Iterator[subprocess.Popen[str]]:
     deployment = fakes.folder / "deployment.yaml"
-    deployment.write_text("instances: {base_port: 0}\ngateway: {port: 0}\n")
+    deployment.write_text(f"instances: {{base_port: 0}}\ngateway: {{port: 0}}\nrestart: {restart}\n")
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, "up", str(deployment), *arguments],
         stdout=stdout,
@@ -144,14 +148,32 @@ def test_a_dying_instance_is_named_with_its_log_and_the_others_stop(fakes: Any) 
     assert fakes.alive == set()
 
 
-def test_a_death_after_ready_stops_the_deployment(fakes: Any) -> None:
-    with up(fakes) as process:
+def test_a_death_after_ready_stops_a_deployment_that_restarts_nothing(fakes: Any) -> None:
+    with up(fakes, restart="never") as process:
         read_until(process, "openai.OpenAI")
         os.kill(fakes.pids["d0"], signal.SIGSEGV)
         output, _ = process.communicate(timeout=20)
         assert process.returncode == 1
     assert "d0 died: killed by SIGSEGV" in output
     assert fakes.alive == set()
+
+
+@pytest.mark.parametrize("victim", ["d0", "gateway"])
+def test_what_dies_after_ready_is_started_again_and_that_is_said(fakes: Any, victim: str) -> None:
+    with up(fakes) as process:
+        read_until(process, "openai.OpenAI")
+        before = dict(fakes.pids)
+        os.kill(before[victim], signal.SIGSEGV)
+        output = read_until(process, f"{victim} died")
+        assert f"{victim} died: killed by SIGSEGV. Starting it again in 1 s; its log is /" in output
+        read_until(process, f"{victim:<8} ready")
+        assert {name for name, pid in fakes.pids.items() if pid != before[name]} == {victim}
+        assert fakes.alive == NAMES
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=20)
+        assert process.returncode == 0
+    assert fakes.alive == set()
+    assert list(fakes.folder.glob(f"epd-serve-*/{victim}.log")), "the log of the death is lost"
 
 
 def test_killing_the_supervisor_takes_its_processes_along(fakes: Any) -> None:

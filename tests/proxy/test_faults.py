@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from epd_serve.protocol.wire import InstanceInfo, Load
+from epd_serve.protocol.wire import EncodeReply, InstanceInfo, Load, encode
 from epd_serve.routing.table import InstanceTable
 from proxy.poller import Poller
 
@@ -269,3 +269,90 @@ async def test_a_loss_reported_during_a_poll_is_asked_about_at_once():
     assert len(asked) == 2
     polling.cancel()
     await asyncio.gather(polling, return_exceptions=True)
+
+
+@STREAMS
+async def test_p_that_breaks_off_because_d_is_gone_is_not_blamed(start, kit, stream):
+    """P can hand over to nobody, so it cuts its answer; the next attempt needs another D, not another P."""
+    gateway = await start("p0:P", "d0:D", "d1:D")
+    gateway["p0"].scripts["/stage/prefill"] = lambda message: (
+        [kit.DECODE, 0.1, kit.DIE] if message.decode_url == gateway["d0"].url else [kit.DECODE]
+    )
+    gateway["d0"].scripts["/stage/decode"] = lambda _: [0.05, kit.DIE]
+    assert await gateway.answer(kit.chat(stream=stream)) == (200, kit.REST + kit.DONE if stream else kit.WHOLE)
+    assert len(gateway["p0"].got("/stage/prefill")) == 2
+    assert gateway.table["p0"].ready
+    await gateway.settle()
+
+
+async def test_why_p_gave_up_comes_from_d(start, kit):
+    gateway = await start("p0:P", "d0:D")
+    gateway["p0"].scripts["/stage/prefill"] = lambda _: [kit.DECODE, 0.1, kit.DIE]
+    gateway["d0"].scripts["/stage/decode"] = lambda _: [
+        0.2,
+        *kit.fail(502, "the KV transfer failed: no such region"),
+    ]
+    status, error = await gateway.error(kit.chat())
+    assert (status, error["message"]) == (502, "the KV transfer failed: no such region")
+    await gateway.settle()
+
+
+async def test_p_that_dies_after_its_first_token_is_replaced(start, kit):
+    gateway = await start("p0:P", "p1:P", "d0:D")
+    gateway["p0"].scripts["/stage/prefill"] = lambda _: [kit.DECODE, 0.1, kit.DIE]
+    gateway["d0"].scripts["/stage/decode"] = lambda message: (
+        [kit.FOREVER] if message.request_id.endswith("-1") else [(200, {}), kit.WHOLE]
+    )
+    assert await gateway.answer(kit.chat()) == (200, kit.WHOLE)
+    assert len(gateway["p1"].got("/stage/prefill")) == 1
+    await gateway.settle()
+
+
+@STREAMS
+async def test_a_503_says_when_to_come_back(start, kit, stream):
+    gateway = await start("p0:P", "d0:D")
+    gateway["p0"].scripts["/stage/prefill"] = lambda _: kit.fail(
+        503, "no room for the request's KV", code="no_room"
+    )
+    async with gateway.post(kit.chat(stream=stream)) as response:
+        assert response.status == 503
+        assert int(response.headers["retry-after"]) > 0
+        assert json.loads(await response.read())["error"]["code"] == "no_room"
+    gateway["p0"].scripts["/stage/prefill"] = lambda _: kit.fail(500, "broken")
+    async with gateway.post(kit.chat(stream=stream)) as response:
+        assert "retry-after" not in response.headers
+
+
+async def test_encoders_that_stall_leave_p_time_to_encode(start, kit):
+    """P waits twice the time that the first encoder is given; however many stall, a quarter of it is P's own."""
+    gateway = await start("e0:E", "e1:E", "e2:E", "e3:E", "p0:P", "d0:D", encode_timeout_s=0.2)
+    for name in ("e0", "e1", "e2", "e3"):
+        gateway[name].scripts["/stage/encode"] = lambda _: [kit.FOREVER]
+    gateway["p0"].scripts["/stage/prefill"] = lambda _: [0.39, kit.DECODE]
+    assert await gateway.answer(kit.chat(red(kit))) == (200, kit.WHOLE)
+    assert sum(len(gateway[name].got("/stage/encode")) for name in ("e0", "e1", "e2", "e3")) == 2
+    assert len(gateway["p0"].got("/stage/encode")) == 1
+
+
+async def test_requests_for_one_picture_meet_at_one_encoder(start, kit):
+    gateway = await start("e0:E", "e1:E", "e2:E", "p0:P", "d0:D")
+    for name in ("e0", "e1", "e2"):
+        gateway[name].scripts["/stage/encode"] = lambda _: [
+            0.3,
+            (200, {}),
+            encode(EncodeReply(cached=False, num_tokens=4)),
+        ]
+    gateway["p0"].scripts["/stage/prefill"] = lambda _: [0.4, kit.DECODE]
+    answers = await asyncio.gather(*(gateway.answer(kit.chat(red(kit))) for _ in range(9)))
+    assert answers == [(200, kit.WHOLE)] * 9
+    counts = sorted(len(gateway[name].got("/stage/encode")) for name in ("e0", "e1", "e2"))
+    assert counts == [0, 0, 9]
+
+
+async def test_p_that_encodes_itself_has_all_the_time_it_gives_itself(start, kit):
+    gateway = await start("ep0:EP", "d0:D", encode_timeout_s=0.1)
+    encoded = (200, {}), encode(EncodeReply(cached=False, num_tokens=4))
+    gateway["ep0"].scripts["/stage/encode"] = lambda _: [0.4, *encoded]
+    gateway["ep0"].scripts["/stage/prefill"] = lambda _: [0.5, kit.DECODE]
+    assert await gateway.answer(kit.chat(red(kit))) == (200, kit.WHOLE)
+    assert len(gateway["ep0"].got("/stage/encode")) == 1

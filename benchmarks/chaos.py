@@ -1,0 +1,240 @@
+"""Mixed requests under random SIGKILLs of E, P, D and the store's master, which are started again each time.
+
+Every answer is compared with the one that the same deployment gave before the first fault (greedy, float32). In
+the end no instance and no gateway may hold anything. Run as ``python -m benchmarks.chaos [--requests 1000]`` from
+the root of the repository; the exit code is 1 where an answer was wrong, a request hung or something leaked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import random
+import re
+import shlex
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+from rich.console import Console
+
+from benchmarks.chaos_load import Outcome, Request, Result, ask, make_requests
+from epd_serve.config import DeploymentConfig
+from epd_serve.launch import Backoff, LocalDeployment, ProcessState
+
+ROOT = Path(__file__).parents[1]
+RESULTS = {
+    "embedded": ROOT / "benchmarks" / "results" / "chaos-cpu.json",
+    "mooncake": ROOT / "benchmarks" / "results" / "chaos-cpu-mooncake.json",
+}
+LEASE_S = 3.0
+DEADLINE_S = 60.0
+#: A client that was told that there is no instance comes back after this, as the gateway asks it to.
+PAUSE_S = 2.0
+_BAD = (Outcome.WRONG, Outcome.HANG)
+
+
+@dataclass
+class Chaos:
+    """One run.
+
+    Attributes:
+        results: of the requests asked under faults.
+        kills: by name of the process.
+        leaks: what was still held in the end.
+    """
+
+    deployment: LocalDeployment
+    client: httpx.AsyncClient
+    rng: random.Random
+    interval_s: float
+    expected: dict[str, str] = field(default_factory=dict)
+    results: list[tuple[Request, Result]] = field(default_factory=list)
+    kills: Counter[str] = field(default_factory=Counter)
+    leaks: list[str] = field(default_factory=list)
+
+    async def learn(self, requests: list[Request], concurrency: int) -> None:
+        """The answer to each distinct request without any fault."""
+        distinct = {request.key: request for request in requests}
+
+        async def one(request: Request) -> None:
+            patient = Request(key=request.key, body=request.body, patience_s=None)
+            result = await ask(self.client, patient, None, DEADLINE_S)
+            if result.outcome is not Outcome.IDENTICAL:
+                raise RuntimeError(f"{request.key} failed without any fault: {result}")
+            self.expected[request.key] = result.text
+
+        await _in_parallel([one(request) for request in distinct.values()], concurrency)
+
+    async def run(self, requests: list[Request], concurrency: int) -> None:
+        """Ask all requests while processes are killed."""
+
+        async def one(request: Request) -> None:
+            result = await ask(self.client, request, self.expected[request.key], DEADLINE_S)
+            self.results.append((request, result))
+            if result.outcome is Outcome.ERROR:
+                await asyncio.sleep(PAUSE_S)
+
+        killing = asyncio.create_task(self._kill())
+        try:
+            await _in_parallel([one(request) for request in requests], concurrency)
+        finally:
+            killing.cancel()
+            await asyncio.gather(killing, return_exceptions=True)
+
+    async def _kill(self) -> None:
+        while True:
+            await asyncio.sleep(self.interval_s * self.rng.uniform(0.5, 1.5))
+            alive = [
+                process
+                for process in self.deployment.processes
+                if process.state is ProcessState.READY and process.spec.name != "gateway"
+            ]
+            if alive:
+                victim = self.rng.choice(alive)
+                with suppress(ProcessLookupError):
+                    os.kill(victim.pid, signal.SIGKILL)
+                    self.kills[victim.spec.name] += 1
+
+    async def settle(self) -> None:
+        """Wait until all have started again, and until nothing is held; what stays held is a leak."""
+        await self.deployment.wait_ready()
+        deadline = time.monotonic() + 4 * LEASE_S + 15
+        while True:
+            self.leaks = await self._held()
+            if not self.leaks or time.monotonic() > deadline:
+                return
+            await asyncio.sleep(0.2)
+
+    async def _held(self) -> list[str]:
+        held = []
+        for name, handle in self.deployment.instances.items():
+            try:
+                answer = await self.client.get(f"{handle.url}/integrity")
+            except httpx.TransportError as error:  # killed a moment ago
+                held.append(f"{name}: {error!r}")
+                continue
+            if answer.status_code != 200 or any(answer.json().values()):
+                held.append(f"{name}: {answer.text}")
+        exposition = (await self.client.get("/metrics")).text
+        held += re.findall(r"^epd_serve_in_flight_calls\{.*\} (?!0\.0).*$", exposition, re.MULTILINE)
+        return held
+
+    def report(self) -> dict[str, Any]:
+        outcomes = Counter(result.outcome for _, result in self.results)
+        errors = Counter(result.detail for _, result in self.results if result.outcome is Outcome.ERROR)
+        return {
+            "requests": len(self.results),
+            "distinct": len(self.expected),
+            "outcomes": {outcome.value: outcomes[outcome] for outcome in Outcome},
+            "clear_errors": dict(sorted(errors.items())),
+            "kills": dict(sorted(self.kills.items())),
+            "restarts": {one.spec.name: one.num_restarts for one in self.deployment.processes},
+            "leaks": self.leaks,
+            "faults": [
+                {"key": asked.key, "stream": asked.body["stream"], "text": result.text, "detail": result.detail}
+                for asked, result in self.results
+                if result.outcome in _BAD
+            ],
+        }
+
+
+async def _in_parallel(work: list[Any], concurrency: int) -> None:
+    slots = asyncio.Semaphore(concurrency)
+
+    async def one(task: Any) -> None:
+        async with slots:
+            await task
+
+    await asyncio.gather(*(one(task) for task in work))
+
+
+def deployment_config(arguments: argparse.Namespace) -> DeploymentConfig:
+    return DeploymentConfig(
+        topology=arguments.topology,
+        gateway={"port": 0, "request_timeout_s": DEADLINE_S * 0.75},
+        feature_store=arguments.store,
+        instances={
+            "base_port": 0,
+            "threads": 1,
+            "lease_s": LEASE_S,
+            "feature_timeout_s": 12,
+            # few blocks and small caches, so that requests wait for each other at every stage
+            "num_blocks": 120,
+            "max_num_batched_tokens": 64,
+            "feature_store_bytes": 1 << (20 if arguments.store == "embedded" else 24),  # its least
+            "feature_cache_bytes": 1 << 19,
+            "kv_transfer": {"transport": arguments.transport, "mode": arguments.mode},
+        },
+    )
+
+
+async def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    requests = make_requests(arguments.requests, arguments.seed)
+    log_dir = Path(tempfile.mkdtemp(prefix="epd-serve-chaos-"))
+    async with (
+        LocalDeployment(
+            deployment_config(arguments),
+            log_dir=log_dir,
+            ready_timeout_s=180,
+            backoff=lambda: Backoff(first_s=0.2, limit_s=0.2),  # many deaths are wanted here
+        ) as deployment,
+        httpx.AsyncClient(base_url=deployment.gateway_url, timeout=None, limits=httpx.Limits()) as client,
+    ):
+        chaos = Chaos(deployment, client, random.Random(arguments.seed), arguments.interval)
+        await chaos.learn(requests, arguments.concurrency)
+        started = time.monotonic()
+        await chaos.run(requests, arguments.concurrency)
+        seconds = time.monotonic() - started
+        await chaos.settle()
+        return {
+            "command": "python -m benchmarks.chaos " + shlex.join(sys.argv[1:]),
+            "machine": f"{platform.machine()}, {psutil.cpu_count()} cores",
+            "topology": arguments.topology,
+            "store": arguments.store,
+            "transport": arguments.transport,
+            "mode": arguments.mode,
+            "concurrency": arguments.concurrency,
+            "interval_s": arguments.interval,
+            "seconds": round(seconds, 1),
+            **chaos.report(),
+            "logs": str(log_dir),
+        }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--concurrency", type=int, default=8)
+    parser.add_argument("--interval", type=float, default=8.0, help="mean seconds between two kills")
+    parser.add_argument("--topology", default="2E-2P-2D")
+    parser.add_argument("--store", choices=("embedded", "mooncake"), default="embedded")
+    parser.add_argument("--transport", choices=("auto", "tcp", "mooncake"), default="auto")
+    parser.add_argument("--mode", choices=("grouped", "layerwise", "oneshot", "pull"), default="grouped")
+    parser.add_argument("--output", type=Path, help="default: benchmarks/results/chaos-cpu[-mooncake].json")
+    arguments = parser.parse_args()
+    report = asyncio.run(run(arguments))
+    logs = report.pop("logs")
+    output: Path = arguments.output or RESULTS[arguments.store]
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(report, indent=2) + "\n")
+    Console().print_json(data=report)
+    print(f"logs: {logs}")
+    bad = report["leaks"] or any(report["outcomes"][outcome.value] for outcome in _BAD)
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,105 @@
+"""The mooncake_master of a deployment: started before the instances, tied to them, and told to no one else."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import psutil
+import pytest
+from transports import needs_mooncake
+
+from epd_serve.config import parse_config
+from epd_serve.launch import LocalDeployment
+from epd_serve.launch.commands import instance_specs, master_spec
+from epd_serve.launch.ports import Ports, choose_ports
+from epd_serve.transfer import mooncake
+
+STORE = "feature_store: mooncake\ninstances: {base_port: 0}\ngateway: {port: 0}"
+PORTS = Ports(gateway=80, instances=(1, 2, 3), master=(50051, 50052))
+
+
+def test_a_deployment_that_asks_for_no_store_has_no_master() -> None:
+    config = parse_config("instances: {base_port: 0}\ngateway: {port: 0}")
+    assert choose_ports(config).master is None
+    assert master_spec(config, choose_ports(config), {}) is None
+
+
+@needs_mooncake
+def test_the_master_listens_where_the_instances_do_and_each_is_told_so() -> None:
+    config = parse_config(STORE)
+    spec = master_spec(config, PORTS, {})
+    assert spec is not None
+    assert {"--rpc_address=127.0.0.1", "--rpc_port=50051", "--metrics_host=127.0.0.1"} <= set(spec.command)
+    assert spec.url == "http://127.0.0.1:50052"
+    for instance in instance_specs(config, PORTS, {}):
+        flags = dict(pairwise(instance.command))
+        assert (flags["--feature-store"], flags["--mooncake-master"]) == ("mooncake", "127.0.0.1:50051")
+
+
+@pytest.mark.parametrize(
+    "text", [STORE, "gateway: {port: 0}\ninstances: {base_port: 0, kv_transfer: {transport: mooncake}}"]
+)
+def test_a_missing_package_is_said_before_anything_starts(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mooncake.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"mooncake is not installed; run: pip install 'epd-serve\[mooncake\]'"):
+        LocalDeployment(parse_config(text))
+
+
+def test_the_command_line_names_the_extra_too(tmp_path: Path) -> None:
+    """In a process that has no such package."""
+    code = (
+        "import sys; sys.modules['mooncake'] = None\n"
+        "from epd_serve.cli import main\n"
+        f"sys.argv = ['epd-serve', 'up', {str(tmp_path / 'd.yaml')!r}]\n"
+        "main()"
+    )
+    (tmp_path / "d.yaml").write_text(STORE)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "pip install 'epd-serve[mooncake]'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@needs_mooncake
+def test_a_master_ends_with_the_process_that_started_it() -> None:
+    config = parse_config(STORE)
+    ports = choose_ports(config)
+    spec = master_spec(config, ports, dict(os.environ))
+    assert spec is not None and ports.master is not None
+    starter = (
+        "import subprocess, sys\n"
+        f"command = {list(spec.command)!r}\n"
+        "import os; command[command.index('epd_serve.launch.lifeline') + 1] = str(os.getpid())\n"
+        "print(subprocess.Popen(command).pid, flush=True); sys.stdin.read()"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", starter], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    assert parent.stdout is not None and parent.stdin is not None
+    master = psutil.Process(int(parent.stdout.readline()))
+    _wait_until_it_listens(ports.master[0])
+    assert "mooncake_master" in master.name()
+    assert {c.laddr.ip for c in master.net_connections("tcp") if c.status == "LISTEN"} == {"127.0.0.1"}
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    parent.stdin.close()
+    master.wait(timeout=10)
+
+
+def _wait_until_it_listens(port: int) -> None:
+    deadline = time.monotonic() + 20
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+        except OSError:
+            assert time.monotonic() < deadline, "the master does not listen"
+            time.sleep(0.05)
+        else:
+            return
