@@ -10,12 +10,10 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from epd_serve.config import (
     DEMO_MODEL,
@@ -26,13 +24,10 @@ from epd_serve.config import (
     load_config,
     model_path,
 )
-from epd_serve.config.options import DType, KVTransport
+from epd_serve.config.options import DType, FeaturePrefetch, FeatureStoreKind, KVTransport, MooncakeProtocol
 from epd_serve.launch.ports import url_of
 from epd_serve.topology import draw, explain, parse_topology
-from epd_serve.types import Role
-
-if TYPE_CHECKING:
-    from device.base import DeviceReport
+from epd_serve.types import KVMode, Role
 
 app = typer.Typer(
     name="epd-serve",
@@ -117,7 +112,9 @@ def instance(
     ] = InstanceOptions.device,
     dtype: Annotated[DType, typer.Option(help="auto: the model's own.")] = InstanceOptions.dtype,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
-    block_size: Annotated[int, typer.Option(min=1, help="Tokens per KV block.")] = InstanceOptions.block_size,
+    block_size: Annotated[
+        int | None, typer.Option(min=1, help="Tokens per KV block; 128 on an NPU, else 16.")
+    ] = None,
     num_blocks: Annotated[int | None, typer.Option(min=1, help="KV blocks.")] = None,
     kv_cache_bytes: Annotated[
         int | None, typer.Option(min=1, help="KV cache size, instead of --num-blocks.")
@@ -141,21 +138,49 @@ def instance(
     feature_timeout_s: Annotated[
         float, typer.Option(min=0.001, help="How long P waits for a feature.")
     ] = InstanceOptions.feature_timeout_s,
+    queue_timeout_s: Annotated[
+        float, typer.Option(min=0.001, help="How long a request waits for room in D's KV cache.")
+    ] = InstanceOptions.queue_timeout_s,
     lease_s: Annotated[
         float, typer.Option(min=0.001, help="How long unconfirmed memory is kept.")
     ] = InstanceOptions.lease_s,
     kv_transport: Annotated[
         KVTransport, typer.Option(help="How KV moves from P to D.")
     ] = InstanceOptions.kv_transport,
+    feature_store: Annotated[
+        FeatureStoreKind, typer.Option(help="Where E's features lie.")
+    ] = InstanceOptions.feature_store,
+    mooncake_master: Annotated[
+        str | None, typer.Option(help="host:port of the master, for --feature-store mooncake.")
+    ] = None,
+    mooncake_protocol: Annotated[
+        MooncakeProtocol, typer.Option(help="auto: tcp, and ascend on an NPU.")
+    ] = InstanceOptions.mooncake_protocol,
+    mooncake_devices: Annotated[str | None, typer.Option(help="RDMA devices, as in mlx5_0,mlx5_1.")] = None,
+    mooncake_staging_bytes: Annotated[
+        int, typer.Option(min=1, help="Registered memory for bytes that lie elsewhere.")
+    ] = InstanceOptions.mooncake_staging_bytes,
+    kv_mode: Annotated[KVMode, typer.Option(help="What KV is sent when.")] = InstanceOptions.kv_mode,
     kv_group_layers: Annotated[
         int | None, typer.Option(min=1, help="Layers sent together; chosen when absent.")
     ] = None,
+    feature_prefetch: Annotated[
+        FeaturePrefetch, typer.Option(help="Fetch features when announced (async) or needed (sync).")
+    ] = InstanceOptions.feature_prefetch,
+    link_bandwidth: Annotated[
+        int | None, typer.Option(min=1, help="Bytes per second of links between instances, for experiments.")
+    ] = None,
+    link_latency_ms: Annotated[
+        float, typer.Option(min=0, help="What each transfer takes besides, for experiments.")
+    ] = InstanceOptions.link_latency_ms,
     parent_pid: ParentPid = None,
 ) -> None:
     """Run one instance; 'epd-serve up' starts these."""
     _tie_to(parent_pid)
     if num_blocks is not None and kv_cache_bytes is not None:
         raise ValueError("--num-blocks and --kv-cache-bytes set the same thing; give one of them")
+    if feature_store == "mooncake" and mooncake_master is None:
+        raise ValueError("--feature-store mooncake needs --mooncake-master HOST:PORT")
     options = InstanceOptions(
         name=name,
         role=Role.parse(role),
@@ -176,9 +201,19 @@ def instance(
         feature_store_bytes=feature_store_bytes,
         feature_cache_bytes=feature_cache_bytes,
         feature_timeout_s=feature_timeout_s,
+        queue_timeout_s=queue_timeout_s,
         lease_s=lease_s,
         kv_transport=kv_transport,
+        feature_store=feature_store,
+        mooncake_master=mooncake_master,
+        mooncake_protocol=mooncake_protocol,
+        mooncake_devices=mooncake_devices,
+        mooncake_staging_bytes=mooncake_staging_bytes,
+        kv_mode=kv_mode,
         kv_group_layers=kv_group_layers,
+        feature_prefetch=feature_prefetch,
+        link_bandwidth=link_bandwidth,
+        link_latency_ms=link_latency_ms,
     )
     with _needs_native():
         from epd_serve.worker.main import run_instance
@@ -195,17 +230,18 @@ def topology(text: Annotated[str, typer.Argument(help="As in '(E-P)-D'; quote it
 
 
 @app.command()
-def devices() -> None:
+def devices(
+    check: Annotated[
+        bool, typer.Option("--check", help="Test each device; exit code 1 where something is wrong.")
+    ] = False,
+) -> None:
     """List the devices of this machine, what each can do, and why one is missing."""
-    from device.registry import list_devices
+    from epd_serve.devices import check_devices, show_devices
 
-    table = Table("device", "what is there and what it can do", show_lines=True)
-    for report in list_devices():
-        if report.available:
-            table.add_row(Text(report.name, "bold green"), "\n".join(_abilities(report)))
-        else:
-            table.add_row(Text(report.name, "dim"), Text(f"not available: {report.reason}", "yellow"))
-    Console().print(table)
+    console = Console()
+    reports = show_devices(console)
+    if check and not check_devices(console, reports):
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -236,25 +272,6 @@ def main() -> None:
             raise
         print(f"epd-serve: {error}", file=sys.stderr)
         sys.exit(2)
-
-
-def _abilities(report: DeviceReport) -> list[str]:
-    cores = f", {report.cores} cores" if report.cores else ""
-    lines = [f"{report.description or report.kind}{cores}"]
-    if report.memory_total_bytes is not None:
-        free, total = _gibibytes(report.memory_free_bytes), _gibibytes(report.memory_total_bytes)
-        lines.append(f"memory: {free} of {total} free")
-    lines.append(f"dtypes: {', '.join(report.dtypes)}")
-    lines.append(f"attention: {report.attention}; graphs: {report.graphs}")
-    if report.partition:
-        mechanisms = ", ".join(report.partition.mechanisms)
-        lines.append(f"sharing by several instances: {report.partition.strength}; {mechanisms}".rstrip("; "))
-    lines.append(f"transports: {', '.join(report.transports)}")
-    return lines
-
-
-def _gibibytes(count: int | None) -> str:
-    return "?" if count is None else f"{count / 1024**3:.1f} GiB"
 
 
 def _tie_to(parent_pid: int | None) -> None:

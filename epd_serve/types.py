@@ -5,8 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Literal
 
 import msgspec
+
+#: How the KV cache of a prompt moves to the decode instance. ``grouped``: groups of layers of all prompts of a
+#: step, one write for each group. ``layerwise``: each layer of each prompt by itself. ``oneshot``: all of a prompt
+#: once it is computed. ``pull``: the decode instance reads it then.
+KVMode = Literal["grouped", "layerwise", "oneshot", "pull"]
 
 
 class Stage(StrEnum):

@@ -126,6 +126,8 @@ class Decoder:
         hidden = ops.rms_norm(embeddings, layers[0].input_norm, self._epsilon)
         for index, layer in enumerate(layers):
             attended = self._attend(layer, index, hidden, cos, sin, context)
+            if context.on_layer is not None and self._group.size > 1:
+                context.on_layer(index)  # the attention's all-reduce is over: what starts now runs beside the MLP
             hidden, residual = ops.add_rms_norm(attended, residual, layer.post_norm, self._epsilon)
             hidden = layer.mlp(hidden)
             if index < len(deepstack):
@@ -147,7 +149,7 @@ class Decoder:
         query, key = ops.rotary(query, key, cos, sin)
         kv_layer = context.kv[index]
         ops.write_kv(key, value, kv_layer, context.plan.meta.slot_mapping)
-        if context.on_layer is not None:
+        if context.on_layer is not None and self._group.size == 1:
             context.on_layer(index)
         attended = ops.attend(query, key, value, kv_layer, context.plan, self.head_dim**-0.5)
         return self._row_parallel(layer.output, attended.flatten(1))

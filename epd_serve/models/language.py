@@ -22,6 +22,7 @@ class LanguageModel:
         num_layers, num_kv_heads, head_dim: the shape of one token's KV, all ranks together.
         kv_heads: those that this rank keeps.
         capturable: whether a step may be captured as a graph.
+        feature_width: (1 + deepstack levels) * hidden, what a feature has for each token.
         max_model_len: longest context that the rotary embedding and the attention window allow.
         num_parameters: of the language model and its head, all ranks together.
         inner: the transformers model without weights, for its position arithmetic.
@@ -35,6 +36,9 @@ class LanguageModel:
         self.num_parameters = num_parameters(model)
         self.max_model_len = _max_model_len(text)
         self._hidden_size: int = text.hidden_size
+        vision = getattr(model.config, "vision_config", None)
+        num_levels = len(getattr(vision, "deepstack_visual_indexes", None) or ())
+        self.feature_width = (1 + num_levels) * self._hidden_size
         self._device = device.torch_device
         self._group = group or Alone()
         language_model = model.model.language_model

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from epd_serve.request import Sequence
+from epd_serve.types import MediaSpan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,8 +75,10 @@ def schedule(
         else:
             unfinished.append(sequence)
     for sequence in unfinished:
+        if not tokens or not seqs:
+            break
         count = min(tokens, ready_tokens(sequence) - sequence.num_computed)
-        if count > 0 and seqs:
+        if count > 0:
             output.prefills.append((sequence, count))
             tokens -= count
             seqs -= 1
@@ -95,3 +98,30 @@ def schedule(
         tokens -= count
         seqs -= 1
     return output
+
+
+def missing_span(sequence: Sequence, start: int, end: int, has: Callable[[str], bool]) -> MediaSpan | None:
+    """The first media among the tokens ``start`` ... ``end - 1`` whose feature is not there."""
+    for span in sequence.spans:
+        if span.end > start and span.start < end and not has(span.mm_hash):
+            return span
+    return None
+
+
+def possible_prefills(
+    prefills: Iterable[tuple[Sequence, int]], has: Callable[[str], bool]
+) -> list[tuple[Sequence, int]]:
+    """The prefills as far as their features are there.
+
+    An admission may have found a cached prefix, or evicted one that its successor was counted on to find; and a
+    feature that only another request holds may go at any moment.
+    """
+    possible: list[tuple[Sequence, int]] = []
+    for sequence, count in prefills:
+        start, end = sequence.num_computed, min(sequence.num_computed + count, sequence.num_tokens)
+        span = missing_span(sequence, start, end, has)
+        if span is not None:
+            end = max(span.start, start)
+        if end > start:
+            possible.append((sequence, end - start))
+    return possible

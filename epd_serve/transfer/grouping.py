@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 def smallest_hidden_group(
@@ -25,39 +25,106 @@ def smallest_hidden_group(
     return num_layers
 
 
+def group_ends(num_layers: int, group_size: int) -> frozenset[int]:
+    """The last layer of each group. What does not divide evenly is the first group.
+
+    So no group waits for one that the compute since did not hide: after the last layer there is one handshake and
+    one group to go.
+    """
+    return frozenset(range(num_layers - 1, -1, -group_size))
+
+
+@dataclass(slots=True, kw_only=True)
+class LinkEstimate:
+    """``seconds = handshake + bytes / bandwidth``, fitted to the writes over one link; older ones count less.
+
+    Where all writes are of one size, their times cannot tell the two apart: then the handshake stays as it was.
+    """
+
+    memory: float = 0.9
+    handshake_s: float = 0.0
+    s_per_byte: float = 0.0
+    _weight: float = 0.0
+    _bytes: float = 0.0
+    _seconds: float = 0.0
+    _bytes_squared: float = 0.0
+    _product: float = 0.0
+
+    @property
+    def is_known(self) -> bool:
+        return self.s_per_byte > 0.0
+
+    def observe(self, nbytes: int, seconds: float) -> None:
+        """One write took ``seconds``; one of no bytes is all handshake."""
+        self._weight = self.memory * self._weight + 1
+        self._bytes = self.memory * self._bytes + nbytes
+        self._seconds = self.memory * self._seconds + seconds
+        self._bytes_squared = self.memory * self._bytes_squared + nbytes * nbytes
+        self._product = self.memory * self._product + nbytes * seconds
+        mean_bytes, mean_seconds = self._bytes / self._weight, self._seconds / self._weight
+        if not mean_bytes:
+            self.handshake_s = mean_seconds
+            return
+        variance = self._bytes_squared / self._weight - mean_bytes**2
+        slope = 0.0
+        if variance > (0.05 * mean_bytes) ** 2:
+            slope = (self._product / self._weight - mean_bytes * mean_seconds) / variance
+        if slope > 0:
+            self.handshake_s = max(mean_seconds - slope * mean_bytes, 0.0)
+        else:  # an old handshake must not make a link infinitely fast that has become quicker
+            self.handshake_s = min(self.handshake_s, 0.99 * mean_seconds)
+        self.s_per_byte = max((mean_seconds - self.handshake_s) / mean_bytes, 1e-15)
+
+
 @dataclass(slots=True, kw_only=True)
 class GroupSizer:
-    """Keeps the group size right from measured times (exponential averages).
+    """Keeps the group size right from measured times, for each link apart.
 
-    Until both a step and a transfer were measured, the whole model is one group.
+    Until both a step and a transfer were measured, a group is a quarter of the model.
+
+    Attributes:
+        fixed: a group size that is not to be changed.
+        token_s: compute time of one token in one layer.
     """
 
     num_layers: int
     fixed: int | None = None
     smoothing: float = 0.2
-    layer_s: float = 0.0
-    layer_bytes: float = 0.0
-    bytes_per_s: float = 0.0
-    handshake_s: float = 0.0
+    token_s: float = 0.0
+    links: dict[str, LinkEstimate] = field(default_factory=dict)
 
-    def group_size(self) -> int:
+    def group_size(self, link: str, num_tokens: int, layer_bytes: float) -> int:
+        """Layers to send together in a step of ``num_tokens`` that adds ``layer_bytes`` of KV to a layer."""
+        estimate = self.links.get(link)
         if self.fixed is not None:
             return min(self.fixed, self.num_layers)
-        if not self.layer_s or not self.bytes_per_s:
-            return self.num_layers
+        if not self.token_s or estimate is None or not estimate.is_known:
+            return -(-self.num_layers // 4)
         return smallest_hidden_group(
-            self.num_layers, self.layer_s, self.layer_bytes, self.handshake_s, self.bytes_per_s
+            self.num_layers,
+            self.token_s * num_tokens,
+            layer_bytes,
+            estimate.handshake_s,
+            1 / estimate.s_per_byte,
         )
 
-    def observe_compute(self, step_s: float, step_bytes: float) -> None:
-        """A prefill step took ``step_s`` and produced ``step_bytes`` of KV to send, over all layers."""
-        self.layer_s = self._average(self.layer_s, step_s / self.num_layers)
-        self.layer_bytes = self._average(self.layer_bytes, step_bytes / self.num_layers)
+    def observe_compute(self, num_tokens: int, seconds: float) -> None:
+        """A prefill step of ``num_tokens`` took ``seconds`` over all layers."""
+        new = seconds / (self.num_layers * num_tokens)
+        self.token_s = new if not self.token_s else self.token_s + self.smoothing * (new - self.token_s)
 
-    def observe_transfer(self, nbytes: int, seconds: float, handshake_s: float) -> None:
-        """``nbytes`` were copied in ``seconds`` after ``handshake_s`` of waiting for the copy to begin."""
-        self.bytes_per_s = self._average(self.bytes_per_s, nbytes / max(seconds, 1e-9))
-        self.handshake_s = self._average(self.handshake_s, handshake_s)
+    def observe_transfer(self, link: str, nbytes: int, seconds: float) -> None:
+        """One write over a link."""
+        self.links.setdefault(link, LinkEstimate()).observe(nbytes, seconds)
 
-    def _average(self, old: float, new: float) -> float:
-        return new if old == 0.0 else old + self.smoothing * (new - old)
+    def forget(self, link: str) -> None:
+        """The link is gone."""
+        self.links.pop(link, None)
+
+    def known_links(self) -> dict[str, tuple[float, float]]:
+        """(handshake seconds, bytes per second) of each link that was used."""
+        return {
+            name: (link.handshake_s, 1 / link.s_per_byte)
+            for name, link in list(self.links.items())
+            if link.is_known
+        }

@@ -2,7 +2,7 @@
 
 While a reservation is GRANTED its blocks may be written by the prefill side at any moment, so they are never
 given back on the decode side's word alone: they are QUARANTINED until the writer says that it has stopped, or its
-lease is over (a writer must not write after its lease).
+lease is over (a writer must not begin to write after its lease) and it is not in the middle of a write.
 """
 
 from __future__ import annotations
@@ -45,6 +45,12 @@ class Reservation:
     state: ReservationState = ReservationState.PENDING
     blocks: RequestBlocks | None = None
 
+    @property
+    def first_own_block(self) -> int:
+        """The first block that the writer writes: those before it held the prompt's beginning already."""
+        assert self.blocks is not None, "no blocks yet"
+        return self.blocks.root[self.blocks.num_cached]
+
     def move_to(self, state: ReservationState) -> None:
         assert state in _ALLOWED[self.state], f"{self.transfer_id}: {self.state.name} -> {state.name}"
         self.state = state
@@ -55,10 +61,15 @@ class ReservationTable:
 
     Args:
         free: gives blocks back to the pool.
+        is_being_written: whether a writer is in the middle of writing, given the first block of a reservation that
+            is its own.
     """
 
-    def __init__(self, free: Callable[[RequestBlocks], None]) -> None:
+    def __init__(
+        self, free: Callable[[RequestBlocks], None], is_being_written: Callable[[int], bool] = lambda block: False
+    ) -> None:
         self._free = free
+        self._is_being_written = is_being_written
         self._live: dict[str, Reservation] = {}
         self._ended: Tombstones[ReservationState] = Tombstones()
 
@@ -123,12 +134,25 @@ class ReservationTable:
             elif reservation.state is ReservationState.GRANTED:
                 reservation.move_to(ReservationState.QUARANTINED)
 
+    def quarantine(self, transfer_id: str, now: float, lease_s: float | None = None) -> None:
+        """Nothing more will be written, but what was may still arrive: blocks go back when a lease has passed."""
+        reservation = self._live.get(transfer_id)
+        if reservation is None or reservation.state is ReservationState.PENDING:
+            self.stop_writing(transfer_id)
+            return
+        if reservation.state is ReservationState.GRANTED:
+            reservation.move_to(ReservationState.QUARANTINED)
+        reservation.deadline = now + (reservation.lease_s if lease_s is None else lease_s)
+
     def expire(self, now: float) -> list[Reservation]:
-        """Release what outlived its lease; returns the reservations that were still wanted."""
+        """Release what outlived its lease and is not being written; returns those that were still wanted."""
         overdue = [r for r in self._live.values() if r.deadline <= now and r.state is not ReservationState.PENDING]
         wanted = [r for r in overdue if r.state is ReservationState.GRANTED]
         for reservation in overdue:
-            self._release(reservation)
+            if not self._is_being_written(reservation.first_own_block):
+                self._release(reservation)
+            elif reservation.state is ReservationState.GRANTED:
+                reservation.move_to(ReservationState.QUARANTINED)
         return wanted
 
     def check_integrity(self) -> None:

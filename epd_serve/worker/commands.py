@@ -44,7 +44,7 @@ class CreateCache(msgspec.Struct, frozen=True, kw_only=True, tag="cache"):
     num_blocks: int
     slab: Region
     num_position_axes: int
-    max_num_seqs: int
+    graph_sizes: list[int]
     max_model_len: int
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,12 +16,15 @@ from epd_serve.errors import InstanceFailed, InvalidRequest, ServeError, StageTi
 from epd_serve.protocol import wire
 from epd_serve.request import Sequence
 from epd_serve.transfer.reservation import Reservation, ReservationState, ReservationTable
+from epd_serve.transfer.transport import TransferError, Transport
+from epd_serve.transfer.write_locks import is_being_written
 from epd_serve.worker.answer import Answer
 from epd_serve.worker.engine import Engine
 from epd_serve.worker.events import EngineEvent
 from epd_serve.worker.generation import Generation
 from epd_serve.worker.http import Reply
 from epd_serve.worker.kv_memory import KVMemory
+from epd_serve.worker.peers import Peers
 
 
 class DecodeService:
@@ -28,6 +32,9 @@ class DecodeService:
 
     The gateway's "expect" and P's reservation and hand-off come in any order; a hand-off that no gateway asks for
     is dropped after ``orphan_s``.
+
+    Args:
+        on_read: told the bytes and seconds of KV that was read from elsewhere, for metrics.
     """
 
     def __init__(
@@ -37,21 +44,33 @@ class DecodeService:
         tokenizer: Any,
         layout: wire.KVLayout,
         *,
+        transport: Transport,
+        peers: Peers,
+        queue_timeout_s: float,
         orphan_s: float,
         listen: Callable[[str, Callable[[EngineEvent], None] | None], None],
+        on_read: Callable[[int, float], None] = lambda nbytes, seconds: None,
     ) -> None:
         self._engine = engine
         self._memory = memory
         self._tokenizer = tokenizer
         self._layout = layout
+        self._transport = transport
+        self._peers = peers
+        self._on_read = on_read
+        self._queue_timeout_s = queue_timeout_s
         self._orphan_s = orphan_s
         self._listen = listen
-        self._reservations = ReservationTable(free=lambda blocks: engine.unreserve(blocks))
+        self._reservations = ReservationTable(
+            free=lambda blocks: engine.unreserve(blocks),
+            is_being_written=lambda block: is_being_written(memory.region, block),
+        )
         self._admission = asyncio.Lock()
         self._freed = asyncio.Event()
         self._expected: dict[str, asyncio.Future[Generation]] = {}
         self._unclaimed: dict[str, tuple[Generation, float]] = {}
         self._ended: Tombstones[bool] = Tombstones()
+        self._pulling: set[str] = set()
 
     @property
     def num_reservations(self) -> int:
@@ -94,7 +113,7 @@ class DecodeService:
         """Blocks for a request, as soon as there are enough; requests are served in the order they came.
 
         Raises InvalidRequest for KV of another shape or a request that can never fit, Unavailable for one that was
-        cancelled here.
+        cancelled here or waited for ``queue_timeout_s``.
         """
         if request.layout != self._layout:
             raise InvalidRequest(
@@ -108,7 +127,14 @@ class DecodeService:
             raise Unavailable(f"request {request.request_id} was cancelled")
         if reservation.state is ReservationState.PENDING:
             try:
-                await self._grant(reservation, request)
+                async with asyncio.timeout(self._queue_timeout_s):
+                    await self._grant(reservation, request)
+            except TimeoutError as error:
+                self._reservations.stop_writing(request.transfer_id)
+                raise Unavailable(
+                    f"no room for the request's KV within {self._queue_timeout_s:g} s; try again later",
+                    code="no_room",
+                ) from error
             except BaseException:
                 self._reservations.stop_writing(request.transfer_id)
                 raise
@@ -168,9 +194,67 @@ class DecodeService:
         elif not expected.done():
             expected.set_result(generation)
 
+    async def pull(self, request: wire.PullRequest) -> None:
+        """Read a computed prompt's KV from P once there are blocks for it, and take the request over.
+
+        What P says after the read decides: where it had to free the blocks meanwhile, anything may have been read.
+        Raises InvalidRequest and Unavailable like :meth:`reserve`, Unavailable where P has given the request up,
+        InstanceFailed where it cannot be read or asked.
+        """
+        handoff = request.handoff
+        if self._reservations.is_completed(handoff.transfer_id):
+            return
+        ref = wire.TransferRef(transfer_id=handoff.transfer_id, request_id=handoff.request_id)
+        reply = await self.reserve(
+            wire.ReserveRequest(
+                transfer_id=handoff.transfer_id,
+                request_id=handoff.request_id,
+                num_prompt_tokens=len(handoff.prompt_ids),
+                max_tokens=handoff.max_tokens,
+                num_sequences=request.num_sequences,
+                block_hashes=request.block_hashes,
+                layout=request.layout,
+                lease_s=math.inf,  # the writer is this instance, so it ends by itself
+            )
+        )
+        if handoff.transfer_id in self._pulling:
+            raise InvalidRequest(f"transfer {handoff.transfer_id} is being read already")
+        reading = asyncio.create_task(asyncio.to_thread(self._read, request, reply))
+        self._pulling.add(handoff.transfer_id)
+        reading.add_done_callback(lambda _: self._pulling.discard(handoff.transfer_id))
+        try:
+            await asyncio.shield(reading)
+            await self._peers.call(request.source_url, "/kv/pulled", ref, request.lease_s)
+            self.complete(handoff)
+        except BaseException as error:
+            # blocks go back only when nothing is written to them any more
+            reading.add_done_callback(lambda done: self._give_back(request, done))
+            if isinstance(error, TransferError):
+                raise InstanceFailed(f"the KV cannot be read from {request.source_url}: {error}") from error
+            raise
+
+    def _give_back(self, request: wire.PullRequest, reading: asyncio.Task[None]) -> None:
+        if reading.cancelled() or reading.exception() is not None:  # parts of it may still arrive
+            self._reservations.quarantine(request.handoff.transfer_id, time.monotonic(), request.lease_s)
+        else:
+            self._reservations.stop_writing(request.handoff.transfer_id)
+
+    def _read(self, request: wire.PullRequest, reply: wire.ReserveReply) -> None:
+        first = reply.num_cached_blocks
+        layers = range(self._layout.num_layers)
+        pieces = self._memory.pieces(
+            layers, reply.block_ids[first:], request.block_ids[first:], request.num_blocks
+        )
+        start = time.monotonic()
+        self._transport.read(request.region, pieces)
+        self._on_read(sum(data.nbytes for _, data in pieces), time.monotonic() - start)
+
     def cancel(self, ref: wire.TransferRef) -> None:
         """P has stopped writing; with a reason, the request has failed. Idempotent."""
-        self._reservations.stop_writing(ref.transfer_id)
+        if ref.may_arrive:
+            self._reservations.quarantine(ref.transfer_id, time.monotonic())
+        elif ref.transfer_id not in self._pulling:
+            self._reservations.stop_writing(ref.transfer_id)
         if ref.reason:
             self._fail(ref.request_id, InstanceFailed(ref.reason))
 

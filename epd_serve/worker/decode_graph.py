@@ -1,6 +1,8 @@
-"""Decode steps as captured graphs: one launch a step, at batch sizes padded to powers of two or to the largest."""
+"""Decode steps as captured graphs: one launch a step, at batch sizes padded to the next one captured."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -19,7 +21,7 @@ class DecodeGraphs:
     Args:
         kv: [layers, 2, num_blocks, block_size, kv_heads, head_dim].
         num_position_axes: rows of the rotary positions.
-        max_size: largest batch; larger ones are not for this object.
+        sizes: of the batches to capture, ascending; larger ones are not for this object.
         max_blocks: longest context, in blocks.
     """
 
@@ -31,7 +33,7 @@ class DecodeGraphs:
         kv: Tensor,
         *,
         num_position_axes: int,
-        max_size: int,
+        sizes: Sequence[int],
         max_blocks: int,
     ) -> None:
         self._model = model
@@ -39,7 +41,8 @@ class DecodeGraphs:
         self._graphs = graphs
         self._kv = kv
         self._max_blocks = max_blocks
-        self._sizes = [*(1 << i for i in range((max_size - 1).bit_length())), max_size]
+        self._sizes = sizes
+        max_size = sizes[-1]
         target = device.torch_device
         self._ids = torch.zeros(max_size, dtype=torch.long, device=target)
         self._positions = torch.zeros(num_position_axes, max_size, dtype=torch.long, device=target)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -16,9 +17,9 @@ from epd_serve.errors import InstanceFailed, InvalidRequest, ServeError
 from epd_serve.media import MediaLimits, open_image
 from epd_serve.models.family import Family, TowerInputs
 from epd_serve.models.tower import Tower
-from epd_serve.protocol.wire import EncodeReply, EncodeRequest
+from epd_serve.protocol.wire import EncodeReply, EncodeRequest, MediaRef
 from epd_serve.sched.encode import schedule_encodes
-from epd_serve.transfer.feature_store import EmbeddedFeatureStore, StoredFeature
+from epd_serve.transfer.feature_store import FeatureStore, StoredFeature
 from epd_serve.worker.peers import Peers
 
 logger = logging.getLogger(__name__)
@@ -42,17 +43,23 @@ class EncodeService:
 
     The tower is loaded by ``load_tower`` at :meth:`warm_up`, or with the first item on an instance that was not
     meant to encode (recompute where no encoder is left).
+
+    Args:
+        url: of this instance, as consumers announce themselves.
+        deliver_here: gives a feature to the consumer in this instance, by request id; None where there is none.
     """
 
     def __init__(
         self,
         load_tower: Callable[[], Tower],
         family: Family,
-        store: EmbeddedFeatureStore,
+        store: FeatureStore,
         peers: Peers,
         *,
         image_budget_pixels: int,
         limits: MediaLimits,
+        url: str = "",
+        deliver_here: Callable[[str, MediaRef, Tensor], Awaitable[None]] | None = None,
     ) -> None:
         self._load_tower = load_tower
         self._family = family
@@ -60,6 +67,8 @@ class EncodeService:
         self._peers = peers
         self._budget = image_budget_pixels
         self._limits = limits
+        self._url = url
+        self._deliver_here = deliver_here
         self._tower: Tower | None = None
         self._tower_thread = ThreadPoolExecutor(1, thread_name_prefix="tower")
         self._media_threads = ThreadPoolExecutor(2, thread_name_prefix="media")
@@ -91,18 +100,36 @@ class EncodeService:
     async def encode(self, request: EncodeRequest) -> EncodeReply:
         """Encode, store and announce one item; done when the consumer has it.
 
+        Where the consumer is this instance, a feature that it cannot have from the store (which may hold a broken
+        one) is encoded anew and handed to it directly: the last resort depends on nothing but this process.
+
         Raises InvalidRequest for media that cannot be decoded, ServeError where encoding or delivery failed.
         """
-        mm_hash, owner = request.ref.mm_hash, request.request_id
         try:
-            feature = self._store.acquire(mm_hash, owner)
+            return await self._announced(request)
+        except InvalidRequest:
+            raise
+        except ServeError as error:
+            if self._deliver_here is None or request.announce_to != self._url:
+                raise
+            logger.warning("feature %s goes past the store: %s", request.ref.mm_hash[:12], error.message)
+            feature = await self._encoded(request)
+            await self._deliver_here(request.request_id, request.ref, feature)
+            return EncodeReply(cached=False, num_tokens=feature.shape[0])
+
+    async def _announced(self, request: EncodeRequest) -> EncodeReply:
+        ref, owner = request.ref, request.request_id
+        try:
+            feature = await self._store.acquire(ref.mm_hash, owner)
             cached = feature is not None
             if feature is None:
-                feature = await self._put(mm_hash, await self._encoded(request), owner)
-            event = self._store.event(mm_hash, feature, owner)
+                feature = await self._put(ref.mm_hash, await self._encoded(request), owner)
+            event = msgspec.structs.replace(
+                self._store.event(ref.mm_hash, feature, owner), width=ref.width, height=ref.height
+            )
             await self._peers.call(request.announce_to, "/feature/event", event, _ANNOUNCE_TIMEOUT_S)
         finally:
-            self._store.release(owner, mm_hash)
+            self._store.release(owner, ref.mm_hash)
         return EncodeReply(cached=cached, num_tokens=feature.shape[0])
 
     async def _encoded(self, request: EncodeRequest) -> Tensor:
@@ -180,7 +207,7 @@ class EncodeService:
         dtype = str(feature.dtype).removeprefix("torch.")
         while True:
             try:
-                stored = self._store.put(mm_hash, data, list(feature.shape), dtype, owner)
+                stored = await self._store.put(mm_hash, data, list(feature.shape), dtype, owner)
             except ValueError as error:
                 raise ServeError(str(error)) from error
             if stored is not None:

@@ -14,9 +14,11 @@ from epd_serve.cache.block_pool import BlockPool, RequestBlocks
 from epd_serve.errors import InvalidRequest, ServeError
 from epd_serve.protocol.wire import Load
 from epd_serve.request import Sequence, SequenceState
-from epd_serve.sched.language import Budget, ScheduleOutput, schedule
+from epd_serve.sched.language import Budget, ScheduleOutput, missing_span, possible_prefills, schedule
 from epd_serve.transfer.kv_sender import KVSender, OutgoingTransfer
+from epd_serve.types import KVMode
 from epd_serve.worker.events import EngineEvent, FailureEvent, PromptEvent, TokenEvent
+from epd_serve.worker.feature_supply import with_features
 from epd_serve.worker.layer_groups import LayerGroups
 from epd_serve.worker.runner import LanguageRunner, StepResult
 from epd_serve.worker.sampler import SampledToken
@@ -29,6 +31,13 @@ class Engine:
 
     All methods may be called from any thread. ``emit`` is called on the engine's thread, once after each step, and
     must not block. ``on_free`` is called on whichever thread gave blocks back.
+
+    Args:
+        feature_of: a feature as it is needed for a step; it may fetch it first. None: it is not to be had now.
+        has_feature: whether ``feature_of`` is worth asking; must not block.
+        on_step: told of each step and the seconds it took.
+        on_starved: told of a feature that holds up a sequence which could be computed otherwise; must not block.
+        kv_mode: how KV goes out.
     """
 
     def __init__(
@@ -40,12 +49,16 @@ class Engine:
         num_layers: int,
         eos_token_ids: frozenset[int],
         feature_of: Callable[[str], Tensor | None],
+        has_feature: Callable[[str], bool] | None = None,
+        on_starved: Callable[[str], None] = lambda mm_hash: None,
         copy_block: Callable[[int, int], None],
         block_nbytes: int,
         record_event: Callable[[], Callable[[], None]],
         sender: KVSender | None,
+        kv_mode: KVMode = "grouped",
         emit: Callable[[list[EngineEvent]], None],
         on_free: Callable[[], None],
+        on_step: Callable[[ScheduleOutput, float], None] = lambda output, seconds: None,
     ) -> None:
         self._runner = runner
         self._pool = pool
@@ -53,12 +66,16 @@ class Engine:
         self._num_layers = num_layers
         self._eos_token_ids = eos_token_ids
         self._feature_of = feature_of
+        self._has_feature = has_feature or (lambda mm_hash: feature_of(mm_hash) is not None)
+        self._on_starved = on_starved
         self._copy_block = copy_block
         self._block_nbytes = block_nbytes
         self._record_event = record_event
         self._sender = sender
+        self._kv_mode = kv_mode
         self._emit = emit
         self._on_free = on_free
+        self._on_step = on_step
         self._changed = threading.Condition()
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
@@ -188,19 +205,20 @@ class Engine:
     def _run(self) -> None:
         while True:
             with self._changed:
-                output, features = self._schedule()
+                output = self._schedule()
                 while not output and not self._closing:
                     self._changed.wait()
-                    output, features = self._schedule()
+                    output = self._schedule()
                 if self._closing:
                     return
                 self._stepping = frozenset((*output.decodes, *(s for s, _ in output.prefills)))
+            output, features = with_features(output, self._feature_of)
             events = self._step(output, features)
             if events:
                 self._emit(events)
 
-    def _schedule(self) -> tuple[ScheduleOutput, dict[str, Tensor]]:
-        """The next step and the features it needs."""
+    def _schedule(self) -> ScheduleOutput:
+        """The next step."""
         while True:
             output = schedule(
                 self._running,
@@ -212,9 +230,9 @@ class Engine:
             )
             for sequence in output.admitted:
                 self._admit(sequence)
-            prefills, features = self._with_features(output.prefills)
+            prefills = possible_prefills(output.prefills, self._has_feature)
             if prefills or output.decodes or not output.admitted:
-                return ScheduleOutput(decodes=output.decodes, prefills=prefills), features
+                return ScheduleOutput(decodes=output.decodes, prefills=prefills)
             # all of the budget went to a cached prefix: there may be work behind it
 
     def _admit(self, sequence: Sequence) -> None:
@@ -234,45 +252,31 @@ class Engine:
         if sequence.state is SequenceState.WAITING:
             usable = sequence.block_hashes[: (sequence.num_prompt_tokens - 1) // self._pool.block_size]
             computed = len(self._pool.match(usable)) * self._pool.block_size
-        for span in sequence.spans:
-            if span.end > computed and self._feature_of(span.mm_hash) is None:
-                return max(span.start, computed)
-        return sequence.num_tokens
-
-    def _with_features(
-        self, prefills: Iterable[tuple[Sequence, int]]
-    ) -> tuple[list[tuple[Sequence, int]], dict[str, Tensor]]:
-        """The prefills as far as they can be computed, and their features.
-
-        An admission may have found a cached prefix, or evicted one that its successor was counted on to find; and
-        a feature that only another request holds may go at any moment.
-        """
-        possible: list[tuple[Sequence, int]] = []
-        features: dict[str, Tensor] = {}
-        for sequence, count in prefills:
-            start, end = sequence.num_computed, min(sequence.num_computed + count, sequence.num_tokens)
-            for span in sequence.spans:
-                if span.end > start and span.start < end:
-                    feature = self._feature_of(span.mm_hash)
-                    if feature is None:
-                        end = max(span.start, start)
-                        break
-                    features[span.mm_hash] = feature
-            if end > start:
-                possible.append((sequence, end - start))
-        return possible, features
+        span = missing_span(sequence, computed, sequence.num_tokens, self._has_feature)
+        if span is None:
+            return sequence.num_tokens
+        if span.start <= computed:
+            self._on_starved(span.mm_hash)
+        return max(span.start, computed)
 
     def _step(self, output: ScheduleOutput, features: dict[str, Tensor]) -> list[EngineEvent]:
         groups = self._layer_groups(output)
         start = time.monotonic()
         try:
-            result = self._runner.step(output, features, groups.on_layer if groups else None)
+            result = StepResult([], [])
+            if output:
+                result = self._runner.step(output, features, groups.on_layer if groups else None)
+            if groups is not None:
+                groups.on_computed()
             events = self._finish_step(output, result)
         except Exception as error:  # a failed step must fail its requests, not the instance
             logger.exception("a step of %d tokens failed", output.num_tokens)
             return self._fail_step(f"the engine failed in the middle of a step: {error}")
-        if groups is not None and groups.num_blocks and self._sender is not None:
-            self._sender.sizer.observe_compute(time.monotonic() - start, groups.num_blocks * self._block_nbytes)
+        if output:
+            seconds = time.monotonic() - start
+            self._on_step(output, seconds)
+            if output.prefills and self._sender is not None:
+                self._sender.sizer.observe_compute(output.num_tokens, seconds)
         return events
 
     def _layer_groups(self, output: ScheduleOutput) -> LayerGroups | None:
@@ -282,9 +286,12 @@ class Engine:
             output,
             self._transfers,
             self._sender,
+            mode=self._kv_mode,
             num_layers=self._num_layers,
             block_size=self._pool.block_size,
+            layer_bytes=self._block_nbytes // self._num_layers,
             record_event=self._record_event,
+            clock=time.monotonic,
         )
 
     def _finish_step(self, output: ScheduleOutput, result: StepResult) -> list[EngineEvent]:

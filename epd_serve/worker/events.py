@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from epd_serve.errors import ServeError
 from epd_serve.request import FinishReason, Sequence
 from epd_serve.worker.sampler import SampledToken
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,3 +47,31 @@ class FailureEvent:
 
 
 EngineEvent = TokenEvent | PromptEvent | FailureEvent
+
+
+class Listeners:
+    """Who is told of which request."""
+
+    def __init__(self) -> None:
+        self._feeds: dict[str, Callable[[EngineEvent], None]] = {}
+
+    def __len__(self) -> int:
+        return len(self._feeds)
+
+    def listen(self, request_id: str, feed: Callable[[EngineEvent], None] | None) -> None:
+        """Tell ``feed`` of the request from now on; None: nobody any more."""
+        if feed is None:
+            self._feeds.pop(request_id, None)
+        else:
+            self._feeds[request_id] = feed
+
+    def dispatch(self, events: list[EngineEvent]) -> None:
+        for event in events:
+            feed = self._feeds.get(event.request_id)
+            if feed is None:
+                continue
+            try:
+                feed(event)
+            except Exception as error:  # an answer that cannot be written must not take the others along
+                logger.exception("the answer of request %s failed", event.request_id)
+                feed(FailureEvent(event.request_id, ServeError(f"the answer cannot be written: {error}")))

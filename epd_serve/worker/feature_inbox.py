@@ -13,8 +13,8 @@ from epd_serve.cache.feature_cache import FeatureCache
 from epd_serve.cache.tombstones import Tombstones
 from epd_serve.errors import InstanceFailed
 from epd_serve.protocol.wire import FeatureEvent, MediaRef
-from epd_serve.transfer.feature_store import checksum
-from epd_serve.transfer.transport import TransferError, Transport
+from epd_serve.transfer.transport import TransferError
+from epd_serve.worker.feature_form import FeatureForm
 
 _RETRY_ROOM_S = 0.02
 _ROOM_PATIENCE_S = 0.5
@@ -32,24 +32,30 @@ class FeatureInbox:
     that slows encoders down, a feature is taken in beyond the capacity.
 
     Args:
+        fetch: the verified bytes of an announced feature; called on threads
+            (:meth:`epd_serve.transfer.feature_store.FeatureStore.fetch`).
+        form: what a feature must look like; another is refused, as if it had not come.
         arrived: called after each new feature.
     """
 
     def __init__(
         self,
         capacity_bytes: int,
-        transport: Transport,
+        fetch: Callable[[FeatureEvent], bytearray],
         arrived: Callable[[], None],
         *,
+        form: FeatureForm,
         orphan_s: float,
         clock: Callable[[], float],
     ) -> None:
         self._cache: FeatureCache[Tensor] = FeatureCache(capacity_bytes)
-        self._transport = transport
+        self._fetch_bytes = fetch
+        self._form = form
         self._arrived = arrived
         self._orphan_s = orphan_s
         self._clock = clock
         self._wanted: dict[str, asyncio.Event] = {}
+        self._sizes: dict[str, dict[str, tuple[int, int]]] = {}
         self._early: dict[str, float] = {}
         self._ended: Tombstones[bool] = Tombstones()
         # of its own: fetches that hang must not hold up the tokenising of other requests
@@ -67,11 +73,17 @@ class FeatureInbox:
         return self._cache.get(mm_hash)
 
     def expect(self, request_id: str, items: list[MediaRef]) -> None:
-        """Hold what is here of a request's features and take note of the rest."""
+        """Hold what is here of a request's features and take note of the rest.
+
+        Raises InstanceFailed for one that is here and is not of the item's length.
+        """
         self._early.pop(request_id, None)
         self._wanted[request_id] = asyncio.Event()
-        for item in items:
-            self._cache.acquire(item.mm_hash, request_id)
+        self._sizes[request_id] = {item.mm_hash: (item.width, item.height) for item in items}
+        for mm_hash, size in self._sizes[request_id].items():
+            feature = self._cache.acquire(mm_hash, request_id)
+            if feature is not None:
+                self._check(mm_hash, feature, size)
 
     async def complete(self, request_id: str, items: list[MediaRef]) -> None:
         """Wait until all of a request's features are here."""
@@ -83,6 +95,7 @@ class FeatureInbox:
     def release(self, request_id: str) -> None:
         """The request needs its features no more; later events for it are ignored. Idempotent."""
         self._wanted.pop(request_id, None)
+        self._sizes.pop(request_id, None)
         self._early.pop(request_id, None)
         self._cache.release(request_id)
         self._ended.add(request_id, True)
@@ -97,6 +110,9 @@ class FeatureInbox:
         """Fetch the feature of an event. Raises InstanceFailed where it cannot be had as described."""
         if event.request_id in self._ended:
             return
+        # what the gateway told us of the item, if we know that already, goes over what the encoder says
+        size = self._sizes.get(event.request_id, {}).get(event.mm_hash, (event.width, event.height))
+        self._form.check(event.mm_hash, event.shape, event.dtype, size)
         if event.mm_hash not in self._cache:
             if event.nbytes > self._cache.capacity_bytes:
                 raise InstanceFailed(
@@ -104,35 +120,47 @@ class FeatureInbox:
                     "raise feature_cache_bytes"
                 )
             feature = await asyncio.get_running_loop().run_in_executor(self._threads, self._fetch, event)
-            await self._wait_for_room(event)
+            await self._wait_for_room(event.mm_hash, event.nbytes)
             if event.request_id in self._ended:
                 return
             self._cache.put(event.mm_hash, feature, event.nbytes, event.request_id, beyond=True)
-        self._cache.acquire(event.mm_hash, event.request_id)
-        if event.request_id not in self._wanted:
-            self._early[event.request_id] = self._clock() + self._orphan_s
+        self._hold(event.mm_hash, event.request_id)
+
+    async def take(self, request_id: str, item: MediaRef, feature: Tensor) -> None:
+        """Take in a feature that this instance has encoded itself. Raises InstanceFailed for one that is wrong."""
+        self._check(item.mm_hash, feature, (item.width, item.height))
+        await self._wait_for_room(item.mm_hash, feature.nbytes)
+        if request_id in self._ended:
+            return
+        self._cache.put(item.mm_hash, feature, feature.nbytes, request_id, beyond=True)
+        self._hold(item.mm_hash, request_id)
+
+    def _hold(self, mm_hash: str, request_id: str) -> None:
+        self._cache.acquire(mm_hash, request_id)
+        if request_id not in self._wanted:
+            self._early[request_id] = self._clock() + self._orphan_s
         for changed in self._wanted.values():
             changed.set()
         self._arrived()
 
+    def _check(self, mm_hash: str, feature: Tensor, size: tuple[int, int]) -> None:
+        self._form.check(mm_hash, feature.shape, str(feature.dtype).removeprefix("torch."), size)
+
     def check_integrity(self) -> None:
         self._cache.check_integrity()
 
-    async def _wait_for_room(self, event: FeatureEvent) -> None:
+    async def _wait_for_room(self, mm_hash: str, nbytes: int) -> None:
         deadline = self._clock() + _ROOM_PATIENCE_S
-        while event.mm_hash not in self._cache and not self._cache.can_put(event.nbytes):
+        while mm_hash not in self._cache and not self._cache.can_put(nbytes):
             if self._clock() >= deadline:
                 return
             await asyncio.sleep(_RETRY_ROOM_S)
 
     def _fetch(self, event: FeatureEvent) -> Tensor:
-        data = bytearray(event.nbytes)
         try:
-            self._transport.read(event.region, [(event.offset, memoryview(data))])
+            data = self._fetch_bytes(event)
         except TransferError as error:
             raise InstanceFailed(f"feature {event.mm_hash[:12]} cannot be fetched: {error}") from error
-        if checksum(data) != event.checksum:
-            raise InstanceFailed(f"feature {event.mm_hash[:12]} fails its checksum")
         try:
             return torch.frombuffer(data, dtype=getattr(torch, event.dtype)).view(event.shape)
         except (RuntimeError, ValueError, AttributeError, TypeError) as error:

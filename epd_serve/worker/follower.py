@@ -35,6 +35,7 @@ from epd_serve.worker.commands import (
     decode_command,
 )
 from epd_serve.worker.kv_memory import KVCache
+from epd_serve.worker.layer_progress import LayerProgress
 from epd_serve.worker.step import StepExecutor
 from epd_serve.worker.step_inputs import StepInputs
 
@@ -42,7 +43,11 @@ logger = logging.getLogger(__name__)
 
 
 class Follower:
-    """Carries the leader's commands out, one after the other; the cache is created before it is used."""
+    """Carries the leader's commands out, one after the other; the cache is created before it is used.
+
+    Staging alone goes on beside the steps, on a thread of its own: the KV of the first layers is sent while the
+    next ones are computed.
+    """
 
     def __init__(self, join: Join, channel: Channel) -> None:
         self._channel = channel
@@ -50,6 +55,7 @@ class Follower:
         if join.threads is not None:
             get_device("cpu").set_threads(join.threads)
         self._device: Device = get_device(join.device)
+        self._progress = LayerProgress(self._device.record_event)
         group = ProcessGroup(self._device, join.rank, join.size, Path(join.rendezvous), join.timeout_s)
         self._model = LanguageModel(Path(join.model), getattr(torch, join.dtype), self._device, group)
         channel.send(Joined(self._device.memory()[1]))
@@ -61,28 +67,27 @@ class Follower:
             case CreateCache():
                 self._create(command)
             case StepInputs():
-                self._executor.compute(command)
+                self._executor.compute(command, self._progress.passed)
+                self._progress.finished()
             case CopyBlock():
                 self._cache.copy_block(command.source, command.target)
-            case Stage():
-                self._cache.stage(range(command.first_layer, command.end_layer), command.blocks)
-                self._channel.send(Done())
             case Land():
                 self._cache.land(command.blocks)
+            case Stage():
+                raise ValueError("a staging has a thread of its own")
             case _:
                 assert_never(command)
+
+    def stage(self, command: Stage, step: int) -> None:
+        """Carry a staging out that came after ``step`` steps."""
+        self._progress.wait(step, command.end_layer - 1)
+        self._cache.stage(range(command.first_layer, command.end_layer), command.blocks)
+        self._channel.send(Done())
 
     def _create(self, command: CreateCache) -> None:
         heads, slab = self._model.kv_heads, map_region(command.slab)
         self._cache = KVCache(command.layout, command.num_blocks, self._device, slab, heads)
-        self._executor = StepExecutor(
-            self._model,
-            self._device,
-            self._cache.tensor,
-            num_position_axes=command.num_position_axes,
-            max_num_seqs=command.max_num_seqs,
-            max_model_len=command.max_model_len,
-        )
+        self._executor = StepExecutor.for_cache(self._model, self._device, self._cache.tensor, command)
 
 
 def main(fd: int) -> None:
@@ -94,20 +99,40 @@ def main(fd: int) -> None:
     assert isinstance(join, Join), "the first command is to join"
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {join.name} %(levelname)s %(message)s")
     commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
-    threading.Thread(target=_receive, args=(channel, commands), daemon=True).start()
+    stagings: queue.SimpleQueue[tuple[Stage, int]] = queue.SimpleQueue()
+    threading.Thread(target=_receive, args=(channel, commands, stagings), daemon=True).start()
     follower = Follower(join, channel)
+    threading.Thread(target=_stage, args=(follower, stagings), name="stage", daemon=True).start()
     while True:
         follower.execute(commands.get())
 
 
-def _receive(channel: Channel, commands: queue.SimpleQueue[Command]) -> None:
+def _receive(
+    channel: Channel, commands: queue.SimpleQueue[Command], stagings: queue.SimpleQueue[tuple[Stage, int]]
+) -> None:
     """On a thread of its own: the leader's end is noticed even while a collective waits for it."""
+    num_steps = 0
     while True:
         try:
             data = channel.receive()
         except EOFError:
             os._exit(0)
-        commands.put(decode_command(data))
+        command = decode_command(data)
+        if isinstance(command, Stage):
+            stagings.put((command, num_steps))
+            continue
+        num_steps += isinstance(command, StepInputs)
+        commands.put(command)
+
+
+def _stage(follower: Follower, stagings: queue.SimpleQueue[tuple[Stage, int]]) -> None:
+    while True:
+        try:
+            follower.stage(*stagings.get())
+        except Exception:  # the leader waits for it: the instance is whole or gone
+            logger.exception("staging failed")
+            logging.shutdown()
+            os._exit(1)
 
 
 if __name__ == "__main__":

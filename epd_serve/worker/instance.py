@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
+from torch import Tensor
 
 from device.base import Device
 from device.registry import get_device
 from epd_serve.cache.block_pool import BlockPool
-from epd_serve.config import InstanceOptions
+from epd_serve.config import InstanceOptions, decode_graph_sizes
 from epd_serve.errors import ServeError, Unavailable
 from epd_serve.media import MediaLimits
 from epd_serve.models.family import Family, load_family
@@ -25,33 +25,35 @@ from epd_serve.models.language import LanguageModel
 from epd_serve.models.loader import eos_token_ids, media_fingerprint
 from epd_serve.models.tower import Tower
 from epd_serve.protocol import wire
+from epd_serve.request import Sequence
 from epd_serve.sched.language import Budget
-from epd_serve.transfer.embedded import EmbeddedTransport
-from epd_serve.transfer.feature_store import EmbeddedFeatureStore
 from epd_serve.transfer.grouping import GroupSizer
 from epd_serve.transfer.kv_sender import KVSender
+from epd_serve.worker.calls import StageCalls
 from epd_serve.worker.commands import CreateCache
+from epd_serve.worker.data_plane import start_feature_store, start_transport
 from epd_serve.worker.decode import DecodeService
 from epd_serve.worker.encode import EncodeService
 from epd_serve.worker.engine import Engine
-from epd_serve.worker.events import EngineEvent, FailureEvent
+from epd_serve.worker.events import Listeners
+from epd_serve.worker.feature_form import FeatureForm
 from epd_serve.worker.feature_inbox import FeatureInbox
+from epd_serve.worker.feature_supply import FeatureSupply
 from epd_serve.worker.followers import Followers
 from epd_serve.worker.http import JSON, Reply
+from epd_serve.worker.kv_delivery import Delivery, PullDelivery, Pulls, PushDelivery
 from epd_serve.worker.kv_memory import KVMemory, block_nbytes
+from epd_serve.worker.metrics import CONTENT_TYPE, InstanceMetrics
 from epd_serve.worker.peers import Peers
 from epd_serve.worker.prefill import PrefillService
 from epd_serve.worker.prompt import PromptProcessor
 from epd_serve.worker.runner import LanguageRunner
+from epd_serve.worker.sizing import check_dtype, num_kv_blocks, resolve_dtype
 from epd_serve.worker.step import StepExecutor
 
 logger = logging.getLogger(__name__)
 
 _HOUSEKEEPING_S = 0.25
-_DEFAULT_KV_BYTES = 1 << 28
-#: Of an accelerator's memory that is free once the weights are loaded; activations need the rest.
-_FREE_MEMORY_FOR_KV = 0.8
-_MIN_BLOCKS = 64
 _ORPHAN_S = 10.0
 #: The gateway applies the operator's limits; an instance only guards itself.
 _MEDIA_LIMITS = MediaLimits(max_pixels=1 << 28, max_bytes=1 << 30)
@@ -67,28 +69,33 @@ class Instance:
         self._path = Path(options.model)
         self._device: Device = get_device(options.devices[0])
         self._followers: Followers | None = None
-        self._listeners: dict[str, Callable[[EngineEvent], None]] = {}
+        self._listeners = Listeners()
         self._tasks: set[asyncio.Task[None]] = set()
+        self.metrics = InstanceMetrics()
+        self.pulls = Pulls()
 
     async def start(self) -> None:
         """Load what the role needs. Raises ValueError for a model or device that cannot serve it."""
         options = self.options
         self._loop = asyncio.get_running_loop()
         self._family: Family = await asyncio.to_thread(load_family, self._path)
-        self._dtype = _resolve_dtype(options.dtype, self._family.config)
+        self._dtype = resolve_dtype(options.dtype, self._family.config)
+        check_dtype(self._dtype, self._device)
         self._dtype_name = str(self._dtype).removeprefix("torch.")
         self._fingerprint = await asyncio.to_thread(media_fingerprint, self._path, self._dtype_name)
-        self._transport = EmbeddedTransport(options.host, options.kv_transport, options.lease_s / 4)
+        self._transport = await asyncio.to_thread(start_transport, options, self._device.type)
         self._peers = Peers()
         self._language: LanguageModel | None = None
         self._engine: Engine | None = None
         self._inbox: FeatureInbox | None = None
+        self._supply: FeatureSupply | None = None
+        self._sender: KVSender | None = None
         self._prefill: PrefillService | None = None
         self._decode: DecodeService | None = None
         self._max_model_len = (
             options.max_model_len or self._family.config.get_text_config().max_position_embeddings
         )
-        self._store = EmbeddedFeatureStore(self._transport, options.feature_store_bytes)
+        self._store = await asyncio.to_thread(start_feature_store, options, self._transport, self._device.type)
         self._encode = EncodeService(
             partial(Tower, self._path, self._dtype, self._device),
             self._family,
@@ -96,6 +103,8 @@ class Instance:
             self._peers,
             image_budget_pixels=options.image_budget_pixels,
             limits=_MEDIA_LIMITS,
+            url=self.url,
+            deliver_here=self._deliver_here if options.role.has_language_model else None,
         )
         if options.role.encodes:
             await self._encode.warm_up()
@@ -116,13 +125,16 @@ class Instance:
             num_layers=language.num_layers,
             num_kv_heads=language.num_kv_heads,
             head_dim=language.head_dim,
-            block_size=options.block_size,
+            block_size=options.tokens_per_block,
             dtype=self._dtype_name,
             model=self._fingerprint,
         )
+        free_bytes = self._device.memory()[1]
+        if self._followers is not None:
+            free_bytes = min(free_bytes, self._followers.wait_joined())
         self._memory = memory = KVMemory(
             layout,
-            self._num_blocks(layout),
+            num_kv_blocks(options, layout, self._device.type, free_bytes),
             self._device,
             self._transport,
             heads=language.kv_heads if self._followers else None,
@@ -130,18 +142,19 @@ class Instance:
         )
         # a request takes all blocks that it may need at once, so the pool bounds the context too
         self._max_model_len = min(
-            self._max_model_len, language.max_model_len, (memory.num_blocks - 1) * options.block_size
+            self._max_model_len, language.max_model_len, (memory.num_blocks - 1) * options.tokens_per_block
         )
-        sizes = {
-            "num_position_axes": self._family.num_position_axes,
-            "max_num_seqs": options.max_num_seqs,
-            "max_model_len": self._max_model_len,
-        }
+        create = CreateCache(
+            layout=layout,
+            num_blocks=memory.num_blocks,
+            slab=memory.region,
+            num_position_axes=self._family.num_position_axes,
+            graph_sizes=decode_graph_sizes(options.max_num_seqs) if options.role.decodes else [],
+            max_model_len=self._max_model_len,
+        )
         if self._followers is not None:
-            self._followers.send(
-                CreateCache(layout=layout, num_blocks=memory.num_blocks, slab=memory.region, **sizes)
-            )
-        self._executor = StepExecutor(language, self._device, memory.tensor, **sizes)
+            self._followers.send(create)
+        self._executor = StepExecutor.for_cache(language, self._device, memory.tensor, create)
         self._language = language
 
     def _start_language_stages(self) -> None:
@@ -152,73 +165,93 @@ class Instance:
         runner = LanguageRunner(
             self._executor,
             self._device.ops,
-            block_size=options.block_size,
+            block_size=options.tokens_per_block,
             num_position_axes=self._family.num_position_axes,
             eos_token_ids=eos,
             followers=self._followers,
         )
         self._inbox = FeatureInbox(
             options.feature_cache_bytes,
-            self._transport,
+            self._store.fetch,
             lambda: engine.wake(),
+            form=FeatureForm(
+                dtype=self._dtype_name, width=language.feature_width, num_tokens=self._family.num_image_tokens
+            ),
             orphan_s=_ORPHAN_S,
             clock=time.monotonic,
         )
+        self._supply = FeatureSupply(
+            self._inbox,
+            self._loop,
+            options.feature_prefetch,
+            clock=time.monotonic,
+            wake=lambda: engine.wake(),
+            observe=self.metrics.feature_used,
+        )
         sizer = GroupSizer(num_layers=language.num_layers, fixed=options.kv_group_layers)
-        sender = KVSender(self._transport, memory, sizer, time.monotonic)
+        sender = KVSender(self._transport, memory, sizer, time.monotonic, self.metrics.kv_written)
+        self._sender = sender
         self._engine = engine = Engine(
             runner,
-            BlockPool(memory.num_blocks, options.block_size),
+            BlockPool(memory.num_blocks, options.tokens_per_block),
             Budget(max_num_tokens=options.max_num_batched_tokens, max_num_seqs=options.max_num_seqs),
             num_layers=language.num_layers,
             eos_token_ids=eos,
-            feature_of=self._inbox.get,
+            feature_of=self._supply.take,
+            has_feature=self._supply.has,
+            on_starved=self._supply.starved,
             copy_block=memory.copy_block,
             block_nbytes=block_nbytes(layout),
             record_event=lambda: self._device.record_event().synchronize,
             sender=sender,
-            emit=lambda events: self._call_on_loop(self._dispatch, events),
+            kv_mode=options.kv_mode,
+            emit=lambda events: self._call_on_loop(self._listeners.dispatch, events),
             on_free=lambda: self._call_on_loop(self._blocks_freed),
+            on_step=self.metrics.stepped,
         )
         processor = PromptProcessor(
             self._path,
             self._family,
             language.inner,
             max_model_len=self._max_model_len,
-            block_size=options.block_size,
+            block_size=options.tokens_per_block,
             num_blocks=memory.num_blocks - 1,
         )
         self._prefill = PrefillService(
             engine,
             processor,
             self._inbox,
-            sender,
-            self._peers,
+            self._deliver,
             layout,
             feature_timeout_s=options.feature_timeout_s,
             lease_s=options.lease_s,
-            listen=self._listen,
+            listen=self._listeners.listen,
             spawn=self._spawn,
+            delivered=self.metrics.kv_delivered,
         )
         self._decode = DecodeService(
-            engine, memory, processor.tokenizer, layout, orphan_s=_ORPHAN_S, listen=self._listen
+            engine,
+            memory,
+            processor.tokenizer,
+            layout,
+            transport=self._transport,
+            peers=self._peers,
+            queue_timeout_s=options.queue_timeout_s,
+            orphan_s=_ORPHAN_S,
+            listen=self._listeners.listen,
+            on_read=self.metrics.kv_read,
         )
         engine.start()
 
-    def _num_blocks(self, layout: wire.KVLayout) -> int:
-        options = self.options
-        free_bytes = self._device.memory()[1]
-        if self._followers is not None:
-            free_bytes = min(free_bytes, self._followers.wait_joined())
-        if options.num_blocks is not None:
-            return options.num_blocks
-        if options.kv_cache_bytes is not None:
-            size = options.kv_cache_bytes
-        elif self._device.type == "cpu":
-            size = _DEFAULT_KV_BYTES
-        else:
-            size = int(free_bytes * _FREE_MEMORY_FOR_KV) * len(options.devices)
-        return max(size // block_nbytes(layout), _MIN_BLOCKS)
+    def _deliver(self, reserve: wire.ReserveRequest, sequence: Sequence, decode_url: str) -> Delivery:
+        assert self._engine is not None and self._sender is not None
+        if self.options.kv_mode == "pull":
+            return PullDelivery(
+                reserve, decode_url, sequence, self._memory, self._peers, self.pulls, source_url=self.url
+            )
+        return PushDelivery(
+            reserve, decode_url, self._sender, self._peers, abort=self._engine.abort, spawn=self._spawn
+        )
 
     async def close(self) -> None:
         """Stop threads and give back memory."""
@@ -234,6 +267,7 @@ class Instance:
         if self._followers is not None:
             await asyncio.to_thread(self._followers.close)
         await self._peers.close()
+        await asyncio.to_thread(self._store.close)
         self._transport.close()
 
     # ------------------------------------------------------------------ calls
@@ -244,14 +278,8 @@ class Instance:
             ("GET", "/health", self._health),
             ("GET", "/info", self._info),
             ("GET", "/integrity", self._integrity),
-            ("POST", "/stage/encode", self._stage_encode),
-            ("POST", "/stage/prefill", self._stage_prefill),
-            ("POST", "/stage/decode", self._stage_decode),
-            ("POST", "/feature/event", self._feature_event),
-            ("POST", "/kv/reserve", self._kv_reserve),
-            ("POST", "/kv/renew", self._kv_renew),
-            ("POST", "/kv/complete", self._kv_complete),
-            ("POST", "/kv/cancel", self._kv_cancel),
+            ("GET", "/metrics", self._render_metrics),
+            *StageCalls(self).routes(),
         ]
 
     async def _health(self, body: bytes) -> Reply:
@@ -308,73 +336,46 @@ class Instance:
             }
         return Reply(headers=(JSON,), body=msgspec.json.encode(in_use))
 
-    async def _stage_encode(self, body: bytes) -> Reply:
+    async def _render_metrics(self, body: bytes) -> Reply:
         self._check_ready()
-        reply = await self._encode.encode(wire.decode(body, wire.EncodeRequest))
-        return Reply(body=wire.encode(reply))
-
-    async def _stage_prefill(self, body: bytes) -> Reply:
-        return await self._prefills().prefill(wire.decode(body, wire.PrefillRequest))
-
-    async def _stage_decode(self, body: bytes) -> Reply:
-        return await self._decodes().decode(wire.decode(body, wire.DecodeRequest))
-
-    async def _feature_event(self, body: bytes) -> Reply:
-        self._prefills()
-        assert self._inbox is not None
-        await self._inbox.receive(wire.decode(body, wire.FeatureEvent))
-        return Reply(status=204)
-
-    async def _kv_reserve(self, body: bytes) -> Reply:
-        reply = await self._decodes().reserve(wire.decode(body, wire.ReserveRequest))
-        return Reply(body=wire.encode(reply))
-
-    async def _kv_renew(self, body: bytes) -> Reply:
-        self._decodes().renew(wire.decode(body, wire.TransferRef))
-        return Reply(status=204)
-
-    async def _kv_complete(self, body: bytes) -> Reply:
-        self._decodes().complete(wire.decode(body, wire.Handoff))
-        return Reply(status=204)
-
-    async def _kv_cancel(self, body: bytes) -> Reply:
-        self._decodes().cancel(wire.decode(body, wire.TransferRef))
-        return Reply(status=204)
+        links = self._sender.sizer.known_links() if self._sender else {}
+        text = self.metrics.render(self._load(), self._store.num_owners, links)
+        return Reply(headers=((b"content-type", CONTENT_TYPE.encode()),), body=text)
 
     def _check_ready(self) -> None:
         if not self.ready:
             raise Unavailable("the instance is loading its model")
 
-    def _prefills(self) -> PrefillService:
+    def encodes(self) -> EncodeService:
+        """The encode stage, which every role has for the worst case. Raises Unavailable while it is loading."""
+        self._check_ready()
+        return self._encode
+
+    def prefills(self) -> PrefillService:
+        """The prefill stage. Raises Unavailable where the role has none, or while it is loading."""
         self._check_ready()
         if self._prefill is None or not self.options.role.prefills:
             raise Unavailable(f"instance {self.options.name} has role {self.options.role} and does not prefill")
         return self._prefill
 
-    def _decodes(self) -> DecodeService:
+    def decodes(self) -> DecodeService:
+        """The decode stage, likewise."""
         self._check_ready()
         if self._decode is None or not self.options.role.decodes:
             raise Unavailable(f"instance {self.options.name} has role {self.options.role} and does not decode")
         return self._decode
 
+    def features(self) -> FeatureSupply:
+        """What the prefill stage has features from, likewise."""
+        self.prefills()
+        assert self._supply is not None
+        return self._supply
+
     # ------------------------------------------------------------------ inside
 
-    def _listen(self, request_id: str, feed: Callable[[EngineEvent], None] | None) -> None:
-        if feed is None:
-            self._listeners.pop(request_id, None)
-        else:
-            self._listeners[request_id] = feed
-
-    def _dispatch(self, events: list[EngineEvent]) -> None:
-        for event in events:
-            feed = self._listeners.get(event.request_id)
-            if feed is None:
-                continue
-            try:
-                feed(event)
-            except Exception as error:  # an answer that cannot be written must not take the others along
-                logger.exception("the answer of request %s failed", event.request_id)
-                feed(FailureEvent(event.request_id, ServeError(f"the answer cannot be written: {error}")))
+    async def _deliver_here(self, request_id: str, item: wire.MediaRef, feature: Tensor) -> None:
+        assert self._inbox is not None
+        await self._inbox.take(request_id, item, feature)
 
     def _blocks_freed(self) -> None:
         if self._decode is not None:
@@ -397,12 +398,3 @@ class Instance:
                     self._inbox.expire()
                 except Exception:  # without housekeeping the instance would leak from now on
                     logger.exception("housekeeping failed")
-
-
-def _resolve_dtype(name: str, config: Any) -> torch.dtype:
-    """``auto`` is what the checkpoint was saved in."""
-    if name != "auto":
-        dtype: torch.dtype = getattr(torch, name)
-        return dtype
-    declared = getattr(config, "dtype", None) or torch.float32
-    return declared if isinstance(declared, torch.dtype) else getattr(torch, declared)

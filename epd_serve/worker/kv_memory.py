@@ -45,6 +45,7 @@ class KVCache:
         host = torch.frombuffer(slab, dtype=dtype).view(shape)
         self._host = host if heads is None else host[..., heads.start : heads.stop, :]
         self._is_slab = device.type == "cpu" and heads is None
+        self._copies = device.stream()
         self.tensor: Tensor = self._host
         if not self._is_slab:
             self.tensor = torch.zeros(self._host.shape, dtype=dtype, device=device.torch_device)
@@ -53,11 +54,15 @@ class KVCache:
         self.tensor[:, :, target] = self.tensor[:, :, source]
 
     def stage(self, layers: range, blocks: Sequence[int]) -> None:
-        """Bring blocks of some layers from the cache into the slab."""
+        """Bring blocks of some layers from the cache into the slab, once the device has written them.
+
+        On a stream of its own: else it would wait for all layers that were launched since.
+        """
         if not self._is_slab:
             host_blocks = torch.tensor(blocks)
-            part = self.tensor[layers.start : layers.stop, :, host_blocks.to(self.tensor.device)]
-            self._host[layers.start : layers.stop, :, host_blocks] = part.cpu()
+            with self._copies:
+                part = self.tensor[layers.start : layers.stop, :, host_blocks.to(self.tensor.device)]
+                self._host[layers.start : layers.stop, :, host_blocks] = part.cpu()
 
     def land(self, blocks: Sequence[int]) -> None:
         """Bring blocks that a peer wrote into the slab to where the model reads them."""
@@ -114,8 +119,7 @@ class KVMemory:
     def pieces(
         self, layers: range, local: Sequence[int], remote: Sequence[int], remote_num_blocks: int
     ) -> list[Piece]:
-        """Bytes of ``local`` blocks in ``layers``, and where they belong in a slab of ``remote_num_blocks``."""
-        self._stage(layers, local)
+        """Slab bytes of ``local`` blocks in ``layers``, and where a slab of ``remote_num_blocks`` has its own."""
         runs = _merge_runs(local, remote)
         size = self.block_bytes
         pieces: list[Piece] = []
@@ -128,7 +132,8 @@ class KVMemory:
                     pieces.append(((there + remote_block) * size, self._bytes[start : start + count * size]))
         return pieces
 
-    def _stage(self, layers: range, blocks: Sequence[int]) -> None:
+    def stage(self, layers: range, blocks: Sequence[int]) -> None:
+        """Bring blocks of some layers from the cache into the slab."""
         if self._followers is None:
             self._cache.stage(layers, blocks)
         else:

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 import uuid
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
+from typing import Protocol
 
-from epd_serve.errors import InstanceFailed, InvalidRequest, ServeError, StageTimeout
+from epd_serve.errors import InvalidRequest, ServeError, StageTimeout
 from epd_serve.protocol import chunks, wire
 from epd_serve.request import Sequence
-from epd_serve.transfer.kv_sender import KVSender, OutgoingTransfer
+from epd_serve.transfer.kv_sender import OutgoingTransfer
 from epd_serve.worker.answer import Answer
 from epd_serve.worker.engine import Engine
 from epd_serve.worker.events import EngineEvent, FailureEvent, PromptEvent
 from epd_serve.worker.feature_inbox import FeatureInbox
 from epd_serve.worker.generation import Generation
 from epd_serve.worker.http import JSON, BrokenStream, Reply
-from epd_serve.worker.peers import Peers
+from epd_serve.worker.kv_delivery import Delivery
 from epd_serve.worker.prompt import Prompt, PromptProcessor
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,12 @@ logger = logging.getLogger(__name__)
 _NEXT = wire.NEXT_HEADER.encode()
 NEXT_NONE = (_NEXT, b"none")
 NEXT_DECODE = (_NEXT, b"decode")
-_CANCEL_TIMEOUT_S = 5.0
+
+
+class Deliveries(Protocol):
+    """Makes the delivery of one request's KV to the decode instance at a URL."""
+
+    def __call__(self, reserve: wire.ReserveRequest, sequence: Sequence, decode_url: str) -> Delivery: ...
 
 
 @dataclass(eq=False, slots=True)
@@ -37,10 +42,8 @@ class _Handover:
     request: wire.PrefillRequest
     prompt: Prompt
     sequence: Sequence
-    transfer: OutgoingTransfer
-    decode_url: str
+    delivery: Delivery
     first: asyncio.Future[PromptEvent]
-    renewal: asyncio.Task[None]
     confirmed: bool = False
     given_up: bool = False
 
@@ -57,6 +60,8 @@ class PrefillService:
     """Runs prompts. Decodes them too where the gateway names no decode instance.
 
     Args:
+        deliver: how KV gets to decode instances.
+        delivered: told of each transfer that was confirmed, for metrics.
         listen: directs a request's engine events to a function; None ends that.
         spawn: runs a clean-up in the background, owned by the instance.
     """
@@ -66,20 +71,20 @@ class PrefillService:
         engine: Engine,
         processor: PromptProcessor,
         inbox: FeatureInbox,
-        sender: KVSender,
-        peers: Peers,
+        deliver: Deliveries,
         layout: wire.KVLayout,
         *,
         feature_timeout_s: float,
         lease_s: float,
         listen: Callable[[str, Callable[[EngineEvent], None] | None], None],
         spawn: Callable[[asyncio.Task[None]], None],
+        delivered: Callable[[OutgoingTransfer], None] = lambda transfer: None,
     ) -> None:
         self._engine = engine
         self._processor = processor
         self._inbox = inbox
-        self._sender = sender
-        self._peers = peers
+        self._deliver = deliver
+        self._delivered = delivered
         self._layout = layout
         self._feature_timeout_s = feature_timeout_s
         self._lease_s = lease_s
@@ -172,26 +177,24 @@ class PrefillService:
 
     async def _hand_over(self, request: wire.PrefillRequest, prompt: Prompt, decode_url: str) -> Reply:
         sequence = self._sequence(request, prompt, hand_off=True)
-        transfer = await self._reserve(request, prompt, decode_url)
         started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        work = _Handover(
+            request=request,
+            prompt=prompt,
+            sequence=sequence,
+            delivery=self._deliver(self._reservation(request, prompt), sequence, decode_url),
+            first=asyncio.get_running_loop().create_future(),
+        )
 
         def feed(event: EngineEvent) -> None:
             work.feed(event)
             if not started.done():
                 started.set_result(None)
 
-        work = _Handover(
-            request=request,
-            prompt=prompt,
-            sequence=sequence,
-            transfer=transfer,
-            decode_url=decode_url,
-            first=asyncio.get_running_loop().create_future(),
-            renewal=asyncio.create_task(self._renew(transfer, request.request_id, decode_url, feed)),
-        )
+        await work.delivery.open(feed)
         try:
             self._listen(request.request_id, feed)
-            self._engine.submit(sequence, transfer)
+            self._engine.submit(sequence, work.delivery.transfer)
             await self._started(request, started)
             event = await work.first
             answer = Answer(self._processor.tokenizer, request.output, request.sampling, prompt.ids)
@@ -228,20 +231,17 @@ class PrefillService:
     ) -> AsyncGenerator[bytes, None]:
         """The first token at once; the stream ends in order only when D has taken over."""
         yield body
+        transfer = work.delivery.transfer
         try:
-            await self._fenced(work.transfer)
-            if work.transfer.error is not None:
-                raise InstanceFailed(f"the KV transfer failed: {work.transfer.error}")
-            if work.transfer.cancelled:  # by the renewal; some of the KV was not written
-                raise InstanceFailed(f"{work.decode_url} gave up the KV transfer")
-            await self._peers.call(work.decode_url, "/kv/complete", self._handoff(work, first), self._lease_s)
+            await work.delivery.hand_over(self._handoff(work, first))
             work.confirmed = True
+            self._delivered(transfer)
             logger.debug(
                 "request %s: %d bytes of KV in %.4f s, %.0f %% of it hidden behind compute",
                 work.request.request_id,
-                work.transfer.num_bytes,
-                work.transfer.transfer_s,
-                100 * work.transfer.overlap_ratio,
+                transfer.num_bytes,
+                transfer.transfer_s,
+                100 * transfer.overlap_ratio,
             )
         except ServeError as error:
             self._give_up(work, error.message)
@@ -249,7 +249,7 @@ class PrefillService:
 
     def _handoff(self, work: _Handover, first: list[wire.FirstToken]) -> wire.Handoff:
         return wire.Handoff(
-            transfer_id=work.transfer.transfer_id,
+            transfer_id=work.delivery.transfer.transfer_id,
             request_id=work.request.request_id,
             prompt_ids=work.prompt.ids,
             position_delta=work.prompt.position_delta,
@@ -259,8 +259,8 @@ class PrefillService:
             first=first,
         )
 
-    async def _reserve(self, request: wire.PrefillRequest, prompt: Prompt, decode_url: str) -> OutgoingTransfer:
-        reserve = wire.ReserveRequest(
+    def _reservation(self, request: wire.PrefillRequest, prompt: Prompt) -> wire.ReserveRequest:
+        return wire.ReserveRequest(
             transfer_id=uuid.uuid4().hex,
             request_id=request.request_id,
             num_prompt_tokens=len(prompt.ids),
@@ -270,61 +270,9 @@ class PrefillService:
             layout=self._layout,
             lease_s=self._lease_s,
         )
-        ref = wire.TransferRef(transfer_id=reserve.transfer_id, request_id=request.request_id)
-        granted_after = time.monotonic()
-        try:
-            body = await self._peers.call(decode_url, "/kv/reserve", reserve)
-            if time.monotonic() - granted_after > self._lease_s / 6:
-                # it waited for blocks, or we did not look; when the lease began only a renewal tells
-                granted_after = time.monotonic()
-                await self._peers.call(decode_url, "/kv/renew", ref, self._lease_s / 6)
-        except BaseException:
-            # D may have granted what we never heard of
-            self._spawn(
-                asyncio.create_task(self._cancel_transfer(reserve.transfer_id, request.request_id, decode_url))
-            )
-            raise
-        reply = wire.decode(body, wire.ReserveReply)
-        return OutgoingTransfer(
-            transfer_id=reserve.transfer_id,
-            target=reply,
-            deadline=granted_after + self._lease_s / 2,
-            next_block=reply.num_cached_blocks,
-        )
-
-    async def _renew(
-        self, transfer: OutgoingTransfer, request_id: str, decode_url: str, feed: Callable[[EngineEvent], None]
-    ) -> None:
-        """Keep the lease alive; where D has given up, stop writing and fail the request."""
-        ref = wire.TransferRef(transfer_id=transfer.transfer_id, request_id=request_id)
-        while True:
-            await asyncio.sleep(self._lease_s / 6)
-            sent_at = time.monotonic()
-            try:
-                await self._peers.call(decode_url, "/kv/renew", ref, self._lease_s / 6)
-            except InstanceFailed:
-                continue  # the deadline stops the writer if D stays away
-            except ServeError as error:
-                transfer.cancelled = True
-                self._engine.abort(request_id)
-                feed(FailureEvent(request_id, InstanceFailed(f"{decode_url} gave up: {error.message}")))
-                return
-            transfer.deadline = sent_at + self._lease_s / 2
-
-    async def _fenced(self, transfer: OutgoingTransfer) -> None:
-        """Wait until nothing of the transfer is under way."""
-        loop = asyncio.get_running_loop()
-        passed = asyncio.Event()
-
-        def on_passed(_: OutgoingTransfer) -> None:
-            loop.call_soon_threadsafe(passed.set)
-
-        self._sender.fence(transfer, on_passed)
-        await passed.wait()
 
     def _close_handover(self, work: _Handover) -> None:
         if work.confirmed:
-            work.renewal.cancel()
             self._engine.transferred(work.sequence)
         else:
             self._give_up(work, "")
@@ -335,20 +283,6 @@ class PrefillService:
         if work.given_up:
             return
         work.given_up = True
-        work.renewal.cancel()
-        work.transfer.cancelled = True
+        work.delivery.stop()
         self._engine.abort(work.request.request_id)
-        self._spawn(asyncio.create_task(self._withdraw(work, reason)))
-
-    async def _withdraw(self, work: _Handover, reason: str) -> None:
-        await self._fenced(work.transfer)
-        await self._cancel_transfer(
-            work.transfer.transfer_id, work.request.request_id, work.decode_url, reason=reason
-        )
-
-    async def _cancel_transfer(self, transfer_id: str, request_id: str, decode_url: str, reason: str = "") -> None:
-        ref = wire.TransferRef(transfer_id=transfer_id, request_id=request_id, reason=reason)
-        try:
-            await self._peers.call(decode_url, "/kv/cancel", ref, _CANCEL_TIMEOUT_S)
-        except ServeError:
-            return  # D is gone and its reservation with it, or its lease will end
+        self._spawn(asyncio.create_task(work.delivery.withdraw(reason)))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
 from device.base import Device
 from epd_serve.models.decoder import StepContext
 from epd_serve.models.language import LanguageModel
+from epd_serve.worker.commands import CreateCache
 from epd_serve.worker.decode_graph import DecodeGraphs
 from epd_serve.worker.step_inputs import StepInputs, integers
 
@@ -18,7 +19,8 @@ class StepExecutor:
 
     Args:
         kv: [layers, 2, num_blocks, block_size, kv_heads, head_dim].
-        max_num_seqs, max_model_len: bounds of the decode batches that are captured where the device can.
+        graph_sizes: decode batch sizes to capture, where the device can; empty: none.
+        max_model_len: longest context of a captured step.
     """
 
     def __init__(
@@ -28,7 +30,7 @@ class StepExecutor:
         kv: Tensor,
         *,
         num_position_axes: int,
-        max_num_seqs: int,
+        graph_sizes: Sequence[int],
         max_model_len: int,
     ) -> None:
         self._model = model
@@ -36,16 +38,28 @@ class StepExecutor:
         self._kv = kv
         self._graphs: DecodeGraphs | None = None
         graphs = device.graph_runner()
-        if graphs.captures and model.capturable:
+        if graph_sizes and graphs.captures and model.capturable:
             self._graphs = DecodeGraphs(
                 model,
                 device,
                 graphs,
                 kv,
                 num_position_axes=num_position_axes,
-                max_size=max_num_seqs,
+                sizes=graph_sizes,
                 max_blocks=-(-max_model_len // kv.shape[3]),
             )
+
+    @classmethod
+    def for_cache(cls, model: LanguageModel, device: Device, kv: Tensor, cache: CreateCache) -> StepExecutor:
+        """As the leader tells all ranks."""
+        return cls(
+            model,
+            device,
+            kv,
+            num_position_axes=cache.num_position_axes,
+            graph_sizes=cache.graph_sizes,
+            max_model_len=cache.max_model_len,
+        )
 
     def compute(self, inputs: StepInputs, on_layer: Callable[[int], None] | None = None) -> Tensor:
         """Logits [len(rows), vocab], float32; the step's K and V are in the cache afterwards.

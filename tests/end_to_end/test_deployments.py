@@ -121,8 +121,9 @@ def test_ctrl_c_stops_everything(deployment_file: Path) -> None:
     assert shared_memory() <= before
 
 
-def test_a_dying_instance_is_named_and_everything_stops(deployment_file: Path) -> None:
+def test_a_dying_instance_is_named_and_everything_stops_where_nothing_is_restarted(deployment_file: Path) -> None:
     port = free_port("127.0.0.1")
+    deployment_file.write_text(deployment_file.read_text().replace("{", "{restart: never, ", 1))
     with start_up(str(deployment_file), "--port", str(port)) as process:
         read_until(process, "From Python")
         children = psutil.Process(process.pid).children(recursive=True)
@@ -132,6 +133,60 @@ def test_a_dying_instance_is_named_and_everything_stops(deployment_file: Path) -
         assert process.returncode == 1
     assert re.search(r"p0.*(SIGKILL|killed|signal 9)", output)
     assert not [child for child in children if child.is_running()]
+
+
+def test_what_dies_is_started_again_and_found_by_the_others(deployment_file: Path) -> None:
+    """Same name and same port, but another process: with other memory, other connections and empty books."""
+    port = free_port("127.0.0.1")
+    url = f"http://127.0.0.1:{port}"
+    question = {
+        "model": "demo",
+        "temperature": 0,
+        "messages": [
+            {
+                "role": "user",
+                "content": [
+                    {"type": "image_url", "image_url": {"url": PICTURE}},
+                    {"type": "text", "text": "Where is the blue square?"},
+                ],
+            }
+        ],
+    }
+
+    def answers() -> bool:
+        try:
+            reply = httpx.post(f"{url}/v1/chat/completions", json=question, timeout=30)
+        except httpx.TransportError:
+            return False
+        if reply.status_code != 200:
+            assert reply.status_code in (502, 503), reply.text
+            return False
+        assert reply.json()["choices"][0]["message"]["content"] == "right"
+        return True
+
+    def running() -> dict[str, psutil.Process]:
+        found = {}
+        for child in psutil.Process(process.pid).children(recursive=True):
+            command = child.cmdline()
+            if "proxy" in command or "--role" in command:
+                found["gateway" if "proxy" in command else command[command.index("--role") + 1]] = child
+        return found
+
+    with start_up(str(deployment_file), "--port", str(port)) as process:
+        read_until(process, "From Python")
+        assert answers()
+        for victim in ("D", "P", "E", "gateway"):
+            before = running()
+            before[victim].kill()
+            output = read_until(process, " ready")
+            assert re.search(r"died: killed by SIGKILL.* Starting it again in 1 s", output)
+            wait_until(answers, f"the deployment serves again after the death of {victim}", 30)
+            after = running()
+            assert {name for name in after if after[name].pid != before[name].pid} == {victim}
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=15)
+        assert process.returncode == 0
+    assert not [child for child in after.values() if child.is_running()]
 
 
 def test_instances_and_gateway_can_be_started_by_hand(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from epd_serve.launch import LocalDeployment
 async def deployment() -> AsyncIterator[LocalDeployment]:
     config = DeploymentConfig(
         topology="E-P-D",
+        restart="never",
         gateway={"port": 0},
         instances={
             "base_port": 0,

@@ -25,6 +25,7 @@ async def wide(tmp_path: Path) -> AsyncIterator[LocalDeployment]:
     path = tiny_models.make_tiny_model("qwen3_vl", tmp_path / "model")
     config = DeploymentConfig(
         topology="EPD@tp2",
+        restart="never",
         model=str(path),
         served_model_name="demo",
         gateway={"port": 0},

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from epd_serve.cache.block_pool import BlockPool, RequestBlocks
-from epd_serve.errors import Unavailable
+from epd_serve.errors import InstanceFailed, InvalidRequest, Unavailable
 from epd_serve.protocol import wire
 from epd_serve.types import SamplingParams
 from epd_serve.worker.decode import DecodeService
@@ -27,7 +27,13 @@ class Engine:
 
     def abort(self, request_id: str) -> None: ...
 
-    def resume(self, *arguments: Any) -> None: ...
+    num_resumed = 0
+
+    def resume(self, *arguments: Any) -> None:
+        self.num_resumed += 1
+
+    def unreserve(self, blocks: RequestBlocks) -> None:
+        self.pool.release(blocks.all())
 
     def reserve(self, *arguments: Any) -> RequestBlocks | None:
         if not self.pool.can_allocate_request(*arguments):
@@ -51,9 +57,17 @@ class Tokenizer:
         return "x" * len(token_ids)
 
 
-def service(engine: Engine, memory: Memory) -> DecodeService:
+def service(engine: Engine, memory: Memory, *, queue_timeout_s: float = 60) -> DecodeService:
     parts: list[Any] = [engine, memory, Tokenizer(), LAYOUT]
-    return DecodeService(*parts, orphan_s=10, listen=lambda request_id, feed: None)
+    nowhere: Any = None
+    return DecodeService(
+        *parts,
+        transport=nowhere,
+        peers=nowhere,
+        queue_timeout_s=queue_timeout_s,
+        orphan_s=10,
+        listen=lambda request_id, feed: None,
+    )
 
 
 def reserve(name: str, num_prompt_tokens: int, hashes: Sequence[bytes] = ()) -> wire.ReserveRequest:
@@ -106,16 +120,97 @@ async def test_blocks_that_were_cached_here_are_not_landed() -> None:
     engine.pool.register(earlier.root[1], b"second")
     reply = await decode.reserve(reserve("r", 9, [b"first", b"second"]))
     assert reply.num_cached_blocks == 2
-    decode.complete(
-        wire.Handoff(
-            transfer_id="transfer r",
-            request_id="r",
-            prompt_ids=[1] * 9,
-            position_delta=0,
-            sampling=SamplingParams(seed=0),
-            max_tokens=4,
-            output=wire.OutputOptions(kind="chat", id="r", created=0, model="m"),
-            first=[wire.FirstToken(token_id=1)],
-        )
-    )
+    decode.complete(handoff("r", 9))
     assert memory.landed == reply.block_ids[2:]
+
+
+async def test_a_request_that_finds_no_room_is_refused_in_time_and_the_next_gets_its_turn() -> None:
+    engine = Engine()
+    decode = service(engine, Memory(), queue_timeout_s=0.3)
+    await decode.reserve(reserve("first", 24))
+    large = asyncio.create_task(decode.reserve(reserve("large", 32)))
+    await asyncio.sleep(0.2)
+    small = asyncio.create_task(decode.reserve(reserve("small", 4)))
+    with pytest.raises(Unavailable, match="no room") as refusal:
+        await asyncio.wait_for(large, 5)
+    assert (refusal.value.status, refusal.value.code) == (503, "no_room")
+    assert len((await asyncio.wait_for(small, 5)).block_ids) == 1
+    assert decode.num_reservations == 2
+    for name in ("first", "small", "large"):
+        decode.cancel(wire.TransferRef(f"transfer {name}", name))
+    decode.check_integrity()
+    assert engine.pool.num_free == engine.pool.capacity
+
+
+async def test_a_reservation_asked_for_twice_is_one_reservation() -> None:
+    engine = Engine()
+    decode = service(engine, Memory())
+    first = await decode.reserve(reserve("a", 24))
+    assert await decode.reserve(reserve("a", 24)) == first
+    waiting = [asyncio.create_task(decode.reserve(reserve("b", 24))) for _ in range(3)]
+    await asyncio.sleep(0.01)
+    decode.cancel(wire.TransferRef("transfer a", "a"))
+    decode.blocks_freed()
+    replies = await asyncio.wait_for(asyncio.gather(*waiting), 5)
+    assert replies[0] == replies[1] == replies[2]
+    assert engine.pool.num_free == engine.pool.capacity - 6
+    decode.complete(handoff("b", 24))
+    with pytest.raises(Unavailable):
+        await decode.reserve(reserve("b", 24))
+    assert engine.pool.num_free == engine.pool.capacity - 6, "a late repetition takes nothing"
+
+
+async def test_a_hand_over_told_twice_happens_once() -> None:
+    engine = Engine()
+    decode = service(engine, Memory())
+    await decode.reserve(reserve("r", 9))
+    for _ in range(3):
+        decode.complete(handoff("r", 9))
+    assert engine.num_resumed == 1
+    decode.cancel(wire.TransferRef("transfer r", "r"))  # too late: the request owns the blocks
+    assert engine.pool.num_free == engine.pool.capacity - 3
+    with pytest.raises(Unavailable):
+        decode.renew(wire.TransferRef("transfer r", "r"))
+
+
+@pytest.mark.parametrize("granted", [True, False])
+async def test_a_cancellation_told_twice_or_too_early_holds(granted: bool) -> None:
+    engine = Engine()
+    decode = service(engine, Memory())
+    if granted:
+        await decode.reserve(reserve("r", 9))
+    for _ in range(2):
+        decode.cancel(wire.TransferRef("transfer r", "r", reason="the prefill instance failed"))
+        decode.check_integrity()
+    assert engine.pool.num_free == engine.pool.capacity
+    with pytest.raises(Unavailable, match="was cancelled"):
+        await decode.reserve(reserve("r", 9))
+    with pytest.raises(Unavailable, match="has ended"):
+        decode.complete(handoff("r", 9))
+    assert engine.num_resumed == 0
+    assert engine.pool.num_free == engine.pool.capacity
+
+
+async def test_a_request_expected_twice_is_answered_once() -> None:
+    decode = service(Engine(), Memory())
+    expecting = asyncio.create_task(decode.decode(wire.DecodeRequest("r", stream=True)))
+    await asyncio.sleep(0)
+    with pytest.raises(InvalidRequest, match="being served already"):
+        await decode.decode(wire.DecodeRequest("r", stream=True))
+    assert not expecting.done()
+    decode.cancel(wire.TransferRef("t", "r", reason="the prefill instance failed"))
+    with pytest.raises(InstanceFailed, match="the prefill instance failed"):
+        await expecting
+
+
+def handoff(name: str, num_prompt_tokens: int) -> wire.Handoff:
+    return wire.Handoff(
+        transfer_id=f"transfer {name}",
+        request_id=name,
+        prompt_ids=[1] * num_prompt_tokens,
+        position_delta=0,
+        sampling=SamplingParams(seed=0),
+        max_tokens=4,
+        output=wire.OutputOptions(kind="chat", id=name, created=0, model="m"),
+        first=[wire.FirstToken(token_id=1)],
+    )

@@ -1,15 +1,20 @@
-"""The encode loop survives whatever a batch fails with."""
+"""The encode loop survives whatever a batch fails with; equal items are encoded once."""
 
 from __future__ import annotations
 
-import io
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
 from pictures import noise, png
 from PIL import Image
+from torch import Tensor
 
-from epd_serve.errors import InstanceFailed
+from epd_serve.errors import InstanceFailed, InvalidRequest
 from epd_serve.media import MediaLimits
 from epd_serve.models.family import TowerInputs
 from epd_serve.protocol import wire
@@ -28,37 +33,141 @@ class Tower:
 
     calls = 0
 
-    def encode(self, batch: list[TowerInputs]) -> list[torch.Tensor]:
+    def encode(self, batch: list[TowerInputs]) -> list[Tensor]:
         self.calls += 1
         if self.calls == 1:
             raise KeyError("image_sizes")
         return [torch.ones(2, 3) for _ in batch][self.calls == 2 :]
 
 
+class SlowTower:
+    """Encodes when it is let go."""
+
+    num_images = 0
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+
+    def encode(self, batch: list[TowerInputs]) -> list[Tensor]:
+        self.go.wait()
+        self.num_images += len(batch)
+        return [torch.ones(2, 3) for _ in batch]
+
+
+@dataclass
 class Peers:
-    async def call(self, url: str, path: str, message: wire.Message, timeout_s: float | None = None) -> bytes:
+    """A prefill instance that takes what is announced, or refuses it."""
+
+    refusal: Exception | None = None
+    events: list[wire.FeatureEvent] = field(default_factory=list)
+
+    async def call(self, url: str, path: str, message: wire.FeatureEvent, timeout_s: float | None = None) -> bytes:
+        if self.refusal is not None:
+            raise self.refusal
+        self.events.append(message)
         return b""
 
 
-async def test_a_batch_that_fails_takes_no_other_along() -> None:
-    transport = EmbeddedTransport(path="shm")
-    store = EmbeddedFeatureStore(transport, 1 << 12)
-    tower = Tower()
-    service = EncodeService(
-        lambda: tower,
-        Family(),
-        store,
-        Peers(),
-        image_budget_pixels=1,
-        limits=MediaLimits(),  # type: ignore[arg-type]
-    )
-    data = png(noise(1))
-    width, height = Image.open(io.BytesIO(data)).size
-    request = wire.EncodeRequest("r", wire.MediaRef("h" * 64, width, height), data, "http://p")
+PICTURE = noise(1)
+REF = wire.MediaRef("h" * 64, *PICTURE.size)
+HERE = "http://here"
+
+
+def request(request_id: str, announce_to: str = "http://p") -> wire.EncodeRequest:
+    return wire.EncodeRequest(request_id, REF, png(PICTURE), announce_to)
+
+
+@dataclass
+class Bench:
+    transport: EmbeddedTransport
+    services: list[EncodeService]
+
+    def service(
+        self,
+        tower: Any,
+        peers: Peers,
+        deliver_here: Callable[[str, wire.MediaRef, Tensor], Awaitable[None]] | None = None,
+    ) -> tuple[EncodeService, EmbeddedFeatureStore]:
+        store = EmbeddedFeatureStore(self.transport, 1 << 12)
+        parts: list[Any] = [lambda: tower, Family(), store, peers]
+        service = EncodeService(
+            *parts, image_budget_pixels=1, limits=MediaLimits(), url=HERE, deliver_here=deliver_here
+        )
+        self.services.append(service)
+        return service, store
+
+
+@pytest.fixture
+async def bench() -> AsyncIterator[Bench]:
+    bench = Bench(EmbeddedTransport(path="shm"), [])
+    yield bench
+    for service in bench.services:
+        await service.close()
+    bench.transport.close()
+
+
+async def test_a_batch_that_fails_takes_no_other_along(bench: Bench) -> None:
+    service, store = bench.service(Tower(), Peers())
     for _ in range(2):
         with pytest.raises(InstanceFailed, match="the encoder failed"):
-            await service.encode(request)
-    assert (await service.encode(request)).num_tokens == 2
+            await service.encode(request("r"))
+    assert (await service.encode(request("r"))).num_tokens == 2
     assert store.num_owners == service.num_waiting == 0
-    await service.close()
-    transport.close()
+
+
+async def test_requests_for_one_item_share_one_encode_and_outlive_each_other(bench: Bench) -> None:
+    tower, peers = SlowTower(), Peers()
+    service, store = bench.service(tower, peers)
+    asked = [asyncio.create_task(service.encode(request(f"r{number}"))) for number in range(5)]
+    await asyncio.sleep(0.05)
+    assert service.num_waiting == 1
+    asked[0].cancel()  # the one that began it
+    await asyncio.gather(asked[0], return_exceptions=True)
+    tower.go.set()
+    replies = await asyncio.gather(*asked[1:])
+    assert tower.num_images == 1
+    assert [reply.num_tokens for reply in replies] == [2] * 4
+    assert [event.request_id for event in peers.events] == ["r1", "r2", "r3", "r4"]
+    assert {(event.width, event.height) for event in peers.events} == {PICTURE.size}
+    assert (await service.encode(request("r5"))).cached
+    assert tower.num_images == 1, "the second time nothing is encoded"
+    assert store.num_owners == service.num_waiting == 0
+    store.check_integrity()
+
+
+async def test_an_encode_that_nobody_wants_any_more_ends(bench: Bench) -> None:
+    tower = SlowTower()
+    service, store = bench.service(tower, Peers())
+    asked = [asyncio.create_task(service.encode(request(f"r{number}"))) for number in range(3)]
+    await asyncio.sleep(0.05)
+    for task in asked:
+        task.cancel()
+    await asyncio.gather(*asked, return_exceptions=True)
+    assert service.num_waiting == store.num_owners == 0
+    tower.go.set()
+
+
+async def test_what_the_store_cannot_deliver_goes_to_the_consumer_in_this_instance_directly(bench: Bench) -> None:
+    delivered: list[tuple[str, wire.MediaRef, int]] = []
+
+    async def deliver(request_id: str, ref: wire.MediaRef, feature: Tensor) -> None:
+        delivered.append((request_id, ref, len(feature)))
+
+    tower = SlowTower()
+    tower.go.set()
+    service, store = bench.service(tower, Peers(InstanceFailed("feature hhhh fails its checksum")), deliver)
+    reply = await service.encode(request("r", HERE))
+    assert (reply.cached, reply.num_tokens) == (False, 2)
+    assert delivered == [("r", REF, 2)]
+    with pytest.raises(InstanceFailed, match="checksum"):
+        await service.encode(request("r", "http://p"))
+    assert store.num_owners == 0
+
+
+async def test_an_image_that_cannot_be_decoded_is_not_tried_twice(bench: Bench) -> None:
+    async def deliver(request_id: str, ref: wire.MediaRef, feature: Tensor) -> None:
+        raise AssertionError("nothing to deliver")
+
+    service, _ = bench.service(SlowTower(), Peers(), deliver)
+    with pytest.raises(InvalidRequest):
+        await service.encode(wire.EncodeRequest("r", REF, b"no image", HERE))

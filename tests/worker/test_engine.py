@@ -20,6 +20,7 @@ from device.cpu import CpuDevice
 from device.graphs import EagerRunner
 from device.registry import get_device
 from epd_serve.cache.block_pool import BlockPool
+from epd_serve.config import decode_graph_sizes
 from epd_serve.errors import InvalidRequest
 from epd_serve.models.family import load_family
 from epd_serve.models.language import LanguageModel
@@ -70,7 +71,7 @@ class Bench:
             device,
             memory.tensor,
             num_position_axes=self.family.num_position_axes,
-            max_num_seqs=self.budget.max_num_seqs,
+            graph_sizes=decode_graph_sizes(self.budget.max_num_seqs),
             max_model_len=language.max_model_len,
         )
         runner = LanguageRunner(

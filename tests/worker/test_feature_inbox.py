@@ -1,36 +1,193 @@
-"""Features come in whatever the order, and requests never wait for each other's."""
+"""Features come in whatever the order, requests never wait for each other's, and what is wrong is a miss."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
 
+import msgspec
+import pytest
+import torch
+
+from epd_serve.errors import InstanceFailed
 from epd_serve.protocol import wire
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.feature_store import EmbeddedFeatureStore
+from epd_serve.worker.feature_form import FeatureForm
 from epd_serve.worker.feature_inbox import FeatureInbox
 
+WIDTH = 5
+ORPHAN_S = 10.0
 
-async def test_requests_that_hold_half_of_their_features_do_not_wait_for_each_other() -> None:
-    transport = EmbeddedTransport(path="shm")
-    store = EmbeddedFeatureStore(transport, 1 << 12)
-    inbox = FeatureInbox(200, transport, lambda: None, orphan_s=10, clock=time.monotonic)
 
-    async def announce(mm_hash: str, request_id: str) -> None:
-        feature = store.put(mm_hash, memoryview(bytes(100)), [100], "uint8", request_id)
+@dataclass
+class Bench:
+    """An encoder's store and a consumer's inbox. An image of w x h pixels has w * h tokens."""
+
+    transport: EmbeddedTransport = field(default_factory=lambda: EmbeddedTransport(path="shm"))
+    now: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.store = EmbeddedFeatureStore(self.transport, 1 << 12)
+        self.inbox = self.new_inbox(200, time.monotonic)
+
+    def new_inbox(self, capacity_bytes: int, clock: Any) -> FeatureInbox:
+        form = FeatureForm(dtype="uint8", width=WIDTH, num_tokens=lambda size: size[0] * size[1])
+        return FeatureInbox(
+            capacity_bytes, self.store.fetch, lambda: None, form=form, orphan_s=ORPHAN_S, clock=clock
+        )
+
+    async def event(
+        self, item: wire.MediaRef, request_id: str, num_tokens: int | None = None
+    ) -> wire.FeatureEvent:
+        """Of a feature that is in the store, held for the request."""
+        count = item.width * item.height if num_tokens is None else num_tokens
+        data = memoryview(bytes(index % 251 for index in range(count * WIDTH)))
+        feature = await self.store.put(item.mm_hash, data, [count, WIDTH], "uint8", request_id)
         assert feature is not None
-        await inbox.receive(store.event(mm_hash, feature, request_id))
+        event = self.store.event(item.mm_hash, feature, request_id)
+        return msgspec.structs.replace(event, width=item.width, height=item.height)
 
-    items = {name: [wire.MediaRef(f"{name}{i}", 1, 1) for i in range(2)] for name in ("a", "b")}
+    async def announce(self, item: wire.MediaRef, request_id: str) -> None:
+        await self.inbox.receive(await self.event(item, request_id))
+
+    def check_empty(self) -> None:
+        self.inbox.check_integrity()
+        assert self.inbox.num_owners == 0
+
+
+@pytest.fixture
+async def bench() -> AsyncIterator[Bench]:
+    bench = Bench()
+    yield bench
+    bench.inbox.close()
+    bench.transport.close()
+
+
+async def test_requests_that_hold_half_of_their_features_do_not_wait_for_each_other(bench: Bench) -> None:
+    items = {name: [wire.MediaRef(f"{name}{i}", 20, 1) for i in range(2)] for name in ("a", "b")}
     for name, wanted in items.items():
-        inbox.expect(name, wanted)
-    await announce("a0", "a")
-    await announce("b0", "b")
-    await asyncio.wait_for(asyncio.gather(announce("a1", "a"), announce("b1", "b")), 5)
+        bench.inbox.expect(name, wanted)
     for name, wanted in items.items():
-        await asyncio.wait_for(inbox.complete(name, wanted), 1)
-        inbox.check_integrity()
-        inbox.release(name)
-    inbox.check_integrity()
-    assert inbox.num_owners == 0
-    transport.close()
+        await bench.announce(wanted[0], name)
+    await asyncio.wait_for(asyncio.gather(*(bench.announce(items[name][1], name) for name in ("a", "b"))), 5)
+    for name, wanted in items.items():
+        await asyncio.wait_for(bench.inbox.complete(name, wanted), 1)
+        bench.inbox.check_integrity()
+        bench.inbox.release(name)
+    bench.check_empty()
+
+
+ITEM = wire.MediaRef("a" * 64, 4, 2)
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["request known", "event first"])
+@pytest.mark.parametrize(
+    ("corruption", "words"),
+    [
+        ({"checksum": "0" * 64}, "checksum"),
+        ({"offset": 8}, "checksum"),
+        ({"dtype": "int8"}, "int8"),
+        ({"dtype": "float32", "shape": [2, WIDTH]}, "float32"),
+        ({"dtype": "Tensor"}, "Tensor"),
+        ({"shape": [WIDTH, 8]}, r"\[5, 8\]"),
+        ({"shape": [40]}, r"\[40\]"),
+        ({"shape": [4, 2, WIDTH]}, r"\[4, 2, 5\]"),
+        ({"shape": [7, WIDTH], "nbytes": 35}, r"\[7, 5\]"),
+        ({"nbytes": 39}, "checksum"),
+        ({"offset": 1 << 40}, "outside region"),
+        ({"region": None}, "does not use"),
+    ],
+)
+async def test_a_feature_that_is_not_as_it_must_be_is_a_miss(
+    bench: Bench, known: bool, corruption: dict[str, Any], words: str
+) -> None:
+    if known:
+        bench.inbox.expect("r", [ITEM])
+    event = await bench.event(ITEM, "r")
+    with pytest.raises(InstanceFailed, match=words):
+        await bench.inbox.receive(msgspec.structs.replace(event, **corruption))
+    assert bench.inbox.get(ITEM.mm_hash) is None
+    await bench.inbox.receive(event)
+    assert bench.inbox.get(ITEM.mm_hash) is not None, "the right one is taken after it"
+    bench.inbox.release("r")
+    bench.check_empty()
+
+
+async def test_a_bit_that_flips_in_the_store_is_a_miss(bench: Bench) -> None:
+    bench.inbox.expect("r", [ITEM])
+    event = await bench.event(ITEM, "r")
+    assert event.region is not None
+    bench.transport.write(event.region, [(event.offset + 17, memoryview(b"\xff"))])
+    with pytest.raises(InstanceFailed, match="checksum"):
+        await bench.inbox.receive(event)
+
+
+async def test_a_feature_of_another_length_than_the_prompt_gives_it_is_a_miss(bench: Bench) -> None:
+    """All that the encoder says of it agrees: checksum, shape, and even the size of the image."""
+    bench.inbox.expect("r", [ITEM])
+    shorter = wire.MediaRef(ITEM.mm_hash, 3, 2)
+    with pytest.raises(InstanceFailed, match=r"\[6, 5\] uint8.* 4x2 pixels has \[8, 5\]"):
+        await bench.announce(shorter, "r")
+    assert bench.inbox.get(ITEM.mm_hash) is None
+
+
+async def test_a_feature_of_another_length_that_came_first_fails_the_request(bench: Bench) -> None:
+    await bench.announce(wire.MediaRef(ITEM.mm_hash, 3, 2), "early")
+    with pytest.raises(InstanceFailed, match=r"\[6, 5\]"):
+        bench.inbox.expect("r", [ITEM])
+    bench.inbox.release("r")
+    bench.inbox.release("early")
+    bench.check_empty()
+
+
+async def test_an_event_that_comes_twice_or_too_late_changes_nothing(bench: Bench) -> None:
+    bench.inbox.expect("r", [ITEM])
+    event = await bench.event(ITEM, "r")
+    await asyncio.gather(*(bench.inbox.receive(event) for _ in range(4)))
+    await bench.inbox.receive(event)
+    assert bench.inbox.num_owners == 1
+    bench.inbox.release("r")
+    await bench.inbox.receive(event)
+    bench.check_empty()
+
+
+async def test_a_feature_that_was_evicted_before_it_was_fetched_is_a_miss(bench: Bench) -> None:
+    """Its place in the store belongs to another by then."""
+    bench.inbox.expect("r", [ITEM])
+    event = await bench.event(ITEM, "r")
+    bench.store.release("r", ITEM.mm_hash)
+    for number in range(4):
+        data = memoryview(bytes([number + 1]) * 1024)
+        assert await bench.store.put(f"{number}", data, [1024], "uint8", "other") is not None
+        bench.store.release("other", f"{number}")
+    with pytest.raises(InstanceFailed, match="checksum"):
+        await bench.inbox.receive(event)
+    await bench.inbox.take("r", ITEM, torch.zeros(8, WIDTH, dtype=torch.uint8))
+    await asyncio.wait_for(bench.inbox.complete("r", [ITEM]), 1)
+    bench.inbox.release("r")
+    bench.check_empty()
+
+
+async def test_a_feature_encoded_here_is_looked_at_too(bench: Bench) -> None:
+    bench.inbox.expect("r", [ITEM])
+    with pytest.raises(InstanceFailed, match="float32"):
+        await bench.inbox.take("r", ITEM, torch.zeros(8, WIDTH))
+    await bench.inbox.take("r", ITEM, torch.ones(8, WIDTH, dtype=torch.uint8))
+    bench.inbox.release("r")
+    await bench.inbox.take("r", ITEM, torch.ones(8, WIDTH, dtype=torch.uint8))
+    bench.check_empty()
+
+
+async def test_a_feature_whose_request_never_comes_is_let_go(bench: Bench) -> None:
+    bench.inbox = bench.new_inbox(200, lambda: bench.now)
+    await bench.announce(ITEM, "r")
+    bench.now = ORPHAN_S - 1
+    bench.inbox.expire()
+    assert bench.inbox.num_owners == 1
+    bench.now = ORPHAN_S
+    bench.inbox.expire()
+    bench.check_empty()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from epd_serve.errors import InstanceFailed, ServeError, Unavailable
+from epd_serve.errors import InstanceFailed, InvalidRequest, ServeError, Unavailable
 from epd_serve.protocol import wire
 from epd_serve.request import Sequence
 from epd_serve.transfer.embedded import EmbeddedTransport
@@ -18,8 +18,10 @@ from epd_serve.transfer.feature_store import EmbeddedFeatureStore
 from epd_serve.transfer.kv_sender import OutgoingTransfer
 from epd_serve.types import SamplingParams
 from epd_serve.worker.events import EngineEvent, PromptEvent
+from epd_serve.worker.feature_form import FeatureForm
 from epd_serve.worker.feature_inbox import FeatureInbox
 from epd_serve.worker.http import BrokenStream
+from epd_serve.worker.kv_delivery import PushDelivery
 from epd_serve.worker.prefill import PrefillService
 from epd_serve.worker.prompt import Prompt
 from epd_serve.worker.sampler import SampledToken
@@ -67,6 +69,8 @@ class Processor:
 
 
 class Sender:
+    def connect(self, region: wire.Region) -> None: ...
+
     def fence(self, transfer: OutgoingTransfer, passed: Callable[[OutgoingTransfer], None]) -> None:
         passed(transfer)
 
@@ -91,10 +95,19 @@ class Bench:
         self.engine = Engine()
         self.processor = Processor()
         self.transport = EmbeddedTransport(path="shm")
-        self.inbox = FeatureInbox(4096, self.transport, lambda: None, orphan_s=orphan_s, clock=time.monotonic)
+        self.store = EmbeddedFeatureStore(self.transport, 4096)
+        form = FeatureForm(dtype="float32", width=1, num_tokens=lambda size: 1)
+        self.inbox = FeatureInbox(
+            4096, self.store.fetch, lambda: None, form=form, orphan_s=orphan_s, clock=time.monotonic
+        )
         self.listeners: dict[str, Callable[[EngineEvent], None] | None] = {}
         self.tasks: set[asyncio.Task[None]] = set()
-        parts: list[Any] = [self.engine, self.processor, self.inbox, Sender(), peers, LAYOUT]
+        sender: list[Any] = [Sender(), peers]
+
+        def deliver(reserve: wire.ReserveRequest, sequence: Sequence, decode_url: str) -> PushDelivery:
+            return PushDelivery(reserve, decode_url, *sender, abort=self.engine.abort, spawn=self.tasks.add)
+
+        parts: list[Any] = [self.engine, self.processor, self.inbox, deliver, LAYOUT]
         self.service = PrefillService(
             *parts,
             feature_timeout_s=5,
@@ -175,12 +188,12 @@ async def test_a_lease_counts_from_its_grant_however_late_we_hear_of_it(renewed:
 async def test_features_that_come_before_a_slow_tokenizer_is_done_are_kept() -> None:
     bench = Bench(Peers(), orphan_s=0.1)
     bench.processor.delay_s = 0.5
-    store = EmbeddedFeatureStore(bench.transport, 4096)
+    store = bench.store
     items = [wire.MediaRef("a", 1, 1), wire.MediaRef("b", 1, 1)]
     working = asyncio.create_task(bench.service.prefill(request(items)))
     await asyncio.sleep(0.05)
     for item in items:
-        feature = store.put(item.mm_hash, memoryview(bytes(4)), [1, 1], "float32", "r")
+        feature = await store.put(item.mm_hash, memoryview(bytes(4)), [1, 1], "float32", "r")
         assert feature is not None
         await bench.inbox.receive(store.event(item.mm_hash, feature, "r"))
         await asyncio.sleep(0.15)
@@ -200,3 +213,16 @@ async def test_a_decode_instance_that_refuses_a_cancellation_is_no_error() -> No
         await bench.service.prefill(request())
     await bench.close()
     assert peers.calls == ["/kv/reserve", "/kv/cancel"]
+
+
+async def test_a_prompt_that_is_sent_twice_is_computed_once() -> None:
+    bench = Bench(Peers(reserve=RESERVED))
+    working = asyncio.create_task(bench.service.prefill(request()))
+    await asyncio.wait_for(bench.engine.busy.wait(), 5)
+    with pytest.raises(InvalidRequest, match="being served already"):
+        await bench.service.prefill(request())
+    assert len(bench.engine.submitted) == 1
+    assert not working.done(), "the first goes on"
+    working.cancel()
+    await asyncio.gather(working, return_exceptions=True)
+    await bench.close()

@@ -1,0 +1,76 @@
+"""The transfer experiments of EPD-Serve on this machine: ``python -m benchmarks.transfer [table4|...|all]``."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import transformers
+
+from benchmarks import transfer_features, transfer_kv, transfer_reports, transfer_ttft
+from benchmarks.deployed import machine
+
+RESULTS = Path(__file__).parent / "results"
+
+
+async def table2(directory: Path, repeats: int) -> dict[str, Any]:
+    return await transfer_ttft.table2(transfer_ttft.model(directory))
+
+
+async def table3(directory: Path, repeats: int) -> dict[str, Any]:
+    return await transfer_features.table3(transfer_features.model(directory))
+
+
+async def table4(directory: Path, repeats: int) -> dict[str, Any]:
+    return await transfer_kv.table4(transfer_kv.model(directory), repeats)
+
+
+async def handshakes(directory: Path, repeats: int) -> dict[str, Any]:
+    return await transfer_kv.handshakes(transfer_kv.model(directory))
+
+
+async def reuse(directory: Path, repeats: int) -> dict[str, Any]:
+    return await transfer_ttft.reuse(transfer_ttft.model(directory))
+
+
+EXPERIMENTS: dict[str, Callable[[Path, int], Awaitable[dict[str, Any]]]] = {
+    "table2": table2,
+    "table3": table3,
+    "table4": table4,
+    "handshakes": handshakes,
+    "reuse": reuse,
+}
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("experiment", nargs="?", default="all", choices=[*EXPERIMENTS, "all"])
+    parser.add_argument("--repeats", type=int, default=3, help="of table4; medians are taken")
+    arguments = parser.parse_args()
+    transformers.logging.disable_progress_bar()
+    RESULTS.mkdir(exist_ok=True)
+    for name, run in EXPERIMENTS.items():
+        if arguments.experiment not in (name, "all"):
+            continue
+        print(f"{name} on {machine()}", flush=True)
+        start = time.monotonic()
+        with tempfile.TemporaryDirectory(prefix="epd-serve-") as directory:
+            data = await run(Path(directory), arguments.repeats)
+        data = {
+            "command": f"python -m benchmarks.transfer {name}",
+            "machine": machine(),
+            "took_s": round(time.monotonic() - start),
+            **data,
+        }
+        (RESULTS / f"transfer-{name}.json").write_text(json.dumps(data, indent=2) + "\n")
+        transfer_reports.report(name, data, RESULTS)
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

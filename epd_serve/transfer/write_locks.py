@@ -1,0 +1,99 @@
+"""How the owner of a region knows that a process on its host is in the middle of writing into it.
+
+A writer looks at its lease and then copies. Stopped between the two or within the copy (SIGSTOP, a debugger, a
+machine that swaps), it may go on after its lease has ended, when the blocks are somebody else's. So:
+
+1. The writer takes the lock of its transfer, looks at its clock, copies, gives the lock back.
+2. The writer's deadline lies before the owner's: it counts half a lease from when it asked, the owner a whole
+   lease from when it was asked, and both on the one monotonic clock of the host.
+3. The owner takes blocks back after its own deadline, and then only if the lock is not held at that moment.
+
+If the owner finds the lock free, a writer that takes it later finds its deadline past and copies nothing. If the
+lock is held, the blocks stay out of use until the copy is over or the kernel has taken the lock from a dead
+process.
+
+The locks are open-file-description locks (fcntl(2)) on the region's memfd, one byte for each transfer: at the
+number of the first block that it writes, which is its own for as long as it may write. They do not reach across
+hosts: a writer there that is stopped between its look at the clock and its copy, or within it, for more than half
+a lease, can still do harm.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from epd_serve.protocol.wire import Region
+from epd_serve.transfer.shared_memory import host_id, open_region
+from epd_serve.transfer.transport import TransferError
+
+#: struct flock of 64-bit Linux: type, whence, start, length, pid (0 for these locks).
+_FLOCK = struct.Struct("@hhqqi4x")
+
+
+class WriteLocks:
+    """The writer's side. Safe from any thread; no two threads may hold one slot of one region at once."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._files: dict[str, tuple[int, int]] = {}
+
+    @contextmanager
+    def held(self, region: Region, slots: Sequence[int]) -> Iterator[None]:
+        """Hold the locks of transfers into ``region``. Raises TransferError where its process is gone.
+
+        There are none for a region on another host, or of a process that this one may not look into.
+        """
+        file = self._open(region) if region.host_id == host_id() else None
+        if file is None:
+            yield
+            return
+        taken: list[int] = []
+        try:
+            for slot in slots:
+                _set(file, fcntl.F_RDLCK, slot)
+                taken.append(slot)
+            yield
+        finally:
+            for slot in taken:
+                _set(file, fcntl.F_UNLCK, slot)
+
+    def close(self) -> None:
+        with self._lock:
+            for _, file in self._files.values():
+                os.close(file)
+            self._files.clear()
+
+    def _open(self, region: Region) -> int | None:
+        with self._lock:
+            known = self._files.get(region.name)
+            if known is not None:
+                return known[1]
+            try:
+                file = open_region(region)
+            except TransferError as error:
+                if isinstance(error.__cause__, PermissionError):  # another user's: reached over TCP all the same
+                    return None
+                raise
+            for name, (pid, gone) in list(self._files.items()):
+                if not Path(f"/proc/{pid}").exists():
+                    os.close(gone)
+                    del self._files[name]
+            self._files[region.name] = (region.pid, file)
+            return file
+
+
+def is_being_written(region: Region, slot: int) -> bool:
+    """The owner's side: whether a writer holds the lock of the transfer with this slot."""
+    asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, slot, 1, 0)
+    found: int = _FLOCK.unpack(fcntl.fcntl(region.fd, fcntl.F_OFD_GETLK, asked))[0]
+    return found != fcntl.F_UNLCK
+
+
+def _set(file: int, kind: int, slot: int) -> None:
+    fcntl.fcntl(file, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, slot, 1, 0))

@@ -1,0 +1,93 @@
+"""The stage calls of gateways and other instances: bodies in, services called, answers out."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from epd_serve.protocol import wire
+from epd_serve.worker.decode import DecodeService
+from epd_serve.worker.encode import EncodeService
+from epd_serve.worker.feature_supply import FeatureSupply
+from epd_serve.worker.http import Handler, Reply
+from epd_serve.worker.kv_delivery import Pulls
+from epd_serve.worker.metrics import InstanceMetrics
+from epd_serve.worker.prefill import PrefillService
+
+_DONE = Reply(status=204)
+
+
+class Stages(Protocol):
+    """Of :class:`~epd_serve.worker.instance.Instance`; Unavailable is raised for a stage that is not there."""
+
+    metrics: InstanceMetrics
+    pulls: Pulls
+
+    def encodes(self) -> EncodeService: ...
+
+    def prefills(self) -> PrefillService: ...
+
+    def decodes(self) -> DecodeService: ...
+
+    def features(self) -> FeatureSupply: ...
+
+
+class StageCalls:
+    """See the table in :mod:`epd_serve.protocol.wire`."""
+
+    def __init__(self, stages: Stages) -> None:
+        self._stages = stages
+
+    def routes(self) -> list[tuple[str, str, Handler]]:
+        """(method, path, handler)."""
+        return [
+            ("POST", "/stage/encode", self._encode),
+            ("POST", "/stage/prefill", self._prefill),
+            ("POST", "/stage/decode", self._decode),
+            ("POST", "/feature/event", self._feature_event),
+            ("POST", "/kv/reserve", self._kv_reserve),
+            ("POST", "/kv/renew", self._kv_renew),
+            ("POST", "/kv/complete", self._kv_complete),
+            ("POST", "/kv/cancel", self._kv_cancel),
+            ("POST", "/kv/pull", self._kv_pull),
+            ("POST", "/kv/pulled", self._kv_pulled),
+        ]
+
+    async def _encode(self, body: bytes) -> Reply:
+        reply = await self._stages.encodes().encode(wire.decode(body, wire.EncodeRequest))
+        self._stages.metrics.encoded(reply.cached)
+        return Reply(body=wire.encode(reply))
+
+    async def _prefill(self, body: bytes) -> Reply:
+        return await self._stages.prefills().prefill(wire.decode(body, wire.PrefillRequest))
+
+    async def _decode(self, body: bytes) -> Reply:
+        return await self._stages.decodes().decode(wire.decode(body, wire.DecodeRequest))
+
+    async def _feature_event(self, body: bytes) -> Reply:
+        await self._stages.features().receive(wire.decode(body, wire.FeatureEvent))
+        return _DONE
+
+    async def _kv_reserve(self, body: bytes) -> Reply:
+        reply = await self._stages.decodes().reserve(wire.decode(body, wire.ReserveRequest))
+        return Reply(body=wire.encode(reply))
+
+    async def _kv_renew(self, body: bytes) -> Reply:
+        self._stages.decodes().renew(wire.decode(body, wire.TransferRef))
+        return _DONE
+
+    async def _kv_complete(self, body: bytes) -> Reply:
+        self._stages.decodes().complete(wire.decode(body, wire.Handoff))
+        return _DONE
+
+    async def _kv_cancel(self, body: bytes) -> Reply:
+        self._stages.decodes().cancel(wire.decode(body, wire.TransferRef))
+        return _DONE
+
+    async def _kv_pull(self, body: bytes) -> Reply:
+        await self._stages.decodes().pull(wire.decode(body, wire.PullRequest))
+        return _DONE
+
+    async def _kv_pulled(self, body: bytes) -> Reply:
+        self._stages.prefills()
+        self._stages.pulls.confirm(wire.decode(body, wire.TransferRef))
+        return _DONE

@@ -1,0 +1,73 @@
+"""Which transport and which feature store an instance has."""
+
+from __future__ import annotations
+
+from device.transport import TRANSPORTS
+from epd_serve.config import InstanceOptions
+from epd_serve.transfer.embedded import EmbeddedTransport
+from epd_serve.transfer.feature_store import EmbeddedFeatureStore, FeatureStore
+from epd_serve.transfer.mooncake import MooncakeOptions, StoreClient
+from epd_serve.transfer.mooncake_store import MooncakeFeatureStore
+from epd_serve.transfer.mooncake_transport import MooncakeTransport
+from epd_serve.transfer.shaped import ShapedTransport
+from epd_serve.transfer.transport import Transport
+
+
+def start_transport(options: InstanceOptions, device_type: str) -> Transport:
+    """Raises ValueError where mooncake is asked for and missing, or does not reach the device's memory so."""
+    transport = _start_transport(options, device_type)
+    if options.link_bandwidth is None and not options.link_latency_ms:
+        return transport
+    return ShapedTransport(transport, options.link_bandwidth, options.link_latency_ms / 1000)
+
+
+def _start_transport(options: InstanceOptions, device_type: str) -> Transport:
+    if options.kv_transport == "mooncake":
+        return MooncakeTransport(_mooncake_options(options, device_type))
+    return EmbeddedTransport(options.host, options.kv_transport, _timeout_s(options))
+
+
+def start_feature_store(options: InstanceOptions, transport: Transport, device_type: str) -> FeatureStore:
+    """Blocks until the store is there. Raises ValueError as above, or where its master does not answer.
+
+    An instance that is meant to encode lends ``feature_store_bytes`` to a store that all share.
+    """
+    local = EmbeddedFeatureStore(transport, options.feature_store_bytes)
+    if options.feature_store == "embedded" or not (options.role.encodes or options.role.prefills):
+        return local
+    if options.mooncake_master is None:
+        raise ValueError("feature_store mooncake needs the address of its master")
+    mooncake = _mooncake_options(options, device_type)
+    client = StoreClient(
+        mooncake,
+        options.mooncake_master,
+        options.feature_store_bytes if options.role.encodes else 0,
+        engine=transport.engine if isinstance(transport, MooncakeTransport) else None,
+    )
+    return MooncakeFeatureStore(client, local, options.feature_store_bytes, mooncake)
+
+
+def _mooncake_options(options: InstanceOptions, device_type: str) -> MooncakeOptions:
+    capability = TRANSPORTS[device_type]
+    protocol = options.mooncake_protocol
+    if protocol == "auto":
+        protocol = capability.mooncake_protocols[0]  # type: ignore[assignment]
+    if protocol not in capability.mooncake_protocols:
+        raise ValueError(
+            f"mooncake.protocol {protocol} does not reach memory of {device_type}; "
+            f"write {' or '.join(capability.mooncake_protocols)}"
+        )
+    return MooncakeOptions(
+        host=options.host,
+        protocol=protocol,
+        devices=options.mooncake_devices or "",
+        staging_bytes=options.mooncake_staging_bytes,
+        timeout_s=_timeout_s(options),
+        alignment_bytes=capability.alignment_bytes,
+        max_regions=capability.max_regions,
+    )
+
+
+def _timeout_s(options: InstanceOptions) -> float:
+    """A write must end well before the lease of its target."""
+    return options.lease_s / 4

@@ -1,0 +1,48 @@
+"""How far a rank's device has come with its steps, for threads that wait for the KV of some layers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from device.base import Event
+
+
+class LayerProgress:
+    """Steps are counted from 1, in the order in which they are computed.
+
+    Args:
+        record_event: marks the device's work so far.
+    """
+
+    def __init__(self, record_event: Callable[[], Event]) -> None:
+        self._record_event = record_event
+        self._changed = threading.Condition()
+        self._steps = 0
+        self._layer = -1
+        self._event: Event | None = None
+
+    def passed(self, layer: int) -> None:
+        """The current step has given the device all up to a layer's KV; the model's hook."""
+        event = self._record_event()
+        with self._changed:
+            self._layer, self._event = layer, event
+            self._changed.notify_all()
+
+    def finished(self) -> None:
+        """The current step has given the device all of its work."""
+        event = self._record_event()
+        with self._changed:
+            self._steps += 1
+            self._layer, self._event = -1, event
+            self._changed.notify_all()
+
+    def wait(self, step: int, layer: int) -> None:
+        """Block until the device has written the KV of ``layer`` in ``step``."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._steps >= step or (self._steps == step - 1 and self._layer >= layer)
+            )
+            event = self._event
+        if event is not None:
+            event.synchronize()

@@ -1,0 +1,136 @@
+"""Prometheus metrics of one instance, in a registry of its own."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+from epd_serve.protocol.wire import Load
+from epd_serve.sched.language import ScheduleOutput
+from epd_serve.transfer.kv_sender import OutgoingTransfer
+from epd_serve.worker.feature_supply import FetchTiming
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+_RATIOS = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.98, 0.99, 0.999, 1.0)
+
+
+class InstanceMetrics:
+    """Names start with ``epd_serve_instance_``.
+
+    The overlap ratio of a transfer is the share of its time in which the request did not wait for it: for KV, the
+    part before its prompt was computed; for a feature, the part before the engine could have computed with it.
+    """
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._kv_bytes = self._counter("kv_bytes", "KV bytes moved to or from other instances", "direction")
+        self._kv_seconds = self._counter("kv_seconds", "Time of writes and reads of KV", "direction")
+        self._kv_transfers = self._counter("kv_transfers", "Writes and reads of KV", "direction")
+        self._kv_contacts = self._counter("kv_contacts", "First contacts with decode instances")
+        self._kv_contact_seconds = self._counter("kv_contact_seconds", "Time of first contacts")
+        self._kv_requests = self._counter("kv_requests", "Requests whose KV was handed over")
+        self._kv_request_bytes = self._counter("kv_request_bytes", "KV bytes of requests that were handed over")
+        self._kv_request_seconds = self._counter("kv_request_seconds", "Time of their transfers")
+        self._kv_exposed = self._counter("kv_exposed_seconds", "Part of that after their prompts were computed")
+        self._kv_overlap = self._histogram("kv_overlap_ratio", "Hidden share of a request's KV transfer", _RATIOS)
+        self._kv_wait = self._histogram("kv_wait_seconds", "From a prompt's end to its last KV byte", _SECONDS)
+        self._kv_handshake = self._gauge("kv_handshake_seconds", "Estimate of what each write costs", "link")
+        self._kv_bandwidth = self._gauge("kv_bandwidth_bytes_per_second", "Estimate for each link", "link")
+        self._feature_bytes = self._counter("feature_bytes", "Feature bytes fetched and used")
+        self._feature_transmission = self._histogram(
+            "feature_transmission_seconds", "From a feature's event to the feature", _SECONDS
+        )
+        self._feature_scheduling = self._histogram(
+            "feature_scheduling_seconds", "From a feature's event to when it could have been used", _SECONDS
+        )
+        self._feature_exposed = self._counter("feature_exposed_seconds", "Transmission that requests waited for")
+        self._feature_overlap = self._histogram(
+            "feature_overlap_ratio", "Hidden share of a feature's transmission", _RATIOS
+        )
+        self._encodes = self._counter("encodes", "Encode calls; cached: the store had the feature", "cached")
+        self._store_owners = self._gauge("store_owners", "Requests that hold features in the store")
+        self._steps = self._counter("steps", "Steps of the language model", "kind")
+        self._step_seconds = self._counter("step_seconds", "Time of steps", "kind")
+        self._step_tokens = self._counter("step_tokens", "Tokens computed", "stage")
+        self._load = {
+            name: self._gauge(name, text)
+            for name, text in (
+                ("num_running", "Sequences that hold blocks and are computed"),
+                ("num_waiting", "Sequences without blocks"),
+                ("num_waiting_tokens", "Prompt tokens to be computed"),
+                ("num_waiting_encodes", "Media to be encoded"),
+                ("free_blocks", "KV blocks that nobody holds"),
+                ("total_blocks", "KV blocks"),
+            )
+        }
+
+    # ------------------------------------------------------------------ told by the parts; any thread
+
+    def kv_written(self, nbytes: int, seconds: float) -> None:
+        if nbytes:
+            self._moved("out", nbytes, seconds)
+        else:
+            self._kv_contacts.inc()
+            self._kv_contact_seconds.inc(seconds)
+
+    def kv_read(self, nbytes: int, seconds: float) -> None:
+        """By a decode instance that fetches KV itself: the prompt is computed, so nothing of it is hidden."""
+        self._moved("in", nbytes, seconds)
+        self._kv_request_bytes.inc(nbytes)
+        self._kv_request_seconds.inc(seconds)
+        self._kv_exposed.inc(seconds)
+
+    def kv_delivered(self, transfer: OutgoingTransfer) -> None:
+        self._kv_requests.inc()
+        if transfer.num_writes:
+            self._kv_request_bytes.inc(transfer.num_bytes)
+            self._kv_request_seconds.inc(transfer.transfer_s)
+            self._kv_exposed.inc(transfer.exposed_s)
+            self._kv_overlap.observe(transfer.overlap_ratio)
+            self._kv_wait.observe(transfer.wait_s)
+
+    def feature_used(self, timing: FetchTiming) -> None:
+        self._feature_bytes.inc(timing.nbytes)
+        self._feature_transmission.observe(timing.transmission_s)
+        self._feature_scheduling.observe(timing.scheduling_s)
+        self._feature_exposed.inc(timing.exposed_s)
+        self._feature_overlap.observe(timing.overlap_ratio)
+
+    def encoded(self, cached: bool) -> None:
+        self._encodes.labels(str(cached).lower()).inc()
+
+    def stepped(self, output: ScheduleOutput, seconds: float) -> None:
+        kind = "decode" if not output.prefills else "mixed" if output.decodes else "prefill"
+        self._steps.labels(kind).inc()
+        self._step_seconds.labels(kind).inc(seconds)
+        self._step_tokens.labels("decode").inc(len(output.decodes))
+        self._step_tokens.labels("prefill").inc(output.num_tokens - len(output.decodes))
+
+    # ------------------------------------------------------------------ asked for
+
+    def render(self, load: Load, store_owners: int, links: dict[str, tuple[float, float]]) -> bytes:
+        """The exposition text as of now; ``links`` gives (handshake seconds, bytes per second) by region."""
+        for name, gauge in self._load.items():
+            gauge.set(getattr(load, name))
+        self._store_owners.set(store_owners)
+        for gauge in (self._kv_handshake, self._kv_bandwidth):
+            gauge.clear()
+        for link, (handshake_s, bytes_per_s) in links.items():
+            self._kv_handshake.labels(link).set(handshake_s)
+            self._kv_bandwidth.labels(link).set(bytes_per_s)
+        return generate_latest(self.registry)
+
+    def _moved(self, direction: str, nbytes: int, seconds: float) -> None:
+        self._kv_bytes.labels(direction).inc(nbytes)
+        self._kv_seconds.labels(direction).inc(seconds)
+        self._kv_transfers.labels(direction).inc()
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"epd_serve_instance_{name}", text, labels, registry=self.registry)
+
+    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        return Gauge(f"epd_serve_instance_{name}", text, labels, registry=self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(f"epd_serve_instance_{name}", text, buckets=buckets, registry=self.registry)

@@ -1,0 +1,48 @@
+"""What an instance decides before it loads, from its options and its device: number format, size of the cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from device.base import Device
+from epd_serve.config import InstanceOptions
+from epd_serve.protocol.wire import KVLayout
+from epd_serve.worker.kv_memory import block_nbytes
+
+_DEFAULT_KV_BYTES = 1 << 28
+#: Of an accelerator's memory that is free once the weights are loaded; activations need the rest.
+_FREE_MEMORY_FOR_KV = 0.8
+_MIN_BLOCKS = 64
+
+
+def num_kv_blocks(options: InstanceOptions, layout: KVLayout, device_type: str, free_bytes: int) -> int:
+    """Blocks of the KV cache; ``free_bytes`` is what the fullest of the instance's devices has left."""
+    if options.num_blocks is not None:
+        return options.num_blocks
+    if options.kv_cache_bytes is not None:
+        size = options.kv_cache_bytes
+    elif device_type == "cpu":
+        size = _DEFAULT_KV_BYTES
+    else:
+        size = int(free_bytes * _FREE_MEMORY_FOR_KV) * len(options.devices)
+    return max(size // block_nbytes(layout), _MIN_BLOCKS)
+
+
+def resolve_dtype(name: str, config: Any) -> torch.dtype:
+    """``auto`` is what the checkpoint was saved in."""
+    if name != "auto":
+        dtype: torch.dtype = getattr(torch, name)
+        return dtype
+    declared = getattr(config, "dtype", None) or torch.float32
+    return declared if isinstance(declared, torch.dtype) else getattr(torch, declared)
+
+
+def check_dtype(dtype: torch.dtype, device: Device) -> None:
+    """Raise ValueError for a dtype that the device does not serve."""
+    if dtype not in device.dtypes:
+        possible = " or ".join(str(possible).removeprefix("torch.") for possible in device.dtypes)
+        raise ValueError(
+            f"{device.name} does not serve models in {str(dtype).removeprefix('torch.')}; set dtype: {possible}"
+        )

@@ -1,0 +1,34 @@
+"""The chaos benchmark in small: every answer right or a clear error, nothing hangs, nothing leaks."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+NUM_REQUESTS = 60
+
+
+@pytest.mark.timeout(300)
+def test_no_answer_is_wrong_while_everything_dies(tmp_path: Path) -> None:
+    output = tmp_path / "chaos.json"
+    options = ["--requests", str(NUM_REQUESTS), "--seed", "1", "--interval", "1.5", "--concurrency", "6"]
+    result = subprocess.run(
+        [sys.executable, "-m", "benchmarks.chaos", *options, "--output", str(output)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert output.exists(), result.stderr[-3000:]
+    report = json.loads(output.read_text())
+    assert result.returncode == 0, json.dumps(report, indent=2)
+    outcomes = report["outcomes"]
+    assert sum(outcomes.values()) == report["requests"] == NUM_REQUESTS
+    assert outcomes["wrong"] == outcomes["hang"] == 0
+    assert report["leaks"] == []
+    assert sum(report["kills"].values()) == sum(report["restarts"].values()) > 0
+    assert outcomes["identical"] > NUM_REQUESTS // 10

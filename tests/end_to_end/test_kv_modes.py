@@ -1,0 +1,131 @@
+"""However KV moves and whenever features are fetched: the same answers, and faults leave nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import tiny_models
+from chat import chat
+from fleet import Books
+from pictures import noise
+from prometheus_client.parser import text_string_to_metric_families
+from reference import Reference
+
+from epd_serve.config import DeploymentConfig
+from epd_serve.launch import LocalDeployment
+
+MODES = ("grouped", "layerwise", "oneshot", "pull")
+
+
+@asynccontextmanager
+async def deployed(model: str, instances: dict[str, Any]) -> AsyncIterator[LocalDeployment]:
+    config = DeploymentConfig(
+        topology="E-P-D",
+        model=model,
+        served_model_name="demo",
+        dtype="float32",
+        gateway={"port": 0},
+        restart="never",
+        instances={"base_port": 0, "threads": 1, **instances},
+    )
+    async with LocalDeployment(config, ready_timeout_s=120) as deployment:
+        yield deployment
+
+
+async def figures(url: str) -> dict[str, float]:
+    """The sum of each metric of an instance over its labels."""
+    async with httpx.AsyncClient() as client:
+        text = (await client.get(f"{url}/metrics")).text
+    sums: dict[str, float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            name = sample.name.removeprefix("epd_serve_instance_")
+            sums[name] = sums.get(name, 0.0) + sample.value
+    return sums
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_the_way_of_the_kv_changes_no_token(tmp_path: Path, mode: str) -> None:
+    path = tiny_models.make_tiny_model("qwen2_5_vl", tmp_path / "model")
+    reference = Reference(path)
+    images = [noise(1), noise(2, (60, 140))]
+    expected = reference.generate("What is this?", images, max_tokens=12)
+    settings = {
+        "max_num_batched_tokens": 20,
+        "block_size": 8,
+        "kv_transfer": {"mode": mode},
+        "feature_prefetch": "sync" if mode == "oneshot" else "async",
+        "link": {"bandwidth": "20MB/s", "latency_ms": 2},
+    }
+    body = chat("What is this?", *images, max_tokens=12, ignore_eos=True, logprobs=True, skip_special_tokens=False)
+    async with deployed(str(path), settings) as deployment:
+        async with httpx.AsyncClient(base_url=deployment.gateway_url, timeout=60) as client:
+            answers = [await client.post("/v1/chat/completions", json=body) for _ in range(2)]
+        for answer in answers:
+            assert answer.status_code == 200, answer.text
+            tokens = [token["token"] for token in answer.json()["choices"][0]["logprobs"]["content"]]
+            assert tokens == [reference.tokenizer.decode([i]) for i in expected]
+        urls = {name: handle.url for name, handle in deployment.instances.items()}
+        await Books(urls).check()
+        of_p, of_d = await figures(urls["p0"]), await figures(urls["d0"])
+    assert of_p["kv_requests_total"] == 2
+    assert of_p["feature_transmission_seconds_count"] == 2, "each image crosses once"
+    moved = of_d if mode == "pull" else of_p
+    assert moved["kv_bytes_total"] > 0
+    assert of_p["kv_contacts_total"] == (0 if mode == "pull" else 1), "one first contact for each pair"
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_the_decode_instance_dies_and_clients_leave_in_the_middle(mode: str) -> None:
+    """The link is slow, so that there is a middle."""
+    settings = {
+        "lease_s": 3,
+        "kv_transfer": {"mode": mode},
+        "link": {"bandwidth": "2MB/s", "latency_ms": 5},
+    }
+    async with deployed("demo", settings) as deployment:
+        handles = deployment.instances
+        urls = {name: handle.url for name, handle in handles.items()}
+        async with httpx.AsyncClient(base_url=deployment.gateway_url, timeout=60) as client:
+            bodies = [chat(f"{i} " + "apple " * 200, max_tokens=8, ignore_eos=True) for i in range(8)]
+            asked = [asyncio.create_task(client.post("/v1/chat/completions", json=body)) for body in bodies]
+            for delay_s, leaving in ((0.15, asked[0]), (0.1, asked[1]), (0.3, asked[2]), (0.5, asked[3])):
+                await asyncio.sleep(delay_s)
+                leaving.cancel()
+            answers = await asyncio.gather(*asked, return_exceptions=True)
+            assert all(isinstance(a, asyncio.CancelledError) or a.status_code == 200 for a in answers), answers
+            await Books(urls).check()
+            asked = [asyncio.create_task(client.post("/v1/chat/completions", json=body)) for body in bodies]
+            await asyncio.sleep(0.3)
+            os.kill(handles["d0"].pid, signal.SIGKILL)
+            for answer in await asyncio.wait_for(asyncio.gather(*asked), 60):
+                assert answer.status_code in (200, 502, 503), answer.text
+        await Books({name: urls[name] for name in ("e0", "p0")}).check()
+
+
+async def test_a_prompt_that_is_pulled_from_a_stalled_instance_ends() -> None:
+    """P is stopped while D reads: D gives its blocks back, and P throws its work away when it goes on."""
+    settings = {"lease_s": 2, "kv_transfer": {"mode": "pull"}, "link": {"bandwidth": "1MB/s"}}
+    async with deployed("demo", settings) as deployment:
+        handles = deployment.instances
+        async with httpx.AsyncClient(base_url=deployment.gateway_url, timeout=60) as client:
+            bodies = [chat(f"{i} " + "apple " * 200, max_tokens=8, ignore_eos=True) for i in range(4)]
+            asked = [asyncio.create_task(client.post("/v1/chat/completions", json=body)) for body in bodies]
+            await asyncio.sleep(0.5)
+            os.kill(handles["p0"].pid, signal.SIGSTOP)
+            try:
+                await asyncio.sleep(8)
+                in_use = (await client.get(f"{handles['d0'].url}/integrity")).json()
+                assert in_use["reservations"] == 0
+            finally:
+                os.kill(handles["p0"].pid, signal.SIGCONT)
+            await asyncio.wait_for(asyncio.gather(*asked), 60)
+        await Books({name: handle.url for name, handle in handles.items()}).check()

@@ -1,0 +1,231 @@
+"""Faults in the middle of a transfer: a slow link makes room to hit it. What has died is started again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+from chat import chat
+from fleet import Books
+from pictures import noise
+
+from epd_serve.config import DeploymentConfig
+from epd_serve.launch import Backoff, LocalDeployment
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+LEASE_S = 3.0
+#: 600 tokens, each with 2 KiB of KV: two seconds on this link.
+LONG = "apple " * 200
+BYTES_PER_S = 600_000
+
+
+def long_text(number: int, **fields: Any) -> dict[str, Any]:
+    """No two have a prefix in common, of which a cache could have the KV already."""
+    return chat(f"{number} {LONG}", **({"max_tokens": 12, "ignore_eos": True} | fields))
+
+
+def picture(number: int, **fields: Any) -> dict[str, Any]:
+    return chat("What is in it?", noise(number, (160, 120)), **({"max_tokens": 12, "ignore_eos": True} | fields))
+
+
+@dataclass
+class Fleet:
+    deployment: LocalDeployment
+    client: httpx.AsyncClient
+
+    def pid(self, name: str) -> int:
+        return self.deployment.instances[name].pid
+
+    def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
+        os.kill(self.pid(name), number)
+
+    async def ask(self, body: dict[str, Any]) -> httpx.Response:
+        return await self.client.post("/v1/chat/completions", json=body)
+
+    async def text(self, body: dict[str, Any]) -> str:
+        answer = await self.ask(body)
+        assert answer.status_code == 200, answer.text
+        content: str = answer.json()["choices"][0]["message"]["content"]
+        return content
+
+    async def held(self, name: str) -> dict[str, int]:
+        held: dict[str, int] = (await self.client.get(f"{self.deployment.instances[name].url}/integrity")).json()
+        return held
+
+    async def until(self, name: str, condition: Callable[[dict[str, int]], bool]) -> None:
+        """Wait until what an instance holds fulfils a condition."""
+        async with asyncio.timeout(20):
+            while True:
+                if condition(await self.held(name)):
+                    return
+                await asyncio.sleep(0.01)
+
+    async def recovered(self) -> None:
+        """All run again, the gateway knows, and nothing is held anywhere."""
+        async with asyncio.timeout(60):
+            await self.deployment.wait_ready()
+            while True:
+                health = (await self.client.get("/health")).json()
+                if all(instance["ready"] for instance in health["instances"].values()):
+                    break
+                await asyncio.sleep(0.05)
+        await Books({name: handle.url for name, handle in self.deployment.instances.items()}).check()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def running() -> AsyncIterator[Fleet]:
+    config = DeploymentConfig(
+        topology="E-P-D",
+        gateway={"port": 0},
+        instances={
+            "base_port": 0,
+            "threads": 1,
+            "lease_s": LEASE_S,
+            "feature_timeout_s": 12,
+            "link": {"bandwidth": BYTES_PER_S, "latency_ms": 200},
+        },
+        roles={"D": {"num_blocks": 80, "queue_timeout_s": 0.5}},
+    )
+    async with (
+        LocalDeployment(
+            config, ready_timeout_s=120, backoff=lambda: Backoff(first_s=0.1, limit_s=0.1)
+        ) as deployment,
+        httpx.AsyncClient(base_url=deployment.gateway_url, timeout=90) as client,
+    ):
+        yield Fleet(deployment, client)
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def fleet(running: Fleet) -> Fleet:
+    """All is well, whatever the test before has left behind."""
+    for handle in running.deployment.instances.values():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(handle.pid, signal.SIGCONT)
+    await running.recovered()
+    return running
+
+
+def being_written(held: dict[str, int]) -> bool:
+    return held["reservations"] == 1 and held["blocks"] > 0
+
+
+@pytest.mark.parametrize("victim", ["p0", "d0"])
+async def test_a_death_in_the_middle_of_a_kv_transfer_is_told_at_once(fleet: Fleet, victim: str) -> None:
+    body = long_text(1)
+    before = await fleet.text(body)
+    other = long_text(2 if victim == "p0" else 3)
+    asked = asyncio.create_task(fleet.ask(other))
+    await fleet.until("d0", being_written)
+    await asyncio.sleep(0.5)
+    killed_at = time.monotonic()
+    fleet.kill(victim)
+    answer = await asked
+    assert answer.status_code == 502, answer.text
+    assert victim in answer.json()["error"]["message"]
+    assert time.monotonic() - killed_at < LEASE_S
+    survivor = "d0" if victim == "p0" else "p0"
+    await Books({survivor: fleet.deployment.instances[survivor].url}).check(timeout_s=2 * LEASE_S)
+    await fleet.recovered()
+    assert await fleet.text(body) == before
+
+
+async def test_a_death_after_the_first_token_ends_the_stream_with_a_reason(fleet: Fleet) -> None:
+    text = ""
+    with pytest.raises(httpx.RemoteProtocolError):
+        async with fleet.client.stream("POST", "/v1/chat/completions", json=long_text(4, stream=True)) as answer:
+            async for piece in answer.aiter_text():
+                if not text:
+                    assert being_written(await fleet.held("d0")), "the KV is still on its way"
+                    fleet.kill("p0")
+                text += piece
+    assert '"error"' in text.splitlines()[-2]
+    assert "[DONE]" not in text
+    await fleet.recovered()
+
+
+async def test_an_encoder_that_dies_after_its_event(fleet: Fleet) -> None:
+    """P is stopped while E announces: when it goes on, the event is there and the feature is gone with E."""
+    before = await fleet.text(picture(1))
+    old = fleet.pid("e0")
+    fleet.kill("p0", signal.SIGSTOP)
+    asked = asyncio.create_task(fleet.text(picture(2)))
+    await fleet.until("e0", lambda held: held["features_held"] == 1)
+    fleet.kill("e0")
+    await asyncio.sleep(0.3)
+    fleet.kill("p0", signal.SIGCONT)
+    without = await asked
+    await fleet.recovered()
+    assert fleet.pid("e0") != old
+    assert await fleet.text(picture(2)) == without
+    assert await fleet.text(picture(1)) == before
+
+
+async def test_an_encoder_that_dies_while_its_feature_is_fetched(fleet: Fleet) -> None:
+    asked = asyncio.create_task(fleet.text(picture(3)))
+    await fleet.until("e0", lambda held: held["features_held"] == 1)
+    await asyncio.sleep(0.05)
+    fleet.kill("e0")
+    without = await asked
+    await fleet.recovered()
+    assert await fleet.text(picture(3)) == without
+
+
+async def test_a_decode_instance_that_stalls_in_the_middle_of_a_transfer(fleet: Fleet) -> None:
+    asked = asyncio.create_task(fleet.ask(long_text(5)))
+    await fleet.until("d0", being_written)
+    stalled_at = time.monotonic()
+    fleet.kill("d0", signal.SIGSTOP)
+    try:
+        answer = await asked
+        assert answer.status_code in (502, 503, 504), answer.text
+        assert answer.json()["error"]["message"]
+        assert time.monotonic() - stalled_at < 4 * LEASE_S
+    finally:
+        fleet.kill("d0", signal.SIGCONT)
+    await fleet.recovered()
+    assert await fleet.text(long_text(5))
+
+
+async def test_without_room_at_d_requests_queue_and_are_then_told_to_come_back(fleet: Fleet) -> None:
+    held = [asyncio.create_task(fleet.ask(chat(f"Say {i}", max_tokens=580, ignore_eos=True))) for i in range(2)]
+    await fleet.until("d0", lambda books: books["blocks"] > 70)
+    asked_at = time.monotonic()
+    answer = await fleet.ask(chat("Say apple", max_tokens=500, ignore_eos=True))
+    assert time.monotonic() - asked_at < 5
+    assert answer.status_code == 503, answer.text
+    assert answer.json()["error"]["code"] == "no_room"
+    assert int(answer.headers["retry-after"]) > 0
+    assert [one.status_code for one in await asyncio.gather(*held)] == [200, 200]
+    await fleet.recovered()
+    assert await fleet.text(chat("Say apple", max_tokens=500, ignore_eos=True))
+
+
+async def test_a_client_may_leave_at_any_step(fleet: Fleet) -> None:
+    """Encoding, fetching, queueing, computing, writing, handing over, decoding."""
+    slots = asyncio.Semaphore(3)
+
+    async def leave(number: int) -> bool:
+        parts = noise(100 + number, (160, 120))
+        body = chat(f"{number} " + "apple " * 60, parts, max_tokens=40, ignore_eos=True, stream=number % 2 == 0)
+        async with slots:
+            try:
+                async with asyncio.timeout(0.04 * number):
+                    await fleet.ask(body)
+            except TimeoutError:
+                return True
+        return False
+
+    left = await asyncio.gather(*(leave(number) for number in range(40)))
+    assert sum(left) > 20
+    await fleet.recovered()
+    assert await fleet.text(picture(1))

@@ -1,0 +1,111 @@
+"""KV and features over Mooncake: the answers are those of shared memory, whatever happens to its master."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import httpx
+import pytest
+import tiny_models
+from chat import chat
+from fleet import Books
+from pictures import noise
+from reference import Reference
+from transports import HAS_MOONCAKE
+
+from epd_serve.config import DeploymentConfig
+from epd_serve.launch import LocalDeployment
+
+if not HAS_MOONCAKE:
+    pytest.skip("mooncake is not installed", allow_module_level=True)
+
+from mooncake_master import Master
+
+MAX_TOKENS = 12
+
+
+class Service:
+    """A deployment whose answers are compared with what transformers generates."""
+
+    def __init__(self, deployment: LocalDeployment, reference: Reference) -> None:
+        self.deployment = deployment
+        self._reference = reference
+
+    async def check(self, *seeds: int) -> None:
+        images = [noise(seed, (60 + seed, 90)) for seed in seeds]
+        expected = self._reference.generate("What is this?", images, max_tokens=MAX_TOKENS)
+        body = chat(
+            "What is this?",
+            *images,
+            max_tokens=MAX_TOKENS,
+            ignore_eos=True,
+            logprobs=True,
+            skip_special_tokens=False,
+        )
+        async with httpx.AsyncClient(base_url=self.deployment.gateway_url, timeout=60) as client:
+            answer = await client.post("/v1/chat/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        tokens = [token["token"] for token in answer.json()["choices"][0]["logprobs"]["content"]]
+        assert tokens == [self._reference.tokenizer.decode([i]) for i in expected]
+
+    async def check_books(self) -> None:
+        await Books({name: handle.url for name, handle in self.deployment.instances.items()}).check()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_models.make_tiny_model("qwen2_5_vl", tmp_path_factory.mktemp("mooncake") / "model")
+
+
+def config(model: Path, master: str | None) -> DeploymentConfig:
+    return DeploymentConfig.model_validate(
+        {
+            "topology": "2E-P-D",
+            "model": str(model),
+            "served_model_name": "demo",
+            "dtype": "float32",
+            "gateway": {"port": 0},
+            "feature_store": "mooncake",
+            "mooncake": {"staging_bytes": "16MiB", "master": master},
+            "instances": {
+                "base_port": 0,
+                "threads": 1,
+                "max_num_batched_tokens": 20,
+                "block_size": 8,
+                "feature_store_bytes": "16MiB",
+                "kv_transfer": {"transport": "mooncake", "group_layers": 2},
+            },
+        }
+    )
+
+
+async def test_a_deployment_starts_its_own_master_and_answers_as_ever(model: Path) -> None:
+    async with LocalDeployment(config(model, None), ready_timeout_s=150) as deployment:
+        assert deployment.processes[0].spec.name == "master"
+        service = Service(deployment, Reference(model))
+        for _ in range(2):
+            await service.check(1, 2)
+        os.kill(deployment.processes[0].pid, signal.SIGSTOP)
+        await service.check(2, 3)
+        os.kill(deployment.processes[0].pid, signal.SIGCONT)
+        await service.check(3, 4)
+        await service.check_books()
+
+
+async def test_a_given_master_may_die_and_come_back(model: Path) -> None:
+    master = Master()
+    try:
+        async with LocalDeployment(config(model, master.address), ready_timeout_s=150) as deployment:
+            assert "master" not in [process.spec.name for process in deployment.processes]
+            service = Service(deployment, Reference(model))
+            await service.check(1, 2)
+            master.kill()
+            await service.check(1, 3)
+            await service.check(4)
+            master.start()
+            await service.check(1, 5)
+            await service.check_books()
+    finally:
+        master.kill()

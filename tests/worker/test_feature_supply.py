@@ -1,0 +1,136 @@
+"""Features as the engine sees them: fetched early or when due, and what their transfer cost is told exactly."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+
+from epd_serve.errors import InstanceFailed
+from epd_serve.protocol.wire import FeatureEvent
+from epd_serve.worker.feature_supply import FeatureSupply, FetchTiming
+
+EVENT = FeatureEvent(request_id="r", mm_hash="a", shape=[1], dtype="float32", nbytes=4, checksum="")
+
+
+class Inbox:
+    """Has what it was told to receive, when the test lets it through."""
+
+    def __init__(self) -> None:
+        self.features: dict[str, torch.Tensor] = {}
+        self.asked = 0
+        self.let_through = asyncio.Event()
+        self.fails = False
+
+    def get(self, mm_hash: str) -> torch.Tensor | None:
+        return self.features.get(mm_hash)
+
+    async def receive(self, event: FeatureEvent) -> None:
+        self.asked += 1
+        await self.let_through.wait()
+        if self.fails:
+            raise InstanceFailed("the checksum is wrong")
+        self.features[event.mm_hash] = torch.zeros(1)
+
+
+class Bench:
+    def __init__(self, prefetch: Any) -> None:
+        self.now = 0.0
+        self.inbox = Inbox()
+        self.timings: list[FetchTiming] = []
+        self.supply = FeatureSupply(
+            self.inbox,
+            asyncio.get_running_loop(),
+            prefetch,
+            clock=lambda: self.now,
+            wake=lambda: None,
+            observe=self.timings.append,
+        )
+
+    async def announce(self) -> asyncio.Task[None]:
+        task = asyncio.create_task(self.supply.receive(EVENT))
+        await asyncio.sleep(0.01)
+        return task
+
+    async def arrive(self, task: asyncio.Task[None]) -> None:
+        self.inbox.let_through.set()
+        await task
+
+
+def starve_at(bench: Bench, at: float) -> None:
+    bench.now = at
+    bench.supply.starved("a")
+
+
+@pytest.mark.parametrize(
+    ("starved_at", "scheduling_s", "exposed_s"),
+    [(None, 9.0, 0.0), (0.0, 0.0, 4.0), (1.0, 0.0, 4.0), (3.0, 2.0, 2.0)],
+    ids=["never", "before the event", "at the event", "on the way"],
+)
+async def test_what_is_exposed_is_what_the_engine_waited(
+    starved_at: float | None, scheduling_s: float, exposed_s: float
+) -> None:
+    """Announced at 1, here at 5, used at 10 or at once."""
+    bench = Bench("async")
+    if starved_at is not None and starved_at <= 1:
+        starve_at(bench, starved_at)
+    bench.now = 1.0
+    task = await bench.announce()
+    if starved_at is not None and starved_at > 1:
+        starve_at(bench, starved_at)
+        bench.supply.starved("a")
+    assert not bench.supply.has("a")
+    assert bench.supply.take("a") is None
+    bench.now = 5.0
+    await bench.arrive(task)
+    bench.now = 10.0
+    assert bench.supply.has("a")
+    assert bench.supply.take("a") is not None
+    assert bench.supply.take("a") is not None
+    (timing,) = bench.timings
+    assert (timing.nbytes, timing.transmission_s) == (4, 4.0)
+    assert timing.scheduling_s == scheduling_s
+    assert timing.exposed_s == exposed_s
+    assert timing.overlap_ratio == 1 - exposed_s / 4
+
+
+async def test_a_feature_that_is_here_is_not_fetched_again() -> None:
+    bench = Bench("async")
+    bench.inbox.features["a"] = torch.zeros(1)
+    await bench.arrive(await bench.announce())
+    bench.supply.take("a")
+    assert not bench.timings
+
+
+async def test_sync_fetches_when_the_engine_asks() -> None:
+    bench = Bench("sync")
+    tasks = [await bench.announce(), await bench.announce()]
+    assert bench.inbox.asked == 0
+    assert bench.supply.has("a"), "the engine may count on it"
+    taking = asyncio.create_task(asyncio.to_thread(bench.supply.take, "a"))
+    await asyncio.sleep(0.05)
+    assert bench.inbox.asked == 2
+    bench.now = 3.0
+    bench.inbox.let_through.set()
+    assert await taking is not None
+    await asyncio.gather(*tasks)
+    (timing,) = bench.timings
+    assert timing.exposed_s == timing.transmission_s == 3.0
+
+
+@pytest.mark.parametrize("end", ["fails", "cancelled"])
+async def test_sync_does_not_wait_for_what_will_not_come(end: str) -> None:
+    bench = Bench("sync")
+    bench.inbox.fails = end == "fails"
+    task = await bench.announce()
+    taking = asyncio.create_task(asyncio.to_thread(bench.supply.take, "a"))
+    await asyncio.sleep(0.05)
+    if end == "fails":
+        bench.inbox.let_through.set()
+    else:
+        task.cancel()
+    assert await asyncio.wait_for(taking, 5) is None
+    assert isinstance((await asyncio.gather(task, return_exceptions=True))[0], BaseException)
+    assert not bench.supply.has("a")

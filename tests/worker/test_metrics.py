@@ -1,0 +1,84 @@
+"""What an instance tells Prometheus adds up."""
+
+from __future__ import annotations
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from epd_serve.protocol.wire import Load
+from epd_serve.request import Sequence
+from epd_serve.sched.language import ScheduleOutput
+from epd_serve.transfer.kv_sender import OutgoingTransfer
+from epd_serve.types import SamplingParams
+from epd_serve.worker.feature_supply import FetchTiming
+from epd_serve.worker.metrics import InstanceMetrics
+
+
+def values(text: bytes) -> dict[str, float]:
+    return {
+        sample.name.removeprefix("epd_serve_instance_")
+        + "".join(f"[{v}]" for v in sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(text.decode())
+        for sample in family.samples
+    }
+
+
+def sequence() -> Sequence:
+    return Sequence(request_id="r", prompt_ids=[1], sampling=SamplingParams(seed=0), max_tokens=1, positions=None)
+
+
+def test_all_that_is_told_is_rendered() -> None:
+    metrics = InstanceMetrics()
+    metrics.kv_written(0, 0.5)
+    metrics.kv_written(100, 2.0)
+    metrics.kv_read(50, 1.0)
+    half = OutgoingTransfer("t", None, 0.0, computed_at=3.0)
+    half.num_writes, half.num_bytes, half.transfer_s, half.exposed_s, half.finished_at = 1, 100, 2.0, 1.0, 4.0
+    metrics.kv_delivered(half)
+    metrics.kv_delivered(OutgoingTransfer("cached", None, 0.0, computed_at=3.0))
+    metrics.feature_used(FetchTiming(nbytes=7, transmission_s=4.0, scheduling_s=1.0))
+    metrics.feature_used(FetchTiming(nbytes=7, transmission_s=1.0, scheduling_s=5.0))
+    metrics.encoded(cached=True)
+    metrics.encoded(cached=False)
+    metrics.stepped(ScheduleOutput(decodes=[sequence()], prefills=[(sequence(), 9)]), 0.25)
+    metrics.stepped(ScheduleOutput(decodes=[sequence()]), 0.5)
+    found = values(metrics.render(Load(num_running=3, free_blocks=4), 2, {"d": (0.01, 1e9)}))
+    expected = {
+        "kv_bytes_total[out]": 100,
+        "kv_bytes_total[in]": 50,
+        "kv_seconds_total[out]": 2,
+        "kv_transfers_total[out]": 1,
+        "kv_contacts_total": 1,
+        "kv_contact_seconds_total": 0.5,
+        "kv_requests_total": 2,
+        "kv_request_bytes_total": 150,
+        "kv_request_seconds_total": 3,
+        "kv_exposed_seconds_total": 2,
+        "kv_overlap_ratio_count": 1,
+        "kv_overlap_ratio_sum": 0.5,
+        "kv_wait_seconds_sum": 1,
+        "kv_handshake_seconds[d]": 0.01,
+        "kv_bandwidth_bytes_per_second[d]": 1e9,
+        "feature_bytes_total": 14,
+        "feature_transmission_seconds_sum": 5,
+        "feature_scheduling_seconds_sum": 6,
+        "feature_exposed_seconds_total": 3,
+        "feature_overlap_ratio_sum": 1.25,
+        "encodes_total[true]": 1,
+        "encodes_total[false]": 1,
+        "store_owners": 2,
+        "steps_total[mixed]": 1,
+        "steps_total[decode]": 1,
+        "step_seconds_total[decode]": 0.5,
+        "step_tokens_total[decode]": 2,
+        "step_tokens_total[prefill]": 9,
+        "num_running": 3,
+        "free_blocks": 4,
+    }
+    assert {name: found[name] for name in expected} == pytest.approx(expected)
+
+
+def test_a_link_that_is_gone_is_told_no_more() -> None:
+    metrics = InstanceMetrics()
+    assert "kv_handshake_seconds[d]" in values(metrics.render(Load(), 0, {"d": (0.01, 1e9)}))
+    assert "kv_handshake_seconds[d]" not in values(metrics.render(Load(), 0, {}))
