@@ -56,7 +56,16 @@ OPTIONS = InstanceOptions(
     queue_timeout_s=3.5,
     lease_s=2.5,
     kv_transport="tcp",
+    feature_store="mooncake",
+    mooncake_master="10.0.0.2:50051",
+    mooncake_protocol="rdma",
+    mooncake_devices="mlx5_0,mlx5_1",
+    mooncake_staging_bytes=4000,
+    kv_mode="pull",
     kv_group_layers=2,
+    feature_prefetch="sync",
+    link_bandwidth=5000,
+    link_latency_ms=0.5,
 )
 
 
