@@ -101,7 +101,7 @@ async def encode_ahead(deployment: LocalDeployment, pictures: list[tuple[bytes, 
 
 async def size(deployment: LocalDeployment, paper: Paper, seed: int) -> dict[str, Any]:
     """Requests with images of one size: alone on an idle instance, then several at a time."""
-    concurrency, rest = (4, 4) if paper.height > 2000 else (16, 32)
+    concurrency, rest = (4, 8) if paper.height > 2000 else (16, 48)
     count = concurrency + rest
     pictures = [
         (picture(seed + i, paper.width, paper.height), paper.width, paper.height) for i in range(count + 1)
@@ -116,17 +116,21 @@ async def size(deployment: LocalDeployment, paper: Paper, seed: int) -> dict[str
     async with httpx.AsyncClient(base_url=deployment.gateway_url, timeout=600) as client:
         await ask(client, PATH, bodies[0])
     alone = growth(start, await read())
-    # the first ones find the instance idle; what is counted begins when they are through
+    # the first ones find the instance idle, all at once; what is counted begins when they are through
     warm = asyncio.Event()
+    finished = 0
 
     async def watched() -> Figures:
         await warm.wait()
         return await read()
 
     async def work(client: httpx.AsyncClient, waiting: Any) -> None:
+        nonlocal finished
         for each in waiting:
             await ask(client, PATH, each)
-            warm.set()
+            finished += 1
+            if finished == concurrency:
+                warm.set()
 
     before = asyncio.create_task(watched())
     async with httpx.AsyncClient(base_url=deployment.gateway_url, timeout=600) as client:
