@@ -51,7 +51,6 @@ class Follower:
 
     def __init__(self, join: Join, channel: Channel) -> None:
         self._channel = channel
-        self._rank = join.rank
         if join.threads is not None:
             get_device("cpu").set_threads(join.threads)
         self._device: Device = get_device(join.device)

@@ -106,9 +106,11 @@ class Followers:
         """Around this rank's share of a staging; all ranks are done afterwards."""
         with self._staging:
             self.send(command)
-            yield
-            for answers in self._answers:
-                self._answer(answers, Done)
+            try:
+                yield
+            finally:  # also after a failure here: an answer left over would be taken for the next staging's
+                for answers in self._answers:
+                    self._answer(answers, Done)
 
     def close(self) -> None:
         """End them."""
