@@ -25,6 +25,7 @@ from epd_serve.config import (
     model_path,
 )
 from epd_serve.config.options import DType, FeaturePrefetch, FeatureStoreKind, KVTransport, MooncakeProtocol
+from epd_serve.cost.interference import Clock, Isolation
 from epd_serve.launch.ports import url_of
 from epd_serve.topology import draw, explain, parse_topology
 from epd_serve.types import KVMode, Role
@@ -242,6 +243,56 @@ def devices(
     reports = show_devices(console)
     if check and not check_devices(console, reports):
         raise typer.Exit(1)
+
+
+@app.command()
+def interference(
+    device: Annotated[str, typer.Option(help="cpu, cuda:0, npu:0 ...")] = "cpu",
+    isolation: Annotated[
+        Isolation, typer.Option(help="Side by side as processes, or as streams of one process.")
+    ] = "process",
+    dtype: Annotated[
+        str, typer.Option(help="float32, bfloat16 or float16; by default what suits the device.")
+    ] = "",
+    seconds: Annotated[
+        float, typer.Option(min=0.05, help="Length of each measurement; there are 3 a pair.")
+    ] = 1.0,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="CPU threads of each side; by default half of the cores.")
+    ] = None,
+    clock: Annotated[
+        Clock, typer.Option(help="cpu: CPU time of one thread, for a machine that others use too.")
+    ] = "wall",
+    out: Annotated[
+        Path | None, typer.Option(help="Write the matrix to OUT.json, its heat map to OUT.png.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the matrix as JSON instead of tables.")] = False,
+) -> None:
+    """Measure how much operators and stages slow each other down on one device (EPD-Serve, figure 6)."""
+    with _needs_native():
+        from epd_serve.colocation.measure import measure
+        from epd_serve.colocation.report import check_can_draw, draw_heat_map, show
+
+    if out is not None:
+        check_can_draw()
+    console = Console(stderr=True)
+    with console.status("measuring") as status:
+        matrix = measure(
+            device,
+            isolation=isolation,
+            dtype=dtype or ("float32" if device == "cpu" else "bfloat16"),
+            seconds=seconds,
+            threads=threads,
+            clock=clock,
+            progress=lambda text: status.update(f"measuring {text}"),
+        )
+    if out is not None:
+        out.with_suffix(".json").write_bytes(matrix.to_json())
+        draw_heat_map(matrix, out.with_suffix(".png"))
+    if as_json:
+        typer.echo(matrix.to_json().decode(), nl=False)
+    else:
+        show(matrix, Console())
 
 
 @app.command()
