@@ -50,6 +50,13 @@ class InstanceOptions:
         kv_mode: how KV goes out: groups of layers, single layers, a whole prompt at its end, or D reads it.
         kv_group_layers: layers sent together in mode ``grouped``; None: chosen from measured times.
         feature_prefetch: ``async`` fetches a feature once it is announced, ``sync`` when a step needs it.
+        share, share_start: the part of the device that the instance keeps to, and where it begins, as fractions of
+            1; None: no limit.
+        memory_share: the part of an accelerator's memory; None: as ``share``.
+        stream_priority: of the tower's stream, a lower number is served first; on a CPU the tower's niceness.
+        device_board: ``path:slot`` of the file in which the instances on one device tell each other what they do;
+            None where no other is there.
+        slo_tpot_ms: limit on the time per token, which encodes on the device of decodes respect; None: no limit.
         link_bandwidth, link_latency_ms: bytes per second and milliseconds for each transfer that links between
             instances are slowed down to, for experiments; None and 0: not at all.
     """
@@ -84,6 +91,12 @@ class InstanceOptions:
     kv_mode: KVMode = "grouped"
     kv_group_layers: int | None = None
     feature_prefetch: FeaturePrefetch = "async"
+    share: float | None = None
+    share_start: float = 0.0
+    memory_share: float | None = None
+    stream_priority: int = 0
+    device_board: str | None = None
+    slo_tpot_ms: float | None = None
     link_bandwidth: int | None = None
     link_latency_ms: float = 0.0
 

@@ -19,7 +19,16 @@ from pydantic import (
 )
 
 from epd_serve.config.options import DType, FeatureStoreKind, InstanceOptions
-from epd_serve.config.sections import GatewayConfig, InstancesConfig, InstanceSettings, MooncakeConfig, Section
+from epd_serve.config.sections import (
+    GatewayConfig,
+    InstancesConfig,
+    InstanceSettings,
+    MooncakeConfig,
+    Section,
+    SLOConfig,
+)
+from epd_serve.config.shares import DeviceShare, device_shares
+from epd_serve.cost.interference import InterferenceMatrix
 from epd_serve.demo import weights_dir
 from epd_serve.topology import InstancePlacement, Topology, parse_topology, place
 
@@ -102,6 +111,13 @@ class DeploymentConfig(Section):
         "Roles that the topology does not have are no error, so that a file can serve several topologies.",
     )
 
+    slo: SLOConfig = SLOConfig()
+    interference: Path | None = Field(
+        default=None,
+        description="What 'epd-serve interference --out' wrote on this kind of device, relative to this file; "
+        "it decides about shares that are auto.",
+    )
+
     @field_validator("topology")
     @classmethod
     def _towers_are_whole(cls, topology: Topology) -> Topology:
@@ -135,6 +151,20 @@ class DeploymentConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _shares_fit(self) -> DeploymentConfig:
+        self.device_shares()
+        return self
+
+    def device_shares(self, matrix: InterferenceMatrix | None = None) -> dict[str, DeviceShare]:
+        """The shares of instances by name, those without a limit left out; ``matrix`` decides about ``auto``.
+
+        Raises ValueError where they do not fit.
+        """
+        placement = self.placement()
+        roles = {str(instance.role) for instance in placement}
+        return device_shares(placement, {role: self.settings_for(role).share for role in roles}, matrix)
+
     @property
     def uses_mooncake(self) -> bool:
         """Whether anything in the deployment needs the mooncake package."""
@@ -162,11 +192,20 @@ class DeploymentConfig(Section):
         )
 
     def options_for(
-        self, instance: InstancePlacement, *, device: str, port: int, threads: int, master: str | None = None
+        self,
+        instance: InstancePlacement,
+        *,
+        device: str,
+        port: int,
+        threads: int,
+        master: str | None = None,
+        share: DeviceShare | None = None,
+        device_board: str | None = None,
     ) -> InstanceOptions:
         """The options of one placed instance; ``device`` is what its devices are called in its process.
 
-        ``master`` is the address of the mooncake_master where the deployment itself starts one.
+        ``master`` is the address of the mooncake_master where the deployment itself starts one; ``device_board``
+        the instance's slot of the file that instances on its device share.
 
         Raises ValueError where the model's directory is not one.
         """
@@ -188,6 +227,10 @@ class DeploymentConfig(Section):
             mooncake_protocol=self.mooncake.protocol,
             mooncake_devices=self.mooncake.devices,
             mooncake_staging_bytes=self.mooncake.staging_bytes,
+            share=share.share if share else None,
+            share_start=share.start if share else 0.0,
+            device_board=device_board,
+            slo_tpot_ms=self.slo.tpot_ms,
             kv_mode=settings.kv_transfer.mode,
             kv_group_layers=None if group_layers == "auto" else group_layers,
             link_bandwidth=settings.link.bandwidth,
@@ -197,7 +240,7 @@ class DeploymentConfig(Section):
 
 
 #: Settings that an instance takes as they stand.
-_SAME_NAMED = set(InstanceSettings.model_fields) - {"threads", "kv_transfer", "link"}
+_SAME_NAMED = set(InstanceSettings.model_fields) - {"threads", "share", "kv_transfer", "link"}
 
 
 def model_path(model: str) -> Path:

@@ -285,6 +285,8 @@ class InstanceInfo(Message, frozen=True):
         media_fingerprint: hex name of everything but the media bytes that decides a feature: model revision,
             processor, dtype, shape version. It goes into each mm_hash.
         parameters: number of parameters held, by part ("tower", "language_model").
+        share: part of the device that the instance keeps to; None: no limit.
+        share_strength, share_mechanisms: how far that is enforced, and by what.
     """
 
     name: str
@@ -300,6 +302,9 @@ class InstanceInfo(Message, frozen=True):
     ready: bool
     load: Load
     parameters: dict[str, int] = {}
+    share: float | None = None
+    share_strength: str = "none"
+    share_mechanisms: list[str] = []
 
 
 M = TypeVar("M", bound=Message)

@@ -20,6 +20,7 @@ from epd_serve.models.tower import Tower
 from epd_serve.protocol.wire import EncodeReply, EncodeRequest, MediaRef
 from epd_serve.sched.encode import schedule_encodes
 from epd_serve.transfer.feature_store import FeatureStore, StoredFeature
+from epd_serve.worker.dual_stream import TowerStream
 from epd_serve.worker.peers import Peers
 
 logger = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ class EncodeService:
     Args:
         url: of this instance, as consumers announce themselves.
         deliver_here: gives a feature to the consumer in this instance, by request id; None where there is none.
+        stream: on which the tower runs.
         may_start: asked on the event loop before each batch; while it says no, items wait. Whoever makes it say
             yes again calls :meth:`reconsider` afterwards. It must say yes while nothing else runs.
     """
@@ -63,6 +65,7 @@ class EncodeService:
         url: str = "",
         deliver_here: Callable[[str, MediaRef, Tensor], Awaitable[None]] | None = None,
         may_start: Callable[[], bool] = lambda: True,
+        stream: TowerStream,
     ) -> None:
         self._load_tower = load_tower
         self._family = family
@@ -73,6 +76,7 @@ class EncodeService:
         self._url = url
         self._deliver_here = deliver_here
         self._may_start = may_start
+        self._stream = stream
         self._loop = asyncio.get_running_loop()
         self._tower: Tower | None = None
         self._tower_thread = ThreadPoolExecutor(1, thread_name_prefix="tower")
@@ -188,18 +192,16 @@ class EncodeService:
             while self._waiting:
                 # set before the question: who changes the answer after it sees this and calls back
                 self._is_held = True
-                if not self._may_start():
+                if not (self._may_start() and self._stream.may_start(self._waiting[0].num_pixels)):
                     break
                 self._is_held = False
-                batch = schedule_encodes(self._waiting, self._budget)
+                batch = schedule_encodes(self._waiting, min(self._budget, self._stream.max_pixels()))
                 del self._waiting[: len(batch)]
                 await self._encode_batch(batch)
 
     async def _encode_batch(self, batch: list[_Item]) -> None:
         try:
-            features = await self._loop.run_in_executor(
-                self._tower_thread, self._encode, [item.inputs for item in batch]
-            )
+            features = await self._loop.run_in_executor(self._tower_thread, self._encode, batch)
             assert len(features) == len(batch), f"{len(features)} features of {len(batch)} images"
         except Exception as error:  # a failed batch must fail its items, not the encoder
             logger.exception("a batch of %d images failed", len(batch))
@@ -211,12 +213,15 @@ class EncodeService:
             if not item.feature.done():
                 item.feature.set_result(feature)
 
-    def _encode(self, batch: list[TowerInputs]) -> list[Tensor]:
-        return self._loaded_tower().encode(batch)
+    def _encode(self, batch: list[_Item]) -> list[Tensor]:
+        tower = self._loaded_tower()
+        with self._stream.encoding(sum(item.num_pixels for item in batch)):
+            return tower.encode([item.inputs for item in batch])
 
     def _loaded_tower(self) -> Tower:
         if self._tower is None:
-            self._tower = self._load_tower()
+            with self._stream.loading():
+                self._tower = self._load_tower()
         return self._tower
 
     async def _put(self, mm_hash: str, feature: Tensor, owner: str) -> StoredFeature:

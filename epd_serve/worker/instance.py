@@ -33,6 +33,7 @@ from epd_serve.worker.calls import StageCalls
 from epd_serve.worker.commands import CreateCache
 from epd_serve.worker.data_plane import start_feature_store, start_transport
 from epd_serve.worker.decode import DecodeService
+from epd_serve.worker.dual_stream import DualStream
 from epd_serve.worker.encode import EncodeService
 from epd_serve.worker.engine import Engine
 from epd_serve.worker.events import Listeners
@@ -48,6 +49,7 @@ from epd_serve.worker.peers import Peers
 from epd_serve.worker.prefill import PrefillService
 from epd_serve.worker.prompt import PromptProcessor
 from epd_serve.worker.runner import LanguageRunner
+from epd_serve.worker.share import apply_share, rank_share
 from epd_serve.worker.sizing import check_dtype, num_kv_blocks, resolve_dtype
 from epd_serve.worker.step import StepExecutor
 
@@ -68,6 +70,8 @@ class Instance:
         self.ready = False
         self._path = Path(options.model)
         self._device: Device = get_device(options.devices[0])
+        self._partition = apply_share(self._device, rank_share(options, 0), options.memory_share, options.threads)
+        self._streams = DualStream(options, self._device)
         self._followers: Followers | None = None
         self._listeners = Listeners()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -97,7 +101,7 @@ class Instance:
         )
         self._store = await asyncio.to_thread(start_feature_store, options, self._transport, self._device.type)
         self._encode = EncodeService(
-            partial(Tower, self._path, self._dtype, self._device),
+            partial(Tower, self._path, self._dtype, self._device, self._streams.tower.between_layers),
             self._family,
             self._store,
             self._peers,
@@ -105,6 +109,7 @@ class Instance:
             limits=_MEDIA_LIMITS,
             url=self.url,
             deliver_here=self._deliver_here if options.role.has_language_model else None,
+            stream=self._streams.tower,
         )
         if options.role.encodes:
             await self._encode.warm_up()
@@ -118,7 +123,7 @@ class Instance:
         """Weights, cache and graphs, on all ranks."""
         options, group = self.options, None
         if len(options.devices) > 1:
-            self._followers = Followers(options.name, self._path, self._dtype, options.devices, options.threads)
+            self._followers = Followers(options, self._dtype)
             group = self._followers.join(self._device)
         language = LanguageModel(self._path, self._dtype, self._device, group)
         layout = wire.KVLayout(
@@ -129,7 +134,7 @@ class Instance:
             dtype=self._dtype_name,
             model=self._fingerprint,
         )
-        free_bytes = self._device.memory()[1]
+        free_bytes = self._device.headroom()
         if self._followers is not None:
             free_bytes = min(free_bytes, self._followers.wait_joined())
         self._memory = memory = KVMemory(
@@ -207,6 +212,7 @@ class Instance:
             kv_mode=options.kv_mode,
             emit=lambda events: self._call_on_loop(self._listeners.dispatch, events),
             on_free=lambda: self._call_on_loop(self._blocks_freed),
+            before_step=self._streams.language.step_begins,
             on_step=self._stepped,
         )
         processor = PromptProcessor(
@@ -269,6 +275,7 @@ class Instance:
         await self._peers.close()
         await asyncio.to_thread(self._store.close)
         self._transport.close()
+        self._streams.board.close()
 
     # ------------------------------------------------------------------ calls
 
@@ -289,15 +296,16 @@ class Instance:
 
     async def _info(self, body: bytes) -> Reply:
         self._check_ready()
+        options = self.options
         info = wire.InstanceInfo(
-            name=self.options.name,
-            role=str(self.options.role),
+            name=options.name,
+            role=str(options.role),
             url=self.url,
-            model=self.options.served_model_name,
+            model=options.served_model_name,
             model_path=str(self._path),
             max_model_len=self._max_model_len,
             media_fingerprint=self._fingerprint,
-            device=",".join(self.options.devices),
+            device=options.device,
             dtype=self._dtype_name,
             pid=os.getpid(),
             ready=self.ready,
@@ -306,6 +314,9 @@ class Instance:
                 "tower": self._encode.num_parameters,
                 "language_model": self._language.num_parameters if self._language else 0,
             },
+            share=options.share,
+            share_strength=self._partition.strength,
+            share_mechanisms=list(self._partition.mechanisms),
         )
         return Reply(headers=(JSON,), body=wire.to_json(info))
 
@@ -379,6 +390,8 @@ class Instance:
 
     def _stepped(self, output: ScheduleOutput, seconds: float) -> None:
         self.metrics.stepped(output, seconds)
+        assert self._engine is not None
+        self._streams.language.stepped(output, seconds, self._engine.load().num_running)
         self._encode.reconsider()
 
     def _blocks_freed(self) -> None:

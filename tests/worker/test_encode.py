@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,12 +15,15 @@ from pictures import noise, png
 from PIL import Image
 from torch import Tensor
 
+from device.registry import get_device
 from epd_serve.errors import InstanceFailed, InvalidRequest
 from epd_serve.media import MediaLimits
 from epd_serve.models.family import TowerInputs
 from epd_serve.protocol import wire
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.feature_store import EmbeddedFeatureStore
+from epd_serve.worker.device_board import DeviceBoard
+from epd_serve.worker.dual_stream import TowerStream
 from epd_serve.worker.encode import EncodeService
 
 
@@ -90,6 +94,7 @@ class Bench:
         **settings: Any,
     ) -> tuple[EncodeService, EmbeddedFeatureStore]:
         store = EmbeddedFeatureStore(self.transport, 1 << 12)
+        settings.setdefault("stream", TowerStream(get_device("cpu"), DeviceBoard(None, 0, time.monotonic)))
         parts: list[Any] = [lambda: tower, Family(), store, peers]
         service = EncodeService(
             *parts, image_budget_pixels=1, limits=MediaLimits(), url=HERE, deliver_here=deliver_here, **settings
