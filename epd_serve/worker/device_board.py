@@ -92,7 +92,8 @@ class DeviceBoard:
                 beside_s=values[slot + _BESIDE],
             )
             for slot in range(0, _SLOTS * _FIELDS, _FIELDS)
-            if values[slot + _BEAT] and now - values[slot + _BEAT] < _STALE_S + 2 * values[slot + _BESIDE]
+            if values[slot + _BEAT]
+            and now - values[slot + _BEAT] < _STALE_S + 2 * max(values[slot + _BESIDE], values[slot + _ALONE])
         ]
         return min(slacks, key=lambda slack: slack.credit_s, default=None)
 

@@ -66,6 +66,12 @@ OPTIONS = InstanceOptions(
     feature_prefetch="sync",
     link_bandwidth=5000,
     link_latency_ms=0.5,
+    share=0.5,
+    share_start=0.25,
+    memory_share=0.75,
+    stream_priority=-3,
+    device_board="/tmp/board:2",
+    slo_tpot_ms=20.5,
 )
 
 
