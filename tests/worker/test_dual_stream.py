@@ -86,7 +86,9 @@ def test_layers_wait_while_decodes_have_no_time_to_spare_and_go_on_when_they_hav
         rig.clock.now += 0.02
         rig.tower.between_layers()
         assert rig.board.encodes_here
-    assert waited == [pytest.approx(0.05)] * 2, "0.1 too much; 0.06 come back with the first step, 0.08 with the next"
+    assert waited == [pytest.approx(0.05)] * 2, (
+        "0.1 too much; 0.06 come back with the first step, 0.08 with the next"
+    )
     assert rig.clock.now - begun == pytest.approx(0.06)
 
 
