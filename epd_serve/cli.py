@@ -113,6 +113,22 @@ def instance(
     ] = InstanceOptions.device,
     dtype: Annotated[DType, typer.Option(help="auto: the model's own.")] = InstanceOptions.dtype,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
+    share: Annotated[
+        float | None, typer.Option(min=0.001, max=1, help="Part of the device; no limit when absent.")
+    ] = None,
+    share_start: Annotated[
+        float, typer.Option(min=0, max=1, help="Where that part begins.")
+    ] = InstanceOptions.share_start,
+    memory_share: Annotated[
+        float | None,
+        typer.Option(min=0.001, max=1, help="Part of an accelerator's memory; as --share when absent."),
+    ] = None,
+    stream_priority: Annotated[
+        int, typer.Option(min=-5, max=19, help="Of the tower's stream: lower is first. On a CPU its niceness.")
+    ] = InstanceOptions.stream_priority,
+    device_board: Annotated[
+        str | None, typer.Option(help="PATH:SLOT of the file that instances on one device share.")
+    ] = None,
     block_size: Annotated[
         int | None, typer.Option(min=1, help="Tokens per KV block; 128 on an NPU, else 16.")
     ] = None,
@@ -168,25 +184,8 @@ def instance(
     feature_prefetch: Annotated[
         FeaturePrefetch, typer.Option(help="Fetch features when announced (async) or needed (sync).")
     ] = InstanceOptions.feature_prefetch,
-    share: Annotated[
-        float | None, typer.Option(min=0.001, max=1, help="Part of the device; no limit when absent.")
-    ] = None,
-    share_start: Annotated[
-        float, typer.Option(min=0, max=1, help="Where that part begins.")
-    ] = InstanceOptions.share_start,
-    memory_share: Annotated[
-        float | None,
-        typer.Option(min=0.001, max=1, help="Part of an accelerator's memory; as --share when absent."),
-    ] = None,
-    stream_priority: Annotated[
-        int, typer.Option(min=-5, max=19, help="Of the tower's stream: lower is first. On a CPU its niceness.")
-    ] = InstanceOptions.stream_priority,
-    device_board: Annotated[
-        str | None, typer.Option(help="PATH:SLOT of the file that instances on one device share.")
-    ] = None,
-    slo_tpot_ms: Annotated[
-        float | None, typer.Option(min=0.001, help="Limit on the time per token, which encodes respect.")
-    ] = None,
+    slo_ttft_ms: Annotated[float | None, typer.Option(help="Longest time to first token.")] = None,
+    slo_tpot_ms: Annotated[float | None, typer.Option(help="Longest time between two tokens.")] = None,
     link_bandwidth: Annotated[
         int | None, typer.Option(min=1, help="Bytes per second of links between instances, for experiments.")
     ] = None,
@@ -211,6 +210,11 @@ def instance(
         device=device,
         dtype=dtype,
         threads=threads,
+        share=share,
+        share_start=share_start,
+        memory_share=memory_share,
+        stream_priority=stream_priority,
+        device_board=device_board,
         block_size=block_size,
         num_blocks=num_blocks,
         kv_cache_bytes=kv_cache_bytes,
@@ -232,11 +236,7 @@ def instance(
         kv_mode=kv_mode,
         kv_group_layers=kv_group_layers,
         feature_prefetch=feature_prefetch,
-        share=share,
-        share_start=share_start,
-        memory_share=memory_share,
-        stream_priority=stream_priority,
-        device_board=device_board,
+        slo_ttft_ms=slo_ttft_ms,
         slo_tpot_ms=slo_tpot_ms,
         link_bandwidth=link_bandwidth,
         link_latency_ms=link_latency_ms,

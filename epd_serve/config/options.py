@@ -29,6 +29,12 @@ class InstanceOptions:
         device: ``cpu``, ``cuda:0``, ``npu:1``; indices count the devices that the process can see. Several, with
             commas between them, share the language model (tensor parallelism).
         threads: compute threads on the CPU; None leaves the choice to the library.
+        share, share_start: the part of the device that the instance keeps to, and where it begins, as fractions of
+            1; None: no limit.
+        memory_share: the part of an accelerator's memory; None: as ``share``.
+        stream_priority: of the tower's stream, a lower number is served first; on a CPU the tower's niceness.
+        device_board: ``path:slot`` of the file in which the instances on one device tell each other what they do;
+            None where no other is there.
         block_size: tokens per KV block; None: what suits the device (:attr:`tokens_per_block`).
         num_blocks, kv_cache_bytes: size of the KV pool, given as one or the other; both None: the instance
             chooses.
@@ -50,13 +56,8 @@ class InstanceOptions:
         kv_mode: how KV goes out: groups of layers, single layers, a whole prompt at its end, or D reads it.
         kv_group_layers: layers sent together in mode ``grouped``; None: chosen from measured times.
         feature_prefetch: ``async`` fetches a feature once it is announced, ``sync`` when a step needs it.
-        share, share_start: the part of the device that the instance keeps to, and where it begins, as fractions of
-            1; None: no limit.
-        memory_share: the part of an accelerator's memory; None: as ``share``.
-        stream_priority: of the tower's stream, a lower number is served first; on a CPU the tower's niceness.
-        device_board: ``path:slot`` of the file in which the instances on one device tell each other what they do;
-            None where no other is there.
-        slo_tpot_ms: limit on the time per token, which encodes on the device of decodes respect; None: no limit.
+        slo_ttft_ms, slo_tpot_ms: milliseconds that a first token and each further one may take; None: no limit.
+            Encodes on the device of decodes keep to the latter.
         link_bandwidth, link_latency_ms: bytes per second and milliseconds for each transfer that links between
             instances are slowed down to, for experiments; None and 0: not at all.
     """
@@ -70,6 +71,11 @@ class InstanceOptions:
     device: str = "cpu"
     dtype: DType = "auto"
     threads: int | None = None
+    share: float | None = None
+    share_start: float = 0.0
+    memory_share: float | None = None
+    stream_priority: int = 0
+    device_board: str | None = None
     block_size: int | None = None
     num_blocks: int | None = None
     kv_cache_bytes: int | None = None
@@ -91,11 +97,7 @@ class InstanceOptions:
     kv_mode: KVMode = "grouped"
     kv_group_layers: int | None = None
     feature_prefetch: FeaturePrefetch = "async"
-    share: float | None = None
-    share_start: float = 0.0
-    memory_share: float | None = None
-    stream_priority: int = 0
-    device_board: str | None = None
+    slo_ttft_ms: float | None = None
     slo_tpot_ms: float | None = None
     link_bandwidth: int | None = None
     link_latency_ms: float = 0.0

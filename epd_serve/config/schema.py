@@ -104,6 +104,7 @@ class DeploymentConfig(Section):
         description="embedded: each encoder keeps its own. mooncake: one for all instances.",
     )
     mooncake: MooncakeConfig = MooncakeConfig()
+    slo: SLOConfig = SLOConfig()
     instances: InstancesConfig = InstancesConfig()
     roles: dict[RoleName, InstanceSettings] = Field(
         default_factory=dict,
@@ -111,7 +112,6 @@ class DeploymentConfig(Section):
         "Roles that the topology does not have are no error, so that a file can serve several topologies.",
     )
 
-    slo: SLOConfig = SLOConfig()
     interference: Path | None = Field(
         default=None,
         description="What 'epd-serve interference --out' wrote on this kind of device, relative to this file; "
@@ -230,9 +230,10 @@ class DeploymentConfig(Section):
             share=share.share if share else None,
             share_start=share.start if share else 0.0,
             device_board=device_board,
-            slo_tpot_ms=self.slo.tpot_ms,
             kv_mode=settings.kv_transfer.mode,
             kv_group_layers=None if group_layers == "auto" else group_layers,
+            slo_ttft_ms=self.slo.ttft_ms,
+            slo_tpot_ms=self.slo.tpot_ms,
             link_bandwidth=settings.link.bandwidth,
             link_latency_ms=settings.link.latency_ms,
             **settings.model_dump(include=_SAME_NAMED),

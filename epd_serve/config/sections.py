@@ -95,6 +95,18 @@ class KVTransferConfig(Section):
         return self
 
 
+Milliseconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class SLOConfig(Section):
+    """The latencies that the deployment is to keep; encodes on the device of decodes leave them their time."""
+
+    ttft_ms: Milliseconds | None = Field(default=None, description="Longest time to first token; null: no limit.")
+    tpot_ms: Milliseconds | None = Field(
+        default=None, description="Longest time between two tokens of an answer; null: no limit."
+    )
+
+
 class LinkConfig(Section):
     """Slows transfers between instances down to those of a given link, for experiments."""
 
@@ -138,6 +150,23 @@ class InstanceSettings(Section):
     threads: int | None = Field(
         default=None, ge=1, description="CPU threads of each; null divides the cores among them."
     )
+    share: Annotated[float, Field(gt=0, le=1)] | Literal["auto"] | None = Field(
+        default=None,
+        description="Part of its device that an instance keeps to, in (0, 1]: cores on a CPU, memory and, under "
+        "MPS, multiprocessors of a GPU, memory and AI cores of an NPU. auto: an equal part of what other shares "
+        "leave, or no limit where the file 'interference' says that the stages hardly slow each other. "
+        "null: no limit, unless another instance on the device has a share: then as auto.",
+    )
+    memory_share: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        default=None, description="Part of an accelerator's memory; null: as share."
+    )
+    stream_priority: int = Field(
+        default=InstanceOptions.stream_priority,
+        ge=-5,
+        le=19,
+        description="Of the stream on which the encoder runs; lower is served first. Accelerators know 0 and "
+        "less, a CPU 0 and more, the niceness of the encoder's threads.",
+    )
     block_size: int | None = Field(
         default=None, ge=1, description="Tokens per KV block; null: 128 on an NPU, 16 elsewhere."
     )
@@ -176,23 +205,6 @@ class InstanceSettings(Section):
         default=InstanceOptions.feature_prefetch,
         description="async: P fetches a feature as soon as it is announced; sync: when a step needs it.",
     )
-    share: Annotated[float, Field(gt=0, le=1)] | Literal["auto"] | None = Field(
-        default=None,
-        description="Part of its device that an instance keeps to, in (0, 1]: cores on a CPU, memory and, under "
-        "MPS, multiprocessors of a GPU, memory and AI cores of an NPU. auto: an equal part of what other shares "
-        "leave, or no limit where the file 'interference' says that the stages hardly slow each other. "
-        "null: no limit, unless another instance on the device has a share: then as auto.",
-    )
-    memory_share: Annotated[float, Field(gt=0, le=1)] | None = Field(
-        default=None, description="Part of an accelerator's memory; null: as share."
-    )
-    stream_priority: int = Field(
-        default=InstanceOptions.stream_priority,
-        ge=-5,
-        le=19,
-        description="Of the stream on which the encoder runs; lower is served first. Accelerators know 0 and "
-        "less, a CPU 0 and more, the niceness of the encoder's threads.",
-    )
     kv_transfer: KVTransferConfig = KVTransferConfig()
     link: LinkConfig = LinkConfig()
 
@@ -217,19 +229,6 @@ class InstancesConfig(InstanceSettings):
     host: str = Field(default="127.0.0.1", min_length=1, description="Address of their control servers.")
     base_port: Port = Field(
         default=8100, description="Port of the first; the others follow. 0 chooses free ports."
-    )
-
-
-class SLOConfig(Section):
-    """Service level objectives: what latency the deployment is meant to keep."""
-
-    ttft_ms: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
-        default=None, description="Of the time to the first token; null: no limit."
-    )
-    tpot_ms: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
-        default=None,
-        description="Of the time per token after it; encodes beside decodes take no more than it leaves. "
-        "null: no limit.",
     )
 
 

@@ -44,6 +44,11 @@ OPTIONS = InstanceOptions(
     device="npu:1",
     dtype="bfloat16",
     threads=3,
+    share=0.5,
+    share_start=0.25,
+    memory_share=0.75,
+    stream_priority=-3,
+    device_board="/tmp/board:2",
     block_size=32,
     num_blocks=100,
     max_num_batched_tokens=512,
@@ -64,14 +69,10 @@ OPTIONS = InstanceOptions(
     kv_mode="pull",
     kv_group_layers=2,
     feature_prefetch="sync",
+    slo_ttft_ms=900.5,
+    slo_tpot_ms=20.5,
     link_bandwidth=5000,
     link_latency_ms=0.5,
-    share=0.5,
-    share_start=0.25,
-    memory_share=0.75,
-    stream_priority=-3,
-    device_board="/tmp/board:2",
-    slo_tpot_ms=20.5,
 )
 
 
