@@ -53,15 +53,17 @@ class TowerStream:
         self._sleep = sleep
         self._resumed_s = self._paused_s = 0.0
         self._num_layers = 0
+        self._is_encoding = False
         self._pixel_bytes: float | None = None
         self._pixel_layer_s: float | None = None
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Around what loads the tower: its memory belongs to its stream from the start."""
+        """Around what loads the tower: its memory belongs to its stream, and is there for others at the end."""
         self._device.activate()
         with self._stream:
             yield
+        self._stream.synchronize()
 
     @contextmanager
     def encoding(self, num_pixels: int) -> Iterator[None]:
@@ -72,17 +74,21 @@ class TowerStream:
         began_s = self._resumed_s = self._clock()
         self._part_threads()
         self._board.encode_begins()
+        self._is_encoding = True
         try:
             with self._stream:
                 yield
         finally:
+            self._is_encoding = False
             self._board.encode_ends()
         seconds = self._clock() - began_s - (self._paused_s - paused_s)
         self._pixel_bytes = _smooth(self._pixel_bytes, (self._device.peak_memory() - in_use) / num_pixels)
         self._pixel_layer_s = _smooth(self._pixel_layer_s, seconds / max(self._num_layers, 1) / num_pixels)
 
     def between_layers(self) -> None:
-        """Before each layer of the tower: wait while decodes have no time to spare."""
+        """Before each layer of the tower: wait while decodes have no time to spare. Outside a batch: nothing."""
+        if not self._is_encoding:
+            return
         self._num_layers += 1
         self._part_threads()
         if self._board.slack() is None:
@@ -190,30 +196,27 @@ class DualStream:
     def __init__(
         self, options: InstanceOptions, device: Device, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        tower_threads, language_threads = _part(options.threads, options.role.has_language_model)
+        threads = _parted(options.threads) if options.role.has_language_model else None
         limit_s = None if options.slo_tpot_ms is None else options.slo_tpot_ms / 1000
         board, slot = options.device_board.rsplit(":", 1) if options.device_board else (None, "0")
         self.board = DeviceBoard(None if board is None else Path(board), int(slot), clock)
-        self.language = LanguageStream(device, self.board, limit_s=limit_s, threads=language_threads, clock=clock)
+        self.language = LanguageStream(device, self.board, limit_s=limit_s, threads=threads, clock=clock)
         self.tower = TowerStream(
             device,
             self.board,
             priority=options.stream_priority,
-            threads=tower_threads,
+            threads=threads,
             is_busy=lambda: self.language.is_busy,
             clock=clock,
         )
 
 
-def _part(threads: int | None, shares: bool) -> tuple[tuple[int, int] | None, tuple[int, int] | None]:
-    """CPU threads of the tower and of the language model, each while the other computes and while it does not.
+def _parted(threads: int | None) -> tuple[int, int] | None:
+    """CPU threads of each side, while the other computes too and while it does not; None: nothing to part.
 
-    None where there is nothing to part: one thread, or one side alone.
+    Equal halves, since MKL knows one number for the whole process: the one that was set last.
     """
-    if threads is None or threads < 2 or not shares:
-        return None, None
-    tower = threads // 2
-    return (tower, threads), (threads - tower, threads)
+    return None if threads is None or threads < 2 else (threads // 2, threads)
 
 
 def _smooth(mean: float | None, value: float) -> float:
