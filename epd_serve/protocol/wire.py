@@ -278,6 +278,14 @@ class Load(Message, frozen=True):
     total_blocks: int = 0
 
 
+class AppliedShare(Message, frozen=True):
+    """``part`` of a device, how far it is enforced ("isolated", "cooperative"), and by what."""
+
+    part: float
+    strength: str
+    mechanisms: list[str]
+
+
 class InstanceInfo(Message, frozen=True):
     """An instance's identity and state, served as JSON at ``/info``.
 
@@ -285,8 +293,7 @@ class InstanceInfo(Message, frozen=True):
         media_fingerprint: hex name of everything but the media bytes that decides a feature: model revision,
             processor, dtype, shape version. It goes into each mm_hash.
         parameters: number of parameters held, by part ("tower", "language_model").
-        share: part of the device that the instance keeps to; None: no limit.
-        share_strength, share_mechanisms: how far that is enforced, and by what.
+        share: of the device, that the instance keeps to; None: no limit.
     """
 
     name: str
@@ -302,9 +309,7 @@ class InstanceInfo(Message, frozen=True):
     ready: bool
     load: Load
     parameters: dict[str, int] = {}
-    share: float | None = None
-    share_strength: str = "none"
-    share_mechanisms: list[str] = []
+    share: AppliedShare | None = None
 
 
 M = TypeVar("M", bound=Message)

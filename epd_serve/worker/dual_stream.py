@@ -18,6 +18,7 @@ from epd_serve.config import InstanceOptions
 from epd_serve.sched.language import ScheduleOutput
 from epd_serve.sched.pace import TokenTimeAccount, pause_s
 from epd_serve.worker.device_board import DeviceBoard
+from epd_serve.worker.share import apply_share, rank_share
 
 _SMOOTHING = 0.3
 #: A batch under a limit on the time per token is small enough for a layer to take no more than so many tokens.
@@ -53,7 +54,7 @@ class TowerStream:
         self._sleep = sleep
         self._resumed_s = self._paused_s = 0.0
         self._num_layers = 0
-        self._is_encoding = False
+        self._is_encoding = self._hurries = False
         self._pixel_bytes: float | None = None
         self._pixel_layer_s: float | None = None
 
@@ -97,7 +98,10 @@ class TowerStream:
         self._stream.synchronize()  # else the layers before would still be running
         begun = now = self._clock()
         piece_s = begun - self._resumed_s
-        while (wait_s := pause_s(self._board.slack(), piece_s=piece_s, paused_s=now - begun)) > 0:
+        while (
+            not self._hurries
+            and (wait_s := pause_s(self._board.slack(), piece_s=piece_s, paused_s=now - begun)) > 0
+        ):
             self._board.encode_ends()
             self._sleep(wait_s)
             now = self._clock()
@@ -105,6 +109,10 @@ class TowerStream:
         self._resumed_s = now
         if not self._board.encodes_here:
             self._board.encode_begins()
+
+    def hurry(self) -> None:
+        """Pause no more, whatever decodes: the instance ends. Any thread."""
+        self._hurries = True
 
     def _part_threads(self) -> None:
         if self._threads is not None:
@@ -191,11 +199,16 @@ class LanguageStream:
 
 
 class DualStream:
-    """Both sides of one instance, as its options and its device say."""
+    """Both sides of one instance, as its options and its device say.
+
+    Attributes:
+        share: of the device, as it was applied to this process; None: no limit.
+    """
 
     def __init__(
         self, options: InstanceOptions, device: Device, clock: Callable[[], float] = time.monotonic
     ) -> None:
+        self.share = apply_share(device, rank_share(options, 0), options.memory_share, options.threads)
         threads = _parted(options.threads) if options.role.has_language_model else None
         limit_s = None if options.slo_tpot_ms is None else options.slo_tpot_ms / 1000
         board, slot = options.device_board.rsplit(":", 1) if options.device_board else (None, "0")

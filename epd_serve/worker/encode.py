@@ -107,6 +107,7 @@ class EncodeService:
 
     async def close(self) -> None:
         self._is_held = False
+        self._stream.hurry()
         self._loop_task.cancel()
         with suppress(asyncio.CancelledError):
             await self._loop_task

@@ -49,7 +49,6 @@ from epd_serve.worker.peers import Peers
 from epd_serve.worker.prefill import PrefillService
 from epd_serve.worker.prompt import PromptProcessor
 from epd_serve.worker.runner import LanguageRunner
-from epd_serve.worker.share import apply_share, rank_share
 from epd_serve.worker.sizing import check_dtype, num_kv_blocks, resolve_dtype
 from epd_serve.worker.step import StepExecutor
 
@@ -70,7 +69,6 @@ class Instance:
         self.ready = False
         self._path = Path(options.model)
         self._device: Device = get_device(options.devices[0])
-        self._partition = apply_share(self._device, rank_share(options, 0), options.memory_share, options.threads)
         self._streams = DualStream(options, self._device)
         self._followers: Followers | None = None
         self._listeners = Listeners()
@@ -296,16 +294,15 @@ class Instance:
 
     async def _info(self, body: bytes) -> Reply:
         self._check_ready()
-        options = self.options
         info = wire.InstanceInfo(
-            name=options.name,
-            role=str(options.role),
+            name=self.options.name,
+            role=str(self.options.role),
             url=self.url,
-            model=options.served_model_name,
+            model=self.options.served_model_name,
             model_path=str(self._path),
             max_model_len=self._max_model_len,
             media_fingerprint=self._fingerprint,
-            device=options.device,
+            device=self.options.device,
             dtype=self._dtype_name,
             pid=os.getpid(),
             ready=self.ready,
@@ -314,9 +311,7 @@ class Instance:
                 "tower": self._encode.num_parameters,
                 "language_model": self._language.num_parameters if self._language else 0,
             },
-            share=options.share,
-            share_strength=self._partition.strength,
-            share_mechanisms=list(self._partition.mechanisms),
+            share=self._streams.share,
         )
         return Reply(headers=(JSON,), body=wire.to_json(info))
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from device.base import Device, Partition, PartitionStrength
+from device.base import Device
 from epd_serve.config import InstanceOptions
+from epd_serve.protocol.wire import AppliedShare
 
 
 def rank_share(options: InstanceOptions, rank: int) -> tuple[float, float] | None:
@@ -18,16 +19,17 @@ def rank_share(options: InstanceOptions, rank: int) -> tuple[float, float] | Non
 
 def apply_share(
     device: Device, share: tuple[float, float] | None, memory_share: float | None, threads: int | None
-) -> Partition:
-    """Limit this process to a (share, start) and to a part of the memory; what was set.
+) -> AppliedShare | None:
+    """Limit this process to a (share, start) and to a part of the memory; what was set, None where no share is.
 
     Raises ValueError for shares that the device cannot give.
     """
-    partition = Partition(strength=PartitionStrength.NONE, mechanisms=())
+    applied: AppliedShare | None = None
     if share is not None:
         partition = device.apply_share(*share)
+        applied = AppliedShare(share[0], partition.strength, list(partition.mechanisms))
         if threads is not None:
             device.set_threads(threads)
     if memory_share is not None:
         device.set_memory_fraction(memory_share)
-    return partition
+    return applied

@@ -110,6 +110,24 @@ def test_a_pause_ends_though_decodes_stay_over_their_limit() -> None:
     assert 0 < waits <= 5
 
 
+def test_the_end_of_the_instance_ends_the_pause() -> None:
+    """A batch that only gets its least share would otherwise take minutes to stop."""
+    rig = Rig()
+    rig.step(5.0)
+    waited: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        waited.append(seconds)
+        rig.tower.hurry()
+
+    rig.tower._sleep = sleep
+    with rig.tower.encoding(1000):
+        rig.clock.now += 0.5
+        for _ in range(3):
+            rig.tower.between_layers()
+    assert len(waited) == 1
+
+
 def test_the_end_of_decodes_ends_the_pause() -> None:
     rig = Rig()
     rig.step(0.2)
