@@ -115,7 +115,7 @@ class FeatureInbox:
         # what the gateway told us of the item, if we know that already, goes over what the encoder says
         size = self._sizes.get(event.request_id, {}).get(event.mm_hash, (event.width, event.height))
         self._form.check(event.mm_hash, event.shape, event.dtype, size)
-        # requests that need one feature at a time share one fetch; if it fails, the next one tries with its own event
+        # requests that need one feature at once share one fetch; where it fails, the next tries its own event
         async with self._turns.setdefault(event.mm_hash, asyncio.Lock()):
             if event.mm_hash not in self._cache:
                 if event.nbytes > self._cache.capacity_bytes:

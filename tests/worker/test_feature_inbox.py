@@ -204,6 +204,7 @@ class SlowFetch:
 
     def __init__(self, bench: Bench) -> None:
         self.num_begun = 0
+        self._begun = threading.Event()
         self.let_through = threading.Event()
         self._fetch = bench.store.fetch
         bench.inbox.close()
@@ -211,12 +212,12 @@ class SlowFetch:
 
     def __call__(self, event: wire.FeatureEvent) -> bytearray:
         self.num_begun += 1
+        self._begun.set()
         assert self.let_through.wait(10)
         return self._fetch(event)
 
     async def begun(self) -> None:
-        while not self.num_begun:
-            await asyncio.sleep(0.005)
+        assert await asyncio.to_thread(self._begun.wait, 10)
 
 
 async def test_requests_that_need_one_feature_at_once_fetch_it_once(bench: Bench) -> None:
