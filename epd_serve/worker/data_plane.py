@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from device.transport import TRANSPORTS
-from epd_serve.config import InstanceOptions
+from epd_serve.config.options import MIN_SEGMENT_BYTES, InstanceOptions
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.feature_store import EmbeddedFeatureStore, FeatureStore, StoreObserver
 from epd_serve.transfer.mooncake import MooncakeOptions, StoreClient
@@ -39,11 +39,14 @@ def start_feature_store(
         return local
     if options.mooncake_master is None:
         raise ValueError("feature_store mooncake needs the address of its master")
+    segment_bytes = options.feature_store_bytes if options.role.encodes else 0
+    if 0 < segment_bytes < MIN_SEGMENT_BYTES:
+        raise ValueError(f"Mooncake Store takes no less than {MIN_SEGMENT_BYTES}; raise feature_store_bytes")
     mooncake = _mooncake_options(options, device_type)
     client = StoreClient(
         mooncake,
         options.mooncake_master,
-        options.feature_store_bytes if options.role.encodes else 0,
+        segment_bytes,
         engine=transport.engine if isinstance(transport, MooncakeTransport) else None,
     )
     return MooncakeFeatureStore(client, local, options.feature_store_bytes, mooncake, observe)
