@@ -19,7 +19,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -94,15 +94,17 @@ class Chaos:
             await asyncio.gather(killing, return_exceptions=True)
 
     async def _kill(self) -> None:
+        """Each kind of process in its turn, so that a short run kills some of each too."""
+        turn: list[str] = []
         while True:
             await asyncio.sleep(self.interval_s * self.rng.uniform(0.5, 1.5))
-            alive = [
-                process
-                for process in self.deployment.processes
-                if process.state is ProcessState.READY and process.spec.name != "gateway"
-            ]
-            if alive:
-                victim = self.rng.choice(alive)
+            alive = defaultdict(list)
+            for process in self.deployment.processes:
+                if process.state is ProcessState.READY and process.spec.name != "gateway":
+                    alive[kind_of(process.spec.name)].append(process)
+            turn = [kind for kind in turn if kind in alive] or self.rng.sample(sorted(alive), len(alive))
+            if turn:
+                victim = self.rng.choice(alive[turn.pop()])
                 with suppress(ProcessLookupError):
                     os.kill(victim.pid, signal.SIGKILL)
                     self.kills[victim.spec.name] += 1
@@ -148,6 +150,11 @@ class Chaos:
                 if result.outcome in _BAD
             ],
         }
+
+
+def kind_of(name: str) -> str:
+    """e0 → e."""
+    return name.rstrip("0123456789")
 
 
 async def _in_parallel(work: list[Any], concurrency: int) -> None:
