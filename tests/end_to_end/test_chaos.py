@@ -11,7 +11,7 @@ import pytest
 from transports import kinds
 
 ROOT = Path(__file__).parents[2]
-NUM_REQUESTS = 60
+NUM_REQUESTS = 30
 
 
 @pytest.mark.timeout(300)
