@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_models
 
 from epd_serve.config import InstanceOptions
+from epd_serve.demo import weights_dir
 from epd_serve.types import Role
 from epd_serve.worker.instance import Instance
 from epd_serve.worker.peers import Peers
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_models.make_tiny_model("qwen2_5_vl", tmp_path_factory.mktemp("failed") / "model")
 
 
 @pytest.mark.parametrize(
@@ -31,13 +25,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
     ],
 )
-async def test_a_start_that_fails_leaves_no_session_open(
-    model: Path, change: dict[str, Any], message: str
-) -> None:
+async def test_a_start_that_fails_leaves_no_session_open(change: dict[str, Any], message: str) -> None:
     complaints: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: complaints.append(context))
     options = InstanceOptions(
-        name="e0", role=Role.parse("E"), model=model, served_model_name="tiny", dtype="float32", **change
+        name="e0", role=Role.parse("E"), model=weights_dir(), served_model_name="tiny", dtype="float32", **change
     )
     instance = Instance(options)
     with pytest.raises(ValueError, match=message):
