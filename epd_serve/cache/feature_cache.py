@@ -88,14 +88,14 @@ class FeatureCache(Generic[T]):
         self.num_bytes -= entry.nbytes
         return entry.value
 
-    def discard(self, key: str) -> None:
-        """Drop an entry that is not there any more, whoever holds it. Idempotent."""
-        entry = self._entries.get(key)
-        if entry is not None:
-            for owner in list(entry.owners):
-                self.release(owner, key)
+    def discard(self, key: str) -> list[str]:
+        """Drop an entry, whoever holds it; returns its owners. Idempotent."""
+        owners = sorted(self._entries[key].owners) if key in self._entries else []
+        for owner in owners:
+            self.release(owner, key)
         if key in self._entries:
             self.evict(key)
+        return owners
 
     def evict_one(self) -> T | None:
         """Drop the least recently used entry that nobody holds; None where every entry is held."""

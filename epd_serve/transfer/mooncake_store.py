@@ -37,6 +37,8 @@ _TRAILER_BYTES = 512
 _LENGTH_BYTES = 4
 _NUM_THREADS = 16
 _NUM_FETCHES = 16
+_READ_TRIES = 25
+_READ_RETRY_S = 0.02
 _EVICTOR = ""  # no request's id
 
 _T = TypeVar("_T")
@@ -78,7 +80,7 @@ class MooncakeFeatureStore:
         self._capacity = capacity_bytes
         self._timeout_s = options.timeout_s
         self._cache: FeatureCache[str] = FeatureCache(capacity_bytes)  # keys: what we have put ourselves
-        self._leased: FeatureCache[str] = FeatureCache(0)  # evicted, but read by someone and not gone yet
+        self._leased: FeatureCache[str] = FeatureCache(0)  # may still be there: evicted, but read by someone
         self._pool = StagingPool(options.staging_bytes, max(options.alignment_bytes, 64))
         client.register(self._pool.address, self._pool.nbytes)
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="store")
@@ -197,6 +199,8 @@ class MooncakeFeatureStore:
         if found is not None and origin != self._origin:  # ours went with a master, and another has put it anew
             self._cache.discard(mm_hash)
             self._leased.discard(mm_hash)
+        elif found is not None and mm_hash not in self._cache and mm_hash not in self._leased:
+            self._leased.put(mm_hash, mm_hash, 0, owner)  # its put was given up, or is about to be in the books
         self._hold(mm_hash, owner)  # it may have got into the books meanwhile
         return found
 
@@ -230,12 +234,15 @@ class MooncakeFeatureStore:
                 ):
                     if not await self._evict_one():
                         return None
-            except (StoreUnreachable, TransferError) as error:
+            except (StoreUnreachable, TransferError, ValueError) as error:
                 logger.warning("feature %s is kept here: %s", mm_hash[:12], error)
+                self._leased.put(mm_hash, mm_hash, 0, _EVICTOR)  # it may get there all the same
+                self._leased.release(_EVICTOR, mm_hash)
                 return None
             if stored is feature:
-                self._leased.discard(mm_hash)  # of an object that is no more: evicting it would take the new one
                 self._cache.put(mm_hash, mm_hash, nbytes, owner)
+                for other in self._leased.discard(mm_hash):  # evicting from there would take this one
+                    self._cache.acquire(mm_hash, other)
                 self._observe("mooncake", "put", nbytes, time.monotonic() - started)
             return stored
 
@@ -317,8 +324,12 @@ class MooncakeFeatureStore:
             staged.memory[data.nbytes :] = trailer
             if not self._client.put(mm_hash, staged.address, staged.memory.nbytes):
                 return None
-            try:
-                stands, origin = self._described(mm_hash, data.nbytes, staged)
-            except (StoreUnreachable, TransferError, ValueError):
-                return feature  # in the books in any case: what we have put nobody else removes
+            for left in reversed(range(_READ_TRIES)):
+                try:
+                    stands, origin = self._described(mm_hash, data.nbytes, staged)
+                    break
+                except (TransferError, ValueError):  # the other is still at it
+                    if not left:
+                        raise
+                    time.sleep(_READ_RETRY_S)
         return feature if origin == self._origin else stands

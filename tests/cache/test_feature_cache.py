@@ -54,7 +54,7 @@ class FeatureCacheMachine(RuleBasedStateMachine):
 
     @rule(key=KEYS)
     def discard(self, key: str) -> None:
-        self.cache.discard(key)
+        assert self.cache.discard(key) == sorted(owner for owner, held in self.holds if held == key)
         assert key not in self.cache
         self.holds = {hold for hold in self.holds if hold[1] != key}
 

@@ -248,6 +248,63 @@ async def test_what_cannot_be_removed_now_is_removed_later(instances: Instances,
     assert raw_client(store).size(key) is None
 
 
+async def test_what_got_there_though_its_put_failed_is_removed_when_room_is_needed(
+    instances: Instances, key: str
+) -> None:
+    store = instances.start(capacity=MEBIBYTE + 512)
+    client, put_there = raw_client(store), raw_client(store).put
+
+    def put_and_hear_nothing(name: str, address: int, nbytes: int) -> bool:
+        assert put_there(name, address, nbytes)
+        raise StoreUnreachable("mooncake_master does not answer")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(client, "put", put_and_hear_nothing)
+        assert (await put(store, key, b"x" * MEBIBYTE)).store == ""
+    for name in (other_of(key), key[1:] + "z"):
+        assert (await put(store, name, b"z" * MEBIBYTE)).store
+        await asyncio.sleep(LEASE_S + 0.2)
+    assert client.size(key) is None
+
+
+async def test_what_is_ours_and_in_no_books_gets_there_when_acquired(instances: Instances, key: str) -> None:
+    store, consumer = instances.start(capacity=MEBIBYTE + 512), instances.start(encodes=False)
+    event = await put(store, key, b"x" * MEBIBYTE)
+    store._cache.discard(key)
+    assert await store.acquire(key, "holder") is not None
+    await asyncio.sleep(LEASE_S + 0.2)
+    for name in (other_of(key), key[1:] + "z"):
+        await put(store, name, b"z" * MEBIBYTE)
+    assert consumer.fetch(event) == b"x" * MEBIBYTE, "held"
+    store.release("holder", key)
+    await asyncio.sleep(LEASE_S + 0.2)
+    await put(store, key[2:] + "zz", b"z" * MEBIBYTE)
+    assert raw_client(store).size(key) is None
+
+
+async def test_another_request_that_finds_it_before_it_is_in_the_books_holds_it(
+    instances: Instances, key: str
+) -> None:
+    store, stored, go_on = instances.start(), threading.Event(), threading.Event()
+    store_there = store._store
+
+    def slow_store(name: str, data: memoryview, feature: StoredFeature) -> StoredFeature | None:
+        found = store_there(name, data, feature)
+        stored.set()
+        assert go_on.wait(10)
+        return found
+
+    store._store = slow_store  # type: ignore[method-assign]
+    putting = asyncio.create_task(put(store, key, b"feature"))
+    await asyncio.to_thread(stored.wait, 10)
+    assert await store.acquire(key, "holder") is not None
+    go_on.set()
+    await putting
+    assert store._cache.is_held(key)
+    assert key not in store._leased
+    store.release("holder", key)
+
+
 def _unreachable(key: str) -> bool:
     raise StoreUnreachable("mooncake_master does not answer")
 
