@@ -169,7 +169,8 @@ def figures(requests: list[list[float]]) -> dict[str, float]:
     }
 
 
-async def run(rounds: int, console: Console) -> dict[str, Any]:
+async def run(rounds: int, names: list[str], known: dict[str, Any], console: Console) -> dict[str, Any]:
+    """Measure the named deployments; the others are taken from ``known`` results."""
     cores = len(os.sched_getaffinity(0))
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as directory:
@@ -177,11 +178,15 @@ async def run(rounds: int, console: Console) -> dict[str, Any]:
         limits: dict[int, float] = {}  # by threads: the time per token that D has alone with so many
         for name in settings(cores, None):
             threads = settings(cores, None)[name]["threads"]
-            limit = LIMIT * limits[threads] if threads in limits else None
-            results[name] = await measure(path, settings(cores, limit)[name], rounds)
-            limits.setdefault(threads, results[name]["alone"]["tpot_ms_p50"])
-            results[name]["limit_ms"] = limit if "guard" in name and "no guard" not in name else None
-            console.print(name, results[name])
+            if name in names:
+                limit = LIMIT * limits[threads] if threads in limits else None
+                results[name] = await measure(path, settings(cores, limit)[name], rounds)
+                results[name]["limit_ms"] = limit if name.endswith(", guard") else None
+                console.print(name, results[name])
+            elif name in known:
+                results[name] = known[name]
+            if name in results:
+                limits.setdefault(threads, results[name]["alone"]["tpot_ms_p50"])
     return {
         "command": "python -m benchmarks.colocation",
         "machine": machine(),
@@ -216,9 +221,12 @@ def show(data: dict[str, Any], console: Console) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=4)
+    every = list(settings(len(os.sched_getaffinity(0)), None))
+    parser.add_argument("--only", nargs="*", default=every, choices=every, help="measure these anew")
     arguments = parser.parse_args()
     console = Console(width=130)
-    data = asyncio.run(run(arguments.rounds, console))
+    known = json.loads(RESULT.read_text())["deployments"] if RESULT.exists() else {}
+    data = asyncio.run(run(arguments.rounds, arguments.only, known, console))
     RESULT.write_text(json.dumps(data, indent=1) + "\n")
     show(data, console)
 
