@@ -92,7 +92,7 @@ def measure(
         ],
         increase=[[increase.get((of, beside)) for beside in chosen] for of in chosen],
         skipped=skipped,
-    )
+    ).with_findings()
 
 
 def _pairs(names: Sequence[str]) -> list[tuple[str, str]]:

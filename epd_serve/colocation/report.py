@@ -33,8 +33,8 @@ def show(matrix: InterferenceMatrix, console: Console) -> None:
                 *(_percent(matrix.increase[i][j]) for j, _ in chosen),
             )
         console.print(table)
-        if (comparison := matrix.compare(kind)) is not None:
-            console.print(f"{title}: {comparison}")
+    for finding in matrix.findings:
+        console.print(finding)
     for name, reason in matrix.skipped.items():
         console.print(f"not measured: {name}: {reason}")
 

@@ -53,7 +53,8 @@ class InterferenceMatrix(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     ``increase[i][j]`` is how much longer workload ``i`` takes while workload ``j`` runs beside it, as a share of
     its time alone: 0.25 is a quarter longer, a small negative number is noise. None was not measured: operators
     are paired with operators, stages with stages. ``clock`` cpu: times are CPU seconds of the calling thread,
-    which on a machine that others use too are what wall seconds would be without them.
+    which on a machine that others use too are what wall seconds would be without them. ``findings``: the
+    comparisons of like and unlike pairs in words, for readers of the file.
     """
 
     device: str
@@ -66,6 +67,7 @@ class InterferenceMatrix(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     workloads: list[Workload]
     increase: list[list[float | None]]
     skipped: dict[str, str] = {}
+    findings: list[str] = []
 
     def __post_init__(self) -> None:
         names = [workload.name for workload in self.workloads]
@@ -90,6 +92,12 @@ class InterferenceMatrix(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
 
     def to_json(self) -> bytes:
         return msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"
+
+    def with_findings(self) -> Self:
+        """The same, with what :meth:`compare` says in words."""
+        kinds: tuple[Kind, ...] = ("operator", "stage")
+        said = [f"{kind}s: {comparison}" for kind in kinds if (comparison := self.compare(kind)) is not None]
+        return msgspec.structs.replace(self, findings=said)
 
     def increase_of(self, name: str, beside: str) -> float:
         """How much longer ``name`` takes beside ``beside``, at least 0. Raises KeyError where not measured."""

@@ -48,6 +48,7 @@ def test_it_says_whether_unlike_pairs_interfere_less(like: float, unlike: float,
     assert comparison is not None
     assert (comparison.like, comparison.unlike) == (like, unlike)
     assert said in str(comparison)
+    assert matrix([[like, unlike], [unlike, like]]).with_findings().findings == [f"operators: {comparison}"]
 
 
 def test_without_unlike_pairs_there_is_nothing_to_compare() -> None:
