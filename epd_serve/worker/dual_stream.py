@@ -148,6 +148,7 @@ class LanguageStream:
 
     Attributes:
         is_busy: whether a step runs, or one that ran just now has decodes to go on with.
+        on_failure: told when a step has failed.
 
     Args:
         limit_s: of the time per token; None: encodes run as they like.
@@ -171,13 +172,23 @@ class LanguageStream:
         self._last_s: float | None = None  # end of the last step, where its decodes go on
         self._encoded_s = 0.0
         self.is_busy = False
+        self.on_failure: Callable[[], None] = lambda: None
 
-    def step_begins(self) -> None:
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around the computation of a step; :meth:`stepped` follows unless it fails."""
         self.is_busy = True
         if self._threads is not None:
             self._device.set_threads(self._threads[0 if self._board.encodes_here else 1])
         if self._account is not None and self._last_s is None:
             self._encoded_s = self._board.encoded_s()
+        try:
+            yield
+        except BaseException:
+            self.is_busy, self._last_s = False, None
+            self._board.decodes_end()
+            self.on_failure()
+            raise
 
     def stepped(self, output: ScheduleOutput, seconds: float, num_running: int) -> None:
         """A step of ``seconds`` is over; ``num_running`` sequences go on."""

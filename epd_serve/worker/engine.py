@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor
 
@@ -35,8 +36,7 @@ class Engine:
     Args:
         feature_of: a feature as it is needed for a step; it may fetch it first. None: it is not to be had now.
         has_feature: whether ``feature_of`` is worth asking; must not block.
-        before_step: told that a step begins.
-        on_step: told of each step and the seconds it took.
+        around_step, on_step: what each step's computation runs in; told of each step and the seconds it took.
         on_starved: told of a feature that holds up a sequence which could be computed otherwise; must not block.
         kv_mode: how KV goes out.
     """
@@ -59,7 +59,7 @@ class Engine:
         kv_mode: KVMode = "grouped",
         emit: Callable[[list[EngineEvent]], None],
         on_free: Callable[[], None],
-        before_step: Callable[[], None] = lambda: None,
+        around_step: Callable[[], AbstractContextManager[None]] = nullcontext,
         on_step: Callable[[ScheduleOutput, float], None] = lambda output, seconds: None,
     ) -> None:
         self._runner = runner
@@ -77,7 +77,7 @@ class Engine:
         self._kv_mode = kv_mode
         self._emit = emit
         self._on_free = on_free
-        self._before_step = before_step
+        self._around_step = around_step
         self._on_step = on_step
         self._changed = threading.Condition()
         self._waiting: deque[Sequence] = deque()
@@ -268,8 +268,8 @@ class Engine:
         try:
             result = StepResult([], [])
             if output:
-                self._before_step()
-                result = self._runner.step(output, features, groups.on_layer if groups else None)
+                with self._around_step():
+                    result = self._runner.step(output, features, groups.on_layer if groups else None)
             if groups is not None:
                 groups.on_computed()
             events = self._finish_step(output, result)

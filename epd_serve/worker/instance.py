@@ -111,6 +111,7 @@ class Instance:
             deliver_here=self._deliver_here if options.role.has_language_model else None,
             stream=self._streams.tower,
         )
+        self._streams.language.on_failure = self._encode.reconsider
         if options.role.encodes:
             await self._encode.warm_up()
         if options.role.has_language_model:
@@ -212,7 +213,7 @@ class Instance:
             kv_mode=options.kv_mode,
             emit=lambda events: self._call_on_loop(self._listeners.dispatch, events),
             on_free=lambda: self._call_on_loop(self._blocks_freed),
-            before_step=self._streams.language.step_begins,
+            around_step=self._streams.language.step,
             on_step=self._stepped,
         )
         processor = PromptProcessor(

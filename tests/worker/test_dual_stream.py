@@ -45,8 +45,8 @@ class Rig:
         self.tower = TowerStream(self.device, self.board, clock=self.clock, sleep=self.clock.sleep, **tower)
 
     def step(self, seconds: float, output: Any = DECODES, num_running: int = 1) -> None:
-        self.language.step_begins()
-        self.clock.now += seconds
+        with self.language.step():
+            self.clock.now += seconds
         self.language.stepped(output, seconds, num_running)
 
     def encode(self, layers: int, layer_s: float, pixels: int = 1000) -> float:
@@ -149,9 +149,9 @@ def test_batches_are_as_large_as_memory_and_the_limit_allow(monkeypatch: pytest.
     monkeypatch.setattr(rig.device, "headroom", lambda: 10000)
     rig.encode(4, 0.05, pixels=1000)  # 2 bytes a pixel, 50 µs a pixel and layer
     assert rig.tower.max_pixels() == 5000
-    rig.language.step_begins()
-    assert rig.tower.may_start(5000)
-    assert not rig.tower.may_start(5001)
+    with rig.language.step():
+        assert rig.tower.may_start(5000)
+        assert not rig.tower.may_start(5001)
     rig.language.stepped(PREFILL, 0.1, 0)
     assert rig.tower.may_start(5001), "the language model is idle: nothing would be freed by waiting"
     rig.step(0.05)
@@ -164,13 +164,13 @@ def test_threads_are_parted_while_both_sides_compute() -> None:
     seen: list[tuple[str, int]] = []
 
     def run() -> None:
-        rig.language.step_begins()
-        seen.append(("language alone", torch.get_num_threads()))
+        with rig.language.step():
+            seen.append(("language alone", torch.get_num_threads()))
         rig.language.stepped(DECODES, 0.1, 1)
         with rig.tower.encoding(1):
             seen.append(("tower beside", torch.get_num_threads()))
-            rig.language.step_begins()
-            seen.append(("language beside", torch.get_num_threads()))
+            with rig.language.step():
+                seen.append(("language beside", torch.get_num_threads()))
             rig.language.stepped(DECODES, 0.1, 0)
             rig.tower.between_layers()
             seen.append(("tower alone", torch.get_num_threads()))
@@ -222,3 +222,14 @@ def test_a_real_tower_pauses_before_each_of_its_layers(tmp_path: Path) -> None:
     assert len(calls) == family.config.vision_config.depth
     assert torch.equal(features[0], plain.encode([inputs])[0])
     assert rig.tower.max_pixels() > 0
+
+
+def test_a_failed_step_leaves_nothing_to_wait_for() -> None:
+    rig = Rig(is_busy=lambda: rig.language.is_busy)
+    told: list[bool] = []
+    rig.language.on_failure = lambda: told.append(rig.language.is_busy)
+    rig.step(0.2)
+    with pytest.raises(RuntimeError), rig.language.step():
+        raise RuntimeError("out of memory")
+    assert told == [False], "who asks again after this hears that the language model is idle"
+    assert rig.board.slack() is None
