@@ -158,3 +158,8 @@ def test_every_width_computes_the_same_and_continues_what_another_began(path: Pa
             if decodes is prefills:
                 for step in prompt:
                     prefills.compute(step)
+
+
+def test_a_width_that_the_heads_do_not_divide_is_refused(path: Path) -> None:
+    with pytest.raises(ValueError, match="4 query and 2 KV heads cannot be split over 3 devices"):
+        Instance(path, 3)
