@@ -193,12 +193,23 @@ class EncodeService:
             while self._waiting:
                 # set before the question: who changes the answer after it sees this and calls back
                 self._is_held = True
-                if not (self._may_start() and self._stream.may_start(self._waiting[0].num_pixels)):
+                batch = self._next_batch()
+                if not batch:
                     break
                 self._is_held = False
-                batch = schedule_encodes(self._waiting, min(self._budget, self._stream.max_pixels()))
                 del self._waiting[: len(batch)]
                 await self._encode_batch(batch)
+
+    def _next_batch(self) -> list[_Item]:
+        """What may start now of what waits."""
+        budget = self._budget
+        try:
+            if not (self._may_start() and self._stream.may_start(self._waiting[0].num_pixels)):
+                return []
+            budget = min(budget, self._stream.max_pixels())
+        except Exception:  # a guard that fails must not end the encoder
+            logger.exception("whether an encode may start is not to be found out; it starts")
+        return schedule_encodes(self._waiting, budget)
 
     async def _encode_batch(self, batch: list[_Item]) -> None:
         try:

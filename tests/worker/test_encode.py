@@ -224,3 +224,13 @@ async def test_a_change_in_the_middle_of_the_question_is_not_lost(bench: Bench) 
     service, _ = bench.service(tower, Peers(), may_start=may_start)
     services.append(service)
     assert (await asyncio.wait_for(service.encode(request("r")), 5)).num_tokens == 2
+
+
+async def test_a_guard_that_fails_does_not_end_the_encoder(bench: Bench) -> None:
+    def may_start() -> bool:
+        raise OSError("the device does not say how much memory it has")
+
+    tower = SlowTower()
+    tower.go.set()
+    service, _ = bench.service(tower, Peers(), may_start=may_start)
+    assert (await asyncio.wait_for(service.encode(request("r")), 5)).num_tokens == 2
