@@ -20,6 +20,7 @@ from epd_serve.cache.block_pool import BlockPool
 from epd_serve.config import InstanceOptions, decode_graph_sizes
 from epd_serve.errors import ServeError, Unavailable
 from epd_serve.media import MediaLimits
+from epd_serve.metrics.trace import TraceWriter
 from epd_serve.models.family import Family, load_family
 from epd_serve.models.language import LanguageModel
 from epd_serve.models.loader import eos_token_ids, media_fingerprint
@@ -47,6 +48,7 @@ from epd_serve.worker.metrics import CONTENT_TYPE, InstanceMetrics
 from epd_serve.worker.peers import Peers
 from epd_serve.worker.prefill import PrefillService
 from epd_serve.worker.prompt import PromptProcessor
+from epd_serve.worker.request_processor import RequestProcessor
 from epd_serve.worker.runner import LanguageRunner
 from epd_serve.worker.sizing import check_dtype, num_kv_blocks, resolve_dtype
 from epd_serve.worker.step import StepExecutor
@@ -71,7 +73,8 @@ class Instance:
         self._followers: Followers | None = None
         self._listeners = Listeners()
         self._tasks: set[asyncio.Task[None]] = set()
-        self.metrics = InstanceMetrics()
+        self.trace = TraceWriter(options.trace, options.name) if options.trace else None
+        self.metrics = InstanceMetrics(self.trace)
         self.pulls = Pulls()
 
     async def start(self) -> None:
@@ -96,6 +99,11 @@ class Instance:
             options.max_model_len or self._family.config.get_text_config().max_position_embeddings
         )
         self._store = await asyncio.to_thread(start_feature_store, options, self._transport, self._device.type)
+        self._processor = RequestProcessor(
+            options.threads or max(1, len(os.sched_getaffinity(0)) // 2),
+            queue_timeout_s=options.queue_timeout_s,
+            observe=self.metrics.prepared,
+        )
         self._encode = EncodeService(
             partial(Tower, self._path, self._dtype, self._device),
             self._family,
@@ -103,6 +111,9 @@ class Instance:
             self._peers,
             image_budget_pixels=options.image_budget_pixels,
             limits=_MEDIA_LIMITS,
+            processor=self._processor,
+            on_delivered=self.metrics.timeline.encoded,
+            on_batch=self.metrics.encoded_batch,
             url=self.url,
             deliver_here=self._deliver_here if options.role.has_language_model else None,
         )
@@ -209,7 +220,7 @@ class Instance:
             on_free=lambda: self._call_on_loop(self._blocks_freed),
             on_step=self.metrics.stepped,
         )
-        processor = PromptProcessor(
+        prompts = PromptProcessor(
             self._path,
             self._family,
             language.inner,
@@ -219,10 +230,12 @@ class Instance:
         )
         self._prefill = PrefillService(
             engine,
-            processor,
+            prompts,
             self._inbox,
             self._deliver,
             layout,
+            processor=self._processor,
+            timeline=self.metrics.timeline,
             feature_timeout_s=options.feature_timeout_s,
             lease_s=options.lease_s,
             listen=self._listeners.listen,
@@ -232,7 +245,7 @@ class Instance:
         self._decode = DecodeService(
             engine,
             memory,
-            processor.tokenizer,
+            prompts.tokenizer,
             layout,
             transport=self._transport,
             peers=self._peers,
@@ -240,6 +253,7 @@ class Instance:
             orphan_s=_ORPHAN_S,
             listen=self._listeners.listen,
             on_read=self.metrics.kv_read,
+            timeline=self.metrics.timeline,
         )
         engine.start()
 
@@ -259,6 +273,7 @@ class Instance:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._processor.close()
         await self._encode.close()
         if self._inbox is not None:
             self._inbox.close()
@@ -269,6 +284,8 @@ class Instance:
         await self._peers.close()
         await asyncio.to_thread(self._store.close)
         self._transport.close()
+        if self.trace is not None:
+            self.trace.close()
 
     # ------------------------------------------------------------------ calls
 
@@ -333,6 +350,7 @@ class Instance:
                 "reservations": self._decode.num_reservations,
                 "feature_owners": self._inbox.num_owners,
                 "listeners": len(self._listeners),
+                "timeline": len(self.metrics.timeline),
             }
         return Reply(headers=(JSON,), body=msgspec.json.encode(in_use))
 
