@@ -37,13 +37,16 @@ class RequestTimes:
 
     Attributes:
         stages: seconds in each of :data:`STAGES` on its critical path; together ``end_s - start_s``.
-        e2e_s: from its arrival at the gateway to the end of its answer there; None where no gateway was traced.
+        received_s: from its arrival at the gateway until the stage calls were sent; None where no gateway was
+            traced.
+        served_s: from there to the end of the answer at the gateway.
     """
 
     request_id: str
     start_s: float
     stages: dict[str, float]
-    e2e_s: float | None
+    received_s: float | None
+    served_s: float | None
 
     @property
     def total_s(self) -> float:
@@ -104,12 +107,17 @@ def read_traces(directory: Path) -> Trace:
 
 
 def summary(requests: Sequence[RequestTimes]) -> dict[str, Any]:
-    """Means over requests in milliseconds: stages, their sum, and what gateway and network took besides."""
+    """Times of requests in milliseconds: stages and their sum, what the gateway took before them, what network and
+    event loops took between gateway and stages, and all of it."""
     rows = {stage: [request.stages[stage] for request in requests] for stage in STAGES}
     rows["stages"] = [request.total_s for request in requests]
-    if all(request.e2e_s is not None for request in requests):
-        rows["gateway"] = [(request.e2e_s or 0.0) - request.total_s for request in requests]
-        rows["e2e"] = [request.e2e_s or 0.0 for request in requests]
+    at_gateway = [
+        (r.received_s, r.served_s) for r in requests if r.received_s is not None and r.served_s is not None
+    ]
+    if len(at_gateway) == len(requests):
+        rows["gateway"] = [received for received, _ in at_gateway]
+        rows["between"] = [served - r.total_s for (_, served), r in zip(at_gateway, requests, strict=True)]
+        rows["e2e"] = [received + served for received, served in at_gateway]
     whole = fmean(rows.get("e2e") or rows["stages"]) if requests else 0.0
     return {
         "num_requests": len(requests),
@@ -190,7 +198,14 @@ def _request(spans: list[StageSpan]) -> RequestTimes | None:
     for index in range(1, len(cuts)):  # clocks of two hosts may differ by more than a stage takes
         cuts[index] = max(cuts[index], cuts[index - 1])
     stages = {stage: end - start for stage, (start, end) in zip(STAGES, pairwise(cuts), strict=True)}
-    e2e_s = None
-    if GATEWAY_RECEIVE in at and GATEWAY_SERVE in at:
-        e2e_s = at[GATEWAY_SERVE].end_s - at[GATEWAY_RECEIVE].start_s
-    return RequestTimes(request_id=spans[0].request_id, start_s=cuts[0], stages=stages, e2e_s=e2e_s)
+    return RequestTimes(
+        request_id=spans[0].request_id,
+        start_s=cuts[0],
+        stages=stages,
+        received_s=_length(at.get(GATEWAY_RECEIVE)),
+        served_s=_length(at.get(GATEWAY_SERVE)),
+    )
+
+
+def _length(span: StageSpan | None) -> float | None:
+    return None if span is None else span.end_s - span.start_s

@@ -11,7 +11,8 @@ from epd_serve.metrics.timeline import STAGES
 _LABELS = {
     **{stage: stage.replace("_", " ").replace("ep ", "E-P ").replace("pd ", "P-D ") for stage in STAGES},
     "stages": "all stages",
-    "gateway": "gateway and network",
+    "gateway": "gateway, before them",
+    "between": "calls and answer",
     "e2e": "end to end",
 }
 

@@ -78,7 +78,8 @@ class Timeline:
         self._stays: dict[str, _Stay] = {}
         self._num_queued = 0
 
-    def __len__(self) -> int:
+    @property
+    def num_requests(self) -> int:
         return len(self._stays)
 
     # ------------------------------------------------------------------ encode
@@ -101,6 +102,7 @@ class Timeline:
 
     def prefill_received(self, request_id: str, *, hand_off: bool, lacks_features: bool) -> None:
         with self._lock:
+            self._forget(request_id)
             stage = FEATURE_WAIT if lacks_features else PREFILL_QUEUE
             self._stays[request_id] = _Stay(stage, self._clock(), hand_off)
             self._num_queued += 1
@@ -123,6 +125,7 @@ class Timeline:
 
     def decode_received(self, request_id: str) -> None:
         with self._lock:
+            self._forget(request_id)
             self._stays[request_id] = _Stay(DECODE_QUEUE, self._clock())
             self._num_queued += 1
 

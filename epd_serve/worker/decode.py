@@ -61,7 +61,7 @@ class DecodeService:
         self._transport = transport
         self._peers = peers
         self._on_read = on_read
-        self._timeline = timeline or Timeline(time.monotonic, lambda span: None)
+        self._timeline = Timeline(time.monotonic, lambda span: None) if timeline is None else timeline
         self._queue_timeout_s = queue_timeout_s
         self._orphan_s = orphan_s
         self._listen = listen

@@ -350,7 +350,7 @@ class Instance:
                 "reservations": self._decode.num_reservations,
                 "feature_owners": self._inbox.num_owners,
                 "listeners": len(self._listeners),
-                "timeline": len(self.metrics.timeline),
+                "timeline": self.metrics.timeline.num_requests,
             }
         return Reply(headers=(JSON,), body=msgspec.json.encode(in_use))
 

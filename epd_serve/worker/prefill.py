@@ -90,7 +90,7 @@ class PrefillService:
         self._engine = engine
         self._prompts = prompts
         self._processor = processor
-        self._timeline = timeline or Timeline(time.monotonic, lambda span: None)
+        self._timeline = Timeline(time.monotonic, lambda span: None) if timeline is None else timeline
         self._inbox = inbox
         self._deliver = deliver
         self._delivered = delivered
