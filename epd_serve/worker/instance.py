@@ -333,7 +333,11 @@ class Instance:
     async def _integrity(self, body: bytes) -> Reply:
         """Check every cache's books; the answer lists what is in use, all zero on an idle instance."""
         self._check_ready()
-        in_use = {"features_held": self._store.num_owners, "encodes": self._encode.num_waiting}
+        in_use = {
+            "features_held": self._store.num_owners,
+            "encodes": self._encode.num_waiting,
+            "preparations": self._processor.num_waiting,
+        }
         try:
             self._store.check_integrity()
             if self._engine and self._inbox and self._decode:
