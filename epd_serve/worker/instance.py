@@ -57,6 +57,7 @@ logger = logging.getLogger(__name__)
 
 _HOUSEKEEPING_S = 0.25
 _ORPHAN_S = 10.0
+_MAX_MEDIA_THREADS = 8
 #: The gateway applies the operator's limits; an instance only guards itself.
 _MEDIA_LIMITS = MediaLimits(max_pixels=1 << 28, max_bytes=1 << 30)
 
@@ -100,7 +101,7 @@ class Instance:
         )
         self._store = await asyncio.to_thread(start_feature_store, options, self._transport, self._device.type)
         self._processor = RequestProcessor(
-            options.threads or max(1, len(os.sched_getaffinity(0)) // 2),
+            min(options.threads or max(1, len(os.sched_getaffinity(0)) // 2), _MAX_MEDIA_THREADS),
             queue_timeout_s=options.queue_timeout_s,
             observe=self.metrics.prepared,
         )
