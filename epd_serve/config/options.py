@@ -62,6 +62,7 @@ class InstanceOptions:
             Encodes on the device of decodes keep to the latter.
         link_bandwidth, link_latency_ms: bytes per second and milliseconds for each transfer that links between
             instances are slowed down to, for experiments; None and 0: not at all.
+        trace: directory for the file that says what the instance did when; None: none is written.
     """
 
     name: str
@@ -103,6 +104,7 @@ class InstanceOptions:
     slo_tpot_ms: float | None = None
     link_bandwidth: int | None = None
     link_latency_ms: float = 0.0
+    trace: Path | None = None
 
     @property
     def devices(self) -> list[str]:

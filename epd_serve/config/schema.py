@@ -111,6 +111,11 @@ class DeploymentConfig(Section):
     )
     mooncake: MooncakeConfig = MooncakeConfig()
     slo: SLOConfig = SLOConfig()
+    trace: Path | None = Field(
+        default=None,
+        description="Directory, relative to this file, in which every process writes what it did when; "
+        "'epd-serve trace DIR' joins that for a viewer. null: nothing is written.",
+    )
     instances: InstancesConfig = InstancesConfig()
     roles: dict[RoleName, InstanceSettings] = Field(
         default_factory=dict,
@@ -254,6 +259,7 @@ class DeploymentConfig(Section):
             slo_tpot_ms=self.slo.tpot_ms,
             link_bandwidth=settings.link.bandwidth,
             link_latency_ms=settings.link.latency_ms,
+            trace=self.trace,
             **settings.model_dump(include=_SAME_NAMED),
         )
 

@@ -73,6 +73,7 @@ OPTIONS = InstanceOptions(
     slo_tpot_ms=20.5,
     link_bandwidth=5000,
     link_latency_ms=0.5,
+    trace=Path("/traces"),
 )
 
 

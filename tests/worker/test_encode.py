@@ -25,6 +25,7 @@ from epd_serve.transfer.feature_store import EmbeddedFeatureStore
 from epd_serve.worker.device_board import DeviceBoard
 from epd_serve.worker.dual_stream import TowerStream
 from epd_serve.worker.encode import EncodeService
+from epd_serve.worker.request_processor import RequestProcessor
 
 
 class Family:
@@ -97,7 +98,13 @@ class Bench:
         settings.setdefault("stream", TowerStream(get_device("cpu"), DeviceBoard(None, 0, time.monotonic)))
         parts: list[Any] = [lambda: tower, Family(), store, peers]
         service = EncodeService(
-            *parts, image_budget_pixels=1, limits=MediaLimits(), url=HERE, deliver_here=deliver_here, **settings
+            *parts,
+            image_budget_pixels=1,
+            limits=MediaLimits(),
+            processor=RequestProcessor(2, queue_timeout_s=5),
+            url=HERE,
+            deliver_here=deliver_here,
+            **settings,
         )
         self.services.append(service)
         return service, store
