@@ -297,29 +297,17 @@ def interference(
 ) -> None:
     """Measure how much operators and stages slow each other down on one device (EPD-Serve, figure 6)."""
     with _needs_native():
-        from epd_serve.colocation.measure import measure
-        from epd_serve.colocation.report import check_can_draw, draw_heat_map, show
-
-    if out is not None:
-        check_can_draw()
-    console = Console(stderr=True)
-    with console.status("measuring") as status:
-        matrix = measure(
-            device,
-            isolation=isolation,
-            dtype=dtype or ("float32" if device == "cpu" else "bfloat16"),
-            seconds=seconds,
-            threads=threads,
-            clock=clock,
-            progress=lambda text: status.update(f"measuring {text}"),
-        )
-    if out is not None:
-        out.with_suffix(".json").write_bytes(matrix.to_json())
-        draw_heat_map(matrix, out.with_suffix(".png"))
-    if as_json:
-        typer.echo(matrix.to_json().decode(), nl=False)
-    else:
-        show(matrix, Console())
+        from epd_serve.colocation.command import run_interference
+    run_interference(
+        device,
+        isolation=isolation,
+        dtype=dtype,
+        seconds=seconds,
+        threads=threads,
+        clock=clock,
+        out=out,
+        as_json=as_json,
+    )
 
 
 @app.command()

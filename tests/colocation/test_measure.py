@@ -59,7 +59,7 @@ def test_streams_of_one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     for of, row in zip(matrix.workloads, matrix.increase, strict=True):
         assert [value is not None for value in row] == [of.kind == other.kind for other in matrix.workloads]
     assert (tmp_path / "m.png").read_bytes().startswith(b"\x89PNG")
-    monkeypatch.setattr("epd_serve.colocation.measure.measure", lambda *arguments, **options: matrix)
+    monkeypatch.setattr("epd_serve.colocation.command.measure", lambda *arguments, **options: matrix)
     printed = CliRunner().invoke(app, ["interference", "--json"])
     assert msgspec.json.decode(printed.stdout, type=InterferenceMatrix) == matrix
 
