@@ -42,6 +42,7 @@ class Sequence:
         positions: rotary positions of the prompt, opaque here ([axes, prompt tokens] tensor).
         position_delta: what M-RoPE adds to the index of a token after the prompt.
         num_sequences: choices that will be forked from this sequence after its prompt (``n``), and sampled there.
+        arrival_s: when this engine got the request, monotonic seconds.
         hand_off: whether another instance decodes; then the sequence needs blocks for its prompt alone.
         blocks: block table. forks: blocks set aside for the choices to be forked.
     """
@@ -56,6 +57,7 @@ class Sequence:
     block_hashes: list[bytes] = field(default_factory=list)
     index: int = 0
     num_sequences: int = 1
+    arrival_s: float = 0.0
     hand_off: bool = False
     output_ids: list[int] = field(default_factory=list)
     num_computed: int = 0
@@ -96,6 +98,7 @@ class Sequence:
             positions=self.positions,
             position_delta=self.position_delta,
             index=index,
+            arrival_s=self.arrival_s,
             num_computed=self.num_computed,
             blocks=blocks,
             state=SequenceState.RUNNING,

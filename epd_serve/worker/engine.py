@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as AbstractSequence
 
 from torch import Tensor
 
@@ -36,6 +37,8 @@ class Engine:
         feature_of: a feature as it is needed for a step; it may fetch it first. None: it is not to be had now.
         has_feature: whether ``feature_of`` is worth asking; must not block.
         on_step: told of each step and the seconds it took.
+        order: the waiting sequences in the order in which they are to be admitted, at a time (monotonic seconds);
+            pure. First come, first served by itself.
         on_starved: told of a feature that holds up a sequence which could be computed otherwise; must not block.
         kv_mode: how KV goes out.
     """
@@ -59,6 +62,7 @@ class Engine:
         emit: Callable[[list[EngineEvent]], None],
         on_free: Callable[[], None],
         on_step: Callable[[ScheduleOutput, float], None] = lambda output, seconds: None,
+        order: Callable[[AbstractSequence[Sequence], float], list[Sequence]] = lambda waiting, now: list(waiting),
     ) -> None:
         self._runner = runner
         self._pool = pool
@@ -76,6 +80,7 @@ class Engine:
         self._emit = emit
         self._on_free = on_free
         self._on_step = on_step
+        self._order = order
         self._changed = threading.Condition()
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
@@ -113,6 +118,7 @@ class Engine:
     def submit(self, sequence: Sequence, transfer: OutgoingTransfer | None = None) -> None:
         """Queue a prompt; ``transfer`` says where its KV goes if another instance decodes."""
         with self._changed:
+            sequence.arrival_s = time.monotonic()
             if transfer is not None:
                 self._transfers[sequence] = transfer
             self._waiting.append(sequence)
@@ -126,6 +132,7 @@ class Engine:
             tokens: for each choice its first token and whether that was its last.
         """
         with self._changed:
+            sequence.arrival_s = time.monotonic()
             sequence.blocks, sequence.forks = blocks.root, blocks.forks
             sequence.num_computed = sequence.num_prompt_tokens
             sequence.move_to(SequenceState.RUNNING)
@@ -222,7 +229,7 @@ class Engine:
         while True:
             output = schedule(
                 self._running,
-                self._waiting,
+                self._order(self._waiting, time.monotonic()),
                 self._budget,
                 ready_tokens=self._ready_tokens,
                 blocks_needed=lambda s: self._pool.num_needed(s.num_prompt_tokens, s.room_tokens, s.num_forked),
