@@ -47,6 +47,8 @@ class EncodeService:
     Args:
         url: of this instance, as consumers announce themselves.
         deliver_here: gives a feature to the consumer in this instance, by request id; None where there is none.
+        may_start: asked on the event loop before each batch; while it says no, items wait. Whoever makes it say
+            yes again calls :meth:`reconsider` afterwards. It must say yes while nothing else runs.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class EncodeService:
         limits: MediaLimits,
         url: str = "",
         deliver_here: Callable[[str, MediaRef, Tensor], Awaitable[None]] | None = None,
+        may_start: Callable[[], bool] = lambda: True,
     ) -> None:
         self._load_tower = load_tower
         self._family = family
@@ -69,13 +72,16 @@ class EncodeService:
         self._limits = limits
         self._url = url
         self._deliver_here = deliver_here
+        self._may_start = may_start
+        self._loop = asyncio.get_running_loop()
         self._tower: Tower | None = None
         self._tower_thread = ThreadPoolExecutor(1, thread_name_prefix="tower")
         self._media_threads = ThreadPoolExecutor(2, thread_name_prefix="media")
         self._flights: dict[str, asyncio.Task[Tensor]] = {}
         self._waiters: dict[str, int] = {}
         self._waiting: list[_Item] = []
-        self._arrived = asyncio.Event()
+        self._changed = asyncio.Event()
+        self._is_held = False
         self._loop_task = asyncio.create_task(self._run())
 
     @property
@@ -90,7 +96,13 @@ class EncodeService:
     async def warm_up(self) -> None:
         await asyncio.get_running_loop().run_in_executor(self._tower_thread, self._loaded_tower)
 
+    def reconsider(self) -> None:
+        """Ask ``may_start`` again, if items wait for it. Any thread, before the event loop is closed."""
+        if self._is_held:
+            self._loop.call_soon_threadsafe(self._changed.set)
+
     async def close(self) -> None:
+        self._is_held = False
         self._loop_task.cancel()
         with suppress(asyncio.CancelledError):
             await self._loop_task
@@ -153,7 +165,7 @@ class EncodeService:
         width, height = request.ref.width, request.ref.height
         item = _Item(request.ref.mm_hash, inputs, width * height, asyncio.get_running_loop().create_future())
         self._waiting.append(item)
-        self._arrived.set()
+        self._changed.set()
         try:
             return await item.feature
         finally:
@@ -170,29 +182,34 @@ class EncodeService:
         return self._family.preprocess(image)
 
     async def _run(self) -> None:
-        loop = asyncio.get_running_loop()
         while True:
-            await self._arrived.wait()
-            batch = schedule_encodes(self._waiting, self._budget)
-            del self._waiting[: len(batch)]
-            if not self._waiting:
-                self._arrived.clear()
-            if not batch:
-                continue
-            try:
-                features = await loop.run_in_executor(
-                    self._tower_thread, self._encode, [item.inputs for item in batch]
-                )
-                assert len(features) == len(batch), f"{len(features)} features of {len(batch)} images"
-            except Exception as error:  # a failed batch must fail its items, not the encoder
-                logger.exception("a batch of %d images failed", len(batch))
-                for item in batch:
-                    if not item.feature.done():
-                        item.feature.set_exception(InstanceFailed(f"the encoder failed: {error}"))
-                continue
-            for item, feature in zip(batch, features, strict=True):
+            await self._changed.wait()
+            self._changed.clear()
+            while self._waiting:
+                # set before the question: who changes the answer after it sees this and calls back
+                self._is_held = True
+                if not self._may_start():
+                    break
+                self._is_held = False
+                batch = schedule_encodes(self._waiting, self._budget)
+                del self._waiting[: len(batch)]
+                await self._encode_batch(batch)
+
+    async def _encode_batch(self, batch: list[_Item]) -> None:
+        try:
+            features = await self._loop.run_in_executor(
+                self._tower_thread, self._encode, [item.inputs for item in batch]
+            )
+            assert len(features) == len(batch), f"{len(features)} features of {len(batch)} images"
+        except Exception as error:  # a failed batch must fail its items, not the encoder
+            logger.exception("a batch of %d images failed", len(batch))
+            for item in batch:
                 if not item.feature.done():
-                    item.feature.set_result(feature)
+                    item.feature.set_exception(InstanceFailed(f"the encoder failed: {error}"))
+            return
+        for item, feature in zip(batch, features, strict=True):
+            if not item.feature.done():
+                item.feature.set_result(feature)
 
     def _encode(self, batch: list[TowerInputs]) -> list[Tensor]:
         return self._loaded_tower().encode(batch)

@@ -26,7 +26,7 @@ from epd_serve.models.loader import eos_token_ids, media_fingerprint
 from epd_serve.models.tower import Tower
 from epd_serve.protocol import wire
 from epd_serve.request import Sequence
-from epd_serve.sched.language import Budget
+from epd_serve.sched.language import Budget, ScheduleOutput
 from epd_serve.transfer.grouping import GroupSizer
 from epd_serve.transfer.kv_sender import KVSender
 from epd_serve.worker.calls import StageCalls
@@ -207,7 +207,7 @@ class Instance:
             kv_mode=options.kv_mode,
             emit=lambda events: self._call_on_loop(self._listeners.dispatch, events),
             on_free=lambda: self._call_on_loop(self._blocks_freed),
-            on_step=self.metrics.stepped,
+            on_step=self._stepped,
         )
         processor = PromptProcessor(
             self._path,
@@ -376,6 +376,10 @@ class Instance:
     async def _deliver_here(self, request_id: str, item: wire.MediaRef, feature: Tensor) -> None:
         assert self._inbox is not None
         await self._inbox.take(request_id, item, feature)
+
+    def _stepped(self, output: ScheduleOutput, seconds: float) -> None:
+        self.metrics.stepped(output, seconds)
+        self._encode.reconsider()
 
     def _blocks_freed(self) -> None:
         if self._decode is not None:
