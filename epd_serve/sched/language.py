@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from epd_serve.request import Sequence
+from epd_serve.sched.budget import Meter, StepPace, Unmetered
 from epd_serve.types import MediaSpan
 
 
@@ -16,10 +17,12 @@ class Budget:
     Attributes:
         max_num_tokens: tokens computed in one step, decodes included.
         max_num_seqs: sequences in one step.
+        pace: bounds its time as well.
     """
 
     max_num_tokens: int
     max_num_seqs: int
+    pace: StepPace | None = None
 
     def __post_init__(self) -> None:
         if self.max_num_tokens < 1 or self.max_num_seqs < 1:
@@ -64,12 +67,14 @@ def schedule(
         free_blocks: blocks that admission may take in all.
     """
     tokens, seqs = budget.max_num_tokens, budget.max_num_seqs
+    meter: Meter = budget.pace.meter() if budget.pace else Unmetered()
     output = ScheduleOutput()
     unfinished: list[Sequence] = []
     for sequence in running:
         if sequence.num_uncomputed == 1 and sequence.output_ids:
             if tokens and seqs:
                 output.decodes.append(sequence)
+                meter.take_decode(sequence.num_tokens)
                 tokens -= 1
                 seqs -= 1
         else:
@@ -78,6 +83,8 @@ def schedule(
         if not tokens or not seqs:
             break
         count = min(tokens, ready_tokens(sequence) - sequence.num_computed)
+        if count > 0:
+            count = meter.take_chunk(sequence.num_computed, count)
         if count > 0:
             output.prefills.append((sequence, count))
             tokens -= count
@@ -91,9 +98,11 @@ def schedule(
         needed = blocks_needed(sequence)
         if needed > free_blocks:
             break  # first come, first served: what fits behind it would starve it
+        count = meter.take_chunk(sequence.num_computed, min(tokens, ready))
+        if not count:
+            break
         free_blocks -= needed
         output.admitted.append(sequence)
-        count = min(tokens, ready)
         output.prefills.append((sequence, count))
         tokens -= count
         seqs -= 1
