@@ -1,4 +1,4 @@
-"""Budgets from SLOs (TriInfer, Algorithm 1, lines 1 to 5): how long a step may take, and how much fits into that."""
+"""Budgets from SLOs (TriInfer, Algorithm 1, lines 1 to 5): how long a step may take, and how much fits in it."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class Found:
 def search_budget(measure: Callable[[int], float], limit_s: float, low: int, high: int) -> Found:
     """The largest size among ``low`` ... ``high`` whose measured time is within the limit.
 
-    Doubles until a size misses the limit, as a much larger one would take much longer to measure; then bisects. Time
-    is taken to grow with size, so that nothing beyond a miss is tried. The result was measured within the limit;
-    ``low`` alone can miss it.
+    Doubles until a size misses the limit, as a much larger one would take much longer to measure; then bisects.
+    Time is taken to grow with size, so that nothing beyond a miss is tried. The result was measured within the
+    limit; ``low`` alone can miss it.
     """
     if not 1 <= low <= high:
         raise ValueError(f"nothing to search between {low} and {high}; write two sizes from 1 on, in order")

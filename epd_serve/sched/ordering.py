@@ -1,7 +1,7 @@
 """The order in which waiting sequences are admitted: pure functions of the queue and the time.
 
-Each returns a permutation of ``waiting``. Preempted sequences come first in all of them, oldest first: clients have
-seen the beginning of their answers. Among equals the order of the queue stays.
+Each returns a permutation of ``waiting``. Preempted sequences come first in all of them, oldest first: clients
+have seen the beginning of their answers. Among equals the order of the queue stays.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def slack(
     """Least slack first: what is left of TTFT_max when ``prefill_s``, a sequence's own prefill, is taken off it.
 
     Those whose slack is used up come last, oldest first: one that is too late anyway shall not make others late.
-    No one starves: who has waited ``PATIENCE * ttft_s`` comes before all others but those who arrived earlier still.
+    No one starves: who has waited ``PATIENCE * ttft_s`` comes before all but those who arrived still earlier.
     """
 
     def key(sequence: Sequence) -> tuple[int, float]:

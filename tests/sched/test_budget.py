@@ -102,7 +102,9 @@ def sequence(prompt: int, *, computed: int = 0, output: int = 0) -> Sequence:
     )
 
 
-def step(running: list[Sequence], waiting: list[Sequence], pace: StepPace, max_tokens: int = 4096) -> ScheduleOutput:
+def step(
+    running: list[Sequence], waiting: list[Sequence], pace: StepPace, max_tokens: int = 4096
+) -> ScheduleOutput:
     return schedule(
         running,
         waiting,
