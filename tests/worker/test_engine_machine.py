@@ -380,7 +380,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         self.cells.broken = False
-        for _ in range(400):
+        for _ in range(4000):
             for image in ("a", "b"):
                 self.encode(image)
             for name in self.reserved():
