@@ -140,7 +140,7 @@ class Instance:
             heads=language.kv_heads if self._followers else None,
             followers=self._followers,
         )
-        # a request takes all blocks that it may need at once, so the pool bounds the context too
+        # a sequence that is alone must be able to reach its end
         self._max_model_len = min(
             self._max_model_len, language.max_model_len, (memory.num_blocks - 1) * options.tokens_per_block
         )
@@ -200,7 +200,7 @@ class Instance:
             feature_of=self._supply.take,
             has_feature=self._supply.has,
             on_starved=self._supply.starved,
-            copy_block=memory.copy_block,
+            memory=memory,
             block_nbytes=block_nbytes(layout),
             record_event=lambda: self._device.record_event().synchronize,
             sender=sender,
@@ -215,7 +215,6 @@ class Instance:
             language.inner,
             max_model_len=self._max_model_len,
             block_size=options.tokens_per_block,
-            num_blocks=memory.num_blocks - 1,
         )
         self._prefill = PrefillService(
             engine,
