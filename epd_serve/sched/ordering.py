@@ -14,8 +14,6 @@ from epd_serve.request import Sequence
 #: A sequence that has waited for so many times TTFT_max goes before all that have not.
 PATIENCE = 4.0
 
-Order = Callable[[AbstractSequence[Sequence], float], list[Sequence]]
-
 
 def was_preempted(sequence: Sequence) -> bool:
     return bool(sequence.output_ids)

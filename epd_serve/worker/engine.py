@@ -89,6 +89,7 @@ class Engine:
         self._leaving: dict[Sequence, None] = {}  # ABORTED, but a step or a copy may still use their blocks
         self._transfers: dict[Sequence, OutgoingTransfer] = {}
         self._stepping: frozenset[Sequence] = frozenset()
+        self.is_prefilling = False
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -241,6 +242,7 @@ class Engine:
         """The next step; its sequences keep their blocks until it has ended."""
         output = self._queues.plan(time.monotonic())
         self._stepping = frozenset((*output.decodes, *(s for s, _ in output.prefills)))
+        self.is_prefilling = bool(output.prefills)
         if output.admitted:
             self._on_free()  # no block, but a place in the queue for them
         return output

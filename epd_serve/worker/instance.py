@@ -26,9 +26,11 @@ from epd_serve.models.loader import eos_token_ids, media_fingerprint
 from epd_serve.models.tower import Tower
 from epd_serve.protocol import wire
 from epd_serve.request import Sequence
-from epd_serve.sched.language import Budget, ScheduleOutput
+from epd_serve.sched.encode import EncodeGate
+from epd_serve.sched.language import ScheduleOutput
 from epd_serve.transfer.grouping import GroupSizer
 from epd_serve.transfer.kv_sender import KVSender
+from epd_serve.worker.batching import Batching, measurements
 from epd_serve.worker.calls import StageCalls
 from epd_serve.worker.commands import CreateCache
 from epd_serve.worker.data_plane import start_feature_store, start_transport
@@ -55,6 +57,7 @@ logger = logging.getLogger(__name__)
 
 _HOUSEKEEPING_S = 0.25
 _ORPHAN_S = 10.0
+_ASK_AGAIN_S = 0.01
 #: The gateway applies the operator's limits; an instance only guards itself.
 _MEDIA_LIMITS = MediaLimits(max_pixels=1 << 28, max_bytes=1 << 30)
 
@@ -95,6 +98,8 @@ class Instance:
         self._max_model_len = (
             options.max_model_len or self._family.config.get_text_config().max_position_embeddings
         )
+        self._batching = Batching(options, measurements(options, self._device, self._fingerprint))
+        self._gate = EncodeGate(lambda: self._engine is not None and self._engine.is_prefilling, time.monotonic)
         self._store = await asyncio.to_thread(start_feature_store, options, self._transport, self._device.type)
         self._encode = EncodeService(
             partial(Tower, self._path, self._dtype, self._device),
@@ -105,9 +110,10 @@ class Instance:
             limits=_MEDIA_LIMITS,
             url=self.url,
             deliver_here=self._deliver_here if options.role.has_language_model else None,
+            may_start=self._may_encode,
         )
         if options.role.encodes:
-            await self._encode.warm_up()
+            await self._encode.warm_up(lambda tower: self._batching.find_image_budget(tower, self._family))
         if options.role.has_language_model:
             await asyncio.to_thread(self._load_language_model)
             self._start_language_stages()
@@ -154,22 +160,28 @@ class Instance:
         )
         if self._followers is not None:
             self._followers.send(create)
-        self._executor = StepExecutor.for_cache(language, self._device, memory.tensor, create)
+        executor = StepExecutor.for_cache(language, self._device, memory.tensor, create)
         self._language = language
+        self._eos = eos_token_ids(self._path, self._family.config)
+        self._runner = LanguageRunner(
+            executor,
+            self._device.ops,
+            block_size=options.tokens_per_block,
+            num_position_axes=self._family.num_position_axes,
+            eos_token_ids=self._eos,
+            followers=self._followers,
+        )
+        self._batching.find_budget(
+            self._runner,
+            num_blocks=memory.num_blocks,
+            num_position_axes=self._family.num_position_axes,
+            max_model_len=self._max_model_len,
+        )
 
     def _start_language_stages(self) -> None:
         assert self._language is not None
         options, language, memory = self.options, self._language, self._memory
         layout = memory.layout
-        eos = eos_token_ids(self._path, self._family.config)
-        runner = LanguageRunner(
-            self._executor,
-            self._device.ops,
-            block_size=options.tokens_per_block,
-            num_position_axes=self._family.num_position_axes,
-            eos_token_ids=eos,
-            followers=self._followers,
-        )
         self._inbox = FeatureInbox(
             options.feature_cache_bytes,
             self._store.fetch,
@@ -191,12 +203,13 @@ class Instance:
         sizer = GroupSizer(num_layers=language.num_layers, fixed=options.kv_group_layers)
         sender = KVSender(self._transport, memory, sizer, time.monotonic, self.metrics.kv_written)
         self._sender = sender
+        pool = BlockPool(memory.num_blocks, options.tokens_per_block)
         self._engine = engine = Engine(
-            runner,
-            BlockPool(memory.num_blocks, options.tokens_per_block),
-            Budget(max_num_tokens=options.max_num_batched_tokens, max_num_seqs=options.max_num_seqs),
+            self._runner,
+            pool,
+            self._batching.budget,
             num_layers=language.num_layers,
-            eos_token_ids=eos,
+            eos_token_ids=self._eos,
             feature_of=self._supply.take,
             has_feature=self._supply.has,
             on_starved=self._supply.starved,
@@ -208,6 +221,7 @@ class Instance:
             emit=lambda events: self._call_on_loop(self._listeners.dispatch, events),
             on_free=lambda: self._call_on_loop(self._blocks_freed),
             on_step=self._stepped,
+            order=self._batching.order(pool),
         )
         processor = PromptProcessor(
             self._path,
@@ -305,6 +319,7 @@ class Instance:
                 "tower": self._encode.num_parameters,
                 "language_model": self._language.num_parameters if self._language else 0,
             },
+            budgets=self._batching.summary(),
         )
         return Reply(headers=(JSON,), body=wire.to_json(info))
 
@@ -378,7 +393,14 @@ class Instance:
 
     def _stepped(self, output: ScheduleOutput, seconds: float) -> None:
         self.metrics.stepped(output, seconds)
+        self._batching.stepped(output, seconds)
         self._encode.reconsider()
+
+    def _may_encode(self) -> bool:
+        if self.options.batching_encodes == "concurrent" or self._gate.may_start():
+            return True
+        self._loop.call_later(_ASK_AGAIN_S, self._encode.reconsider)
+        return False
 
     def _blocks_freed(self) -> None:
         if self._decode is not None:

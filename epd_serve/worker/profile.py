@@ -43,8 +43,14 @@ class StepShape:
     def work(self) -> StepWork:
         return StepWork.of([self.context] * self.num_decodes, self.chunks)
 
+    def num_blocks(self, block_size: int) -> int:
+        lengths = [self.context] * self.num_decodes + [start + count for start, count in self.chunks]
+        return sum(-(-length // block_size) for length in lengths)
+
     def __str__(self) -> str:
-        return " ".join([f"{self.num_decodes}x{self.context}", *(f"{start}+{count}" for start, count in self.chunks)])
+        return " ".join(
+            [f"{self.num_decodes}x{self.context}", *(f"{start}+{count}" for start, count in self.chunks)]
+        )
 
 
 class StepTimer:

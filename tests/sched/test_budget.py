@@ -111,6 +111,7 @@ def step(
         Budget(max_num_tokens=max_tokens, max_num_seqs=64, pace=pace),
         ready_tokens=lambda s: s.num_tokens,
         blocks_needed=lambda s: 1,
+        blocks_freed=lambda s: 1,
         free_blocks=1000,
     )
 
