@@ -145,6 +145,16 @@ class StepPace:
         """For one step."""
         return StepMeter(self.cost, self.limit_s / self.correction)
 
+    def has_room(self, running: Iterable[Sequence], num_tokens: int) -> bool:
+        """Whether one more sequence of so many tokens may come to those that decode here, or will.
+
+        A step of all of them has to leave a prefill its share. A sequence that is alone has room.
+        """
+        contexts = [sequence.num_tokens for sequence in running if not sequence.hand_off]
+        together = StepWork.of([*contexts, num_tokens], ())
+        limit_s = (1 - PREFILL_SHARE) * self.limit_s / self.correction
+        return not contexts or self.cost.seconds(together) <= limit_s
+
     def observe(self, work: StepWork, seconds: float) -> None:
         """Learn from a step with prefills. A single outlier counts as four times too long at most."""
         predicted = self.cost.seconds(work)

@@ -77,7 +77,8 @@ def schedule(
         watermark: blocks that admission leaves for those that run already, if there are any.
     """
     tokens, seqs = budget.max_num_tokens, budget.max_num_seqs
-    meter: Meter = budget.pace.meter() if budget.pace else Unmetered()
+    pace = budget.pace
+    meter: Meter = pace.meter() if pace else Unmetered()
     output = ScheduleOutput()
     unfinished: list[Sequence] = []
     youngest = reversed(running)
@@ -121,6 +122,8 @@ def schedule(
         needed = blocks_needed(sequence)
         if needed + (watermark if running or output.admitted else 0) > free_blocks:
             break  # first come, first served: what fits behind it would starve it
+        if pace and not sequence.hand_off and not pace.has_room((*running, *output.admitted), sequence.num_tokens):
+            break
         count = 1
         if sequence.is_decoding:  # it was preempted and its KV saved
             meter.take_decode(sequence.num_tokens)

@@ -101,6 +101,10 @@ class Queues:
 
         Then prompts that come after ``arrival_s`` wait behind it until :meth:`stop_reserving`.
         """
+        pace = self._budget.pace
+        if pace is not None and not pace.has_room((*self._running, *self._preempted), num_prompt_tokens):
+            self._reserving_since = arrival_s
+            return None
         ahead = [s for s in self._waiting if s.arrival_s < arrival_s and self._ready_tokens(s)]
         needed = self._pool.num_missing(num_prompt_tokens, 1, num_sequences, hashes)
         needed += sum(map(self.tables.num_needed, (*self._preempted, *ahead)))

@@ -83,9 +83,9 @@ class Batching:
     ) -> Budget:
         """The budget of a step, measured while nothing else uses the KV pool.
 
-        The most sequences are found as decodes alone, of half the longest context or of a full pool's average if
-        that is less; the most tokens as prompts alone. What a mixture takes, and what contexts add to it, follows
-        in each step from a fit of all that was measured (:class:`StepCost`).
+        The most sequences are found as decodes alone, with contexts of a block; the most tokens as prompts alone.
+        What a mixture takes, and what contexts add, follows in each step from a fit of all that was measured
+        (:class:`StepCost`): it bounds the chunks of a step and the sequences that are let in.
         """
         if self.limit_s is None and self._options.batching_order != "slack":
             return self.budget
@@ -101,16 +101,15 @@ class Batching:
         longest = max(min(max_model_len, capacity_tokens) // block * block, block)
         most_tokens, num_seqs = self.budget.max_num_tokens, self.budget.max_num_seqs
         num_tokens = min(most_tokens, capacity_tokens, 512)
-        context = max(min(longest // 2, capacity_tokens // num_seqs) // block * block, block)
         if limit_s is not None and role.decodes:
             share = 1 - PREFILL_SHARE if role.prefills else 1.0
             found = search_budget(
-                lambda count: seconds(StepShape(num_decodes=count, context=context)),
+                lambda count: seconds(StepShape(num_decodes=count, context=block)),
                 share * limit_s,
                 1,
-                min(num_seqs, capacity_tokens // context),
+                min(num_seqs, capacity_tokens // block),
             )
-            self._report(f"decodes of {context} tokens", found, share * limit_s)
+            self._report("decodes", found, share * limit_s)
             num_seqs = found.size
         if limit_s is not None:
             unit = min(MIN_CHUNK, most_tokens)
@@ -122,6 +121,7 @@ class Batching:
             )
             self._report(f"prefills of {unit} tokens", found, limit_s)
             num_tokens = found.size * unit
+        context = max(min(longest // 2, capacity_tokens // num_seqs) // block * block, block)
         for shape in _mixtures(num_tokens, num_seqs if role.decodes else 0, context, longest):
             if shape.num_blocks(block) <= capacity_tokens // block:
                 seconds(shape)
@@ -252,8 +252,7 @@ def _mixtures(num_tokens: int, num_seqs: int, context: int, longest: int) -> lis
     if num_seqs:
         some = max(num_seqs // 2, 1)
         shapes += [
-            StepShape(num_decodes=num_seqs),
-            StepShape(num_decodes=some),
+            StepShape(num_decodes=some, context=context),
             StepShape(num_decodes=some, context=context, chunks=((0, half),)),
             StepShape(num_decodes=some, context=context, chunks=((start, max(half // 2, 1)),)),
         ]

@@ -141,11 +141,34 @@ def test_a_step_is_predicted_to_end_within_its_limit(
     seconds = COST.seconds(work(output))
     first, count = output.prefills[0]
     assert seconds <= allowed + 1e-9 or (len(output.prefills) == 1 and count <= MIN_CHUNK)
-    if count < first.num_uncomputed:
-        assert len(output.prefills) == 1
+    if count < first.num_uncomputed and len(output.prefills) == 1:
         assert seconds + COST.chunk_s(first.num_computed, count + 1) - COST.chunk_s(first.num_computed, count) > (
             allowed - 1e-9
         )
+
+
+@given(
+    decodes=st.lists(st.integers(1, 2000), max_size=30),
+    prompts=st.lists(st.integers(1, 50), max_size=30),
+    limit_s=st.floats(0.011, 0.2),
+)
+def test_no_more_are_admitted_than_can_decode_within_the_limit(
+    decodes: list[int], prompts: list[int], limit_s: float
+) -> None:
+    running = [sequence(context, output=1) for context in decodes]
+    output = step(running, [sequence(prompt) for prompt in prompts], StepPace(COST, limit_s))
+    together = StepWork.of([s.num_tokens for s in (*running, *output.admitted)], ())
+    if len(output.admitted) + len(running) > 1 and output.admitted:
+        assert COST.seconds(together) <= (1 - PREFILL_SHARE) * limit_s
+    assert running or not prompts or output.admitted, "one that is alone has room"
+
+
+def test_what_another_instance_decodes_needs_no_room() -> None:
+    prompts = [sequence(20) for _ in range(12)]
+    for prompt in prompts:
+        prompt.hand_off = True
+    assert len(step([], prompts, StepPace(COST, 0.06)).admitted) == 12
+    assert len(step([], [sequence(20) for _ in range(60)], StepPace(COST, 0.02)).admitted) < 12
 
 
 def test_nothing_is_admitted_that_gets_no_tokens() -> None:
