@@ -123,7 +123,7 @@ async def test_without_an_slo_nothing_is_measured(
                 "image_budget_pixels": 4 * 448 * 448,
             }
     assert measured == []
-    assert not any(cache.parent.glob("*"))  # noqa: ASYNC240
+    assert not any(cache.parent.glob("*"))
 
 
 async def test_budgets_come_from_the_slo_and_answers_stay(
