@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from epd_serve.cache.block_pool import BlockPool
 from epd_serve.request import Sequence, SequenceState
 from epd_serve.sched.budget import (
     MIN_CHUNK,
@@ -18,6 +19,7 @@ from epd_serve.sched.budget import (
     work_done,
 )
 from epd_serve.sched.language import Budget, ScheduleOutput, schedule
+from epd_serve.sched.queues import Queues
 from epd_serve.types import Role, SamplingParams
 
 COST = StepCost(base_s=0.01, token_s=1e-4, sequence_s=5e-4, context_s=1e-6, pair_s=2e-7)
@@ -203,3 +205,42 @@ def test_the_work_of_a_step_that_ended_is_what_was_scheduled() -> None:
     for s, count in output.prefills:
         s.num_computed += count
     assert work_done(output.decodes, output.prefills) == before
+
+
+class NoMemory:
+    """Blocks without anything behind them, of which nothing is ever moved."""
+
+    def copy_block(self, source: int, target: int) -> None:
+        raise AssertionError("nothing is forked here")
+
+    def save(self, blocks: object) -> object:
+        raise AssertionError("nothing is preempted here")
+
+    def restore(self, saved: object, first: int, blocks: object) -> None:
+        raise AssertionError("nothing is preempted here")
+
+
+def test_blocks_are_reserved_for_no_more_than_can_decode_within_the_limit() -> None:
+    pool = BlockPool(1000, 16)
+    queues = Queues(
+        pool,
+        NoMemory(),
+        Budget(max_num_tokens=64, max_num_seqs=64, pace=StepPace(COST, 0.014)),
+        lambda waiting, now: list(waiting),
+        has_feature=lambda mm_hash: True,
+        on_starved=lambda mm_hash: None,
+        on_lost=lambda name, error: None,
+    )
+    arrived: list[Sequence] = []
+    while blocks := queues.reserve(200, 1, [], 0.0):
+        arrived.append(sequence(200, output=1))
+        arrived[-1].blocks = blocks.root
+        queues.run(arrived[-1])
+        assert len(arrived) < 64
+    contexts = [s.num_tokens for s in arrived]
+    assert (
+        COST.seconds(StepWork.of([*contexts, 200], ())) > 0.9 * 0.014 > COST.seconds(StepWork.of(contexts[1:], ()))
+    )
+    queues.stop(arrived[0])
+    pool.release(arrived[0].blocks)
+    assert queues.reserve(200, 1, [], 0.0), "a place is free again"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Callable
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import tiny_models
+from pictures import noise, png
 
 from epd_serve.config import InstanceOptions
 from epd_serve.protocol import wire
@@ -172,6 +174,25 @@ async def test_orders_serve_all(model: Path) -> None:
         async with started(options(model, "PD", batching_order=order, slo_ttft_ms=500.0)) as instance:
             first = await answer(instance, "a", 100)
             assert await answer(instance, "b", 100) == first, "with its prefix cached"
+
+
+async def test_encodes_can_wait_for_prefills(model: Path) -> None:
+    request = wire.EncodeRequest(
+        request_id="a",
+        ref=wire.MediaRef(mm_hash="0" * 64, width=64, height=48),
+        media=png(noise(1, (64, 48))),
+        announce_to="",
+    )
+    async with started(options(model, "EPD", batching_encodes="after-prefill")) as instance:
+        assert instance._engine is not None
+        instance._engine.is_prefilling = True
+        encode = asyncio.create_task(instance.encodes()._encoded(request))
+        done, _ = await asyncio.wait([encode], timeout=0.3)
+        assert not done, "it did not wait"
+        instance._engine.is_prefilling = False
+        assert (await asyncio.wait_for(encode, 30)).shape[0] > 0
+        assert b'"completion_tokens":6' in await answer(instance, "b", 40)
+        assert not instance._engine.is_prefilling
 
 
 # ---------------------------------------------------------------------- the file
