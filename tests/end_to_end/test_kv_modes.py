@@ -14,9 +14,8 @@ import httpx
 import pytest
 import tiny_models
 from chat import chat
-from fleet import Books
+from fleet import Books, figures
 from pictures import noise
-from prometheus_client.parser import text_string_to_metric_families
 from reference import Reference
 
 from epd_serve.config import DeploymentConfig
@@ -38,18 +37,6 @@ async def deployed(model: str, instances: dict[str, Any]) -> AsyncIterator[Local
     )
     async with LocalDeployment(config, ready_timeout_s=120) as deployment:
         yield deployment
-
-
-async def figures(url: str) -> dict[str, float]:
-    """The sum of each metric of an instance over its labels."""
-    async with httpx.AsyncClient() as client:
-        text = (await client.get(f"{url}/metrics")).text
-    sums: dict[str, float] = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            name = sample.name.removeprefix("epd_serve_instance_")
-            sums[name] = sums.get(name, 0.0) + sample.value
-    return sums
 
 
 @pytest.mark.parametrize("mode", MODES)
