@@ -40,6 +40,7 @@ class Engine:
         order: of admission; first come, first served by itself.
         on_starved: told of a feature that holds up a sequence which could be computed otherwise; must not block.
         kv_mode: how KV goes out.
+        clock: monotonic seconds, the sender's clock.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Engine:
         emit: Callable[[list[EngineEvent]], None],
         on_free: Callable[[], None],
         on_step: Callable[[ScheduleOutput, float], None] = lambda output, seconds: None,
+        clock: Callable[[], float] = time.monotonic,
         order: Order = lambda waiting, now: list(waiting),
     ) -> None:
         self._runner = runner
@@ -85,6 +87,7 @@ class Engine:
         self._emit = emit
         self._on_free = on_free
         self._on_step = on_step
+        self._clock = clock
         self._changed = threading.Condition()
         self._leaving: dict[Sequence, None] = {}  # ABORTED, but a step or a copy may still use their blocks
         self._transfers: dict[Sequence, OutgoingTransfer] = {}
@@ -127,7 +130,7 @@ class Engine:
     def submit(self, sequence: Sequence, transfer: OutgoingTransfer | None = None) -> None:
         """Queue a prompt; ``transfer`` says where its KV goes if another instance decodes."""
         with self._changed:
-            sequence.arrival_s = time.monotonic()
+            sequence.arrival_s = self._clock()
             if transfer is not None:
                 self._transfers[sequence] = transfer
             self._queues.submit(sequence)
@@ -141,7 +144,7 @@ class Engine:
             tokens: for each choice its first token and whether that was its last.
         """
         with self._changed:
-            sequence.arrival_s = time.monotonic()
+            sequence.arrival_s = self._clock()
             sequence.blocks, sequence.forks = blocks.root, blocks.forks
             sequence.num_computed = sequence.num_prompt_tokens
             sequence.move_to(SequenceState.RUNNING)
@@ -240,7 +243,7 @@ class Engine:
 
     def _begin(self) -> ScheduleOutput:
         """The next step; its sequences keep their blocks until it has ended."""
-        output = self._queues.plan(time.monotonic())
+        output = self._queues.plan(self._clock())
         self._stepping = frozenset((*output.decodes, *(s for s, _ in output.prefills)))
         self.is_prefilling = bool(output.prefills)
         if output.admitted:
@@ -255,7 +258,7 @@ class Engine:
 
     def _step(self, output: ScheduleOutput, features: dict[str, Tensor]) -> list[EngineEvent]:
         groups = self._layer_groups(output)
-        start = time.monotonic()
+        start = self._clock()
         try:
             result = StepResult([], [])
             if output:
@@ -267,7 +270,7 @@ class Engine:
             logger.exception("a step of %d tokens failed", output.num_tokens)
             return self._fail_step(f"the engine failed in the middle of a step: {error}")
         if output:
-            seconds = time.monotonic() - start
+            seconds = self._clock() - start
             self._on_step(output, seconds)
             if output.prefills and self._sender is not None:
                 self._sender.sizer.observe_compute(output.num_tokens, seconds)
@@ -285,7 +288,7 @@ class Engine:
             block_size=self._pool.block_size,
             layer_bytes=self._block_nbytes // self._num_layers,
             record_event=self._record_event,
-            clock=time.monotonic,
+            clock=self._clock,
         )
 
     def _finish_step(self, output: ScheduleOutput, result: StepResult) -> list[EngineEvent]:

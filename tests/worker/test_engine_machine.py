@@ -6,6 +6,7 @@ step finds all tokens before its own there or fails, and the next token is a fun
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass, field
@@ -162,6 +163,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.features: dict[str, Any] = {}
         self.num_preemptions = 0
         self.reserving: str | None = None
+        self.clock = itertools.count()
         parts: list[Any] = [Runner(self.cells, self.spans), self.pool]
         self.engine = Engine(
             *parts,
@@ -176,6 +178,7 @@ class EngineMachine(RuleBasedStateMachine):
             emit=self.take,
             on_free=lambda: None,
             on_step=self.count,
+            clock=lambda: float(next(self.clock)),
         )
 
     def count(self, output: ScheduleOutput, seconds: float) -> None:
@@ -280,7 +283,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.requests[name] = request
         self.reserving = name
         request.root = self.sequence(name, request, prompt_is_here=False)
-        request.arrival_s = max((s.arrival_s for s in self.roots()), default=0.0) + 1e-9
+        request.arrival_s = float(next(self.clock))
         self.try_to_reserve()
 
     def roots(self) -> list[Sequence]:
