@@ -26,7 +26,7 @@ RESULT = Path(__file__).parent / "results" / "batching-cpu.json"
 POLICIES = ("stage-level", "unlimited")
 #: TPOT_max as a multiple of what a step of CHATS decodes takes on this machine.
 TPOT_OF_DECODE_STEP = 3.0
-ROUNDS = 3
+ROUNDS = 5
 #: Clients of each kind; every one asks again as soon as it has its answer.
 CHATS, DOCUMENTS = 12, 2
 #: Requests of a turn, prompt tokens and answer tokens.
@@ -67,12 +67,17 @@ async def _instance(model: Path, policy: str, tpot_ms: float | None) -> None:
         batching_policy=policy,  # type: ignore[arg-type]
     )
     instance = Instance(options)
-    steps: list[tuple[float, int, int]] = []
+    steps: list[dict[str, float]] = []
+    cpu_s = 0.0
     stepped = instance.metrics.stepped
 
     def record(output: ScheduleOutput, seconds: float) -> None:
+        nonlocal cpu_s
         stepped(output, seconds)
-        steps.append((seconds, len(output.decodes), output.num_tokens - len(output.decodes)))
+        decodes, before, cpu_s = len(output.decodes), cpu_s, time.thread_time()
+        # the engine's thread computes all of a step itself, and sleeps between two
+        step = {"seconds": seconds, "cpu_s": cpu_s - before}
+        steps.append({**step, "decodes": decodes, "prefill_tokens": output.num_tokens - decodes})
 
     instance.metrics.stepped = record  # type: ignore[method-assign]
     start = time.perf_counter()
@@ -178,7 +183,8 @@ def quantile(values: list[float], share: float) -> float:
 
 def summary(turn: dict[str, Any], tpot_ms: float) -> dict[str, float]:
     """Of steps in which something decodes: only they make a client wait between tokens."""
-    steps = [1000 * seconds for seconds, decodes, _ in turn["steps"] if decodes]
+    steps = [1000 * step["seconds"] for step in turn["steps"] if step["decodes"]]
+    cpu = [1000 * step["cpu_s"] for step in turn["steps"] if step["decodes"]]
     gaps = [
         1000 * (after - before)
         for answer in turn["answers"]
@@ -188,13 +194,16 @@ def summary(turn: dict[str, Any], tpot_ms: float) -> dict[str, float]:
         kind: [1000 * answer["tokens_s"][0] for answer in turn["answers"] if answer["kind"] == kind]
         for kind in ("chat", "document")
     }
+    tokens = sum(step["decodes"] + step["prefill_tokens"] for step in turn["steps"])
     return {
         "seconds": turn["seconds"],
-        "tokens_per_s": sum(decodes + prefill for _, decodes, prefill in turn["steps"]) / turn["seconds"],
+        "tokens_per_s": tokens / turn["seconds"],
+        "tokens_per_cpu_s": tokens / sum(step["cpu_s"] for step in turn["steps"]),
         "steps": len(steps),
         "step_p50_ms": quantile(steps, 0.5),
         "step_p99_ms": quantile(steps, 0.99),
         "step_max_ms": max(steps),
+        "step_cpu_p99_ms": quantile(cpu, 0.99),
         "steps_over_limit": sum(step > tpot_ms for step in steps) / len(steps),
         "steps_over_120_percent": sum(step > 1.2 * tpot_ms for step in steps) / len(steps),
         "gap_p99_ms": quantile(gaps, 0.99),
@@ -207,12 +216,13 @@ def compare(model: Path, cache: Path) -> dict[str, Any]:
     unlimited = Process(model, "unlimited", None, cache)
     unlimited.turn(1, CHATS, 0, (CHATS, 0))
     alone = unlimited.turn(2, 4 * CHATS, 0, (CHATS, 0))["steps"]
-    decode_ms = 1000 * statistics.median(s for s, decodes, prefill in alone if decodes == CHATS and not prefill)
+    full = [step["seconds"] for step in alone if step["decodes"] == CHATS and not step["prefill_tokens"]]
+    decode_ms = 1000 * statistics.median(full)
     tpot_ms = round(TPOT_OF_DECODE_STEP * decode_ms, 1)
     print(f"a step of {CHATS} decodes takes {decode_ms:.1f} ms; TPOT_max is {tpot_ms} ms", flush=True)
     processes = {"stage-level": Process(model, "stage-level", tpot_ms, cache), "unlimited": unlimited}
     rows: list[dict[str, Any]] = []
-    all_steps: dict[str, list[tuple[float, int, int]]] = {policy: [] for policy in processes}
+    all_steps: dict[str, list[dict[str, float]]] = {policy: [] for policy in processes}
     for process in processes.values():
         process.turn(3, 12, 2, (CHATS, DOCUMENTS))
     for index in range(ROUNDS):
@@ -224,16 +234,13 @@ def compare(model: Path, cache: Path) -> dict[str, Any]:
             print(json.dumps(rows[-1]), flush=True)
     for process in processes.values():
         process.close()
-    ratios = [
-        limited["tokens_per_s"] / free["tokens_per_s"]
-        for limited in rows
-        for free in rows
-        if (limited["policy"], free["policy"], free["round"]) == (*POLICIES, limited["round"])
-    ]
-    over = {
-        policy: quantile([1000 * s for s, decodes, _ in steps if decodes], 0.99) / tpot_ms
-        for policy, steps in all_steps.items()
-    }
+
+    def rounds(policy: str, figure: str) -> list[float]:
+        return [row[figure] for row in sorted(rows, key=lambda row: row["round"]) if row["policy"] == policy]
+
+    def ratios(figure: str) -> list[float]:
+        return [a / b for a, b in zip(*(rounds(policy, figure) for policy in POLICIES), strict=True)]
+
     return {
         "machine": machine(),
         "command": "python -m benchmarks.batching",
@@ -246,12 +253,17 @@ def compare(model: Path, cache: Path) -> dict[str, Any]:
         "tpot_ms": tpot_ms,
         "start_s": {policy: process.started["start_s"] for policy, process in processes.items()},
         "budgets": processes["stage-level"].started["budgets"],
-        "step_p99_over_tpot": over,
-        "throughput_ratio": statistics.median(ratios),
-        "throughput_ratios": ratios,
+        # medians of the rounds
+        "step_p99_over_tpot": {p: statistics.median(rounds(p, "step_p99_ms")) / tpot_ms for p in POLICIES},
+        "step_cpu_p99_over_tpot": {p: statistics.median(rounds(p, "step_cpu_p99_ms")) / tpot_ms for p in POLICIES},
+        "throughput_ratio": statistics.median(ratios("tokens_per_s")),
+        "throughput_ratio_by_cpu_time": statistics.median(ratios("tokens_per_cpu_s")),
         "rows": rows,
-        "steps": {
-            policy: [[round(1000 * s, 2), decodes, prefill] for s, decodes, prefill in steps]
+        "steps: ms, CPU ms, decodes, prefill tokens": {
+            policy: [
+                [round(1000 * step["seconds"], 2), round(1000 * step["cpu_s"], 2), *list(step.values())[2:]]
+                for step in steps
+            ]
             for policy, steps in all_steps.items()
         },
     }
@@ -264,8 +276,8 @@ def plot(report: dict[str, Any], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 4))
-    for policy, steps in report["steps"].items():
-        times = sorted(ms for ms, decodes, _ in steps if decodes)
+    for policy, steps in report["steps: ms, CPU ms, decodes, prefill tokens"].items():
+        times = sorted(ms for ms, _, decodes, _ in steps if decodes)
         axes.plot(times, [(i + 1) / len(times) for i in range(len(times))], label=policy)
     axes.axvline(report["tpot_ms"], color="black", linestyle="--", label="TPOT_max")
     axes.axvline(1.2 * report["tpot_ms"], color="grey", linestyle=":", label="TPOT_max + 20 %")

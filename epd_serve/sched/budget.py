@@ -128,7 +128,7 @@ class StepPace:
     """How long a step may take by the cost model, corrected by how long steps have really taken.
 
     The correction is a moving average of (observed / predicted) over steps with prefills, whose length is what can
-    be chosen, plus its mean deviation: most steps shall end within the limit, not half of them.
+    be chosen, plus twice its mean deviation: most steps shall end within the limit, not half of them.
     """
 
     def __init__(self, cost: StepCost, limit_s: float) -> None:
@@ -139,7 +139,7 @@ class StepPace:
 
     @property
     def correction(self) -> float:
-        return self._ratio + self._deviation
+        return self._ratio + 2 * self._deviation
 
     def meter(self) -> StepMeter:
         """For one step."""

@@ -102,7 +102,7 @@ class Batching:
         most_tokens, num_seqs = self.budget.max_num_tokens, self.budget.max_num_seqs
         num_tokens = min(most_tokens, capacity_tokens, 512)
         if limit_s is not None and role.decodes:
-            share = 1 - PREFILL_SHARE if role.prefills else 1.0
+            share = 1 - PREFILL_SHARE
             found = search_budget(
                 lambda count: seconds(StepShape(num_decodes=count, context=block)),
                 share * limit_s,
@@ -201,6 +201,7 @@ def measurements(options: InstanceOptions, device: Device, fingerprint: str) -> 
         fingerprint: of the model and the dtype.
     """
     about: dict[str, str | int | None] = {
+        "role": str(options.role),  # instances of different roles start at once and measure different things
         "model": fingerprint,
         "device": f"{device.type} {device.description}",
         "ranks": len(options.devices),

@@ -189,7 +189,7 @@ def test_the_pace_follows_observed_times_and_forgets_an_outlier() -> None:
     assert 2.0 <= pace.correction < 2.05
     assert step([], [sequence(3000)], pace).num_tokens < 0.6 * chunk
     pace.observe(ran, 1000.0)
-    assert pace.correction < 3.0
+    assert pace.correction < 3.2
     for _ in range(60):
         pace.observe(ran, COST.seconds(ran))
     assert step([], [sequence(3000)], pace).num_tokens > 0.9 * chunk
