@@ -77,6 +77,7 @@ class LocalDeployment:
             specs,
             self.log_dir,
             restart=config.restart == "on-failure",
+            hang_timeout_s=config.hang_timeout_s,
             backoff=backoff,
             on_change=on_change,
             on_death=on_death,
@@ -124,7 +125,7 @@ class LocalDeployment:
         return await self._supervisor.wait_failure()
 
     async def stop(self) -> None:
-        """End all processes within 10 s, the gateway first."""
+        """End all processes within 10 s, the gateway first and a mooncake_master last."""
         await self._supervisor.stop()
         died = any(process.state is ProcessState.DIED for process in self.processes)
         if self._log_dir_is_ours and not died and not self._supervisor.num_deaths:
