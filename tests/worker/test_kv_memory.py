@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from device.registry import get_device
 from epd_serve.protocol import wire
 from epd_serve.transfer.embedded import EmbeddedTransport
-from epd_serve.worker.commands import Command, CopyBlock, Land, Stage
+from epd_serve.worker.commands import Command, CopyBlock, Land
 from epd_serve.worker.kv_memory import KVCache, KVMemory
 
 LAYOUT = wire.KVLayout(num_layers=3, num_kv_heads=4, head_dim=2, block_size=2, dtype="float32", model="m")
@@ -32,13 +32,12 @@ class OtherRank:
                 self.cache.land(command.blocks)
             case CopyBlock():
                 self.cache.copy_block(command.source, command.target)
-            case Stage():
-                self.cache.stage(range(command.first_layer, command.end_layer), command.blocks)
 
     @contextmanager
-    def staging(self, command: Stage) -> Iterator[None]:
+    def staging(self, layers: range, blocks: Sequence[int]) -> Iterator[None]:
+        assert self.cache is not None
         yield
-        self.send(command)
+        self.cache.stage(layers, blocks)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
