@@ -63,6 +63,7 @@ class InstanceOptions:
         batching_encodes: whether encodes start while prompts are computed.
         link_bandwidth, link_latency_ms: bytes per second and milliseconds for each transfer that links between
             instances are slowed down to, for experiments; None and 0: not at all.
+        trace: directory for the file that says what the instance did when; None: none is written.
     """
 
     name: str
@@ -103,6 +104,7 @@ class InstanceOptions:
     batching_encodes: BatchingEncodes = "concurrent"
     link_bandwidth: int | None = None
     link_latency_ms: float = 0.0
+    trace: Path | None = None
 
     @property
     def devices(self) -> list[str]:

@@ -109,6 +109,11 @@ class DeploymentConfig(Section):
     )
     mooncake: MooncakeConfig = MooncakeConfig()
     slo: SLOConfig = SLOConfig()
+    trace: Path | None = Field(
+        default=None,
+        description="Directory, relative to this file, in which every process writes what it did when; "
+        "'epd-serve trace DIR' joins that for a viewer. null: nothing is written.",
+    )
     instances: InstancesConfig = InstancesConfig()
     roles: dict[RoleName, InstanceSettings] = Field(
         default_factory=dict,
@@ -231,6 +236,7 @@ class DeploymentConfig(Section):
             batching_encodes=settings.batching.encodes,
             link_bandwidth=settings.link.bandwidth,
             link_latency_ms=settings.link.latency_ms,
+            trace=self.trace,
             **settings.model_dump(include=_SAME_NAMED),
         )
 

@@ -72,6 +72,7 @@ OPTIONS = InstanceOptions(
     batching_encodes="after-prefill",
     link_bandwidth=5000,
     link_latency_ms=0.5,
+    trace=Path("/traces"),
 )
 
 
