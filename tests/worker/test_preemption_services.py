@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import tiny_models
 import uvicorn
 from fleet import Books, wait_until
@@ -89,14 +90,15 @@ async def ask(prefill: Instance, decode: Instance, name: str, text: str, images:
     return [token["token"] for token in choice["logprobs"]["content"]]
 
 
-async def test_a_small_decode_instance_answers_all_at_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kv_mode", ["grouped", "pull"])
+async def test_a_small_decode_instance_answers_all_at_once(tmp_path: Path, kv_mode: str) -> None:
     path = tiny_models.make_tiny_model("qwen2_5_vl", tmp_path / "model")
     reference = Reference(path)
     expected = [
         [reference.tokenizer.decode([i]) for i in reference.generate(text, images, max_tokens=MAX_TOKENS)]
         for text, images in QUESTIONS
     ]
-    async with serving(path, "EP") as prefill, serving(path, "D", num_blocks=28) as decode:
+    async with serving(path, "EP", kv_mode=kv_mode) as prefill, serving(path, "D", num_blocks=28) as decode:
         answers = await asyncio.gather(
             *(ask(prefill, decode, str(i), *question) for i, question in enumerate(QUESTIONS))
         )
