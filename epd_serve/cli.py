@@ -173,6 +173,7 @@ def instance(
     link_latency_ms: Annotated[
         float, typer.Option(min=0, help="What each transfer takes besides, for experiments.")
     ] = InstanceOptions.link_latency_ms,
+    trace: Annotated[Path | None, typer.Option(help="Directory for a trace of what it does.")] = None,
     parent_pid: ParentPid = None,
 ) -> None:
     """Run one instance; 'epd-serve up' starts these."""
@@ -214,6 +215,7 @@ def instance(
         feature_prefetch=feature_prefetch,
         link_bandwidth=link_bandwidth,
         link_latency_ms=link_latency_ms,
+        trace=trace,
     )
     with _needs_native():
         from epd_serve.worker.main import run_instance
@@ -242,6 +244,28 @@ def devices(
     reports = show_devices(console)
     if check and not check_devices(console, reports):
         raise typer.Exit(1)
+
+
+@app.command()
+def trace(
+    directory: Annotated[Path, typer.Argument(help="What the deployment file calls trace.")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write all of it as one file for ui.perfetto.dev.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Join the traces of a deployment and say where the time of its requests went."""
+    from epd_serve.metrics.breakdown import read_traces, summary
+    from epd_serve.metrics.table import breakdown_table
+
+    joined = read_traces(directory)
+    if output is not None:
+        output.write_bytes(joined.to_json())
+    figures = summary(joined.requests)
+    if as_json:
+        typer.echo(json.dumps(figures, indent=2))
+    else:
+        Console().print(breakdown_table(figures))
 
 
 @app.command()

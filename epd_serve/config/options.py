@@ -54,6 +54,7 @@ class InstanceOptions:
         feature_prefetch: ``async`` fetches a feature once it is announced, ``sync`` when a step needs it.
         link_bandwidth, link_latency_ms: bytes per second and milliseconds for each transfer that links between
             instances are slowed down to, for experiments; None and 0: not at all.
+        trace: directory for the file that says what the instance did when; None: none is written.
     """
 
     name: str
@@ -88,6 +89,7 @@ class InstanceOptions:
     feature_prefetch: FeaturePrefetch = "async"
     link_bandwidth: int | None = None
     link_latency_ms: float = 0.0
+    trace: Path | None = None
 
     @property
     def devices(self) -> list[str]:

@@ -107,6 +107,11 @@ class DeploymentConfig(Section):
         description="embedded: each encoder keeps its own. mooncake: one for all instances.",
     )
     mooncake: MooncakeConfig = MooncakeConfig()
+    trace: Path | None = Field(
+        default=None,
+        description="Directory, relative to this file, in which every process writes what it did when; "
+        "'epd-serve trace DIR' joins that for a viewer. null: nothing is written.",
+    )
     instances: InstancesConfig = InstancesConfig()
     roles: dict[RoleName, InstanceSettings] = Field(
         default_factory=dict,
@@ -216,6 +221,7 @@ class DeploymentConfig(Section):
             kv_group_layers=None if group_layers == "auto" else group_layers,
             link_bandwidth=settings.link.bandwidth,
             link_latency_ms=settings.link.latency_ms,
+            trace=self.trace,
             **settings.model_dump(include=_SAME_NAMED),
         )
 

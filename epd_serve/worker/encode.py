@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -21,6 +22,7 @@ from epd_serve.protocol.wire import EncodeReply, EncodeRequest, MediaRef
 from epd_serve.sched.encode import schedule_encodes
 from epd_serve.transfer.feature_store import FeatureStore, StoredFeature
 from epd_serve.worker.peers import Peers
+from epd_serve.worker.request_processor import S_PER_PIXEL, RequestProcessor
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +37,15 @@ class _Item:
     mm_hash: str
     inputs: TowerInputs
     num_pixels: int
-    feature: asyncio.Future[Tensor]
+    feature: asyncio.Future[_Encoded]
+
+
+@dataclass(frozen=True, slots=True)
+class _Encoded:
+    """A feature, and when the batch that made it began and ended."""
+
+    feature: Tensor
+    batch_s: tuple[float, float]
 
 
 class EncodeService:
@@ -47,6 +57,10 @@ class EncodeService:
     Args:
         url: of this instance, as consumers announce themselves.
         deliver_here: gives a feature to the consumer in this instance, by request id; None where there is none.
+        processor: decodes and preprocesses images.
+        on_delivered: told of each item that its consumer has: request id, mm_hash, when the call came, when the
+            batch began and ended, for metrics.
+        on_batch: told of each batch: images, begin, end; on the tower's thread.
     """
 
     def __init__(
@@ -58,8 +72,11 @@ class EncodeService:
         *,
         image_budget_pixels: int,
         limits: MediaLimits,
+        processor: RequestProcessor,
         url: str = "",
         deliver_here: Callable[[str, MediaRef, Tensor], Awaitable[None]] | None = None,
+        on_delivered: Callable[[str, str, float, tuple[float, float]], None] = lambda *_: None,
+        on_batch: Callable[[int, float, float], None] = lambda *_: None,
     ) -> None:
         self._load_tower = load_tower
         self._family = family
@@ -68,11 +85,13 @@ class EncodeService:
         self._budget = image_budget_pixels
         self._limits = limits
         self._url = url
+        self._processor = processor
         self._deliver_here = deliver_here
+        self._on_delivered = on_delivered
+        self._on_batch = on_batch
         self._tower: Tower | None = None
         self._tower_thread = ThreadPoolExecutor(1, thread_name_prefix="tower")
-        self._media_threads = ThreadPoolExecutor(2, thread_name_prefix="media")
-        self._flights: dict[str, asyncio.Task[Tensor]] = {}
+        self._flights: dict[str, asyncio.Task[_Encoded]] = {}
         self._waiters: dict[str, int] = {}
         self._waiting: list[_Item] = []
         self._arrived = asyncio.Event()
@@ -95,7 +114,6 @@ class EncodeService:
         with suppress(asyncio.CancelledError):
             await self._loop_task
         self._tower_thread.shutdown(cancel_futures=True)
-        self._media_threads.shutdown(cancel_futures=True)
 
     async def encode(self, request: EncodeRequest) -> EncodeReply:
         """Encode, store and announce one item; done when the consumer has it.
@@ -105,34 +123,40 @@ class EncodeService:
 
         Raises InvalidRequest for media that cannot be decoded, ServeError where encoding or delivery failed.
         """
+        received = time.monotonic()
         try:
-            return await self._announced(request)
+            reply, batch = await self._announced(request)
         except InvalidRequest:
             raise
         except ServeError as error:
             if self._deliver_here is None or request.announce_to != self._url:
                 raise
             logger.warning("feature %s goes past the store: %s", request.ref.mm_hash[:12], error.message)
-            feature = await self._encoded(request)
-            await self._deliver_here(request.request_id, request.ref, feature)
-            return EncodeReply(cached=False, num_tokens=feature.shape[0])
+            encoded = await self._encoded(request)
+            await self._deliver_here(request.request_id, request.ref, encoded.feature)
+            reply, batch = EncodeReply(cached=False, num_tokens=encoded.feature.shape[0]), encoded.batch_s
+        self._on_delivered(request.request_id, request.ref.mm_hash, received, batch)
+        return reply
 
-    async def _announced(self, request: EncodeRequest) -> EncodeReply:
+    async def _announced(self, request: EncodeRequest) -> tuple[EncodeReply, tuple[float, float]]:
         ref, owner = request.ref, request.request_id
         try:
             feature = await self._store.acquire(ref.mm_hash, owner)
-            cached = feature is not None
+            cached, hit = feature is not None, time.monotonic()
+            batch = hit, hit
             if feature is None:
-                feature = await self._put(ref.mm_hash, await self._encoded(request), owner)
+                encoded = await self._encoded(request)
+                batch = encoded.batch_s
+                feature = await self._put(ref.mm_hash, encoded.feature, owner)
             event = msgspec.structs.replace(
                 self._store.event(ref.mm_hash, feature, owner), width=ref.width, height=ref.height
             )
             await self._peers.call(request.announce_to, "/feature/event", event, _ANNOUNCE_TIMEOUT_S)
         finally:
             self._store.release(owner, ref.mm_hash)
-        return EncodeReply(cached=cached, num_tokens=feature.shape[0])
+        return EncodeReply(cached=cached, num_tokens=feature.shape[0]), batch
 
-    async def _encoded(self, request: EncodeRequest) -> Tensor:
+    async def _encoded(self, request: EncodeRequest) -> _Encoded:
         """The item's feature; requests for one item share one encode, which ends when nobody wants it any more."""
         mm_hash = request.ref.mm_hash
         if mm_hash not in self._flights:
@@ -148,9 +172,9 @@ class EncodeService:
                 del self._flights[mm_hash]
                 flight.cancel()
 
-    async def _fly(self, request: EncodeRequest) -> Tensor:
-        inputs = await asyncio.get_running_loop().run_in_executor(self._media_threads, self._prepare, request)
+    async def _fly(self, request: EncodeRequest) -> _Encoded:
         width, height = request.ref.width, request.ref.height
+        inputs = await self._processor.run("media", width * height * S_PER_PIXEL, self._prepare, request)
         item = _Item(request.ref.mm_hash, inputs, width * height, asyncio.get_running_loop().create_future())
         self._waiting.append(item)
         self._arrived.set()
@@ -180,7 +204,7 @@ class EncodeService:
             if not batch:
                 continue
             try:
-                features = await loop.run_in_executor(
+                features, batch_s = await loop.run_in_executor(
                     self._tower_thread, self._encode, [item.inputs for item in batch]
                 )
                 assert len(features) == len(batch), f"{len(features)} features of {len(batch)} images"
@@ -192,10 +216,14 @@ class EncodeService:
                 continue
             for item, feature in zip(batch, features, strict=True):
                 if not item.feature.done():
-                    item.feature.set_result(feature)
+                    item.feature.set_result(_Encoded(feature, batch_s))
 
-    def _encode(self, batch: list[TowerInputs]) -> list[Tensor]:
-        return self._loaded_tower().encode(batch)
+    def _encode(self, batch: list[TowerInputs]) -> tuple[list[Tensor], tuple[float, float]]:
+        start = time.monotonic()
+        features = self._loaded_tower().encode(batch)
+        end = time.monotonic()
+        self._on_batch(len(batch), start, end)
+        return features, (start, end)
 
     def _loaded_tower(self) -> Tower:
         if self._tower is None:

@@ -20,6 +20,7 @@ from epd_serve.cache.block_pool import BlockPool
 from epd_serve.config import InstanceOptions, decode_graph_sizes
 from epd_serve.errors import ServeError, Unavailable
 from epd_serve.media import MediaLimits
+from epd_serve.metrics.trace import TraceWriter
 from epd_serve.models.family import Family, load_family
 from epd_serve.models.language import LanguageModel
 from epd_serve.models.loader import eos_token_ids, media_fingerprint
@@ -47,6 +48,7 @@ from epd_serve.worker.metrics import CONTENT_TYPE, InstanceMetrics
 from epd_serve.worker.peers import Peers
 from epd_serve.worker.prefill import PrefillService
 from epd_serve.worker.prompt import PromptProcessor
+from epd_serve.worker.request_processor import RequestProcessor
 from epd_serve.worker.runner import LanguageRunner
 from epd_serve.worker.sizing import check_dtype, num_kv_blocks, resolve_dtype
 from epd_serve.worker.step import StepExecutor
@@ -55,6 +57,7 @@ logger = logging.getLogger(__name__)
 
 _HOUSEKEEPING_S = 0.25
 _ORPHAN_S = 10.0
+_MAX_MEDIA_THREADS = 8
 #: The gateway applies the operator's limits; an instance only guards itself.
 _MEDIA_LIMITS = MediaLimits(max_pixels=1 << 28, max_bytes=1 << 30)
 
@@ -71,7 +74,8 @@ class Instance:
         self._followers: Followers | None = None
         self._listeners = Listeners()
         self._tasks: set[asyncio.Task[None]] = set()
-        self.metrics = InstanceMetrics()
+        self.trace = TraceWriter(options.trace, options.name) if options.trace else None
+        self.metrics = InstanceMetrics(self.trace)
         self.pulls = Pulls()
 
     async def start(self) -> None:
@@ -98,6 +102,11 @@ class Instance:
         self._store = await asyncio.to_thread(
             start_feature_store, options, self._transport, self._device.type, self.metrics.store_did
         )
+        self._processor = RequestProcessor(
+            min(options.threads or max(1, len(os.sched_getaffinity(0)) // 2), _MAX_MEDIA_THREADS),
+            queue_timeout_s=options.queue_timeout_s,
+            observe=self.metrics.prepared,
+        )
         self._encode = EncodeService(
             partial(Tower, self._path, self._dtype, self._device),
             self._family,
@@ -105,6 +114,9 @@ class Instance:
             self._peers,
             image_budget_pixels=options.image_budget_pixels,
             limits=_MEDIA_LIMITS,
+            processor=self._processor,
+            on_delivered=self.metrics.timeline.encoded,
+            on_batch=self.metrics.encoded_batch,
             url=self.url,
             deliver_here=self._deliver_here if options.role.has_language_model else None,
         )
@@ -211,7 +223,7 @@ class Instance:
             on_free=lambda: self._call_on_loop(self._blocks_freed),
             on_step=self.metrics.stepped,
         )
-        processor = PromptProcessor(
+        prompts = PromptProcessor(
             self._path,
             self._family,
             language.inner,
@@ -220,10 +232,12 @@ class Instance:
         )
         self._prefill = PrefillService(
             engine,
-            processor,
+            prompts,
             self._inbox,
             self._deliver,
             layout,
+            processor=self._processor,
+            timeline=self.metrics.timeline,
             feature_timeout_s=options.feature_timeout_s,
             lease_s=options.lease_s,
             listen=self._listeners.listen,
@@ -233,7 +247,7 @@ class Instance:
         self._decode = DecodeService(
             engine,
             memory,
-            processor.tokenizer,
+            prompts.tokenizer,
             layout,
             transport=self._transport,
             peers=self._peers,
@@ -241,6 +255,7 @@ class Instance:
             orphan_s=_ORPHAN_S,
             listen=self._listeners.listen,
             on_read=self.metrics.kv_read,
+            timeline=self.metrics.timeline,
         )
         engine.start()
 
@@ -260,6 +275,7 @@ class Instance:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._processor.close()
         await self._encode.close()
         if self._inbox is not None:
             self._inbox.close()
@@ -270,6 +286,8 @@ class Instance:
         await self._peers.close()
         await asyncio.to_thread(self._store.close)
         self._transport.close()
+        if self.trace is not None:
+            self.trace.close()
 
     # ------------------------------------------------------------------ calls
 
@@ -317,7 +335,11 @@ class Instance:
     async def _integrity(self, body: bytes) -> Reply:
         """Check every cache's books; the answer lists what is in use, all zero on an idle instance."""
         self._check_ready()
-        in_use = {"features_held": self._store.num_owners, "encodes": self._encode.num_waiting}
+        in_use = {
+            "features_held": self._store.num_owners,
+            "encodes": self._encode.num_waiting,
+            "preparations": self._processor.num_waiting,
+        }
         try:
             self._store.check_integrity()
             if self._engine and self._inbox and self._decode:
@@ -334,6 +356,7 @@ class Instance:
                 "reservations": self._decode.num_reservations,
                 "feature_owners": self._inbox.num_owners,
                 "listeners": len(self._listeners),
+                "timeline": self.metrics.timeline.num_requests,
             }
         return Reply(headers=(JSON,), body=msgspec.json.encode(in_use))
 

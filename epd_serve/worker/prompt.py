@@ -17,6 +17,7 @@ from epd_serve.errors import InvalidRequest
 from epd_serve.models.family import Family
 from epd_serve.protocol.wire import ChatMessage, MediaRef, PrefillRequest
 from epd_serve.types import MediaSpan
+from epd_serve.worker.request_processor import S_PER_CHARACTER
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +56,11 @@ class PromptProcessor:
         self._language_model = language_model
         self._max_model_len = max_model_len
         self._block_size = block_size
+
+    def cost_s(self, request: PrefillRequest) -> float:
+        """About how long :meth:`process` takes."""
+        texts = [part.text for message in request.messages or () for part in message.content]
+        return S_PER_CHARACTER * sum(map(len, (*texts, request.prompt or "")))
 
     def process(self, request: PrefillRequest) -> Prompt:
         """Raises InvalidRequest for what the template, the context length or the vocabulary refuses."""

@@ -66,6 +66,7 @@ OPTIONS = InstanceOptions(
     feature_prefetch="sync",
     link_bandwidth=5000,
     link_latency_ms=0.5,
+    trace=Path("/traces"),
 )
 
 

@@ -21,6 +21,7 @@ from epd_serve.protocol import wire
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.feature_store import EmbeddedFeatureStore
 from epd_serve.worker.encode import EncodeService
+from epd_serve.worker.request_processor import RequestProcessor
 
 
 class Family:
@@ -91,7 +92,12 @@ class Bench:
         store = EmbeddedFeatureStore(self.transport, 1 << 12)
         parts: list[Any] = [lambda: tower, Family(), store, peers]
         service = EncodeService(
-            *parts, image_budget_pixels=1, limits=MediaLimits(), url=HERE, deliver_here=deliver_here
+            *parts,
+            image_budget_pixels=1,
+            limits=MediaLimits(),
+            processor=RequestProcessor(2, queue_timeout_s=5),
+            url=HERE,
+            deliver_here=deliver_here,
         )
         self.services.append(service)
         return service, store
