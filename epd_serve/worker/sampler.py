@@ -124,7 +124,8 @@ def _draw_any(values: Tensor, params: AbstractSequence[SamplingParams], uniforms
     weights = values.exp_()
     if any(p.min_p for p in params):
         weights.masked_fill_(weights < _column(values, [p.min_p for p in params]), 0.0)
-    runs = F.pad(weights, (0, -weights.shape[1] % _RUN)).view(len(weights), -1, _RUN)
+    missing = -weights.shape[1] % _RUN
+    runs = (F.pad(weights, (0, missing)) if missing else weights).view(len(weights), -1, _RUN)
     ends = runs.sum(dim=-1).double().cumsum(dim=-1)
     targets = uniforms * ends[:, -1:]
     run = torch.searchsorted(ends, targets, right=True).clamp_(max=ends.shape[1] - 1)
@@ -157,8 +158,8 @@ def _draw_ranked(
     chosen = torch.searchsorted(kept, uniforms * kept[:, -1:], right=True).clamp_(max=num_best - 1)
     drawn = tokens.gather(1, chosen).squeeze(1)
     if num_best < vocab:  # each row looks for itself: none depends on its batch
-        ends = zip(limits, cumulative[:, -1].tolist(), dropped[:, -1].tolist(), strict=True)
-        short = [i for i, (limit, _, is_cut) in enumerate(ends) if limit > num_best and not is_cut]
+        is_cut = dropped[:, -1].tolist()
+        short = [i for i, limit in enumerate(limits) if limit > num_best and not is_cut[i]]
         if short:
             more = min(16 * num_best, vocab)
             drawn[short] = _draw_ranked(values[short], [params[i] for i in short], uniforms[short], more)
@@ -172,11 +173,12 @@ def _with_logprobs(logits: Tensor, tokens: Tensor, counts: dict[int, int]) -> li
         counts: how many of the best each row that has them wants, by row.
     """
     rows = _on(logits, list(counts))
-    logprobs = logits[rows].log_softmax(dim=-1)
-    chosen = logprobs.gather(1, tokens[rows].unsqueeze(1))
-    best = logprobs.topk(min(max(counts.values()), logprobs.shape[1]))
+    scores = logits if len(rows) == len(logits) else logits[rows]
+    total = scores.logsumexp(dim=-1, keepdim=True)
+    chosen = scores.gather(1, tokens[rows].unsqueeze(1))
+    best = scores.topk(min(max(counts.values()), scores.shape[1]))
     # one copy for all: float32 as it is, in the bits of int32
-    floats = torch.cat([chosen, best.values], dim=1).view(torch.int32)
+    floats = (torch.cat([chosen, best.values], dim=1) - total).view(torch.int32)
     packed = torch.cat([tokens.int(), best.indices.int().flatten(), floats.flatten()]).cpu()
     count_ids, count_top = len(tokens), best.indices.numel()
     sampled = [SampledToken(token) for token in packed[:count_ids].tolist()]
