@@ -24,7 +24,16 @@ from epd_serve.config import (
     load_config,
     model_path,
 )
-from epd_serve.config.options import DType, FeaturePrefetch, FeatureStoreKind, KVTransport, MooncakeProtocol
+from epd_serve.config.options import (
+    BatchingEncodes,
+    BatchingOrder,
+    BatchingPolicy,
+    DType,
+    FeaturePrefetch,
+    FeatureStoreKind,
+    KVTransport,
+    MooncakeProtocol,
+)
 from epd_serve.cost.interference import Clock, Isolation
 from epd_serve.launch.ports import url_of
 from epd_serve.topology import draw, explain, parse_topology
@@ -186,6 +195,18 @@ def instance(
     ] = InstanceOptions.feature_prefetch,
     slo_ttft_ms: Annotated[float | None, typer.Option(help="Longest time to first token.")] = None,
     slo_tpot_ms: Annotated[float | None, typer.Option(help="Longest time between two tokens.")] = None,
+    batching_alpha: Annotated[
+        float, typer.Option(help="Share of --slo-ttft-ms for a step, where nothing is decoded.")
+    ] = InstanceOptions.batching_alpha,
+    batching_order: Annotated[
+        BatchingOrder, typer.Option(help="Of waiting prompts.")
+    ] = InstanceOptions.batching_order,
+    batching_policy: Annotated[
+        BatchingPolicy, typer.Option(help="Bound steps by the SLO, or not.")
+    ] = InstanceOptions.batching_policy,
+    batching_encodes: Annotated[
+        BatchingEncodes, typer.Option(help="Start encodes while prompts are computed, or after.")
+    ] = InstanceOptions.batching_encodes,
     link_bandwidth: Annotated[
         int | None, typer.Option(min=1, help="Bytes per second of links between instances, for experiments.")
     ] = None,
@@ -201,6 +222,8 @@ def instance(
         raise ValueError("--num-blocks and --kv-cache-bytes set the same thing; give one of them")
     if feature_store == "mooncake" and mooncake_master is None:
         raise ValueError("--feature-store mooncake needs --mooncake-master HOST:PORT")
+    if batching_order == "slack" and slo_ttft_ms is None:
+        raise ValueError("--batching-order slack needs --slo-ttft-ms")
     options = InstanceOptions(
         name=name,
         role=Role.parse(role),
@@ -239,6 +262,10 @@ def instance(
         feature_prefetch=feature_prefetch,
         slo_ttft_ms=slo_ttft_ms,
         slo_tpot_ms=slo_tpot_ms,
+        batching_alpha=batching_alpha,
+        batching_order=batching_order,
+        batching_policy=batching_policy,
+        batching_encodes=batching_encodes,
         link_bandwidth=link_bandwidth,
         link_latency_ms=link_latency_ms,
         trace=trace,

@@ -148,6 +148,13 @@ class DeploymentConfig(Section):
         return devices
 
     @model_validator(mode="after")
+    def _slack_has_a_limit(self) -> DeploymentConfig:
+        slack = [role for role in ("instances", *self.roles) if self.settings_for(role).batching.order == "slack"]
+        if slack and self.slo.ttft_ms is None:
+            raise ValueError("batching.order: slack needs a time to be kept; set slo.ttft_ms")
+        return self
+
+    @model_validator(mode="after")
     def _one_kv_transport(self) -> DeploymentConfig:
         named = {
             str(instance.role): self.settings_for(str(instance.role)).kv_transfer.transport
@@ -257,6 +264,10 @@ class DeploymentConfig(Section):
             kv_group_layers=None if group_layers == "auto" else group_layers,
             slo_ttft_ms=self.slo.ttft_ms,
             slo_tpot_ms=self.slo.tpot_ms,
+            batching_alpha=settings.batching.alpha,
+            batching_order=settings.batching.order,
+            batching_policy=settings.batching.policy,
+            batching_encodes=settings.batching.encodes,
             link_bandwidth=settings.link.bandwidth,
             link_latency_ms=settings.link.latency_ms,
             trace=self.trace,
@@ -265,7 +276,7 @@ class DeploymentConfig(Section):
 
 
 #: Settings that an instance takes as they stand.
-_SAME_NAMED = set(InstanceSettings.model_fields) - {"threads", "share", "kv_transfer", "link"}
+_SAME_NAMED = set(InstanceSettings.model_fields) - {"threads", "share", "kv_transfer", "link", "batching"}
 
 
 def model_path(model: str) -> Path:

@@ -294,6 +294,7 @@ class InstanceInfo(Message, frozen=True):
             processor, dtype, shape version. It goes into each mm_hash.
         parameters: number of parameters held, by part ("tower", "language_model").
         share: of the device, that the instance keeps to; None: no limit.
+        budgets: of a step, in tokens, sequences, pixels and milliseconds; found from the SLO where there is one.
     """
 
     name: str
@@ -310,6 +311,7 @@ class InstanceInfo(Message, frozen=True):
     load: Load
     parameters: dict[str, int] = {}
     share: AppliedShare | None = None
+    budgets: dict[str, float] = {}
 
 
 M = TypeVar("M", bound=Message)

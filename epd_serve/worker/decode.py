@@ -8,8 +8,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from epd_serve.cache.block_pool import num_blocks_for
 from epd_serve.cache.tombstones import Tombstones
 from epd_serve.errors import InstanceFailed, InvalidRequest, ServeError, StageTimeout, Unavailable
@@ -155,16 +153,20 @@ class DecodeService:
         )
 
     async def _grant(self, reservation: Reservation, request: wire.ReserveRequest) -> None:
+        arrival_s = time.monotonic()
         async with self._admission:  # its queue is first come, first served
-            while reservation.state is ReservationState.PENDING:
-                self._freed.clear()
-                blocks = self._engine.reserve(
-                    request.num_prompt_tokens, request.max_tokens, request.num_sequences, request.block_hashes
-                )
-                if blocks is not None:
-                    self._reservations.grant(reservation, blocks, time.monotonic())
-                    return
-                await self._freed.wait()
+            try:
+                while reservation.state is ReservationState.PENDING:
+                    self._freed.clear()
+                    blocks = self._engine.reserve(
+                        request.num_prompt_tokens, request.num_sequences, request.block_hashes, arrival_s
+                    )
+                    if blocks is not None:
+                        self._reservations.grant(reservation, blocks, time.monotonic())
+                        return
+                    await self._freed.wait()
+            finally:
+                self._engine.stop_reserving()
 
     def renew(self, ref: wire.TransferRef) -> None:
         if not self._reservations.renew(ref.transfer_id, time.monotonic()):
@@ -294,7 +296,7 @@ def _sequence(handoff: wire.Handoff, reservation: Reservation) -> Sequence:
         prompt_ids=handoff.prompt_ids,
         sampling=handoff.sampling,
         max_tokens=handoff.max_tokens,
-        positions=torch.empty(0),  # the prompt's are needed by nobody any more
+        positions=None,  # the prompt was computed elsewhere
         position_delta=handoff.position_delta,
         block_hashes=reservation.block_hashes,
     )

@@ -116,8 +116,12 @@ class EncodeService:
         """Parameters of the tower held; 0 while it is not loaded."""
         return 0 if self._tower is None else self._tower.num_parameters
 
-    async def warm_up(self) -> None:
-        await asyncio.get_running_loop().run_in_executor(self._tower_thread, self._loaded_tower)
+    async def warm_up(self, find_budget: Callable[[Tower], int] | None = None) -> None:
+        """Load the tower; ``find_budget`` may measure it, on its thread, and says how many pixels a batch has."""
+        loop = asyncio.get_running_loop()
+        tower = await loop.run_in_executor(self._tower_thread, self._loaded_tower)
+        if find_budget is not None:
+            self._budget = await loop.run_in_executor(self._tower_thread, find_budget, tower)
 
     def reconsider(self) -> None:
         """Ask ``may_start`` again, if items wait for it. Any thread, before the event loop is closed."""

@@ -27,9 +27,11 @@ from epd_serve.models.loader import eos_token_ids, media_fingerprint
 from epd_serve.models.tower import Tower
 from epd_serve.protocol import wire
 from epd_serve.request import Sequence
-from epd_serve.sched.language import Budget, ScheduleOutput
+from epd_serve.sched.encode import EncodeGate
+from epd_serve.sched.language import ScheduleOutput
 from epd_serve.transfer.grouping import GroupSizer
 from epd_serve.transfer.kv_sender import KVSender
+from epd_serve.worker.batching import Batching, measurements
 from epd_serve.worker.calls import StageCalls
 from epd_serve.worker.commands import CreateCache
 from epd_serve.worker.data_plane import start_feature_store, start_transport
@@ -58,6 +60,7 @@ logger = logging.getLogger(__name__)
 
 _HOUSEKEEPING_S = 0.25
 _ORPHAN_S = 10.0
+_ASK_AGAIN_S = 0.01
 _MAX_MEDIA_THREADS = 8
 #: The gateway applies the operator's limits; an instance only guards itself.
 _MEDIA_LIMITS = MediaLimits(max_pixels=1 << 28, max_bytes=1 << 30)
@@ -101,6 +104,8 @@ class Instance:
         self._max_model_len = (
             options.max_model_len or self._family.config.get_text_config().max_position_embeddings
         )
+        self._batching = Batching(options, measurements(options, self._device, self._fingerprint))
+        self._gate = EncodeGate(lambda: self._engine is not None and self._engine.is_prefilling, time.monotonic)
         self._store = await asyncio.to_thread(
             start_feature_store, options, self._transport, self._device.type, self.metrics.store_did
         )
@@ -122,10 +127,11 @@ class Instance:
             url=self.url,
             deliver_here=self._deliver_here if options.role.has_language_model else None,
             stream=self._streams.tower,
+            may_start=self._may_encode,
         )
         self._streams.language.on_failure = self._encode.reconsider
         if options.role.encodes:
-            await self._encode.warm_up()
+            await self._encode.warm_up(lambda tower: self._batching.find_image_budget(tower, self._family))
         if options.role.has_language_model:
             await asyncio.to_thread(self._load_language_model)
             self._start_language_stages()
@@ -158,7 +164,7 @@ class Instance:
             heads=language.kv_heads if self._followers else None,
             followers=self._followers,
         )
-        # a request takes all blocks that it may need at once, so the pool bounds the context too
+        # a sequence that is alone must be able to reach its end
         self._max_model_len = min(
             self._max_model_len, language.max_model_len, (memory.num_blocks - 1) * options.tokens_per_block
         )
@@ -172,22 +178,28 @@ class Instance:
         )
         if self._followers is not None:
             self._followers.send(create)
-        self._executor = StepExecutor.for_cache(language, self._device, memory.tensor, create)
+        executor = StepExecutor.for_cache(language, self._device, memory.tensor, create)
         self._language = language
+        self._eos = eos_token_ids(self._path, self._family.config)
+        self._runner = LanguageRunner(
+            executor,
+            self._device.ops,
+            block_size=options.tokens_per_block,
+            num_position_axes=self._family.num_position_axes,
+            eos_token_ids=self._eos,
+            followers=self._followers,
+        )
+        self._batching.find_budget(
+            self._runner,
+            num_blocks=memory.num_blocks,
+            num_position_axes=self._family.num_position_axes,
+            max_model_len=self._max_model_len,
+        )
 
     def _start_language_stages(self) -> None:
         assert self._language is not None
         options, language, memory = self.options, self._language, self._memory
         layout = memory.layout
-        eos = eos_token_ids(self._path, self._family.config)
-        runner = LanguageRunner(
-            self._executor,
-            self._device.ops,
-            block_size=options.tokens_per_block,
-            num_position_axes=self._family.num_position_axes,
-            eos_token_ids=eos,
-            followers=self._followers,
-        )
         self._inbox = FeatureInbox(
             options.feature_cache_bytes,
             self._store.fetch,
@@ -209,16 +221,17 @@ class Instance:
         sizer = GroupSizer(num_layers=language.num_layers, fixed=options.kv_group_layers)
         sender = KVSender(self._transport, memory, sizer, time.monotonic, self.metrics.kv_written)
         self._sender = sender
+        pool = BlockPool(memory.num_blocks, options.tokens_per_block)
         self._engine = engine = Engine(
-            runner,
-            BlockPool(memory.num_blocks, options.tokens_per_block),
-            Budget(max_num_tokens=options.max_num_batched_tokens, max_num_seqs=options.max_num_seqs),
+            self._runner,
+            pool,
+            self._batching.budget,
             num_layers=language.num_layers,
-            eos_token_ids=eos,
+            eos_token_ids=self._eos,
             feature_of=self._supply.take,
             has_feature=self._supply.has,
             on_starved=self._supply.starved,
-            copy_block=memory.copy_block,
+            memory=memory,
             block_nbytes=block_nbytes(layout),
             record_event=lambda: self._device.record_event().synchronize,
             sender=sender,
@@ -227,6 +240,7 @@ class Instance:
             on_free=lambda: self._call_on_loop(self._blocks_freed),
             around_step=self._streams.language.step,
             on_step=self._stepped,
+            order=self._batching.order(pool),
         )
         prompts = PromptProcessor(
             self._path,
@@ -234,7 +248,6 @@ class Instance:
             language.inner,
             max_model_len=self._max_model_len,
             block_size=options.tokens_per_block,
-            num_blocks=memory.num_blocks - 1,
         )
         self._prefill = PrefillService(
             engine,
@@ -333,6 +346,7 @@ class Instance:
                 "language_model": self._language.num_parameters if self._language else 0,
             },
             share=self._streams.share,
+            budgets=self._batching.summary(),
         )
         return Reply(headers=(JSON,), body=wire.to_json(info))
 
@@ -413,7 +427,14 @@ class Instance:
         self.metrics.stepped(output, seconds)
         assert self._engine is not None
         self._streams.language.stepped(output, seconds, self._engine.load().num_running)
+        self._batching.stepped(output, seconds)
         self._encode.reconsider()
+
+    def _may_encode(self) -> bool:
+        if self.options.batching_encodes == "concurrent" or self._gate.may_start():
+            return True
+        self._loop.call_later(_ASK_AGAIN_S, self._encode.reconsider)
+        return False
 
     def _blocks_freed(self) -> None:
         if self._decode is not None:

@@ -101,6 +101,9 @@ class InstanceMetrics:
         self._steps = self._counter("steps", "Steps of the language model", "kind")
         self._step_seconds = self._counter("step_seconds", "Time of steps", "kind")
         self._step_tokens = self._counter("step_tokens", "Tokens computed", "stage")
+        self._preemptions = self._counter(
+            "preemptions", "Sequences that gave their blocks to older ones for a while"
+        )
         self._load = {
             name: self._gauge(name, text)
             for name, text in (
@@ -163,6 +166,7 @@ class InstanceMetrics:
         kind = "decode" if not output.prefills else "mixed" if output.decodes else "prefill"
         self._steps.labels(kind).inc()
         self._step_seconds.labels(kind).inc(seconds)
+        self._preemptions.inc(len(output.preempted))
         self._step_tokens.labels("decode").inc(len(output.decodes))
         num_prefill_tokens = output.num_tokens - len(output.decodes)
         self._step_tokens.labels("prefill").inc(num_prefill_tokens)

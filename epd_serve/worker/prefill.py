@@ -158,7 +158,7 @@ class PrefillService:
             num_sequences=request.sampling.n,
             hand_off=hand_off,
         )
-        self._engine.check_fits(sequence.num_prompt_tokens, sequence.room_tokens, sequence.num_forked)
+        self._engine.check_fits(len(prompt.ids), 0 if hand_off else prompt.max_tokens, sequence.num_forked)
         return sequence
 
     # ------------------------------------------------------------------ decoded here

@@ -38,10 +38,7 @@ class Prompt:
 
 
 class PromptProcessor:
-    """Chat template, tokenizer and position layout of one model. Safe for use from a pool of threads.
-
-    ``num_blocks`` is the capacity of the KV pool: it bounds the length of answers that the client leaves open.
-    """
+    """Chat template, tokenizer and position layout of one model. Safe for use from a pool of threads."""
 
     def __init__(
         self,
@@ -51,7 +48,6 @@ class PromptProcessor:
         *,
         max_model_len: int,
         block_size: int,
-        num_blocks: int,
     ) -> None:
         self.tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
         if not self.tokenizer.chat_template:
@@ -60,7 +56,6 @@ class PromptProcessor:
         self._language_model = language_model
         self._max_model_len = max_model_len
         self._block_size = block_size
-        self._num_blocks = num_blocks
 
     def cost_s(self, request: PrefillRequest) -> float:
         """About how long :meth:`process` takes."""
@@ -78,7 +73,7 @@ class PromptProcessor:
         if not ids:
             raise InvalidRequest("the prompt is empty; it needs one token at least", param="prompt")
         ids, spans = self._expand(ids, request.items)
-        max_tokens = self._max_tokens(len(ids), request.sampling.max_tokens, request.sampling.n)
+        max_tokens = self._max_tokens(len(ids), request.sampling.max_tokens)
         sizes = [(item.width, item.height) for item in request.items]
         positions, delta = self._family.positions(ids, sizes, self._language_model)
         return Prompt(
@@ -133,7 +128,7 @@ class PromptProcessor:
             expanded += [placeholder] * count
         return expanded, tuple(spans)
 
-    def _max_tokens(self, num_prompt_tokens: int, asked: int | None, num_sequences: int) -> int:
+    def _max_tokens(self, num_prompt_tokens: int, asked: int | None) -> int:
         room = self._max_model_len - num_prompt_tokens
         if room < 1:
             raise InvalidRequest(
@@ -149,12 +144,7 @@ class PromptProcessor:
                 param="max_tokens",
                 code="context_length_exceeded",
             )
-        if asked is not None:
-            return asked
-        # all choices must fit the pool at once; the full blocks of the prompt are shared
-        shared = num_prompt_tokens // self._block_size
-        blocks = (self._num_blocks + (num_sequences - 1) * shared) // num_sequences
-        return max(min(room, blocks * self._block_size - num_prompt_tokens), 1)
+        return room if asked is None else asked
 
 
 def _content(message: ChatMessage) -> Any:

@@ -147,9 +147,7 @@ async def test_a_4k_image(model: Path) -> None:
 async def test_a_prompt_of_4k_tokens_and_its_hand_over(model: Path) -> None:
     family = load_family(model)
     language = LanguageModel(model, torch.float32, get_device("cpu"))
-    prompts = PromptProcessor(
-        model, family, language.inner, max_model_len=1 << 15, block_size=16, num_blocks=1 << 12
-    )
+    prompts = PromptProcessor(model, family, language.inner, max_model_len=1 << 15, block_size=16)
     processor = RequestProcessor(1, queue_timeout_s=60)
     request = wire.PrefillRequest(
         request_id="r",
