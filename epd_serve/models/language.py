@@ -11,6 +11,7 @@ from torch import Tensor
 
 from device.base import Device
 from device.distributed import Alone, Group
+from device.ops.linear import Linear, linear
 from epd_serve.models.decoder import Decoder, StepContext
 from epd_serve.models.loader import ModelPart, load_part, num_parameters
 
@@ -43,7 +44,7 @@ class LanguageModel:
         self._group = group or Alone()
         language_model = model.model.language_model
         self._embedding: Tensor = language_model.embed_tokens.weight.to(self._device)
-        self._head = self._load_head(model, text.vocab_size)
+        self._head, self._head_rows = self._load_head(model, text.vocab_size)
         self._vocab_size: int = text.vocab_size
         self._decoder = Decoder(language_model, device.ops, self._device, self._group)
         self.num_layers = self._decoder.num_layers
@@ -54,14 +55,14 @@ class LanguageModel:
         self.inner = model.model
         self.inner.language_model = None
 
-    def _load_head(self, model: Any, vocab_size: int) -> Tensor:
-        """This rank's rows of the head: a view of the embedding where the two are tied."""
+    def _load_head(self, model: Any, vocab_size: int) -> tuple[Linear, int]:
+        """The product with this rank's rows of the head, and how many they are."""
         weight = model.lm_head.weight
         if weight is model.model.language_model.embed_tokens.weight:
             weight = self._embedding
         part = -(-vocab_size // self._group.size)
-        head: Tensor = weight[self._group.rank * part : (self._group.rank + 1) * part].to(self._device)
-        return head
+        rows = weight[self._group.rank * part : (self._group.rank + 1) * part].to(self._device)
+        return linear(rows), len(rows)
 
     @torch.inference_mode()
     def forward(
@@ -95,11 +96,11 @@ class LanguageModel:
         return self._logits(hidden).float()
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        logits = F.linear(hidden, self._head)
+        logits = self._head(hidden)
         if self._group.size == 1:
             return logits
         part = -(-self._vocab_size // self._group.size)
-        return self._group.all_gather(F.pad(logits, (0, part - len(self._head))))[:, : self._vocab_size]
+        return self._group.all_gather(F.pad(logits, (0, part - self._head_rows)))[:, : self._vocab_size]
 
 
 def _max_model_len(text: Any) -> int:
