@@ -66,7 +66,12 @@ class NativeEngine:
             device=device.torch_device,
         )
         self.executor = TimedExecutor(
-            model, device, kv, num_position_axes=self._axes, graph_sizes=graph_sizes, max_model_len=model.max_model_len
+            model,
+            device,
+            kv,
+            num_position_axes=self._axes,
+            graph_sizes=graph_sizes,
+            max_model_len=model.max_model_len,
         )
         runner = LanguageRunner(
             self.executor,

@@ -39,7 +39,9 @@ class Shape:
     extra: dict[str, Any] = field(default_factory=dict)
 
 
-def _sizes(hidden: int, layers: int, heads: int, kv_heads: int, feed_forward: int, vocabulary: int) -> dict[str, Any]:
+def _sizes(
+    hidden: int, layers: int, heads: int, kv_heads: int, feed_forward: int, vocabulary: int
+) -> dict[str, Any]:
     return {
         "hidden_size": hidden,
         "num_hidden_layers": layers,

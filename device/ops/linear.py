@@ -1,4 +1,8 @@
-"""Matrix products with a fixed weight, in the layout that the device multiplies fastest."""
+"""Matrix products with fixed weights, in the layout that the device multiplies fastest.
+
+On CPUs that multiply the weights' dtype in hardware, oneDNN keeps a copy of its own, in blocks that need no
+rearranging on each call: the caller should let go of the weights that it gives.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 Linear = Callable[[Tensor], Tensor]
 #: Rows of the product that the blocks of a packed weight are laid out for: good from 1 to some hundreds.
@@ -15,17 +19,49 @@ _PACKED_FOR_ROWS = 64
 
 
 def linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
-    """``states @ weight.T + bias`` as a function of states [..., in].
-
-    Args:
-        weight: [out, in]. bias: [out]. The caller should let go of the weight: oneDNN keeps its own copy on CPUs
-            that multiply its dtype in hardware, in blocks that need no rearranging on each call.
-    """
+    """``states @ weight.T + bias`` of states [..., in], by a weight [out, in] and a bias [out]."""
     if not _packs(weight):
         return partial(F.linear, weight=weight, bias=bias)
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), _PACKED_FOR_ROWS)
-    multiply = torch.ops.mkldnn._linear_pointwise.default
+    packed, multiply = _pack(weight), torch.ops.mkldnn._linear_pointwise.default
     return lambda states: multiply(states, packed, bias, "none", [], "")
+
+
+def gated_linear(gate: Tensor, up: Tensor, swiglu: Callable[[Tensor], Tensor]) -> Linear:
+    """``silu(states @ gate.T) * (states @ up.T)``, both weights [out, in].
+
+    Args:
+        swiglu: does the same to both products side by side, [..., 2 * out]; used where they are one product.
+    """
+    if not _packs(gate):
+        both = linear(torch.cat((gate, up)))
+        return lambda states: swiglu(both(states))
+    packed_gate, packed_up = _pack(gate), _pack(up)
+    multiply = torch.ops.mkldnn._linear_pointwise
+    activate, gated = multiply.default, multiply.binary
+    # silu and the product are taken while a block of results is still in registers
+    return lambda states: gated(
+        states, activate(states, packed_gate, None, "swish", [], ""), packed_up, None, "mul"
+    )
+
+
+class PackedLinear(nn.Module):
+    """Stands for an ``nn.Linear`` of a model that somebody else wrote."""
+
+    def __init__(self, module: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = module.in_features, module.out_features
+        self._multiply = linear(module.weight.detach(), None if module.bias is None else module.bias.detach())
+
+    def forward(self, states: Tensor) -> Tensor:
+        return self._multiply(states)
+
+
+def pack_modules(model: nn.Module) -> None:
+    """Pack the weights of all linear layers inside, where that helps."""
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if type(child) is nn.Linear and _packs(child.weight):
+                setattr(module, name, PackedLinear(child))
 
 
 def _packs(weight: Tensor) -> bool:
@@ -34,3 +70,8 @@ def _packs(weight: Tensor) -> bool:
     if weight.dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return weight.dtype == torch.float16 and bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+
+
+def _pack(weight: Tensor) -> Tensor:
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), _PACKED_FOR_ROWS)
+    return packed

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from device.base import AttentionOps, AttentionPlan
 from device.distributed import Alone, Group
-from device.ops.linear import Linear, linear
+from device.ops.linear import Linear, gated_linear, linear
 from device.ops.rotary import rotary_tables
 from epd_serve.models.sharding import Heads, split
 
@@ -171,9 +171,10 @@ class Decoder:
             experts = mlp.to(self._device)
             return lambda hidden: experts(hidden.unsqueeze(0)).squeeze(0)
         rows = split(mlp.gate_proj.out_features, self._group)
-        gate_up = self._fuse([(mlp.gate_proj, rows), (mlp.up_proj, rows)])
+        gate, up = (mlp.gate_proj.weight[rows].to(self._device), mlp.up_proj.weight[rows].to(self._device))
+        inner = gated_linear(gate, up, self._ops.swiglu)
         down = self._row_parallel(mlp.down_proj, rows)
-        return lambda hidden: down(self._ops.swiglu(gate_up(hidden)))
+        return lambda hidden: down(inner(hidden))
 
     def _fuse(self, parts: Sequence[tuple[nn.Linear, slice]]) -> Linear:
         """Rows of several projections of one input, one below the other."""

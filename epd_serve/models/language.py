@@ -83,7 +83,7 @@ class LanguageModel:
             feature_rows: [F] int64, the placeholder tokens that these features replace.
 
         Returns:
-            float32 logits [len(rows), vocab].
+            Logits [len(rows), vocab] of the model's dtype.
         """
         embeddings = F.embedding(ids, self._embedding)
         deepstack: list[Tensor] = []
@@ -93,7 +93,7 @@ class LanguageModel:
         hidden = self._decoder.forward(embeddings, positions, context, feature_rows, deepstack)
         if rows is not None:
             hidden = hidden.index_select(0, rows)
-        return self._logits(hidden).float()
+        return self._logits(hidden)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         logits = self._head(hidden)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from device.base import Device
+from device.ops.linear import pack_modules
 from epd_serve.models.attention import TowerAttention
 from epd_serve.models.family import TowerInputs
 from epd_serve.models.loader import ModelPart, load_part, num_parameters
@@ -29,6 +30,7 @@ class Tower:
         self._device = device.torch_device
         self.dtype = dtype
         self.num_parameters = num_parameters(model)
+        pack_modules(model)
 
     @torch.inference_mode()
     def encode(self, batch: Sequence[TowerInputs]) -> list[Tensor]:

@@ -47,12 +47,12 @@ class SampledToken:
 def sample(
     logits: Tensor, rows: AbstractSequence[Row], ops: AttentionOps, eos_token_ids: frozenset[int]
 ) -> list[SampledToken]:
-    """Choose one token for each row of ``logits`` [len(rows), vocab], float32."""
+    """Choose one token for each row of ``logits`` [len(rows), vocab]; what is computed from them is float32."""
     scores = _constrain(logits, rows, eos_token_ids)
     tokens = ops.argmax(scores).tolist()
     drawn = [i for i, row in enumerate(rows) if not row.sequence.sampling.greedy]
     if drawn:
-        for i, token in zip(drawn, _draw(scores[drawn], [rows[i] for i in drawn]), strict=True):
+        for i, token in zip(drawn, _draw(scores[drawn].float(), [rows[i] for i in drawn]), strict=True):
             tokens[i] = token
     return [
         SampledToken(token, _logprob(logits[i], token, row.sequence.sampling.logprobs))
@@ -69,7 +69,7 @@ def _constrain(logits: Tensor, rows: AbstractSequence[Row], eos_token_ids: froze
         if not sampling.penalised and not held_back:
             continue
         if scores is logits:
-            scores = logits.clone()
+            scores = logits.to(torch.float32, copy=True)
         if sampling.penalised:
             _penalise(scores[i], row.sequence)
         if held_back:
@@ -123,7 +123,7 @@ def _logprob(logits: Tensor, token: int, count: int | None) -> TokenLogprob | No
     """Log-probabilities before temperature and penalties, as OpenAI and vLLM report them."""
     if count is None:
         return None
-    logprobs = logits.log_softmax(dim=-1)
+    logprobs = logits.float().log_softmax(dim=-1)
     best = logprobs.topk(min(count, len(logprobs)))
     top = list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
     return TokenLogprob(token_id=token, logprob=float(logprobs[token]), top=top)
