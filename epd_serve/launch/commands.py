@@ -17,6 +17,12 @@ from epd_serve.transfer.mooncake import check_installed, master_command
 #: The variable that decides which devices of a kind a process sees.
 _VISIBLE_DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 
+#: How an instance's heap is kept: in huge pages (weights are read faster), one heap for all threads, and nothing
+#: given back between steps, which would only fault it in again. A user's own GLIBC_TUNABLES take its place.
+_HEAP = "glibc.malloc.hugetlb=1:glibc.malloc.arena_max=1" + "".join(
+    f":glibc.malloc.{limit}_threshold={1 << 30}" for limit in ("mmap", "trim")
+)
+
 #: How this program is started again. -P: a user's directory is no place to import "device" or "proxy" from.
 PROGRAM = (sys.executable, "-P", "-m", "epd_serve.cli")
 
@@ -42,7 +48,7 @@ def instance_specs(
                 name=instance.name,
                 label=f"{instance.role} on {', '.join(dict.fromkeys(instance.devices))}",
                 command=(*PROGRAM, "instance", *options.to_arguments(), "--parent-pid", str(os.getpid())),
-                environment={**_common(environment), **variables, **npu_variables},
+                environment={"GLIBC_TUNABLES": _HEAP, **_common(environment), **variables, **npu_variables},
                 url=url_of(config.instances.host, options.port),
             )
         )

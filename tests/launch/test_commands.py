@@ -67,6 +67,13 @@ def test_children_keep_the_environment_and_stay_offline() -> None:
     assert "CUDA_VISIBLE_DEVICES" not in spec.environment
 
 
+def test_instances_keep_their_heap_in_huge_pages_unless_the_user_tunes_it() -> None:
+    _, (spec, *_) = specs("")
+    assert "glibc.malloc.hugetlb=1" in spec.environment["GLIBC_TUNABLES"]
+    _, (spec, *_) = specs("", {"GLIBC_TUNABLES": "glibc.malloc.perturb=7"})
+    assert spec.environment["GLIBC_TUNABLES"] == "glibc.malloc.perturb=7"
+
+
 def test_a_process_sees_its_device_alone() -> None:
     _, instances = specs("topology: (E-P)-D\ndevices: [cuda:1, npu:3]", {"CUDA_VISIBLE_DEVICES": "4, GPU-ab"})
     assert [
