@@ -130,9 +130,26 @@ def random_prompts(batch: int, length: int, vocabulary: int) -> list[list[int]]:
     return tokens
 
 
-def serve(calls: dict[str, Callable[..., dict[str, Any]]], **about: Any) -> None:
+def image_inputs(batch: int, grid: list[int], width: int) -> dict[str, Tensor]:
+    """Random patches of ``batch`` images of (frames, rows, columns) patches, ``width`` numbers each."""
+    generator = torch.Generator().manual_seed(0)
+    patches = batch * grid[0] * grid[1] * grid[2]
+    return {
+        "pixel_values": torch.randn(patches, width, generator=generator),
+        "image_grid_thw": torch.tensor([grid] * batch),
+    }
+
+
+def timed(call: Callable[[], int]) -> dict[str, Any]:
+    """What the call returns, as ``tokens``, and its seconds."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    tokens = call()
+    return {"tokens": tokens, "wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu}
+
+
+def serve(calls: dict[str, Callable[..., dict[str, Any]]]) -> None:
     """Answer lines of ``{"stage": ..., **arguments}`` with the times of that call until the input ends."""
-    print(json.dumps({"ready": about}), flush=True)
+    print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
         case = json.loads(line)
         call = calls[case.pop("stage")]
@@ -142,17 +159,22 @@ def serve(calls: dict[str, Callable[..., dict[str, Any]]], **about: Any) -> None
         print(json.dumps(result), flush=True)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def arguments_of_worker(description: str | None) -> argparse.Namespace:
+    """The command line that all workers share; sets the number of threads."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("model", type=Path)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--vocabulary", type=int, required=True)
+    parser.add_argument("--vocabulary", type=int, required=True, help="random prompts are of tokens below this")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
+    return arguments
+
+
+def main() -> None:
+    arguments = arguments_of_worker(__doc__)
     device = get_device("cpu")
-    engine = NativeEngine(arguments.model, torch.bfloat16, device, max_tokens=40_000, graph_sizes=[])
+    engine = NativeEngine(arguments.model, torch.bfloat16, device, max_tokens=16_384, graph_sizes=[])
     tower = Tower(arguments.model, torch.bfloat16, device)
-    family = load_family(arguments.model)
 
     def generate(batch: int, prompt: int, tokens: int) -> dict[str, Any]:
         executor = engine.executor
@@ -160,17 +182,9 @@ def main() -> None:
         engine.generate(random_prompts(batch, prompt, arguments.vocabulary), tokens)
         return {"model_cpu_s": executor.model_s, "steps": executor.steps}
 
-    def encode(batch: int, side: int) -> dict[str, Any]:
-        from PIL import Image
-
-        inputs = [family.preprocess(Image.new("RGB", (side, side), (i, 90, 200))) for i in range(batch)]
-        start, cpu = time.perf_counter(), time.process_time()
-        features = tower.encode(inputs)
-        return {
-            "tokens": sum(map(len, features)),
-            "encode_wall_s": time.perf_counter() - start,
-            "encode_cpu_s": time.process_time() - cpu,
-        }
+    def encode(batch: int, grid: list[int], width: int) -> dict[str, Any]:
+        inputs = image_inputs(batch, grid, width)
+        return timed(lambda: sum(map(len, tower.encode([inputs]))))
 
     serve({"generate": generate, "encode": encode})
     engine.close()

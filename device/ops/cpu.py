@@ -174,7 +174,7 @@ class CpuOps(PlainOps):
         return rotated[:, : query.shape[1]], rotated[:, query.shape[1] :]
 
     def _turns(self, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Factors [T, 1, D] of the states and of the states with halves swapped; all layers of a step share them."""
+        """Factors [T, 1, D] of the states and of them with halves swapped; all layers share them."""
         known, of_dtype, factors = self._last_turns
         if known is not cos or of_dtype != dtype:
             first, second = sin.chunk(2, dim=-1)

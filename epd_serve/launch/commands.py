@@ -19,7 +19,7 @@ _VISIBLE_DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DE
 
 #: How an instance's heap is kept: in huge pages (weights are read faster), one heap for all threads, and nothing
 #: given back between steps, which would only fault it in again. A user's own GLIBC_TUNABLES take its place.
-_HEAP = "glibc.malloc.hugetlb=1:glibc.malloc.arena_max=1" + "".join(
+HEAP_TUNABLES = "glibc.malloc.hugetlb=1:glibc.malloc.arena_max=1" + "".join(
     f":glibc.malloc.{limit}_threshold={1 << 30}" for limit in ("mmap", "trim")
 )
 
@@ -48,7 +48,12 @@ def instance_specs(
                 name=instance.name,
                 label=f"{instance.role} on {', '.join(dict.fromkeys(instance.devices))}",
                 command=(*PROGRAM, "instance", *options.to_arguments(), "--parent-pid", str(os.getpid())),
-                environment={"GLIBC_TUNABLES": _HEAP, **_common(environment), **variables, **npu_variables},
+                environment={
+                    "GLIBC_TUNABLES": HEAP_TUNABLES,
+                    **_common(environment),
+                    **variables,
+                    **npu_variables,
+                },
                 url=url_of(config.instances.host, options.port),
             )
         )
