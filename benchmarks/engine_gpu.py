@@ -8,8 +8,8 @@
 * ``decode``: steps of 1 and of 32 sequences with and without graphs, contexts of 1k tokens;
 * ``dual_stream``: encoding and decoding at once on two streams against one after the other (TriInfer, Figure 12).
 
-``mfu`` is (2 x parameters of the layers x tokens) a second over the rate of a large bf16 product on this GPU, ``bandwidth`` is
-(weights and KV read) a second over the rate of a large copy: both ceilings are measured in the same run.
+``mfu`` is (2 x parameters of the layers x tokens) a second over the rate of a large bf16 product on this GPU, and
+``bandwidth`` is (weights and KV read) a second over the rate of a large copy; both are measured in the same run.
 """
 
 from __future__ import annotations

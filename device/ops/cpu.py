@@ -164,7 +164,9 @@ class CpuOps(PlainOps):
         rows = _NORM_BYTES * torch.get_num_threads() // (hidden.shape[1:].numel() * hidden.element_size())
         if len(hidden) <= rows:
             return super().rms_norm(hidden, weight, epsilon)
-        return torch.cat([super(CpuOps, self).rms_norm(part, weight, epsilon) for part in hidden.split(rows)])
+        return torch.cat(
+            [super(CpuOps, self).rms_norm(part, weight, epsilon) for part in torch.split(hidden, rows)]
+        )
 
     def rotary(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         # One pass over both: in a decode step the number of operators counts, not their size.
@@ -193,10 +195,11 @@ class CpuOps(PlainOps):
         num_parts = gcd(logits.shape[-1], _ARGMAX_PARTS)
         if num_parts < _ARGMAX_PARTS // 8 or not len(logits):
             return logits.max(dim=-1).indices
-        parts = logits.unflatten(-1, (num_parts, -1))
+        parts = logits.view(len(logits), num_parts, -1)
         best = parts.amax(dim=-1).max(dim=-1).indices
         inside = parts[torch.arange(len(parts)), best].max(dim=-1).indices
-        return best * parts.shape[-1] + inside
+        index: Tensor = best * parts.shape[-1] + inside
+        return index
 
 
 def _tiles(plan: CpuPlan, max_blocks: int) -> list[DecodeTile]:

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from device.ops.shared_weights import pack_shared
+
 Linear = Callable[[Tensor], Tensor]
 #: Rows of the product that the blocks of a packed weight are laid out for: good from 1 to some hundreds.
 _PACKED_FOR_ROWS = 64
@@ -65,7 +67,7 @@ def pack_modules(model: nn.Module) -> None:
 
 
 def _packs(weight: Tensor) -> bool:
-    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+    if weight.device.type != "cpu" or not torch._C._has_mkldnn:
         return False
     if weight.dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
@@ -73,5 +75,9 @@ def _packs(weight: Tensor) -> bool:
 
 
 def _pack(weight: Tensor) -> Tensor:
+    return pack_shared(weight, _reorder)
+
+
+def _reorder(weight: Tensor) -> Tensor:
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), _PACKED_FOR_ROWS)
     return packed

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from device.ascend_limits import parse_visible_devices
+from device.weight_files import VARIABLE, to_variable
 from epd_serve.config import DeploymentConfig
 from epd_serve.launch.npu import npu_environments
 from epd_serve.launch.ports import Ports, url_of
@@ -58,6 +60,29 @@ def instance_specs(
             )
         )
     return tuple(specs)
+
+
+def shared_parts(config: DeploymentConfig) -> list[str]:
+    """The parts of the model that several CPU instances hold, where they are to share them."""
+    if not config.instances.share_weights:
+        return []
+    roles = [placed.role for placed in config.placement() if set(placed.devices) == {"cpu"}]
+    holders = {
+        "tower": sum(role.encodes for role in roles),
+        "language_model": sum(role.has_language_model for role in roles),
+    }
+    return [part for part, count in holders.items() if count > 1]
+
+
+def sharing_weights(specs: Sequence[ProcessSpec], files: Mapping[str, int]) -> tuple[ProcessSpec, ...]:
+    """The instances with these memory files, by part of the model, to keep their weights in."""
+    if not files:
+        return tuple(specs)
+    variables = {VARIABLE: to_variable(files)}
+    return tuple(
+        replace(spec, environment={**spec.environment, **variables}, descriptors=tuple(files.values()))
+        for spec in specs
+    )
 
 
 def master_spec(config: DeploymentConfig, ports: Ports, environment: Mapping[str, str]) -> ProcessSpec | None:

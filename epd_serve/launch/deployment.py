@@ -11,9 +11,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from device.weight_files import open_weight_files
 from epd_serve.config import DeploymentConfig, model_path
 from epd_serve.launch.backoff import Backoff
-from epd_serve.launch.commands import gateway_spec, instance_specs, master_spec
+from epd_serve.launch.commands import gateway_spec, instance_specs, master_spec, shared_parts, sharing_weights
 from epd_serve.launch.ports import choose_ports
 from epd_serve.launch.process import ManagedProcess, ProcessDied, ProcessState
 from epd_serve.launch.supervisor import Supervisor
@@ -62,7 +63,8 @@ class LocalDeployment:
         ports = choose_ports(config)
         environment = dict(os.environ)
         master = master_spec(config, ports, environment)
-        instances = instance_specs(config, ports, environment)
+        self._weight_files = open_weight_files(shared_parts(config))
+        instances = sharing_weights(instance_specs(config, ports, environment), self._weight_files)
         self._log_dir_is_ours = log_dir is None
         self.log_dir = log_dir or Path(tempfile.mkdtemp(prefix="epd-serve-"))
         self.log_dir.mkdir(parents=True, exist_ok=True)
@@ -126,6 +128,8 @@ class LocalDeployment:
     async def stop(self) -> None:
         """End all processes within 10 s, the gateway first."""
         await self._supervisor.stop()
+        while self._weight_files:
+            os.close(self._weight_files.popitem()[1])
         died = any(process.state is ProcessState.DIED for process in self.processes)
         if self._log_dir_is_ours and not died and not self._supervisor.num_deaths:
             shutil.rmtree(self.log_dir, ignore_errors=True)

@@ -54,6 +54,7 @@ class ProcessSpec:
         environment: all variables of the process.
         url: base URL of its HTTP server.
         stops_first: whether it is stopped, and has ended, before the others are stopped.
+        descriptors: open files that it inherits.
     """
 
     name: str
@@ -62,6 +63,7 @@ class ProcessSpec:
     environment: Mapping[str, str] = field(repr=False)
     url: str
     stops_first: bool = False
+    descriptors: tuple[int, ...] = ()
 
 
 class ProcessDied(RuntimeError):
@@ -245,4 +247,5 @@ async def _start(spec: ProcessSpec, log_file: Path) -> asyncio.subprocess.Proces
             stderr=asyncio.subprocess.STDOUT,
             env=dict(spec.environment),
             start_new_session=True,
+            pass_fds=spec.descriptors,
         )

@@ -184,7 +184,7 @@ class Decoder:
             bias = torch.cat([projection.bias[rows].to(self._device) for projection, rows in parts])
         return linear(weight, bias)
 
-    def _row_parallel(self, projection: nn.Linear, columns: slice) -> Linear:
+    def _row_parallel(self, projection: Any, columns: slice) -> Linear:
         """A product whose input is split over the ranks: partial sums are added up, then the bias once."""
         bias = None if projection.bias is None else self._own(projection.bias)
         weight = projection.weight[:, columns].contiguous().to(self._device)

@@ -12,6 +12,7 @@ from torch import Tensor
 from device.base import Device
 from device.distributed import Alone, Group
 from device.ops.linear import Linear, linear
+from device.ops.shared_weights import shared_weights
 from epd_serve.models.decoder import Decoder, StepContext
 from epd_serve.models.loader import ModelPart, load_part, num_parameters
 
@@ -44,9 +45,11 @@ class LanguageModel:
         self._group = group or Alone()
         language_model = model.model.language_model
         self._embedding: Tensor = language_model.embed_tokens.weight.to(self._device)
-        self._head, self._head_rows = self._load_head(model, text.vocab_size)
         self._vocab_size: int = text.vocab_size
-        self._decoder = Decoder(language_model, device.ops, self._device, self._group)
+        key = f"{path} {dtype} {self._group.rank}/{self._group.size}"
+        with shared_weights(ModelPart.LANGUAGE_MODEL.value, key):
+            self._head, self._head_rows = self._load_head(model, text.vocab_size)
+            self._decoder = Decoder(language_model, device.ops, self._device, self._group)
         self.num_layers = self._decoder.num_layers
         self.num_kv_heads: int = text.num_key_value_heads
         self.kv_heads = self._decoder.kv_heads
