@@ -74,9 +74,8 @@ class Worker:
         return self._answer()
 
     def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
+        with self._process:  # closes its pipes, which ends it, and waits
+            pass
         self._log.close()
 
     def _answer(self) -> dict[str, Any] | None:
