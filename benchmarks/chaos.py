@@ -1,5 +1,7 @@
 """Mixed requests under random SIGKILLs of E, P, D and the store's master, which are started again each time.
 
+With ``--hangs`` some of them are stopped (SIGSTOP) instead, which the supervisor must notice.
+
 Every answer is compared with the one that the same deployment gave before the first fault (greedy, float32). In
 the end no instance and no gateway may hold anything. Run as ``python -m benchmarks.chaos [--requests 1000]`` from
 the root of the repository; the exit code is 1 where an answer was wrong, a request hung or something leaked.
@@ -19,7 +21,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,6 +42,7 @@ RESULTS = {
 }
 LEASE_S = 3.0
 DEADLINE_S = 60.0
+HANG_TIMEOUT_S = 9.0
 #: A client that was told that there is no instance comes back after this, as the gateway asks it to.
 PAUSE_S = 2.0
 _BAD = (Outcome.WRONG, Outcome.HANG)
@@ -51,7 +54,9 @@ class Chaos:
 
     Attributes:
         results: of the requests asked under faults.
-        kills: by name of the process.
+        hang_share: of the faults, those that stop a process (SIGSTOP) and leave killing it to the supervisor.
+        kills: by name of the process, of either kind.
+        hangs: those of the other kind.
         leaks: what was still held in the end.
     """
 
@@ -59,9 +64,11 @@ class Chaos:
     client: httpx.AsyncClient
     rng: random.Random
     interval_s: float
+    hang_share: float = 0.0
     expected: dict[str, str] = field(default_factory=dict)
     results: list[tuple[Request, Result]] = field(default_factory=list)
     kills: Counter[str] = field(default_factory=Counter)
+    hangs: Counter[str] = field(default_factory=Counter)
     leaks: list[str] = field(default_factory=list)
 
     async def learn(self, requests: list[Request], concurrency: int) -> None:
@@ -78,7 +85,8 @@ class Chaos:
         await _in_parallel([one(request) for request in distinct.values()], concurrency)
 
     async def run(self, requests: list[Request], concurrency: int) -> None:
-        """Ask all requests while processes are killed."""
+        """Ask all requests while processes are killed; again, until at least one of each kind was."""
+        kinds = {kind_of(process.spec.name) for process in self.deployment.processes} - {"gateway"}
 
         async def one(request: Request) -> None:
             result = await ask(self.client, request, self.expected[request.key], DEADLINE_S)
@@ -88,30 +96,39 @@ class Chaos:
 
         killing = asyncio.create_task(self._kill())
         try:
-            await _in_parallel([one(request) for request in requests], concurrency)
+            while not kinds <= {kind_of(name) for name in self.kills}:
+                await _in_parallel([one(request) for request in requests], concurrency)
         finally:
             killing.cancel()
             await asyncio.gather(killing, return_exceptions=True)
 
     async def _kill(self) -> None:
+        """Each kind of process in its turn, so that a short run kills some of each too."""
+        turn: list[str] = []
+        stopped: set[int] = set()
         while True:
             await asyncio.sleep(self.interval_s * self.rng.uniform(0.5, 1.5))
-            alive = [
-                process
-                for process in self.deployment.processes
-                if process.state is ProcessState.READY and process.spec.name != "gateway"
-            ]
-            if alive:
-                victim = self.rng.choice(alive)
+            alive = defaultdict(list)
+            for process in self.deployment.processes:
+                is_up = process.state is ProcessState.READY and process.pid not in stopped
+                if is_up and process.spec.name != "gateway":
+                    alive[kind_of(process.spec.name)].append(process)
+            turn = [kind for kind in turn if kind in alive] or self.rng.sample(sorted(alive), len(alive))
+            if turn:
+                victim = self.rng.choice(alive[turn.pop()])
+                hangs = self.rng.random() < self.hang_share
                 with suppress(ProcessLookupError):
-                    os.kill(victim.pid, signal.SIGKILL)
+                    os.kill(victim.pid, signal.SIGSTOP if hangs else signal.SIGKILL)
                     self.kills[victim.spec.name] += 1
+                    if hangs:
+                        self.hangs[victim.spec.name] += 1
+                        stopped.add(victim.pid)
 
     async def settle(self) -> None:
         """Wait until all have started again, and until nothing is held; what stays held is a leak."""
-        await self.deployment.wait_ready()
-        deadline = time.monotonic() + 4 * LEASE_S + 15
+        deadline = time.monotonic() + 4 * LEASE_S + HANG_TIMEOUT_S + 15
         while True:
+            await self.deployment.wait_ready()
             self.leaks = await self._held()
             if not self.leaks or time.monotonic() > deadline:
                 return
@@ -119,10 +136,12 @@ class Chaos:
 
     async def _held(self) -> list[str]:
         held = []
+        if sum(process.num_restarts for process in self.deployment.processes) < self.kills.total():
+            held.append("a process that was killed or stopped has not been started again")
         for name, handle in self.deployment.instances.items():
             try:
-                answer = await self.client.get(f"{handle.url}/integrity")
-            except httpx.TransportError as error:  # killed a moment ago
+                answer = await self.client.get(f"{handle.url}/integrity", timeout=HANG_TIMEOUT_S)
+            except httpx.TransportError as error:  # killed or stopped a moment ago
                 held.append(f"{name}: {error!r}")
                 continue
             if answer.status_code != 200 or any(answer.json().values()):
@@ -140,6 +159,7 @@ class Chaos:
             "outcomes": {outcome.value: outcomes[outcome] for outcome in Outcome},
             "clear_errors": dict(sorted(errors.items())),
             "kills": dict(sorted(self.kills.items())),
+            "hangs": dict(sorted(self.hangs.items())),
             "restarts": {one.spec.name: one.num_restarts for one in self.deployment.processes},
             "leaks": self.leaks,
             "faults": [
@@ -148,6 +168,11 @@ class Chaos:
                 if result.outcome in _BAD
             ],
         }
+
+
+def kind_of(name: str) -> str:
+    """e0 → e."""
+    return name.rstrip("0123456789")
 
 
 async def _in_parallel(work: list[Any], concurrency: int) -> None:
@@ -163,6 +188,7 @@ async def _in_parallel(work: list[Any], concurrency: int) -> None:
 def deployment_config(arguments: argparse.Namespace) -> DeploymentConfig:
     return DeploymentConfig(
         topology=arguments.topology,
+        hang_timeout_s=HANG_TIMEOUT_S,
         gateway={"port": 0, "request_timeout_s": DEADLINE_S * 0.75},
         feature_store=arguments.store,
         instances={
@@ -192,7 +218,7 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
         ) as deployment,
         httpx.AsyncClient(base_url=deployment.gateway_url, timeout=None, limits=httpx.Limits()) as client,
     ):
-        chaos = Chaos(deployment, client, random.Random(arguments.seed), arguments.interval)
+        chaos = Chaos(deployment, client, random.Random(arguments.seed), arguments.interval, arguments.hangs)
         await chaos.learn(requests, arguments.concurrency)
         started = time.monotonic()
         await chaos.run(requests, arguments.concurrency)
@@ -219,6 +245,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--concurrency", type=int, default=8)
     parser.add_argument("--interval", type=float, default=8.0, help="mean seconds between two kills")
+    parser.add_argument("--hangs", type=float, default=0.0, help="share of the faults that are SIGSTOPs")
     parser.add_argument("--topology", default="2E-2P-2D")
     parser.add_argument("--store", choices=("embedded", "mooncake"), default="embedded")
     parser.add_argument("--transport", choices=("auto", "tcp", "mooncake"), default="auto")

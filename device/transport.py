@@ -14,10 +14,10 @@ class TransportCapability:
     distributed_backend: str
     """The backend of torch.distributed."""
     mooncake_protocols: tuple[str, ...]
-    """Protocols of Mooncake's Transfer Engine that can reach this memory or its host's; the portable one first.
+    """Protocols of Mooncake's Transfer Engine that can reach what an instance offers; the portable one first.
 
-    Its documentation (supported-protocols.md) says what each needs: rdma a network card, nvlink a build with
-    USE_MNNVL and GPUs whose NVLink spans hosts, ascend an NPU.
+    Its documentation (supported-protocols.md) says what each needs: rdma a network card, ascend an NPU. nvlink is
+    not among them: it moves GPU memory, and what instances offer lies in host memory.
     """
     alignment_bytes: int
     """Registered regions start at a multiple of this; 1 where any address will do."""
@@ -35,7 +35,7 @@ TRANSPORTS: Mapping[str, TransportCapability] = MappingProxyType(
         ),
         "cuda": TransportCapability(
             distributed_backend="nccl",
-            mooncake_protocols=("tcp", "rdma", "nvlink"),
+            mooncake_protocols=("tcp", "rdma"),
             alignment_bytes=1,
             max_regions=None,
         ),

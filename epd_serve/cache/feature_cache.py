@@ -50,9 +50,13 @@ class FeatureCache(Generic[T]):
         return entry.value
 
     def get(self, key: str) -> T | None:
-        """The value without a new hold."""
+        """The value without a new hold; not a use that keeps it from being evicted."""
         entry = self._entries.get(key)
         return None if entry is None else entry.value
+
+    def is_held(self, key: str) -> bool:
+        entry = self._entries.get(key)
+        return entry is not None and bool(entry.owners)
 
     def can_put(self, nbytes: int) -> bool:
         """Whether evicting what nobody holds would make room."""
@@ -83,6 +87,15 @@ class FeatureCache(Generic[T]):
         entry = self._entries.pop(key)
         self.num_bytes -= entry.nbytes
         return entry.value
+
+    def discard(self, key: str) -> list[str]:
+        """Drop an entry, whoever holds it; returns its owners. Idempotent."""
+        owners = sorted(self._entries[key].owners) if key in self._entries else []
+        for owner in owners:
+            self.release(owner, key)
+        if key in self._entries:
+            self.evict(key)
+        return owners
 
     def evict_one(self) -> T | None:
         """Drop the least recently used entry that nobody holds; None where every entry is held."""

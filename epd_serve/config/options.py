@@ -11,10 +11,12 @@ from epd_serve.types import KVMode, Role
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 KVTransport = Literal["auto", "shm", "tcp", "mooncake"]
 FeatureStoreKind = Literal["embedded", "mooncake"]
-MooncakeProtocol = Literal["auto", "tcp", "rdma", "nvlink", "ascend"]
+MooncakeProtocol = Literal["auto", "tcp", "rdma", "ascend"]
 FeaturePrefetch = Literal["async", "sync"]
 
 MEBIBYTE = 1024**2
+#: What a process must lend to Mooncake Store at least.
+MIN_SEGMENT_BYTES = 16 * MEBIBYTE
 
 
 @dataclass(frozen=True, kw_only=True)

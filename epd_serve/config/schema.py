@@ -18,8 +18,15 @@ from pydantic import (
     model_validator,
 )
 
-from epd_serve.config.options import DType, FeatureStoreKind, InstanceOptions
-from epd_serve.config.sections import GatewayConfig, InstancesConfig, InstanceSettings, MooncakeConfig, Section
+from epd_serve.config.options import MIN_SEGMENT_BYTES, DType, FeatureStoreKind, InstanceOptions
+from epd_serve.config.sections import (
+    GatewayConfig,
+    InstancesConfig,
+    InstanceSettings,
+    MooncakeConfig,
+    Seconds,
+    Section,
+)
 from epd_serve.demo import weights_dir
 from epd_serve.topology import InstancePlacement, Topology, parse_topology, place
 
@@ -89,6 +96,11 @@ class DeploymentConfig(Section):
         description="on-failure: an instance or gateway that was ready and ends is started again after 1, 2, "
         "4 ... 30 s, while the others go on. never: its end ends the deployment.",
     )
+    hang_timeout_s: Seconds | None = Field(
+        default=30.0,
+        description="A process that was ready and answers no GET /health for so long is killed, and counts as "
+        "ended; three probes in a row must fail. null: it is left alone.",
+    )
     gateway: GatewayConfig = GatewayConfig()
     feature_store: FeatureStoreKind = Field(
         default=InstanceOptions.feature_store,
@@ -133,6 +145,18 @@ class DeploymentConfig(Section):
                 f"kv_transfer.transport is mooncake for {', '.join(over)} alone; KV moves between instances that "
                 f"have the same: {', '.join(sorted(named))}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _segments_are_large_enough(self) -> DeploymentConfig:
+        if self.feature_store == "mooncake":
+            for role in (str(instance.role) for instance in self.placement() if instance.role.encodes):
+                nbytes = self.settings_for(role).feature_store_bytes
+                if nbytes < MIN_SEGMENT_BYTES:
+                    raise ValueError(
+                        f"feature_store_bytes of {role} is {nbytes}, which an instance lends to Mooncake Store, "
+                        f"and that takes no less than {MIN_SEGMENT_BYTES}; write 16MiB or more"
+                    )
         return self
 
     @property

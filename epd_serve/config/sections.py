@@ -97,7 +97,10 @@ class KVTransferConfig(Section):
 
 
 class LinkConfig(Section):
-    """Slows transfers between instances down to those of a given link, for experiments."""
+    """Slows transfers between instances down to those of a given link, for experiments.
+
+    What goes through Mooncake Store is not slowed down.
+    """
 
     bandwidth: BytesPerSecond | None = Field(
         default=None, description="Of the link between two instances, such as 2GB/s; null: as fast as it goes."
@@ -113,6 +116,12 @@ def _check_master(value: str | None) -> str | None:
     return value
 
 
+def _check_protocol(value: object) -> object:
+    if value == "nvlink":
+        raise ValueError("nvlink moves GPU memory, and instances offer host memory; write auto, tcp or rdma")
+    return value
+
+
 class MooncakeConfig(Section):
     """Mooncake, where kv_transfer.transport or feature_store names it."""
 
@@ -120,7 +129,7 @@ class MooncakeConfig(Section):
         default=None,
         description="host:port of a mooncake_master that runs already; null: 'epd-serve up' starts one.",
     )
-    protocol: MooncakeProtocol = Field(
+    protocol: Annotated[MooncakeProtocol, BeforeValidator(_check_protocol)] = Field(
         default=InstanceOptions.mooncake_protocol,
         description="Of its transfer engine; auto: tcp, and ascend on an NPU.",
     )

@@ -102,6 +102,7 @@ def master_spec(config: DeploymentConfig, ports: Ports, environment: Mapping[str
         command=(sys.executable, "-P", "-m", "epd_serve.launch.lifeline", str(os.getpid()), *command),
         environment=environment,
         url=url_of(config.instances.host, http_port),
+        stops="last",
     )
 
 
@@ -123,7 +124,7 @@ def gateway_spec(
         command=tuple(command),
         environment=_common(environment),
         url=url_of(config.gateway.host, ports.gateway),
-        stops_first=True,
+        stops="first",
     )
 
 

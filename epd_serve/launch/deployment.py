@@ -79,6 +79,7 @@ class LocalDeployment:
             specs,
             self.log_dir,
             restart=config.restart == "on-failure",
+            hang_timeout_s=config.hang_timeout_s,
             backoff=backoff,
             on_change=on_change,
             on_death=on_death,
@@ -126,7 +127,7 @@ class LocalDeployment:
         return await self._supervisor.wait_failure()
 
     async def stop(self) -> None:
-        """End all processes within 10 s, the gateway first."""
+        """End all processes within 10 s, the gateway first and a mooncake_master last."""
         await self._supervisor.stop()
         while self._weight_files:
             os.close(self._weight_files.popitem()[1])

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
+from typing import Literal
 
 import aiohttp
 
@@ -18,7 +19,9 @@ import aiohttp
 TAIL_LINES = 20
 _TAIL_BYTES = 64 * 1024
 _POLL_INTERVAL_S = 0.1
-_POLL_TIMEOUT = aiohttp.ClientTimeout(total=2.0)
+_POLL_TIMEOUT_S = 2.0
+#: So many probes in a row must fail: a machine or a supervisor that was suspended misses one.
+_NUM_PROBES = 3
 
 
 class ProcessState(StrEnum):
@@ -53,7 +56,7 @@ class ProcessSpec:
         label: a few words for the progress display.
         environment: all variables of the process.
         url: base URL of its HTTP server.
-        stops_first: whether it is stopped, and has ended, before the others are stopped.
+        stops: when it is stopped. Those before it have ended by then.
         descriptors: open files that it inherits.
     """
 
@@ -62,7 +65,7 @@ class ProcessSpec:
     command: tuple[str, ...]
     environment: Mapping[str, str] = field(repr=False)
     url: str
-    stops_first: bool = False
+    stops: Literal["first", "then", "last"] = "then"
     descriptors: tuple[int, ...] = ()
 
 
@@ -97,6 +100,7 @@ class ManagedProcess:
     """
 
     __slots__ = (
+        "_hung",
         "_on_change",
         "_process",
         "_started_at",
@@ -121,6 +125,7 @@ class ManagedProcess:
         self.ready_after_s: float | None = None
         self.ready = asyncio.Event()
         self.num_restarts = 0
+        self._hung = ""
         self._process = process
         self._on_change = on_change
         self._started_at = time.monotonic()
@@ -143,6 +148,7 @@ class ManagedProcess:
         """Start it once more, as it was. Raises OSError where that is not possible now."""
         self._process = await _start(self.spec, self.log_file)
         self._started_at = time.monotonic()
+        self._hung = ""
         self.ready_after_s = None
         self.num_restarts += 1
         self._enter(ProcessState.STARTING)
@@ -171,6 +177,23 @@ class ManagedProcess:
         self.ready_after_s = self.elapsed_s
         self._enter(ProcessState.READY)
         self.ready.set()
+
+    async def wait_end_or_hang(self, session: aiohttp.ClientSession, hang_timeout_s: float | None) -> None:
+        """As :meth:`wait_end`; a process that answers nothing for ``hang_timeout_s`` is killed (None: never)."""
+        if hang_timeout_s is None:
+            await self.wait_end()
+            return
+        probe_s, num_failed = hang_timeout_s / _NUM_PROBES, 0
+        while self._process.returncode is None:
+            started = time.monotonic()
+            num_failed = 0 if await self._ask(session, probe_s) else num_failed + 1
+            if num_failed == _NUM_PROBES and self._process.returncode is None:
+                self._hung = f"it answered nothing for {hang_timeout_s:g} s and was killed"
+                self.kill()
+            left_s = max(0.0, started + probe_s - time.monotonic())
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self.wait_end(), left_s)
+        await self.wait_end()
 
     async def wait_end(self) -> None:
         """Return when the process has ended, for whatever reason, and its own children are gone too."""
@@ -209,8 +232,8 @@ class ManagedProcess:
         if code >= 0:
             how = f"exit code {code}"
         else:
-            how = f"killed by {signal.Signals(-code).name}"
-            if -code == signal.SIGKILL:
+            how = self._hung or f"killed by {signal.Signals(-code).name}"
+            if -code == signal.SIGKILL and not self._hung:
                 how += ", as the kernel does when memory runs out"
         return ProcessDied(name=self.spec.name, how=how, log_tail=self.log_tail(), log_file=self.log_file)
 
@@ -221,16 +244,22 @@ class ManagedProcess:
             return log.read().decode("utf-8", "replace").splitlines()[-TAIL_LINES:]
 
     async def _poll(self, session: aiohttp.ClientSession) -> bool:
-        try:
-            async with session.get(f"{self.spec.url}/health", timeout=_POLL_TIMEOUT) as response:
-                healthy = response.status == 200
-        except aiohttp.ClientConnectorError:
-            return False
-        except (aiohttp.ClientError, TimeoutError):
-            healthy = False
-        if self.state is ProcessState.STARTING and not healthy:
+        """Whether it is ready; what listens already and is not ready is loading."""
+        status = await self._ask(session, _POLL_TIMEOUT_S)
+        if self.state is ProcessState.STARTING and status not in (None, 200):
             self._enter(ProcessState.LOADING)
-        return healthy
+        return status == 200
+
+    async def _ask(self, session: aiohttp.ClientSession, timeout_s: float) -> int | None:
+        """The status of ``GET /health``; 0 where there is no answer, None where nobody listens."""
+        try:
+            timeout = aiohttp.ClientTimeout(total=timeout_s)
+            async with session.get(f"{self.spec.url}/health", timeout=timeout) as response:
+                return response.status
+        except aiohttp.ClientConnectorError:
+            return None
+        except (aiohttp.ClientError, TimeoutError):
+            return 0
 
     def _enter(self, state: ProcessState) -> None:
         assert state in _NEXT[self.state], f"{self.spec.name}: {self.state} → {state}"

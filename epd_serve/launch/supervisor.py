@@ -12,9 +12,8 @@ import aiohttp
 from epd_serve.launch.backoff import Backoff
 from epd_serve.launch.process import ManagedProcess, ProcessDied, ProcessSpec, ProcessState
 
-#: What a process that stops first gets to finish its requests, and what the others get; both within 10 s.
-FIRST_GRACE_S = 5.5
-OTHERS_GRACE_S = 3.5
+#: What processes get to finish: requests first, then the stages, last what these have used; all within 10 s.
+GRACES_S = {"first": 5.5, "then": 3.5, "last": 0.5}
 
 
 class Supervisor:
@@ -31,11 +30,13 @@ class Supervisor:
             await supervisor.stop()
 
     With ``restart``, a process that had been ready once and ends by itself is started again, while the others go
-    on. One that was never ready has died for good: what it lacks it will lack the next time.
+    on. One that was never ready has died for good: what it lacks it will lack the next time. One that was ready
+    and answers nothing for ``hang_timeout_s`` is killed, and has died too.
 
     It must be used from one event loop whose thread outlives the processes (see :mod:`epd_serve.launch.lifeline`).
 
     Args:
+        hang_timeout_s: None: a process that hangs is left alone.
         on_change: told of each change of a process's state.
         on_death: told of each death after which the process is started again, and in how many seconds.
 
@@ -49,6 +50,7 @@ class Supervisor:
         log_dir: Path,
         *,
         restart: bool = True,
+        hang_timeout_s: float | None = None,
         backoff: Callable[[], Backoff] = Backoff,
         on_change: Callable[[ManagedProcess], None] = lambda process: None,
         on_death: Callable[[ProcessDied, float], None] = lambda death, delay_s: None,
@@ -56,6 +58,7 @@ class Supervisor:
         self._specs = tuple(specs)
         self._log_dir = log_dir
         self._restart = restart
+        self._hang_timeout_s = hang_timeout_s
         self._backoff = backoff
         self._on_change = on_change
         self._on_death = on_death
@@ -103,10 +106,10 @@ class Supervisor:
         return next(watch for watch in self._watches if watch in done).result()
 
     async def stop(self) -> None:
-        """End all processes within 10 s: first those that stop first, then the others together."""
+        """End all processes within 10 s: those that stop first, then the others together, then the last."""
         await self._end_watches()
-        for stops_first, grace_s in ((True, FIRST_GRACE_S), (False, OTHERS_GRACE_S)):
-            chosen = [process for process in self._processes if process.spec.stops_first is stops_first]
+        for turn, grace_s in GRACES_S.items():
+            chosen = [process for process in self._processes if process.spec.stops == turn]
             await asyncio.gather(*(process.stop(grace_s) for process in chosen))
 
     def kill(self) -> None:
@@ -130,7 +133,7 @@ class Supervisor:
                 try:
                     await process.wait_ready(session)
                     was_ready = True
-                    await process.wait_end()
+                    await process.wait_end_or_hang(session, self._hang_timeout_s)
                     death = process.death()
                 except ProcessDied as early:
                     death = early

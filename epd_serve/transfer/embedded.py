@@ -10,6 +10,7 @@ from epd_serve.protocol.wire import Region
 from epd_serve.transfer.shared_memory import SharedMemoryPeers, SharedSlab, host_id
 from epd_serve.transfer.tcp import TcpPeers, TcpServer
 from epd_serve.transfer.transport import Piece, TransferError
+from epd_serve.transfer.write_gate import WriteGate
 
 Path = Literal["auto", "shm", "tcp"]
 
@@ -20,14 +21,16 @@ class EmbeddedTransport:
     Args:
         host: address on which regions are offered to other hosts.
         path: "shm" offers no TCP; "tcp" uses TCP even on one host; "auto" has both.
-        timeout_s: how long a TCP peer may accept nothing. A write must not hang on beyond the lease of its target.
+        timeout_s: how long a TCP peer may accept nothing, or send nothing in the middle of a message. A write must
+            not hang on beyond the lease of its target.
     """
 
     def __init__(self, host: str = "127.0.0.1", path: Path = "auto", timeout_s: float = 30.0) -> None:
         self._path = path
         self._lock = threading.Lock()
         self._slabs: dict[str, SharedSlab] = {}
-        self._server = None if path == "shm" else TcpServer(host, self._find)
+        self.gate = WriteGate()
+        self._server = None if path == "shm" else TcpServer(host, self._find, self.gate, timeout_s)
         self._shared = SharedMemoryPeers()
         self._tcp = TcpPeers(timeout_s)
 
@@ -40,8 +43,8 @@ class EmbeddedTransport:
             self._slabs[slab.region.name] = slab
         return slab
 
-    def write(self, region: Region, pieces: Sequence[Piece]) -> None:
-        self._peers(region).write(region, pieces)
+    def write(self, region: Region, pieces: Sequence[Piece], transfer_ids: Sequence[str] = ()) -> None:
+        self._peers(region).write(region, pieces, transfer_ids)
 
     def read(self, region: Region, pieces: Sequence[Piece]) -> None:
         self._peers(region).read(region, pieces)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from blake3 import blake3
 
@@ -33,6 +36,23 @@ class StoredFeature:
     offset: int | None = None
 
 
+class StoreObserver(Protocol):
+    """Told of what a store does, on any thread. ``lost`` is a fetch that failed."""
+
+    def __call__(
+        self,
+        store: Literal["embedded", "mooncake"],
+        operation: Literal["hit", "miss", "put", "fetch", "evict", "lost"],
+        nbytes: int = 0,
+        seconds: float = 0.0,
+        /,
+    ) -> None: ...
+
+
+def unobserved(*told: object) -> None:
+    """An observer that does not care."""
+
+
 class FeatureStore(Protocol):
     """Features by mm_hash, stored once, evicted least recently used first.
 
@@ -42,6 +62,11 @@ class FeatureStore(Protocol):
 
     @property
     def num_owners(self) -> int: ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the features that this instance has put and that are still there."""
+        ...
 
     async def acquire(self, mm_hash: str, owner: str) -> StoredFeature | None:
         """The feature, held for ``owner`` until release; None where it must be encoded."""
@@ -86,11 +111,26 @@ def verify(event: FeatureEvent, data: bytearray) -> None:
         raise TransferError(f"feature {event.mm_hash[:12]} fails its checksum")
 
 
+@contextmanager
+def observed_fetch(
+    observe: StoreObserver, store: Literal["embedded", "mooncake"], event: FeatureEvent
+) -> Iterator[None]:
+    """Tell the observer how the fetch inside went."""
+    started = time.monotonic()
+    try:
+        yield
+    except TransferError:
+        observe(store, "lost")
+        raise
+    observe(store, "fetch", event.nbytes, time.monotonic() - started)
+
+
 class EmbeddedFeatureStore:
     """Features in one slab of a transport. A hold lasts as long as the call that announces the feature."""
 
-    def __init__(self, transport: Transport, capacity_bytes: int) -> None:
+    def __init__(self, transport: Transport, capacity_bytes: int, observe: StoreObserver = unobserved) -> None:
         self._transport = transport
+        self._observe = observe
         self._slab = transport.allocate("features", capacity_bytes)
         self._allocator = SlabAllocator(capacity_bytes)
         self._cache: FeatureCache[tuple[int, StoredFeature]] = FeatureCache(capacity_bytes)
@@ -99,7 +139,17 @@ class EmbeddedFeatureStore:
     def num_owners(self) -> int:
         return self._cache.num_owners
 
+    @property
+    def num_bytes(self) -> int:
+        return self._cache.num_bytes
+
     async def acquire(self, mm_hash: str, owner: str) -> StoredFeature | None:
+        feature = self.hold(mm_hash, owner)
+        self._observe("embedded", "miss" if feature is None else "hit")
+        return feature
+
+    def hold(self, mm_hash: str, owner: str) -> StoredFeature | None:
+        """As :meth:`acquire`, untold: for a store that asks here first."""
         found = self._cache.acquire(mm_hash, owner)
         return None if found is None else found[1]
 
@@ -112,7 +162,8 @@ class EmbeddedFeatureStore:
                 "raise feature_store_bytes"
             )
         if mm_hash in self._cache:
-            return await self.acquire(mm_hash, owner)
+            return self.hold(mm_hash, owner)
+        started = time.monotonic()
         offset = self._allocate(data.nbytes)
         if offset is None:
             return None
@@ -120,8 +171,9 @@ class EmbeddedFeatureStore:
         feature = StoredFeature(
             offset=offset, nbytes=data.nbytes, shape=shape, dtype=dtype, checksum=checksum(data)
         )
-        for evicted, _ in self._cache.put(mm_hash, (offset, feature), data.nbytes, owner):
-            self._allocator.free(evicted)
+        for evicted in self._cache.put(mm_hash, (offset, feature), data.nbytes, owner):
+            self._free(*evicted)
+        self._observe("embedded", "put", data.nbytes, time.monotonic() - started)
         return feature
 
     def release(self, owner: str, mm_hash: str) -> None:
@@ -147,8 +199,9 @@ class EmbeddedFeatureStore:
                 "instances need the same feature_store"
             )
         data = bytearray(event.nbytes)
-        self._transport.read(event.region, [(event.offset, memoryview(data))])
-        verify(event, data)
+        with observed_fetch(self._observe, "embedded", event):
+            self._transport.read(event.region, [(event.offset, memoryview(data))])
+            verify(event, data)
         return data
 
     def close(self) -> None:
@@ -163,5 +216,9 @@ class EmbeddedFeatureStore:
             evicted = self._cache.evict_one()
             if evicted is None:
                 return None
-            self._allocator.free(evicted[0])
+            self._free(*evicted)
         return offset
+
+    def _free(self, offset: int, feature: StoredFeature) -> None:
+        self._allocator.free(offset)
+        self._observe("embedded", "evict", feature.nbytes)

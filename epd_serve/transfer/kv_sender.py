@@ -220,8 +220,8 @@ class KVSender:
         self._on_write(0, contact - start)
 
     def _push(self, lane: _Lane, job: _Push) -> None:
-        job.wait_for_compute()
         try:
+            job.wait_for_compute()
             # held from before the look at the leases until all is written: see write_locks
             with self._write_locks.held(job.region, [part.slot for part in job.parts]):
                 start = self._clock()
@@ -231,7 +231,7 @@ class KVSender:
             for part in job.parts:
                 part.transfer.error = part.transfer.error or error
             return
-        except Exception as error:  # such as a device out of memory while staging
+        except Exception as error:  # such as a device that failed in the step, or has no memory for staging
             logger.exception("transfers to %s failed", lane.region_name)
             for part in job.parts:
                 part.transfer.error = part.transfer.error or TransferError(f"the copy failed: {error}")
@@ -257,7 +257,7 @@ class KVSender:
             pieces += own
         target = parts[0].transfer.target
         assert target is not None
-        self._transport.write(target.region, pieces)
+        self._transport.write(target.region, pieces, [part.transfer.transfer_id for part in parts])
         return sizes
 
     @staticmethod

@@ -51,7 +51,7 @@ class MooncakeOptions:
 
     Attributes:
         host: address under which peers reach this process.
-        protocol: of the Transfer Engine: tcp, rdma, nvlink, ascend.
+        protocol: of the Transfer Engine: tcp, rdma, ascend.
         devices: RDMA devices to use, with commas between them; "" for all.
         staging_bytes: registered memory through which unregistered bytes pass.
         timeout_s: how long a peer may accept nothing. The first engine of a process fixes it for all.

@@ -19,6 +19,7 @@ from epd_serve.transfer.shared_memory import SharedSlab
 from epd_serve.transfer.staging import Staged, StagingPool, address_of
 from epd_serve.transfer.tcp import TcpPeers, TcpServer
 from epd_serve.transfer.transport import Piece, TransferError, check_bounds
+from epd_serve.transfer.write_gate import WriteGate
 
 #: A slab's name, behind its bytes: a process that came in the place of another is not mistaken for it.
 _IDENTITY_BYTES = 32
@@ -86,7 +87,8 @@ class MooncakeTransport:
         self._slabs: list[MooncakeSlab] = []
         self._staging = StagingPool(options.staging_bytes, max(options.alignment_bytes, 64))
         self.engine.register(self._staging.address, self._staging.nbytes)
-        self._server = TcpServer(options.host, self._find)
+        self.gate = WriteGate()
+        self._server = TcpServer(options.host, self._find, self.gate, options.timeout_s)
         self._acquainted = TcpPeers(options.timeout_s)
         self._known: Tombstones[bool] = Tombstones()
         self._closed = False
@@ -97,7 +99,7 @@ class MooncakeTransport:
             self._slabs.append(slab)
         return slab
 
-    def write(self, region: Region, pieces: Sequence[Piece]) -> None:
+    def write(self, region: Region, pieces: Sequence[Piece], transfer_ids: Sequence[str] = ()) -> None:
         with self._open(region, pieces, self.engine.write) as batch:
             for offset, data in _not_empty(pieces):
                 registered = self._is_registered(data)

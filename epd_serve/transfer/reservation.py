@@ -7,6 +7,7 @@ lease is over (a writer must not begin to write after its lease) and it is not i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -14,6 +15,7 @@ from enum import Enum, auto
 from epd_serve.cache.block_pool import RequestBlocks
 from epd_serve.cache.tombstones import Tombstones
 from epd_serve.protocol.wire import ReserveRequest
+from epd_serve.transfer.write_gate import WriteGate
 
 
 class ReservationState(Enum):
@@ -26,9 +28,7 @@ class ReservationState(Enum):
 
 _ALLOWED: dict[ReservationState, frozenset[ReservationState]] = {
     ReservationState.PENDING: frozenset({ReservationState.GRANTED, ReservationState.RELEASED}),
-    ReservationState.GRANTED: frozenset(
-        {ReservationState.COMPLETED, ReservationState.QUARANTINED, ReservationState.RELEASED}
-    ),
+    ReservationState.GRANTED: frozenset({ReservationState.COMPLETED, ReservationState.QUARANTINED}),
     ReservationState.QUARANTINED: frozenset({ReservationState.RELEASED}),
     ReservationState.COMPLETED: frozenset(),
     ReservationState.RELEASED: frozenset(),
@@ -63,13 +63,18 @@ class ReservationTable:
         free: gives blocks back to the pool.
         is_being_written: whether a writer is in the middle of writing, given the first block of a reservation that
             is its own.
+        gate: is open for each reservation from its grant until the writer has to stop.
     """
 
     def __init__(
-        self, free: Callable[[RequestBlocks], None], is_being_written: Callable[[int], bool] = lambda block: False
+        self,
+        free: Callable[[RequestBlocks], None],
+        is_being_written: Callable[[int], bool] = lambda block: False,
+        gate: WriteGate | None = None,
     ) -> None:
         self._free = free
         self._is_being_written = is_being_written
+        self._gate = gate or WriteGate()
         self._live: dict[str, Reservation] = {}
         self._ended: Tombstones[ReservationState] = Tombstones()
 
@@ -96,6 +101,7 @@ class ReservationTable:
         reservation.move_to(ReservationState.GRANTED)
         reservation.blocks = blocks
         reservation.deadline = now + reservation.lease_s
+        self._gate.open(reservation.transfer_id)
 
     def renew(self, transfer_id: str, now: float) -> bool:
         """Extend the lease; False tells the writer to stop: the reservation is gone or given up."""
@@ -106,9 +112,9 @@ class ReservationTable:
         return True
 
     def complete(self, transfer_id: str) -> Reservation | None:
-        """All is written: the reservation, its blocks now the caller's. None where it is not GRANTED any more."""
+        """All is written: the reservation, its blocks now the caller's. None where it is not, or not GRANTED."""
         reservation = self._live.get(transfer_id)
-        if reservation is None or reservation.state is not ReservationState.GRANTED:
+        if reservation is None or reservation.state is not ReservationState.GRANTED or self._is_busy(reservation):
             return None
         reservation.move_to(ReservationState.COMPLETED)
         self._end(reservation)
@@ -140,8 +146,7 @@ class ReservationTable:
         if reservation is None or reservation.state is ReservationState.PENDING:
             self.stop_writing(transfer_id)
             return
-        if reservation.state is ReservationState.GRANTED:
-            reservation.move_to(ReservationState.QUARANTINED)
+        self._quarantine(reservation)
         reservation.deadline = now + (reservation.lease_s if lease_s is None else lease_s)
 
     def expire(self, now: float) -> list[Reservation]:
@@ -149,10 +154,7 @@ class ReservationTable:
         overdue = [r for r in self._live.values() if r.deadline <= now and r.state is not ReservationState.PENDING]
         wanted = [r for r in overdue if r.state is ReservationState.GRANTED]
         for reservation in overdue:
-            if not self._is_being_written(reservation.first_own_block):
-                self._release(reservation)
-            elif reservation.state is ReservationState.GRANTED:
-                reservation.move_to(ReservationState.QUARANTINED)
+            self._release(reservation)
         return wanted
 
     def check_integrity(self) -> None:
@@ -161,12 +163,26 @@ class ReservationTable:
             holds = reservation.blocks is not None
             assert holds == (reservation.state is not ReservationState.PENDING), "blocks without a grant"
 
+    def _is_busy(self, reservation: Reservation) -> bool:
+        return self._gate.is_inside(reservation.transfer_id) or self._is_being_written(reservation.first_own_block)
+
+    def _quarantine(self, reservation: Reservation) -> None:
+        self._gate.shut(reservation.transfer_id)
+        if reservation.state is ReservationState.GRANTED:
+            reservation.move_to(ReservationState.QUARANTINED)
+
     def _release(self, reservation: Reservation) -> None:
+        if reservation.blocks is not None:
+            self._quarantine(reservation)  # first: nothing begins any more, so what is busy now comes to an end
+            if self._is_busy(reservation):
+                reservation.deadline = -math.inf  # released as soon as it is over
+                return
         reservation.move_to(ReservationState.RELEASED)
         self._end(reservation)
         if reservation.blocks is not None:
             self._free(reservation.blocks)
 
     def _end(self, reservation: Reservation) -> None:
+        self._gate.shut(reservation.transfer_id)
         del self._live[reservation.transfer_id]
         self._ended.add(reservation.transfer_id, reservation.state)

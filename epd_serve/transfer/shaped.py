@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from epd_serve.protocol.wire import Region
 from epd_serve.transfer.transport import Piece, Slab, Transport
+from epd_serve.transfer.write_gate import WriteGate
 
 
 class ShapedTransport:
@@ -45,12 +46,16 @@ class ShapedTransport:
         self._lock = threading.Lock()
         self._free_at: dict[tuple[str, int], float] = {}
 
+    @property
+    def gate(self) -> WriteGate:
+        return self._inner.gate
+
     def allocate(self, name: str, nbytes: int) -> Slab:
         return self._inner.allocate(name, nbytes)
 
-    def write(self, region: Region, pieces: Sequence[Piece]) -> None:
+    def write(self, region: Region, pieces: Sequence[Piece], transfer_ids: Sequence[str] = ()) -> None:
         start = self._clock()
-        self._inner.write(region, pieces)
+        self._inner.write(region, pieces, transfer_ids)
         self._wait(region, pieces, start)
 
     def read(self, region: Region, pieces: Sequence[Piece]) -> None:

@@ -87,7 +87,8 @@ class SharedMemoryPeers:
         self._lock = threading.Lock()
         self._maps: dict[str, tuple[int, mmap.mmap]] = {}
 
-    def write(self, region: Region, pieces: Sequence[Piece]) -> None:
+    def write(self, region: Region, pieces: Sequence[Piece], transfer_ids: Sequence[str]) -> None:
+        """The transfers are guarded by :class:`~epd_serve.transfer.write_locks.WriteLocks`."""
         check_bounds(region.name, region.nbytes, pieces)
         target = memoryview(self._map(region))
         for offset, data in pieces:

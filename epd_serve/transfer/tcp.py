@@ -2,8 +2,8 @@
 
 A call is one request and one answer on a pooled connection::
 
-    request: op (1: write, 2: read), name length, number of pieces,
-             name, (offset, nbytes) of each piece, payload of a write
+    request: op (1: write, 2: read), lengths of the name and of the transfers, number of pieces,
+             name, transfers that a write is for, (offset, nbytes) of each piece, payload of a write
     answer:  status (0: done, 1: refused), length of the reason,
              the reason's text or the payload of a read
 """
@@ -17,15 +17,18 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import NoReturn
 
 from epd_serve.protocol.wire import Region
 from epd_serve.transfer.transport import Piece, TransferError, check_bounds
+from epd_serve.transfer.write_gate import WriteGate
 
-_HEADER = struct.Struct("!BHI")
+_HEADER = struct.Struct("!BHII")
 _PIECE = struct.Struct("!QQ")
 _STATUS = struct.Struct("!BI")
 _WRITE, _READ = 1, 2
 _MAX_PIECES = 1 << 20
+_SEPARATOR = ","
 _ACCEPT_RETRY_S = 0.05
 
 
@@ -45,10 +48,19 @@ def _receive_bytes(connection: socket.socket, count: int) -> bytearray:
 
 
 class TcpServer:
-    """Serves this process's slabs, found by ``lookup``; a thread for each connection."""
+    """Serves this process's slabs, found by ``lookup``; a thread for each connection.
 
-    def __init__(self, host: str, lookup: Callable[[str], memoryview | None]) -> None:
+    Args:
+        gate: lets the writes in.
+        timeout_s: how long a peer may pause in the middle of a message.
+    """
+
+    def __init__(
+        self, host: str, lookup: Callable[[str], memoryview | None], gate: WriteGate, timeout_s: float
+    ) -> None:
         self._lookup = lookup
+        self._gate = gate
+        self._timeout_s = timeout_s
         self._listener = socket.create_server((host, 0))
         self.host: str = self._listener.getsockname()[0]
         self.port: int = self._listener.getsockname()[1]
@@ -97,10 +109,14 @@ class TcpServer:
             connection.close()
 
     def _serve_one(self, connection: socket.socket) -> None:
-        op, name_length, num_pieces = _HEADER.unpack(_receive_bytes(connection, _HEADER.size))
-        if op not in (_WRITE, _READ) or num_pieces > _MAX_PIECES:
+        connection.settimeout(None)
+        header = _receive_bytes(connection, _HEADER.size)
+        connection.settimeout(self._timeout_s)  # else blocks would be kept for ever for a host that went away
+        op, name_length, transfers_length, num_pieces = _HEADER.unpack(header)
+        if op not in (_WRITE, _READ) or max(num_pieces, transfers_length) > _MAX_PIECES:
             raise ConnectionResetError("not a transfer request")
-        name = _receive_bytes(connection, name_length).decode()
+        name = _receive_bytes(connection, name_length).decode("utf-8", "replace")
+        transfers = _receive_bytes(connection, transfers_length).decode("utf-8", "replace")
         table = _receive_bytes(connection, num_pieces * _PIECE.size)
         wanted = list(_PIECE.iter_unpack(table))
         slab = self._lookup(name)
@@ -110,17 +126,24 @@ class TcpServer:
         elif any(offset + nbytes > slab.nbytes for offset, nbytes in wanted):
             refusal = f"a piece lies outside region {name}"
         if refusal or slab is None:
-            reason = refusal.encode()
-            connection.sendall(_STATUS.pack(1, len(reason)) + reason)
-            raise ConnectionResetError(refusal)  # a refused write's payload is still under way: start afresh
-        if op == _WRITE:
-            for offset, nbytes in wanted:
-                _receive(connection, slab[offset : offset + nbytes])
+            self._refuse(connection, refusal)
+        elif op == _WRITE:
+            with self._gate.passing(transfers.split(_SEPARATOR) if transfers else []) as may_write:
+                if not may_write:
+                    self._refuse(connection, "a transfer of the write has ended here")
+                for offset, nbytes in wanted:
+                    _receive(connection, slab[offset : offset + nbytes])
             connection.sendall(_STATUS.pack(0, 0))
         else:
             connection.sendall(_STATUS.pack(0, 0))
             for offset, nbytes in wanted:
                 connection.sendall(slab[offset : offset + nbytes])
+
+    @staticmethod
+    def _refuse(connection: socket.socket, refusal: str) -> NoReturn:
+        reason = refusal.encode()
+        connection.sendall(_STATUS.pack(1, len(reason)) + reason)
+        raise ConnectionResetError(refusal)  # a refused write's payload is still under way: start afresh
 
 
 class TcpPeers:
@@ -131,8 +154,8 @@ class TcpPeers:
         self._lock = threading.Lock()
         self._idle: dict[tuple[str, int], list[socket.socket]] = {}
 
-    def write(self, region: Region, pieces: Sequence[Piece]) -> None:
-        self._call(region, _WRITE, pieces)
+    def write(self, region: Region, pieces: Sequence[Piece], transfer_ids: Sequence[str]) -> None:
+        self._call(region, _WRITE, pieces, transfer_ids)
 
     def read(self, region: Region, pieces: Sequence[Piece]) -> None:
         self._call(region, _READ, pieces)
@@ -144,7 +167,7 @@ class TcpPeers:
                     connection.close()
             self._idle.clear()
 
-    def _call(self, region: Region, op: int, pieces: Sequence[Piece]) -> None:
+    def _call(self, region: Region, op: int, pieces: Sequence[Piece], transfer_ids: Sequence[str] = ()) -> None:
         check_bounds(region.name, region.nbytes, pieces)
         address = (region.host, region.port)
         with self._lock:
@@ -152,9 +175,12 @@ class TcpPeers:
             connection = pooled.pop() if pooled else None
         if connection is not None:
             try:
-                return self._exchange(connection, address, region, op, pieces)
-            except OSError:
+                return self._exchange(connection, address, region, op, pieces, transfer_ids)
+            except ConnectionError:
                 connection.close()  # a pooled connection may have gone stale; both operations can be repeated
+            except OSError as error:
+                connection.close()  # not so after a timeout: what was sent may arrive after the repetition
+                raise TransferError(f"transfer with {region.host}:{region.port} broke off: {error}") from error
         self._drop_dead()
         try:
             connection = socket.create_connection(address, timeout=self._timeout_s)
@@ -162,7 +188,7 @@ class TcpPeers:
             raise TransferError(f"{region.host}:{region.port} cannot be reached: {error}") from error
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            return self._exchange(connection, address, region, op, pieces)
+            return self._exchange(connection, address, region, op, pieces, transfer_ids)
         except OSError as error:
             connection.close()
             raise TransferError(f"transfer with {region.host}:{region.port} broke off: {error}") from error
@@ -179,11 +205,17 @@ class TcpPeers:
                     del self._idle[address]
 
     def _exchange(
-        self, connection: socket.socket, address: tuple[str, int], region: Region, op: int, pieces: Sequence[Piece]
+        self,
+        connection: socket.socket,
+        address: tuple[str, int],
+        region: Region,
+        op: int,
+        pieces: Sequence[Piece],
+        transfer_ids: Sequence[str],
     ) -> None:
-        name = region.name.encode()
+        name, transfers = region.name.encode(), _SEPARATOR.join(transfer_ids).encode()
         table = b"".join(_PIECE.pack(offset, data.nbytes) for offset, data in pieces)
-        connection.sendall(_HEADER.pack(op, len(name), len(pieces)) + name + table)
+        connection.sendall(_HEADER.pack(op, len(name), len(transfers), len(pieces)) + name + transfers + table)
         if op == _WRITE:
             for _, data in pieces:
                 connection.sendall(data)

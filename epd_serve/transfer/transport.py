@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from epd_serve.protocol.wire import Region
+from epd_serve.transfer.write_gate import WriteGate
 
 #: An offset in a remote region and the local bytes that belong there.
 Piece = tuple[int, memoryview]
@@ -32,12 +33,17 @@ class Transport(Protocol):
     (:mod:`epd_serve.transfer.reservation`).
     """
 
+    @property
+    def gate(self) -> WriteGate:
+        """Which transfers peers may write here for; it stops nobody who does not come over TCP."""
+        ...
+
     def allocate(self, name: str, nbytes: int) -> Slab:
         """Register ``nbytes`` of zeroed memory under a name that is new to this transport."""
         ...
 
-    def write(self, region: Region, pieces: Sequence[Piece]) -> None:
-        """Copy each piece to its offset in ``region``.
+    def write(self, region: Region, pieces: Sequence[Piece], transfer_ids: Sequence[str] = ()) -> None:
+        """Copy each piece to its offset in ``region``, for these transfers: see :class:`WriteGate`.
 
         Raises TransferError; then any part may have arrived, or may still arrive where the peer stalls and goes
         on: what a failed write was aimed at must not be used again before its lease has ended.

@@ -14,8 +14,9 @@ process.
 
 The locks are open-file-description locks (fcntl(2)) on the region's memfd, one byte for each transfer: at the
 number of the first block that it writes, which is its own for as long as it may write. They do not reach across
-hosts: a writer there that is stopped between its look at the clock and its copy, or within it, for more than half
-a lease, can still do harm.
+hosts. Writers there come over TCP, where the owner's side knows what is under way
+(:mod:`epd_serve.transfer.write_gate`), or over Mooncake: there one that is stopped between its look at the clock
+and its copy, or within it, for more than half a lease, can still do harm.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import fcntl
 import os
 import struct
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,12 +38,24 @@ from epd_serve.transfer.transport import TransferError
 _FLOCK = struct.Struct("@hhqqi4x")
 
 
+class _LockFile:
+    """A region's memfd, open until its last user has let it go."""
+
+    def __init__(self, region: Region) -> None:
+        self.pid = region.pid
+        self._fd = open_region(region)
+        weakref.finalize(self, os.close, self._fd)
+
+    def set(self, kind: int, slot: int) -> None:
+        fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, slot, 1, 0))
+
+
 class WriteLocks:
     """The writer's side. Safe from any thread; no two threads may hold one slot of one region at once."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._files: dict[str, tuple[int, int]] = {}
+        self._files: dict[str, _LockFile] = {}
 
     @contextmanager
     def held(self, region: Region, slots: Sequence[int]) -> Iterator[None]:
@@ -56,35 +70,32 @@ class WriteLocks:
         taken: list[int] = []
         try:
             for slot in slots:
-                _set(file, fcntl.F_RDLCK, slot)
+                file.set(fcntl.F_RDLCK, slot)
                 taken.append(slot)
             yield
         finally:
             for slot in taken:
-                _set(file, fcntl.F_UNLCK, slot)
+                file.set(fcntl.F_UNLCK, slot)
 
     def close(self) -> None:
         with self._lock:
-            for _, file in self._files.values():
-                os.close(file)
             self._files.clear()
 
-    def _open(self, region: Region) -> int | None:
+    def _open(self, region: Region) -> _LockFile | None:
         with self._lock:
             known = self._files.get(region.name)
             if known is not None:
-                return known[1]
+                return known
             try:
-                file = open_region(region)
+                file = _LockFile(region)
             except TransferError as error:
                 if isinstance(error.__cause__, PermissionError):  # another user's: reached over TCP all the same
                     return None
                 raise
-            for name, (pid, gone) in list(self._files.items()):
-                if not Path(f"/proc/{pid}").exists():
-                    os.close(gone)
+            for name, other in list(self._files.items()):
+                if not Path(f"/proc/{other.pid}").exists():
                     del self._files[name]
-            self._files[region.name] = (region.pid, file)
+            self._files[region.name] = file
             return file
 
 
@@ -93,7 +104,3 @@ def is_being_written(region: Region, slot: int) -> bool:
     asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, slot, 1, 0)
     found: int = _FLOCK.unpack(fcntl.fcntl(region.fd, fcntl.F_OFD_GETLK, asked))[0]
     return found != fcntl.F_UNLCK
-
-
-def _set(file: int, kind: int, slot: int) -> None:
-    fcntl.fcntl(file, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, slot, 1, 0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from epd_serve.config import InstanceOptions
 from epd_serve.protocol import wire
 from epd_serve.worker.decode import DecodeService
 from epd_serve.worker.encode import EncodeService
@@ -19,6 +20,7 @@ _DONE = Reply(status=204)
 class Stages(Protocol):
     """Of :class:`~epd_serve.worker.instance.Instance`; Unavailable is raised for a stage that is not there."""
 
+    options: InstanceOptions
     metrics: InstanceMetrics
     pulls: Pulls
 
@@ -54,7 +56,7 @@ class StageCalls:
 
     async def _encode(self, body: bytes) -> Reply:
         reply = await self._stages.encodes().encode(wire.decode(body, wire.EncodeRequest))
-        self._stages.metrics.encoded(reply.cached)
+        self._stages.metrics.encoded(reply.cached, instead=not self._stages.options.role.encodes)
         return Reply(body=wire.encode(reply))
 
     async def _prefill(self, body: bytes) -> Reply:

@@ -54,8 +54,12 @@ class CopyBlock(msgspec.Struct, frozen=True, tag="copy"):
 
 
 class Stage(msgspec.Struct, frozen=True, tag="stage"):
-    """Bring blocks of layers ``first_layer`` ... ``end_layer - 1`` into the slab; answered by :class:`Done`."""
+    """Bring blocks of layers ``first_layer`` ... ``end_layer - 1`` into the slab; answered by :class:`Done`.
 
+    ``number`` tells this staging from all others.
+    """
+
+    number: int
     first_layer: int
     end_layer: int
     blocks: list[int]
@@ -73,7 +77,9 @@ class Joined(msgspec.Struct, frozen=True, tag="joined"):
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
-    """The oldest :class:`Stage` that was not answered yet has been carried out."""
+    """The :class:`Stage` of that number has been carried out."""
+
+    number: int
 
 
 KVCommand = CopyBlock | Stage | Land

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from device.transport import TRANSPORTS
-from epd_serve.config import InstanceOptions
+from epd_serve.config.options import MIN_SEGMENT_BYTES, InstanceOptions
 from epd_serve.transfer.embedded import EmbeddedTransport
-from epd_serve.transfer.feature_store import EmbeddedFeatureStore, FeatureStore
+from epd_serve.transfer.feature_store import EmbeddedFeatureStore, FeatureStore, StoreObserver
 from epd_serve.transfer.mooncake import MooncakeOptions, StoreClient
 from epd_serve.transfer.mooncake_store import MooncakeFeatureStore
 from epd_serve.transfer.mooncake_transport import MooncakeTransport
@@ -27,24 +27,29 @@ def _start_transport(options: InstanceOptions, device_type: str) -> Transport:
     return EmbeddedTransport(options.host, options.kv_transport, _timeout_s(options))
 
 
-def start_feature_store(options: InstanceOptions, transport: Transport, device_type: str) -> FeatureStore:
+def start_feature_store(
+    options: InstanceOptions, transport: Transport, device_type: str, observe: StoreObserver
+) -> FeatureStore:
     """Blocks until the store is there. Raises ValueError as above, or where its master does not answer.
 
     An instance that is meant to encode lends ``feature_store_bytes`` to a store that all share.
     """
-    local = EmbeddedFeatureStore(transport, options.feature_store_bytes)
+    local = EmbeddedFeatureStore(transport, options.feature_store_bytes, observe)
     if options.feature_store == "embedded" or not (options.role.encodes or options.role.prefills):
         return local
     if options.mooncake_master is None:
         raise ValueError("feature_store mooncake needs the address of its master")
+    segment_bytes = options.feature_store_bytes if options.role.encodes else 0
+    if 0 < segment_bytes < MIN_SEGMENT_BYTES:
+        raise ValueError(f"Mooncake Store takes no less than {MIN_SEGMENT_BYTES}; raise feature_store_bytes")
     mooncake = _mooncake_options(options, device_type)
     client = StoreClient(
         mooncake,
         options.mooncake_master,
-        options.feature_store_bytes if options.role.encodes else 0,
+        segment_bytes,
         engine=transport.engine if isinstance(transport, MooncakeTransport) else None,
     )
-    return MooncakeFeatureStore(client, local, options.feature_store_bytes, mooncake)
+    return MooncakeFeatureStore(client, local, options.feature_store_bytes, mooncake, observe)
 
 
 def _mooncake_options(options: InstanceOptions, device_type: str) -> MooncakeOptions:

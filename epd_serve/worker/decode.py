@@ -64,6 +64,7 @@ class DecodeService:
         self._reservations = ReservationTable(
             free=lambda blocks: engine.unreserve(blocks),
             is_being_written=lambda block: is_being_written(memory.region, block),
+            gate=transport.gate,
         )
         self._admission = asyncio.Lock()
         self._freed = asyncio.Event()
@@ -180,7 +181,11 @@ class DecodeService:
             raise Unavailable(f"request {handoff.request_id} was cancelled")
         num_blocks = num_blocks_for(len(handoff.prompt_ids), self._layout.block_size)
         # what was cached here was not written: it must not be replaced by what lies in the slab
-        self._memory.land(reservation.blocks.root[reservation.blocks.num_cached : num_blocks])
+        try:
+            self._memory.land(reservation.blocks.root[reservation.blocks.num_cached : num_blocks])
+        except Exception:  # the device has no memory for it, say; the blocks are nobody's any more
+            self._engine.unreserve(reservation.blocks)
+            raise
         generation = Generation(answer, self._engine)
         self._listen(handoff.request_id, generation.feed)
         self._engine.resume(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -58,6 +59,7 @@ class FeatureInbox:
         self._sizes: dict[str, dict[str, tuple[int, int]]] = {}
         self._early: dict[str, float] = {}
         self._ended: Tombstones[bool] = Tombstones()
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         # of its own: fetches that hang must not hold up the tokenising of other requests
         self._threads = ThreadPoolExecutor(_NUM_FETCHES, thread_name_prefix="fetch")
 
@@ -108,39 +110,52 @@ class FeatureInbox:
 
     async def receive(self, event: FeatureEvent) -> None:
         """Fetch the feature of an event. Raises InstanceFailed where it cannot be had as described."""
-        if event.request_id in self._ended:
+        if self._is_over(event.request_id):
             return
         # what the gateway told us of the item, if we know that already, goes over what the encoder says
         size = self._sizes.get(event.request_id, {}).get(event.mm_hash, (event.width, event.height))
         self._form.check(event.mm_hash, event.shape, event.dtype, size)
-        if event.mm_hash not in self._cache:
-            if event.nbytes > self._cache.capacity_bytes:
-                raise InstanceFailed(
-                    f"a feature of {event.nbytes} bytes does not fit a cache of {self._cache.capacity_bytes}; "
-                    "raise feature_cache_bytes"
-                )
-            feature = await asyncio.get_running_loop().run_in_executor(self._threads, self._fetch, event)
-            await self._wait_for_room(event.mm_hash, event.nbytes)
-            if event.request_id in self._ended:
-                return
-            self._cache.put(event.mm_hash, feature, event.nbytes, event.request_id, beyond=True)
-        self._hold(event.mm_hash, event.request_id)
+        # requests that need one feature at once share one fetch; where it fails, the next tries its own event
+        async with self._turns.setdefault(event.mm_hash, asyncio.Lock()):
+            if event.mm_hash not in self._cache:
+                if event.nbytes > self._cache.capacity_bytes:
+                    raise InstanceFailed(
+                        f"a feature of {event.nbytes} bytes does not fit a cache of {self._cache.capacity_bytes}; "
+                        "raise feature_cache_bytes"
+                    )
+                feature = await asyncio.get_running_loop().run_in_executor(self._threads, self._fetch, event)
+                await self._take_in(event.request_id, event.mm_hash, feature)
+            elif not self._is_over(event.request_id):
+                self._hold(event.mm_hash, event.request_id)
 
     async def take(self, request_id: str, item: MediaRef, feature: Tensor) -> None:
         """Take in a feature that this instance has encoded itself. Raises InstanceFailed for one that is wrong."""
         self._check(item.mm_hash, feature, (item.width, item.height))
-        await self._wait_for_room(item.mm_hash, feature.nbytes)
-        if request_id in self._ended:
+        await self._take_in(request_id, item.mm_hash, feature)
+
+    async def _take_in(self, request_id: str, mm_hash: str, feature: Tensor) -> None:
+        await self._wait_for_room(mm_hash, feature.nbytes)
+        if self._is_over(request_id):
             return
-        self._cache.put(item.mm_hash, feature, feature.nbytes, request_id, beyond=True)
-        self._hold(item.mm_hash, request_id)
+        for sizes in self._sizes.values():  # requests may have become known since the event was looked at
+            if mm_hash in sizes:
+                self._check(mm_hash, feature, sizes[mm_hash])
+        self._cache.put(mm_hash, feature, feature.nbytes, request_id, beyond=True)
+        self._hold(mm_hash, request_id)
+
+    def _is_over(self, request_id: str) -> bool:
+        """Whether a request has ended; one that came after its early features were let go has not."""
+        return request_id in self._ended and request_id not in self._wanted
 
     def _hold(self, mm_hash: str, request_id: str) -> None:
+        """For the request, and for all others that wait for this feature: else it might go before they hold it."""
         self._cache.acquire(mm_hash, request_id)
         if request_id not in self._wanted:
             self._early[request_id] = self._clock() + self._orphan_s
-        for changed in self._wanted.values():
-            changed.set()
+        for other, sizes in self._sizes.items():
+            if mm_hash in sizes:
+                self._cache.acquire(mm_hash, other)
+                self._wanted[other].set()
         self._arrived()
 
     def _check(self, mm_hash: str, feature: Tensor, size: tuple[int, int]) -> None:

@@ -109,18 +109,20 @@ class FeatureSupply:
         with self._lock:
             while len(self._fetches) >= _MAX_UNUSED:  # of requests that have ended without using theirs
                 del self._fetches[next(iter(self._fetches))]
-            fetch = self._fetches.setdefault(mm_hash, _Fetch(event.nbytes, self._clock()))
+            fetch = self._fetches.get(mm_hash)
+            if fetch is None or fetch.arrived_at is not None:  # an earlier one went without being used
+                fetch = self._fetches[mm_hash] = _Fetch(event.nbytes, self._clock())
         try:
             if self._is_sync:
                 await self._receive_when_due(event)
             else:
                 await self._inbox.receive(event)
-        except BaseException:
+        finally:
             with self._lock:
-                self._fetches.pop(mm_hash, None)
-            raise
-        if fetch.arrived_at is None:
-            fetch.arrived_at = self._clock()
+                if fetch.arrived_at is None and self._inbox.get(mm_hash) is not None:
+                    fetch.arrived_at = self._clock()
+                elif fetch.arrived_at is None and self._fetches.get(mm_hash) is fetch:
+                    del self._fetches[mm_hash]  # failed, or its request has ended
 
     # ------------------------------------------------------------------ from the engine's thread
 
@@ -136,7 +138,7 @@ class FeatureSupply:
             self.starved(mm_hash)
             asyncio.run_coroutine_threadsafe(announcement.fetched(), self._loop).result()
             feature = self._inbox.get(mm_hash)
-        if feature is not None and self._fetches:
+        if feature is not None and (self._fetches or self._starved):
             self._used(mm_hash)
         return feature
 
@@ -163,11 +165,10 @@ class FeatureSupply:
     def _used(self, mm_hash: str) -> None:
         now = self._clock()
         with self._lock:
-            fetch = self._fetches.get(mm_hash)
-            if fetch is None:
-                return
-            del self._fetches[mm_hash]
             needed_at = self._starved.pop(mm_hash, now)
+            fetch = self._fetches.pop(mm_hash, None)
+        if fetch is None:
+            return
         self._observe(
             FetchTiming(
                 nbytes=fetch.nbytes,

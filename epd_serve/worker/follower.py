@@ -81,7 +81,7 @@ class Follower:
         """Carry a staging out that came after ``step`` steps."""
         self._progress.wait(step, command.end_layer - 1)
         self._cache.stage(range(command.first_layer, command.end_layer), command.blocks)
-        self._channel.send(Done())
+        self._channel.send(Done(command.number))
 
     def _create(self, command: CreateCache) -> None:
         heads, slab = self._model.kv_heads, map_region(command.slab)

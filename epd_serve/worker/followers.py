@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 #: A rank that does not come to a collective for this long is taken for dead.
 COLLECTIVE_TIMEOUT_S = 60.0
+#: Nor does one live that has not copied some blocks by then; it may have to end a step first.
+STAGING_TIMEOUT_S = 180.0
 _EXIT_GRACE_S = 3.0
 
 _A = TypeVar("_A", Joined, Done)
@@ -58,6 +60,7 @@ class Followers:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._answers: list[queue.SimpleQueue[Answer]] = []
         self._staging = threading.Lock()
+        self._num_stagings = 0
         self._closing = False
         for rank, device in enumerate(devices[1:], start=1):
             self._start(
@@ -102,15 +105,23 @@ class Followers:
             self._end("its ranks are out of step")
 
     @contextlib.contextmanager
-    def staging(self, command: Stage) -> Iterator[None]:
+    def staging(self, layers: range, blocks: Sequence[int]) -> Iterator[None]:
         """Around this rank's share of a staging; all ranks are done afterwards."""
         with self._staging:
-            self.send(command)
+            self._num_stagings += 1
+            self.send(Stage(self._num_stagings, layers.start, layers.stop, list(blocks)))
             try:
                 yield
-            finally:  # also after a failure here: an answer left over would be taken for the next staging's
+            finally:  # also after a failure here: the blocks may be another's as soon as this returns
                 for answers in self._answers:
-                    self._answer(answers, Done)
+                    self._wait_staged(answers)
+
+    def _wait_staged(self, answers: queue.SimpleQueue[Answer]) -> None:
+        try:
+            while self._answer(answers, Done, STAGING_TIMEOUT_S).number != self._num_stagings:
+                pass
+        except queue.Empty:
+            self._end(f"a follower has not staged KV within {STAGING_TIMEOUT_S:g} s")
 
     def close(self) -> None:
         """End them."""
@@ -152,8 +163,8 @@ class Followers:
                 return
 
     @staticmethod
-    def _answer(answers: queue.SimpleQueue[Answer], kind: type[_A]) -> _A:
-        answer = answers.get()
+    def _answer(answers: queue.SimpleQueue[Answer], kind: type[_A], timeout_s: float | None = None) -> _A:
+        answer = answers.get(timeout=timeout_s)
         assert isinstance(answer, kind), f"{answer} where {kind.__name__} was due"
         return answer
 

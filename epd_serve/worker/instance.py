@@ -95,7 +95,9 @@ class Instance:
         self._max_model_len = (
             options.max_model_len or self._family.config.get_text_config().max_position_embeddings
         )
-        self._store = await asyncio.to_thread(start_feature_store, options, self._transport, self._device.type)
+        self._store = await asyncio.to_thread(
+            start_feature_store, options, self._transport, self._device.type, self.metrics.store_did
+        )
         self._encode = EncodeService(
             partial(Tower, self._path, self._dtype, self._device),
             self._family,
@@ -339,7 +341,7 @@ class Instance:
     async def _render_metrics(self, body: bytes) -> Reply:
         self._check_ready()
         links = self._sender.sizer.known_links() if self._sender else {}
-        text = self.metrics.render(self._load(), self._store.num_owners, links)
+        text = self.metrics.render(self._load(), (self._store.num_owners, self._store.num_bytes), links)
         return Reply(headers=((b"content-type", CONTENT_TYPE.encode()),), body=text)
 
     def _check_ready(self) -> None:

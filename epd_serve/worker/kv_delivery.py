@@ -209,7 +209,7 @@ class PullDelivery:
         blocks = self._sequence.blocks[:count]
         self._pulls.hold(self)
         try:
-            await asyncio.to_thread(self._memory.stage, range(self._reserve.layout.num_layers), blocks)
+            await self._stage(blocks)
             if self.transfer.cancelled:
                 raise InstanceFailed("the request was given up before its KV was read")
             await self._pulled(
@@ -227,6 +227,15 @@ class PullDelivery:
             )
         finally:
             self._pulls.drop(self.transfer.transfer_id)
+
+    async def _stage(self, blocks: list[int]) -> None:
+        """Not left before it is over: afterwards the blocks may be another's, whose bytes it would overwrite."""
+        layers = range(self._reserve.layout.num_layers)
+        staging = asyncio.create_task(asyncio.to_thread(self._memory.stage, layers, blocks))
+        try:
+            await asyncio.shield(staging)
+        finally:
+            await asyncio.wait({staging})
 
     async def _pulled(self, request: wire.PullRequest) -> None:
         """D may wait for blocks for as long as it likes, so long as it answers at all."""

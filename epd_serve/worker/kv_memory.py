@@ -11,7 +11,7 @@ from torch import Tensor
 from device.base import Device
 from epd_serve.protocol.wire import KVLayout, Region
 from epd_serve.transfer.transport import Piece, Transport
-from epd_serve.worker.commands import CopyBlock, Land, Stage
+from epd_serve.worker.commands import CopyBlock, Land
 from epd_serve.worker.followers import Followers
 
 
@@ -137,7 +137,7 @@ class KVMemory:
         if self._followers is None:
             self._cache.stage(layers, blocks)
         else:
-            with self._followers.staging(Stage(layers.start, layers.stop, list(blocks))):
+            with self._followers.staging(layers, blocks):
                 self._cache.stage(layers, blocks)
 
 

@@ -48,8 +48,34 @@ class InstanceMetrics:
         self._feature_overlap = self._histogram(
             "feature_overlap_ratio", "Hidden share of a feature's transmission", _RATIOS
         )
+        self._feature_arrivals = self._counter(
+            "feature_arrivals", "Fetched features by their first use: in_time, or late and waited for", "arrival"
+        )
+        self._feature_recomputes = self._counter(
+            "feature_recomputes", "Features encoded here because no encoder could deliver them"
+        )
         self._encodes = self._counter("encodes", "Encode calls; cached: the store had the feature", "cached")
         self._store_owners = self._gauge("store_owners", "Requests that hold features in the store")
+        self._store_held = self._gauge("store_held_bytes", "Bytes of this instance's features in the store")
+        self._store_counts = {
+            operation: self._counter(f"store_{name}", text, "store")
+            for operation, name, text in (
+                ("hit", "hits", "Features asked for before they are encoded, and found"),
+                ("miss", "misses", "Features asked for before they are encoded, and not found"),
+                ("put", "puts", "Features put"),
+                ("evict", "evictions", "Features evicted to make room"),
+                ("fetch", "fetches", "Features fetched and verified"),
+                ("lost", "fetch_failures", "Announced features that were gone, broken or too slow to come"),
+            )
+        }
+        self._store_bytes = {
+            operation: self._counter(f"store_{operation}_bytes", text, "store")
+            for operation, text in (("put", "Feature bytes put"), ("fetch", "Feature bytes fetched"))
+        }
+        self._store_seconds = {
+            operation: self._histogram(f"store_{operation}_seconds", text, _SECONDS, "store")
+            for operation, text in (("put", "Time of a put"), ("fetch", "Time of a fetch"))
+        }
         self._steps = self._counter("steps", "Steps of the language model", "kind")
         self._step_seconds = self._counter("step_seconds", "Time of steps", "kind")
         self._step_tokens = self._counter("step_tokens", "Tokens computed", "stage")
@@ -96,9 +122,20 @@ class InstanceMetrics:
         self._feature_scheduling.observe(timing.scheduling_s)
         self._feature_exposed.inc(timing.exposed_s)
         self._feature_overlap.observe(timing.overlap_ratio)
+        self._feature_arrivals.labels("late" if timing.exposed_s else "in_time").inc()
 
-    def encoded(self, cached: bool) -> None:
+    def encoded(self, cached: bool, *, instead: bool = False) -> None:
+        """``instead``: by an instance that is not meant to, because no encoder could deliver."""
         self._encodes.labels(str(cached).lower()).inc()
+        if instead and not cached:
+            self._feature_recomputes.inc()
+
+    def store_did(self, store: str, operation: str, nbytes: int = 0, seconds: float = 0.0) -> None:
+        """A :class:`epd_serve.transfer.feature_store.StoreObserver`."""
+        self._store_counts[operation].labels(store).inc()
+        if operation in self._store_bytes:
+            self._store_bytes[operation].labels(store).inc(nbytes)
+            self._store_seconds[operation].labels(store).observe(seconds)
 
     def stepped(self, output: ScheduleOutput, seconds: float) -> None:
         kind = "decode" if not output.prefills else "mixed" if output.decodes else "prefill"
@@ -109,11 +146,17 @@ class InstanceMetrics:
 
     # ------------------------------------------------------------------ asked for
 
-    def render(self, load: Load, store_owners: int, links: dict[str, tuple[float, float]]) -> bytes:
-        """The exposition text as of now; ``links`` gives (handshake seconds, bytes per second) by region."""
+    def render(self, load: Load, store: tuple[int, int], links: dict[str, tuple[float, float]]) -> bytes:
+        """The exposition text as of now.
+
+        Args:
+            store: owners and bytes in the feature store.
+            links: (handshake seconds, bytes per second) by region.
+        """
         for name, gauge in self._load.items():
             gauge.set(getattr(load, name))
-        self._store_owners.set(store_owners)
+        self._store_owners.set(store[0])
+        self._store_held.set(store[1])
         for gauge in (self._kv_handshake, self._kv_bandwidth):
             gauge.clear()
         for link, (handshake_s, bytes_per_s) in links.items():
@@ -132,5 +175,5 @@ class InstanceMetrics:
     def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
         return Gauge(f"epd_serve_instance_{name}", text, labels, registry=self.registry)
 
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(f"epd_serve_instance_{name}", text, buckets=buckets, registry=self.registry)
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+        return Histogram(f"epd_serve_instance_{name}", text, labels, buckets=buckets, registry=self.registry)

@@ -11,16 +11,23 @@ from epd_serve.protocol import wire
 
 
 class Peers:
-    """HTTP client for control calls: msgpack there, msgpack back. Use it inside ``async with``."""
+    """HTTP client for control calls: msgpack there, msgpack back. There is nothing to close before the first."""
 
     def __init__(self) -> None:
-        # no limit on connections: a reservation waits on its own for as long as D is full
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None, sock_connect=5)
-        )
+        self._opened: aiohttp.ClientSession | None = None
+
+    @property
+    def _session(self) -> aiohttp.ClientSession:
+        if self._opened is None:
+            # no limit on connections: a reservation waits on its own for as long as D is full
+            self._opened = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None, sock_connect=5)
+            )
+        return self._opened
 
     async def close(self) -> None:
-        await self._session.close()
+        if self._opened is not None:
+            await self._opened.close()
 
     async def call(self, url: str, path: str, message: wire.Message, timeout_s: float | None = None) -> bytes:
         """POST a message and return the answer's body.

@@ -52,11 +52,18 @@ class FeatureCacheMachine(RuleBasedStateMachine):
         evicted = self.cache.evict_one()
         assert (len(self.cache) == before - 1) == (evicted is not None)
 
+    @rule(key=KEYS)
+    def discard(self, key: str) -> None:
+        assert self.cache.discard(key) == sorted(owner for owner, held in self.holds if held == key)
+        assert key not in self.cache
+        self.holds = {hold for hold in self.holds if hold[1] != key}
+
     @invariant()
     def held_features_are_here(self) -> None:
         self.cache.check_integrity()
         for _, key in self.holds:
             assert self.cache.get(key) == f"value of {key}"
+            assert self.cache.is_held(key)
         assert self.cache.num_owners == len({owner for owner, _ in self.holds})
 
 
@@ -70,6 +77,18 @@ def test_least_recently_used_goes_first() -> None:
     cache.acquire("a", "r")
     cache.release("r")
     assert cache.put("d", "d", 1, "r") == ["b"]
+
+
+def test_a_look_at_a_value_is_not_a_use() -> None:
+    cache: FeatureCache[str] = FeatureCache(3)
+    for key in "abc":
+        cache.put(key, key, 1, "r")
+    cache.release("r")
+    assert cache.get("a") == "a"
+    assert "a" in cache
+    assert not cache.is_held("a")
+    assert cache.can_put(1)
+    assert cache.put("d", "d", 1, "r") == ["a"]
 
 
 def test_what_went_beyond_the_capacity_is_dropped_when_released() -> None:

@@ -36,6 +36,9 @@ def test_a_master_is_started_where_a_store_is_asked_for_and_none_is_named(
         ("mooncake: {master: store}", "'store' is no address of a master; write host:port"),
         ("mooncake: {master: 'http://store:1'}", "no address of a master"),
         ("mooncake: {protocol: infiniband}", "'infiniband' is not possible here; write auto, tcp, rdma"),
+        ("mooncake: {protocol: nvlink}", "nvlink moves GPU memory.* write auto, tcp or rdma"),
+        (f"{STORE}\ninstances: {{feature_store_bytes: 8MiB}}", "of E is 8388608, .* write 16MiB or more"),
+        (f"{STORE}\ntopology: EP-D\nroles: {{EP: {{feature_store_bytes: 1MB}}}}", "of EP is 1000000"),
         ("mooncake: {mastr: 'store:1'}", "did you mean 'master'"),
         ("feature_store: redis", "'redis' is not possible here; write embedded or mooncake"),
         ("roles: {P: {kv_transfer: {transport: mooncake}}}", "mooncake for P alone.* the same: D, P"),
@@ -44,6 +47,18 @@ def test_a_master_is_started_where_a_store_is_asked_for_and_none_is_named(
 def test_what_is_wrong_is_said_with_what_would_be_right(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse_config(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "instances: {feature_store_bytes: 8MiB}",
+        f"{STORE}\nroles: {{P: {{feature_store_bytes: 8MiB}}}}",
+        f"{STORE}\ninstances: {{feature_store_bytes: 16MiB}}",
+    ],
+)
+def test_only_what_is_lent_to_the_store_has_a_least_size(text: str) -> None:
+    parse_config(text)
 
 
 def test_a_role_without_a_language_model_has_no_kv_to_move() -> None:

@@ -12,7 +12,7 @@ import httpx
 import pytest
 import pytest_asyncio
 from chat import chat
-from fleet import Books
+from fleet import Books, figures
 from pictures import noise
 
 from epd_serve.config import DeploymentConfig
@@ -107,6 +107,9 @@ async def test_the_answer_is_the_same_without_an_encoder(deployment: LocalDeploy
         assert (await client.post("/v1/chat/completions", json=other)).status_code == 200
         after = await client.post("/v1/chat/completions", json=body)
     assert before.json()["choices"] == after.json()["choices"]
+    prefill = await figures(deployment.instances["p0"].url)
+    assert (prefill["feature_recomputes_total"], prefill["store_misses_total"]) == (2, 2)
+    assert prefill["feature_arrivals_total"] >= 2, "the encoder's, and its own at least once"
 
 
 async def test_a_stalled_encoder_is_passed_over(deployment: LocalDeployment) -> None:

@@ -10,7 +10,7 @@ import httpx
 import pytest
 import tiny_models
 from chat import chat
-from fleet import Books
+from fleet import Books, figures
 from pictures import noise
 from reference import Reference
 from transports import HAS_MOONCAKE
@@ -87,6 +87,13 @@ async def test_a_deployment_starts_its_own_master_and_answers_as_ever(model: Pat
         service = Service(deployment, Reference(model))
         for _ in range(2):
             await service.check(1, 2)
+        told = {name: await figures(handle.url) for name, handle in deployment.instances.items()}
+        both = {name: told["e0"][name] + told["e1"][name] for name in told["e0"] if name.startswith("store_")}
+        assert (both["store_misses_total"], both["store_puts_total"], both["store_hits_total"]) == (2, 2, 2)
+        assert both["store_held_bytes"] == both["store_put_bytes_total"] > 0
+        assert both["store_put_seconds_count"] == 2
+        assert told["p0"]["store_fetches_total"] == told["p0"]["store_fetch_seconds_count"] == 2
+        assert told["p0"]["feature_arrivals_total"] == 2
         os.kill(deployment.processes[0].pid, signal.SIGSTOP)
         await service.check(2, 3)
         os.kill(deployment.processes[0].pid, signal.SIGCONT)

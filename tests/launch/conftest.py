@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import psutil
 import pytest
@@ -20,7 +21,9 @@ class Fakes:
 
     folder: Path
 
-    def spec(self, name: str, behaviour: str = "", *, stops_first: bool = False) -> ProcessSpec:
+    def spec(
+        self, name: str, behaviour: str = "", *, stops: Literal["first", "then", "last"] = "then"
+    ) -> ProcessSpec:
         port = free_port("127.0.0.1")
         command = (sys.executable, str(FAKE_PROGRAM), "instance", "--name", name, "--port", str(port))
         return ProcessSpec(
@@ -29,7 +32,7 @@ class Fakes:
             command=(*command, "--parent-pid", str(os.getpid())),
             environment={**os.environ, "FAKE_DIR": str(self.folder), f"FAKE_{name.upper()}": behaviour},
             url=url_of("127.0.0.1", port),
-            stops_first=stops_first,
+            stops=stops,
         )
 
     @property

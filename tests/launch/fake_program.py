@@ -2,10 +2,11 @@
 
 FAKE_DIR holds a file NAME.pid for each started process; FAKE_<NAME> is a behaviour: "die", "deaf" (to SIGTERM),
 "loading" (503 for half a second), "never" (503 for ever), "parent" (has a child of its own), "once" (starts only
-once, and dies at every later start).
+once, and dies at every later start), "ails" (503 from the second answer on).
 """
 
 import argparse
+import itertools
 import os
 import signal
 import subprocess
@@ -43,9 +44,13 @@ if behaviour == "parent":
 ready_at = time.monotonic() + {"loading": 0.5, "never": 600.0}.get(behaviour, 0.0)
 
 
+num_answers = itertools.count()
+
+
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        self.send_response(200 if time.monotonic() >= ready_at else 503)
+        ails = behaviour == "ails" and next(num_answers) > 0
+        self.send_response(200 if time.monotonic() >= ready_at and not ails else 503)
         self.send_header("Content-Length", "0")
         self.end_headers()
 

@@ -45,7 +45,7 @@ def test_the_gateway_is_told_every_instance_and_stops_first() -> None:
     ]
     assert (flag(spec, "--config"), flag(spec, "--host"), flag(spec, "--port")) == ("/run/d.yaml", "0.0.0.0", "80")
     assert spec.url == "http://127.0.0.1:80"
-    assert spec.stops_first
+    assert spec.stops == "first"
 
 
 def test_the_cores_are_divided_among_the_instances(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,3 +58,19 @@ async def test_a_failed_start_leaves_its_logs_and_no_process(fakes: Any, monkeyp
             pytest.fail("it must not become ready")
     assert fakes.alive == set()
     assert "no memory" in (deployment.log_dir / "d0.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("", 30.0), ("hang_timeout_s: 5", 5.0), ("hang_timeout_s: null", None)]
+)
+def test_the_supervisor_is_told_how_long_a_hang_may_last(
+    text: str, expected: float | None, tmp_path: Path
+) -> None:
+    config = parse_config(f"{text}\ninstances: {{base_port: 0}}\ngateway: {{port: 0}}")
+    assert LocalDeployment(config, log_dir=tmp_path)._supervisor._hang_timeout_s == expected
+
+
+@pytest.mark.parametrize("value", ["0", "-1", ".inf", "never"])
+def test_a_hang_timeout_is_a_number_of_seconds(value: str) -> None:
+    with pytest.raises(ValueError, match="hang_timeout_s"):
+        parse_config(f"hang_timeout_s: {value}")

@@ -37,6 +37,7 @@ def test_the_master_listens_where_the_instances_do_and_each_is_told_so() -> None
     assert spec is not None
     assert {"--rpc_address=127.0.0.1", "--rpc_port=50051", "--metrics_host=127.0.0.1"} <= set(spec.command)
     assert spec.url == "http://127.0.0.1:50052"
+    assert spec.stops == "last", "instances give their segments back to it"
     for instance in instance_specs(config, PORTS, {}):
         flags = dict(pairwise(instance.command))
         assert (flags["--feature-store"], flags["--mooncake-master"]) == ("mooncake", "127.0.0.1:50051")

@@ -32,22 +32,29 @@ async def until(condition: Callable[[], bool]) -> None:
 
 async def test_processes_become_ready_and_end_together_first_ones_first(fakes: Any, tmp_path: Path) -> None:
     recorder = Recorder()
-    specs = [fakes.spec("e0"), fakes.spec("p0", "loading"), fakes.spec("gateway", stops_first=True)]
+    specs = [
+        fakes.spec("master", stops="last"),
+        fakes.spec("e0"),
+        fakes.spec("p0", "loading"),
+        fakes.spec("gateway", stops="first"),
+    ]
     running = Supervisor(specs, tmp_path, on_change=recorder)
     try:
         await running.start()
         await running.wait_ready(timeout_s=60)
-        assert fakes.alive == {"e0", "p0", "gateway"}
-        assert [process.state for process in running.processes] == [ProcessState.READY] * 3
+        assert fakes.alive == {"master", "e0", "p0", "gateway"}
+        assert [process.state for process in running.processes] == [ProcessState.READY] * 4
         assert all(process.ready_after_s is not None for process in running.processes)
     finally:
         await running.stop()
     assert fakes.alive == set()
-    assert recorder.seen[:3] == ["e0 starting", "p0 starting", "gateway starting"]
+    assert recorder.seen[:4] == ["master starting", "e0 starting", "p0 starting", "gateway starting"]
     assert recorder.seen.index("p0 loading") < recorder.seen.index("p0 ready")
     ended = recorder.seen.index("gateway stopped")
     assert ended < recorder.seen.index("e0 stopping")
     assert ended < recorder.seen.index("p0 stopping")
+    last = recorder.seen.index("master stopping")
+    assert last > max(recorder.seen.index("e0 stopped"), recorder.seen.index("p0 stopped"))
 
 
 async def test_a_death_at_the_start_says_which_how_and_why(fakes: Any, tmp_path: Path) -> None:
@@ -85,7 +92,7 @@ async def test_a_death_after_ready_is_reported_where_nothing_is_restarted(fakes:
 async def test_a_process_that_ignores_sigterm_is_killed_after_its_grace(
     fakes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor, "OTHERS_GRACE_S", 0.5)
+    monkeypatch.setitem(supervisor.GRACES_S, "then", 0.5)
     running = Supervisor([fakes.spec("e0", "deaf"), fakes.spec("p0")], tmp_path)
     await running.start()
     await running.wait_ready(timeout_s=60)
@@ -96,7 +103,7 @@ async def test_a_process_that_ignores_sigterm_is_killed_after_its_grace(
 
 
 def test_all_graces_together_leave_room_below_ten_seconds() -> None:
-    assert supervisor.FIRST_GRACE_S + supervisor.OTHERS_GRACE_S <= 9.0
+    assert sum(supervisor.GRACES_S.values()) <= 9.5
 
 
 async def test_kill_ends_deaf_processes_at_once(fakes: Any, tmp_path: Path) -> None:
@@ -151,7 +158,7 @@ async def test_stop_before_ready_and_twice(fakes: Any, tmp_path: Path) -> None:
 async def test_what_was_ready_and_dies_is_started_again_while_the_others_go_on(fakes: Any, tmp_path: Path) -> None:
     recorder, deaths = Recorder(), []
     running = Supervisor(
-        [fakes.spec("e0"), fakes.spec("d0", "parent"), fakes.spec("gateway", stops_first=True)],
+        [fakes.spec("e0"), fakes.spec("d0", "parent"), fakes.spec("gateway", stops="first")],
         tmp_path,
         backoff=lambda: Backoff(first_s=0.2),
         on_change=recorder,
@@ -264,3 +271,57 @@ async def test_a_start_that_is_not_possible_now_is_tried_again(
         await running.stop()
     assert len(deaths) == 3
     assert deaths[1] == deaths[2] == "[Errno 11] Resource temporarily unavailable"
+
+
+async def test_what_was_ready_and_hangs_is_killed_and_started_again(fakes: Any, tmp_path: Path) -> None:
+    deaths: list[str] = []
+    running = Supervisor(
+        [fakes.spec("e0"), fakes.spec("d0", "parent")],
+        tmp_path,
+        hang_timeout_s=1.5,
+        backoff=lambda: Backoff(first_s=0.05),
+        on_death=lambda death, delay_s: deaths.append(f"{death.name}: {death.how}"),
+    )
+    try:
+        await running.start()
+        await running.wait_ready(timeout_s=60)
+        stopped, child = fakes.pids["d0"], fakes.pids["child"]
+        os.kill(stopped, signal.SIGSTOP)
+        stopped_at = time.monotonic()
+        await until(lambda: bool(deaths))
+        assert time.monotonic() - stopped_at > 0.9, "three probes, of which the first may have been under way"
+        await until(lambda: running.processes[1].num_restarts == 1)
+        await running.wait_ready(timeout_s=60)
+        assert fakes.pids["d0"] != stopped
+        assert fakes.pids["child"] != child
+        os.kill(fakes.pids["d0"], signal.SIGKILL)
+        await until(lambda: running.processes[1].num_restarts == 2)
+        await running.wait_ready(timeout_s=60)
+    finally:
+        await running.stop()
+    hung, killed = deaths
+    assert hung == "d0: it answered nothing for 1.5 s and was killed"
+    assert killed.startswith("d0: killed by SIGKILL, as the kernel does"), "of another life"
+    fakes.wait_until(lambda: not fakes.alive)
+
+
+async def test_a_pause_and_an_error_are_no_hang(fakes: Any, tmp_path: Path) -> None:
+    """A gateway without instances answers 503, and a process may be suspended for a moment."""
+    deaths: list[str] = []
+    running = Supervisor(
+        [fakes.spec("e0"), fakes.spec("gateway", "ails")],
+        tmp_path,
+        hang_timeout_s=3.0,
+        on_death=lambda death, delay_s: deaths.append(f"{death.name}: {death.how}"),
+    )
+    try:
+        await running.start()
+        await running.wait_ready(timeout_s=60)
+        for _ in range(3):
+            os.kill(fakes.pids["e0"], signal.SIGSTOP)
+            await asyncio.sleep(1.2)
+            os.kill(fakes.pids["e0"], signal.SIGCONT)
+            await asyncio.sleep(0.3)
+    finally:
+        await running.stop()
+    assert deaths == []

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
+from prometheus_client.parser import text_string_to_metric_families
 
 from epd_serve.launch.ports import free_port
 
@@ -68,6 +69,18 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 60) 
     while not condition():
         assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
         time.sleep(0.05)
+
+
+async def figures(url: str) -> dict[str, float]:
+    """The sum of each metric of an instance over its labels."""
+    async with httpx.AsyncClient() as client:
+        text = (await client.get(f"{url}/metrics")).text
+    sums: dict[str, float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            name = sample.name.removeprefix("epd_serve_instance_")
+            sums[name] = sums.get(name, 0.0) + sample.value
+    return sums
 
 
 @dataclass(frozen=True)

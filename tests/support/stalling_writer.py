@@ -20,12 +20,12 @@ BLOCK_BYTES = 64
 class Stalling(EmbeddedTransport):
     """Stops its process between the first half of a write and the second."""
 
-    def write(self, region: wire.Region, pieces: Sequence[Piece]) -> None:
+    def write(self, region: wire.Region, pieces: Sequence[Piece], transfer_ids: Sequence[str] = ()) -> None:
         half = len(pieces) // 2
-        super().write(region, pieces[:half])
+        super().write(region, pieces[:half], transfer_ids)
         os.kill(os.getpid(), signal.SIGSTOP)
         time.sleep(0.1)  # another thread may have got the signal, and this one runs on for a moment
-        super().write(region, pieces[half:])
+        super().write(region, pieces[half:], transfer_ids)
 
 
 class Source:
@@ -48,3 +48,10 @@ def write_kv(path: str, lease_s: float, connection: Connection) -> None:
     sender.push(range(1), [Part(transfer, target.block_ids, target.block_ids)], lambda: None)
     sender.fence(transfer, lambda done: connection.send(str(done.error or "")))
     connection.recv_bytes()
+
+
+def offer_region(connection: Connection) -> None:
+    """Have a region until this process is killed."""
+    slab = EmbeddedTransport(path="shm").allocate("kv", 64)
+    connection.send_bytes(wire.encode(slab.region))
+    time.sleep(60)

@@ -31,12 +31,17 @@ class _Decoder:
     def __init__(self, kind: str, slab_bytes: int) -> None:
         self._transport = make_transport(kind)
         self._slab_bytes = slab_bytes
+        self._transfer_ids: set[str] = set()
         self.reset()
 
     def reset(self) -> Region:
+        for transfer_id in self._transfer_ids:
+            self.cancel(transfer_id)
         self._slab = self._transport.allocate("kv", self._slab_bytes)
         self._pool = BlockPool(NUM_BLOCKS + 1, BLOCK_SIZE)
-        self._table = ReservationTable(free=lambda blocks: self._pool.release(blocks.all()))
+        self._table = ReservationTable(
+            free=lambda blocks: self._pool.release(blocks.all()), gate=self._transport.gate
+        )
         self._owned: dict[str, RequestBlocks] = {}
         return self._slab.region
 
@@ -53,6 +58,7 @@ class _Decoder:
             layout=_LAYOUT,
             lease_s=LEASE_S,
         )
+        self._transfer_ids.add(transfer_id)
         reservation = self._table.open(request, now)
         if reservation is None:
             return "ended"

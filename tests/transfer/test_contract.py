@@ -96,9 +96,19 @@ class Contract(RuleBasedStateMachine):
         at = data.draw(st.integers(0, BLOCK_BYTES - len(payload)))
         offsets = [block * BLOCK_BYTES + at for block in chosen]
         for _ in range(times):
-            self.side.transport.write(self.region, [(offset, memoryview(payload)) for offset in offsets])
+            self.side.transport.write(
+                self.region, [(offset, memoryview(payload)) for offset in offsets], [transfer_id]
+            )
         for offset in offsets:
             self.model.slab[offset : offset + len(payload)] = payload
+
+    @precondition(lambda self: self.kind == "tcp" and self.model.ended)
+    @rule(data=st.data(), other=st.lists(IDS, max_size=1), start=st.integers(0, SLAB_BYTES - 1))
+    def write_late(self, data: st.DataObject, other: list[str], start: int) -> None:
+        """The transfer is over, perhaps that of another in the same call is not: not a byte arrives."""
+        ended = data.draw(st.sampled_from(sorted(self.model.ended)))
+        with pytest.raises(TransferError):
+            self.side.transport.write(self.region, [(start, memoryview(b"x"))], [*other, ended])
 
     @rule(start=st.integers(0, SLAB_BYTES - 1), nbytes=st.integers(1, SLAB_BYTES))
     def read(self, start: int, nbytes: int) -> None:

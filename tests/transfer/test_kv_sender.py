@@ -40,16 +40,17 @@ class Counting:
 
     def __init__(self) -> None:
         self.inner = EmbeddedTransport(path="shm")
+        self.gate = self.inner.gate
         self.writes: list[tuple[str, int]] = []
         self.stalled: dict[str, threading.Event] = {}
 
     def allocate(self, name: str, nbytes: int) -> Slab:
         return self.inner.allocate(name, nbytes)
 
-    def write(self, region: Region, pieces: Sequence[Piece]) -> None:
+    def write(self, region: Region, pieces: Sequence[Piece], transfer_ids: Sequence[str] = ()) -> None:
         if region.name in self.stalled:
             self.stalled[region.name].wait(10)
-        self.inner.write(region, pieces)
+        self.inner.write(region, pieces, transfer_ids)
         self.writes.append((region.name, len(pieces)))
 
     def read(self, region: Region, pieces: Sequence[Piece]) -> None:
@@ -81,6 +82,23 @@ def passed(sender: KVSender, transfer: OutgoingTransfer) -> bool:
 
 
 def nothing() -> None: ...
+
+
+def test_a_step_that_failed_on_the_device_fails_its_transfers(transport: Counting) -> None:
+    """Else the decode instance would be told that all of the KV is there."""
+    slab = transport.allocate("kv", 8)
+    sender = KVSender(transport, Source(), GroupSizer(num_layers=1), time.monotonic)
+    transfer = outgoing("t", slab)
+
+    def fail() -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    sender.push(range(1), [Part(transfer, [7], [3])], fail)
+    sender.push(range(1), [Part(transfer, [8], [4])], nothing)
+    assert passed(sender, transfer)
+    assert "illegal memory access" in str(transfer.error)
+    assert bytes(slab.buffer) == bytes(8)
+    sender.close()
 
 
 @pytest.mark.parametrize(
@@ -178,7 +196,7 @@ def test_what_is_exposed_is_what_was_written_after_the_prompt(
     durations = iter(writes)
 
     class Timed(Counting):
-        def write(self, region: Region, pieces: Sequence[Piece]) -> None:
+        def write(self, region: Region, pieces: Sequence[Piece], transfer_ids: Sequence[str] = ()) -> None:
             now[0] += next(durations)[1]
 
     transport = Timed()

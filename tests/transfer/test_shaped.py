@@ -15,6 +15,7 @@ from epd_serve.protocol.wire import Region
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.shaped import ShapedTransport
 from epd_serve.transfer.transport import Piece, TransferError
+from epd_serve.transfer.write_gate import WriteGate
 
 REGION = Region(name="a", nbytes=1 << 30, host_id="h", pid=1, fd=1, host="", port=0)
 
@@ -22,7 +23,9 @@ REGION = Region(name="a", nbytes=1 << 30, host_id="h", pid=1, fd=1, host="", por
 class Instant:
     """Moves nothing, in no time."""
 
-    def write(self, region: Region, pieces: Sequence[Piece]) -> None: ...
+    gate = WriteGate()
+
+    def write(self, region: Region, pieces: Sequence[Piece], transfer_ids: Sequence[str] = ()) -> None: ...
 
     def read(self, region: Region, pieces: Sequence[Piece]) -> None: ...
 

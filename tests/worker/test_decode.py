@@ -11,6 +11,7 @@ import pytest
 from epd_serve.cache.block_pool import BlockPool, RequestBlocks
 from epd_serve.errors import InstanceFailed, InvalidRequest, Unavailable
 from epd_serve.protocol import wire
+from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.types import SamplingParams
 from epd_serve.worker.decode import DecodeService
 
@@ -62,7 +63,7 @@ def service(engine: Engine, memory: Memory, *, queue_timeout_s: float = 60) -> D
     nowhere: Any = None
     return DecodeService(
         *parts,
-        transport=nowhere,
+        transport=EmbeddedTransport(path="shm"),
         peers=nowhere,
         queue_timeout_s=queue_timeout_s,
         orphan_s=10,
@@ -214,3 +215,18 @@ def handoff(name: str, num_prompt_tokens: int) -> wire.Handoff:
         output=wire.OutputOptions(kind="chat", id=name, created=0, model="m"),
         first=[wire.FirstToken(token_id=1)],
     )
+
+
+async def test_blocks_of_a_prompt_that_cannot_be_landed_go_back() -> None:
+    class Full(Memory):
+        def land(self, blocks: list[int]) -> None:
+            raise MemoryError("the device has no room")
+
+    engine = Engine()
+    decode = service(engine, Full())
+    await decode.reserve(reserve("r", 9))
+    with pytest.raises(MemoryError):
+        decode.complete(handoff("r", 9))
+    assert engine.pool.num_free == engine.pool.capacity
+    assert engine.num_resumed == 0
+    decode.check_integrity()

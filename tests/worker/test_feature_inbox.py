@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,10 +35,15 @@ class Bench:
         self.store = EmbeddedFeatureStore(self.transport, 1 << 12)
         self.inbox = self.new_inbox(200, time.monotonic)
 
-    def new_inbox(self, capacity_bytes: int, clock: Any) -> FeatureInbox:
+    def new_inbox(
+        self,
+        capacity_bytes: int,
+        clock: Any,
+        fetch: Callable[[wire.FeatureEvent], bytearray] | None = None,
+    ) -> FeatureInbox:
         form = FeatureForm(dtype="uint8", width=WIDTH, num_tokens=lambda size: size[0] * size[1])
         return FeatureInbox(
-            capacity_bytes, self.store.fetch, lambda: None, form=form, orphan_s=ORPHAN_S, clock=clock
+            capacity_bytes, fetch or self.store.fetch, lambda: None, form=form, orphan_s=ORPHAN_S, clock=clock
         )
 
     async def event(
@@ -190,4 +196,105 @@ async def test_a_feature_whose_request_never_comes_is_let_go(bench: Bench) -> No
     assert bench.inbox.num_owners == 1
     bench.now = ORPHAN_S
     bench.inbox.expire()
+    bench.check_empty()
+
+
+class SlowFetch:
+    """Of a store, let through one by one."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.num_begun = 0
+        self._begun = threading.Event()
+        self.let_through = threading.Event()
+        self._fetch = bench.store.fetch
+        bench.inbox.close()
+        bench.inbox = bench.new_inbox(200, time.monotonic, self)
+
+    def __call__(self, event: wire.FeatureEvent) -> bytearray:
+        self.num_begun += 1
+        self._begun.set()
+        assert self.let_through.wait(10)
+        return self._fetch(event)
+
+    async def begun(self) -> None:
+        assert await asyncio.to_thread(self._begun.wait, 10)
+
+
+async def test_requests_that_need_one_feature_at_once_fetch_it_once(bench: Bench) -> None:
+    fetch = SlowFetch(bench)
+    names = [f"r{number}" for number in range(4)]
+    receiving = [asyncio.create_task(bench.announce(ITEM, name)) for name in names]
+    await fetch.begun()
+    receiving.append(asyncio.create_task(bench.announce(ITEM, "later")))
+    await asyncio.sleep(0.05)
+    fetch.let_through.set()
+    await asyncio.gather(*receiving)
+    assert fetch.num_begun == 1
+    assert bench.inbox.num_owners == 5
+    for name in [*names, "later"]:
+        bench.inbox.release(name)
+    bench.check_empty()
+
+
+@pytest.mark.parametrize("end", ["fails", "cancelled"])
+async def test_where_one_fetch_ends_badly_the_next_event_has_its_own(bench: Bench, end: str) -> None:
+    fetch = SlowFetch(bench)
+    event = await bench.event(ITEM, "a")
+    broken = msgspec.structs.replace(event, checksum="0" * 64) if end == "fails" else event
+    first = asyncio.create_task(bench.inbox.receive(broken))
+    await fetch.begun()
+    second = asyncio.create_task(bench.inbox.receive(msgspec.structs.replace(event, request_id="b")))
+    await asyncio.sleep(0)
+    if end == "cancelled":
+        first.cancel()
+    fetch.let_through.set()
+    (outcome,) = await asyncio.gather(first, return_exceptions=True)
+    assert isinstance(outcome, InstanceFailed if end == "fails" else asyncio.CancelledError)
+    await asyncio.wait_for(second, 5)
+    assert bench.inbox.get(ITEM.mm_hash) is not None
+    bench.inbox.release("b")
+    bench.check_empty()
+
+
+async def test_a_request_that_becomes_known_during_the_fetch_is_not_given_a_wrong_length(bench: Bench) -> None:
+    fetch = SlowFetch(bench)
+    receiving = asyncio.create_task(bench.announce(wire.MediaRef(ITEM.mm_hash, 3, 2), "r"))
+    await fetch.begun()
+    bench.inbox.expect("r", [ITEM])
+    fetch.let_through.set()
+    with pytest.raises(InstanceFailed, match=r"\[6, 5\] uint8.* 4x2 pixels has \[8, 5\]"):
+        await receiving
+    assert bench.inbox.get(ITEM.mm_hash) is None
+    bench.inbox.release("r")
+    bench.check_empty()
+
+
+async def test_who_waits_for_a_feature_holds_it_when_another_request_brings_it(bench: Bench) -> None:
+    """Else its deadline would be over with the feature's arrival, and the feature could still go."""
+    bench.inbox.expect("waits", [ITEM])
+    await bench.announce(ITEM, "brings")
+    await asyncio.wait_for(bench.inbox.complete("waits", [ITEM]), 1)
+    bench.inbox.release("brings")
+    for number in range(4):
+        await bench.announce(wire.MediaRef(f"{number}", 20, 1), "crowd")
+    assert bench.inbox.get(ITEM.mm_hash) is not None
+    bench.inbox.release("crowd")
+    bench.inbox.release("waits")
+    bench.check_empty()
+
+
+async def test_a_request_that_comes_after_its_feature_was_let_go_gets_it_again(bench: Bench) -> None:
+    bench.inbox = bench.new_inbox(200, lambda: bench.now)
+    await bench.announce(ITEM, "r")
+    bench.now = ORPHAN_S
+    bench.inbox.expire()
+    other = wire.MediaRef("b" * 64, 8, 5)
+    await bench.announce(other, "other")  # takes all the room
+    bench.inbox.release("other")
+    bench.inbox.expect("r", [ITEM])
+    assert bench.inbox.get(ITEM.mm_hash) is None
+    await bench.announce(ITEM, "r")
+    await asyncio.wait_for(bench.inbox.complete("r", [ITEM]), 1)
+    bench.inbox.release("r")
+    await bench.announce(ITEM, "r")
     bench.check_empty()

@@ -23,6 +23,7 @@ class Inbox:
         self.asked = 0
         self.let_through = asyncio.Event()
         self.fails = False
+        self.takes_in = True
 
     def get(self, mm_hash: str) -> torch.Tensor | None:
         return self.features.get(mm_hash)
@@ -32,7 +33,8 @@ class Inbox:
         await self.let_through.wait()
         if self.fails:
             raise InstanceFailed("the checksum is wrong")
-        self.features[event.mm_hash] = torch.zeros(1)
+        if self.takes_in:
+            self.features[event.mm_hash] = torch.zeros(1)
 
 
 class Bench:
@@ -102,6 +104,39 @@ async def test_a_feature_that_is_here_is_not_fetched_again() -> None:
     await bench.arrive(await bench.announce())
     bench.supply.take("a")
     assert not bench.timings
+
+
+async def test_what_was_fetched_and_went_unused_does_not_count_for_the_next_time() -> None:
+    bench = Bench("async")
+    await bench.arrive(await bench.announce())
+    del bench.inbox.features["a"]  # evicted; its request has ended
+    bench.now = 100.0
+    await bench.arrive(await bench.announce())
+    bench.now = 103.0
+    assert bench.supply.take("a") is not None
+    (timing,) = bench.timings
+    assert (timing.transmission_s, timing.scheduling_s) == (0.0, 3.0)
+
+
+async def test_a_wait_for_a_feature_that_was_encoded_here_is_not_held_against_the_next_fetch() -> None:
+    bench = Bench("async")
+    starve_at(bench, 1.0)
+    bench.inbox.features["a"] = torch.zeros(1)  # not by an event
+    assert bench.supply.take("a") is not None
+    del bench.inbox.features["a"]
+    bench.now = 5.0
+    await bench.arrive(await bench.announce())
+    bench.now = 6.0
+    assert bench.supply.take("a") is not None
+    (timing,) = bench.timings
+    assert (timing.scheduling_s, timing.exposed_s) == (1.0, 0.0)
+
+
+async def test_an_event_of_a_request_that_has_ended_leaves_nothing_to_be_timed() -> None:
+    bench = Bench("async")
+    bench.inbox.takes_in = False
+    await bench.arrive(await bench.announce())
+    assert not bench.supply._fetches
 
 
 async def test_sync_fetches_when_the_engine_asks() -> None:

@@ -5,36 +5,66 @@ from __future__ import annotations
 import queue
 import socket
 import threading
+from collections.abc import Iterator
+from typing import NoReturn
 
 import pytest
 
+from epd_serve.worker import followers as module
 from epd_serve.worker.commands import Channel, Done, Stage, decode_answer, decode_command
 from epd_serve.worker.followers import Followers
 
 
-def test_a_failed_staging_leaves_no_answer_for_the_next() -> None:
-    """A leftover would let the next staging return before the other ranks are done with it."""
+@pytest.fixture
+def pair() -> Iterator[tuple[Followers, Channel]]:
+    """A leader's books without its processes, and the other end of its only channel."""
     ours, theirs = socket.socketpair()
     followers = Followers.__new__(Followers)
     followers._channels = [Channel(ours)]
     followers._answers = [queue.SimpleQueue()]
     followers._staging = threading.Lock()
-    follower = Channel(theirs)
+    followers._num_stagings = 0
+    yield followers, Channel(theirs)
+    ours.close()
+    theirs.close()
+
+
+def test_a_failed_staging_is_over_on_all_ranks_and_a_stale_answer_is_no_answer(
+    pair: tuple[Followers, Channel],
+) -> None:
+    """Else the blocks would be another's, or unsent KV taken for staged, while a rank is still at it."""
+    followers, follower = pair
+    answered: list[int] = []
 
     def follow() -> None:
         for _ in range(2):
-            assert isinstance(decode_command(follower.receive()), Stage)
-            follower.send(Done())
-            followers._answers[0].put(decode_answer(followers._channels[0].receive()))
+            command = decode_command(follower.receive())
+            assert isinstance(command, Stage)
+            for number in (command.number - 1, command.number):
+                follower.send(Done(number))
+                answered.append(number)
+                followers._answers[0].put(decode_answer(followers._channels[0].receive()))
 
     thread = threading.Thread(target=follow, daemon=True)
     thread.start()
-    with pytest.raises(MemoryError), followers.staging(Stage(0, 1, [1])):
+    with pytest.raises(MemoryError), followers.staging(range(1), [1]):
         raise MemoryError
-    assert followers._answers[0].empty()
-    with followers.staging(Stage(0, 1, [1])):
+    assert answered == [0, 1]
+    with followers.staging(range(1), [1]):
         pass
+    assert answered == [0, 1, 1, 2]
     thread.join(5)
     assert followers._answers[0].empty()
-    ours.close()
-    theirs.close()
+
+
+def test_a_follower_that_does_not_stage_ends_the_instance(
+    pair: tuple[Followers, Channel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def end(reason: str) -> NoReturn:
+        raise SystemExit(reason)
+
+    followers, _ = pair
+    monkeypatch.setattr(module, "STAGING_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(followers, "_end", end)
+    with pytest.raises(SystemExit, match="has not staged"), followers.staging(range(1), [1]):
+        pass

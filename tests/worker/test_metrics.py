@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from epd_serve.protocol.wire import Load
 from epd_serve.request import Sequence
 from epd_serve.sched.language import ScheduleOutput
+from epd_serve.transfer.embedded import EmbeddedTransport
+from epd_serve.transfer.feature_store import EmbeddedFeatureStore
 from epd_serve.transfer.kv_sender import OutgoingTransfer
+from epd_serve.transfer.transport import TransferError
 from epd_serve.types import SamplingParams
 from epd_serve.worker.feature_supply import FetchTiming
 from epd_serve.worker.metrics import InstanceMetrics
@@ -40,9 +44,12 @@ def test_all_that_is_told_is_rendered() -> None:
     metrics.feature_used(FetchTiming(nbytes=7, transmission_s=1.0, scheduling_s=5.0))
     metrics.encoded(cached=True)
     metrics.encoded(cached=False)
+    metrics.encoded(cached=False, instead=True)
+    metrics.store_did("mooncake", "put", 30, 0.25)
+    metrics.store_did("mooncake", "hit")
     metrics.stepped(ScheduleOutput(decodes=[sequence()], prefills=[(sequence(), 9)]), 0.25)
     metrics.stepped(ScheduleOutput(decodes=[sequence()]), 0.5)
-    found = values(metrics.render(Load(num_running=3, free_blocks=4), 2, {"d": (0.01, 1e9)}))
+    found = values(metrics.render(Load(num_running=3, free_blocks=4), (2, 500), {"d": (0.01, 1e9)}))
     expected = {
         "kv_bytes_total[out]": 100,
         "kv_bytes_total[in]": 50,
@@ -65,8 +72,16 @@ def test_all_that_is_told_is_rendered() -> None:
         "feature_exposed_seconds_total": 3,
         "feature_overlap_ratio_sum": 1.25,
         "encodes_total[true]": 1,
-        "encodes_total[false]": 1,
+        "encodes_total[false]": 2,
+        "feature_arrivals_total[late]": 1,
+        "feature_arrivals_total[in_time]": 1,
+        "feature_recomputes_total": 1,
         "store_owners": 2,
+        "store_held_bytes": 500,
+        "store_puts_total[mooncake]": 1,
+        "store_put_bytes_total[mooncake]": 30,
+        "store_put_seconds_sum[mooncake]": 0.25,
+        "store_hits_total[mooncake]": 1,
         "steps_total[mixed]": 1,
         "steps_total[decode]": 1,
         "step_seconds_total[decode]": 0.5,
@@ -78,7 +93,38 @@ def test_all_that_is_told_is_rendered() -> None:
     assert {name: found[name] for name in expected} == pytest.approx(expected)
 
 
+async def test_an_embedded_store_tells_what_it_does() -> None:
+    metrics, transport = InstanceMetrics(), EmbeddedTransport(path="shm")
+    store = EmbeddedFeatureStore(transport, 1024, metrics.store_did)
+    assert await store.acquire("a", "r") is None
+    for key in "ab":
+        stored = await store.put(key, memoryview(key.encode() * 600), [600], "uint8", "r")
+        assert stored is not None
+        event = store.event(key, stored, "r")
+        assert store.fetch(event) == key.encode() * 600
+        assert await store.acquire(key, "r") is not None
+        store.release("r", key)
+    with pytest.raises(TransferError):
+        store.fetch(msgspec.structs.replace(event, checksum=""))
+    transport.close()
+    found = values(metrics.render(Load(), (store.num_owners, store.num_bytes), {}))
+    expected = {
+        "store_hits_total": 2,
+        "store_misses_total": 1,
+        "store_puts_total": 2,
+        "store_put_bytes_total": 1200,
+        "store_put_seconds_count": 2,
+        "store_evictions_total": 1,
+        "store_fetches_total": 2,
+        "store_fetch_bytes_total": 1200,
+        "store_fetch_seconds_count": 2,
+        "store_fetch_failures_total": 1,
+    }
+    assert {name: found[f"{name}[embedded]"] for name in expected} == expected
+    assert (found["store_held_bytes"], found["store_owners"]) == (600, 0)
+
+
 def test_a_link_that_is_gone_is_told_no_more() -> None:
     metrics = InstanceMetrics()
-    assert "kv_handshake_seconds[d]" in values(metrics.render(Load(), 0, {"d": (0.01, 1e9)}))
-    assert "kv_handshake_seconds[d]" not in values(metrics.render(Load(), 0, {}))
+    assert "kv_handshake_seconds[d]" in values(metrics.render(Load(), (0, 0), {"d": (0.01, 1e9)}))
+    assert "kv_handshake_seconds[d]" not in values(metrics.render(Load(), (0, 0), {}))

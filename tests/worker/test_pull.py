@@ -15,6 +15,7 @@ from epd_serve.errors import InstanceFailed, InvalidRequest, ServeError, Unavail
 from epd_serve.protocol import wire
 from epd_serve.request import Sequence as Prompt
 from epd_serve.transfer.transport import Piece, TransferError
+from epd_serve.transfer.write_gate import WriteGate
 from epd_serve.types import SamplingParams
 from epd_serve.worker.decode import DecodeService
 from epd_serve.worker.kv_delivery import PullDelivery, Pulls
@@ -98,6 +99,8 @@ class Tokenizer:
 
 class Transport:
     """Reads when it is let to."""
+
+    gate = WriteGate()
 
     def __init__(self) -> None:
         self.begun = threading.Event()
@@ -274,6 +277,28 @@ async def test_a_confirmation_counts_only_while_the_blocks_are_held() -> None:
     working = delivery(peers, pulls)
     with pytest.raises(Unavailable):
         await working.hand_over(handoff())
+
+
+async def test_a_client_that_leaves_during_the_staging_frees_no_block_before_it_is_over() -> None:
+    """Else the thread writes into the staged bytes of a request that has the blocks by then."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    class Slow(Memory):
+        def stage(self, layers: range, blocks: Sequence[int]) -> None:
+            begun.set()
+            assert go_on.wait(10)
+
+    memory: Any = Slow()
+    working = delivery(Peers(), Pulls())
+    working._memory = memory
+    task = asyncio.create_task(working.hand_over(handoff()))
+    await asyncio.to_thread(begun.wait, 5)
+    task.cancel()
+    await asyncio.sleep(0.1)
+    assert not task.done()
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(task, 5)
 
 
 async def test_a_reader_that_waits_for_blocks_is_waited_for_and_one_that_is_gone_is_not() -> None:

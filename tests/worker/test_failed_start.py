@@ -1,0 +1,46 @@
+"""An instance that cannot start says why, and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from typing import Any
+
+import pytest
+
+from epd_serve.config import InstanceOptions
+from epd_serve.demo import weights_dir
+from epd_serve.types import Role
+from epd_serve.worker.instance import Instance
+from epd_serve.worker.peers import Peers
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"feature_store": "mooncake"}, "needs the address of its master"),
+        (
+            {"feature_store": "mooncake", "mooncake_master": "127.0.0.1:9", "feature_store_bytes": 1 << 20},
+            "no less than 16777216",
+        ),
+    ],
+)
+async def test_a_start_that_fails_leaves_no_session_open(change: dict[str, Any], message: str) -> None:
+    complaints: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: complaints.append(context))
+    options = InstanceOptions(
+        name="e0", role=Role.parse("E"), model=weights_dir(), served_model_name="tiny", dtype="float32", **change
+    )
+    instance = Instance(options)
+    with pytest.raises(ValueError, match=message):
+        await instance.start()
+    instance._transport.close()
+    del instance
+    gc.collect()
+    assert complaints == []
+
+
+async def test_peers_that_were_never_called_can_be_closed() -> None:
+    peers = Peers()
+    await peers.close()
+    await peers.close()
