@@ -58,12 +58,33 @@ class PackedLinear(nn.Module):
         return self._multiply(states)
 
 
+class PatchLinear(nn.Module):
+    """Stands for an ``nn.Conv3d`` that gets patches of exactly its kernel's size: then it is a plain product."""
+
+    def __init__(self, module: nn.Conv3d) -> None:
+        super().__init__()
+        bias = None if module.bias is None else module.bias.detach()
+        self._multiply = linear(module.weight.detach().flatten(1), bias)
+        self._kernel = torch.Size(module.kernel_size)
+        self.weight = module.weight.new_empty(0)  # models ask it for the dtype
+
+    def forward(self, patches: Tensor) -> Tensor:
+        """[N, channels, *kernel] → [N, out, 1, 1, 1]"""
+        assert patches.shape[2:] == self._kernel, "patches are as large as the kernel"
+        return self._multiply(patches.flatten(1))[:, :, None, None, None]
+
+
 def pack_modules(model: nn.Module) -> None:
-    """Pack the weights of all linear layers inside, where that helps."""
+    """Let the products of a vision tower run as :func:`linear`, its patch embedding among them.
+
+    torch's convolution is slow at patches: a quarter of an encoding on a CPU.
+    """
     for module in list(model.modules()):
         for name, child in module.named_children():
             if type(child) is nn.Linear and _packs(child.weight):
                 setattr(module, name, PackedLinear(child))
+            elif type(child) is nn.Conv3d and child.kernel_size == child.stride and child.groups == 1:
+                setattr(module, name, PatchLinear(child))
 
 
 def _packs(weight: Tensor) -> bool:

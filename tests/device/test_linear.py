@@ -59,3 +59,16 @@ def test_modules_are_packed_in_place_and_subclasses_left_alone() -> None:
     assert isinstance(model[1][1], PackedLinear) is packs
     assert type(model[2]) is Special
     _close(model(states), expected, torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_convolution_over_single_patches_is_a_product(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    convolution = nn.Conv3d(3, 24, kernel_size=(2, 4, 4), stride=(2, 4, 4)).requires_grad_(False)
+    patches = torch.randn(7, 3, 2, 4, 4).to(dtype)
+    model = nn.Sequential(convolution.to(dtype))
+    expected = model.double()(patches.double())
+    model.to(dtype)
+    pack_modules(model)
+    assert model(patches).shape == expected.shape
+    _close(model(patches), expected, dtype)
