@@ -239,7 +239,8 @@ def main() -> int:
     print(f"\ntokens per processor second, {options.threads} thread(s), {processor_name()}\n\n{text}")
     output: Path = options.output or RESULTS / "engine-cpu.json"
     content = {
-        "command": " ".join(["python -m benchmarks.engine", *sys.argv[1:]]),
+        "command": f"python -m benchmarks.engine --threads {options.threads} --rounds {options.rounds} "
+        f"--models {' '.join(options.models)}{' --vllm-python PYTHON' if options.vllm_python else ''}",
         "processor": processor_name(),
         "threads": options.threads,
         "torch": torch.__version__,

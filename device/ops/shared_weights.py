@@ -120,6 +120,9 @@ class SharedWeights:
         """Let others have the file; tensors stay."""
         fcntl.flock(self._file, fcntl.LOCK_UN)  # closing is not enough: a mapping holds the file open as well
         os.close(self._file)
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:  # glibc; the heap would keep what packing has freed
+            trim(ctypes.c_size_t(0))
 
 
 def _library() -> ctypes.CDLL:
