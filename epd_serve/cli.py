@@ -24,7 +24,16 @@ from epd_serve.config import (
     load_config,
     model_path,
 )
-from epd_serve.config.options import DType, FeaturePrefetch, FeatureStoreKind, KVTransport, MooncakeProtocol
+from epd_serve.config.options import (
+    BatchingEncodes,
+    BatchingOrder,
+    BatchingPolicy,
+    DType,
+    FeaturePrefetch,
+    FeatureStoreKind,
+    KVTransport,
+    MooncakeProtocol,
+)
 from epd_serve.launch.ports import url_of
 from epd_serve.topology import draw, explain, parse_topology
 from epd_serve.types import KVMode, Role
@@ -167,12 +176,27 @@ def instance(
     feature_prefetch: Annotated[
         FeaturePrefetch, typer.Option(help="Fetch features when announced (async) or needed (sync).")
     ] = InstanceOptions.feature_prefetch,
+    slo_ttft_ms: Annotated[float | None, typer.Option(help="Longest time to first token.")] = None,
+    slo_tpot_ms: Annotated[float | None, typer.Option(help="Longest time between two tokens.")] = None,
+    batching_alpha: Annotated[
+        float, typer.Option(help="Share of --slo-ttft-ms for a step, where nothing is decoded.")
+    ] = InstanceOptions.batching_alpha,
+    batching_order: Annotated[
+        BatchingOrder, typer.Option(help="Of waiting prompts.")
+    ] = InstanceOptions.batching_order,
+    batching_policy: Annotated[
+        BatchingPolicy, typer.Option(help="Bound steps by the SLO, or not.")
+    ] = InstanceOptions.batching_policy,
+    batching_encodes: Annotated[
+        BatchingEncodes, typer.Option(help="Start encodes while prompts are computed, or after.")
+    ] = InstanceOptions.batching_encodes,
     link_bandwidth: Annotated[
         int | None, typer.Option(min=1, help="Bytes per second of links between instances, for experiments.")
     ] = None,
     link_latency_ms: Annotated[
         float, typer.Option(min=0, help="What each transfer takes besides, for experiments.")
     ] = InstanceOptions.link_latency_ms,
+    trace: Annotated[Path | None, typer.Option(help="Directory for a trace of what it does.")] = None,
     parent_pid: ParentPid = None,
 ) -> None:
     """Run one instance; 'epd-serve up' starts these."""
@@ -181,6 +205,8 @@ def instance(
         raise ValueError("--num-blocks and --kv-cache-bytes set the same thing; give one of them")
     if feature_store == "mooncake" and mooncake_master is None:
         raise ValueError("--feature-store mooncake needs --mooncake-master HOST:PORT")
+    if batching_order == "slack" and slo_ttft_ms is None:
+        raise ValueError("--batching-order slack needs --slo-ttft-ms")
     options = InstanceOptions(
         name=name,
         role=Role.parse(role),
@@ -212,8 +238,15 @@ def instance(
         kv_mode=kv_mode,
         kv_group_layers=kv_group_layers,
         feature_prefetch=feature_prefetch,
+        slo_ttft_ms=slo_ttft_ms,
+        slo_tpot_ms=slo_tpot_ms,
+        batching_alpha=batching_alpha,
+        batching_order=batching_order,
+        batching_policy=batching_policy,
+        batching_encodes=batching_encodes,
         link_bandwidth=link_bandwidth,
         link_latency_ms=link_latency_ms,
+        trace=trace,
     )
     with _needs_native():
         from epd_serve.worker.main import run_instance
@@ -242,6 +275,28 @@ def devices(
     reports = show_devices(console)
     if check and not check_devices(console, reports):
         raise typer.Exit(1)
+
+
+@app.command()
+def trace(
+    directory: Annotated[Path, typer.Argument(help="What the deployment file calls trace.")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write all of it as one file for ui.perfetto.dev.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Join the traces of a deployment and say where the time of its requests went."""
+    from epd_serve.metrics.breakdown import read_traces, summary
+    from epd_serve.metrics.table import breakdown_table
+
+    joined = read_traces(directory)
+    if output is not None:
+        output.write_bytes(joined.to_json())
+    figures = summary(joined.requests)
+    if as_json:
+        typer.echo(json.dumps(figures, indent=2))
+    else:
+        Console().print(breakdown_table(figures))
 
 
 @app.command()

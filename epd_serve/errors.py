@@ -91,6 +91,9 @@ class StageTimeout(ServeError):
     type = "timeout_error"
 
 
+#: Code of the Unavailable of an instance that has no thread left to prepare a request: another may have one.
+PREPARATION_FULL = "preparation_full"
+
 _BY_STATUS: dict[int, type[ServeError]] = {
     cls.status: cls
     for cls in (InvalidRequest, ModelNotFound, TooLarge, Unavailable, Overloaded, InstanceFailed, StageTimeout)

@@ -13,7 +13,7 @@ FinishReason = Literal["stop", "length"]
 
 
 class SequenceState(Enum):
-    WAITING = auto()  # no blocks yet
+    WAITING = auto()  # no blocks: it is new, or was preempted
     RUNNING = auto()  # holds blocks, takes part in steps
     TRANSFERRING = auto()  # prefill is done; the blocks are being copied to the decode instance
     FINISHED = auto()  # blocks given back
@@ -22,7 +22,14 @@ class SequenceState(Enum):
 
 _ALLOWED: dict[SequenceState, frozenset[SequenceState]] = {
     SequenceState.WAITING: frozenset({SequenceState.RUNNING, SequenceState.ABORTED}),
-    SequenceState.RUNNING: frozenset({SequenceState.TRANSFERRING, SequenceState.FINISHED, SequenceState.ABORTED}),
+    SequenceState.RUNNING: frozenset(
+        {
+            SequenceState.WAITING,
+            SequenceState.TRANSFERRING,
+            SequenceState.FINISHED,
+            SequenceState.ABORTED,
+        }
+    ),
     SequenceState.TRANSFERRING: frozenset({SequenceState.FINISHED, SequenceState.ABORTED}),
     SequenceState.ABORTED: frozenset({SequenceState.FINISHED}),
     SequenceState.FINISHED: frozenset(),
@@ -39,11 +46,14 @@ class Sequence:
     Attributes:
         index: which of the request's ``n`` choices this is.
         max_tokens: output tokens allowed, filled from the context length where the client named none.
-        positions: rotary positions of the prompt, opaque here ([axes, prompt tokens] tensor).
+        positions: rotary positions of the prompt, opaque here ([axes, prompt tokens] tensor); None where another
+            instance computed it.
         position_delta: what M-RoPE adds to the index of a token after the prompt.
         num_sequences: choices that will be forked from this sequence after its prompt (``n``), and sampled there.
+        arrival_s: when this engine got the request, monotonic seconds.
         hand_off: whether another instance decodes; then the sequence needs blocks for its prompt alone.
-        blocks: block table. forks: blocks set aside for the choices to be forked.
+        blocks: block table. forks: the first own block of each choice to be forked.
+        saved: the KV of the computed tokens while they have no blocks, opaque here; None where there is none.
     """
 
     request_id: str
@@ -56,12 +66,14 @@ class Sequence:
     block_hashes: list[bytes] = field(default_factory=list)
     index: int = 0
     num_sequences: int = 1
+    arrival_s: float = 0.0
     hand_off: bool = False
     output_ids: list[int] = field(default_factory=list)
     num_computed: int = 0
     num_registered: int = 0
     blocks: list[int] = field(default_factory=list)
     forks: list[list[int]] = field(default_factory=list)
+    saved: Any = None
     state: SequenceState = SequenceState.WAITING
 
     @property
@@ -77,14 +89,29 @@ class Sequence:
         return self.num_tokens - self.num_computed
 
     @property
-    def room_tokens(self) -> int:
-        """Output tokens that need KV here."""
-        return 0 if self.hand_off else self.max_tokens
+    def num_sampled(self) -> int:
+        """Tokens sampled once all known ones are computed: the first one of each choice, later one by one."""
+        return 1 if self.output_ids else self.num_sequences
 
     @property
     def num_forked(self) -> int:
-        """Sequences that need blocks of their own here."""
-        return 1 if self.hand_off else self.num_sequences
+        """Sequences that need blocks of their own when this one gets its blocks."""
+        return 1 if self.hand_off else self.num_sampled
+
+    @property
+    def room_tokens(self) -> int:
+        """Tokens to come that must find room in the blocks it gets; for the others it grows."""
+        return 0 if self.hand_off else 1
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether its newest token is all that is to be computed."""
+        return bool(self.output_ids) and self.num_uncomputed == 1
+
+    @property
+    def recomputable(self) -> bool:
+        """Whether all its tokens can be computed here again. Features are held until the first token only."""
+        return not self.output_ids or (self.positions is not None and not self.spans)
 
     def fork(self, index: int, blocks: list[int]) -> Sequence:
         """Another choice of this computed prompt, with a block table of its own."""
@@ -95,8 +122,12 @@ class Sequence:
             max_tokens=self.max_tokens,
             positions=self.positions,
             position_delta=self.position_delta,
+            spans=self.spans,
+            block_hashes=self.block_hashes,
             index=index,
+            arrival_s=self.arrival_s,
             num_computed=self.num_computed,
+            num_registered=self.num_registered,
             blocks=blocks,
             state=SequenceState.RUNNING,
         )

@@ -15,6 +15,7 @@ from epd_serve.backends.base import StageCalls
 from epd_serve.backends.native import NativeConnections, NativeInstance
 from epd_serve.errors import InvalidRequest, ServeError
 from epd_serve.metrics.gateway import GatewayMetrics
+from epd_serve.metrics.trace import TraceWriter
 from epd_serve.protocol.openai import ChatCompletionRequest, CompletionRequest
 from epd_serve.routing.policy import LeastLoaded, Policy
 from epd_serve.routing.table import InstanceTable
@@ -49,6 +50,7 @@ def create_app(
         allowed_address=(lambda _: True) if settings.allow_private else is_public,
         allowed_file_dirs=settings.allowed_file_dirs,
     )
+    trace = TraceWriter(settings.trace, "gateway") if settings.trace else None
     poller = Poller(table, calls, settings.poll_interval_s, settings.startup_wait_s)
     generator = Generator(
         Instances(
@@ -58,6 +60,7 @@ def create_app(
             poller=poller,
             metrics=metrics,
             encode_timeout_s=settings.encode_timeout_s,
+            trace=trace,
         )
     )
     loader = MediaLoader(settings.media, fetcher, settings.max_body_bytes)
@@ -71,6 +74,8 @@ def create_app(
             finally:
                 polling.cancel()
                 await asyncio.gather(polling, return_exceptions=True)
+                if trace is not None:
+                    trace.close()
 
     app = FastAPI(title="epd-serve gateway", lifespan=lifespan, openapi_url=None)
     app.state.table = table

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
@@ -10,8 +11,10 @@ from types import TracebackType
 from typing import Self
 
 from epd_serve.backends.base import Answer, InstanceLost, StageCalls
-from epd_serve.errors import InstanceFailed, InvalidRequest, ServeError, StageTimeout
+from epd_serve.errors import PREPARATION_FULL, InstanceFailed, InvalidRequest, ServeError, StageTimeout
+from epd_serve.metrics.breakdown import GATEWAY_RECEIVE, GATEWAY_SERVE
 from epd_serve.metrics.gateway import GatewayMetrics
+from epd_serve.metrics.trace import TraceWriter
 from epd_serve.protocol.wire import (
     ChatMessage,
     DecodeRequest,
@@ -37,6 +40,7 @@ class Job:
     """A checked request, ready to be sent to instances.
 
     ``id`` is unique; ``trace_id`` may be the client's. A chat has ``messages``, a completion ``prompt``.
+    ``arrived_s`` is monotonic.
     """
 
     id: str
@@ -47,6 +51,7 @@ class Job:
     messages: list[ChatMessage] | None
     prompt: str | list[int] | None
     items: list[MediaItem]
+    arrived_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +64,7 @@ class Instances:
     poller: Poller
     metrics: GatewayMetrics
     encode_timeout_s: float
+    trace: TraceWriter | None = None
 
 
 class _Call:
@@ -125,11 +131,15 @@ class Attempt:
             asyncio.create_task(self._encode(ref, item, encoder))
             for (ref, item), encoder in zip(distinct.values(), encoders, strict=True)
         ]
+        self._sent_at = time.monotonic()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if kind is None and (trace_writer := self._instances.trace) is not None:
+            trace_writer.span(self._id, GATEWAY_RECEIVE, self._job.arrived_s, self._sent_at)
+            trace_writer.span(self._id, GATEWAY_SERVE, self._sent_at, time.monotonic())
         for task in self._encodes:
             task.cancel()
         try:
@@ -238,6 +248,8 @@ class Attempt:
                 [encoder] = choice
             else:
                 encoder = prefill
+            if failure.code == PREPARATION_FULL and (encoder.name in tried or not encoder.covers(Stage.ENCODE)):
+                raise failure  # P does not take over what encoders are only too busy for
             if encoder.name in tried:
                 raise InstanceFailed(f"the image could not be encoded: {failure.message}", param=item.param)
             instances.metrics.encode_retries.inc()

@@ -154,6 +154,7 @@ class GenerationEndpoint:
             messages=request.chat() if isinstance(request, ChatCompletionRequest) else None,
             prompt=None if isinstance(request, ChatCompletionRequest) else request.prompt,
             items=items,
+            arrived_s=exchange.arrived_s,
         )
         if request.stream:
             await self._generator.stream(job, sink)
@@ -163,7 +164,7 @@ class GenerationEndpoint:
             answer = await self._generator.whole(job)
             exchange.answered = True
             await send_json(exchange.send, 200, answer, exchange.trace_id)
-        self._metrics.e2e.labels(self._kind, exchange.modality).observe(time.perf_counter() - exchange.arrived_s)
+        self._metrics.e2e.labels(self._kind, exchange.modality).observe(time.monotonic() - exchange.arrived_s)
 
     def _model(self, wanted: str | None) -> str:
         models = self._table.models()
@@ -177,7 +178,7 @@ class GenerationEndpoint:
         return wanted
 
     def _first_token(self, exchange: _Exchange) -> None:
-        self._metrics.ttft.labels(self._kind, exchange.modality).observe(time.perf_counter() - exchange.arrived_s)
+        self._metrics.ttft.labels(self._kind, exchange.modality).observe(time.monotonic() - exchange.arrived_s)
 
     def _count(self, exchange: _Exchange, status: int) -> None:
         self._metrics.requests.labels(self._kind, str(status), exchange.modality).inc()
@@ -194,7 +195,7 @@ class _Exchange:
     def __init__(self, headers: Headers, send: Send) -> None:
         self.headers = headers
         self.send = send
-        self.arrived_s = time.perf_counter()
+        self.arrived_s = time.monotonic()
         self.trace_id = uuid.uuid4().hex
         self.answered = False
         self.modality = "text"

@@ -20,6 +20,7 @@ class GatewaySettings:
         poll_interval_s: how often each instance is asked for its state.
         encode_timeout_s: how long an instance may take to encode an item before another is asked. P must still
             be waiting for the feature then.
+        trace: directory for the file that says what the gateway did when; None: none is written.
         startup_wait_s: how long after the gateway's start requests wait for instances that are still loading.
     """
 
@@ -33,6 +34,7 @@ class GatewaySettings:
     poll_interval_s: float = 0.5
     startup_wait_s: float = 60.0
     encode_timeout_s: float = 15.0
+    trace: Path | None = None
 
     @classmethod
     def of(cls, config: DeploymentConfig, host: str) -> GatewaySettings:
@@ -46,6 +48,7 @@ class GatewaySettings:
             fetch_timeout_s=media.fetch_timeout_s,
             allow_private=is_loopback(host) if media.allow_private is None else media.allow_private,
             encode_timeout_s=config.settings_for("P").feature_timeout_s / 2,
+            trace=config.trace,
             allowed_file_dirs=tuple(Path(folder).expanduser().resolve() for folder in media.allowed_file_dirs),
         )
 

@@ -13,10 +13,10 @@ def num_blocks_for(num_tokens: int, block_size: int) -> int:
 
 @dataclass(slots=True, kw_only=True)
 class RequestBlocks:
-    """All blocks that one request may ever need, taken at admission so that decoding can never run dry.
+    """The blocks that a request begins with; while it decodes, each of its sequences takes more.
 
     Attributes:
-        root: the first sequence's block table: prompt, then output.
+        root: the first sequence's block table: its known tokens, then room for what comes.
         forks: for each further sequence (``n`` > 1), the blocks that replace the root's from the first block on
             that is not full of prompt.
         num_cached: how many of the first root blocks held the prompt's KV already.
@@ -69,36 +69,38 @@ class BlockPool:
             blocks.append(block)
         return blocks
 
-    def num_needed(self, num_prompt_tokens: int, max_tokens: int, num_sequences: int = 1) -> int:
+    def num_needed(self, num_tokens: int, num_more: int, num_sequences: int = 1) -> int:
         """Blocks that :meth:`allocate_request` takes for a request without any cached prefix."""
-        total = num_blocks_for(num_prompt_tokens + max_tokens, self.block_size)
-        return total + (num_sequences - 1) * (total - num_prompt_tokens // self.block_size)
+        total = num_blocks_for(num_tokens + num_more, self.block_size)
+        return total + (num_sequences - 1) * (total - num_tokens // self.block_size)
 
-    def can_allocate_request(
-        self, num_prompt_tokens: int, max_tokens: int, num_sequences: int = 1, hashes: Sequence[bytes] = ()
-    ) -> bool:
-        matched = self._usable_prefix(num_prompt_tokens, hashes)
+    def num_missing(
+        self, num_tokens: int, num_more: int, num_sequences: int = 1, hashes: Sequence[bytes] = ()
+    ) -> int:
+        """Free blocks that :meth:`allocate_request` would take now: all but those that others hold too."""
+        matched = self._usable_prefix(num_tokens, hashes)
         shared = sum(1 for block in matched if self._refs[block])
-        return self.num_needed(num_prompt_tokens, max_tokens, num_sequences) - shared <= self.num_free
+        return self.num_needed(num_tokens, num_more, num_sequences) - shared
 
     def allocate_request(
-        self, num_prompt_tokens: int, max_tokens: int, num_sequences: int = 1, hashes: Sequence[bytes] = ()
+        self, num_tokens: int, num_more: int, num_sequences: int = 1, hashes: Sequence[bytes] = ()
     ) -> RequestBlocks:
-        """Take the blocks of a whole request, reusing the longest cached prefix.
+        """Take blocks for known tokens and the next ``num_more``, reusing the longest cached prefix.
 
-        Precondition: :meth:`can_allocate_request`. The last prompt token stays uncached: its logits are needed.
+        Precondition: :meth:`num_missing` is at most ``num_free``. The last known token stays uncached: its logits
+        are needed.
         """
-        root = self._usable_prefix(num_prompt_tokens, hashes)
+        root = self._usable_prefix(num_tokens, hashes)
         num_cached = len(root)
         self.acquire(root)
-        total = num_blocks_for(num_prompt_tokens + max_tokens, self.block_size)
+        total = num_blocks_for(num_tokens + num_more, self.block_size)
         root = root + self.allocate(total - num_cached)
-        own = total - num_prompt_tokens // self.block_size
+        own = total - num_tokens // self.block_size
         forks = [self.allocate(own) for _ in range(num_sequences - 1)]
         return RequestBlocks(root=root, forks=forks, num_cached=num_cached)
 
-    def _usable_prefix(self, num_prompt_tokens: int, hashes: Sequence[bytes]) -> list[int]:
-        return self.match(hashes[: (num_prompt_tokens - 1) // self.block_size])
+    def _usable_prefix(self, num_tokens: int, hashes: Sequence[bytes]) -> list[int]:
+        return self.match(hashes[: (num_tokens - 1) // self.block_size])
 
     def allocate(self, count: int) -> list[int]:
         """Take ``count`` blocks with one reference each. Precondition: ``count <= num_free``."""
@@ -127,6 +129,10 @@ class BlockPool:
             self._refs[block] -= 1
             if self._refs[block] == 0:
                 (self._cached if block in self._hash_of else self._blank)[block] = None
+
+    def num_owned(self, blocks: Sequence[int]) -> int:
+        """Those of held blocks that are free once they are released."""
+        return sum(1 for block in blocks if self._refs[block] == 1)
 
     def register(self, block: int, digest: bytes) -> None:
         """Make a held block's content findable. A hash that another block carries already stays with that one."""

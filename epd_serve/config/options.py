@@ -13,6 +13,9 @@ KVTransport = Literal["auto", "shm", "tcp", "mooncake"]
 FeatureStoreKind = Literal["embedded", "mooncake"]
 MooncakeProtocol = Literal["auto", "tcp", "rdma", "ascend"]
 FeaturePrefetch = Literal["async", "sync"]
+BatchingOrder = Literal["fcfs", "sjf", "slack"]
+BatchingPolicy = Literal["stage-level", "unlimited"]
+BatchingEncodes = Literal["concurrent", "after-prefill"]
 
 MEBIBYTE = 1024**2
 #: What a process must lend to Mooncake Store at least.
@@ -52,8 +55,15 @@ class InstanceOptions:
         kv_mode: how KV goes out: groups of layers, single layers, a whole prompt at its end, or D reads it.
         kv_group_layers: layers sent together in mode ``grouped``; None: chosen from measured times.
         feature_prefetch: ``async`` fetches a feature once it is announced, ``sync`` when a step needs it.
+        slo_ttft_ms, slo_tpot_ms: milliseconds that a first token and each further one may take; None: no limit.
+            With one, the instance measures at its start what fits in a step.
+        batching_alpha: share of slo_ttft_ms that a step may take on an instance that does not decode.
+        batching_order: in which order waiting prompts are computed.
+        batching_policy: ``unlimited`` ignores the SLO; the other options alone bound a step then.
+        batching_encodes: whether encodes start while prompts are computed.
         link_bandwidth, link_latency_ms: bytes per second and milliseconds for each transfer that links between
             instances are slowed down to, for experiments; None and 0: not at all.
+        trace: directory for the file that says what the instance did when; None: none is written.
     """
 
     name: str
@@ -86,8 +96,15 @@ class InstanceOptions:
     kv_mode: KVMode = "grouped"
     kv_group_layers: int | None = None
     feature_prefetch: FeaturePrefetch = "async"
+    slo_ttft_ms: float | None = None
+    slo_tpot_ms: float | None = None
+    batching_alpha: float = 0.5
+    batching_order: BatchingOrder = "fcfs"
+    batching_policy: BatchingPolicy = "stage-level"
+    batching_encodes: BatchingEncodes = "concurrent"
     link_bandwidth: int | None = None
     link_latency_ms: float = 0.0
+    trace: Path | None = None
 
     @property
     def devices(self) -> list[str]:

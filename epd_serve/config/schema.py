@@ -26,6 +26,7 @@ from epd_serve.config.sections import (
     MooncakeConfig,
     Seconds,
     Section,
+    SLOConfig,
 )
 from epd_serve.demo import weights_dir
 from epd_serve.topology import InstancePlacement, Topology, parse_topology, place
@@ -107,6 +108,12 @@ class DeploymentConfig(Section):
         description="embedded: each encoder keeps its own. mooncake: one for all instances.",
     )
     mooncake: MooncakeConfig = MooncakeConfig()
+    slo: SLOConfig = SLOConfig()
+    trace: Path | None = Field(
+        default=None,
+        description="Directory, relative to this file, in which every process writes what it did when; "
+        "'epd-serve trace DIR' joins that for a viewer. null: nothing is written.",
+    )
     instances: InstancesConfig = InstancesConfig()
     roles: dict[RoleName, InstanceSettings] = Field(
         default_factory=dict,
@@ -131,6 +138,13 @@ class DeploymentConfig(Section):
         if "topology" in info.data:
             place(info.data["topology"], devices)
         return devices
+
+    @model_validator(mode="after")
+    def _slack_has_a_limit(self) -> DeploymentConfig:
+        slack = [role for role in ("instances", *self.roles) if self.settings_for(role).batching.order == "slack"]
+        if slack and self.slo.ttft_ms is None:
+            raise ValueError("batching.order: slack needs a time to be kept; set slo.ttft_ms")
+        return self
 
     @model_validator(mode="after")
     def _one_kv_transport(self) -> DeploymentConfig:
@@ -214,14 +228,21 @@ class DeploymentConfig(Section):
             mooncake_staging_bytes=self.mooncake.staging_bytes,
             kv_mode=settings.kv_transfer.mode,
             kv_group_layers=None if group_layers == "auto" else group_layers,
+            slo_ttft_ms=self.slo.ttft_ms,
+            slo_tpot_ms=self.slo.tpot_ms,
+            batching_alpha=settings.batching.alpha,
+            batching_order=settings.batching.order,
+            batching_policy=settings.batching.policy,
+            batching_encodes=settings.batching.encodes,
             link_bandwidth=settings.link.bandwidth,
             link_latency_ms=settings.link.latency_ms,
+            trace=self.trace,
             **settings.model_dump(include=_SAME_NAMED),
         )
 
 
 #: Settings that an instance takes as they stand.
-_SAME_NAMED = set(InstanceSettings.model_fields) - {"threads", "kv_transfer", "link"}
+_SAME_NAMED = set(InstanceSettings.model_fields) - {"threads", "kv_transfer", "link", "batching"}
 
 
 def model_path(model: str) -> Path:

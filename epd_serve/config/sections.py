@@ -18,7 +18,15 @@ from pydantic import (
     model_validator,
 )
 
-from epd_serve.config.options import FeaturePrefetch, InstanceOptions, KVTransport, MooncakeProtocol
+from epd_serve.config.options import (
+    BatchingEncodes,
+    BatchingOrder,
+    BatchingPolicy,
+    FeaturePrefetch,
+    InstanceOptions,
+    KVTransport,
+    MooncakeProtocol,
+)
 from epd_serve.config.sizes import Bytes, BytesPerSecond
 from epd_serve.types import KVMode
 
@@ -94,6 +102,44 @@ class KVTransferConfig(Section):
         if self.mode != "grouped" and self.group_layers != "auto":
             raise ValueError(f"mode {self.mode} sends no groups; leave out group_layers, or write mode: grouped")
         return self
+
+
+Milliseconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class SLOConfig(Section):
+    """The latencies that the deployment is to keep; instances bound their batches so that they do."""
+
+    ttft_ms: Milliseconds | None = Field(default=None, description="Longest time to first token; null: no limit.")
+    tpot_ms: Milliseconds | None = Field(
+        default=None, description="Longest time between two tokens of an answer; null: no limit."
+    )
+
+
+class BatchingConfig(Section):
+    """How work is put together into steps."""
+
+    policy: BatchingPolicy = Field(
+        default=InstanceOptions.batching_policy,
+        description="stage-level: a step ends within slo.tpot_ms on instances that decode and within alpha * "
+        "slo.ttft_ms on others, as measured at their start. unlimited: the SLO is ignored.",
+    )
+    alpha: float = Field(
+        default=InstanceOptions.batching_alpha,
+        gt=0,
+        le=1,
+        description="Share of slo.ttft_ms that an encode or a prefill step may take.",
+    )
+    order: BatchingOrder = Field(
+        default=InstanceOptions.batching_order,
+        description="Of waiting prompts. fcfs: first come, first served. sjf: shortest first; long ones may "
+        "starve. slack: least time left until slo.ttft_ms first, and what is late already last.",
+    )
+    encodes: BatchingEncodes = Field(
+        default=InstanceOptions.batching_encodes,
+        description="Where an instance encodes and prefills. after-prefill: encodes wait until no prompt is "
+        "computed, a second at most.",
+    )
 
 
 class LinkConfig(Section):
@@ -187,6 +233,7 @@ class InstanceSettings(Section):
         description="async: P fetches a feature as soon as it is announced; sync: when a step needs it.",
     )
     kv_transfer: KVTransferConfig = KVTransferConfig()
+    batching: BatchingConfig = BatchingConfig()
     link: LinkConfig = LinkConfig()
 
     @model_validator(mode="after")

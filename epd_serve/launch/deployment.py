@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Self
 
 from device.weight_files import open_weight_files
-from epd_serve.config import DeploymentConfig, model_path
+from epd_serve.config import DeploymentConfig, change_config, model_path
 from epd_serve.launch.backoff import Backoff
 from epd_serve.launch.commands import gateway_spec, instance_specs, master_spec, shared_parts, sharing_weights
 from epd_serve.launch.ports import choose_ports
@@ -58,6 +58,8 @@ class LocalDeployment:
 
         Raises ValueError where a port is taken, or the model or a package is not there.
         """
+        if config.trace is not None:  # the gateway reads a copy of the file that lies elsewhere
+            config = change_config(config, {"trace": str(config.trace.absolute())})
         self.config = config
         model_path(config.model)  # the first thing to get right, whichever ports are taken
         ports = choose_ports(config)

@@ -285,6 +285,7 @@ class InstanceInfo(Message, frozen=True):
         media_fingerprint: hex name of everything but the media bytes that decides a feature: model revision,
             processor, dtype, shape version. It goes into each mm_hash.
         parameters: number of parameters held, by part ("tower", "language_model").
+        budgets: of a step, in tokens, sequences, pixels and milliseconds; found from the SLO where there is one.
     """
 
     name: str
@@ -300,6 +301,7 @@ class InstanceInfo(Message, frozen=True):
     ready: bool
     load: Load
     parameters: dict[str, int] = {}
+    budgets: dict[str, float] = {}
 
 
 M = TypeVar("M", bound=Message)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass, field
 
 from epd_serve.request import Sequence
+from epd_serve.sched.budget import Meter, StepPace, Unmetered
 from epd_serve.types import MediaSpan
 
 
@@ -16,10 +18,12 @@ class Budget:
     Attributes:
         max_num_tokens: tokens computed in one step, decodes included.
         max_num_seqs: sequences in one step.
+        pace: bounds its time as well.
     """
 
     max_num_tokens: int
     max_num_seqs: int
+    pace: StepPace | None = None
 
     def __post_init__(self) -> None:
         if self.max_num_tokens < 1 or self.max_num_seqs < 1:
@@ -30,12 +34,14 @@ class Budget:
 class ScheduleOutput:
     """One step: decodes compute one token each, prefills the given number of tokens.
 
-    ``admitted`` are the sequences among ``prefills`` that were waiting; they need blocks before the step.
+    ``preempted`` give their blocks up before the step, then each of ``decodes`` takes the block that it may lack;
+    ``admitted``, the sequences of the step that were waiting, take theirs.
     """
 
     decodes: list[Sequence] = field(default_factory=list)
     prefills: list[tuple[Sequence, int]] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
+    preempted: list[Sequence] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
@@ -46,55 +52,88 @@ class ScheduleOutput:
 
 
 def schedule(
-    running: Iterable[Sequence],
+    running: AbstractSequence[Sequence],
     waiting: Iterable[Sequence],
     budget: Budget,
     *,
     ready_tokens: Callable[[Sequence], int],
     blocks_needed: Callable[[Sequence], int],
+    blocks_freed: Callable[[Sequence], int],
     free_blocks: int,
+    watermark: int = 0,
 ) -> ScheduleOutput:
     """Choose the next step. Pure: reads its arguments, changes nothing.
+
+    A decode that lacks a block takes it from the youngest. So the oldest always goes on, unless all other blocks
+    are held by what does not run; a decode without anything younger keeps its own and waits.
 
     Args:
         running: sequences that hold blocks, oldest first.
         waiting: sequences without blocks, in the order in which they are to be admitted.
         ready_tokens: how many leading tokens of a sequence could be computed now (its features are here).
-        blocks_needed: blocks that admitting a sequence takes.
-        free_blocks: blocks that admission may take in all.
+        blocks_needed: blocks that a decode lacks, or that admitting a sequence takes.
+        blocks_freed: blocks that are free again when a sequence is preempted, at least one.
+        free_blocks: blocks that growing and admission may take in all.
+        watermark: blocks that admission leaves for those that run already, if there are any.
     """
     tokens, seqs = budget.max_num_tokens, budget.max_num_seqs
+    pace = budget.pace
+    meter: Meter = pace.meter() if pace else Unmetered()
     output = ScheduleOutput()
     unfinished: list[Sequence] = []
+    youngest = reversed(running)
     for sequence in running:
-        if sequence.num_uncomputed == 1 and sequence.output_ids:
-            if tokens and seqs:
+        if output.preempted and sequence in output.preempted:
+            continue
+        if not sequence.is_decoding:
+            unfinished.append(sequence)
+        elif tokens and seqs:
+            needed = blocks_needed(sequence)
+            while needed > free_blocks and (victim := next(youngest, sequence)) is not sequence:
+                if not victim.hand_off:  # its blocks are being copied from
+                    output.preempted.append(victim)
+                    free_blocks += blocks_freed(victim)
+            if needed <= free_blocks:
+                free_blocks -= needed
                 output.decodes.append(sequence)
+                meter.take_decode(sequence.num_tokens)
                 tokens -= 1
                 seqs -= 1
-        else:
-            unfinished.append(sequence)
     for sequence in unfinished:
         if not tokens or not seqs:
             break
+        if sequence in output.preempted:
+            continue
         count = min(tokens, ready_tokens(sequence) - sequence.num_computed)
+        if count > 0:
+            count = meter.take_chunk(sequence.num_computed, count)
         if count > 0:
             output.prefills.append((sequence, count))
             tokens -= count
             seqs -= 1
+    if output.preempted:
+        return output  # what is left of their blocks is for those that run
     for sequence in waiting:
         if not tokens or not seqs:
             break
-        ready = ready_tokens(sequence)
+        ready = ready_tokens(sequence) - sequence.num_computed
         if not ready:
             continue  # its first tokens are an image that is still being encoded; nothing behind it has to wait
         needed = blocks_needed(sequence)
-        if needed > free_blocks:
+        if needed + (watermark if running or output.admitted else 0) > free_blocks:
             break  # first come, first served: what fits behind it would starve it
-        free_blocks -= needed
+        if pace and not sequence.hand_off and not pace.has_room((*running, *output.admitted), sequence.num_tokens):
+            break
+        count = 1
+        if sequence.is_decoding:  # it was preempted and its KV saved
+            meter.take_decode(sequence.num_tokens)
+            output.decodes.append(sequence)
+        elif count := meter.take_chunk(sequence.num_computed, min(tokens, ready)):
+            output.prefills.append((sequence, count))
+        else:
+            break
         output.admitted.append(sequence)
-        count = min(tokens, ready)
-        output.prefills.append((sequence, count))
+        free_blocks -= needed
         tokens -= count
         seqs -= 1
     return output

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -14,6 +16,9 @@ from epd_serve.cache.feature_cache import FeatureCache
 from epd_serve.protocol.wire import FeatureEvent
 from epd_serve.transfer.slab_allocator import SlabAllocator
 from epd_serve.transfer.transport import TransferError, Transport
+
+#: Larger features are copied and hashed on a thread; a smaller one takes less time than the switch is worth.
+_INLINE_BYTES = 1 << 20
 
 
 def checksum(data: bytes | bytearray | memoryview) -> str:
@@ -134,6 +139,8 @@ class EmbeddedFeatureStore:
         self._slab = transport.allocate("features", capacity_bytes)
         self._allocator = SlabAllocator(capacity_bytes)
         self._cache: FeatureCache[tuple[int, StoredFeature]] = FeatureCache(capacity_bytes)
+        self._one_at_a_time = asyncio.Lock()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="store")
 
     @property
     def num_owners(self) -> int:
@@ -161,20 +168,35 @@ class EmbeddedFeatureStore:
                 f"a feature of {data.nbytes} bytes does not fit a store of {self._allocator.capacity}; "
                 "raise feature_store_bytes"
             )
-        if mm_hash in self._cache:
-            return self.hold(mm_hash, owner)
-        started = time.monotonic()
-        offset = self._allocate(data.nbytes)
-        if offset is None:
-            return None
-        self._slab.buffer[offset : offset + data.nbytes] = data
-        feature = StoredFeature(
-            offset=offset, nbytes=data.nbytes, shape=shape, dtype=dtype, checksum=checksum(data)
-        )
-        for evicted in self._cache.put(mm_hash, (offset, feature), data.nbytes, owner):
-            self._free(*evicted)
-        self._observe("embedded", "put", data.nbytes, time.monotonic() - started)
-        return feature
+        async with self._one_at_a_time:
+            if mm_hash in self._cache:
+                return self.hold(mm_hash, owner)
+            started = time.monotonic()
+            offset = self._allocate(data.nbytes)
+            if offset is None:
+                return None
+            digest = await self._write(offset, data)
+            feature = StoredFeature(offset=offset, nbytes=data.nbytes, shape=shape, dtype=dtype, checksum=digest)
+            for evicted in self._cache.put(mm_hash, (offset, feature), data.nbytes, owner):
+                self._free(*evicted)
+            self._observe("embedded", "put", data.nbytes, time.monotonic() - started)
+            return feature
+
+    async def _write(self, offset: int, data: memoryview) -> str:
+        """Copy a feature to its place; returns its checksum. What is cancelled gives the place back."""
+
+        def write() -> str:
+            self._slab.buffer[offset : offset + data.nbytes] = data
+            return checksum(data)
+
+        if data.nbytes <= _INLINE_BYTES:
+            return write()
+        writing = asyncio.get_running_loop().run_in_executor(self._thread, write)
+        try:
+            return await asyncio.shield(writing)
+        except BaseException:
+            writing.add_done_callback(lambda _: self._allocator.free(offset))  # not while it is written to
+            raise
 
     def release(self, owner: str, mm_hash: str) -> None:
         self._cache.release(owner, mm_hash)
@@ -205,7 +227,8 @@ class EmbeddedFeatureStore:
         return data
 
     def close(self) -> None:
-        """Nothing: the slab goes with its transport."""
+        """The slab goes with its transport; nothing writes to it any more."""
+        self._thread.shutdown()
 
     def check_integrity(self) -> None:
         self._cache.check_integrity()

@@ -174,6 +174,7 @@ class MooncakeFeatureStore:
     def close(self) -> None:
         for threads in (self._threads, self._fetching):
             threads.shutdown(wait=False, cancel_futures=True)
+        self._local.close()
         self._client.close()
         self._pool.close()
 

@@ -8,11 +8,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from epd_serve.cache.block_pool import num_blocks_for
 from epd_serve.cache.tombstones import Tombstones
 from epd_serve.errors import InstanceFailed, InvalidRequest, ServeError, StageTimeout, Unavailable
+from epd_serve.metrics.timeline import Timeline
 from epd_serve.protocol import wire
 from epd_serve.request import Sequence
 from epd_serve.transfer.reservation import Reservation, ReservationState, ReservationTable
@@ -35,6 +34,7 @@ class DecodeService:
 
     Args:
         on_read: told the bytes and seconds of KV that was read from elsewhere, for metrics.
+        timeline: told what becomes of each request, for metrics.
     """
 
     def __init__(
@@ -50,6 +50,7 @@ class DecodeService:
         orphan_s: float,
         listen: Callable[[str, Callable[[EngineEvent], None] | None], None],
         on_read: Callable[[int, float], None] = lambda nbytes, seconds: None,
+        timeline: Timeline | None = None,
     ) -> None:
         self._engine = engine
         self._memory = memory
@@ -58,6 +59,7 @@ class DecodeService:
         self._transport = transport
         self._peers = peers
         self._on_read = on_read
+        self._timeline = Timeline(time.monotonic, lambda span: None) if timeline is None else timeline
         self._queue_timeout_s = queue_timeout_s
         self._orphan_s = orphan_s
         self._listen = listen
@@ -104,6 +106,7 @@ class DecodeService:
         self._unclaimed.pop(request_id, None)
         self._listen(request_id, None)
         self._engine.abort(request_id)
+        self._timeline.drop(request_id)
         self._reservations.abandon(request_id)
         self._freed.set()  # the one at the head of the queue for blocks may be this one
         self._ended.add(request_id, True)
@@ -150,16 +153,20 @@ class DecodeService:
         )
 
     async def _grant(self, reservation: Reservation, request: wire.ReserveRequest) -> None:
+        arrival_s = time.monotonic()
         async with self._admission:  # its queue is first come, first served
-            while reservation.state is ReservationState.PENDING:
-                self._freed.clear()
-                blocks = self._engine.reserve(
-                    request.num_prompt_tokens, request.max_tokens, request.num_sequences, request.block_hashes
-                )
-                if blocks is not None:
-                    self._reservations.grant(reservation, blocks, time.monotonic())
-                    return
-                await self._freed.wait()
+            try:
+                while reservation.state is ReservationState.PENDING:
+                    self._freed.clear()
+                    blocks = self._engine.reserve(
+                        request.num_prompt_tokens, request.num_sequences, request.block_hashes, arrival_s
+                    )
+                    if blocks is not None:
+                        self._reservations.grant(reservation, blocks, time.monotonic())
+                        return
+                    await self._freed.wait()
+            finally:
+                self._engine.stop_reserving()
 
     def renew(self, ref: wire.TransferRef) -> None:
         if not self._reservations.renew(ref.transfer_id, time.monotonic()):
@@ -186,7 +193,8 @@ class DecodeService:
         except Exception:  # the device has no memory for it, say; the blocks are nobody's any more
             self._engine.unreserve(reservation.blocks)
             raise
-        generation = Generation(answer, self._engine)
+        generation = Generation(answer, self._engine, lambda: self._timeline.finished(handoff.request_id))
+        self._timeline.decode_received(handoff.request_id)
         self._listen(handoff.request_id, generation.feed)
         self._engine.resume(
             _sequence(handoff, reservation),
@@ -288,7 +296,7 @@ def _sequence(handoff: wire.Handoff, reservation: Reservation) -> Sequence:
         prompt_ids=handoff.prompt_ids,
         sampling=handoff.sampling,
         max_tokens=handoff.max_tokens,
-        positions=torch.empty(0),  # the prompt's are needed by nobody any more
+        positions=None,  # the prompt was computed elsewhere
         position_delta=handoff.position_delta,
         block_hashes=reservation.block_hashes,
     )

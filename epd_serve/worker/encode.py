@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -21,6 +22,7 @@ from epd_serve.protocol.wire import EncodeReply, EncodeRequest, MediaRef
 from epd_serve.sched.encode import schedule_encodes
 from epd_serve.transfer.feature_store import FeatureStore, StoredFeature
 from epd_serve.worker.peers import Peers
+from epd_serve.worker.request_processor import S_PER_PIXEL, RequestProcessor
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +37,15 @@ class _Item:
     mm_hash: str
     inputs: TowerInputs
     num_pixels: int
-    feature: asyncio.Future[Tensor]
+    feature: asyncio.Future[_Encoded]
+
+
+@dataclass(frozen=True, slots=True)
+class _Encoded:
+    """A feature, and when the batch that made it began and ended."""
+
+    feature: Tensor
+    batch_s: tuple[float, float]
 
 
 class EncodeService:
@@ -47,6 +57,12 @@ class EncodeService:
     Args:
         url: of this instance, as consumers announce themselves.
         deliver_here: gives a feature to the consumer in this instance, by request id; None where there is none.
+        may_start: asked on the event loop before each batch; while it says no, items wait. Whoever makes it say
+            yes again calls :meth:`reconsider` afterwards. It must say yes while nothing else runs.
+        processor: decodes and preprocesses images.
+        on_delivered: told of each item that its consumer has: request id, mm_hash, when the call came, when the
+            batch began and ended, for metrics.
+        on_batch: told of each batch: images, begin, end; on the tower's thread.
     """
 
     def __init__(
@@ -58,8 +74,12 @@ class EncodeService:
         *,
         image_budget_pixels: int,
         limits: MediaLimits,
+        processor: RequestProcessor,
         url: str = "",
         deliver_here: Callable[[str, MediaRef, Tensor], Awaitable[None]] | None = None,
+        may_start: Callable[[], bool] = lambda: True,
+        on_delivered: Callable[[str, str, float, tuple[float, float]], None] = lambda *_: None,
+        on_batch: Callable[[int, float, float], None] = lambda *_: None,
     ) -> None:
         self._load_tower = load_tower
         self._family = family
@@ -68,14 +88,19 @@ class EncodeService:
         self._budget = image_budget_pixels
         self._limits = limits
         self._url = url
+        self._processor = processor
         self._deliver_here = deliver_here
+        self._may_start = may_start
+        self._loop = asyncio.get_running_loop()
+        self._on_delivered = on_delivered
+        self._on_batch = on_batch
         self._tower: Tower | None = None
         self._tower_thread = ThreadPoolExecutor(1, thread_name_prefix="tower")
-        self._media_threads = ThreadPoolExecutor(2, thread_name_prefix="media")
-        self._flights: dict[str, asyncio.Task[Tensor]] = {}
+        self._flights: dict[str, asyncio.Task[_Encoded]] = {}
         self._waiters: dict[str, int] = {}
         self._waiting: list[_Item] = []
-        self._arrived = asyncio.Event()
+        self._changed = asyncio.Event()
+        self._is_held = False
         self._loop_task = asyncio.create_task(self._run())
 
     @property
@@ -87,15 +112,24 @@ class EncodeService:
         """Parameters of the tower held; 0 while it is not loaded."""
         return 0 if self._tower is None else self._tower.num_parameters
 
-    async def warm_up(self) -> None:
-        await asyncio.get_running_loop().run_in_executor(self._tower_thread, self._loaded_tower)
+    async def warm_up(self, find_budget: Callable[[Tower], int] | None = None) -> None:
+        """Load the tower; ``find_budget`` may measure it, on its thread, and says how many pixels a batch has."""
+        loop = asyncio.get_running_loop()
+        tower = await loop.run_in_executor(self._tower_thread, self._loaded_tower)
+        if find_budget is not None:
+            self._budget = await loop.run_in_executor(self._tower_thread, find_budget, tower)
+
+    def reconsider(self) -> None:
+        """Ask ``may_start`` again, if items wait for it. Any thread, before the event loop is closed."""
+        if self._is_held:
+            self._loop.call_soon_threadsafe(self._changed.set)
 
     async def close(self) -> None:
+        self._is_held = False
         self._loop_task.cancel()
         with suppress(asyncio.CancelledError):
             await self._loop_task
         self._tower_thread.shutdown(cancel_futures=True)
-        self._media_threads.shutdown(cancel_futures=True)
 
     async def encode(self, request: EncodeRequest) -> EncodeReply:
         """Encode, store and announce one item; done when the consumer has it.
@@ -105,34 +139,40 @@ class EncodeService:
 
         Raises InvalidRequest for media that cannot be decoded, ServeError where encoding or delivery failed.
         """
+        received = time.monotonic()
         try:
-            return await self._announced(request)
+            reply, batch = await self._announced(request)
         except InvalidRequest:
             raise
         except ServeError as error:
             if self._deliver_here is None or request.announce_to != self._url:
                 raise
             logger.warning("feature %s goes past the store: %s", request.ref.mm_hash[:12], error.message)
-            feature = await self._encoded(request)
-            await self._deliver_here(request.request_id, request.ref, feature)
-            return EncodeReply(cached=False, num_tokens=feature.shape[0])
+            encoded = await self._encoded(request)
+            await self._deliver_here(request.request_id, request.ref, encoded.feature)
+            reply, batch = EncodeReply(cached=False, num_tokens=encoded.feature.shape[0]), encoded.batch_s
+        self._on_delivered(request.request_id, request.ref.mm_hash, received, batch)
+        return reply
 
-    async def _announced(self, request: EncodeRequest) -> EncodeReply:
+    async def _announced(self, request: EncodeRequest) -> tuple[EncodeReply, tuple[float, float]]:
         ref, owner = request.ref, request.request_id
         try:
             feature = await self._store.acquire(ref.mm_hash, owner)
-            cached = feature is not None
+            cached, hit = feature is not None, time.monotonic()
+            batch = hit, hit
             if feature is None:
-                feature = await self._put(ref.mm_hash, await self._encoded(request), owner)
+                encoded = await self._encoded(request)
+                batch = encoded.batch_s
+                feature = await self._put(ref.mm_hash, encoded.feature, owner)
             event = msgspec.structs.replace(
                 self._store.event(ref.mm_hash, feature, owner), width=ref.width, height=ref.height
             )
             await self._peers.call(request.announce_to, "/feature/event", event, _ANNOUNCE_TIMEOUT_S)
         finally:
             self._store.release(owner, ref.mm_hash)
-        return EncodeReply(cached=cached, num_tokens=feature.shape[0])
+        return EncodeReply(cached=cached, num_tokens=feature.shape[0]), batch
 
-    async def _encoded(self, request: EncodeRequest) -> Tensor:
+    async def _encoded(self, request: EncodeRequest) -> _Encoded:
         """The item's feature; requests for one item share one encode, which ends when nobody wants it any more."""
         mm_hash = request.ref.mm_hash
         if mm_hash not in self._flights:
@@ -148,12 +188,12 @@ class EncodeService:
                 del self._flights[mm_hash]
                 flight.cancel()
 
-    async def _fly(self, request: EncodeRequest) -> Tensor:
-        inputs = await asyncio.get_running_loop().run_in_executor(self._media_threads, self._prepare, request)
+    async def _fly(self, request: EncodeRequest) -> _Encoded:
         width, height = request.ref.width, request.ref.height
+        inputs = await self._processor.run("media", width * height * S_PER_PIXEL, self._prepare, request)
         item = _Item(request.ref.mm_hash, inputs, width * height, asyncio.get_running_loop().create_future())
         self._waiting.append(item)
-        self._arrived.set()
+        self._changed.set()
         try:
             return await item.feature
         finally:
@@ -170,32 +210,41 @@ class EncodeService:
         return self._family.preprocess(image)
 
     async def _run(self) -> None:
-        loop = asyncio.get_running_loop()
         while True:
-            await self._arrived.wait()
-            batch = schedule_encodes(self._waiting, self._budget)
-            del self._waiting[: len(batch)]
-            if not self._waiting:
-                self._arrived.clear()
-            if not batch:
-                continue
-            try:
-                features = await loop.run_in_executor(
-                    self._tower_thread, self._encode, [item.inputs for item in batch]
-                )
-                assert len(features) == len(batch), f"{len(features)} features of {len(batch)} images"
-            except Exception as error:  # a failed batch must fail its items, not the encoder
-                logger.exception("a batch of %d images failed", len(batch))
-                for item in batch:
-                    if not item.feature.done():
-                        item.feature.set_exception(InstanceFailed(f"the encoder failed: {error}"))
-                continue
-            for item, feature in zip(batch, features, strict=True):
-                if not item.feature.done():
-                    item.feature.set_result(feature)
+            await self._changed.wait()
+            self._changed.clear()
+            while self._waiting:
+                # set before the question: who changes the answer after it sees this and calls back
+                self._is_held = True
+                if not self._may_start():
+                    break
+                self._is_held = False
+                batch = schedule_encodes(self._waiting, self._budget)
+                del self._waiting[: len(batch)]
+                await self._encode_batch(batch)
 
-    def _encode(self, batch: list[TowerInputs]) -> list[Tensor]:
-        return self._loaded_tower().encode(batch)
+    async def _encode_batch(self, batch: list[_Item]) -> None:
+        try:
+            features, batch_s = await self._loop.run_in_executor(
+                self._tower_thread, self._encode, [item.inputs for item in batch]
+            )
+            assert len(features) == len(batch), f"{len(features)} features of {len(batch)} images"
+        except Exception as error:  # a failed batch must fail its items, not the encoder
+            logger.exception("a batch of %d images failed", len(batch))
+            for item in batch:
+                if not item.feature.done():
+                    item.feature.set_exception(InstanceFailed(f"the encoder failed: {error}"))
+            return
+        for item, feature in zip(batch, features, strict=True):
+            if not item.feature.done():
+                item.feature.set_result(_Encoded(feature, batch_s))
+
+    def _encode(self, batch: list[TowerInputs]) -> tuple[list[Tensor], tuple[float, float]]:
+        start = time.monotonic()
+        features = self._loaded_tower().encode(batch)
+        end = time.monotonic()
+        self._on_batch(len(batch), start, end)
+        return features, (start, end)
 
     def _loaded_tower(self) -> Tower:
         if self._tower is None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from torch import Tensor
 
@@ -14,7 +13,9 @@ from epd_serve.cache.block_pool import BlockPool, RequestBlocks
 from epd_serve.errors import InvalidRequest, ServeError
 from epd_serve.protocol.wire import Load
 from epd_serve.request import Sequence, SequenceState
-from epd_serve.sched.language import Budget, ScheduleOutput, missing_span, possible_prefills, schedule
+from epd_serve.sched.block_tables import BlockMemory
+from epd_serve.sched.language import Budget, ScheduleOutput
+from epd_serve.sched.queues import Order, Queues
 from epd_serve.transfer.kv_sender import KVSender, OutgoingTransfer
 from epd_serve.types import KVMode
 from epd_serve.worker.events import EngineEvent, FailureEvent, PromptEvent, TokenEvent
@@ -36,8 +37,10 @@ class Engine:
         feature_of: a feature as it is needed for a step; it may fetch it first. None: it is not to be had now.
         has_feature: whether ``feature_of`` is worth asking; must not block.
         on_step: told of each step and the seconds it took.
+        order: of admission; first come, first served by itself.
         on_starved: told of a feature that holds up a sequence which could be computed otherwise; must not block.
         kv_mode: how KV goes out.
+        clock: monotonic seconds, the sender's clock.
     """
 
     def __init__(
@@ -51,7 +54,7 @@ class Engine:
         feature_of: Callable[[str], Tensor | None],
         has_feature: Callable[[str], bool] | None = None,
         on_starved: Callable[[str], None] = lambda mm_hash: None,
-        copy_block: Callable[[int, int], None],
+        memory: BlockMemory,
         block_nbytes: int,
         record_event: Callable[[], Callable[[], None]],
         sender: KVSender | None,
@@ -59,16 +62,24 @@ class Engine:
         emit: Callable[[list[EngineEvent]], None],
         on_free: Callable[[], None],
         on_step: Callable[[ScheduleOutput, float], None] = lambda output, seconds: None,
+        clock: Callable[[], float] = time.monotonic,
+        order: Order = lambda waiting, now: list(waiting),
     ) -> None:
         self._runner = runner
         self._pool = pool
-        self._budget = budget
         self._num_layers = num_layers
         self._eos_token_ids = eos_token_ids
         self._feature_of = feature_of
-        self._has_feature = has_feature or (lambda mm_hash: feature_of(mm_hash) is not None)
-        self._on_starved = on_starved
-        self._copy_block = copy_block
+        self._queues = Queues(
+            pool,
+            memory,
+            budget,
+            order,
+            has_feature=has_feature or (lambda mm_hash: feature_of(mm_hash) is not None),
+            on_starved=on_starved,
+            on_lost=self._lose,
+        )
+        self._tables = self._queues.tables
         self._block_nbytes = block_nbytes
         self._record_event = record_event
         self._sender = sender
@@ -76,12 +87,12 @@ class Engine:
         self._emit = emit
         self._on_free = on_free
         self._on_step = on_step
+        self._clock = clock
         self._changed = threading.Condition()
-        self._waiting: deque[Sequence] = deque()
-        self._running: list[Sequence] = []
         self._leaving: dict[Sequence, None] = {}  # ABORTED, but a step or a copy may still use their blocks
         self._transfers: dict[Sequence, OutgoingTransfer] = {}
         self._stepping: frozenset[Sequence] = frozenset()
+        self.is_prefilling = False
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -101,8 +112,14 @@ class Engine:
     # ------------------------------------------------------------------ requests in
 
     def check_fits(self, num_prompt_tokens: int, max_tokens: int, num_sequences: int) -> None:
-        """Raise InvalidRequest for a request that this pool could not hold even if it were empty."""
-        needed = self._pool.num_needed(num_prompt_tokens, max_tokens, num_sequences)
+        """Raise InvalidRequest for a request that could not come to its end if it had all of the pool.
+
+        Its choices can wait for each other, but each needs its first block at once.
+        """
+        needed = max(
+            self._pool.num_needed(num_prompt_tokens, max_tokens),
+            self._pool.num_needed(num_prompt_tokens, min(max_tokens, 1), num_sequences),
+        )
         if needed > self._pool.capacity:
             raise InvalidRequest(
                 f"the request needs {needed} KV blocks of {self._pool.block_size} tokens and the instance has "
@@ -113,9 +130,10 @@ class Engine:
     def submit(self, sequence: Sequence, transfer: OutgoingTransfer | None = None) -> None:
         """Queue a prompt; ``transfer`` says where its KV goes if another instance decodes."""
         with self._changed:
+            sequence.arrival_s = self._clock()
             if transfer is not None:
                 self._transfers[sequence] = transfer
-            self._waiting.append(sequence)
+            self._queues.submit(sequence)
             self._changed.notify_all()
 
     def resume(self, sequence: Sequence, blocks: RequestBlocks, tokens: list[tuple[int, bool]]) -> None:
@@ -126,27 +144,24 @@ class Engine:
             tokens: for each choice its first token and whether that was its last.
         """
         with self._changed:
+            sequence.arrival_s = self._clock()
             sequence.blocks, sequence.forks = blocks.root, blocks.forks
             sequence.num_computed = sequence.num_prompt_tokens
             sequence.move_to(SequenceState.RUNNING)
-            self._register_blocks(sequence)
-            choices = self._fork(sequence)
+            self._tables.register(sequence)
+            choices = self._tables.fork(sequence)
             for choice, (token_id, finished) in zip(choices, tokens, strict=True):
                 choice.output_ids.append(token_id)
                 if finished:
                     self._retire(choice)
                 else:
-                    self._running.append(choice)
+                    self._queues.run(choice)
             self._changed.notify_all()
 
     def abort(self, request_id: str) -> None:
         """Stop all sequences of a request; their blocks go back as soon as nothing uses them. Idempotent."""
         with self._changed:
-            for sequence in [s for s in self._waiting if s.request_id == request_id]:
-                self._waiting.remove(sequence)
-                self._leave(sequence)
-            for sequence in [s for s in self._running if s.request_id == request_id]:
-                self._running.remove(sequence)
+            for sequence in self._queues.remove(request_id):
                 self._leave(sequence)
             for sequence in [s for s in self._transfers if s.request_id == request_id]:
                 if sequence.state is SequenceState.TRANSFERRING:
@@ -155,8 +170,7 @@ class Engine:
     def stop_sequence(self, sequence: Sequence) -> None:
         """End one choice early: a stop string was found in its text."""
         with self._changed:
-            if sequence in self._running:
-                self._running.remove(sequence)
+            if self._queues.stop(sequence):
                 self._leave(sequence)
 
     def transferred(self, sequence: Sequence) -> None:
@@ -173,24 +187,32 @@ class Engine:
     # ------------------------------------------------------------------ blocks for others
 
     def reserve(
-        self, num_prompt_tokens: int, max_tokens: int, num_sequences: int, hashes: list[bytes]
+        self, num_prompt_tokens: int, num_sequences: int, hashes: list[bytes], arrival_s: float
     ) -> RequestBlocks | None:
-        """Blocks for a request whose KV a peer will write; None where there are not enough now."""
+        """Blocks for a prompt whose KV a peer will write, and for the first token after it; None: not now.
+
+        Then prompts that come after ``arrival_s`` (monotonic) wait behind it until :meth:`stop_reserving`.
+        """
         with self._changed:
-            if not self._pool.can_allocate_request(num_prompt_tokens, max_tokens, num_sequences, hashes):
-                return None
-            return self._pool.allocate_request(num_prompt_tokens, max_tokens, num_sequences, hashes)
+            return self._queues.reserve(num_prompt_tokens, num_sequences, hashes, arrival_s)
+
+    def stop_reserving(self) -> None:
+        """No reservation waits any more."""
+        with self._changed:
+            self._queues.stop_reserving()
+            self._changed.notify_all()
 
     def unreserve(self, blocks: RequestBlocks) -> None:
         with self._changed:
-            self._free(blocks.all())
+            self._pool.release(blocks.all())
+            self._tell_free()
 
     def load(self) -> Load:
         with self._changed:
             return Load(
-                num_running=len(self._running),
-                num_waiting=len(self._waiting),
-                num_waiting_tokens=sum(s.num_uncomputed for s in (*self._waiting, *self._running)),
+                num_running=self._queues.num_running,
+                num_waiting=self._queues.num_waiting,
+                num_waiting_tokens=self._queues.num_waiting_tokens,
                 free_blocks=self._pool.num_free,
                 total_blocks=self._pool.capacity,
             )
@@ -205,63 +227,38 @@ class Engine:
     def _run(self) -> None:
         while True:
             with self._changed:
-                output = self._schedule()
-                while not output and not self._closing:
+                while not self._closing and not (output := self._begin()):
                     self._changed.wait()
-                    output = self._schedule()
                 if self._closing:
                     return
-                self._stepping = frozenset((*output.decodes, *(s for s, _ in output.prefills)))
-            output, features = with_features(output, self._feature_of)
-            events = self._step(output, features)
-            if events:
-                self._emit(events)
+            self._compute(output)
 
-    def _schedule(self) -> ScheduleOutput:
-        """The next step."""
-        while True:
-            output = schedule(
-                self._running,
-                self._waiting,
-                self._budget,
-                ready_tokens=self._ready_tokens,
-                blocks_needed=lambda s: self._pool.num_needed(s.num_prompt_tokens, s.room_tokens, s.num_forked),
-                free_blocks=self._pool.num_free,
-            )
-            for sequence in output.admitted:
-                self._admit(sequence)
-            prefills = possible_prefills(output.prefills, self._has_feature)
-            if prefills or output.decodes or not output.admitted:
-                return ScheduleOutput(decodes=output.decodes, prefills=prefills)
-            # all of the budget went to a cached prefix: there may be work behind it
+    def step(self) -> bool:
+        """One step, where no thread runs: for tests. False if there was nothing to compute."""
+        with self._changed:
+            output = self._begin()
+        if output:
+            self._compute(output)
+        return bool(output)
 
-    def _admit(self, sequence: Sequence) -> None:
-        blocks = self._pool.allocate_request(
-            sequence.num_prompt_tokens, sequence.room_tokens, sequence.num_forked, sequence.block_hashes
-        )
-        sequence.blocks, sequence.forks = blocks.root, blocks.forks
-        sequence.num_registered = blocks.num_cached
-        sequence.num_computed = blocks.num_cached * self._pool.block_size
-        sequence.move_to(SequenceState.RUNNING)
-        self._waiting.remove(sequence)
-        self._running.append(sequence)
+    def _begin(self) -> ScheduleOutput:
+        """The next step; its sequences keep their blocks until it has ended."""
+        output = self._queues.plan(self._clock())
+        self._stepping = frozenset((*output.decodes, *(s for s, _ in output.prefills)))
+        self.is_prefilling = bool(output.prefills)
+        if output.admitted:
+            self._on_free()  # no block, but a place in the queue for them
+        return output
 
-    def _ready_tokens(self, sequence: Sequence) -> int:
-        """Leading tokens that can be computed now: up to the first feature that is needed and not here."""
-        computed = sequence.num_computed
-        if sequence.state is SequenceState.WAITING:
-            usable = sequence.block_hashes[: (sequence.num_prompt_tokens - 1) // self._pool.block_size]
-            computed = len(self._pool.match(usable)) * self._pool.block_size
-        span = missing_span(sequence, computed, sequence.num_tokens, self._has_feature)
-        if span is None:
-            return sequence.num_tokens
-        if span.start <= computed:
-            self._on_starved(span.mm_hash)
-        return max(span.start, computed)
+    def _compute(self, output: ScheduleOutput) -> None:
+        output, features = with_features(output, self._feature_of)
+        events = self._step(output, features)
+        if events:
+            self._emit(events)
 
     def _step(self, output: ScheduleOutput, features: dict[str, Tensor]) -> list[EngineEvent]:
         groups = self._layer_groups(output)
-        start = time.monotonic()
+        start = self._clock()
         try:
             result = StepResult([], [])
             if output:
@@ -273,7 +270,7 @@ class Engine:
             logger.exception("a step of %d tokens failed", output.num_tokens)
             return self._fail_step(f"the engine failed in the middle of a step: {error}")
         if output:
-            seconds = time.monotonic() - start
+            seconds = self._clock() - start
             self._on_step(output, seconds)
             if output.prefills and self._sender is not None:
                 self._sender.sizer.observe_compute(output.num_tokens, seconds)
@@ -291,14 +288,14 @@ class Engine:
             block_size=self._pool.block_size,
             layer_bytes=self._block_nbytes // self._num_layers,
             record_event=self._record_event,
-            clock=time.monotonic,
+            clock=self._clock,
         )
 
     def _finish_step(self, output: ScheduleOutput, result: StepResult) -> list[EngineEvent]:
         with self._changed:
             for sequence, count in output.prefills:
                 sequence.num_computed += count
-                self._register_blocks(sequence)
+                self._tables.register(sequence)
             for sequence in output.decodes:
                 sequence.num_computed += 1
             events = self._advance(result)
@@ -315,13 +312,14 @@ class Engine:
             if sequence.state is not SequenceState.RUNNING:
                 continue
             if sequence.hand_off:
-                self._running.remove(sequence)
+                self._queues.stop(sequence)
                 sequence.move_to(SequenceState.TRANSFERRING)
                 ends = [(t, sequence.finish_reason(t.token_id, 1, self._eos_token_ids)) for t in tokens]
                 events.append(PromptEvent(sequence, ends))
                 continue
-            choices = self._fork(sequence)
-            self._running += choices[1:]
+            choices = self._tables.fork(sequence)
+            for choice in choices[1:]:
+                self._queues.run(choice)
             events += [self._append(choice, token) for choice, token in zip(choices, tokens, strict=True)]
         return events
 
@@ -329,27 +327,9 @@ class Engine:
         sequence.output_ids.append(token.token_id)
         reason = sequence.finish_reason(token.token_id, len(sequence.output_ids), self._eos_token_ids)
         if reason is not None:
-            self._running.remove(sequence)
+            self._queues.stop(sequence)
             self._retire(sequence)
         return TokenEvent(sequence, token, reason)
-
-    def _fork(self, root: Sequence) -> list[Sequence]:
-        """All choices of a computed prompt: full prompt blocks shared, the last partial one copied."""
-        shared = root.num_prompt_tokens // self._pool.block_size
-        choices = [root]
-        for index, own in enumerate(root.forks, start=1):
-            self._pool.acquire(root.blocks[:shared])
-            if root.num_prompt_tokens % self._pool.block_size:
-                self._copy_block(root.blocks[shared], own[0])
-            choices.append(root.fork(index, root.blocks[:shared] + own))
-        root.forks = []
-        return choices
-
-    def _register_blocks(self, sequence: Sequence) -> None:
-        computed = min(sequence.num_computed // self._pool.block_size, len(sequence.block_hashes))
-        for i in range(sequence.num_registered, computed):
-            self._pool.register(sequence.blocks[i], sequence.block_hashes[i])
-        sequence.num_registered = max(sequence.num_registered, computed)
 
     # ------------------------------------------------------------------ leaving
 
@@ -377,12 +357,11 @@ class Engine:
     def _retire(self, sequence: Sequence) -> None:
         sequence.move_to(SequenceState.FINISHED)
         self._transfers.pop(sequence, None)
-        blocks = sequence.blocks + [block for fork in sequence.forks for block in fork]
-        sequence.blocks, sequence.forks = [], []
-        self._free(blocks)
+        sequence.saved = None
+        self._tables.release(sequence)
+        self._tell_free()
 
-    def _free(self, blocks: Iterable[int]) -> None:
-        self._pool.release(list(blocks))
+    def _tell_free(self) -> None:
         self._changed.notify_all()
         self._on_free()
 
@@ -394,3 +373,7 @@ class Engine:
         for request_id in failed:
             self.abort(request_id)
         return [FailureEvent(request_id, ServeError(message)) for request_id in failed]
+
+    def _lose(self, request_id: str, error: Exception) -> None:
+        self.abort(request_id)
+        self._emit([FailureEvent(request_id, ServeError(f"the request's KV is lost: {error}"))])

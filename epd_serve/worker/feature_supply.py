@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from torch import Tensor
@@ -192,4 +192,4 @@ def with_features(
             features[mm_hash] = feature
         return feature is not None
 
-    return ScheduleOutput(decodes=output.decodes, prefills=possible_prefills(output.prefills, take)), features
+    return replace(output, prefills=possible_prefills(output.prefills, take)), features

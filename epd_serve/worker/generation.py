@@ -14,11 +14,12 @@ from epd_serve.worker.http import JSON, BrokenStream, Header, Reply
 
 
 class Generation:
-    """Turns engine events into an OpenAI answer, streamed or whole."""
+    """Turns engine events into an OpenAI answer, streamed or whole; ``on_finished`` is told of the last token."""
 
-    def __init__(self, answer: Answer, engine: Engine) -> None:
+    def __init__(self, answer: Answer, engine: Engine, on_finished: Callable[[], None] = lambda: None) -> None:
         self._answer = answer
         self._engine = engine
+        self._on_finished = on_finished
         self._pieces: asyncio.Queue[bytes | ServeError | None] = asyncio.Queue()
 
     def feed(self, event: EngineEvent) -> None:
@@ -38,6 +39,7 @@ class Generation:
         if answer.is_finished(index) and event.finish_reason is None:
             self._engine.stop_sequence(event.sequence)
         if answer.finished:
+            self._on_finished()
             self._pieces.put_nowait(answer.end())
             self._pieces.put_nowait(None)
 

@@ -20,15 +20,18 @@ from epd_serve.cache.block_pool import BlockPool
 from epd_serve.config import InstanceOptions, decode_graph_sizes
 from epd_serve.errors import ServeError, Unavailable
 from epd_serve.media import MediaLimits
+from epd_serve.metrics.trace import TraceWriter
 from epd_serve.models.family import Family, load_family
 from epd_serve.models.language import LanguageModel
 from epd_serve.models.loader import eos_token_ids, media_fingerprint
 from epd_serve.models.tower import Tower
 from epd_serve.protocol import wire
 from epd_serve.request import Sequence
-from epd_serve.sched.language import Budget
+from epd_serve.sched.encode import EncodeGate
+from epd_serve.sched.language import ScheduleOutput
 from epd_serve.transfer.grouping import GroupSizer
 from epd_serve.transfer.kv_sender import KVSender
+from epd_serve.worker.batching import Batching, measurements
 from epd_serve.worker.calls import StageCalls
 from epd_serve.worker.commands import CreateCache
 from epd_serve.worker.data_plane import start_feature_store, start_transport
@@ -47,6 +50,7 @@ from epd_serve.worker.metrics import CONTENT_TYPE, InstanceMetrics
 from epd_serve.worker.peers import Peers
 from epd_serve.worker.prefill import PrefillService
 from epd_serve.worker.prompt import PromptProcessor
+from epd_serve.worker.request_processor import RequestProcessor
 from epd_serve.worker.runner import LanguageRunner
 from epd_serve.worker.sizing import check_dtype, num_kv_blocks, resolve_dtype
 from epd_serve.worker.step import StepExecutor
@@ -55,6 +59,8 @@ logger = logging.getLogger(__name__)
 
 _HOUSEKEEPING_S = 0.25
 _ORPHAN_S = 10.0
+_ASK_AGAIN_S = 0.01
+_MAX_MEDIA_THREADS = 8
 #: The gateway applies the operator's limits; an instance only guards itself.
 _MEDIA_LIMITS = MediaLimits(max_pixels=1 << 28, max_bytes=1 << 30)
 
@@ -71,7 +77,8 @@ class Instance:
         self._followers: Followers | None = None
         self._listeners = Listeners()
         self._tasks: set[asyncio.Task[None]] = set()
-        self.metrics = InstanceMetrics()
+        self.trace = TraceWriter(options.trace, options.name) if options.trace else None
+        self.metrics = InstanceMetrics(self.trace)
         self.pulls = Pulls()
 
     async def start(self) -> None:
@@ -95,8 +102,15 @@ class Instance:
         self._max_model_len = (
             options.max_model_len or self._family.config.get_text_config().max_position_embeddings
         )
+        self._batching = Batching(options, measurements(options, self._device, self._fingerprint))
+        self._gate = EncodeGate(lambda: self._engine is not None and self._engine.is_prefilling, time.monotonic)
         self._store = await asyncio.to_thread(
             start_feature_store, options, self._transport, self._device.type, self.metrics.store_did
+        )
+        self._processor = RequestProcessor(
+            min(options.threads or max(1, len(os.sched_getaffinity(0)) // 2), _MAX_MEDIA_THREADS),
+            queue_timeout_s=options.queue_timeout_s,
+            observe=self.metrics.prepared,
         )
         self._encode = EncodeService(
             partial(Tower, self._path, self._dtype, self._device),
@@ -105,11 +119,15 @@ class Instance:
             self._peers,
             image_budget_pixels=options.image_budget_pixels,
             limits=_MEDIA_LIMITS,
+            processor=self._processor,
+            on_delivered=self.metrics.timeline.encoded,
+            on_batch=self.metrics.encoded_batch,
             url=self.url,
             deliver_here=self._deliver_here if options.role.has_language_model else None,
+            may_start=self._may_encode,
         )
         if options.role.encodes:
-            await self._encode.warm_up()
+            await self._encode.warm_up(lambda tower: self._batching.find_image_budget(tower, self._family))
         if options.role.has_language_model:
             await asyncio.to_thread(self._load_language_model)
             self._start_language_stages()
@@ -142,7 +160,7 @@ class Instance:
             heads=language.kv_heads if self._followers else None,
             followers=self._followers,
         )
-        # a request takes all blocks that it may need at once, so the pool bounds the context too
+        # a sequence that is alone must be able to reach its end
         self._max_model_len = min(
             self._max_model_len, language.max_model_len, (memory.num_blocks - 1) * options.tokens_per_block
         )
@@ -156,22 +174,28 @@ class Instance:
         )
         if self._followers is not None:
             self._followers.send(create)
-        self._executor = StepExecutor.for_cache(language, self._device, memory.tensor, create)
+        executor = StepExecutor.for_cache(language, self._device, memory.tensor, create)
         self._language = language
+        self._eos = eos_token_ids(self._path, self._family.config)
+        self._runner = LanguageRunner(
+            executor,
+            self._device.ops,
+            block_size=options.tokens_per_block,
+            num_position_axes=self._family.num_position_axes,
+            eos_token_ids=self._eos,
+            followers=self._followers,
+        )
+        self._batching.find_budget(
+            self._runner,
+            num_blocks=memory.num_blocks,
+            num_position_axes=self._family.num_position_axes,
+            max_model_len=self._max_model_len,
+        )
 
     def _start_language_stages(self) -> None:
         assert self._language is not None
         options, language, memory = self.options, self._language, self._memory
         layout = memory.layout
-        eos = eos_token_ids(self._path, self._family.config)
-        runner = LanguageRunner(
-            self._executor,
-            self._device.ops,
-            block_size=options.tokens_per_block,
-            num_position_axes=self._family.num_position_axes,
-            eos_token_ids=eos,
-            followers=self._followers,
-        )
         self._inbox = FeatureInbox(
             options.feature_cache_bytes,
             self._store.fetch,
@@ -193,38 +217,41 @@ class Instance:
         sizer = GroupSizer(num_layers=language.num_layers, fixed=options.kv_group_layers)
         sender = KVSender(self._transport, memory, sizer, time.monotonic, self.metrics.kv_written)
         self._sender = sender
+        pool = BlockPool(memory.num_blocks, options.tokens_per_block)
         self._engine = engine = Engine(
-            runner,
-            BlockPool(memory.num_blocks, options.tokens_per_block),
-            Budget(max_num_tokens=options.max_num_batched_tokens, max_num_seqs=options.max_num_seqs),
+            self._runner,
+            pool,
+            self._batching.budget,
             num_layers=language.num_layers,
-            eos_token_ids=eos,
+            eos_token_ids=self._eos,
             feature_of=self._supply.take,
             has_feature=self._supply.has,
             on_starved=self._supply.starved,
-            copy_block=memory.copy_block,
+            memory=memory,
             block_nbytes=block_nbytes(layout),
             record_event=lambda: self._device.record_event().synchronize,
             sender=sender,
             kv_mode=options.kv_mode,
             emit=lambda events: self._call_on_loop(self._listeners.dispatch, events),
             on_free=lambda: self._call_on_loop(self._blocks_freed),
-            on_step=self.metrics.stepped,
+            on_step=self._stepped,
+            order=self._batching.order(pool),
         )
-        processor = PromptProcessor(
+        prompts = PromptProcessor(
             self._path,
             self._family,
             language.inner,
             max_model_len=self._max_model_len,
             block_size=options.tokens_per_block,
-            num_blocks=memory.num_blocks - 1,
         )
         self._prefill = PrefillService(
             engine,
-            processor,
+            prompts,
             self._inbox,
             self._deliver,
             layout,
+            processor=self._processor,
+            timeline=self.metrics.timeline,
             feature_timeout_s=options.feature_timeout_s,
             lease_s=options.lease_s,
             listen=self._listeners.listen,
@@ -234,7 +261,7 @@ class Instance:
         self._decode = DecodeService(
             engine,
             memory,
-            processor.tokenizer,
+            prompts.tokenizer,
             layout,
             transport=self._transport,
             peers=self._peers,
@@ -242,6 +269,7 @@ class Instance:
             orphan_s=_ORPHAN_S,
             listen=self._listeners.listen,
             on_read=self.metrics.kv_read,
+            timeline=self.metrics.timeline,
         )
         engine.start()
 
@@ -261,6 +289,7 @@ class Instance:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._processor.close()
         await self._encode.close()
         if self._inbox is not None:
             self._inbox.close()
@@ -271,6 +300,8 @@ class Instance:
         await self._peers.close()
         await asyncio.to_thread(self._store.close)
         self._transport.close()
+        if self.trace is not None:
+            self.trace.close()
 
     # ------------------------------------------------------------------ calls
 
@@ -308,6 +339,7 @@ class Instance:
                 "tower": self._encode.num_parameters,
                 "language_model": self._language.num_parameters if self._language else 0,
             },
+            budgets=self._batching.summary(),
         )
         return Reply(headers=(JSON,), body=wire.to_json(info))
 
@@ -318,7 +350,11 @@ class Instance:
     async def _integrity(self, body: bytes) -> Reply:
         """Check every cache's books; the answer lists what is in use, all zero on an idle instance."""
         self._check_ready()
-        in_use = {"features_held": self._store.num_owners, "encodes": self._encode.num_waiting}
+        in_use = {
+            "features_held": self._store.num_owners,
+            "encodes": self._encode.num_waiting,
+            "preparations": self._processor.num_waiting,
+        }
         try:
             self._store.check_integrity()
             if self._engine and self._inbox and self._decode:
@@ -335,6 +371,7 @@ class Instance:
                 "reservations": self._decode.num_reservations,
                 "feature_owners": self._inbox.num_owners,
                 "listeners": len(self._listeners),
+                "timeline": self.metrics.timeline.num_requests,
             }
         return Reply(headers=(JSON,), body=msgspec.json.encode(in_use))
 
@@ -378,6 +415,17 @@ class Instance:
     async def _deliver_here(self, request_id: str, item: wire.MediaRef, feature: Tensor) -> None:
         assert self._inbox is not None
         await self._inbox.take(request_id, item, feature)
+
+    def _stepped(self, output: ScheduleOutput, seconds: float) -> None:
+        self.metrics.stepped(output, seconds)
+        self._batching.stepped(output, seconds)
+        self._encode.reconsider()
+
+    def _may_encode(self) -> bool:
+        if self.options.batching_encodes == "concurrent" or self._gate.may_start():
+            return True
+        self._loop.call_later(_ASK_AGAIN_S, self._encode.reconsider)
+        return False
 
     def _blocks_freed(self) -> None:
         if self._decode is not None:

@@ -97,6 +97,7 @@ class KVMemory:
         slab = transport.allocate("kv", num_blocks * nbytes)
         self.region: Region = slab.region
         self._bytes = slab.buffer
+        self._device = device
         self._cache = KVCache(layout, num_blocks, device, slab.buffer, heads)
         self._followers = followers
 
@@ -115,6 +116,25 @@ class KVMemory:
         if self._followers is not None:
             self._followers.send(Land(list(blocks)))
         self._cache.land(blocks)
+
+    def save(self, blocks: Sequence[int]) -> Tensor:
+        """A copy of blocks in host memory: [layers, 2, len(blocks), block_size, kv_heads, head_dim], all heads."""
+        self._device.record_event().synchronize()  # the device may not have written them yet
+        for layer in range(self.layout.num_layers):  # one by one: the device has little memory to spare
+            self.stage(range(layer, layer + 1), blocks)
+        return self._slab[:, :, torch.tensor(blocks)]
+
+    def restore(self, saved: Tensor, first: int, blocks: Sequence[int]) -> None:
+        """Bring saved blocks, from number ``first`` on, back to other places."""
+        self._slab[:, :, torch.tensor(blocks)] = saved[:, :, first : first + len(blocks)]
+        self.land(blocks)
+
+    @property
+    def _slab(self) -> Tensor:
+        """[layers, 2, num_blocks, block_size, kv_heads, head_dim], all heads."""
+        layout = self.layout
+        shape = (layout.num_layers, 2, self.num_blocks, layout.block_size, layout.num_kv_heads, layout.head_dim)
+        return torch.frombuffer(self._bytes, dtype=getattr(torch, layout.dtype)).view(shape)
 
     def pieces(
         self, layers: range, local: Sequence[int], remote: Sequence[int], remote_num_blocks: int

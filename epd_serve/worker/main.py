@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -22,6 +23,9 @@ from epd_serve.worker.instance import Instance
 logger = logging.getLogger(__name__)
 
 _GRACE_S = 3
+#: How long one thread may keep the interpreter while another wants it. A step of the engine lets go of it at each
+#: operator; with Python's 5 ms, a busy event loop or preparation may slow it down by that much every time.
+_SWITCH_INTERVAL_S = 0.0005
 
 
 def run_instance(options: InstanceOptions) -> None:
@@ -33,6 +37,7 @@ def run_instance(options: InstanceOptions) -> None:
     logging.getLogger("uvicorn.error").addFilter(_is_no_broken_stream)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     if options.threads is not None:
         get_device("cpu").set_threads(options.threads)
         torch.set_num_interop_threads(1)

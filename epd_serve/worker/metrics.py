@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
+from epd_serve.metrics.timeline import FEATURE_WAIT, STAGES, StageSpan, Timeline
+from epd_serve.metrics.trace import TraceWriter
 from epd_serve.protocol.wire import Load
 from epd_serve.sched.language import ScheduleOutput
 from epd_serve.transfer.kv_sender import OutgoingTransfer
 from epd_serve.worker.feature_supply import FetchTiming
+from epd_serve.worker.request_processor import Preparation
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
@@ -20,10 +26,26 @@ class InstanceMetrics:
 
     The overlap ratio of a transfer is the share of its time in which the request did not wait for it: for KV, the
     part before its prompt was computed; for a feature, the part before the engine could have computed with it.
+
+    Args:
+        trace: where the same is written as it happens; None: nowhere.
+
+    Attributes:
+        timeline: is told what becomes of each request.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, trace: TraceWriter | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self.registry = CollectorRegistry()
+        self.trace = trace
+        self._clock = clock
+        self.timeline = Timeline(clock, self._passed)
+        stages = self._histogram(
+            "stage_seconds", "Time of requests in each stage (metrics/timeline)", _SECONDS, "stage"
+        )
+        self._stages = {stage: stages.labels(stage) for stage in (*STAGES, FEATURE_WAIT)}
+        self._preparation = self._histogram(
+            "preparation_seconds", "Waiting for and work of tokenising and image preprocessing", _SECONDS, "kind"
+        )
         self._kv_bytes = self._counter("kv_bytes", "KV bytes moved to or from other instances", "direction")
         self._kv_seconds = self._counter("kv_seconds", "Time of writes and reads of KV", "direction")
         self._kv_transfers = self._counter("kv_transfers", "Writes and reads of KV", "direction")
@@ -79,6 +101,9 @@ class InstanceMetrics:
         self._steps = self._counter("steps", "Steps of the language model", "kind")
         self._step_seconds = self._counter("step_seconds", "Time of steps", "kind")
         self._step_tokens = self._counter("step_tokens", "Tokens computed", "stage")
+        self._preemptions = self._counter(
+            "preemptions", "Sequences that gave their blocks to older ones for a while"
+        )
         self._load = {
             name: self._gauge(name, text)
             for name, text in (
@@ -141,8 +166,42 @@ class InstanceMetrics:
         kind = "decode" if not output.prefills else "mixed" if output.decodes else "prefill"
         self._steps.labels(kind).inc()
         self._step_seconds.labels(kind).inc(seconds)
+        self._preemptions.inc(len(output.preempted))
         self._step_tokens.labels("decode").inc(len(output.decodes))
-        self._step_tokens.labels("prefill").inc(output.num_tokens - len(output.decodes))
+        num_prefill_tokens = output.num_tokens - len(output.decodes)
+        self._step_tokens.labels("prefill").inc(num_prefill_tokens)
+        end = self._clock()
+        self.timeline.stepped(
+            ((s.request_id, s.num_computed >= s.num_prompt_tokens) for s, _ in output.prefills),
+            (sequence.request_id for sequence in output.decodes),
+            end - seconds,
+            end,
+        )
+        if self.trace is not None:
+            self.trace.slice(
+                "engine",
+                kind,
+                end - seconds,
+                end,
+                decodes=len(output.decodes),
+                prefills=len(output.prefills),
+                prefill_tokens=num_prefill_tokens,
+            )
+
+    def encoded_batch(self, num_images: int, start_s: float, end_s: float) -> None:
+        if self.trace is not None:
+            self.trace.slice("tower", "encode", start_s, end_s, images=num_images)
+
+    def prepared(self, preparation: Preparation) -> None:
+        self._preparation.labels(preparation.kind).observe(preparation.ended_at - preparation.queued_at)
+        if self.trace is not None:
+            self.trace.slice(preparation.thread, preparation.kind, preparation.started_at, preparation.ended_at)
+
+    def _passed(self, span: StageSpan) -> None:
+        self._stages[span.stage].observe(span.end_s - span.start_s)
+        if self.trace is not None:
+            item = {"item": span.item} if span.item else {}
+            self.trace.span(span.request_id, span.stage, span.start_s, span.end_s, **item)
 
     # ------------------------------------------------------------------ asked for
 

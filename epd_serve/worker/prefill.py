@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 import uuid
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from epd_serve.errors import InvalidRequest, ServeError, StageTimeout
+from epd_serve.metrics.timeline import Timeline
 from epd_serve.protocol import chunks, wire
 from epd_serve.request import Sequence
 from epd_serve.transfer.kv_sender import OutgoingTransfer
@@ -21,6 +23,7 @@ from epd_serve.worker.generation import Generation
 from epd_serve.worker.http import JSON, BrokenStream, Reply
 from epd_serve.worker.kv_delivery import Delivery
 from epd_serve.worker.prompt import Prompt, PromptProcessor
+from epd_serve.worker.request_processor import RequestProcessor
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +64,9 @@ class PrefillService:
 
     Args:
         deliver: how KV gets to decode instances.
+        processor: runs ``prompts`` on its threads.
         delivered: told of each transfer that was confirmed, for metrics.
+        timeline: told what becomes of each request, for metrics.
         listen: directs a request's engine events to a function; None ends that.
         spawn: runs a clean-up in the background, owned by the instance.
     """
@@ -69,19 +74,23 @@ class PrefillService:
     def __init__(
         self,
         engine: Engine,
-        processor: PromptProcessor,
+        prompts: PromptProcessor,
         inbox: FeatureInbox,
         deliver: Deliveries,
         layout: wire.KVLayout,
         *,
+        processor: RequestProcessor,
         feature_timeout_s: float,
         lease_s: float,
         listen: Callable[[str, Callable[[EngineEvent], None] | None], None],
         spawn: Callable[[asyncio.Task[None]], None],
         delivered: Callable[[OutgoingTransfer], None] = lambda transfer: None,
+        timeline: Timeline | None = None,
     ) -> None:
         self._engine = engine
+        self._prompts = prompts
         self._processor = processor
+        self._timeline = Timeline(time.monotonic, lambda span: None) if timeline is None else timeline
         self._inbox = inbox
         self._deliver = deliver
         self._delivered = delivered
@@ -103,13 +112,29 @@ class PrefillService:
         self._active.add(request_id)
         try:
             self._inbox.expect(request_id, request.items)  # before all else: features may be here already
-            prompt = await asyncio.to_thread(self._processor.process, request)
-            if request.decode_url is None:
-                return await self._serve(request, prompt)
-            return await self._hand_over(request, prompt, request.decode_url)
+            self._timeline.prefill_received(
+                request_id,
+                hand_off=request.decode_url is not None,
+                lacks_features=any(self._inbox.get(item.mm_hash) is None for item in request.items),
+            )
+            features = asyncio.create_task(self._features(request))
+            try:
+                prompt = await self._processor.run(
+                    "text", self._prompts.cost_s(request), self._prompts.process, request
+                )
+                if request.decode_url is None:
+                    return await self._serve(request, prompt, features)
+                return await self._hand_over(request, prompt, request.decode_url, features)
+            finally:
+                features.cancel()
         except BaseException:
             self._end(request_id)
             raise
+
+    async def _features(self, request: wire.PrefillRequest) -> None:
+        """Return when all features of the request are here."""
+        await self._inbox.complete(request.request_id, request.items)
+        self._timeline.features_here(request.request_id)
 
     def _end(self, request_id: str) -> None:
         if request_id not in self._active:
@@ -117,6 +142,7 @@ class PrefillService:
         self._active.discard(request_id)
         self._listen(request_id, None)
         self._engine.abort(request_id)
+        self._timeline.drop(request_id)
         self._inbox.release(request_id)
 
     def _sequence(self, request: wire.PrefillRequest, prompt: Prompt, *, hand_off: bool) -> Sequence:
@@ -132,15 +158,15 @@ class PrefillService:
             num_sequences=request.sampling.n,
             hand_off=hand_off,
         )
-        self._engine.check_fits(sequence.num_prompt_tokens, sequence.room_tokens, sequence.num_forked)
+        self._engine.check_fits(len(prompt.ids), 0 if hand_off else prompt.max_tokens, sequence.num_forked)
         return sequence
 
     # ------------------------------------------------------------------ decoded here
 
-    async def _serve(self, request: wire.PrefillRequest, prompt: Prompt) -> Reply:
+    async def _serve(self, request: wire.PrefillRequest, prompt: Prompt, features: asyncio.Task[None]) -> Reply:
         sequence = self._sequence(request, prompt, hand_off=False)
-        answer = Answer(self._processor.tokenizer, request.output, request.sampling, prompt.ids)
-        generation = Generation(answer, self._engine)
+        answer = Answer(self._prompts.tokenizer, request.output, request.sampling, prompt.ids)
+        generation = Generation(answer, self._engine, lambda: self._timeline.finished(request.request_id))
         started = asyncio.get_running_loop().create_future()
 
         def feed(event: EngineEvent) -> None:
@@ -150,32 +176,31 @@ class PrefillService:
 
         self._listen(request.request_id, feed)
         self._engine.submit(sequence)
-        await self._started(request, started)
+        await self._started(request, started, features)
         return await generation.reply(
             stream=request.output.stream, headers=(NEXT_NONE,), on_close=lambda: self._end(request.request_id)
         )
 
-    async def _started(self, request: wire.PrefillRequest, started: asyncio.Future[None]) -> None:
+    async def _started(
+        self, request: wire.PrefillRequest, started: asyncio.Future[None], features: asyncio.Task[None]
+    ) -> None:
         """Wait for the prompt's first event; its features must be here before their deadline."""
-        if request.items:
-            features = asyncio.create_task(self._inbox.complete(request.request_id, request.items))
-            try:
-                done, _ = await asyncio.wait(
-                    (features, started), timeout=self._feature_timeout_s, return_when=asyncio.FIRST_COMPLETED
-                )
-            finally:
-                features.cancel()
-            if not done:
-                raise StageTimeout(
-                    f"the encoded media did not arrive within {self._feature_timeout_s:g} s",
-                    code="feature_timeout",
-                )
+        done, _ = await asyncio.wait(
+            (features, started), timeout=self._feature_timeout_s, return_when=asyncio.FIRST_COMPLETED
+        )
+        if not done:
+            raise StageTimeout(
+                f"the encoded media did not arrive within {self._feature_timeout_s:g} s",
+                code="feature_timeout",
+            )
         await asyncio.shield(started)
         self._inbox.release(request.request_id)
 
     # ------------------------------------------------------------------ decoded elsewhere
 
-    async def _hand_over(self, request: wire.PrefillRequest, prompt: Prompt, decode_url: str) -> Reply:
+    async def _hand_over(
+        self, request: wire.PrefillRequest, prompt: Prompt, decode_url: str, features: asyncio.Task[None]
+    ) -> Reply:
         sequence = self._sequence(request, prompt, hand_off=True)
         started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         work = _Handover(
@@ -195,9 +220,9 @@ class PrefillService:
         try:
             self._listen(request.request_id, feed)
             self._engine.submit(sequence, work.delivery.transfer)
-            await self._started(request, started)
+            await self._started(request, started, features)
             event = await work.first
-            answer = Answer(self._processor.tokenizer, request.output, request.sampling, prompt.ids)
+            answer = Answer(self._prompts.tokenizer, request.output, request.sampling, prompt.ids)
             body = b"".join(
                 answer.push(index, token.token_id, token.logprob, reason)
                 for index, (token, reason) in enumerate(event.tokens)
@@ -206,6 +231,7 @@ class PrefillService:
             self._give_up(work, error.message if isinstance(error, ServeError) else "")
             raise
         if answer.finished:
+            self._timeline.finished(request.request_id)
             content = chunks.SSE_HEADERS if request.output.stream else (JSON,)
             return Reply(
                 headers=(*content, NEXT_NONE),
@@ -234,6 +260,7 @@ class PrefillService:
         transfer = work.delivery.transfer
         try:
             await work.delivery.hand_over(self._handoff(work, first))
+            self._timeline.handed_over(work.request.request_id)
             work.confirmed = True
             self._delivered(transfer)
             logger.debug(

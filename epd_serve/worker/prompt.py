@@ -17,6 +17,7 @@ from epd_serve.errors import InvalidRequest
 from epd_serve.models.family import Family
 from epd_serve.protocol.wire import ChatMessage, MediaRef, PrefillRequest
 from epd_serve.types import MediaSpan
+from epd_serve.worker.request_processor import S_PER_CHARACTER
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,10 +38,7 @@ class Prompt:
 
 
 class PromptProcessor:
-    """Chat template, tokenizer and position layout of one model. Safe for use from a pool of threads.
-
-    ``num_blocks`` is the capacity of the KV pool: it bounds the length of answers that the client leaves open.
-    """
+    """Chat template, tokenizer and position layout of one model. Safe for use from a pool of threads."""
 
     def __init__(
         self,
@@ -50,7 +48,6 @@ class PromptProcessor:
         *,
         max_model_len: int,
         block_size: int,
-        num_blocks: int,
     ) -> None:
         self.tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
         if not self.tokenizer.chat_template:
@@ -59,7 +56,11 @@ class PromptProcessor:
         self._language_model = language_model
         self._max_model_len = max_model_len
         self._block_size = block_size
-        self._num_blocks = num_blocks
+
+    def cost_s(self, request: PrefillRequest) -> float:
+        """About how long :meth:`process` takes."""
+        texts = [part.text for message in request.messages or () for part in message.content]
+        return S_PER_CHARACTER * sum(map(len, (*texts, request.prompt or "")))
 
     def process(self, request: PrefillRequest) -> Prompt:
         """Raises InvalidRequest for what the template, the context length or the vocabulary refuses."""
@@ -72,7 +73,7 @@ class PromptProcessor:
         if not ids:
             raise InvalidRequest("the prompt is empty; it needs one token at least", param="prompt")
         ids, spans = self._expand(ids, request.items)
-        max_tokens = self._max_tokens(len(ids), request.sampling.max_tokens, request.sampling.n)
+        max_tokens = self._max_tokens(len(ids), request.sampling.max_tokens)
         sizes = [(item.width, item.height) for item in request.items]
         positions, delta = self._family.positions(ids, sizes, self._language_model)
         return Prompt(
@@ -127,7 +128,7 @@ class PromptProcessor:
             expanded += [placeholder] * count
         return expanded, tuple(spans)
 
-    def _max_tokens(self, num_prompt_tokens: int, asked: int | None, num_sequences: int) -> int:
+    def _max_tokens(self, num_prompt_tokens: int, asked: int | None) -> int:
         room = self._max_model_len - num_prompt_tokens
         if room < 1:
             raise InvalidRequest(
@@ -143,12 +144,7 @@ class PromptProcessor:
                 param="max_tokens",
                 code="context_length_exceeded",
             )
-        if asked is not None:
-            return asked
-        # all choices must fit the pool at once; the full blocks of the prompt are shared
-        shared = num_prompt_tokens // self._block_size
-        blocks = (self._num_blocks + (num_sequences - 1) * shared) // num_sequences
-        return max(min(room, blocks * self._block_size - num_prompt_tokens), 1)
+        return room if asked is None else asked
 
 
 def _content(message: ChatMessage) -> Any:

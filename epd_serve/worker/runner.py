@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -22,7 +23,8 @@ from epd_serve.worker.step_inputs import StepInputs
 class StepResult:
     """The tokens that a step sampled.
 
-    ``first`` has the ``n`` first tokens of each sequence whose prompt ended in this step.
+    ``first`` has the ``n`` first tokens of each sequence whose prompt ended in this step, ``decoded`` the next one
+    of each other.
     """
 
     decoded: list[tuple[Sequence, SampledToken]]
@@ -72,21 +74,21 @@ class LanguageRunner:
         return self._sample(logits, output)
 
     def _sample(self, logits: Tensor, output: ScheduleOutput) -> StepResult:
-        rows = [Row(sequence, sequence.index) for sequence in output.decodes]
         finished = [s for s, count in output.prefills if s.num_computed + count == s.num_tokens]
-        source = list(range(len(rows)))
-        for i, sequence in enumerate(finished, start=len(rows)):
-            rows += [Row(sequence, index) for index in range(sequence.num_sequences)]
-            source += [i] * sequence.num_sequences
-        if not rows:
+        sampled = [*output.decodes, *finished]
+        if not sampled:
             return StepResult([], [])
-        if len(source) > len(logits):
-            logits = logits[source]
-        tokens = sample(logits, rows, self._ops, self._eos_token_ids)
-        decoded = list(zip(output.decodes, tokens[: len(output.decodes)], strict=True))
-        rest = iter(tokens[len(output.decodes) :])
-        first = [(sequence, [next(rest) for _ in range(sequence.num_sequences)]) for sequence in finished]
-        return StepResult(decoded, first)
+        rows = [Row(s, index) for s in sampled for index in range(s.index, s.index + s.num_sampled)]
+        if len(rows) > len(sampled):
+            logits = logits[[i for i, s in enumerate(sampled) for _ in range(s.num_sampled)]]
+        tokens = iter(sample(logits, rows, self._ops, self._eos_token_ids))
+        result = StepResult([], [])
+        for sequence in sampled:
+            if sequence.output_ids:
+                result.decoded.append((sequence, next(tokens)))
+            else:
+                result.first.append((sequence, list(islice(tokens, sequence.num_sequences))))
+        return result
 
 
 class _Batch:
@@ -120,8 +122,13 @@ class _Batch:
             if low < high:
                 self._features.append(features[span.mm_hash][low - span.start : high - span.start])
                 self._feature_rows += range(first_row + low, first_row + high)
+        length = sequence.num_prompt_tokens
         self.ids += sequence.prompt_ids[start:end]
         self._prompt_positions.append(sequence.positions[:, start:end])
+        if end > length:  # output that is computed again
+            self.ids += sequence.output_ids[max(start - length, 0) : end - length]
+            index = torch.arange(max(start, length), end) + sequence.position_delta
+            self._prompt_positions.append(index.expand(len(sequence.positions), -1))
         self._add_slots(sequence, start, end)
         self._prefills.append((sequence, end))
         if end == sequence.num_tokens:

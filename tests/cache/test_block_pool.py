@@ -30,10 +30,13 @@ class BlockPoolMachine(RuleBasedStateMachine):
         hashes = hash_blocks(prompt, BLOCK_SIZE)
         key = self.next_id
         self.next_id += 1
-        if not self.pool.can_allocate_request(len(prompt), max_tokens, num_sequences, hashes):
+        num_free = self.pool.num_free
+        missing = self.pool.num_missing(len(prompt), max_tokens, num_sequences, hashes)
+        if missing > num_free:
             return key
         expected_cached = len(self.pool.match(hashes[: (len(prompt) - 1) // BLOCK_SIZE]))
         blocks = self.pool.allocate_request(len(prompt), max_tokens, num_sequences, hashes)
+        assert self.pool.num_free == num_free - missing
         assert blocks.num_cached == expected_cached
         assert len(blocks.root) == -(-(len(prompt) + max_tokens) // BLOCK_SIZE)
         assert len(blocks.forks) == num_sequences - 1
@@ -47,7 +50,10 @@ class BlockPoolMachine(RuleBasedStateMachine):
     @rule(key=consumes(requests))
     def release(self, key: int) -> None:
         if key in self.live:
-            self.pool.release(self.live.pop(key).all())
+            blocks = self.live.pop(key).all()
+            num_free, owned = self.pool.num_free, self.pool.num_owned(blocks)
+            self.pool.release(blocks)
+            assert self.pool.num_free == num_free + owned
 
     @invariant()
     def books_balance(self) -> None:

@@ -92,7 +92,9 @@ def test_every_setting_reaches_the_instance() -> None:
         {"instances": {**values, "kv_transfer": {"transport": "shm", "group_layers": 4}}}
     )
     options = config.options_for(config.placement()[1], device="cpu", port=9001, threads=3)
-    assert set(values) | {"kv_cache_bytes", "kv_transfer", "link"} == set(InstanceSettings.model_fields)
+    assert set(values) | {"kv_cache_bytes", "kv_transfer", "link", "batching"} == set(
+        InstanceSettings.model_fields
+    )
     assert {name: getattr(options, name) for name in values} == values
     assert (options.kv_transport, options.kv_group_layers) == ("shm", 4)
     assert (options.name, str(options.role), options.port, options.dtype) == ("p0", "P", 9001, "float32")

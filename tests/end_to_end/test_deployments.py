@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -22,6 +23,7 @@ from program import read_until
 from epd_serve.config import change_config, load_config
 from epd_serve.launch import LocalDeployment
 from epd_serve.launch.ports import free_port
+from epd_serve.metrics.breakdown import read_traces
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "deploy").glob("*.yaml"))
@@ -34,8 +36,9 @@ def shared_memory() -> set[Path]:
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-async def test_each_deployment_answers_the_questions_of_the_readme(file: Path) -> None:
-    config = change_config(load_config(file), {"gateway": {"port": 0}, "instances": {"base_port": 0}})
+async def test_each_deployment_answers_the_questions_of_the_readme(file: Path, tmp_path: Path) -> None:
+    changes = {"gateway": {"port": 0}, "instances": {"base_port": 0}, "trace": str(tmp_path)}
+    config = change_config(load_config(file), changes)
     before = shared_memory()
     started = time.monotonic()
     async with LocalDeployment(config, ready_timeout_s=120) as deployment:
@@ -82,6 +85,26 @@ async def test_each_deployment_answers_the_questions_of_the_readme(file: Path) -
     assert time.monotonic() - stopping < 10
     assert not [pid for pid in pids if psutil.pid_exists(pid)]
     assert shared_memory() <= before
+    check_stages(tmp_path, config.topology.num_instances)
+
+
+def check_stages(traces: Path, num_instances: int) -> None:
+    """Every process has written its part, and the stages of each request make up its time at the gateway."""
+    assert all(json.loads(path.read_text()) for path in traces.iterdir()), "complete JSON after an orderly end"
+    assert len(list(traces.iterdir())) == num_instances + 1
+    requests = read_traces(traces).requests
+    assert len(requests) == 4
+    rest = []
+    for request in requests:
+        assert request.served_s is not None
+        assert request.total_s <= request.served_s + 0.002
+        rest.append(1 - request.total_s / request.served_s)
+    first, *others, text = requests
+    assert first.stages["encode_execute"] > 0 and first.stages["ep_migration"] > 0
+    assert [other.stages["encode_execute"] for other in (*others, text)] == [0, 0, 0], "the store had it"
+    assert all(request.stages["prefill_execute"] > 0 for request in requests)
+    print(f"not in any stage: {', '.join(f'{share:.1%}' for share in rest)}")
+    assert min(rest) < 0.35, "the rest is calls and the answer's way"
 
 
 def start_up(*arguments: str) -> subprocess.Popen[str]:

@@ -64,8 +64,15 @@ OPTIONS = InstanceOptions(
     kv_mode="pull",
     kv_group_layers=2,
     feature_prefetch="sync",
+    slo_ttft_ms=1200.5,
+    slo_tpot_ms=50.0,
+    batching_alpha=0.25,
+    batching_order="slack",
+    batching_policy="unlimited",
+    batching_encodes="after-prefill",
     link_bandwidth=5000,
     link_latency_ms=0.5,
+    trace=Path("/traces"),
 )
 
 

@@ -37,6 +37,23 @@ async def test_at_last_p_encodes_itself(start, kit):
     assert encode.announce_to == gateway["p0"].url
 
 
+@pytest.mark.parametrize("both", [True, False])
+async def test_encoders_that_are_too_busy_are_not_relieved_by_p(start, kit, both):
+    """Another encoder may take the image; P does not load the tower for it, and the client comes back later."""
+    gateway = await start("e0:E", "e1:E", "p0:P", "d0:D")
+    for name in ("e0", "e1")[: 1 + both]:
+        gateway[name].scripts["/stage/encode"] = lambda _: kit.fail(
+            503, "too many requests wait", code="preparation_full"
+        )
+    script = [kit.FOREVER] if both else [0.3, kit.DECODE]
+    gateway["p0"].scripts["/stage/prefill"] = lambda _: script
+    async with gateway.post(kit.chat(red(kit))) as response:
+        assert response.status == (503 if both else 200)
+        assert not both or int(response.headers["retry-after"]) > 0
+    assert gateway["p0"].got("/stage/encode") == []
+    await gateway.settle()
+
+
 async def test_an_image_that_nobody_can_encode_is_a_502(start, kit):
     gateway = await start("e0:E", "p0:P", "d0:D")
     for name in ("e0", "p0"):

@@ -11,7 +11,8 @@ from epd_serve.sched.language import Budget, ScheduleOutput, schedule
 from epd_serve.types import SamplingParams
 
 
-def sequence(name: str, prompt: int, computed: int = 0, output: int = 0) -> Sequence:
+def sequence(name: str, prompt: int, computed: int = 0, output: int = 0, *, grows: bool = False) -> Sequence:
+    """Blocks hold one token here; one that ``grows`` has no block for its newest token."""
     return Sequence(
         request_id=name,
         prompt_ids=list(range(prompt)),
@@ -20,6 +21,7 @@ def sequence(name: str, prompt: int, computed: int = 0, output: int = 0) -> Sequ
         positions=None,
         output_ids=list(range(output)),
         num_computed=computed,
+        blocks=list(range(prompt + output - grows)) if computed or output else [],
         state=SequenceState.RUNNING if computed or output else SequenceState.WAITING,
     )
 
@@ -32,18 +34,21 @@ def run(
     seqs: int = 8,
     ready: dict[str, int] | None = None,
     free_blocks: int = 1000,
+    watermark: int = 0,
 ) -> ScheduleOutput:
     return schedule(
         running,
         waiting,
         Budget(max_num_tokens=tokens, max_num_seqs=seqs),
         ready_tokens=lambda s: (ready or {}).get(s.request_id, s.num_tokens),
-        blocks_needed=lambda s: s.num_prompt_tokens,
+        blocks_needed=lambda s: max(s.num_tokens - len(s.blocks), 0),
+        blocks_freed=lambda s: len(s.blocks),
         free_blocks=free_blocks,
+        watermark=watermark,
     )
 
 
-decoding = st.builds(sequence, st.uuids().map(str), st.just(3), st.just(3), st.just(1))
+decoding = st.builds(sequence, st.uuids().map(str), st.just(3), st.just(3), st.just(1), grows=st.booleans())
 prefilling = st.integers(2, 40).flatmap(
     lambda n: st.builds(sequence, st.uuids().map(str), st.just(n), st.integers(1, n - 1))
 )
@@ -56,20 +61,74 @@ new = st.builds(sequence, st.uuids().map(str), st.integers(1, 40))
     tokens=st.integers(1, 64),
     seqs=st.integers(1, 12),
     free_blocks=st.integers(0, 120),
+    watermark=st.integers(0, 5),
 )
 def test_budgets_hold_and_arguments_stay(
-    running: list[Sequence], waiting: list[Sequence], tokens: int, seqs: int, free_blocks: int
+    running: list[Sequence],
+    waiting: list[Sequence],
+    tokens: int,
+    seqs: int,
+    free_blocks: int,
+    watermark: int,
 ) -> None:
-    before = [(copy.copy(s.prompt_ids), s.num_computed, s.state) for s in running + waiting]
-    output = run(running, waiting, tokens=tokens, seqs=seqs, free_blocks=free_blocks)
-    assert [(s.prompt_ids, s.num_computed, s.state) for s in running + waiting] == before
+    before = [(copy.copy(s.prompt_ids), s.num_computed, s.state, list(s.blocks)) for s in running + waiting]
+    output = run(running, waiting, tokens=tokens, seqs=seqs, free_blocks=free_blocks, watermark=watermark)
+    assert [(s.prompt_ids, s.num_computed, s.state, s.blocks) for s in running + waiting] == before
     assert output.num_tokens <= tokens
     assert len(output.decodes) + len(output.prefills) <= seqs
-    assert sum(s.num_prompt_tokens for s in output.admitted) <= free_blocks
+    grown = sum(s.num_tokens - len(s.blocks) for s in output.decodes)
+    freed = sum(len(s.blocks) for s in output.preempted)
+    admitted = sum(s.num_prompt_tokens for s in output.admitted)
+    assert grown + admitted <= free_blocks + freed
+    assert not output.admitted or grown + admitted + watermark <= free_blocks or (not running and grown == 0)
     assert all(0 < count <= s.num_uncomputed for s, count in output.prefills)
     assert output.admitted == [s for s in waiting if s in output.admitted], "out of order"
-    num_decodable = sum(1 for s in running if s.num_uncomputed == 1 and s.output_ids)
-    assert len(output.decodes) == min(num_decodable, tokens, seqs), "decodes come first"
+    kept = [s for s in running if s not in output.preempted]
+    num_decodable = sum(1 for s in kept if s.is_decoding)
+    if free_blocks >= sum(s.num_tokens - len(s.blocks) for s in running if s.is_decoding):
+        assert not output.preempted
+        assert len(output.decodes) == min(num_decodable, tokens, seqs), "decodes come first"
+
+
+@given(running=st.lists(st.one_of(decoding, prefilling), min_size=1, max_size=12), free_blocks=st.integers(0, 3))
+def test_the_young_give_blocks_to_the_old(running: list[Sequence], free_blocks: int) -> None:
+    output = run(running, [sequence("new", 1)], tokens=1000, seqs=100, free_blocks=free_blocks)
+    kept = running[: len(running) - len(output.preempted)]
+    assert output.preempted == running[len(kept) :][::-1], "the youngest first, and no other"
+    assert running[0] in kept
+    stalled = [s for s in kept if s.is_decoding and s not in output.decodes]
+    assert not stalled or stalled == [kept[-1]], "only who has nobody younger waits"
+    for sequence_ in output.preempted:
+        assert sequence_ not in output.decodes
+        assert sequence_ not in [s for s, _ in output.prefills]
+    assert not (output.preempted and output.admitted)
+    if output.preempted:
+        last = len(output.preempted[-1].blocks)
+        needed = sum(s.num_tokens - len(s.blocks) for s in output.decodes)
+        assert free_blocks + sum(len(s.blocks) for s in output.preempted) - last < needed, "one too many"
+
+
+def test_what_is_handed_over_keeps_its_blocks() -> None:
+    grows, leaving, young = sequence("g", 3, 3, 1, grows=True), sequence("l", 9, 4), sequence("y", 3, 3, 1)
+    leaving.hand_off = True
+    output = run([grows, young, leaving], [], free_blocks=0)
+    assert (output.preempted, output.decodes, output.prefills) == ([young], [grows], [(leaving, 5)])
+    output = run([grows, leaving], [], free_blocks=0)
+    assert (output.preempted, output.decodes, output.prefills) == ([], [], [(leaving, 5)])
+
+
+def test_admission_leaves_blocks_for_growth_unless_nothing_runs() -> None:
+    old, prompt = sequence("o", 3, 3, 1), sequence("p", 10)
+    assert not run([old], [prompt], free_blocks=10, watermark=1).admitted
+    assert run([old], [prompt], free_blocks=11, watermark=1).admitted == [prompt]
+    assert run([], [prompt], free_blocks=10, watermark=1).admitted == [prompt]
+
+
+def test_saved_kv_goes_on_as_a_decode() -> None:
+    saved = sequence("s", 5, 5, 1)
+    saved.blocks, saved.state = [], SequenceState.WAITING
+    output = run([], [saved])
+    assert (output.admitted, output.decodes, output.prefills) == ([saved], [saved], [])
 
 
 def test_a_prompt_is_computed_in_chunks_beside_decodes() -> None:

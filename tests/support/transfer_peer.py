@@ -63,7 +63,7 @@ class _Decoder:
         if reservation is None:
             return "ended"
         if reservation.state is ReservationState.PENDING:
-            if not self._pool.can_allocate_request(num_tokens, 1):
+            if self._pool.num_missing(num_tokens, 1) > self._pool.num_free:
                 return "full"
             self._table.grant(reservation, self._pool.allocate_request(num_tokens, 1), now)
         assert reservation.blocks is not None

@@ -13,6 +13,7 @@ from mooncake_master import Master
 from transports import kinds, make_transport, mooncake_options
 
 from epd_serve.protocol.wire import FeatureEvent
+from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.feature_store import EmbeddedFeatureStore, FeatureStore
 from epd_serve.transfer.mooncake import StoreClient
 from epd_serve.transfer.mooncake_store import MooncakeFeatureStore
@@ -146,3 +147,30 @@ def test_contract(kind: str, request: pytest.FixtureRequest) -> None:
     for client in clients:
         client.close()
     transport.close()
+
+
+async def test_a_large_feature_is_stored_once_and_a_cancelled_one_leaves_no_hole() -> None:
+    """Large ones are written on a thread, so that several puts of one feature, and cancellations, can meet."""
+    size = 4 << 20
+    transport = EmbeddedTransport(path="shm")
+    store = EmbeddedFeatureStore(transport, 2 * size)
+    data = memoryview(bytes(range(256)) * (size // 256))
+    try:
+        stored = await asyncio.gather(*(store.put("a", data, [size], "uint8", f"r{i}") for i in range(3)))
+        assert len({feature.offset for feature in stored if feature is not None}) == 1
+        for wait in range(6):
+            task = asyncio.create_task(store.put("b", data, [size], "uint8", "gone"))
+            for _ in range(wait):
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            store.release("gone", "b")
+        late = await store.put("b", data, [size], "uint8", "r9")
+        while late is None:  # a cancelled write may be at work still
+            await asyncio.sleep(0.01)
+            late = await store.put("b", data, [size], "uint8", "r9")
+        assert await asyncio.to_thread(store.fetch, store.event("b", late, "r9")) == data
+        store.check_integrity()
+    finally:
+        store.close()
+        transport.close()

@@ -46,7 +46,7 @@ class ReservationMachine(RuleBasedStateMachine):
         assert (reservation is None) == (transfer_id in self.ended)
         if reservation is None or reservation.state is not ReservationState.PENDING:
             return
-        if self.pool.can_allocate_request(6, 3):
+        if self.pool.num_missing(6, 3) <= self.pool.num_free:
             blocks = self.pool.allocate_request(6, 3)
             self.table.grant(reservation, blocks, self.now)
             self.first_blocks[transfer_id] = blocks.root[0]

@@ -29,6 +29,7 @@ class Engine:
     def abort(self, request_id: str) -> None: ...
 
     num_resumed = 0
+    reserving = False
 
     def resume(self, *arguments: Any) -> None:
         self.num_resumed += 1
@@ -36,10 +37,15 @@ class Engine:
     def unreserve(self, blocks: RequestBlocks) -> None:
         self.pool.release(blocks.all())
 
-    def reserve(self, *arguments: Any) -> RequestBlocks | None:
-        if not self.pool.can_allocate_request(*arguments):
-            return None
-        return self.pool.allocate_request(*arguments)
+    def reserve(
+        self, num_prompt_tokens: int, num_sequences: int, hashes: list[bytes], arrival_s: float
+    ) -> RequestBlocks | None:
+        request = (num_prompt_tokens, 0, num_sequences, hashes)
+        self.reserving = self.pool.num_missing(*request) > self.pool.num_free
+        return None if self.reserving else self.pool.allocate_request(*request)
+
+    def stop_reserving(self) -> None:
+        self.reserving = False
 
 
 class Memory:

@@ -21,6 +21,7 @@ from epd_serve.protocol import wire
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.feature_store import EmbeddedFeatureStore
 from epd_serve.worker.encode import EncodeService
+from epd_serve.worker.request_processor import RequestProcessor
 
 
 class Family:
@@ -87,11 +88,18 @@ class Bench:
         tower: Any,
         peers: Peers,
         deliver_here: Callable[[str, wire.MediaRef, Tensor], Awaitable[None]] | None = None,
+        **settings: Any,
     ) -> tuple[EncodeService, EmbeddedFeatureStore]:
         store = EmbeddedFeatureStore(self.transport, 1 << 12)
         parts: list[Any] = [lambda: tower, Family(), store, peers]
         service = EncodeService(
-            *parts, image_budget_pixels=1, limits=MediaLimits(), url=HERE, deliver_here=deliver_here
+            *parts,
+            image_budget_pixels=1,
+            limits=MediaLimits(),
+            processor=RequestProcessor(2, queue_timeout_s=5),
+            url=HERE,
+            deliver_here=deliver_here,
+            **settings,
         )
         self.services.append(service)
         return service, store
@@ -171,3 +179,50 @@ async def test_an_image_that_cannot_be_decoded_is_not_tried_twice(bench: Bench) 
     service, _ = bench.service(SlowTower(), Peers(), deliver)
     with pytest.raises(InvalidRequest):
         await service.encode(wire.EncodeRequest("r", REF, b"no image", HERE))
+
+
+class Gate:
+    """Says what it is told to say."""
+
+    is_open = False
+    num_asked = 0
+
+    def may_start(self) -> bool:
+        self.num_asked += 1
+        return self.is_open
+
+
+async def test_a_batch_waits_until_it_may_start_and_is_not_asked_for_meanwhile(bench: Bench) -> None:
+    tower, gate = SlowTower(), Gate()
+    tower.go.set()
+    service, _ = bench.service(tower, Peers(), may_start=gate.may_start)
+    asked = asyncio.create_task(service.encode(request("r")))
+    await asyncio.sleep(0.1)
+    assert (gate.num_asked, tower.num_images) == (1, 0)
+    service.reconsider()
+    await asyncio.sleep(0.05)
+    assert (gate.num_asked, tower.num_images) == (2, 0), "asked again, still no"
+    gate.is_open = True
+    await asyncio.to_thread(service.reconsider)
+    assert (await asyncio.wait_for(asked, 5)).num_tokens == 2
+    service.reconsider()
+    await asyncio.sleep(0.05)
+    assert gate.num_asked == 3, "nothing waits: nothing to ask"
+
+
+async def test_a_change_in_the_middle_of_the_question_is_not_lost(bench: Bench) -> None:
+    """The gate opens, and says so, after it has said no and before the service has heard that."""
+    tower, services = SlowTower(), list[EncodeService]()
+    tower.go.set()
+    answers = iter((False, True))
+
+    def may_start() -> bool:
+        answer = next(answers)
+        thread = threading.Thread(target=services[0].reconsider)
+        thread.start()
+        thread.join()
+        return answer
+
+    service, _ = bench.service(tower, Peers(), may_start=may_start)
+    services.append(service)
+    assert (await asyncio.wait_for(service.encode(request("r")), 5)).num_tokens == 2

@@ -3,163 +3,23 @@
 from __future__ import annotations
 
 import itertools
-import queue
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 import torch
+from engine_bench import BLOCK_SIZE
+from engine_bench import EngineBench as Bench
 from pictures import noise
 from PIL import Image
 from reference import Reference
 
-from device.base import Device
 from device.cpu import CpuDevice
 from device.graphs import EagerRunner
-from device.registry import get_device
-from epd_serve.cache.block_pool import BlockPool
-from epd_serve.config import decode_graph_sizes
 from epd_serve.errors import InvalidRequest
-from epd_serve.models.family import load_family
-from epd_serve.models.language import LanguageModel
-from epd_serve.models.tower import Tower
-from epd_serve.protocol import wire
-from epd_serve.request import Sequence
 from epd_serve.sched.language import Budget
-from epd_serve.transfer.embedded import EmbeddedTransport
-from epd_serve.types import SamplingParams
-from epd_serve.worker.engine import Engine
-from epd_serve.worker.events import EngineEvent, FailureEvent, TokenEvent
-from epd_serve.worker.kv_memory import KVMemory
-from epd_serve.worker.prompt import PromptProcessor
-from epd_serve.worker.runner import LanguageRunner
-from epd_serve.worker.step import StepExecutor
-
-BLOCK_SIZE = 8
-
-
-@dataclass
-class Bench:
-    """An engine with the parts around it that an instance would have."""
-
-    path: Path
-    budget: Budget
-    num_blocks: int = 200
-    device: Device = field(default_factory=lambda: get_device("cpu"))
-    events: queue.Queue[EngineEvent] = field(default_factory=queue.Queue)
-    features: dict[str, torch.Tensor] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        device = self.device
-        self.family = load_family(self.path)
-        self.tower = Tower(self.path, torch.float32, device)
-        language = LanguageModel(self.path, torch.float32, device)
-        layout = wire.KVLayout(
-            num_layers=language.num_layers,
-            num_kv_heads=language.num_kv_heads,
-            head_dim=language.head_dim,
-            block_size=BLOCK_SIZE,
-            dtype="float32",
-            model="m",
-        )
-        self.transport = EmbeddedTransport(path="shm")
-        memory = KVMemory(layout, self.num_blocks, device, self.transport)
-        executor = StepExecutor(
-            language,
-            device,
-            memory.tensor,
-            num_position_axes=self.family.num_position_axes,
-            graph_sizes=decode_graph_sizes(self.budget.max_num_seqs),
-            max_model_len=language.max_model_len,
-        )
-        runner = LanguageRunner(
-            executor,
-            device.ops,
-            block_size=BLOCK_SIZE,
-            num_position_axes=self.family.num_position_axes,
-            eos_token_ids=frozenset({2}),
-        )
-        self.processor = PromptProcessor(
-            self.path,
-            self.family,
-            language.inner,
-            max_model_len=language.max_model_len,
-            block_size=BLOCK_SIZE,
-            num_blocks=self.num_blocks - 1,
-        )
-        self.pool = BlockPool(self.num_blocks, BLOCK_SIZE)
-        self.engine = Engine(
-            runner,
-            self.pool,
-            self.budget,
-            num_layers=language.num_layers,
-            eos_token_ids=frozenset({2}),
-            feature_of=self.features.get,
-            copy_block=memory.copy_block,
-            block_nbytes=1,
-            record_event=lambda: lambda: None,
-            sender=None,
-            emit=lambda events: [self.events.put(event) for event in events] and None,
-            on_free=lambda: None,
-        )
-        self.engine.start()
-
-    def sequence(
-        self, name: str, text: str, images: list[Image.Image], *, max_tokens: int | None = 12, n: int = 1
-    ) -> Sequence:
-        hashes = [f"{hash(image.tobytes()):x}" for image in images]
-        request = wire.PrefillRequest(
-            request_id=name,
-            output=wire.OutputOptions(kind="chat", id=name, created=0, model="m"),
-            sampling=SamplingParams(seed=0, temperature=0.0, max_tokens=max_tokens, ignore_eos=True, n=n),
-            items=[
-                wire.MediaRef(mm_hash=h, width=image.width, height=image.height)
-                for h, image in zip(hashes, images, strict=True)
-            ],
-            messages=[
-                wire.ChatMessage(
-                    role="user",
-                    content=[wire.Part(type="image")] * len(images) + [wire.Part(type="text", text=text)],
-                )
-            ],
-        )
-        prompt = self.processor.process(request)
-        return Sequence(
-            request_id=name,
-            prompt_ids=prompt.ids,
-            sampling=request.sampling,
-            max_tokens=prompt.max_tokens,
-            positions=prompt.positions,
-            position_delta=prompt.position_delta,
-            spans=prompt.spans,
-            block_hashes=prompt.block_hashes,
-            num_sequences=n,
-        )
-
-    def encode(self, images: list[Image.Image]) -> None:
-        inputs = [self.family.preprocess(image) for image in images]
-        for image, feature in zip(images, self.tower.encode(inputs), strict=True):
-            self.features[f"{hash(image.tobytes()):x}"] = feature
-        self.engine.wake()
-
-    def collect(self, count: int) -> dict[tuple[str, int], list[int]]:
-        """Tokens by (request, choice) until ``count`` choices have finished."""
-        tokens: dict[tuple[str, int], list[int]] = {}
-        while count:
-            event = self.events.get(timeout=60)
-            assert isinstance(event, TokenEvent), event
-            tokens.setdefault((event.request_id, event.sequence.index), []).append(event.token.token_id)
-            count -= event.finish_reason is not None
-        return tokens
-
-    def check_idle(self) -> None:
-        deadline = time.monotonic() + 10
-        while self.pool.num_free < self.pool.capacity and time.monotonic() < deadline:
-            time.sleep(0.01)
-        self.pool.check_integrity()
-        assert self.pool.num_free == self.pool.capacity, "blocks leaked"
+from epd_serve.worker.events import FailureEvent
 
 
 @pytest.fixture(params=[(7, 3), (2048, 64)], ids=["tiny-budget", "large-budget"])
@@ -167,8 +27,7 @@ def bench(request: pytest.FixtureRequest, tiny_model: Path) -> Iterator[Bench]:
     tokens, seqs = request.param
     bench = Bench(tiny_model, Budget(max_num_tokens=tokens, max_num_seqs=seqs))
     yield bench
-    bench.engine.close()
-    bench.transport.close()
+    bench.close()
 
 
 class StaticRunner(EagerRunner):
@@ -216,8 +75,7 @@ def test_decode_graphs_change_no_token(tiny_model: Path) -> None:
         assert answers[name] == reference.generate(text, images, max_tokens=4 * count)
     assert device.graphs.num_replays > 8
     bench.check_idle()
-    bench.engine.close()
-    bench.transport.close()
+    bench.close()
 
 
 def requests() -> list[tuple[str, str, list[Image.Image]]]:
@@ -322,8 +180,7 @@ def test_a_cached_prefix_that_waits_for_a_feature_holds_nobody_up(tiny_model: Pa
     assert ("behind", 0) in bench.collect(1)
     bench.engine.abort("waits")
     bench.check_idle()
-    bench.engine.close()
-    bench.transport.close()
+    bench.close()
 
 
 def test_several_choices_of_open_length_fit_the_pool(bench: Bench) -> None:

@@ -16,6 +16,7 @@ from epd_serve.transfer.transport import TransferError
 from epd_serve.types import SamplingParams
 from epd_serve.worker.feature_supply import FetchTiming
 from epd_serve.worker.metrics import InstanceMetrics
+from epd_serve.worker.request_processor import Preparation
 
 
 def values(text: bytes) -> dict[str, float]:
@@ -48,9 +49,12 @@ def test_all_that_is_told_is_rendered() -> None:
     metrics.store_did("mooncake", "put", 30, 0.25)
     metrics.store_did("mooncake", "hit")
     metrics.stepped(ScheduleOutput(decodes=[sequence()], prefills=[(sequence(), 9)]), 0.25)
-    metrics.stepped(ScheduleOutput(decodes=[sequence()]), 0.5)
+    metrics.stepped(ScheduleOutput(decodes=[sequence()], preempted=[sequence(), sequence()]), 0.5)
+    metrics.timeline.encoded("r", "h", 1.0, (2.0, 4.0))
+    metrics.prepared(Preparation(kind="text", thread="text_0", queued_at=1.0, started_at=2.0, ended_at=4.0))
     found = values(metrics.render(Load(num_running=3, free_blocks=4), (2, 500), {"d": (0.01, 1e9)}))
     expected = {
+        "preemptions_total": 2,
         "kv_bytes_total[out]": 100,
         "kv_bytes_total[in]": 50,
         "kv_seconds_total[out]": 2,
@@ -87,6 +91,10 @@ def test_all_that_is_told_is_rendered() -> None:
         "step_seconds_total[decode]": 0.5,
         "step_tokens_total[decode]": 2,
         "step_tokens_total[prefill]": 9,
+        "stage_seconds_sum[encode_queue]": 1,
+        "stage_seconds_sum[encode_execute]": 2,
+        "stage_seconds_sum[decode_execute]": 0,
+        "preparation_seconds_sum[text]": 3,
         "num_running": 3,
         "free_blocks": 4,
     }

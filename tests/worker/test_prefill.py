@@ -24,6 +24,7 @@ from epd_serve.worker.http import BrokenStream
 from epd_serve.worker.kv_delivery import PushDelivery
 from epd_serve.worker.prefill import PrefillService
 from epd_serve.worker.prompt import Prompt
+from epd_serve.worker.request_processor import RequestProcessor
 from epd_serve.worker.sampler import SampledToken
 
 LAYOUT = wire.KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=4, dtype="float32", model="m")
@@ -48,8 +49,11 @@ class Engine:
         self.busy.set()
 
 
-class Processor:
+class Prompts:
     delay_s = 0.0
+
+    def cost_s(self, request: wire.PrefillRequest) -> float:
+        return 0.0
 
     class tokenizer:
         @staticmethod
@@ -93,7 +97,7 @@ class Peers:
 class Bench:
     def __init__(self, peers: Peers, *, orphan_s: float = 10.0) -> None:
         self.engine = Engine()
-        self.processor = Processor()
+        self.prompts = Prompts()
         self.transport = EmbeddedTransport(path="shm")
         self.store = EmbeddedFeatureStore(self.transport, 4096)
         form = FeatureForm(dtype="float32", width=1, num_tokens=lambda size: 1)
@@ -107,9 +111,10 @@ class Bench:
         def deliver(reserve: wire.ReserveRequest, sequence: Sequence, decode_url: str) -> PushDelivery:
             return PushDelivery(reserve, decode_url, *sender, abort=self.engine.abort, spawn=self.tasks.add)
 
-        parts: list[Any] = [self.engine, self.processor, self.inbox, deliver, LAYOUT]
+        parts: list[Any] = [self.engine, self.prompts, self.inbox, deliver, LAYOUT]
         self.service = PrefillService(
             *parts,
+            processor=RequestProcessor(1, queue_timeout_s=5),
             feature_timeout_s=5,
             lease_s=LEASE_S,
             listen=self.listeners.__setitem__,
@@ -187,7 +192,7 @@ async def test_a_lease_counts_from_its_grant_however_late_we_hear_of_it(renewed:
 
 async def test_features_that_come_before_a_slow_tokenizer_is_done_are_kept() -> None:
     bench = Bench(Peers(), orphan_s=0.1)
-    bench.processor.delay_s = 0.5
+    bench.prompts.delay_s = 0.5
     store = bench.store
     items = [wire.MediaRef("a", 1, 1), wire.MediaRef("b", 1, 1)]
     working = asyncio.create_task(bench.service.prefill(request(items)))

@@ -66,8 +66,15 @@ class Engine:
     def resume(self, sequence: Prompt, blocks: RequestBlocks, tokens: Any) -> None:
         self.resumed.append(blocks)
 
-    def reserve(self, *arguments: Any) -> RequestBlocks | None:
-        return self.pool.allocate_request(*arguments) if self.pool.can_allocate_request(*arguments) else None
+    def reserve(
+        self, num_prompt_tokens: int, num_sequences: int, hashes: list[bytes], arrival_s: float
+    ) -> RequestBlocks | None:
+        request = (num_prompt_tokens, 0, num_sequences, hashes)
+        return (
+            self.pool.allocate_request(*request) if self.pool.num_missing(*request) <= self.pool.num_free else None
+        )
+
+    def stop_reserving(self) -> None: ...
 
     def unreserve(self, blocks: RequestBlocks) -> None:
         self.pool.release(blocks.all())

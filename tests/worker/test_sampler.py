@@ -117,3 +117,58 @@ def test_a_stop_token_that_the_model_does_not_have_is_no_error() -> None:
     logits = torch.tensor([[9.0, 3.0, 2.0]])
     held_back = sequence(temperature=0.0, min_tokens=2, stop_token_ids=(1, 999_999))
     assert draw(logits, held_back, sequence(temperature=0.0), eos=frozenset({0})) == [2, 0]
+
+
+KINDS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 1.0},
+    {"temperature": 1.0, "min_p": 0.2},
+    {"temperature": 0.9, "top_p": 0.9},  # of a flat distribution: more tokens than are looked at first
+    {"temperature": 0.2, "top_p": 0.5, "logprobs": 2},
+    {"temperature": 1.0, "top_k": 400, "logprobs": 0},
+    {"temperature": 1.0, "top_k": 5, "logprobs": 3},
+    {"temperature": 1.0, "frequency_penalty": 1.0, "output": [3, 3, 4]},
+]
+
+
+def test_no_row_depends_on_its_batch_however_it_is_drawn() -> None:
+    logits = torch.randn(len(KINDS), 1000, generator=torch.Generator().manual_seed(5))
+    for seed in range(20):
+        rows = [Row(sequence(seed=seed, **kind), 0) for kind in KINDS]
+        together = sample(logits, rows, OPS, frozenset())
+        assert together == [
+            sample(logits[i : i + 1], rows[i : i + 1], OPS, frozenset())[0] for i in range(len(rows))
+        ]
+        assert [token.logprob and len(token.logprob.top) for token in together] == [
+            kind.get("logprobs") for kind in KINDS
+        ]
+
+
+@pytest.mark.parametrize(
+    ("params", "mass"), [({}, 1.0), ({"top_p": 0.85}, 0.85), ({"top_k": 700}, None), ({"min_p": 0.3}, None)]
+)
+def test_a_large_vocabulary_is_drawn_from_as_its_distribution_says(
+    params: dict[str, Any], mass: float | None
+) -> None:
+    vocab, count = 900, 3000
+    logits = torch.randn(vocab, generator=torch.Generator().manual_seed(1)) * 0.7
+    probabilities, order = logits.softmax(-1).sort(descending=True)
+    rank = torch.arange(vocab)
+    allowed = torch.ones(vocab, dtype=torch.bool)
+    if mass is not None:
+        allowed = probabilities.cumsum(-1) - probabilities < mass
+    elif "top_k" in params:
+        allowed = rank < 700
+    else:
+        allowed = probabilities >= 0.3 * probabilities[0]
+    assert allowed.sum() > 128 or "min_p" in params
+    rows = [Row(sequence(temperature=1.0, seed=seed, **params), 0) for seed in range(count)]
+    drawn = torch.tensor([t.token_id for t in sample(logits.expand(count, -1), rows, OPS, frozenset())])
+    place = torch.empty(vocab, dtype=torch.long).index_copy_(0, order, rank)[drawn]
+    assert bool(allowed[place].all())
+    expected = (probabilities * allowed) / (probabilities * allowed).sum()
+    for share in (0.1, 0.5, 0.9):  # of the mass, from the best token on
+        until = int((expected.cumsum(-1) < share).sum())
+        exact = float(expected[:until].sum())
+        deviation = (exact * (1 - exact) / count) ** 0.5
+        assert abs(float((place < until).float().mean()) - exact) < 5 * deviation + 1e-9

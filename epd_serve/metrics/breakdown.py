@@ -1,0 +1,211 @@
+"""Joins the traces of a deployment's processes: one file for a viewer, and where the time of requests went."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean, quantiles
+from typing import Any
+
+import msgspec
+
+from epd_serve.metrics.timeline import (
+    DECODE_EXECUTE,
+    DECODE_QUEUE,
+    ENCODE_EXECUTE,
+    ENCODE_QUEUE,
+    EP_MIGRATION,
+    FEATURE_WAIT,
+    PREFILL_EXECUTE,
+    PREFILL_QUEUE,
+    STAGES,
+    StageSpan,
+)
+from epd_serve.metrics.trace import CLOCK, REQUEST
+
+#: Spans of the gateway: until the stage calls are sent, then until the answer is complete.
+GATEWAY_RECEIVE, GATEWAY_SERVE = "gateway_receive", "gateway_serve"
+
+Event = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RequestTimes:
+    """One complete request.
+
+    Attributes:
+        stages: seconds in each of :data:`STAGES` on its critical path; together ``end_s - start_s``.
+        received_s: from its arrival at the gateway until the stage calls were sent; None where no gateway was
+            traced.
+        served_s: from there to the end of the answer at the gateway.
+    """
+
+    request_id: str
+    start_s: float
+    stages: dict[str, float]
+    received_s: float | None
+    served_s: float | None
+
+    @property
+    def total_s(self) -> float:
+        return sum(self.stages.values())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trace:
+    """All events of a directory, in microseconds from the first of them, and the requests found in them."""
+
+    events: list[Event]
+    requests: list[RequestTimes]
+
+    def to_json(self) -> bytes:
+        """Trace Event Format, with a process "requests" that shows each request's critical path on a line."""
+        pid = max((event["pid"] for event in self.events), default=0) + 1
+        shown: list[Event] = [
+            {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": "requests"}}
+        ]
+        for line, request in enumerate(self.requests, start=1):
+            name = {"name": f"request {request.request_id[:8]}"}
+            shown.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": line, "args": name})
+            start = request.start_s
+            for stage, seconds in request.stages.items():
+                if seconds:
+                    ends = round(start * 1e6), round((start + seconds) * 1e6)
+                    common = {"pid": pid, "tid": line, "args": {"request": request.request_id}}
+                    shown.append({"ph": "X", "name": stage, "ts": ends[0], "dur": ends[1] - ends[0], **common})
+                start += seconds
+        return msgspec.json.encode({"traceEvents": self.events + shown, "displayTimeUnit": "ms"})
+
+
+def read_traces(directory: Path) -> Trace:
+    """Join what the processes of a deployment wrote, also those that were killed.
+
+    Raises ValueError where the directory holds no trace.
+    """
+    files = [events for path in sorted(directory.glob("*.json")) if (events := _read(path))]
+    if not files:
+        raise ValueError(
+            f"{directory} holds no traces; 'trace: {directory}' in the deployment file has them written"
+        )
+    offsets: dict[str, int] = {}
+    for pid, events in enumerate(files, start=1):
+        clock = next(event["args"] for event in events if event["name"] == CLOCK)
+        # processes of one host share the clock: one offset for all, or they would differ by its adjustments
+        offset = offsets.setdefault(clock["host"], clock["wall_offset_us"])
+        for event in events:
+            event["pid"] = pid  # those of two hosts may be equal
+            if "ts" in event:
+                event["ts"] += offset
+    joined = [event for events in files for event in events if event["name"] != CLOCK]
+    origin = min((event["ts"] for event in joined if "ts" in event), default=0)
+    for event in joined:
+        if "ts" in event:
+            event["ts"] -= origin
+    return Trace(events=joined, requests=_requests(_spans(joined)))
+
+
+def summary(requests: Sequence[RequestTimes]) -> dict[str, Any]:
+    """Times of requests in milliseconds: stages and their sum, what the gateway took before them, what network and
+    event loops took between gateway and stages, and all of it."""
+    rows = {stage: [request.stages[stage] for request in requests] for stage in STAGES}
+    rows["stages"] = [request.total_s for request in requests]
+    at_gateway = [
+        (r.received_s, r.served_s) for r in requests if r.received_s is not None and r.served_s is not None
+    ]
+    if len(at_gateway) == len(requests):
+        rows["gateway"] = [received for received, _ in at_gateway]
+        rows["between"] = [served - r.total_s for (_, served), r in zip(at_gateway, requests, strict=True)]
+        rows["e2e"] = [received + served for received, served in at_gateway]
+    whole = fmean(rows.get("e2e") or rows["stages"]) if requests else 0.0
+    return {
+        "num_requests": len(requests),
+        "rows": {
+            name: {
+                "mean_ms": 1e3 * fmean(values),
+                "p50_ms": 1e3 * _percentile(values, 50),
+                "p95_ms": 1e3 * _percentile(values, 95),
+                "share": fmean(values) / whole if whole else 0.0,
+            }
+            for name, values in rows.items()
+            if values
+        },
+    }
+
+
+def _percentile(values: list[float], percent: int) -> float:
+    return quantiles(values, n=100, method="inclusive")[percent - 1] if len(values) > 1 else values[0]
+
+
+def _read(path: Path) -> list[Event]:
+    """The events of one process, one a line; nothing for a file that is no such trace."""
+    first, *lines = path.read_bytes().splitlines() or [b""]
+    if first.strip() != b"[":
+        return []
+    events: list[Event] = []
+    for line in lines:
+        try:
+            events.append(msgspec.json.decode(line.rstrip(b",").lstrip(b","), type=Event))
+        except msgspec.DecodeError:
+            continue  # the closing bracket, or a line that was cut off
+    return events if any(event.get("name") == CLOCK for event in events) else []
+
+
+def _spans(events: Iterable[Event]) -> list[StageSpan]:
+    """The pairs of begin and end; they are written together."""
+    return [
+        StageSpan(
+            begin["args"]["request"],
+            begin["name"],
+            begin["ts"] / 1e6,
+            end["ts"] / 1e6,
+            begin["args"].get("item", ""),
+        )
+        for begin, end in pairwise(event for event in events if event.get("cat") == REQUEST)
+        if begin["ph"] == "b" and end["ph"] == "e" and begin["id"] == end["id"] and begin["name"] == end["name"]
+    ]
+
+
+def _requests(spans: Iterable[StageSpan]) -> list[RequestTimes]:
+    by_request: dict[str, list[StageSpan]] = {}
+    for span in spans:
+        by_request.setdefault(span.request_id, []).append(span)
+    found = [times for spans in by_request.values() if (times := _request(spans)) is not None]
+    return sorted(found, key=lambda request: request.start_s)
+
+
+def _request(spans: list[StageSpan]) -> RequestTimes | None:
+    """One request's critical path; None for one that did not end, or of which a process's part is missing."""
+    at = {span.stage: span for span in spans if not span.item}
+    if not {PREFILL_QUEUE, PREFILL_EXECUTE, DECODE_EXECUTE} <= at.keys():
+        return None
+    queue, execute, decode = at[PREFILL_QUEUE], at[PREFILL_EXECUTE], at[DECODE_EXECUTE]
+    cuts = [queue.start_s] * 3
+    if FEATURE_WAIT in at:
+        last = max(
+            (span for span in spans if span.stage == EP_MIGRATION), key=lambda span: span.end_s, default=None
+        )
+        if last is None:
+            return None
+        of_item = {span.stage: span for span in spans if span.item == last.item and span.end_s <= last.end_s}
+        if ENCODE_QUEUE not in of_item:
+            return None
+        encoded = of_item.get(ENCODE_EXECUTE, of_item[ENCODE_QUEUE])
+        cuts = [of_item[ENCODE_QUEUE].start_s, of_item[ENCODE_QUEUE].end_s, encoded.end_s]
+    handed = at[DECODE_QUEUE].start_s if DECODE_QUEUE in at else execute.end_s
+    cuts += [queue.start_s, execute.start_s, execute.end_s, handed, decode.start_s, decode.end_s]
+    for index in range(1, len(cuts)):  # clocks of two hosts may differ by more than a stage takes
+        cuts[index] = max(cuts[index], cuts[index - 1])
+    stages = {stage: end - start for stage, (start, end) in zip(STAGES, pairwise(cuts), strict=True)}
+    return RequestTimes(
+        request_id=spans[0].request_id,
+        start_s=cuts[0],
+        stages=stages,
+        received_s=_length(at.get(GATEWAY_RECEIVE)),
+        served_s=_length(at.get(GATEWAY_SERVE)),
+    )
+
+
+def _length(span: StageSpan | None) -> float | None:
+    return None if span is None else span.end_s - span.start_s

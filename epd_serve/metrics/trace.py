@@ -1,0 +1,132 @@
+"""Writes what a process does in the Trace Event Format, which chrome://tracing and ui.perfetto.dev open."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+logger = logging.getLogger(__name__)
+
+#: Category of the spans of requests.
+REQUEST = "request"
+#: Metadata event with which the clocks of several hosts are joined.
+CLOCK = "epd_serve_clock"
+
+
+class TraceWriter:
+    """One process's events, in a file of its own: ``DIRECTORY/NAME-PID.json``.
+
+    The format is a JSON array of events. Each is written at once and in one piece, so that a file whose process
+    was killed lacks nothing but the closing bracket, which viewers do not ask for. Any thread may call it. A disk
+    that takes no more ends the trace, not the work.
+
+    Times are given in seconds of the process's monotonic clock and written in microseconds of it. It is the same
+    for all processes of a host; what it differs by from the wall clock is written once, at the start.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        name: str,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Raises ValueError where the file cannot be made."""
+        self._pid = os.getpid()
+        self.path = directory / f"{name}-{self._pid}.json"
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
+        except OSError as error:
+            raise ValueError(f"trace: {self.path} cannot be written: {error.strerror}") from error
+        self._is_open = True
+        self._tracks: dict[str, int] = {}
+        self._lock = threading.Lock()
+        first = self._metadata("process_name", 0, {"name": name})
+        self._put(b"[\n" + msgspec.json.encode(first))
+        offset_us = round((wall_clock() - clock()) * 1e6)
+        self._write(self._metadata(CLOCK, 0, {"host": _host_id(), "wall_offset_us": offset_us}))
+
+    def slice(self, track: str, name: str, start_s: float, end_s: float, **arguments: Any) -> None:
+        """What a thread did from ``start_s`` to ``end_s``; slices of one track do not overlap."""
+        start, duration = _microseconds(start_s, end_s)
+        self._write(
+            {
+                "ph": "X",
+                "name": name,
+                "pid": self._pid,
+                "tid": self._track(track),
+                "ts": start,
+                "dur": duration,
+                "args": arguments,
+            }
+        )
+
+    def span(self, request_id: str, name: str, start_s: float, end_s: float, **arguments: Any) -> None:
+        """A part of a request's life. Spans may overlap each other."""
+        start, duration = _microseconds(start_s, end_s)
+        common = {"cat": REQUEST, "name": name, "pid": self._pid, "tid": 0}
+        item = str(arguments.get("item", ""))[:12]
+        common["id"] = f"{request_id}/{item}" if item else request_id
+        self._write(
+            {"ph": "b", **common, "ts": start, "args": {"request": request_id, **arguments}},
+            {"ph": "e", **common, "ts": start + duration},
+        )
+
+    def close(self) -> None:
+        """End the array. Idempotent."""
+        self._put(b"\n]\n")
+        with self._lock:
+            if self._is_open:
+                self._is_open = False
+                os.close(self._file)
+
+    def _track(self, name: str) -> int:
+        number = self._tracks.get(name)
+        if number is None:
+            with self._lock:
+                number = self._tracks.setdefault(name, len(self._tracks) + 1)
+            self._write(self._metadata("thread_name", number, {"name": name}))
+        return number
+
+    def _metadata(self, name: str, track: int, arguments: dict[str, Any]) -> dict[str, Any]:
+        return {"ph": "M", "name": name, "pid": self._pid, "tid": track, "args": arguments}
+
+    def _write(self, *events: dict[str, Any]) -> None:
+        self._put(b"".join(b",\n" + msgspec.json.encode(event) for event in events))
+
+    def _put(self, data: bytes) -> None:
+        with self._lock:
+            if not self._is_open:
+                return
+            try:
+                if os.write(self._file, data) == len(data):
+                    return
+                problem = "the disk is full"
+            except OSError as error:
+                problem = str(error)
+            logger.warning("the trace %s ends here: %s", self.path, problem)
+            self._is_open = False
+            os.close(self._file)
+
+
+def _microseconds(start_s: float, end_s: float) -> tuple[int, int]:
+    start = round(start_s * 1e6)
+    return start, max(round(end_s * 1e6) - start, 0)
+
+
+def _host_id() -> str:
+    """The same for all processes that share a monotonic clock."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return socket.gethostname()

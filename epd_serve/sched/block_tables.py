@@ -1,0 +1,99 @@
+"""The blocks of sequences: taken at admission, one more now and then, forked, saved when others need them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as AbstractSequence
+from typing import Any, Protocol
+
+from epd_serve.cache.block_pool import BlockPool, num_blocks_for
+from epd_serve.request import Sequence
+
+
+class BlockMemory(Protocol):
+    """The KV behind the blocks (:class:`~epd_serve.worker.kv_memory.KVMemory`)."""
+
+    def copy_block(self, source: int, target: int) -> None: ...
+
+    def save(self, blocks: AbstractSequence[int]) -> Any:
+        """What is in blocks, to be kept elsewhere."""
+        ...
+
+    def restore(self, saved: Any, first: int, blocks: AbstractSequence[int]) -> None:
+        """Bring what :meth:`save` returned into other blocks, from its block ``first`` on."""
+        ...
+
+
+class BlockTables:
+    """Moves blocks between a pool and sequences. Takes one where there is room; whether there is, others look."""
+
+    def __init__(self, pool: BlockPool, memory: BlockMemory) -> None:
+        self._pool = pool
+        self._memory = memory
+
+    def num_needed(self, sequence: Sequence) -> int:
+        """Blocks that a sequence takes from the pool to be admitted, or, where it has some, to go on."""
+        if sequence.blocks:
+            return num_blocks_for(sequence.num_tokens, self._pool.block_size) - len(sequence.blocks)
+        return self._pool.num_missing(
+            sequence.num_tokens, sequence.room_tokens, sequence.num_forked, sequence.block_hashes
+        )
+
+    def num_freed(self, sequence: Sequence) -> int:
+        """Blocks that the pool gets back when the sequence loses its own, at least."""
+        return self._pool.num_owned(_blocks(sequence))
+
+    def admit(self, sequence: Sequence) -> None:
+        """Give a sequence the blocks of its known tokens and the next one; bring back what was saved of it."""
+        taken = self._pool.allocate_request(
+            sequence.num_tokens, sequence.room_tokens, sequence.num_forked, sequence.block_hashes
+        )
+        sequence.blocks, sequence.forks = taken.root, taken.forks
+        sequence.num_registered = taken.num_cached
+        if sequence.saved is None:
+            sequence.num_computed = taken.num_cached * self._pool.block_size
+            return
+        end = num_blocks_for(sequence.num_computed, self._pool.block_size)
+        if taken.num_cached < end:
+            self._memory.restore(sequence.saved, taken.num_cached, sequence.blocks[taken.num_cached : end])
+        sequence.saved = None
+        self.register(sequence)
+
+    def grow(self, sequence: Sequence) -> None:
+        """Let a sequence have a block for its newest token."""
+        sequence.blocks += self._pool.allocate(self.num_needed(sequence))
+
+    def fork(self, root: Sequence) -> list[Sequence]:
+        """All choices of a computed prompt: full prompt blocks shared, the last partial one copied."""
+        shared = root.num_prompt_tokens // self._pool.block_size
+        choices = [root]
+        for index, own in enumerate(root.forks, start=1):
+            self._pool.acquire(root.blocks[:shared])
+            if root.num_prompt_tokens % self._pool.block_size:
+                self._memory.copy_block(root.blocks[shared], own[0])
+            choices.append(root.fork(index, root.blocks[:shared] + own))
+        root.forks = []
+        return choices
+
+    def register(self, sequence: Sequence) -> None:
+        """Make the prompt's computed blocks findable."""
+        computed = min(sequence.num_computed // self._pool.block_size, len(sequence.block_hashes))
+        for i in range(sequence.num_registered, computed):
+            self._pool.register(sequence.blocks[i], sequence.block_hashes[i])
+        sequence.num_registered = max(sequence.num_registered, computed)
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Take a sequence's blocks; what could not be computed again is saved."""
+        if sequence.recomputable:
+            sequence.num_computed = 0
+        else:
+            end = num_blocks_for(sequence.num_computed, self._pool.block_size)
+            sequence.saved = self._memory.save(sequence.blocks[:end])
+        self.release(sequence)
+
+    def release(self, sequence: Sequence) -> None:
+        self._pool.release(_blocks(sequence))
+        sequence.blocks, sequence.forks = [], []
+
+
+def _blocks(sequence: Sequence) -> list[int]:
+    return sequence.blocks + [block for fork in sequence.forks for block in fork]

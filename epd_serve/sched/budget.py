@@ -1,0 +1,213 @@
+"""Budgets from SLOs (TriInfer, Algorithm 1, lines 1 to 5): how long a step may take, and how much fits in it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from epd_serve.request import Sequence
+from epd_serve.types import Role
+
+#: Of a step's limit: what a prefill gets even where decodes leave less, so that they cannot starve it.
+PREFILL_SHARE = 0.1
+#: The least that is prefilled in a step, however little time it leaves.
+MIN_CHUNK = 16
+_GAIN = 0.1
+
+
+def latency_limit_s(role: Role, *, ttft_s: float | None, tpot_s: float | None, alpha: float) -> float | None:
+    """LATENCY_max of a role: TPOT_max where it decodes, else alpha * TTFT_max; None: no limit.
+
+    A request passes two steps at least, an encode and a prefill, before its first token: hence alpha = 0.5.
+    """
+    if role.decodes:
+        return tpot_s
+    return None if ttft_s is None else alpha * ttft_s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """What a search ended with: a size, its measured time, and whether that is within the limit."""
+
+    size: int
+    seconds: float
+    feasible: bool
+
+
+def search_budget(measure: Callable[[int], float], limit_s: float, low: int, high: int) -> Found:
+    """The largest size among ``low`` ... ``high`` whose measured time is within the limit.
+
+    Doubles until a size misses the limit, as a much larger one would take much longer to measure; then bisects.
+    Time is taken to grow with size, so that nothing beyond a miss is tried. The result was measured within the
+    limit; ``low`` alone can miss it.
+    """
+    if not 1 <= low <= high:
+        raise ValueError(f"nothing to search between {low} and {high}; write two sizes from 1 on, in order")
+    best = Found(size=low, seconds=measure(low), feasible=True)
+    if best.seconds > limit_s:
+        return Found(size=low, seconds=best.seconds, feasible=False)
+    missed = high + 1
+    while missed - best.size > 1:
+        size = min(2 * best.size, high) if missed > high else (best.size + missed) // 2
+        seconds = measure(size)
+        if seconds <= limit_s:
+            best = Found(size=size, seconds=seconds, feasible=True)
+        else:
+            missed = size
+    return best
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepWork:
+    """What a step's time depends on.
+
+    Attributes:
+        num_tokens: computed, decodes included.
+        num_sequences: decodes and prefill chunks.
+        decode_context: tokens that the decodes read, their own included.
+        prefill_pairs: for each chunk, its tokens times the tokens up to its end.
+    """
+
+    num_tokens: int = 0
+    num_sequences: int = 0
+    decode_context: int = 0
+    prefill_pairs: int = 0
+
+    @classmethod
+    def of(cls, decode_contexts: Iterable[int], chunks: Iterable[tuple[int, int]]) -> StepWork:
+        """The work of decodes with these contexts and of chunks of (first token, number of tokens)."""
+        contexts, chunks = list(decode_contexts), list(chunks)
+        return cls(
+            num_tokens=len(contexts) + sum(count for _, count in chunks),
+            num_sequences=len(contexts) + len(chunks),
+            decode_context=sum(contexts),
+            prefill_pairs=sum(count * (start + count) for start, count in chunks),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepCost:
+    """Seconds of a step as a sum over its work. All coefficients are zero or more."""
+
+    base_s: float = 0.0
+    token_s: float = 0.0
+    sequence_s: float = 0.0
+    context_s: float = 0.0
+    pair_s: float = 0.0
+
+    def seconds(self, work: StepWork) -> float:
+        return (
+            self.base_s
+            + self.token_s * work.num_tokens
+            + self.sequence_s * work.num_sequences
+            + self.context_s * work.decode_context
+            + self.pair_s * work.prefill_pairs
+        )
+
+    def decode_s(self, context: int) -> float:
+        """What one more decode adds."""
+        return self.token_s + self.sequence_s + self.context_s * context
+
+    def chunk_s(self, start: int, count: int) -> float:
+        """What one more chunk adds."""
+        return self.sequence_s + self.token_s * count + self.pair_s * count * (start + count)
+
+    def tokens_within(self, seconds: float, start: int) -> float:
+        """The longest chunk from token ``start`` on that adds no more than ``seconds``; may be infinite."""
+        rest = seconds - self.sequence_s
+        linear = self.token_s + self.pair_s * start
+        if rest <= 0:
+            return 0
+        root = linear + math.sqrt(linear * linear + 4 * self.pair_s * rest)
+        return math.inf if not root else 2 * rest / root
+
+
+class StepPace:
+    """How long a step may take by the cost model, corrected by how long steps have really taken.
+
+    The correction is a moving average of (observed / predicted) over steps with prefills, whose length is what can
+    be chosen, plus twice its mean deviation: most steps shall end within the limit, not half of them.
+    """
+
+    def __init__(self, cost: StepCost, limit_s: float) -> None:
+        self.cost = cost
+        self.limit_s = limit_s
+        self._ratio = 1.0
+        self._deviation = 0.0
+
+    @property
+    def correction(self) -> float:
+        return self._ratio + 2 * self._deviation
+
+    def meter(self) -> StepMeter:
+        """For one step."""
+        return StepMeter(self.cost, self.limit_s / self.correction)
+
+    def has_room(self, running: Iterable[Sequence], num_tokens: int) -> bool:
+        """Whether one more sequence of so many tokens may come to those that decode here, or will.
+
+        A step of all of them has to leave a prefill its share. A sequence that is alone has room.
+        """
+        contexts = [sequence.num_tokens for sequence in running if not sequence.hand_off]
+        together = StepWork.of([*contexts, num_tokens], ())
+        limit_s = (1 - PREFILL_SHARE) * self.limit_s / self.correction
+        return not contexts or self.cost.seconds(together) <= limit_s
+
+    def observe(self, work: StepWork, seconds: float) -> None:
+        """Learn from a step with prefills. A single outlier counts as four times too long at most."""
+        predicted = self.cost.seconds(work)
+        if predicted > 0:
+            ratio = min(max(seconds / predicted, 0.25), 4.0)
+            self._deviation += _GAIN * (abs(ratio - self._ratio) - self._deviation)
+            self._ratio += _GAIN * (ratio - self._ratio)
+
+
+class Meter(Protocol):
+    """What is left of one step while it is put together."""
+
+    def take_decode(self, context: int) -> None: ...
+
+    def take_chunk(self, start: int, count: int) -> int:
+        """Take a chunk of up to ``count`` tokens from ``start`` on; returns how many there is room for."""
+        ...
+
+
+class StepMeter:
+    """The seconds of one step. Decodes always fit; the first chunk gets its share even if they leave less."""
+
+    def __init__(self, cost: StepCost, limit_s: float) -> None:
+        self._cost = cost
+        self._left_s = limit_s - cost.base_s
+        self._share_s = PREFILL_SHARE * limit_s
+        self._least = MIN_CHUNK
+
+    def take_decode(self, context: int) -> None:
+        self._left_s -= self._cost.decode_s(context)
+
+    def take_chunk(self, start: int, count: int) -> int:
+        seconds = max(self._left_s, self._share_s)
+        count = min(count, max(self._least, int(min(self._cost.tokens_within(seconds, start), count))))
+        if count:
+            self._left_s = seconds - self._cost.chunk_s(start, count)
+            self._share_s, self._least = 0.0, 0
+        return count
+
+
+class Unmetered:
+    """A step that may take as long as it likes."""
+
+    def take_decode(self, context: int) -> None:
+        pass
+
+    def take_chunk(self, start: int, count: int) -> int:
+        return count
+
+
+def work_done(decodes: Iterable[Sequence], prefills: Iterable[tuple[Sequence, int]]) -> StepWork:
+    """The work of a step that has just ended: its chunks are counted as computed, its decodes' tokens appended."""
+    return StepWork.of(
+        (sequence.num_tokens - 1 for sequence in decodes),
+        ((sequence.num_computed - count, count) for sequence, count in prefills),
+    )

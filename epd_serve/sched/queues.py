@@ -1,0 +1,197 @@
+"""The sequences of an engine between its steps: who waits, who has blocks, who gives them to whom."""
+
+from __future__ import annotations
+
+import logging
+from bisect import insort
+from collections import deque
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as AbstractSequence
+
+from epd_serve.cache.block_pool import BlockPool, RequestBlocks
+from epd_serve.request import Sequence, SequenceState
+from epd_serve.sched.block_tables import BlockMemory, BlockTables
+from epd_serve.sched.language import Budget, ScheduleOutput, missing_span, possible_prefills, schedule
+
+logger = logging.getLogger(__name__)
+
+#: The waiting sequences in the order in which they are to be admitted, at a time (monotonic seconds). Pure.
+Order = Callable[[AbstractSequence[Sequence], float], list[Sequence]]
+
+
+class Queues:
+    """Waiting, preempted and running sequences, and the blocks of the latter. Not thread-safe.
+
+    A sequence is admitted with blocks for its prompt and takes more as it decodes. Where there are none, the
+    youngest gives its own to an older one and goes on later. Blocks are given out in this order: to what runs,
+    oldest first; to what was preempted; to new prompts and to reservations by the time at which they came.
+
+    Args:
+        has_feature: whether media could be computed now.
+        on_starved: told of a feature that holds up a sequence which could be computed otherwise.
+        on_lost: told of a request whose KV could not be saved or brought back; it must :meth:`remove` it.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        memory: BlockMemory,
+        budget: Budget,
+        order: Order,
+        *,
+        has_feature: Callable[[str], bool],
+        on_starved: Callable[[str], None],
+        on_lost: Callable[[str, Exception], None],
+    ) -> None:
+        self.tables = BlockTables(pool, memory)
+        self._pool = pool
+        self._budget = budget
+        self._order = order
+        self._has_feature = has_feature
+        self._on_starved = on_starved
+        self._on_lost = on_lost
+        self._watermark = max(pool.capacity // 100, 1)
+        self._waiting: deque[Sequence] = deque()
+        self._preempted: list[Sequence] = []  # oldest first, likewise the running ones
+        self._running: list[Sequence] = []
+        self._reserving_since: float | None = None
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting) + len(self._preempted)
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Tokens to be computed, of all sequences."""
+        return sum(s.num_uncomputed for s in (*self._waiting, *self._preempted, *self._running))
+
+    def submit(self, sequence: Sequence) -> None:
+        self._waiting.append(sequence)
+
+    def run(self, sequence: Sequence) -> None:
+        """Let a RUNNING sequence, which has its blocks, take part in steps."""
+        insort(self._running, sequence, key=_age)
+
+    def stop(self, sequence: Sequence) -> bool:
+        """Take a sequence that has output out of its queue; False if it is in none."""
+        for queue in (self._running, self._preempted):
+            if sequence in queue:
+                queue.remove(sequence)
+                return True
+        return False
+
+    def remove(self, request_id: str) -> list[Sequence]:
+        """Take all sequences of a request out of their queues."""
+        removed: list[Sequence] = []
+        for queue in (self._waiting, self._preempted, self._running):
+            found = [s for s in queue if s.request_id == request_id]
+            for sequence in found:
+                queue.remove(sequence)
+            removed += found
+        return removed
+
+    def reserve(
+        self, num_prompt_tokens: int, num_sequences: int, hashes: list[bytes], arrival_s: float
+    ) -> RequestBlocks | None:
+        """Blocks for a prompt whose KV comes from elsewhere, and for the token after it; None: not now.
+
+        Then prompts that come after ``arrival_s`` wait behind it until :meth:`stop_reserving`.
+        """
+        pace = self._budget.pace
+        if pace is not None and not pace.has_room((*self._running, *self._preempted), num_prompt_tokens):
+            self._reserving_since = arrival_s
+            return None
+        ahead = [s for s in self._waiting if s.arrival_s < arrival_s and self._ready_tokens(s)]
+        needed = self._pool.num_missing(num_prompt_tokens, 1, num_sequences, hashes)
+        needed += sum(map(self.tables.num_needed, (*self._preempted, *ahead)))
+        if needed + (self._watermark if self._running else 0) > self._pool.num_free:
+            self._reserving_since = arrival_s
+            return None
+        return self._pool.allocate_request(num_prompt_tokens, 1, num_sequences, hashes)
+
+    def stop_reserving(self) -> None:
+        """No reservation waits any more."""
+        self._reserving_since = None
+
+    def plan(self, now: float) -> ScheduleOutput:
+        """The next step; its sequences have the blocks that it needs, and the preempted none any more."""
+        admitted: list[Sequence] = []
+        preempted: list[Sequence] = []
+        while True:
+            output = schedule(
+                self._running,
+                self._admissible(now),
+                self._budget,
+                ready_tokens=self._ready_tokens,
+                blocks_needed=self.tables.num_needed,
+                blocks_freed=self.tables.num_freed,
+                free_blocks=self._pool.num_free,
+                watermark=self._watermark,
+            )
+            for sequence in output.preempted:
+                self._guard(self._preempt, sequence)
+            for sequence in output.admitted:
+                self._guard(self._admit, sequence)
+            admitted += output.admitted
+            preempted += output.preempted
+            decodes = [s for s in output.decodes if s.state is SequenceState.RUNNING]
+            for sequence in decodes:
+                self.tables.grow(sequence)
+            running = [(s, count) for s, count in output.prefills if s.state is SequenceState.RUNNING]
+            prefills = possible_prefills(running, self._has_feature)
+            if prefills or decodes or not (output.admitted or output.preempted):
+                return ScheduleOutput(decodes=decodes, prefills=prefills, admitted=admitted, preempted=preempted)
+            # all of the budget went to a cached prefix or to what was lost: there may be work behind it
+
+    def _admissible(self, now: float) -> list[Sequence]:
+        """What waits for blocks, in the order in which it may take them."""
+        new: Iterable[Sequence] = self._order(self._waiting, now) if self._waiting else ()
+        if self._reserving_since is not None:
+            new = [s for s in new if s.arrival_s < self._reserving_since]
+        return [*self._preempted, *new]
+
+    def _admit(self, sequence: Sequence) -> None:
+        (self._preempted if sequence in self._preempted else self._waiting).remove(sequence)
+        sequence.move_to(SequenceState.RUNNING)
+        self.run(sequence)
+        self.tables.admit(sequence)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.tables.preempt(sequence)
+        self._running.remove(sequence)
+        sequence.move_to(SequenceState.WAITING)
+        insort(self._preempted, sequence, key=_age)
+
+    def _guard(self, move: Callable[[Sequence], None], sequence: Sequence) -> None:
+        """KV that cannot be saved or brought back fails its request, and no other."""
+        if sequence.state is SequenceState.ABORTED or sequence.state is SequenceState.FINISHED:
+            return  # with a sequence of the same request, a moment ago
+        try:
+            move(sequence)
+        except Exception as error:
+            logger.exception("the KV of request %s is lost", sequence.request_id)
+            self._on_lost(sequence.request_id, error)
+
+    def _ready_tokens(self, sequence: Sequence) -> int:
+        """Leading tokens that can be computed now: up to the first feature that is needed and not here."""
+        if not sequence.spans or sequence.saved is not None:
+            return sequence.num_tokens
+        computed = sequence.num_computed
+        if sequence.state is SequenceState.WAITING:
+            usable = sequence.block_hashes[: (sequence.num_tokens - 1) // self._pool.block_size]
+            computed = len(self._pool.match(usable)) * self._pool.block_size
+        span = missing_span(sequence, computed, sequence.num_tokens, self._has_feature)
+        if span is None:
+            return sequence.num_tokens
+        if span.start <= computed:
+            self._on_starved(span.mm_hash)
+        return max(span.start, computed)
+
+
+def _age(sequence: Sequence) -> tuple[float, int]:
+    """Ascending from the oldest."""
+    return sequence.arrival_s, sequence.index

@@ -1,0 +1,171 @@
+"""What steps and encodes take on this device: measured before the instance serves, and kept on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from PIL import Image
+
+from epd_serve.models.family import Family
+from epd_serve.models.tower import Tower
+from epd_serve.request import Sequence, SequenceState
+from epd_serve.sched.budget import StepWork
+from epd_serve.sched.language import ScheduleOutput
+from epd_serve.types import SamplingParams
+from epd_serve.worker.runner import LanguageRunner
+
+logger = logging.getLogger(__name__)
+
+#: Encodes are measured with square images of this side, in pixels.
+IMAGE_SIDE = 448
+_RUNS = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepShape:
+    """A step to measure: decodes with one context each, and the last chunks of prompts, (first token, tokens)."""
+
+    num_decodes: int = 0
+    context: int = 1
+    chunks: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def work(self) -> StepWork:
+        return StepWork.of([self.context] * self.num_decodes, self.chunks)
+
+    def num_blocks(self, block_size: int) -> int:
+        lengths = [self.context] * self.num_decodes + [start + count for start, count in self.chunks]
+        return sum(-(-length // block_size) for length in lengths)
+
+    def __str__(self) -> str:
+        return " ".join(
+            [f"{self.num_decodes}x{self.context}", *(f"{start}+{count}" for start, count in self.chunks)]
+        )
+
+
+class StepTimer:
+    """Measures steps in blocks of a pool that nobody uses yet; what it writes there belongs to no sequence."""
+
+    def __init__(
+        self, runner: LanguageRunner, *, num_blocks: int, block_size: int, num_position_axes: int
+    ) -> None:
+        self._runner = runner
+        self._num_blocks = num_blocks
+        self._block_size = block_size
+        self._num_position_axes = num_position_axes
+
+    def seconds(self, shape: StepShape) -> float:
+        """Of a step, the median of some. The pool must have blocks for all contexts."""
+        blocks = iter(range(1, self._num_blocks))
+        decodes = [self._sequence(blocks, shape.context - 1, 1) for _ in range(shape.num_decodes)]
+        for sequence in decodes:
+            sequence.output_ids.append(sequence.prompt_ids.pop())
+        prefills = [(self._sequence(blocks, start, count), count) for start, count in shape.chunks]
+        output = ScheduleOutput(decodes=decodes, prefills=prefills)
+        return _median_s(lambda: self._runner.step(output, {}))
+
+    def _sequence(self, blocks: Iterator[int], num_computed: int, count: int) -> Sequence:
+        length = num_computed + count
+        return Sequence(
+            request_id="profile",
+            prompt_ids=[0] * length,
+            sampling=SamplingParams(seed=0, temperature=0.0),
+            max_tokens=1,
+            positions=torch.arange(length).expand(self._num_position_axes, -1),
+            num_computed=num_computed,
+            blocks=[next(blocks) for _ in range(-(-length // self._block_size))],
+            state=SequenceState.RUNNING,
+        )
+
+
+def encode_seconds(tower: Tower, family: Family, num_images: int) -> float:
+    """Of a batch of images of IMAGE_SIDE, the median of some."""
+    inputs = family.preprocess(Image.new("RGB", (IMAGE_SIDE, IMAGE_SIDE), "gray"))
+    return _median_s(lambda: tower.encode([inputs] * num_images))
+
+
+def _median_s(run: Callable[[], object]) -> float:
+    """Results are on the host when ``run`` returns. Its first time is not counted."""
+    run()
+    times: list[float] = []
+    for _ in range(_RUNS):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def cache_dir(environment: Mapping[str, str]) -> Path:
+    """``EPD_SERVE_CACHE``, else ``epd-serve`` in ``XDG_CACHE_HOME`` or ``~/.cache``."""
+    if own := environment.get("EPD_SERVE_CACHE"):
+        return Path(own).expanduser()
+    return Path(environment.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "epd-serve"
+
+
+class Measurements:
+    """Seconds by what was measured, for one combination of model, device and software; kept in a file.
+
+    A file that is damaged or cannot be written costs a line in the log and the time to measure again.
+
+    Args:
+        about: all that the times depend on, as JSON values; it names the file.
+    """
+
+    def __init__(self, directory: Path, about: Mapping[str, str | int | None]) -> None:
+        self._about = dict(about)
+        name = hashlib.sha256(json.dumps(self._about, sort_keys=True).encode()).hexdigest()
+        self.file = directory / "profiles" / f"{name}.json"
+        self._seconds: dict[str, float] = {}
+        self._is_new = False
+        try:
+            self._seconds = self._read(json.loads(self.file.read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError) as error:
+            logger.warning("the profile %s cannot be used and is measured again: %s", self.file, error)
+
+    def _read(self, content: object) -> dict[str, float]:
+        if not isinstance(content, dict) or content.get("about") != self._about:
+            raise ValueError("it is about something else")
+        seconds = content.get("seconds")
+        if not isinstance(seconds, dict) or not all(
+            isinstance(value, float) and value > 0 for value in seconds.values()
+        ):
+            raise ValueError("it holds something other than seconds")
+        return seconds
+
+    def get(self, key: str, measure: Callable[[], float]) -> float:
+        """The known seconds of ``key``, or what ``measure`` says."""
+        if key not in self._seconds:
+            self._seconds[key] = measure()
+            self._is_new = True
+        return self._seconds[key]
+
+    def save(self) -> None:
+        """Write what is new, all of the file or nothing."""
+        if not self._is_new:
+            return
+        content = json.dumps({"about": self._about, "seconds": self._seconds}, indent=1)
+        try:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            handle, temporary = tempfile.mkstemp(dir=self.file.parent, suffix=".tmp")
+            try:
+                with os.fdopen(handle, "w", encoding="utf-8") as stream:
+                    stream.write(content)
+                Path(temporary).replace(self.file)
+            except BaseException:
+                Path(temporary).unlink()
+                raise
+        except OSError as error:
+            logger.warning("the profile cannot be kept in %s: %s", self.file.parent, error)
+        self._is_new = False

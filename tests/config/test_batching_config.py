@@ -1,0 +1,52 @@
+"""The SLO and how batches follow from it."""
+
+import pytest
+
+from epd_serve.config import ConfigError, DeploymentConfig, InstanceOptions, parse_config
+
+
+def options(config: DeploymentConfig) -> dict[str, InstanceOptions]:
+    placed = config.placement()
+    return {str(i.role): config.options_for(i, device="cpu", port=1, threads=1) for i in placed}
+
+
+def test_without_an_slo_there_is_no_limit() -> None:
+    for each in options(parse_config("")).values():
+        assert (each.slo_ttft_ms, each.slo_tpot_ms, each.batching_order) == (None, None, "fcfs")
+        assert (each.batching_policy, each.batching_alpha, each.batching_encodes) == (
+            "stage-level",
+            0.5,
+            "concurrent",
+        )
+
+
+def test_batching_can_differ_by_role() -> None:
+    text = """
+    topology: EP-D
+    slo: {ttft_ms: 900, tpot_ms: 40.5}
+    instances: {batching: {alpha: 0.4, order: slack}}
+    roles: {EP: {batching: {encodes: after-prefill}}, D: {batching: {policy: unlimited, order: fcfs}}}
+    """
+    by_role = options(parse_config(text))
+    prefill, decode = by_role["EP"], by_role["D"]
+    assert (prefill.slo_ttft_ms, prefill.slo_tpot_ms) == (decode.slo_ttft_ms, decode.slo_tpot_ms) == (900, 40.5)
+    assert (prefill.batching_order, prefill.batching_alpha) == ("slack", 0.4)
+    assert (prefill.batching_encodes, prefill.batching_policy) == ("after-prefill", "stage-level")
+    assert (decode.batching_order, decode.batching_policy, decode.batching_alpha) == ("fcfs", "unlimited", 0.4)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("slo: {ttft_ms: 0}", "greater than 0"),
+        ("slo: {tpot_ms: .inf}", "finite"),
+        ("slo: {tpot: 5}", "did you mean 'tpot_ms'"),
+        ("instances: {batching: {alpha: 1.5}}", "less than or equal to 1"),
+        ("instances: {batching: {order: lifo}}", "fcfs, sjf or slack"),
+        ("instances: {batching: {order: slack}}", "set slo.ttft_ms"),
+        ("roles: {P: {batching: {order: slack}}}", "set slo.ttft_ms"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(text: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        parse_config(text)

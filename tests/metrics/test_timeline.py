@@ -1,0 +1,134 @@
+"""Stages follow one another without gaps, in whatever order engine and event loop tell of them."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from epd_serve.metrics.timeline import FEATURE_WAIT, STAGES, StageSpan, Timeline
+
+
+class Bench:
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.spans: list[StageSpan] = []
+        self.timeline = Timeline(lambda: self.now, self.spans.append)
+
+    def at(self, now: float) -> Timeline:
+        self.now = now
+        return self.timeline
+
+    @property
+    def stages(self) -> list[tuple[str, float, float]]:
+        return [(span.stage, span.start_s, span.end_s) for span in self.spans]
+
+
+def test_a_prompt_that_waits_for_its_image_and_is_handed_over() -> None:
+    bench = Bench()
+    bench.at(1).prefill_received("r", hand_off=True, lacks_features=True)
+    bench.timeline.stepped([("r", False)], [], 2, 3)  # text before the image: hidden behind the encoding
+    bench.at(4).features_here("r")
+    bench.timeline.stepped([("r", False)], [], 5, 6)
+    bench.timeline.stepped([("r", True)], [], 6, 7)
+    bench.at(9).handed_over("r")
+    assert bench.stages == [
+        ("feature_wait", 1, 4),
+        ("prefill_queue", 4, 5),
+        ("prefill_execute", 5, 7),
+        ("pd_migration", 7, 9),
+    ]
+    assert bench.timeline.num_requests == 0
+
+
+def test_a_feature_that_comes_during_a_step_or_is_seen_by_the_engine_first() -> None:
+    bench = Bench()
+    bench.at(1).prefill_received("during", hand_off=True, lacks_features=True)
+    bench.at(3).features_here("during")
+    bench.timeline.stepped([("during", False)], [], 2, 4)
+    assert bench.stages == [("feature_wait", 1, 3), ("prefill_queue", 3, 3)], "it goes on at once"
+    bench.spans.clear()
+    bench.at(1).prefill_received("first", hand_off=True, lacks_features=True)
+    bench.timeline.stepped([("first", True)], [], 5, 6)
+    bench.at(7).features_here("first")
+    assert bench.stages == [("feature_wait", 1, 5), ("prefill_queue", 5, 5), ("prefill_execute", 5, 6)]
+
+
+def test_one_instance_that_does_both() -> None:
+    bench = Bench()
+    bench.at(1).prefill_received("r", hand_off=False, lacks_features=False)
+    bench.timeline.stepped([("r", True)], [], 2, 3)
+    bench.timeline.stepped([], ["r", "r"], 4, 5)  # two choices
+    bench.timeline.stepped([], ["r"], 6, 7)
+    bench.at(8).finished("r")
+    bench.timeline.drop("r")
+    assert [stage for stage, *_ in bench.stages] == [
+        "prefill_queue",
+        "prefill_execute",
+        "decode_queue",
+        "decode_execute",
+    ]
+    assert bench.stages[-2:] == [("decode_queue", 3, 4), ("decode_execute", 4, 8)]
+
+
+@pytest.mark.parametrize("hand_off", [True, False])
+def test_a_first_token_that_is_the_last(hand_off: bool) -> None:
+    bench = Bench()
+    bench.at(1).prefill_received("r", hand_off=hand_off, lacks_features=False)
+    bench.timeline.stepped([("r", True)], [], 2, 3)
+    bench.at(4).finished("r")
+    assert bench.stages[-1] == ("decode_execute", 3, 3)
+    assert bench.timeline.num_requests == 0
+
+
+def test_encodes() -> None:
+    bench = Bench()
+    bench.at(9).encoded("new", "i", 1, (2, 5))
+    bench.at(9).encoded("joined", "i", 3, (2, 5))
+    bench.at(9).encoded("hit", "i", 8, (8.5, 8.5))
+    assert bench.stages == [
+        ("encode_queue", 1, 2),
+        ("encode_execute", 2, 5),
+        ("ep_migration", 5, 9),
+        ("encode_queue", 3, 3),
+        ("encode_execute", 3, 5),
+        ("ep_migration", 5, 9),
+        ("encode_queue", 8, 8.5),
+        ("ep_migration", 8.5, 9),
+    ]
+    assert {span.item for span in bench.spans} == {"i"}
+
+
+_NAMES = st.sampled_from(["a", "b"])
+_EVENTS = st.one_of(
+    st.tuples(st.just("prefill_received"), _NAMES, st.booleans(), st.booleans()),
+    st.tuples(st.sampled_from(["features_here", "handed_over", "decode_received", "finished", "drop"]), _NAMES),
+    st.tuples(st.just("stepped"), st.lists(st.tuples(_NAMES, st.booleans())), st.lists(_NAMES)),
+)
+
+
+@given(st.lists(_EVENTS, max_size=30))
+def test_any_order_of_events_leaves_spans_in_order_and_nothing_behind(events: list[tuple[object, ...]]) -> None:
+    bench = Bench()
+    timeline = bench.timeline
+    for now, (event, *arguments) in enumerate(events):
+        bench.now = float(now)
+        if event == "prefill_received":
+            name, hand_off, lacks = arguments
+            timeline.prefill_received(str(name), hand_off=bool(hand_off), lacks_features=bool(lacks))
+        elif event == "decode_received":
+            timeline.decode_received(str(arguments[0]))
+        elif event == "stepped":
+            prefills, decodes = arguments
+            timeline.stepped(prefills, decodes, now - 0.5, now)  # type: ignore[arg-type]
+        else:
+            getattr(timeline, str(event))(arguments[0])
+    for name in ("a", "b"):
+        timeline.drop(name)
+    assert timeline.num_requests == timeline._num_queued == 0
+    assert all(span.start_s <= span.end_s and span.stage in (*STAGES, FEATURE_WAIT) for span in bench.spans)
+    for name in ("a", "b"):
+        own = [span for span in bench.spans if span.request_id == name]
+        assert all(one.end_s <= next_.start_s for one, next_ in pairwise(own))

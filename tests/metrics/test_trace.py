@@ -1,0 +1,191 @@
+"""What processes write is what viewers read, also after a kill; joined, a request's stages add up."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from epd_serve.metrics.breakdown import read_traces, summary
+from epd_serve.metrics.timeline import STAGES, StageSpan, Timeline
+from epd_serve.metrics.trace import TraceWriter
+
+
+class Process:
+    """A traced process whose clock can be set."""
+
+    def __init__(self, directory: Path, name: str, *, wall_offset_s: float = 1e9) -> None:
+        self.now = 0.0
+        self.writer = TraceWriter(
+            directory, name, clock=lambda: self.now, wall_clock=lambda: self.now + wall_offset_s
+        )
+        self.timeline = Timeline(lambda: self.now, self.record)
+
+    def record(self, span: StageSpan) -> None:
+        self.writer.span(span.request_id, span.stage, span.start_s, span.end_s, item=span.item)
+
+    def at(self, now: float) -> Timeline:
+        self.now = now
+        return self.timeline
+
+
+def serve_one(directory: Path, request_id: str = "r", *, close: bool = True) -> list[Process]:
+    """A request with two images, of which the second decides: E 2.1 ... 6, P until 9, D until 20."""
+    e, p, d = (Process(directory, name) for name in ("e0", "p0", "d0"))
+    p.at(2).prefill_received(request_id, hand_off=True, lacks_features=True)
+    e.at(4).encoded(request_id, "one", 2.1, (2.5, 3))
+    e.at(6.2).encoded(request_id, "two", 2.1, (3, 5))
+    p.at(6).features_here(request_id)
+    p.timeline.stepped([(request_id, True)], [], 6.5, 9)
+    d.at(9.5).decode_received(request_id)
+    p.at(9.7).handed_over(request_id)
+    d.timeline.stepped([], [request_id], 10, 11)
+    d.at(20).finished(request_id)
+    e.writer.slice("tower", "encode", 3, 5, images=2)
+    d.writer.slice("engine", "decode", 4, 7, decodes=3)
+    if close:
+        for process in (e, p, d):
+            process.writer.close()
+            process.writer.close()
+            process.writer.slice("engine", "too late", 0, 1)
+    return [e, p, d]
+
+
+def test_each_file_is_json_with_names_of_process_and_threads(tmp_path: Path) -> None:
+    e, *_ = serve_one(tmp_path)
+    events = json.loads(e.writer.path.read_text())
+    assert events[0] == {"ph": "M", "name": "process_name", "pid": os.getpid(), "tid": 0, "args": {"name": "e0"}}
+    [track] = [event["tid"] for event in events if event["name"] == "thread_name"]
+    [batch] = [event for event in events if event["ph"] == "X"]
+    assert (batch["tid"], batch["ts"], batch["dur"], batch["args"]) == (track, 3e6, 2e6, {"images": 2})
+    begins, ends = ([event for event in events if event["ph"] == phase] for phase in "be")
+    assert [(b["id"], b["name"]) for b in begins] == [(e["id"], e["name"]) for e in ends]
+    assert {b["id"] for b in begins} == {"r/one", "r/two"}
+
+
+@pytest.mark.parametrize("close", [True, False])
+def test_the_stages_of_a_request_add_up_on_its_critical_path(tmp_path: Path, close: bool) -> None:
+    serve_one(tmp_path, close=close)
+    gateway = TraceWriter(tmp_path, "gateway", clock=lambda: 0.0, wall_clock=lambda: 1e9)
+    gateway.span("r", "gateway_receive", 1, 2)
+    gateway.span("r", "gateway_serve", 2, 20.5)
+    trace = read_traces(tmp_path)
+    [request] = trace.requests
+    found = {stage: round(seconds, 6) for stage, seconds in request.stages.items()}
+    expected = (0.9, 2, 1, 0.5, 2.5, 0.5, 0.5, 10)
+    assert found == dict(zip(STAGES, expected, strict=True))
+    assert request.total_s == pytest.approx(20 - 2.1)
+    rows = summary(trace.requests)["rows"]
+    assert rows["gateway"]["mean_ms"] == pytest.approx(1000)
+    assert rows["between"]["mean_ms"] == pytest.approx(1e3 * (18.5 - 17.9))
+    assert rows["e2e"]["p95_ms"] == pytest.approx(19500)
+    assert sum(rows[name]["share"] for name in (*STAGES, "gateway", "between")) == pytest.approx(1)
+    whole = json.loads(trace.to_json())["traceEvents"]
+    names = {event["pid"]: event["args"]["name"] for event in whole if event["name"] == "process_name"}
+    assert sorted(names.values()) == ["d0", "e0", "gateway", "p0", "requests"]
+    line = [event for event in whole if names[event["pid"]] == "requests" and event["ph"] == "X"]
+    assert [event["name"] for event in line] == list(STAGES)
+    assert all(a["ts"] + a["dur"] == pytest.approx(b["ts"], abs=2) for a, b in pairwise(line))
+    assert min(event["ts"] for event in whole if "ts" in event) == 0
+
+
+def test_text_and_what_did_not_end(tmp_path: Path) -> None:
+    pd = Process(tmp_path, "pd0")
+    for name in ("text", "left", "failed"):
+        pd.at(1).prefill_received(name, hand_off=False, lacks_features=False)
+    pd.timeline.stepped([("text", True), ("left", True)], [], 2, 3)
+    pd.timeline.stepped([], ["text", "left"], 3, 4)
+    pd.at(5).finished("text")
+    pd.timeline.drop("left")
+    pd.timeline.drop("failed")
+    trace = read_traces(tmp_path)
+    assert [request.request_id for request in trace.requests] == ["text"]
+    assert [trace.requests[0].stages[stage] for stage in STAGES] == pytest.approx([0, 0, 0, 1, 1, 0, 0, 2])
+    assert "e2e" not in summary(trace.requests)["rows"]
+
+
+def test_clocks_of_two_hosts_are_joined_by_the_wall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts = iter(("one", "two", "two"))
+    monkeypatch.setattr("epd_serve.metrics.trace._host_id", lambda: next(hosts))
+    for name, offset in (("a", 100.0), ("b", 50.0), ("c", 50.25)):
+        Process(tmp_path, name, wall_offset_s=offset).writer.slice("engine", name, 1, 2)
+    times = {event["name"]: event["ts"] for event in read_traces(tmp_path).events if event["ph"] == "X"}
+    assert times == {"a": 50e6, "b": 0, "c": 0}, "b and c share a clock, whatever the wall's did meanwhile"
+
+
+KILLED = """
+import sys, time
+from pathlib import Path
+from epd_serve.metrics.trace import TraceWriter
+writer = TraceWriter(Path(sys.argv[1]), "e0")
+for number in range(10**9):
+    writer.slice("tower", "encode", number, number + 1, images=number)
+    if number == 1000:
+        print("ready", flush=True)
+"""
+
+
+def test_a_process_that_is_killed_leaves_all_but_the_end(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+        process.send_signal(signal.SIGKILL)
+    [path] = tmp_path.iterdir()
+    events = json.loads(path.read_bytes() + b"]")
+    numbers = [event["args"]["images"] for event in events if event["ph"] == "X"]
+    assert numbers == list(range(len(numbers))) and len(numbers) > 1000
+    path.write_bytes(path.read_bytes()[:-20])  # as after a power cut
+    (tmp_path / "other.json").write_text('{"traceEvents": []}')
+    assert len([event for event in read_traces(tmp_path).events if event["ph"] == "X"]) == len(numbers) - 1
+
+
+def test_a_full_disk_ends_the_trace_and_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    writer = TraceWriter(tmp_path, "e0")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (writer.path.stat().st_size + 300, before[1]))
+    try:
+        for number in range(10):
+            writer.slice("tower", "encode", number, number + 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    writer.close()
+    assert caplog.text.count("the trace") == 1
+    assert 1 <= len([event for event in read_traces(tmp_path).events if event["ph"] == "X"]) < 10
+
+
+def test_what_is_no_trace_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="holds no traces"):
+        read_traces(tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="cannot be written"):
+        TraceWriter(tmp_path / "file", "e0")
+
+
+def figures(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    from epd_serve import cli
+
+    monkeypatch.setattr(sys, "argv", ["epd-serve", "trace", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert not ended.value.code
+    return capsys.readouterr().out
+
+
+def test_the_command_joins_and_prints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    serve_one(tmp_path / "traces")
+    output = tmp_path / "trace.json"
+    table = figures([str(tmp_path / "traces"), "-o", str(output)], monkeypatch, capsys)
+    assert "decode execute" in table and "10000.00" in table
+    assert json.loads(output.read_bytes())["displayTimeUnit"] == "ms"
+    found = json.loads(figures([str(tmp_path / "traces"), "--json"], monkeypatch, capsys))
+    assert found["num_requests"] == 1
+    assert found["rows"]["stages"]["mean_ms"] == pytest.approx(17900)

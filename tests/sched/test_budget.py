@@ -1,0 +1,246 @@
+import math
+from itertools import accumulate
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from epd_serve.cache.block_pool import BlockPool
+from epd_serve.request import Sequence, SequenceState
+from epd_serve.sched.budget import (
+    MIN_CHUNK,
+    PREFILL_SHARE,
+    StepCost,
+    StepPace,
+    StepWork,
+    latency_limit_s,
+    search_budget,
+    work_done,
+)
+from epd_serve.sched.language import Budget, ScheduleOutput, schedule
+from epd_serve.sched.queues import Queues
+from epd_serve.types import Role, SamplingParams
+
+COST = StepCost(base_s=0.01, token_s=1e-4, sequence_s=5e-4, context_s=1e-6, pair_s=2e-7)
+
+
+@pytest.mark.parametrize(
+    ("role", "limit_s"), [("E", 1), ("P", 1), ("EP", 1), ("D", 0.05), ("ED", 0.05), ("PD", 0.05), ("EPD", 0.05)]
+)
+def test_the_limit_of_a_role(role: str, limit_s: float) -> None:
+    assert latency_limit_s(Role.parse(role), ttft_s=2, tpot_s=0.05, alpha=0.5) == limit_s
+    assert latency_limit_s(Role.parse(role), ttft_s=None, tpot_s=None, alpha=0.5) is None
+
+
+@given(
+    steps=st.lists(st.sampled_from((0.0, 0.0, 0.25, 1.0, 3.0)), min_size=1, max_size=200),
+    limit_s=st.floats(0, 60),
+    data=st.data(),
+)
+def test_the_search_finds_the_largest_feasible_size(
+    steps: list[float], limit_s: float, data: st.DataObject
+) -> None:
+    """On every function that grows, with plateaus and jumps: exactly the last size within the limit."""
+    low = data.draw(st.integers(1, len(steps)))
+    times = dict(enumerate(accumulate(steps), start=1))
+    measured: list[int] = []
+
+    def measure(size: int) -> float:
+        measured.append(size)
+        return times[size]
+
+    found = search_budget(measure, limit_s, low, len(steps))
+    feasible = [size for size in range(low, len(steps) + 1) if times[size] <= limit_s]
+    assert found.size == max(feasible, default=low)
+    assert found.feasible == bool(feasible)
+    assert found.seconds == times[found.size]
+    assert len(measured) == len(set(measured)) <= 2 * math.log2(len(steps)) + 3, "logarithmic, nothing twice"
+    assert max(measured) <= 2 * found.size, "nothing much larger was tried"
+
+
+@given(limit_s=st.floats(0.1, 50), seed=st.integers(0, 1000), high=st.integers(1, 500))
+def test_under_noise_the_result_was_measured_within_the_limit(limit_s: float, seed: int, high: int) -> None:
+    rng = Random(seed)
+    times: dict[int, float] = {}
+
+    def measure(size: int) -> float:
+        times[size] = 0.1 * size * rng.uniform(0.7, 1.5)
+        return times[size]
+
+    found = search_budget(measure, limit_s, 1, high)
+    assert found.seconds == times[found.size]
+    assert found.feasible == (found.seconds <= limit_s)
+    assert found.feasible or found.size == 1
+    assert all(size < found.size for size in times if times[size] <= limit_s and size != found.size)
+
+
+def test_a_search_needs_a_range() -> None:
+    with pytest.raises(ValueError, match="between 2 and 1"):
+        search_budget(float, 1.0, 2, 1)
+
+
+@given(seconds=st.floats(0, 1), start=st.integers(0, 5000))
+def test_the_longest_chunk_is_the_inverse_of_its_cost(seconds: float, start: int) -> None:
+    count = int(COST.tokens_within(seconds, start))
+    assert COST.chunk_s(start, count + 1) > seconds - 1e-9
+    assert count == 0 or COST.chunk_s(start, count) <= seconds + 1e-9
+
+
+def test_a_cost_without_slope_has_room_for_any_chunk() -> None:
+    assert StepCost(base_s=1.0).tokens_within(0.5, 10) == math.inf
+
+
+def sequence(prompt: int, *, computed: int = 0, output: int = 0) -> Sequence:
+    return Sequence(
+        request_id="s",
+        prompt_ids=[0] * prompt,
+        sampling=SamplingParams(seed=0),
+        max_tokens=8,
+        positions=None,
+        num_computed=prompt + output - 1 if output else computed,
+        output_ids=[1] * output,
+        state=SequenceState.RUNNING if output or computed else SequenceState.WAITING,
+    )
+
+
+def step(
+    running: list[Sequence], waiting: list[Sequence], pace: StepPace, max_tokens: int = 4096
+) -> ScheduleOutput:
+    return schedule(
+        running,
+        waiting,
+        Budget(max_num_tokens=max_tokens, max_num_seqs=64, pace=pace),
+        ready_tokens=lambda s: s.num_tokens,
+        blocks_needed=lambda s: 1,
+        blocks_freed=lambda s: 1,
+        free_blocks=1000,
+    )
+
+
+def work(output: ScheduleOutput) -> StepWork:
+    return StepWork.of(
+        (s.num_tokens for s in output.decodes), ((s.num_computed, count) for s, count in output.prefills)
+    )
+
+
+@settings(max_examples=60)
+@given(
+    decodes=st.lists(st.integers(1, 2000), max_size=30),
+    chunk=st.tuples(st.integers(0, 2000), st.integers(1, 2000)),
+    prompts=st.lists(st.integers(1, 2000), max_size=5),
+    limit_s=st.floats(0.001, 1),
+)
+def test_a_step_is_predicted_to_end_within_its_limit(
+    decodes: list[int], chunk: tuple[int, int], prompts: list[int], limit_s: float
+) -> None:
+    running = [sequence(context, output=1) for context in decodes] + [sequence(sum(chunk), computed=chunk[0])]
+    output = step(running, [sequence(prompt) for prompt in prompts], StepPace(COST, limit_s))
+    assert output.decodes == running[:-1], "decodes are never left out"
+    assert output.prefills, "a prefill goes on in every step"
+    least = COST.seconds(work(ScheduleOutput(decodes=output.decodes)))
+    allowed = max(limit_s, least + PREFILL_SHARE * limit_s)
+    seconds = COST.seconds(work(output))
+    first, count = output.prefills[0]
+    assert seconds <= allowed + 1e-9 or (len(output.prefills) == 1 and count <= MIN_CHUNK)
+    if count < first.num_uncomputed and len(output.prefills) == 1:
+        assert seconds + COST.chunk_s(first.num_computed, count + 1) - COST.chunk_s(first.num_computed, count) > (
+            allowed - 1e-9
+        )
+
+
+@given(
+    decodes=st.lists(st.integers(1, 2000), max_size=30),
+    prompts=st.lists(st.integers(1, 50), max_size=30),
+    limit_s=st.floats(0.011, 0.2),
+)
+def test_no_more_are_admitted_than_can_decode_within_the_limit(
+    decodes: list[int], prompts: list[int], limit_s: float
+) -> None:
+    running = [sequence(context, output=1) for context in decodes]
+    output = step(running, [sequence(prompt) for prompt in prompts], StepPace(COST, limit_s))
+    together = StepWork.of([s.num_tokens for s in (*running, *output.admitted)], ())
+    if len(output.admitted) + len(running) > 1 and output.admitted:
+        assert COST.seconds(together) <= (1 - PREFILL_SHARE) * limit_s
+    assert running or not prompts or output.admitted, "one that is alone has room"
+
+
+def test_what_another_instance_decodes_needs_no_room() -> None:
+    prompts = [sequence(20) for _ in range(12)]
+    for prompt in prompts:
+        prompt.hand_off = True
+    assert len(step([], prompts, StepPace(COST, 0.06)).admitted) == 12
+    assert len(step([], [sequence(20) for _ in range(60)], StepPace(COST, 0.02)).admitted) < 12
+
+
+def test_nothing_is_admitted_that_gets_no_tokens() -> None:
+    pace = StepPace(COST, 0.02)
+    output = step([sequence(1000, computed=10)], [sequence(100), sequence(100)], pace)
+    assert [count < 990 for _, count in output.prefills] == [True]
+    assert output.admitted == []
+
+
+def test_the_pace_follows_observed_times_and_forgets_an_outlier() -> None:
+    pace = StepPace(COST, 0.1)
+    ran = StepWork.of([100] * 4, [(0, 200)])
+    chunk = step([], [sequence(3000)], pace).num_tokens
+    for _ in range(60):
+        pace.observe(ran, 2 * COST.seconds(ran))
+    assert 2.0 <= pace.correction < 2.05
+    assert step([], [sequence(3000)], pace).num_tokens < 0.6 * chunk
+    pace.observe(ran, 1000.0)
+    assert pace.correction < 3.2
+    for _ in range(60):
+        pace.observe(ran, COST.seconds(ran))
+    assert step([], [sequence(3000)], pace).num_tokens > 0.9 * chunk
+
+
+def test_the_work_of_a_step_that_ended_is_what_was_scheduled() -> None:
+    running = [sequence(50, output=3), sequence(70, output=1), sequence(400, computed=30)]
+    output = step(running, [sequence(20)], StepPace(COST, 0.05))
+    before = work(output)
+    for s in output.decodes:
+        s.num_computed += 1
+        s.output_ids.append(1)
+    for s, count in output.prefills:
+        s.num_computed += count
+    assert work_done(output.decodes, output.prefills) == before
+
+
+class NoMemory:
+    """Blocks without anything behind them, of which nothing is ever moved."""
+
+    def copy_block(self, source: int, target: int) -> None:
+        raise AssertionError("nothing is forked here")
+
+    def save(self, blocks: object) -> object:
+        raise AssertionError("nothing is preempted here")
+
+    def restore(self, saved: object, first: int, blocks: object) -> None:
+        raise AssertionError("nothing is preempted here")
+
+
+def test_blocks_are_reserved_for_no_more_than_can_decode_within_the_limit() -> None:
+    pool = BlockPool(1000, 16)
+    queues = Queues(
+        pool,
+        NoMemory(),
+        Budget(max_num_tokens=64, max_num_seqs=64, pace=StepPace(COST, 0.014)),
+        lambda waiting, now: list(waiting),
+        has_feature=lambda mm_hash: True,
+        on_starved=lambda mm_hash: None,
+        on_lost=lambda name, error: None,
+    )
+    arrived: list[Sequence] = []
+    while blocks := queues.reserve(200, 1, [], 0.0):
+        arrived.append(sequence(200, output=1))
+        arrived[-1].blocks = blocks.root
+        queues.run(arrived[-1])
+        assert len(arrived) < 64
+    contexts = [s.num_tokens for s in arrived]
+    assert (
+        COST.seconds(StepWork.of([*contexts, 200], ())) > 0.9 * 0.014 > COST.seconds(StepWork.of(contexts[1:], ()))
+    )
+    queues.stop(arrived[0])
+    pool.release(arrived[0].blocks)
+    assert queues.reserve(200, 1, [], 0.0), "a place is free again"

@@ -1,0 +1,113 @@
+import math
+from collections import Counter
+from functools import partial
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from epd_serve.request import Sequence
+from epd_serve.sched.ordering import PATIENCE, fcfs, sjf, slack
+from epd_serve.sched.queues import Order
+from epd_serve.types import SamplingParams
+
+TTFT_S = 2.0
+
+
+def sequence(name: str, tokens: int, arrival_s: float = 0.0, *, preempted: bool = False) -> Sequence:
+    return Sequence(
+        request_id=name,
+        prompt_ids=[0] * tokens,
+        sampling=SamplingParams(seed=0),
+        max_tokens=8,
+        positions=None,
+        arrival_s=arrival_s,
+        output_ids=[1] if preempted else [],
+    )
+
+
+def prefill_s(sequence: Sequence) -> float:
+    return 0.01 * sequence.num_prompt_tokens
+
+
+ORDERS: dict[str, Order] = {
+    "fcfs": fcfs,
+    "sjf": partial(sjf, uncached_tokens=lambda s: s.num_prompt_tokens),
+    "slack": partial(slack, ttft_s=TTFT_S, prefill_s=prefill_s),
+}
+times = st.integers(0, 400).map(lambda n: n / 16)
+sequences = st.builds(
+    lambda tokens, arrival_s, preempted: sequence("s", tokens, arrival_s, preempted=preempted),
+    st.integers(1, 300),
+    times,
+    st.sampled_from((False, False, False, True)),
+)
+
+
+def names(order: list[Sequence]) -> str:
+    return "".join(sequence.request_id for sequence in order)
+
+
+@given(st.sampled_from(sorted(ORDERS)), st.lists(sequences, max_size=12), times)
+def test_an_order_is_a_permutation_with_the_preempted_first(
+    name: str, waiting: list[Sequence], now: float
+) -> None:
+    before = list(waiting)
+    order = ORDERS[name](waiting, now)
+    assert waiting == before, "the queue itself was changed"
+    assert Counter(map(id, order)) == Counter(map(id, waiting))
+    preempted = [s for s in order if s.output_ids]
+    assert order[: len(preempted)] == preempted
+    assert [s.arrival_s for s in preempted] == sorted(s.arrival_s for s in preempted)
+    assert order == ORDERS[name](order, now), "a second sorting changes nothing"
+
+
+@given(st.lists(sequences, max_size=12), times)
+def test_fcfs_is_by_arrival_and_keeps_ties(waiting: list[Sequence], now: float) -> None:
+    order = [s for s in fcfs(waiting, now) if not s.output_ids]
+    positions = {id(s): i for i, s in enumerate(waiting)}
+    assert order == sorted(order, key=lambda s: (s.arrival_s, positions[id(s)]))
+
+
+def test_sjf_counts_what_is_not_cached() -> None:
+    cached = {"a": 90, "b": 0, "c": 0}
+    waiting = [sequence("a", 100), sequence("b", 50), sequence("c", 5), sequence("d", 10, preempted=True)]
+    order = sjf(waiting, 0.0, uncached_tokens=lambda s: s.num_prompt_tokens - cached[s.request_id])
+    assert names(order) == "dcab"
+
+
+def test_least_slack_first_and_what_is_too_late_last() -> None:
+    waiting = [
+        sequence("a", 10, 9.5),  # 2 - 0.5 - 0.1 left
+        sequence("b", 100, 9.5),  # 2 - 0.5 - 1.0
+        sequence("c", 100, 8.9),  # 2 - 1.1 - 1.0: too late
+        sequence("d", 10, 8.2),  # 2 - 1.8 - 0.1
+        sequence("e", 10, 5.0),  # too late, for longer
+    ]
+    assert names(ORDERS["slack"](waiting, 10.0)) == "dbaec"
+    assert names(ORDERS["slack"](waiting, 5.0 + PATIENCE * TTFT_S)) == "edcab"
+
+
+@settings(max_examples=25)
+@given(
+    victim=st.integers(1, 1000),
+    others=st.lists(st.tuples(st.integers(1, 1000), st.integers(1, 32)), min_size=150, max_size=150),
+)
+def test_nothing_starves_under_slack(victim: int, others: list[tuple[int, int]]) -> None:
+    """One is served at a time, whichever is first; the others never stop arriving, faster than they are served."""
+    service_s, now, arrivals = 0.25, 0.0, 0.0
+    waiting = [sequence("victim", victim)]
+    for tokens, gap in others:
+        arrivals += gap / 128
+        waiting.append(sequence("o", tokens, arrivals))
+    overtaken = 0
+    while True:
+        here = [s for s in waiting if s.arrival_s <= now]
+        if here:
+            first = ORDERS["slack"](here, now)[0]
+            waiting.remove(first)
+            if first.request_id == "victim":
+                break
+            overtaken += 1
+        now += service_s
+    assert now <= PATIENCE * TTFT_S + service_s
+    assert overtaken <= math.ceil(PATIENCE * TTFT_S / service_s)

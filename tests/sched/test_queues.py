@@ -1,0 +1,146 @@
+"""Who gets blocks before whom, and what is lost with whom."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as AbstractSequence
+from typing import Any
+
+from epd_serve.cache.block_pool import BlockPool
+from epd_serve.request import Sequence, SequenceState
+from epd_serve.sched.language import Budget
+from epd_serve.sched.queues import Queues
+from epd_serve.types import SamplingParams
+
+
+class Memory:
+    """Knows what was saved and brought back; may break."""
+
+    def __init__(self) -> None:
+        self.restored: list[tuple[Any, int, list[int]]] = []
+        self.error: Exception | None = None
+
+    def copy_block(self, source: int, target: int) -> None: ...
+
+    def save(self, blocks: AbstractSequence[int]) -> Any:
+        if self.error is not None:
+            raise self.error
+        return tuple(blocks)
+
+    def restore(self, saved: Any, first: int, blocks: AbstractSequence[int]) -> None:
+        if self.error is not None:
+            raise self.error
+        self.restored.append((saved, first, list(blocks)))
+
+
+class Bench:
+    """Queues over blocks of one token."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.pool = BlockPool(num_blocks + 1, 1)
+        self.memory = Memory()
+        self.lost: list[str] = []
+        self.queues = Queues(
+            self.pool,
+            self.memory,
+            Budget(max_num_tokens=100, max_num_seqs=10),
+            lambda waiting, now: list(waiting),
+            has_feature=lambda mm_hash: True,
+            on_starved=lambda mm_hash: None,
+            on_lost=self.lose,
+        )
+
+    def lose(self, request_id: str, error: Exception) -> None:
+        self.lost.append(request_id)
+        for sequence in self.queues.remove(request_id):
+            sequence.move_to(SequenceState.ABORTED)
+            self.queues.tables.release(sequence)
+
+    def submit(self, name: str, arrival_s: float, num_tokens: int, *, here: bool = True) -> Sequence:
+        sequence = Sequence(
+            request_id=name,
+            prompt_ids=[1] * num_tokens,
+            sampling=SamplingParams(seed=0),
+            max_tokens=10,
+            positions=() if here else None,
+            arrival_s=arrival_s,
+        )
+        self.queues.submit(sequence)
+        return sequence
+
+    def step(self) -> tuple[list[str], list[str]]:
+        """Names of those that were computed and of those that were preempted."""
+        output = self.queues.plan(0.0)
+        computed = [(s, 1) for s in output.decodes] + output.prefills
+        for sequence, count in computed:
+            sequence.num_computed += count
+            if sequence.num_uncomputed == 0:
+                sequence.output_ids.append(5)
+        self.pool.check_integrity()
+        return [s.request_id for s, _ in computed], [s.request_id for s in output.preempted]
+
+    def finish(self, sequence: Sequence) -> None:
+        assert self.queues.stop(sequence)
+        sequence.move_to(SequenceState.FINISHED)
+        self.queues.tables.release(sequence)
+
+
+def test_the_preempted_come_before_reservations_and_those_before_younger_prompts() -> None:
+    bench = Bench(10)
+    old, young = bench.submit("old", 1.0, 4), bench.submit("young", 2.0, 3)
+    assert bench.step() == (["old", "young"], [])
+    assert bench.step() == (["old", "young"], [])
+    assert bench.step() == (["old"], []), "the last block is the oldest's; the other keeps what it has"
+    assert bench.step() == (["old"], ["young"])
+    assert bench.queues.reserve(1, 1, [], 3.0) is None, "there would be room, but not for young too"
+    late = bench.submit("late", 4.0, 1)
+    assert bench.step() == (["old"], [])
+    bench.finish(old)
+    assert bench.step() == (["young"], []), "late is not admitted, though it would fit"
+    assert late.state is SequenceState.WAITING
+    assert bench.queues.reserve(1, 1, [], 3.0) is not None
+    bench.queues.stop_reserving()
+    bench.finish(young)
+    assert bench.step() == (["late"], [])
+
+
+def test_an_older_prompt_comes_before_a_reservation() -> None:
+    bench = Bench(10)
+    bench.submit("first", 1.0, 5)
+    earlier = bench.queues.reserve(4, 1, [], 0.5)
+    assert earlier is not None
+    assert bench.queues.reserve(1, 1, [], 2.0) is None, "it would fit, but first does not yet"
+    assert bench.step() == ([], [])
+    bench.pool.release(earlier.all())
+    assert bench.step() == (["first"], [])
+    assert bench.queues.reserve(1, 1, [], 2.0) is not None
+
+
+def test_the_oldest_waits_only_for_blocks_of_what_does_not_run() -> None:
+    bench = Bench(6)
+    bench.submit("r", 1.0, 4)
+    assert bench.step() == (["r"], [])
+    reserved = bench.pool.allocate(1)
+    assert bench.step() == (["r"], [])
+    assert bench.step() == ([], []), "it keeps what it has"
+    bench.pool.release(reserved)
+    assert bench.step() == (["r"], [])
+
+
+def test_kv_that_cannot_be_saved_or_brought_back_fails_its_request_alone() -> None:
+    for breaks_at in ("save", "restore", None):
+        bench = Bench(9)
+        old, young = bench.submit("old", 1.0, 3, here=False), bench.submit("young", 2.0, 3, here=False)
+        bench.step()
+        bench.memory.error = MemoryError("full") if breaks_at == "save" else None
+        while not bench.lost and young.state is not SequenceState.WAITING:
+            assert "old" in bench.step()[0]
+        bench.memory.error = MemoryError("full") if breaks_at == "restore" else None
+        bench.step()
+        bench.finish(old)
+        bench.step()
+        assert bench.lost == ([] if breaks_at is None else ["young"])
+        if breaks_at is None:
+            assert len(bench.memory.restored) == 1
+            assert young.saved is None
+            bench.finish(young)
+        assert bench.pool.num_free == bench.pool.capacity

@@ -1,0 +1,184 @@
+"""An engine with a tiny model in one process, without a server."""
+
+from __future__ import annotations
+
+import queue
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+
+from device.base import Device
+from device.registry import get_device
+from epd_serve.cache.block_pool import BlockPool
+from epd_serve.config import decode_graph_sizes
+from epd_serve.models.family import load_family
+from epd_serve.models.language import LanguageModel
+from epd_serve.models.tower import Tower
+from epd_serve.protocol import wire
+from epd_serve.request import Sequence
+from epd_serve.sched.language import Budget, ScheduleOutput
+from epd_serve.transfer.embedded import EmbeddedTransport
+from epd_serve.types import SamplingParams
+from epd_serve.worker.engine import Engine
+from epd_serve.worker.events import EngineEvent, TokenEvent
+from epd_serve.worker.kv_memory import KVMemory
+from epd_serve.worker.prompt import PromptProcessor
+from epd_serve.worker.runner import LanguageRunner
+from epd_serve.worker.step import StepExecutor
+
+BLOCK_SIZE = 8
+
+
+@dataclass
+class EngineBench:
+    """An engine with the parts around it that an instance would have."""
+
+    path: Path
+    budget: Budget
+    num_blocks: int = 200
+    device: Device = field(default_factory=lambda: get_device("cpu"))
+    events: queue.Queue[EngineEvent] = field(default_factory=queue.Queue)
+    features: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    num_preemptions: int = 0
+    num_saved: int = 0
+    num_held: int = 0
+
+    def __post_init__(self) -> None:
+        device = self.device
+        self.family = load_family(self.path)
+        self.tower = Tower(self.path, torch.float32, device)
+        language = LanguageModel(self.path, torch.float32, device)
+        layout = wire.KVLayout(
+            num_layers=language.num_layers,
+            num_kv_heads=language.num_kv_heads,
+            head_dim=language.head_dim,
+            block_size=BLOCK_SIZE,
+            dtype="float32",
+            model="m",
+        )
+        self.transport = EmbeddedTransport(path="shm")
+        self.memory = memory = KVMemory(layout, self.num_blocks, device, self.transport)
+        executor = StepExecutor(
+            language,
+            device,
+            memory.tensor,
+            num_position_axes=self.family.num_position_axes,
+            graph_sizes=decode_graph_sizes(self.budget.max_num_seqs),
+            max_model_len=language.max_model_len,
+        )
+        runner = LanguageRunner(
+            executor,
+            device.ops,
+            block_size=BLOCK_SIZE,
+            num_position_axes=self.family.num_position_axes,
+            eos_token_ids=frozenset({2}),
+        )
+        self.processor = PromptProcessor(
+            self.path,
+            self.family,
+            language.inner,
+            max_model_len=language.max_model_len,
+            block_size=BLOCK_SIZE,
+        )
+        self.pool = BlockPool(self.num_blocks, BLOCK_SIZE)
+        self.engine = Engine(
+            runner,
+            self.pool,
+            self.budget,
+            num_layers=language.num_layers,
+            eos_token_ids=frozenset({2}),
+            feature_of=self.features.get,
+            memory=memory,
+            block_nbytes=1,
+            record_event=lambda: lambda: None,
+            sender=None,
+            emit=lambda events: [self.events.put(event) for event in events] and None,
+            on_free=lambda: None,
+            on_step=self.count,
+        )
+        self.engine.start()
+
+    def shrink(self, num_blocks: int) -> None:
+        """Leave that many blocks of an idle engine's pool; nothing is cached any more."""
+        self.pool.allocate(self.pool.num_free)
+        self.num_held = self.pool.capacity - num_blocks
+        self.pool.release(range(1, num_blocks + 1))
+
+    def count(self, output: ScheduleOutput, seconds: float) -> None:
+        self.num_preemptions += len(output.preempted)
+        self.num_saved += sum(sequence.saved is not None for sequence in output.preempted)
+
+    def close(self) -> None:
+        self.engine.close()
+        self.transport.close()
+
+    def sequence(
+        self,
+        name: str,
+        text: str,
+        images: list[Image.Image],
+        *,
+        max_tokens: int | None = 12,
+        n: int = 1,
+        hand_off: bool = False,
+        **sampling: Any,
+    ) -> Sequence:
+        hashes = [f"{hash(image.tobytes()):x}" for image in images]
+        request = wire.PrefillRequest(
+            request_id=name,
+            output=wire.OutputOptions(kind="chat", id=name, created=0, model="m"),
+            sampling=SamplingParams(
+                **{"seed": 0, "temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True, "n": n, **sampling}
+            ),
+            items=[
+                wire.MediaRef(mm_hash=h, width=image.width, height=image.height)
+                for h, image in zip(hashes, images, strict=True)
+            ],
+            messages=[
+                wire.ChatMessage(
+                    role="user",
+                    content=[wire.Part(type="image")] * len(images) + [wire.Part(type="text", text=text)],
+                )
+            ],
+        )
+        prompt = self.processor.process(request)
+        return Sequence(
+            request_id=name,
+            prompt_ids=prompt.ids,
+            sampling=request.sampling,
+            max_tokens=prompt.max_tokens,
+            positions=prompt.positions,
+            position_delta=prompt.position_delta,
+            spans=prompt.spans,
+            block_hashes=prompt.block_hashes,
+            num_sequences=n,
+            hand_off=hand_off,
+        )
+
+    def encode(self, images: list[Image.Image]) -> None:
+        inputs = [self.family.preprocess(image) for image in images]
+        for image, feature in zip(images, self.tower.encode(inputs), strict=True):
+            self.features[f"{hash(image.tobytes()):x}"] = feature
+        self.engine.wake()
+
+    def collect(self, count: int) -> dict[tuple[str, int], list[int]]:
+        """Tokens by (request, choice) until ``count`` choices have finished."""
+        tokens: dict[tuple[str, int], list[int]] = {}
+        while count:
+            event = self.events.get(timeout=60)
+            assert isinstance(event, TokenEvent), event
+            tokens.setdefault((event.request_id, event.sequence.index), []).append(event.token.token_id)
+            count -= event.finish_reason is not None
+        return tokens
+
+    def check_idle(self) -> None:
+        deadline = time.monotonic() + 10
+        while self.pool.num_free < self.pool.capacity - self.num_held and time.monotonic() < deadline:
+            time.sleep(0.01)
+        self.pool.check_integrity()
+        assert self.pool.num_free == self.pool.capacity - self.num_held, "blocks leaked"

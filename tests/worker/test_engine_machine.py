@@ -1,0 +1,406 @@
+"""The engine over a pool that is always too small, as a state machine: no token is lost, repeated or another one.
+
+Model and cache are replaced by bookkeeping: a block remembers which token was computed into each of its places, a
+step finds all tokens before its own there or fails, and the next token is a function of all tokens before it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as AbstractSequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hypothesis import HealthCheck, event, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from epd_serve.cache.block_pool import BlockPool, RequestBlocks
+from epd_serve.cache.hashing import hash_blocks
+from epd_serve.errors import InvalidRequest
+from epd_serve.request import Sequence, SequenceState
+from epd_serve.sched.language import Budget, ScheduleOutput
+from epd_serve.types import MediaSpan, SamplingParams
+from epd_serve.worker.engine import Engine
+from epd_serve.worker.events import EngineEvent, FailureEvent, PromptEvent, TokenEvent
+from epd_serve.worker.runner import StepResult
+from epd_serve.worker.sampler import SampledToken
+
+BLOCK_SIZE = 2
+EOS = 0
+IMAGE = 50
+
+
+def next_token(tokens: AbstractSequence[int], index: int) -> int:
+    return (sum((i + 1) * token for i, token in enumerate(tokens)) * 7 + index * 3 + len(tokens)) % 40
+
+
+class Cells:
+    """What was computed into each place of each block."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.blocks: list[list[Any]] = [[None] * BLOCK_SIZE for _ in range(num_blocks)]
+        self.broken = False
+
+    def copy_block(self, source: int, target: int) -> None:
+        self.blocks[target] = list(self.blocks[source])
+
+    def save(self, blocks: AbstractSequence[int]) -> list[list[Any]]:
+        if self.broken:
+            self.broken = False
+            raise MemoryError("no room for it")
+        return [list(self.blocks[block]) for block in blocks]
+
+    def restore(self, saved: list[list[Any]], first: int, blocks: AbstractSequence[int]) -> None:
+        for block, content in zip(blocks, saved[first : first + len(blocks)], strict=True):
+            self.blocks[block] = list(content)
+
+    def write(self, blocks: AbstractSequence[int], position: int, content: Any) -> None:
+        self.blocks[blocks[position // BLOCK_SIZE]][position % BLOCK_SIZE] = (position, content)
+
+    def check(self, blocks: AbstractSequence[int], contents: AbstractSequence[Any]) -> None:
+        for position, content in enumerate(contents):
+            found = self.blocks[blocks[position // BLOCK_SIZE]][position % BLOCK_SIZE]
+            assert found == (position, content), f"position {position}: {found} instead of {content}"
+
+
+def contents(tokens: AbstractSequence[int], spans: AbstractSequence[MediaSpan]) -> list[Any]:
+    """The tokens, an image's with their image."""
+    found: list[Any] = list(tokens)
+    for span in spans:
+        found[span.start : span.end] = [span.mm_hash] * span.length
+    return found
+
+
+class Runner:
+    """Computes into cells."""
+
+    def __init__(self, cells: Cells, spans: Mapping[str, AbstractSequence[MediaSpan]]) -> None:
+        self._cells = cells
+        self._spans = spans
+
+    def step(
+        self, output: ScheduleOutput, features: Mapping[str, Any], on_layer: Callable[[int], None] | None = None
+    ) -> StepResult:
+        result = StepResult([], [])
+        for sequence in output.decodes:
+            self._compute(sequence, sequence.num_tokens - 1, sequence.num_tokens)
+            result.decoded.append((sequence, self._sample(sequence, sequence.index)))
+        for sequence, count in output.prefills:
+            start, end = sequence.num_computed, sequence.num_computed + count
+            for span in sequence.spans:
+                assert span.end <= start or span.start >= end or span.mm_hash in features
+            self._compute(sequence, start, end)
+            if end < sequence.num_tokens:
+                continue
+            if sequence.output_ids:
+                result.decoded.append((sequence, self._sample(sequence, sequence.index)))
+            else:
+                first = [self._sample(sequence, index) for index in range(sequence.num_sequences)]
+                result.first.append((sequence, first))
+        return result
+
+    def _compute(self, sequence: Sequence, start: int, end: int) -> None:
+        known = contents(sequence.prompt_ids + sequence.output_ids, self._spans[sequence.request_id])
+        for position in range(start, end):
+            self._cells.write(sequence.blocks, position, known[position])
+        self._cells.check(sequence.blocks, known[:end])
+
+    def _sample(self, sequence: Sequence, index: int) -> SampledToken:
+        return SampledToken(next_token(sequence.prompt_ids + sequence.output_ids, index))
+
+
+@dataclass
+class Request:
+    """What a client would see."""
+
+    prompt: list[int]
+    max_tokens: int
+    num_sequences: int
+    image: str | None
+    hand_off: bool = False
+    root: Sequence | None = None
+    reserved: RequestBlocks | None = None
+    arrival_s: float = 0.0
+    tokens: list[list[int]] = field(default_factory=list)
+    stopped: set[int] = field(default_factory=set)
+    finished: set[int] = field(default_factory=set)
+    over: bool = False
+
+    @property
+    def spans(self) -> tuple[MediaSpan, ...]:
+        return (MediaSpan(0, self.prompt.count(IMAGE), self.image),) if self.image else ()
+
+    def alone(self, index: int) -> list[int]:
+        tokens: list[int] = []
+        while len(tokens) < self.max_tokens and tokens[-1:] != [EOS]:
+            tokens.append(next_token(self.prompt + tokens, index))
+        return tokens
+
+
+PROMPTS = st.integers(1, 12).flatmap(lambda n: st.lists(st.integers(1, 2), min_size=n, max_size=n))
+
+
+SUBMISSIONS = st.tuples(
+    PROMPTS,
+    st.sampled_from([1, 6, 9, 12, 16]),
+    st.sampled_from([1, 1, 2, 3]),
+    st.sampled_from([None, None, "a", "b"]),
+    st.sampled_from([False, False, False, True]),
+)
+
+
+class EngineMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        num_blocks = 13
+        self.cells = Cells(num_blocks)
+        self.pool = BlockPool(num_blocks, BLOCK_SIZE)
+        self.requests: dict[str, Request] = {}
+        self.spans: dict[str, AbstractSequence[MediaSpan]] = {}
+        self.sequences: dict[tuple[str, int], Sequence] = {}
+        self.features: dict[str, Any] = {}
+        self.num_preemptions = 0
+        self.reserving: str | None = None
+        self.clock = itertools.count()
+        parts: list[Any] = [Runner(self.cells, self.spans), self.pool]
+        self.engine = Engine(
+            *parts,
+            Budget(max_num_tokens=9, max_num_seqs=6),
+            num_layers=1,
+            eos_token_ids=frozenset({EOS}),
+            feature_of=self.features.get,
+            memory=self.cells,
+            block_nbytes=1,
+            record_event=lambda: lambda: None,
+            sender=None,
+            emit=self.take,
+            on_free=lambda: None,
+            on_step=self.count,
+            clock=lambda: float(next(self.clock)),
+        )
+
+    def count(self, output: ScheduleOutput, seconds: float) -> None:
+        self.num_preemptions += len(output.preempted)
+
+    def take(self, events: list[EngineEvent]) -> None:
+        for told in events:
+            request = self.requests[told.request_id]
+            assert not request.over, "an event after the end"
+            if isinstance(told, FailureEvent):
+                assert "no room for it" in told.error.message
+                request.over = True
+            elif isinstance(told, PromptEvent):
+                request.tokens = [[token.token_id] for token, _ in told.tokens]
+            else:
+                self.take_token(request, told)
+            self.forget_feature(request)
+
+    def take_token(self, request: Request, told: TokenEvent) -> None:
+        index = told.sequence.index
+        self.sequences[told.request_id, index] = told.sequence
+        assert index not in request.finished | request.stopped
+        request.tokens[index].append(told.token.token_id)
+        assert request.tokens[index] == request.alone(index)[: len(request.tokens[index])]
+        if told.finish_reason is not None:
+            request.finished.add(index)
+            assert request.tokens[index] == request.alone(index)
+
+    def forget_feature(self, request: Request) -> None:
+        """Held until the first token, by each request that needs it."""
+        if not any(r.image == request.image and not r.over and not any(r.tokens) for r in self.requests.values()):
+            self.features.pop(request.image or "", None)
+
+    def live(self) -> list[str]:
+        return [
+            name
+            for name, request in self.requests.items()
+            if not request.over and len(request.finished | request.stopped) < request.num_sequences
+        ]
+
+    # ------------------------------------------------------------------ prompts computed here
+
+    @rule(burst=st.lists(SUBMISSIONS, min_size=1, max_size=5), encode=st.booleans())
+    def submit(self, burst: list[tuple[list[int], int, int, str | None, bool]], encode: bool) -> None:
+        for submission in burst:
+            self.submit_one(*submission)
+        if encode:
+            self.encode("a")
+            self.encode("b")
+
+    def submit_one(self, prompt: list[int], max_tokens: int, n: int, image: str | None, hand_off: bool) -> None:
+        name = f"r{len(self.requests)}"
+        request = Request([IMAGE] * 3 * (image is not None) + prompt, max_tokens, n, image, hand_off)
+        try:
+            self.engine.check_fits(len(request.prompt), 0 if hand_off else max_tokens, 1 if hand_off else n)
+        except InvalidRequest:
+            return
+        request.tokens = [[] for _ in range(n)]
+        request.root = self.sequence(name, request, prompt_is_here=True)
+        self.requests[name] = request
+        self.engine.submit(request.root)
+
+    def sequence(self, name: str, request: Request, *, prompt_is_here: bool) -> Sequence:
+        self.spans[name] = request.spans
+        return Sequence(
+            request_id=name,
+            prompt_ids=request.prompt,
+            sampling=SamplingParams(seed=0, n=request.num_sequences),
+            max_tokens=request.max_tokens,
+            positions=range(len(request.prompt)) if prompt_is_here else None,
+            spans=request.spans if prompt_is_here else (),
+            block_hashes=hash_blocks(request.prompt, BLOCK_SIZE, request.spans),
+            num_sequences=request.num_sequences,
+            hand_off=request.hand_off,
+        )
+
+    @rule(image=st.sampled_from(["a", "b"]))
+    def encode(self, image: str) -> None:
+        if any(r.image == image and not r.over and not any(r.tokens) for r in self.requests.values()):
+            self.features[image] = object()
+            self.engine.wake()
+
+    # ------------------------------------------------------------------ prompts computed elsewhere
+
+    @precondition(lambda self: self.reserving is None)
+    @rule(
+        prompt=PROMPTS,
+        max_tokens=st.integers(2, 16),
+        n=st.integers(1, 3),
+        image=st.sampled_from([None, "a"]),
+    )
+    def ask_for_blocks(self, prompt: list[int], max_tokens: int, n: int, image: str | None) -> None:
+        name = f"r{len(self.requests)}"
+        request = Request([IMAGE] * 3 * (image is not None) + prompt, max_tokens, n, image)
+        request.tokens = [request.alone(index)[:1] for index in range(n)]
+        if all(request.alone(index) == request.tokens[index] for index in range(n)):
+            return
+        try:
+            self.engine.check_fits(len(request.prompt), max_tokens, n)
+        except InvalidRequest:
+            return
+        self.requests[name] = request
+        self.reserving = name
+        request.root = self.sequence(name, request, prompt_is_here=False)
+        request.arrival_s = float(next(self.clock))
+        self.try_to_reserve()
+
+    def roots(self) -> list[Sequence]:
+        return [r.root for r in self.requests.values() if r.root is not None]
+
+    def try_to_reserve(self) -> None:
+        """As the decode stage does whenever something was freed."""
+        if self.reserving is None:
+            return
+        request = self.requests[self.reserving]
+        assert request.root is not None
+        if not request.over:
+            request.reserved = self.engine.reserve(
+                len(request.prompt), request.num_sequences, request.root.block_hashes, request.arrival_s
+            )
+        if request.reserved is not None or request.over:
+            self.reserving = None
+            self.engine.stop_reserving()
+
+    def reserved(self) -> list[str]:
+        return [name for name, request in self.requests.items() if request.reserved is not None]
+
+    @precondition(lambda self: self.reserved())
+    @rule(data=st.data())
+    def hand_over(self, data: st.DataObject) -> None:
+        self.take_over(data.draw(st.sampled_from(self.reserved())))
+
+    def take_over(self, name: str) -> None:
+        request = self.requests[name]
+        assert request.root is not None and request.reserved is not None
+        known = contents(request.prompt, request.spans)
+        for position in range(request.reserved.num_cached * BLOCK_SIZE, len(known)):
+            self.cells.write(request.reserved.root, position, known[position])
+        self.cells.check(request.reserved.root, known)
+        tokens = [(ids[0], ids == request.alone(i)) for i, ids in enumerate(request.tokens)]
+        request.finished = {index for index, (_, last) in enumerate(tokens) if last}
+        self.engine.resume(request.root, request.reserved, tokens)
+        request.reserved = None
+
+    # ------------------------------------------------------------------ ends
+
+    @precondition(lambda self: self.live())
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        self.end(data.draw(st.sampled_from(self.live())))
+
+    def end(self, name: str) -> None:
+        request = self.requests[name]
+        request.over = True
+        if request.reserved is not None:
+            self.engine.unreserve(request.reserved)
+            request.reserved = None
+        self.engine.abort(name)
+        self.forget_feature(request)
+
+    @precondition(lambda self: any(name in self.live() for name, _ in self.sequences))
+    @rule(data=st.data())
+    def stop_string(self, data: st.DataObject) -> None:
+        name, index = data.draw(st.sampled_from([key for key in self.sequences if key[0] in self.live()]))
+        if index not in self.requests[name].finished:
+            self.requests[name].stopped.add(index)
+            self.engine.stop_sequence(self.sequences[name, index])
+
+    def confirm_transfers(self) -> None:
+        for request in self.requests.values():
+            if request.root is not None and request.root.state is SequenceState.TRANSFERRING:
+                assert request.tokens == [request.alone(i)[:1] for i in range(request.num_sequences)]
+                self.engine.transferred(request.root)
+                request.over = True
+
+    @rule()
+    def transferred(self) -> None:
+        self.confirm_transfers()
+
+    @rule()
+    def break_host_memory(self) -> None:
+        self.cells.broken = True
+
+    # ------------------------------------------------------------------ steps
+
+    @rule(count=st.sampled_from([1, 2, 5, 20]))
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.engine.step()
+            self.try_to_reserve()
+            self.engine.check_integrity()
+
+    @invariant()
+    def books_balance(self) -> None:
+        self.engine.check_integrity()
+        load = self.engine.load()
+        assert (
+            load.num_running
+            or load.num_waiting
+            or not any(s.blocks for s in self.roots() if s.state is not SequenceState.TRANSFERRING)
+        )
+
+    def teardown(self) -> None:
+        self.cells.broken = False
+        for _ in range(4000):
+            for image in ("a", "b"):
+                self.encode(image)
+            for name in self.reserved():
+                self.take_over(name)
+            self.engine.step()
+            self.confirm_transfers()
+            self.try_to_reserve()
+            self.books_balance()
+            if not self.live():
+                break
+        assert not self.live(), "somebody waits for ever"
+        assert self.reserving is None
+        assert self.pool.num_free == self.pool.capacity, "blocks leaked"
+        event(f"preempted: {min(self.num_preemptions, 5)}")
+
+
+TestEngine = EngineMachine.TestCase
+TestEngine.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)

@@ -1,0 +1,196 @@
+"""A large image and a long prompt hold up neither the event loop nor what else goes over it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from pictures import noise
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from device.registry import get_device
+from epd_serve.media import MediaLimits
+from epd_serve.models.family import TowerInputs, load_family
+from epd_serve.models.language import LanguageModel
+from epd_serve.protocol import wire
+from epd_serve.request import Sequence
+from epd_serve.transfer.embedded import EmbeddedTransport
+from epd_serve.transfer.feature_store import EmbeddedFeatureStore
+from epd_serve.types import SamplingParams
+from epd_serve.worker.answer import Answer
+from epd_serve.worker.encode import EncodeService
+from epd_serve.worker.events import Listeners, TokenEvent
+from epd_serve.worker.generation import Generation
+from epd_serve.worker.http import ControlApp, Event, Reply
+from epd_serve.worker.prompt import PromptProcessor
+from epd_serve.worker.request_processor import RequestProcessor
+from epd_serve.worker.sampler import SampledToken
+
+#: Far above what is measured (below 5 ms), far below what the work would take on the loop.
+BOUND_S = 0.03
+PIECE = 1 << 16
+#: As of a 4K image in a model of 7 B parameters.
+FEATURE_SHAPE = (8000, 3584)
+
+
+OUTPUT = wire.OutputOptions(kind="chat", id="r", created=0, model="m", stream=True)
+
+
+class Engine:
+    def stop_sequence(self, sequence: Sequence) -> None:
+        raise AssertionError("no stop string comes")
+
+
+class Tower:
+    num_parameters = 0
+
+    def encode(self, batch: list[TowerInputs]) -> list[Tensor]:
+        return [torch.zeros(FEATURE_SHAPE, dtype=torch.bfloat16) for _ in batch]
+
+
+class Peers:
+    async def call(self, url: str, path: str, message: wire.Message, timeout_s: float | None = None) -> bytes:
+        return b""
+
+
+@asynccontextmanager
+async def lag() -> AsyncIterator[list[float]]:
+    """Yields a list that has the longest time for which the loop gave no turn, once the context is left.
+
+    In CPU time of its thread, so that other processes do not count.
+    """
+    found: list[float] = []
+
+    async def probe() -> None:
+        worst, last = 0.0, time.thread_time()
+        try:
+            while True:
+                await asyncio.sleep(0.001)
+                now = time.thread_time()
+                worst, last = max(worst, now - last), now
+        finally:
+            found.append(worst)
+
+    task = asyncio.create_task(probe())
+    await asyncio.sleep(0.01)
+    yield found
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def post(app: ControlApp, body: bytes) -> list[Event]:
+    """As uvicorn hands a large body on: piece by piece."""
+    pieces = iter(range(0, len(body), PIECE))
+    answer: list[Event] = []
+    gone = asyncio.Event()
+
+    async def receive() -> Event:
+        await asyncio.sleep(0)
+        start = next(pieces, None)
+        if start is None:
+            await gone.wait()
+            return {"type": "http.disconnect"}
+        more = start + PIECE < len(body)
+        return {"type": "http.request", "body": body[start : start + PIECE], "more_body": more}
+
+    async def send(event: Event) -> None:
+        answer.append(event)
+
+    await app({"type": "http", "method": "POST", "path": "/"}, receive, send)
+    return answer
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return tiny_models.make_tiny_model("qwen2_5_vl", tmp_path / "model")
+
+
+async def test_a_4k_image(model: Path) -> None:
+    family = load_family(model)
+    buffer = BytesIO()
+    noise(1, (3840, 2160)).save(buffer, "JPEG", quality=90)
+    request = wire.EncodeRequest("r", wire.MediaRef("h" * 64, 3840, 2160), buffer.getvalue(), "http://p")
+    body = wire.encode(request)
+    transport = EmbeddedTransport(path="shm")
+    store = EmbeddedFeatureStore(transport, 1 << 27)
+    processor = RequestProcessor(1, queue_timeout_s=60)
+    parts: list[Any] = [Tower, family, store, Peers()]
+    service = EncodeService(*parts, image_budget_pixels=1, limits=MediaLimits(), processor=processor)
+
+    async def encode(received: bytes) -> Reply:
+        return Reply(body=wire.encode(await service.encode(wire.decode(received, wire.EncodeRequest))))
+
+    try:
+        async with lag() as found:
+            start = time.monotonic()
+            answer = await post(ControlApp([("POST", "/", encode)]), body)
+            took_s = time.monotonic() - start
+        assert answer[0]["status"] == 200
+        store.check_integrity()
+        print(f"{len(body)} bytes in {took_s:.3f} s, loop held for {found[0] * 1e3:.1f} ms")
+        assert found[0] < BOUND_S < took_s
+    finally:
+        await processor.close()
+        await service.close()
+        transport.close()
+
+
+async def test_a_prompt_of_4k_tokens_and_its_hand_over(model: Path) -> None:
+    family = load_family(model)
+    language = LanguageModel(model, torch.float32, get_device("cpu"))
+    prompts = PromptProcessor(model, family, language.inner, max_model_len=1 << 15, block_size=16)
+    processor = RequestProcessor(1, queue_timeout_s=60)
+    request = wire.PrefillRequest(
+        request_id="r",
+        output=OUTPUT,
+        sampling=SamplingParams(seed=0),
+        items=[wire.MediaRef("h" * 64, 300, 200)],
+        messages=[wire.ChatMessage("user", [wire.Part("image"), wire.Part("text", "apple tree house " * 700)])],
+    )
+    body = wire.encode(request)
+    try:
+        async with lag() as found:
+            request = wire.decode(body, wire.PrefillRequest)
+            prompt = await processor.run("text", prompts.cost_s(request), prompts.process, request)
+            await asyncio.sleep(0)
+            handoff = wire.Handoff("t", "r", prompt.ids, 0, request.sampling, 8, OUTPUT, [wire.FirstToken(5)])
+            handoff = wire.decode(wire.encode(handoff), wire.Handoff)
+            Answer(prompts.tokenizer, OUTPUT, request.sampling, handoff.prompt_ids)
+        print(f"{len(prompt.ids)} tokens, loop held for {found[0] * 1e3:.1f} ms")
+        assert len(prompt.ids) > 4000
+        assert found[0] < BOUND_S
+    finally:
+        await processor.close()
+
+
+async def test_a_step_of_256_sequences(model: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    listeners, engine = Listeners(), Engine()
+    sequences = [
+        Sequence(
+            request_id=str(number),
+            prompt_ids=list(range(100, 120)),
+            sampling=SamplingParams(seed=0, stop=("never", "ever")),
+            max_tokens=100,
+            positions=None,
+        )
+        for number in range(256)
+    ]
+    for sequence in sequences:
+        answer = Answer(tokenizer, OUTPUT, sequence.sampling, sequence.prompt_ids)
+        listeners.listen(sequence.request_id, Generation(answer, engine).feed)  # type: ignore[arg-type]
+    async with lag() as found:
+        for token_id in range(200, 210):
+            listeners.dispatch([TokenEvent(sequence, SampledToken(token_id), None) for sequence in sequences])
+            await asyncio.sleep(0.01)
+    print(f"loop held for {found[0] * 1e3:.1f} ms")
+    assert found[0] < BOUND_S

@@ -1,0 +1,111 @@
+"""P-D with all its services and real sockets in one process; the decode instance has too few blocks."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import uvicorn
+from fleet import Books, wait_until
+from pictures import noise, png
+from PIL import Image
+from reference import Reference
+
+from epd_serve.config import InstanceOptions
+from epd_serve.launch.ports import free_port
+from epd_serve.protocol import wire
+from epd_serve.types import Role, SamplingParams
+from epd_serve.worker.http import ControlApp
+from epd_serve.worker.instance import Instance
+
+MAX_TOKENS = 40
+QUESTIONS: list[tuple[str, list[Image.Image]]] = [
+    ("Say apple", []),
+    ("What is this?", [noise(1)]),
+    ("What is in the picture?", [noise(2, (60, 140)), noise(3, (90, 90))]),
+    ("Where is it?", [noise(4, (90, 70))]),
+    ("What is 2 + 3?", []),
+]
+
+
+@asynccontextmanager
+async def serving(path: Path, role: str, **options: Any) -> AsyncIterator[Instance]:
+    instance = Instance(
+        InstanceOptions(
+            name=role.lower(),
+            role=Role.parse(role),
+            model=path,
+            served_model_name="tiny",
+            port=free_port("127.0.0.1"),
+            dtype="float32",
+            block_size=8,
+            **options,
+        )
+    )
+    await instance.start()
+    app = ControlApp(instance.routes())
+    server = uvicorn.Server(uvicorn.Config(app, port=instance.options.port, lifespan="off", log_config=None))
+    running = asyncio.create_task(server._serve())
+    await asyncio.to_thread(wait_until, lambda: server.started, "the server has started")
+    try:
+        yield instance
+    finally:
+        server.should_exit = True
+        await instance.close()
+        await running
+
+
+async def ask(prefill: Instance, decode: Instance, name: str, text: str, images: list[Image.Image]) -> list[str]:
+    """As a gateway does; the answer's tokens."""
+    refs = [wire.MediaRef(f"{hash(i.tobytes()):016x}" * 4, i.width, i.height) for i in images]
+    content = [wire.Part(type="image")] * len(images) + [wire.Part(type="text", text=text)]
+    request = wire.PrefillRequest(
+        request_id=name,
+        output=wire.OutputOptions(kind="chat", id=name, created=0, model="tiny"),
+        sampling=SamplingParams(
+            seed=0, temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True, logprobs=0, skip_special_tokens=False
+        ),
+        items=refs,
+        messages=[wire.ChatMessage(role="user", content=content)],
+        decode_url=decode.url,
+    )
+    async with asyncio.TaskGroup() as tasks:
+        decoding = tasks.create_task(decode.decodes().decode(wire.DecodeRequest(name, stream=False)))
+        for ref, image in zip(refs, images, strict=True):
+            encode = wire.EncodeRequest(request_id=name, ref=ref, media=png(image), announce_to=prefill.url)
+            tasks.create_task(prefill.encodes().encode(encode))
+        handing_over = await prefill.prefills().prefill(request)
+        assert handing_over.stream is not None
+        _ = [piece async for piece in handing_over.stream]
+        handing_over.on_close()
+    reply = decoding.result()
+    reply.on_close()
+    choice = json.loads(reply.body)["choices"][0]
+    return [token["token"] for token in choice["logprobs"]["content"]]
+
+
+@pytest.mark.parametrize("kv_mode", ["grouped", "pull"])
+async def test_a_small_decode_instance_answers_all_at_once(tmp_path: Path, kv_mode: str) -> None:
+    path = tiny_models.make_tiny_model("qwen2_5_vl", tmp_path / "model")
+    reference = Reference(path)
+    expected = [
+        [reference.tokenizer.decode([i]) for i in reference.generate(text, images, max_tokens=MAX_TOKENS)]
+        for text, images in QUESTIONS
+    ]
+    async with serving(path, "EP", kv_mode=kv_mode) as prefill, serving(path, "D", num_blocks=28) as decode:
+        answers = await asyncio.gather(
+            *(ask(prefill, decode, str(i), *question) for i, question in enumerate(QUESTIONS))
+        )
+        assert answers == expected
+        metrics = bytes((await decode._render_metrics(b"")).body).decode()
+        (preempted,) = [
+            line for line in metrics.splitlines() if line.startswith("epd_serve_instance_preemptions_total")
+        ]
+        assert float(preempted.split()[1]) > 0
+        await Books({"ep": prefill.url, "d": decode.url}).check()

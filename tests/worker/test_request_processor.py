@@ -1,0 +1,132 @@
+"""Preparations: short before long, text beside images, bounded, and nothing done for those who have left."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+
+from epd_serve.errors import InvalidRequest, Unavailable
+from epd_serve.worker.request_processor import Preparation, RequestProcessor
+
+
+class Gate:
+    """Work that ends when it is let go."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.done: list[str] = []
+
+    def work(self, name: str) -> str:
+        self.go.wait(10)
+        self.done.append(name)
+        return name
+
+
+@pytest.fixture
+async def gate() -> AsyncIterator[Gate]:
+    gate = Gate()
+    yield gate
+    gate.go.set()
+
+
+@pytest.fixture
+async def processor(gate: Gate) -> AsyncIterator[RequestProcessor]:
+    processor = RequestProcessor(1, queue_timeout_s=5, max_waiting=3)
+    yield processor
+    gate.go.set()
+    await processor.close()
+
+
+async def settle(processor: RequestProcessor, num_waiting: int) -> None:
+    deadline = time.monotonic() + 5
+    while processor.num_waiting != num_waiting:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.001)
+
+
+async def test_short_text_does_not_wait_for_a_large_image(processor: RequestProcessor, gate: Gate) -> None:
+    large = asyncio.create_task(processor.run("media", 9.0, gate.work, "image"))
+    await asyncio.sleep(0.01)
+    assert await processor.run("text", 0.0, lambda: threading.current_thread().name) == "text_0"
+    assert not large.done()
+    gate.go.set()
+    assert await large == "image"
+
+
+async def test_short_items_overtake_long_ones_but_not_for_ever(gate: Gate) -> None:
+    clock = [0.0]
+    processor = RequestProcessor(1, queue_timeout_s=5, clock=lambda: clock[0])
+    tasks = [asyncio.create_task(processor.run("media", 1.0, gate.work, "running"))]
+    for now, name, cost in ((0.0, "long", 2.0), (0.1, "middle", 1.0), (0.2, "short", 0.1), (9.0, "late", 0.1)):
+        await asyncio.sleep(0)
+        clock[0] = now
+        tasks.append(asyncio.create_task(processor.run("media", cost, gate.work, name)))
+        await asyncio.sleep(0)
+    gate.go.set()
+    await asyncio.gather(*tasks)
+    assert gate.done == ["running", "short", "middle", "long", "late"]
+    await processor.close()
+
+
+async def test_who_leaves_frees_a_place_and_is_not_processed(processor: RequestProcessor, gate: Gate) -> None:
+    tasks = [asyncio.create_task(processor.run("media", 1.0, gate.work, str(i))) for i in range(4)]
+    await settle(processor, 3)
+    with pytest.raises(Unavailable, match="3 requests wait") as refused:
+        await processor.run("media", 1.0, gate.work, "one too many")
+    assert refused.value.code == "preparation_full"
+    tasks[0].cancel()  # at work: its thread stays taken until it ends
+    tasks[2].cancel()
+    await settle(processor, 2)
+    later = asyncio.create_task(processor.run("media", 1.0, gate.work, "later"))
+    await settle(processor, 3)
+    gate.go.set()
+    results = await asyncio.gather(*tasks, later, return_exceptions=True)
+    assert [str(r) for r in results] == ["", "1", "", "3", "later"]
+    assert gate.done == ["0", "1", "3", "later"]
+
+
+async def test_a_wait_has_an_end(gate: Gate) -> None:
+    processor = RequestProcessor(1, queue_timeout_s=0.05)
+    first = asyncio.create_task(processor.run("text", 1.0, gate.work, "first"))
+    await asyncio.sleep(0)
+    with pytest.raises(Unavailable, match=r"within 0\.05 s"):
+        await processor.run("text", 1.0, gate.work, "second")
+    assert processor.num_waiting == 0
+    gate.go.set()
+    await first
+    assert await processor.run("text", 1.0, gate.work, "third") == "third"
+    assert gate.done == ["first", "third"]
+    await processor.close()
+
+
+async def test_a_failure_is_the_callers_and_what_was_done_is_told() -> None:
+    told: list[Preparation] = []
+    processor = RequestProcessor(2, queue_timeout_s=5, observe=told.append)
+
+    def broken() -> None:
+        raise InvalidRequest("the image is broken")
+
+    for _ in range(3):
+        with pytest.raises(InvalidRequest, match="broken"):
+            await processor.run("media", 0.0, broken)
+    await processor.run("media", 0.0, time.sleep, 0.02)
+    assert [preparation.kind for preparation in told] == ["media"] * 4
+    assert told[-1].queued_at <= told[-1].started_at <= told[-1].ended_at - 0.02
+    await processor.close()
+
+
+async def test_a_turn_that_comes_with_a_cancellation_is_given_on(processor: RequestProcessor, gate: Gate) -> None:
+    """Many cancellations at every moment: afterwards all threads are free again."""
+    gate.go.set()
+    for round_ in range(200):
+        tasks = [asyncio.create_task(processor.run("media", 0.0, gate.work, "x")) for _ in range(3)]
+        for _ in range(round_ % 7):
+            await asyncio.sleep(0)
+        for task in tasks[: 1 + round_ % 3]:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert await asyncio.wait_for(processor.run("media", 0.0, gate.work, "y"), 5) == "y"
