@@ -12,6 +12,8 @@ needs torch, triton, transformers, pytest and hypothesis, no model and no networ
 * ``vision``: a tower's attention with heads of 64, 72 and 80;
 * ``layers``: norms, rotation and SwiGLU against plain torch;
 * ``model``: a decode step of Qwen2.5-VL-7B's shape, random weights, as a CUDA graph: equal to eager, timed;
+* ``engine``: encode, prefill, decode and two streams of Qwen2.5-VL-7B's and Qwen3-VL-8B's shapes, random weights
+  (``benchmarks.engine_gpu``; needs 40 GiB of disk and 30 GiB of GPU memory);
 * ``tune``: the decode kernel's tiles, warps and stages.
 
 Times are medians over CUDA events. The exit status is 1 where a test or a target fails.
@@ -33,7 +35,7 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).parents[1]
-PARTS = ("tests", "write", "decode", "prefill", "vision", "layers", "model", "tune")
+PARTS = ("tests", "write", "decode", "prefill", "vision", "layers", "model", "engine", "tune")
 # On a GPU machine plugins of the full test environment may be missing, and libraries warn of this and that.
 PYTEST = ("--noconftest", "-q", "--tb=short", "-W", "default", "-p", "no:cacheprovider")
 
@@ -57,7 +59,7 @@ def main() -> int:
 
 def measure(name: str, parts: tuple[str, ...] | list[str]) -> tuple[dict[str, Any], bool]:
     """The result file's content, and whether all tests and targets passed."""
-    from benchmarks import gpu_attention, gpu_memory, gpu_model, gpu_timing
+    from benchmarks import engine_gpu, gpu_attention, gpu_memory, gpu_model, gpu_timing
     from device.registry import get_device
 
     device = get_device("cuda:0")
@@ -82,6 +84,7 @@ def measure(name: str, parts: tuple[str, ...] | list[str]) -> tuple[dict[str, An
         "vision": lambda: (gpu_attention.measure_vision(device), []),
         "layers": lambda: (gpu_model.measure_layers(device), []),
         "model": lambda: gpu_model.measure_model(device, copy_gb_s),
+        "engine": lambda: (engine_gpu.measure_engine(device, result["ceilings"]), []),
         "tune": lambda: (gpu_memory.tune_decode(device, copy_gb_s), []),
     }
     targets: list[gpu_timing.Target] = []

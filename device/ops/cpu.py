@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from math import gcd
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,10 @@ from torch import Tensor
 
 from device.base import AttentionPlan, AttnMeta
 from device.ops.plain import PlainOps
+
+#: Of a norm's input that is taken through all its passes at once, per thread: stays in a core's cache.
+_NORM_BYTES = 1 << 18
+_ARGMAX_PARTS = 128
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +63,11 @@ class CpuOps(PlainOps):
     def __init__(self, *, tile_bytes: int = 2 << 20, query_rows: int = 256) -> None:
         self._tile_bytes = tile_bytes
         self._query_rows = query_rows
+        self._last_turns: tuple[Tensor | None, torch.dtype | None, tuple[Tensor, Tensor] | None] = (
+            None,
+            None,
+            None,
+        )
 
     def prepare(self, meta: AttnMeta, dtype: torch.dtype) -> CpuPlan:  # type: ignore[override]
         lens = meta.decode_context_lens.tolist()
@@ -150,21 +160,46 @@ class CpuOps(PlainOps):
         output = super().encode(query.to(inner), key.to(inner), value.to(inner), cu_seqlens_host, scale)
         return output.to(query.dtype)
 
+    def rms_norm(self, hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        rows = _NORM_BYTES * torch.get_num_threads() // (hidden.shape[1:].numel() * hidden.element_size())
+        if len(hidden) <= rows:
+            return super().rms_norm(hidden, weight, epsilon)
+        return torch.cat(
+            [super(CpuOps, self).rms_norm(part, weight, epsilon) for part in torch.split(hidden, rows)]
+        )
+
     def rotary(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         # One pass over both: in a decode step the number of operators counts, not their size.
         states = torch.cat((query, key), dim=1)
-        first, second = states.chunk(2, dim=-1)
-        turned = torch.cat((second.neg(), first), dim=-1)
-        rotated = (states * cos.to(states.dtype)[:, None]).addcmul_(turned, sin.to(states.dtype)[:, None])
+        factor, turn = self._turns(cos, sin, states.dtype)
+        rotated = (states * factor).addcmul_(states.roll(states.shape[-1] // 2, dims=-1), turn)
         return rotated[:, : query.shape[1]], rotated[:, query.shape[1] :]
+
+    def _turns(self, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Factors [T, 1, D] of the states and of them with halves swapped; all layers share them."""
+        known, of_dtype, factors = self._last_turns
+        if known is not cos or of_dtype != dtype:
+            first, second = sin.chunk(2, dim=-1)
+            signed = torch.cat((first.neg(), second), dim=-1)
+            factors = (cos.to(dtype)[:, None], signed.to(dtype)[:, None])
+            self._last_turns = (cos, dtype, factors)
+        assert factors is not None
+        return factors
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 
     def argmax(self, logits: Tensor) -> Tensor:
-        # torch's bfloat16 argmax is four times slower on a CPU than its max, which gives the index as well.
-        return logits.max(dim=-1).indices
+        # torch finds a maximum by vectors, but not its index: the index is sought where the maximum was found.
+        num_parts = gcd(logits.shape[-1], _ARGMAX_PARTS)
+        if num_parts < _ARGMAX_PARTS // 8 or not len(logits):
+            return logits.max(dim=-1).indices
+        parts = logits.view(len(logits), num_parts, -1)
+        best = parts.amax(dim=-1).max(dim=-1).indices
+        inside = parts[torch.arange(len(parts)), best].max(dim=-1).indices
+        index: Tensor = best * parts.shape[-1] + inside
+        return index
 
 
 def _tiles(plan: CpuPlan, max_blocks: int) -> list[DecodeTile]:

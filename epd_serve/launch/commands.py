@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from device.ascend_limits import parse_visible_devices
 from device.shares import share_environment
+from device.weight_files import VARIABLE, to_variable
 from epd_serve.config import DeploymentConfig
 from epd_serve.config.shares import DeviceShare
 from epd_serve.cost.interference import InterferenceMatrix
@@ -20,6 +22,12 @@ from epd_serve.transfer.mooncake import check_installed, master_command
 
 #: The variable that decides which devices of a kind a process sees.
 _VISIBLE_DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
+
+#: How an instance's heap is kept: in huge pages (weights are read faster), one heap for all threads, and nothing
+#: given back between steps, which would only fault it in again. A user's own GLIBC_TUNABLES take its place.
+HEAP_TUNABLES = "glibc.malloc.hugetlb=1:glibc.malloc.arena_max=1" + "".join(
+    f":glibc.malloc.{limit}_threshold={1 << 30}" for limit in ("mmap", "trim")
+)
 
 #: How this program is started again. -P: a user's directory is no place to import "device" or "proxy" from.
 PROGRAM = (sys.executable, "-P", "-m", "epd_serve.cli")
@@ -61,11 +69,39 @@ def instance_specs(
                 name=instance.name,
                 label=f"{instance.role} on {', '.join(dict.fromkeys(instance.devices))}",
                 command=(*PROGRAM, "instance", *options.to_arguments(), "--parent-pid", str(os.getpid())),
-                environment={**_common(environment), **variables, **npu_variables},
+                environment={
+                    "GLIBC_TUNABLES": HEAP_TUNABLES,
+                    **_common(environment),
+                    **variables,
+                    **npu_variables,
+                },
                 url=url_of(config.instances.host, options.port),
             )
         )
     return tuple(specs)
+
+
+def shared_parts(config: DeploymentConfig) -> list[str]:
+    """The parts of the model that several CPU instances hold, where they are to share them."""
+    if not config.instances.share_weights:
+        return []
+    roles = [placed.role for placed in config.placement() if set(placed.devices) == {"cpu"}]
+    holders = {
+        "tower": sum(role.encodes for role in roles),
+        "language_model": sum(role.has_language_model for role in roles),
+    }
+    return [part for part, count in holders.items() if count > 1]
+
+
+def sharing_weights(specs: Sequence[ProcessSpec], files: Mapping[str, int]) -> tuple[ProcessSpec, ...]:
+    """The instances with these memory files, by part of the model, to keep their weights in."""
+    if not files:
+        return tuple(specs)
+    variables = {VARIABLE: to_variable(files)}
+    return tuple(
+        replace(spec, environment={**spec.environment, **variables}, descriptors=tuple(files.values()))
+        for spec in specs
+    )
 
 
 def master_spec(config: DeploymentConfig, ports: Ports, environment: Mapping[str, str]) -> ProcessSpec | None:

@@ -11,9 +11,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from device.weight_files import open_weight_files
 from epd_serve.config import DeploymentConfig, change_config, model_path
 from epd_serve.launch.backoff import Backoff
-from epd_serve.launch.commands import gateway_spec, instance_specs, master_spec
+from epd_serve.launch.commands import gateway_spec, instance_specs, master_spec, shared_parts, sharing_weights
 from epd_serve.launch.ports import choose_ports
 from epd_serve.launch.process import ManagedProcess, ProcessDied, ProcessState
 from epd_serve.launch.supervisor import Supervisor
@@ -67,7 +68,9 @@ class LocalDeployment:
         self._log_dir_is_ours = log_dir is None
         self.log_dir = log_dir or Path(tempfile.mkdtemp(prefix="epd-serve-"))
         self.log_dir.mkdir(parents=True, exist_ok=True)
+        self._weight_files = open_weight_files(shared_parts(config))
         instances = instance_specs(config, ports, environment, self.log_dir.resolve())
+        instances = sharing_weights(instances, self._weight_files)
         config_file = self.log_dir / "deployment.yaml"
         config_file.touch(mode=0o600)  # it may hold the API key
         config_file.write_text(config.model_dump_json(exclude_unset=True), encoding="utf-8")  # JSON is YAML
@@ -129,6 +132,8 @@ class LocalDeployment:
     async def stop(self) -> None:
         """End all processes within 10 s, the gateway first and a mooncake_master last."""
         await self._supervisor.stop()
+        while self._weight_files:
+            os.close(self._weight_files.popitem()[1])
         died = any(process.state is ProcessState.DIED for process in self.processes)
         if self._log_dir_is_ours and not died and not self._supervisor.num_deaths:
             shutil.rmtree(self.log_dir, ignore_errors=True)

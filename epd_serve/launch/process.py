@@ -57,6 +57,7 @@ class ProcessSpec:
         environment: all variables of the process.
         url: base URL of its HTTP server.
         stops: when it is stopped. Those before it have ended by then.
+        descriptors: open files that it inherits.
     """
 
     name: str
@@ -65,6 +66,7 @@ class ProcessSpec:
     environment: Mapping[str, str] = field(repr=False)
     url: str
     stops: Literal["first", "then", "last"] = "then"
+    descriptors: tuple[int, ...] = ()
 
 
 class ProcessDied(RuntimeError):
@@ -274,4 +276,5 @@ async def _start(spec: ProcessSpec, log_file: Path) -> asyncio.subprocess.Proces
             stderr=asyncio.subprocess.STDOUT,
             env=dict(spec.environment),
             start_new_session=True,
+            pass_fds=spec.descriptors,
         )

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from device.base import AttentionOps, AttentionPlan
 from device.distributed import Alone, Group
+from device.ops.linear import Linear, gated_linear, linear
 from device.ops.rotary import rotary_tables
 from epd_serve.models.sharding import Heads, split
 
@@ -47,21 +47,12 @@ class StepContext:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Linear:
-    weight: Tensor
-    bias: Tensor | None = None
-
-    def __call__(self, states: Tensor) -> Tensor:
-        return F.linear(states, self.weight, self.bias)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class _Layer:
     input_norm: Tensor
-    qkv: _Linear
+    qkv: Linear
     query_norm: Tensor | None
     key_norm: Tensor | None
-    output: _Linear
+    output: Linear
     post_norm: Tensor
     mlp: Callable[[Tensor], Tensor]
 
@@ -152,12 +143,7 @@ class Decoder:
         if context.on_layer is not None and self._group.size == 1:
             context.on_layer(index)
         attended = ops.attend(query, key, value, kv_layer, context.plan, self.head_dim**-0.5)
-        return self._row_parallel(layer.output, attended.flatten(1))
-
-    def _row_parallel(self, linear: _Linear, states: Tensor) -> Tensor:
-        """A product whose input is split over the ranks: partial sums are added up, then the bias once."""
-        output = self._group.all_reduce(F.linear(states, linear.weight))
-        return output if linear.bias is None else output + linear.bias
+        return layer.output(attended.flatten(1))
 
     def _convert(self, layer: Any) -> _Layer:
         attention, heads = layer.self_attn, self._heads
@@ -173,7 +159,7 @@ class Decoder:
             qkv=self._fuse(parts),
             query_norm=None if query_norm is None else self._own(query_norm.weight),
             key_norm=None if key_norm is None else self._own(key_norm.weight),
-            output=self._shard_input(attention.o_proj, heads.query_rows(self.head_dim)),
+            output=self._row_parallel(attention.o_proj, heads.query_rows(self.head_dim)),
             post_norm=self._own(layer.post_attention_layernorm.weight),
             mlp=self._convert_mlp(layer.mlp),
         )
@@ -185,21 +171,29 @@ class Decoder:
             experts = mlp.to(self._device)
             return lambda hidden: experts(hidden.unsqueeze(0)).squeeze(0)
         rows = split(mlp.gate_proj.out_features, self._group)
-        gate_up = self._fuse([(mlp.gate_proj, rows), (mlp.up_proj, rows)])
-        down = self._shard_input(mlp.down_proj, rows)
-        return lambda hidden: self._row_parallel(down, self._ops.swiglu(gate_up(hidden)))
+        gate, up = (mlp.gate_proj.weight[rows].to(self._device), mlp.up_proj.weight[rows].to(self._device))
+        inner = gated_linear(gate, up, self._ops.swiglu)
+        down = self._row_parallel(mlp.down_proj, rows)
+        return lambda hidden: down(inner(hidden))
 
-    def _fuse(self, parts: Sequence[tuple[nn.Linear, slice]]) -> _Linear:
+    def _fuse(self, parts: Sequence[tuple[nn.Linear, slice]]) -> Linear:
         """Rows of several projections of one input, one below the other."""
-        weight = torch.cat([linear.weight[rows].to(self._device) for linear, rows in parts])
+        weight = torch.cat([projection.weight[rows].to(self._device) for projection, rows in parts])
         bias = None
         if parts[0][0].bias is not None:
-            bias = torch.cat([linear.bias[rows].to(self._device) for linear, rows in parts])
-        return _Linear(weight=weight, bias=bias)
+            bias = torch.cat([projection.bias[rows].to(self._device) for projection, rows in parts])
+        return linear(weight, bias)
 
-    def _shard_input(self, linear: nn.Linear, columns: slice) -> _Linear:
-        weight = linear.weight[:, columns].contiguous().to(self._device)
-        return _Linear(weight=weight, bias=None if linear.bias is None else self._own(linear.bias))
+    def _row_parallel(self, projection: Any, columns: slice) -> Linear:
+        """A product whose input is split over the ranks: partial sums are added up, then the bias once."""
+        bias = None if projection.bias is None else self._own(projection.bias)
+        weight = projection.weight[:, columns].contiguous().to(self._device)
+        if self._group.size == 1:
+            return linear(weight, bias)
+        partial_sum, all_reduce = linear(weight), self._group.all_reduce
+        if bias is None:
+            return lambda states: all_reduce(partial_sum(states))
+        return lambda states: all_reduce(partial_sum(states)) + bias
 
     def _own(self, tensor: Tensor) -> Tensor:
         return tensor.detach().to(self._device)

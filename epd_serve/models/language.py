@@ -11,6 +11,8 @@ from torch import Tensor
 
 from device.base import Device
 from device.distributed import Alone, Group
+from device.ops.linear import Linear, linear
+from device.ops.shared_weights import shared_weights
 from epd_serve.models.decoder import Decoder, StepContext
 from epd_serve.models.loader import ModelPart, load_part, num_parameters
 
@@ -43,9 +45,11 @@ class LanguageModel:
         self._group = group or Alone()
         language_model = model.model.language_model
         self._embedding: Tensor = language_model.embed_tokens.weight.to(self._device)
-        self._head = self._load_head(model, text.vocab_size)
         self._vocab_size: int = text.vocab_size
-        self._decoder = Decoder(language_model, device.ops, self._device, self._group)
+        key = f"{path} {dtype} {self._group.rank}/{self._group.size}"
+        with shared_weights(ModelPart.LANGUAGE_MODEL.value, key):
+            self._head, self._head_rows = self._load_head(model, text.vocab_size)
+            self._decoder = Decoder(language_model, device.ops, self._device, self._group)
         self.num_layers = self._decoder.num_layers
         self.num_kv_heads: int = text.num_key_value_heads
         self.kv_heads = self._decoder.kv_heads
@@ -54,14 +58,14 @@ class LanguageModel:
         self.inner = model.model
         self.inner.language_model = None
 
-    def _load_head(self, model: Any, vocab_size: int) -> Tensor:
-        """This rank's rows of the head: a view of the embedding where the two are tied."""
+    def _load_head(self, model: Any, vocab_size: int) -> tuple[Linear, int]:
+        """The product with this rank's rows of the head, and how many they are."""
         weight = model.lm_head.weight
         if weight is model.model.language_model.embed_tokens.weight:
             weight = self._embedding
         part = -(-vocab_size // self._group.size)
-        head: Tensor = weight[self._group.rank * part : (self._group.rank + 1) * part].to(self._device)
-        return head
+        rows = weight[self._group.rank * part : (self._group.rank + 1) * part].to(self._device)
+        return linear(rows), len(rows)
 
     @torch.inference_mode()
     def forward(
@@ -82,7 +86,7 @@ class LanguageModel:
             feature_rows: [F] int64, the placeholder tokens that these features replace.
 
         Returns:
-            float32 logits [len(rows), vocab].
+            Logits [len(rows), vocab] of the model's dtype.
         """
         embeddings = F.embedding(ids, self._embedding)
         deepstack: list[Tensor] = []
@@ -92,14 +96,14 @@ class LanguageModel:
         hidden = self._decoder.forward(embeddings, positions, context, feature_rows, deepstack)
         if rows is not None:
             hidden = hidden.index_select(0, rows)
-        return self._logits(hidden).float()
+        return self._logits(hidden)
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        logits = F.linear(hidden, self._head)
+        logits = self._head(hidden)
         if self._group.size == 1:
             return logits
         part = -(-self._vocab_size // self._group.size)
-        return self._group.all_gather(F.pad(logits, (0, part - len(self._head))))[:, : self._vocab_size]
+        return self._group.all_gather(F.pad(logits, (0, part - self._head_rows)))[:, : self._vocab_size]
 
 
 def _max_model_len(text: Any) -> int:

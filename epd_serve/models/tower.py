@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from device.base import Device
+from device.ops.linear import pack_modules
+from device.ops.shared_weights import shared_weights
 from epd_serve.models.attention import TowerAttention
 from epd_serve.models.family import TowerInputs
 from epd_serve.models.loader import ModelPart, load_part, num_parameters
@@ -40,6 +42,8 @@ class Tower:
         self._device = device.torch_device
         self.dtype = dtype
         self.num_parameters = num_parameters(model)
+        with shared_weights(ModelPart.TOWER.value, f"{path} {dtype}"):
+            pack_modules(model)
 
     @torch.inference_mode()
     def encode(self, batch: Sequence[TowerInputs]) -> list[Tensor]:

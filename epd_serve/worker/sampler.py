@@ -53,16 +53,19 @@ class SampledToken:
 def sample(
     logits: Tensor, rows: AbstractSequence[Row], ops: AttentionOps, eos_token_ids: frozenset[int]
 ) -> list[SampledToken]:
-    """Choose one token for each row of ``logits`` [len(rows), vocab], float32. Waits for the device once."""
+    """Choose one token for each row of ``logits`` [len(rows), vocab]; waits for the device once.
+
+    The largest is sought in the logits' own dtype; what is computed from them is float32.
+    """
     scores = _constrain(logits, rows, eos_token_ids)
     drawn = [i for i, row in enumerate(rows) if not row.sequence.sampling.greedy]
     if len(drawn) == len(rows):
-        tokens = _draw(scores, rows)
+        tokens = _draw(scores.float(), rows)
     else:
         tokens = ops.argmax(scores)
         if drawn:
             some = _on(tokens, drawn)
-            tokens = tokens.index_copy(0, some, _draw(scores[some], [rows[i] for i in drawn]))
+            tokens = tokens.index_copy(0, some, _draw(scores[some].float(), [rows[i] for i in drawn]))
     described = {i: n for i, row in enumerate(rows) if (n := row.sequence.sampling.logprobs) is not None}
     if not described:
         return [SampledToken(token) for token in tokens.tolist()]
@@ -78,7 +81,7 @@ def _constrain(logits: Tensor, rows: AbstractSequence[Row], eos_token_ids: froze
         if not sampling.penalised and not held_back:
             continue
         if scores is logits:
-            scores = logits.clone()
+            scores = logits.to(torch.float32, copy=True)
         if sampling.penalised:
             _penalise(scores[i], row.sequence)
         if held_back:
@@ -173,7 +176,7 @@ def _with_logprobs(logits: Tensor, tokens: Tensor, counts: dict[int, int]) -> li
         counts: how many of the best each row that has them wants, by row.
     """
     rows = _on(logits, list(counts))
-    scores = logits if len(rows) == len(logits) else logits[rows]
+    scores = (logits if len(rows) == len(logits) else logits[rows]).float()
     total = scores.logsumexp(dim=-1, keepdim=True)
     chosen = scores.gather(1, tokens[rows].unsqueeze(1))
     best = scores.topk(min(max(counts.values()), scores.shape[1]))

@@ -62,7 +62,7 @@ class StepExecutor:
         )
 
     def compute(self, inputs: StepInputs, on_layer: Callable[[int], None] | None = None) -> Tensor:
-        """Logits [len(rows), vocab], float32; the step's K and V are in the cache afterwards.
+        """Logits [len(rows), vocab]; the step's K and V are in the cache afterwards.
 
         Args:
             on_layer: called when a layer's K and V are in the cache, in steps with prefills.

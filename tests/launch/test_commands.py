@@ -6,7 +6,7 @@ import pytest
 
 from epd_serve.config import DeploymentConfig, parse_config
 from epd_serve.launch import ProcessSpec
-from epd_serve.launch.commands import gateway_spec, instance_specs
+from epd_serve.launch.commands import gateway_spec, instance_specs, shared_parts, sharing_weights
 from epd_serve.launch.ports import Ports
 
 
@@ -65,6 +65,28 @@ def test_children_keep_the_environment_and_stay_offline() -> None:
     assert spec.environment["HF_HUB_OFFLINE"] == "1"
     assert spec.environment["TOKENIZERS_PARALLELISM"] == "false"
     assert "CUDA_VISIBLE_DEVICES" not in spec.environment
+
+
+def test_instances_keep_their_heap_in_huge_pages_unless_the_user_tunes_it() -> None:
+    _, (spec, *_) = specs("")
+    assert "glibc.malloc.hugetlb=1" in spec.environment["GLIBC_TUNABLES"]
+    _, (spec, *_) = specs("", {"GLIBC_TUNABLES": "glibc.malloc.perturb=7"})
+    assert spec.environment["GLIBC_TUNABLES"] == "glibc.malloc.perturb=7"
+
+
+@pytest.mark.parametrize(
+    ("topology", "parts"),
+    [("E-P-D", ["language_model"]), ("2E-PD", ["tower"]), ("E-PD", []), ("2EPD", ["tower", "language_model"])],
+)
+def test_weights_are_shared_that_several_instances_hold(topology: str, parts: list[str]) -> None:
+    config, instances = specs(f"topology: {topology}\ninstances: {{share_weights: true}}")
+    assert shared_parts(config) == parts
+    files = {part: 7 + i for i, part in enumerate(parts)}
+    shared = sharing_weights(instances, files)
+    assert {spec.descriptors for spec in shared} == {tuple(files.values())}
+    names = {spec.environment.get("EPD_SERVE_WEIGHT_FILES") for spec in shared}
+    assert names == {",".join(f"{part}={number}" for part, number in files.items()) or None}
+    assert shared_parts(specs(f"topology: {topology}")[0]) == []
 
 
 def test_a_process_sees_its_device_alone() -> None:

@@ -1,0 +1,241 @@
+"""Encode, prefill and decode of true shapes with random weights on one GPU, against what the GPU can do.
+
+    python -m benchmarks.engine --gpu          # part of ``python -m benchmarks.gpu`` as well
+    python -m benchmarks.engine --gpu --device cpu --tiny    # only checks that this script runs
+
+* ``encode``: the tower over one image and over four, by the clock until the features are on the host;
+* ``prefill``: one prompt of 1k to 8k tokens in one step;
+* ``decode``: steps of 1 and of 32 sequences with and without graphs, contexts of 1k tokens;
+* ``dual_stream``: encoding and decoding at once on two streams against one after the other (TriInfer, Figure 12).
+
+``mfu`` is (2 x parameters of the layers x tokens) a second over the rate of a large bf16 product on this GPU, and
+``bandwidth`` is (weights and KV read) a second over the rate of a large copy; both are measured in the same run.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.engine_native import image_inputs
+from benchmarks.engine_shapes import make_model
+from device.base import Device
+from device.registry import get_device
+from epd_serve.models.family import load_family
+from epd_serve.models.language import LanguageModel
+from epd_serve.models.tower import Tower
+from epd_serve.worker.step import StepExecutor
+from epd_serve.worker.step_inputs import StepInputs
+
+SHAPES = ("Qwen2.5-VL-7B", "Qwen3-VL-8B")
+BLOCK_SIZE = 16
+_RESULTS = Path(__file__).parent / "results"
+
+
+def run(name: str, *, tiny: bool, output: Path | None) -> int:
+    """Measure the device and write a JSON file; returns the exit status."""
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        print(f"benchmarks.engine --gpu needs an NVIDIA GPU: torch {torch.__version__} sees none here")
+        return 2
+    device = get_device(name)
+    device.activate()
+    if device.type == "cuda":
+        from benchmarks.gpu_timing import ceilings
+
+        limits = ceilings(device.torch_device)
+    else:
+        from benchmarks.engine import roofline
+
+        reached = roofline(torch.get_num_threads())
+        limits = {"copy_gb_s": reached["read_gb_s"], "bf16_matmul_tflop_s": reached["gemm_gflop_s"] / 1e3}
+    result: dict[str, Any] = {
+        "command": "python -m benchmarks.engine --gpu",
+        "device": device.description,
+        "torch": torch.__version__,
+        "ceilings": limits,
+        "models": measure_engine(device, limits, tiny=tiny),
+    }
+    file = output or _RESULTS / f"engine-{device.description.lower().replace(' ', '-')}.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result, indent=1))
+    return 0
+
+
+def measure_engine(device: Device, limits: dict[str, float], *, tiny: bool = False) -> dict[str, Any]:
+    """The figures of each shape; its weights are drawn on the device, saved, and loaded as an instance does."""
+    results: dict[str, Any] = {}
+    for name in ("tiny",) if tiny else SHAPES:
+        with tempfile.TemporaryDirectory() as folder:
+            path = make_model(name, Path(folder), device.name)
+            results[name] = _Model(path, device, limits, tiny=tiny).measure()
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return results
+
+
+class _Model:
+    """Tower and language model of one checkpoint with a KV cache for the largest case."""
+
+    def __init__(self, path: Path, device: Device, limits: dict[str, float], *, tiny: bool) -> None:
+        self._device, self._limits = device, limits
+        self.prompts = [64, 128] if tiny else [1024, 2048, 4096, 8192]
+        self.batches = [1, 4] if tiny else [1, 32]
+        self.context = 64 if tiny else 1024
+        self.side = 8 if tiny else 64
+        self._repeats = 2 if tiny else 20
+        family = load_family(path)
+        self._axes = family.num_position_axes
+        self._patch_width = 6 * family.config.vision_config.patch_size**2
+        self._tower = Tower(path, torch.bfloat16, device)
+        self._model = model = LanguageModel(path, torch.bfloat16, device)
+        text = family.config.get_text_config()
+        table = text.vocab_size * text.hidden_size
+        tables = 1 if family.config.tie_word_embeddings else 2
+        self._layer_parameters = model.num_parameters - tables * table
+        self._decode_parameters = self._layer_parameters + table
+        tokens = max(*self.prompts, self.batches[-1] * (self.context + BLOCK_SIZE))
+        shape = (model.num_layers, 2, tokens // BLOCK_SIZE + 2, BLOCK_SIZE, model.num_kv_heads, model.head_dim)
+        self._kv = torch.zeros(shape, dtype=torch.bfloat16, device=device.torch_device)
+        self._eager, self._graphs = self._executor([]), self._executor(self.batches)
+
+    def _executor(self, graph_sizes: list[int]) -> StepExecutor:
+        return StepExecutor(
+            self._model,
+            self._device,
+            self._kv,
+            num_position_axes=self._axes,
+            graph_sizes=graph_sizes,
+            max_model_len=self.context + BLOCK_SIZE,
+        )
+
+    def measure(self) -> dict[str, Any]:
+        encode = {f"{batch} x {self.side**2} patches": self._encode(batch) for batch in (1, 4)}
+        prefill = {f"{length} tokens": self._prefill(length) for length in self.prompts}
+        decode = {f"batch {batch}": self._decode(batch) for batch in self.batches}
+        return {
+            "parameters": {"tower": self._tower.num_parameters, "language": self._model.num_parameters},
+            "encode": encode,
+            "prefill": prefill,
+            "decode": decode,
+            "dual_stream": {f"batch {batch}": self._dual_stream(batch) for batch in self.batches},
+        }
+
+    def _seconds(self, call: Callable[[], object], repeats: int) -> float:
+        """The median of some calls, each until the device is done."""
+        times: list[float] = []
+        for _ in range(repeats + 2):
+            self._device.synchronize()
+            start = time.perf_counter()
+            call()
+            self._device.synchronize()
+            times.append(time.perf_counter() - start)
+        return statistics.median(times[2:])
+
+    def _mfu(self, parameters: int, tokens: int, seconds: float) -> float:
+        return 2 * parameters * tokens / seconds / 1e12 / self._limits["bf16_matmul_tflop_s"]
+
+    def _encode_call(self, batch: int) -> Callable[[], object]:
+        inputs = image_inputs(batch, [1, self.side, self.side], self._patch_width)
+        return partial(self._tower.encode, [inputs])
+
+    def _encode(self, batch: int) -> dict[str, float]:
+        seconds = self._seconds(self._encode_call(batch), 5)
+        mfu = self._mfu(self._tower.num_parameters, batch * self.side**2, seconds)
+        return {"ms": seconds * 1e3, "images_s": batch / seconds, "mfu": mfu}
+
+    def _prefill(self, length: int) -> dict[str, float]:
+        inputs = self._inputs(prefill=[length])
+        seconds = self._seconds(partial(self._eager.compute, inputs), 5)
+        return {
+            "ms": seconds * 1e3,
+            "tokens_s": length / seconds,
+            "mfu": self._mfu(self._layer_parameters, length, seconds),
+        }
+
+    def _decode(self, batch: int) -> dict[str, Any]:
+        inputs = self._inputs(decodes=batch)
+        kv_bytes = batch * self.context * self._kv[:, :, 0, 0].numel() * 2
+        result: dict[str, Any] = {}
+        for name, executor in (("graph", self._graphs), ("eager", self._eager)):
+            seconds = self._seconds(partial(executor.compute, inputs), self._repeats)
+            read = (2 * self._decode_parameters + kv_bytes) / seconds / 1e9
+            result[name] = {
+                "ms": seconds * 1e3,
+                "tokens_s": batch / seconds,
+                "bandwidth": read / self._limits["copy_gb_s"],
+            }
+        result["graph_gain"] = result["eager"]["ms"] / result["graph"]["ms"]
+        return result
+
+    def _dual_stream(self, batch: int) -> dict[str, float]:
+        """As long as one image is encoded after another, decode; then both once more, one after the other."""
+        encode, inputs = self._encode_call(1), self._inputs(decodes=batch)
+        step = partial(self._graphs.compute, inputs)
+        steps = max(1, round(self._seconds(encode, 3) / self._seconds(step, 3)))
+
+        def repeat(call: Callable[[], object], count: int, low_priority: bool) -> None:
+            with self._device.stream(0 if low_priority else -1) as stream:
+                for _ in range(count):
+                    call()
+                stream.synchronize()
+
+        jobs = [(encode, self._repeats, True), (step, self._repeats * steps, False)]
+
+        def together() -> None:
+            threads = [threading.Thread(target=repeat, args=job) for job in jobs]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+
+        def in_turn() -> None:
+            for job in jobs:
+                repeat(*job)
+
+        sequential, dual = self._seconds(in_turn, 1), self._seconds(together, 1)
+        return {"sequential_ms": sequential * 1e3, "dual_ms": dual * 1e3, "gain": sequential / dual}
+
+    def _inputs(self, *, decodes: int = 0, prefill: list[int] | None = None) -> StepInputs:
+        """Decodes at the end of their context, or prompts, over blocks of their own."""
+        prefill = prefill or []
+        lengths = [self.context] * decodes + prefill
+        first, blocks = 1, []
+        for length in lengths:
+            count = -(-length // BLOCK_SIZE)
+            blocks.append(list(range(first, first + count)))
+            first += count
+        starts = [self.context - 1] * decodes + [0] * len(prefill)
+        positions = [i for start, end in zip(starts, lengths, strict=True) for i in range(start, end)]
+        slots = [
+            own[i // BLOCK_SIZE] * BLOCK_SIZE + i % BLOCK_SIZE
+            for own, start, end in zip(blocks, starts, lengths, strict=True)
+            for i in range(start, end)
+        ]
+        rows = list(range(decodes))
+        for length in prefill:
+            rows.append((rows[-1] if rows else -1) + length)
+        return StepInputs(
+            ids=[16 + i % 900 for i in positions],
+            positions=torch.tensor(positions).expand(self._axes, -1),
+            slots=slots,
+            rows=rows,
+            decode_context_lens=lengths[:decodes],
+            decode_blocks=blocks[:decodes],
+            prefill_query_lens=prefill,
+            prefill_context_lens=prefill,
+            prefill_blocks=blocks[decodes:],
+            features=None,
+            feature_rows=[],
+        )

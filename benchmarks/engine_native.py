@@ -1,0 +1,194 @@
+"""Our engine as a benchmark's worker: reads cases from standard input, answers with their times.
+
+The engine is the one that an instance runs, without the servers around it: scheduler, block pool, runner, sampler.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import queue
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from device.base import Device
+from device.registry import get_device
+from epd_serve.cache.block_pool import BlockPool
+from epd_serve.models.family import load_family
+from epd_serve.models.language import LanguageModel
+from epd_serve.models.tower import Tower
+from epd_serve.request import Sequence
+from epd_serve.sched.language import Budget
+from epd_serve.types import SamplingParams
+from epd_serve.worker.engine import Engine
+from epd_serve.worker.events import EngineEvent, FailureEvent, TokenEvent
+from epd_serve.worker.runner import LanguageRunner
+from epd_serve.worker.step import StepExecutor
+from epd_serve.worker.step_inputs import StepInputs
+
+BLOCK_SIZE = 16
+MAX_TOKENS_PER_STEP = 4096
+
+
+class TimedExecutor(StepExecutor):
+    """Adds up the seconds of the model's own work, on the clock of the calling thread's processor time."""
+
+    model_s = 0.0
+    steps = 0
+
+    def compute(self, inputs: StepInputs, on_layer: Callable[[int], None] | None = None) -> Tensor:
+        start = time.thread_time()
+        logits = super().compute(inputs, on_layer)
+        self.model_s += time.thread_time() - start
+        self.steps += 1
+        return logits
+
+
+class NativeEngine:
+    """The language stages of an instance with room for ``max_tokens`` tokens."""
+
+    def __init__(
+        self, path: Path, dtype: torch.dtype, device: Device, *, max_tokens: int, graph_sizes: list[int]
+    ) -> None:
+        self.model = LanguageModel(path, dtype, device)
+        self._axes = load_family(path).num_position_axes
+        num_blocks = max_tokens // BLOCK_SIZE + 2
+        model = self.model
+        kv = torch.zeros(
+            (model.num_layers, 2, num_blocks, BLOCK_SIZE, model.num_kv_heads, model.head_dim),
+            dtype=dtype,
+            device=device.torch_device,
+        )
+        self.executor = TimedExecutor(
+            model,
+            device,
+            kv,
+            num_position_axes=self._axes,
+            graph_sizes=graph_sizes,
+            max_model_len=model.max_model_len,
+        )
+        runner = LanguageRunner(
+            self.executor,
+            device.ops,
+            block_size=BLOCK_SIZE,
+            num_position_axes=self._axes,
+            eos_token_ids=frozenset(),
+        )
+        self._events: queue.SimpleQueue[list[EngineEvent]] = queue.SimpleQueue()
+        self._engine = Engine(
+            runner,
+            BlockPool(num_blocks, BLOCK_SIZE),
+            Budget(max_num_tokens=MAX_TOKENS_PER_STEP, max_num_seqs=256),
+            num_layers=model.num_layers,
+            eos_token_ids=frozenset(),
+            feature_of=lambda mm_hash: None,
+            copy_block=lambda source, target: None,
+            block_nbytes=1,
+            record_event=lambda: lambda: None,
+            sender=None,
+            emit=self._events.put,
+            on_free=lambda: None,
+        )
+        self._engine.start()
+
+    def generate(self, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
+        """Greedy tokens of a batch, ``num_tokens`` each."""
+        sequences = [
+            Sequence(
+                request_id=str(index),
+                prompt_ids=prompt,
+                sampling=SamplingParams(temperature=0.0, seed=0, ignore_eos=True),
+                max_tokens=num_tokens,
+                positions=torch.arange(len(prompt)).expand(self._axes, -1),
+            )
+            for index, prompt in enumerate(prompts)
+        ]
+        for sequence in sequences:
+            self._engine.submit(sequence)
+        running = len(sequences)
+        while running:
+            for event in self._events.get():
+                if isinstance(event, FailureEvent):
+                    raise event.error
+                if isinstance(event, TokenEvent) and event.finish_reason is not None:
+                    running -= 1
+        return [sequence.output_ids for sequence in sequences]
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+def random_prompts(batch: int, length: int, vocabulary: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    tokens: list[list[int]] = torch.randint(16, vocabulary, (batch, length), generator=generator).tolist()
+    return tokens
+
+
+def image_inputs(batch: int, grid: list[int], width: int) -> dict[str, Tensor]:
+    """Random patches of ``batch`` images of (frames, rows, columns) patches, ``width`` numbers each."""
+    generator = torch.Generator().manual_seed(0)
+    patches = batch * grid[0] * grid[1] * grid[2]
+    return {
+        "pixel_values": torch.randn(patches, width, generator=generator),
+        "image_grid_thw": torch.tensor([grid] * batch),
+    }
+
+
+def timed(call: Callable[[], int]) -> dict[str, Any]:
+    """What the call returns, as ``tokens``, and its seconds."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    tokens = call()
+    return {"tokens": tokens, "wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu}
+
+
+def serve(calls: dict[str, Callable[..., dict[str, Any]]]) -> None:
+    """Answer lines of ``{"stage": ..., **arguments}`` with the times of that call until the input ends."""
+    print(json.dumps({"ready": True}), flush=True)
+    for line in sys.stdin:
+        case = json.loads(line)
+        call = calls[case.pop("stage")]
+        wall, cpu = time.perf_counter(), time.process_time()
+        extra = call(**case)
+        result = {"wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu, **extra}
+        print(json.dumps(result), flush=True)
+
+
+def arguments_of_worker(description: str | None) -> argparse.Namespace:
+    """The command line that all workers share; sets the number of threads."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--vocabulary", type=int, required=True, help="random prompts are of tokens below this")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    return arguments
+
+
+def main() -> None:
+    arguments = arguments_of_worker(__doc__)
+    device = get_device("cpu")
+    engine = NativeEngine(arguments.model, torch.bfloat16, device, max_tokens=16_384, graph_sizes=[])
+    tower = Tower(arguments.model, torch.bfloat16, device)
+
+    def generate(batch: int, prompt: int, tokens: int) -> dict[str, Any]:
+        executor = engine.executor
+        executor.model_s, executor.steps = 0.0, 0
+        engine.generate(random_prompts(batch, prompt, arguments.vocabulary), tokens)
+        return {"model_cpu_s": executor.model_s, "steps": executor.steps}
+
+    def encode(batch: int, grid: list[int], width: int) -> dict[str, Any]:
+        inputs = image_inputs(batch, grid, width)
+        return timed(lambda: sum(map(len, tower.encode([inputs]))))
+
+    serve({"generate": generate, "encode": encode})
+    engine.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""The models that the engine benchmarks run: the built-in one, and true shapes with random weights."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoTokenizer,
+    GenerationConfig,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+)
+
+from epd_serve.demo import weights_dir
+
+BUILT_IN = "built-in"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """Sizes of a model whose weights are drawn at random.
+
+    Attributes:
+        family: "qwen2_5_vl" or "qwen3_vl".
+        text, vision: fields of the two configs.
+    """
+
+    family: str
+    text: dict[str, Any]
+    vision: dict[str, Any]
+    tied: bool = False
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def _sizes(
+    hidden: int, layers: int, heads: int, kv_heads: int, feed_forward: int, vocabulary: int
+) -> dict[str, Any]:
+    return {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": feed_forward,
+        "vocab_size": vocabulary,
+    }
+
+
+_WINDOWED = {"window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31]}
+SHAPES = {
+    "0.5B": Shape(
+        family="qwen2_5_vl",
+        text=_sizes(896, 24, 14, 2, 4864, 151_936),
+        vision={
+            "depth": 12,
+            "hidden_size": 768,
+            "intermediate_size": 3072,
+            "num_heads": 12,
+            "window_size": 112,
+            "fullatt_block_indexes": [2, 5, 8, 11],
+        },
+        tied=True,
+    ),
+    "Qwen2.5-VL-7B": Shape(
+        family="qwen2_5_vl",
+        text=_sizes(3584, 28, 28, 4, 18_944, 152_064),
+        vision={"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, **_WINDOWED},
+    ),
+    "Qwen3-VL-8B": Shape(
+        family="qwen3_vl",
+        text=_sizes(4096, 36, 32, 8, 12_288, 151_936) | {"head_dim": 128},
+        vision={
+            "depth": 27,
+            "hidden_size": 1152,
+            "intermediate_size": 4304,
+            "num_heads": 16,
+            "deepstack_visual_indexes": [8, 16, 24],
+        },
+    ),
+    "tiny": Shape(
+        family="qwen2_5_vl",
+        text=_sizes(128, 3, 4, 2, 256, 1024),
+        vision={
+            "depth": 2,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_heads": 4,
+            "window_size": 112,
+            "fullatt_block_indexes": [1],
+        },
+        tied=True,
+    ),
+}
+
+
+def make_model(name: str, path: Path, device: str = "cpu") -> Path:
+    """Save the model of a shape in bfloat16 with the built-in model's tokenizer, unless it is there already."""
+    if (path / "preprocessor_config.json").exists():
+        return path
+    shape = SHAPES[name]
+    tokens = AutoTokenizer.from_pretrained(weights_dir()).convert_tokens_to_ids(
+        ["<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>"]
+    )
+    names = ("image_token_id", "vision_start_token_id", "vision_end_token_id", "video_token_id")
+    head_dim = shape.text.get("head_dim") or shape.text["hidden_size"] // shape.text["num_attention_heads"]
+    section = [head_dim // 8, head_dim * 3 // 16, head_dim * 3 // 16]
+    rope: dict[str, Any] = {"rope_type": "default", "mrope_section": section, "rope_theta": 1e6}
+    if shape.family == "qwen3_vl":
+        rope["mrope_interleaved"] = True
+    text = shape.text | {
+        "max_position_embeddings": 32_768,
+        "rope_parameters": rope,
+        "bos_token_id": 0,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
+    config_class, model_class = {
+        "qwen2_5_vl": (Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration),
+        "qwen3_vl": (Qwen3VLConfig, Qwen3VLForConditionalGeneration),
+    }[shape.family]
+    vision = shape.vision | {"out_hidden_size": shape.text["hidden_size"]}
+    config = config_class(
+        text_config=text,
+        vision_config=vision,
+        tie_word_embeddings=shape.tied,
+        **dict(zip(names, tokens, strict=True)),
+    )
+    torch.manual_seed(0)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device(device):
+            model: Any = model_class(config)
+    finally:
+        torch.set_default_dtype(default)
+    model.generation_config = GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
+    model.save_pretrained(path)
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(weights_dir() / file, path / file)
+    processor = json.loads((weights_dir() / "preprocessor_config.json").read_text())
+    patch = 16 if shape.family == "qwen3_vl" else 14
+    processor |= {"patch_size": patch, "size": {"shortest_edge": 3136, "longest_edge": 4_000_000}}
+    (path / "preprocessor_config.json").write_text(json.dumps(processor))
+    return path
