@@ -50,9 +50,9 @@ def instance_main(model: Path, policy: str, tpot_ms: float | None) -> None:
 
 async def _instance(model: Path, policy: str, tpot_ms: float | None) -> None:
     from epd_serve.config import InstanceOptions
+    from epd_serve.instance.instance import Instance
     from epd_serve.sched.language import ScheduleOutput
     from epd_serve.types import Role
-    from epd_serve.worker.instance import Instance
 
     options = InstanceOptions(
         name="pd0",

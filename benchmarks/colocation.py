@@ -27,9 +27,9 @@ from rich.table import Table
 
 from benchmarks.deployed import closed_loop, deployed, machine
 from benchmarks.transfer_models import make_model
+from epd_serve.instance.peers import Peers
 from epd_serve.launch import LocalDeployment
 from epd_serve.protocol import wire
-from epd_serve.worker.peers import Peers
 
 RESULT = Path(__file__).parents[1] / "benchmarks" / "results" / "colocation-cpu.json"
 PATH = "/v1/chat/completions"

@@ -35,7 +35,7 @@ from epd_serve.config.options import (
     MooncakeProtocol,
 )
 from epd_serve.cost.interference import Clock, Isolation
-from epd_serve.launch.ports import url_of
+from epd_serve.launch.ports import instance_urls, name_and_url
 from epd_serve.topology import draw, explain, parse_topology
 from epd_serve.types import KVMode, Role
 
@@ -98,7 +98,7 @@ def proxy(
     """
     _tie_to(parent_pid)
     deployment = load_config(config) if config else DeploymentConfig()
-    instances = [_name_and_url(text) for text in instance or ()] or _instances_of(deployment)
+    instances = [name_and_url(text) for text in instance or ()] or instance_urls(deployment)
     names = [name for name, _ in instances]
     if twice := {name for name in names if names.count(name) > 1}:
         raise ValueError(f"instance {', '.join(sorted(twice))} is named twice; names must differ")
@@ -271,7 +271,7 @@ def instance(
         trace=trace,
     )
     with _needs_native():
-        from epd_serve.worker.main import run_instance
+        from epd_serve.instance.main import run_instance
     run_instance(options)
 
 
@@ -394,26 +394,6 @@ def _tie_to(parent_pid: int | None) -> None:
         from epd_serve.launch.lifeline import die_with_parent
 
         die_with_parent(parent_pid)
-
-
-def _name_and_url(text: str) -> tuple[str, str]:
-    name, separator, url = text.partition("=")
-    if not name or not separator or not url.startswith(("http://", "https://")):
-        raise ValueError(f"--instance {text}: write NAME=URL, as in e0=http://127.0.0.1:8100")
-    return name, url.rstrip("/")
-
-
-def _instances_of(deployment: DeploymentConfig) -> list[tuple[str, str]]:
-    settings = deployment.instances
-    if not settings.base_port:
-        raise ValueError(
-            "instances.base_port is 0, so nobody can know the instances' ports; set it, "
-            "or add --instance NAME=URL for each, as in e0=http://127.0.0.1:8100"
-        )
-    return [
-        (instance.name, url_of(settings.host, settings.base_port + index))
-        for index, instance in enumerate(deployment.placement())
-    ]
 
 
 @contextmanager

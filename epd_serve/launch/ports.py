@@ -75,3 +75,25 @@ def url_of(host: str, port: int) -> str:
     """The URL under which a server on this machine that listens on ``host`` is reached from this machine."""
     reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
+
+
+def name_and_url(text: str) -> tuple[str, str]:
+    """Of ``NAME=URL``. Raises ValueError for anything else."""
+    name, separator, url = text.partition("=")
+    if not name or not separator or not url.startswith(("http://", "https://")):
+        raise ValueError(f"--instance {text}: write NAME=URL, as in e0=http://127.0.0.1:8100")
+    return name, url.rstrip("/")
+
+
+def instance_urls(deployment: DeploymentConfig) -> list[tuple[str, str]]:
+    """Name and URL of each instance of a deployment with fixed ports. Raises ValueError where they are not."""
+    settings = deployment.instances
+    if not settings.base_port:
+        raise ValueError(
+            "instances.base_port is 0, so nobody can know the instances' ports; set it, "
+            "or add --instance NAME=URL for each, as in e0=http://127.0.0.1:8100"
+        )
+    return [
+        (instance.name, url_of(settings.host, settings.base_port + index))
+        for index, instance in enumerate(deployment.placement())
+    ]

@@ -1,1 +1,1 @@
-"""An instance: its control server, its step loop and the runners of its stages."""
+"""The engine of an instance: its step loop, what computes the steps, and the memory of their KV."""

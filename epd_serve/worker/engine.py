@@ -20,10 +20,10 @@ from epd_serve.sched.queues import Order, Queues
 from epd_serve.transfer.kv_sender import KVSender, OutgoingTransfer
 from epd_serve.types import KVMode
 from epd_serve.worker.events import EngineEvent, FailureEvent, PromptEvent, TokenEvent
-from epd_serve.worker.feature_supply import with_features
 from epd_serve.worker.layer_groups import LayerGroups
 from epd_serve.worker.runner import LanguageRunner, StepResult
 from epd_serve.worker.sampler import SampledToken
+from epd_serve.worker.step_features import with_features
 
 logger = logging.getLogger(__name__)
 

@@ -15,6 +15,7 @@ from device.base import Device
 from device.registry import get_device
 from epd_serve.cache.block_pool import BlockPool
 from epd_serve.config import decode_graph_sizes
+from epd_serve.instance.prompt import PromptProcessor
 from epd_serve.models.family import load_family
 from epd_serve.models.language import LanguageModel
 from epd_serve.models.tower import Tower
@@ -26,7 +27,6 @@ from epd_serve.types import SamplingParams
 from epd_serve.worker.engine import Engine
 from epd_serve.worker.events import EngineEvent, TokenEvent
 from epd_serve.worker.kv_memory import KVMemory
-from epd_serve.worker.prompt import PromptProcessor
 from epd_serve.worker.runner import LanguageRunner
 from epd_serve.worker.step import StepExecutor
 

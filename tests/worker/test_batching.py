@@ -16,13 +16,13 @@ import tiny_models
 from pictures import noise, png
 
 from epd_serve.config import InstanceOptions
+from epd_serve.instance.instance import Instance
 from epd_serve.protocol import wire
 from epd_serve.sched.budget import StepCost, StepWork
 from epd_serve.sched.encode import EncodeGate
 from epd_serve.types import Role, SamplingParams
 from epd_serve.worker import profile
 from epd_serve.worker.batching import fit_cost
-from epd_serve.worker.instance import Instance
 from epd_serve.worker.profile import Measurements, cache_dir
 
 
@@ -184,15 +184,15 @@ async def test_encodes_can_wait_for_prefills(model: Path) -> None:
         announce_to="",
     )
     async with started(options(model, "EPD", batching_encodes="after-prefill")) as instance:
-        assert instance._engine is not None
-        instance._engine.is_prefilling = True
+        assert instance.language is not None
+        instance.language.engine.is_prefilling = True
         encode = asyncio.create_task(instance.encodes()._encoded(request))
         done, _ = await asyncio.wait([encode], timeout=0.3)
         assert not done, "it did not wait"
-        instance._engine.is_prefilling = False
+        instance.language.engine.is_prefilling = False
         assert (await asyncio.wait_for(encode, 30)).feature.shape[0] > 0
         assert b'"completion_tokens":6' in await answer(instance, "b", 40)
-        assert not instance._engine.is_prefilling
+        assert not instance.language.engine.is_prefilling
 
 
 # ---------------------------------------------------------------------- the file

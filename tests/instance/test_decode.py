@@ -10,10 +10,10 @@ import pytest
 
 from epd_serve.cache.block_pool import BlockPool, RequestBlocks
 from epd_serve.errors import InstanceFailed, InvalidRequest, Unavailable
+from epd_serve.instance.decode import DecodeService
 from epd_serve.protocol import wire
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.types import SamplingParams
-from epd_serve.worker.decode import DecodeService
 
 LAYOUT = wire.KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=4, dtype="float32", model="m")
 

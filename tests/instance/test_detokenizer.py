@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from epd_serve.demo import weights_dir
-from epd_serve.worker.detokenizer import Detokenizer
+from epd_serve.instance.detokenizer import Detokenizer
 
 
 class Bytes:

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from epd_serve.errors import InvalidRequest, Unavailable
-from epd_serve.worker.request_processor import Preparation, RequestProcessor
+from epd_serve.instance.request_processor import Preparation, RequestProcessor
 
 
 class Gate:

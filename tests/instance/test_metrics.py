@@ -6,6 +6,9 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from epd_serve.instance.feature_supply import FetchTiming
+from epd_serve.instance.metrics import InstanceMetrics
+from epd_serve.instance.request_processor import Preparation
 from epd_serve.protocol.wire import Load
 from epd_serve.request import Sequence
 from epd_serve.sched.language import ScheduleOutput
@@ -14,9 +17,6 @@ from epd_serve.transfer.feature_store import EmbeddedFeatureStore
 from epd_serve.transfer.kv_sender import OutgoingTransfer
 from epd_serve.transfer.transport import TransferError
 from epd_serve.types import SamplingParams
-from epd_serve.worker.feature_supply import FetchTiming
-from epd_serve.worker.metrics import InstanceMetrics
-from epd_serve.worker.request_processor import Preparation
 
 
 def values(text: bytes) -> dict[str, float]:

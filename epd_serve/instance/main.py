@@ -17,8 +17,8 @@ import uvloop
 
 from device.registry import get_device
 from epd_serve.config import InstanceOptions
-from epd_serve.worker.http import BrokenStream, ControlApp
-from epd_serve.worker.instance import Instance
+from epd_serve.instance.http import BrokenStream, ControlApp
+from epd_serve.instance.instance import Instance
 
 logger = logging.getLogger(__name__)
 

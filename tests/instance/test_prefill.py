@@ -11,6 +11,13 @@ import pytest
 import torch
 
 from epd_serve.errors import InstanceFailed, InvalidRequest, ServeError, Unavailable
+from epd_serve.instance.feature_form import FeatureForm
+from epd_serve.instance.feature_inbox import FeatureInbox
+from epd_serve.instance.http import BrokenStream
+from epd_serve.instance.kv_delivery import PushDelivery
+from epd_serve.instance.prefill import PrefillService
+from epd_serve.instance.prompt import Prompt
+from epd_serve.instance.request_processor import RequestProcessor
 from epd_serve.protocol import wire
 from epd_serve.request import Sequence
 from epd_serve.transfer.embedded import EmbeddedTransport
@@ -18,13 +25,6 @@ from epd_serve.transfer.feature_store import EmbeddedFeatureStore
 from epd_serve.transfer.kv_sender import OutgoingTransfer
 from epd_serve.types import SamplingParams
 from epd_serve.worker.events import EngineEvent, PromptEvent
-from epd_serve.worker.feature_form import FeatureForm
-from epd_serve.worker.feature_inbox import FeatureInbox
-from epd_serve.worker.http import BrokenStream
-from epd_serve.worker.kv_delivery import PushDelivery
-from epd_serve.worker.prefill import PrefillService
-from epd_serve.worker.prompt import Prompt
-from epd_serve.worker.request_processor import RequestProcessor
 from epd_serve.worker.sampler import SampledToken
 
 LAYOUT = wire.KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=4, dtype="float32", model="m")

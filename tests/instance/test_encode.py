@@ -17,6 +17,8 @@ from torch import Tensor
 
 from device.registry import get_device
 from epd_serve.errors import InstanceFailed, InvalidRequest
+from epd_serve.instance.encode import EncodeService
+from epd_serve.instance.request_processor import RequestProcessor
 from epd_serve.media import MediaLimits
 from epd_serve.models.family import TowerInputs
 from epd_serve.protocol import wire
@@ -24,8 +26,6 @@ from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.feature_store import EmbeddedFeatureStore
 from epd_serve.worker.device_board import DeviceBoard
 from epd_serve.worker.dual_stream import TowerStream
-from epd_serve.worker.encode import EncodeService
-from epd_serve.worker.request_processor import RequestProcessor
 
 
 class Family:

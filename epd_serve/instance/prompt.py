@@ -14,10 +14,10 @@ from transformers import AutoTokenizer
 
 from epd_serve.cache.hashing import hash_blocks
 from epd_serve.errors import InvalidRequest
+from epd_serve.instance.request_processor import S_PER_CHARACTER
 from epd_serve.models.family import Family
 from epd_serve.protocol.wire import ChatMessage, MediaRef, PrefillRequest
 from epd_serve.types import MediaSpan
-from epd_serve.worker.request_processor import S_PER_CHARACTER
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,19 +11,19 @@ from typing import Any
 from epd_serve.cache.block_pool import num_blocks_for
 from epd_serve.cache.tombstones import Tombstones
 from epd_serve.errors import InstanceFailed, InvalidRequest, ServeError, StageTimeout, Unavailable
+from epd_serve.instance.answer import Answer
+from epd_serve.instance.generation import Generation
+from epd_serve.instance.http import Reply
+from epd_serve.instance.peers import Peers
 from epd_serve.metrics.timeline import Timeline
 from epd_serve.protocol import wire
 from epd_serve.request import Sequence
 from epd_serve.transfer.reservation import Reservation, ReservationState, ReservationTable
 from epd_serve.transfer.transport import TransferError, Transport
 from epd_serve.transfer.write_locks import is_being_written
-from epd_serve.worker.answer import Answer
 from epd_serve.worker.engine import Engine
 from epd_serve.worker.events import EngineEvent
-from epd_serve.worker.generation import Generation
-from epd_serve.worker.http import Reply
 from epd_serve.worker.kv_memory import KVMemory
-from epd_serve.worker.peers import Peers
 
 
 class DecodeService:

@@ -18,11 +18,11 @@ from PIL import Image
 from reference import Reference
 
 from epd_serve.config import InstanceOptions
+from epd_serve.instance.http import ControlApp
+from epd_serve.instance.instance import Instance
 from epd_serve.launch.ports import free_port
 from epd_serve.protocol import wire
 from epd_serve.types import Role, SamplingParams
-from epd_serve.worker.http import ControlApp
-from epd_serve.worker.instance import Instance
 
 MAX_TOKENS = 40
 QUESTIONS: list[tuple[str, list[Image.Image]]] = [

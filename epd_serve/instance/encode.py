@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from epd_serve.errors import InstanceFailed, InvalidRequest, ServeError
+from epd_serve.instance.peers import Peers
+from epd_serve.instance.request_processor import S_PER_PIXEL, RequestProcessor
 from epd_serve.media import MediaLimits, open_image
 from epd_serve.models.family import Family, TowerInputs
 from epd_serve.models.tower import Tower
@@ -22,8 +24,6 @@ from epd_serve.protocol.wire import EncodeReply, EncodeRequest, MediaRef
 from epd_serve.sched.encode import schedule_encodes
 from epd_serve.transfer.feature_store import FeatureStore, StoredFeature
 from epd_serve.worker.dual_stream import TowerStream
-from epd_serve.worker.peers import Peers
-from epd_serve.worker.request_processor import S_PER_PIXEL, RequestProcessor
 
 logger = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from epd_serve.cache.feature_cache import FeatureCache
 from epd_serve.cache.tombstones import Tombstones
 from epd_serve.errors import InstanceFailed
+from epd_serve.instance.feature_form import FeatureForm
 from epd_serve.protocol.wire import FeatureEvent, MediaRef
 from epd_serve.transfer.transport import TransferError
-from epd_serve.worker.feature_form import FeatureForm
 
 _RETRY_ROOM_S = 0.02
 _ROOM_PATIENCE_S = 0.5

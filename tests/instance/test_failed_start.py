@@ -10,9 +10,9 @@ import pytest
 
 from epd_serve.config import InstanceOptions
 from epd_serve.demo import weights_dir
+from epd_serve.instance.instance import Instance
+from epd_serve.instance.peers import Peers
 from epd_serve.types import Role
-from epd_serve.worker.instance import Instance
-from epd_serve.worker.peers import Peers
 
 
 @pytest.mark.parametrize(

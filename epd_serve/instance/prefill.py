@@ -11,19 +11,19 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from epd_serve.errors import InvalidRequest, ServeError, StageTimeout
+from epd_serve.instance.answer import Answer
+from epd_serve.instance.feature_inbox import FeatureInbox
+from epd_serve.instance.generation import Generation
+from epd_serve.instance.http import JSON, BrokenStream, Reply
+from epd_serve.instance.kv_delivery import Delivery
+from epd_serve.instance.prompt import Prompt, PromptProcessor
+from epd_serve.instance.request_processor import RequestProcessor
 from epd_serve.metrics.timeline import Timeline
 from epd_serve.protocol import chunks, wire
 from epd_serve.request import Sequence
 from epd_serve.transfer.kv_sender import OutgoingTransfer
-from epd_serve.worker.answer import Answer
 from epd_serve.worker.engine import Engine
 from epd_serve.worker.events import EngineEvent, FailureEvent, PromptEvent
-from epd_serve.worker.feature_inbox import FeatureInbox
-from epd_serve.worker.generation import Generation
-from epd_serve.worker.http import JSON, BrokenStream, Reply
-from epd_serve.worker.kv_delivery import Delivery
-from epd_serve.worker.prompt import Prompt, PromptProcessor
-from epd_serve.worker.request_processor import RequestProcessor
 
 logger = logging.getLogger(__name__)
 

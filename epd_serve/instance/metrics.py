@@ -8,13 +8,13 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
+from epd_serve.instance.feature_supply import FetchTiming
+from epd_serve.instance.request_processor import Preparation
 from epd_serve.metrics.timeline import FEATURE_WAIT, STAGES, StageSpan, Timeline
 from epd_serve.metrics.trace import TraceWriter
 from epd_serve.protocol.wire import Load
 from epd_serve.sched.language import ScheduleOutput
 from epd_serve.transfer.kv_sender import OutgoingTransfer
-from epd_serve.worker.feature_supply import FetchTiming
-from epd_serve.worker.request_processor import Preparation
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)

@@ -18,6 +18,12 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from device.registry import get_device
+from epd_serve.instance.answer import Answer
+from epd_serve.instance.encode import EncodeService
+from epd_serve.instance.generation import Generation
+from epd_serve.instance.http import ControlApp, Event, Reply
+from epd_serve.instance.prompt import PromptProcessor
+from epd_serve.instance.request_processor import RequestProcessor
 from epd_serve.media import MediaLimits
 from epd_serve.models.family import TowerInputs, load_family
 from epd_serve.models.language import LanguageModel
@@ -26,13 +32,7 @@ from epd_serve.request import Sequence
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.feature_store import EmbeddedFeatureStore
 from epd_serve.types import SamplingParams
-from epd_serve.worker.answer import Answer
-from epd_serve.worker.encode import EncodeService
 from epd_serve.worker.events import Listeners, TokenEvent
-from epd_serve.worker.generation import Generation
-from epd_serve.worker.http import ControlApp, Event, Reply
-from epd_serve.worker.prompt import PromptProcessor
-from epd_serve.worker.request_processor import RequestProcessor
 from epd_serve.worker.sampler import SampledToken
 
 #: Far above what is measured (below 5 ms), far below what the work would take on the loop.

@@ -5,20 +5,20 @@ from __future__ import annotations
 from typing import Protocol
 
 from epd_serve.config import InstanceOptions
+from epd_serve.instance.decode import DecodeService
+from epd_serve.instance.encode import EncodeService
+from epd_serve.instance.feature_supply import FeatureSupply
+from epd_serve.instance.http import Handler, Reply
+from epd_serve.instance.kv_delivery import Pulls
+from epd_serve.instance.metrics import InstanceMetrics
+from epd_serve.instance.prefill import PrefillService
 from epd_serve.protocol import wire
-from epd_serve.worker.decode import DecodeService
-from epd_serve.worker.encode import EncodeService
-from epd_serve.worker.feature_supply import FeatureSupply
-from epd_serve.worker.http import Handler, Reply
-from epd_serve.worker.kv_delivery import Pulls
-from epd_serve.worker.metrics import InstanceMetrics
-from epd_serve.worker.prefill import PrefillService
 
 _DONE = Reply(status=204)
 
 
 class Stages(Protocol):
-    """Of :class:`~epd_serve.worker.instance.Instance`; Unavailable is raised for a stage that is not there."""
+    """Of :class:`~epd_serve.instance.instance.Instance`; Unavailable is raised for a stage that is not there."""
 
     options: InstanceOptions
     metrics: InstanceMetrics

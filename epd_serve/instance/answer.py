@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from epd_serve.instance.detokenizer import Decoder, Detokenizer
 from epd_serve.protocol import chunks
 from epd_serve.protocol.wire import OutputOptions, TokenLogprob
 from epd_serve.types import SamplingParams
-from epd_serve.worker.detokenizer import Decoder, Detokenizer
 
 
 class Answer:

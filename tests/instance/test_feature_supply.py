@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from epd_serve.errors import InstanceFailed
+from epd_serve.instance.feature_supply import FeatureSupply, FetchTiming
 from epd_serve.protocol.wire import FeatureEvent
-from epd_serve.worker.feature_supply import FeatureSupply, FetchTiming
 
 EVENT = FeatureEvent(request_id="r", mm_hash="a", shape=[1], dtype="float32", nbytes=4, checksum="")
 

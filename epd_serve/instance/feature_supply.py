@@ -5,20 +5,19 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
 from epd_serve.config.options import FeaturePrefetch
 from epd_serve.protocol.wire import FeatureEvent
-from epd_serve.sched.language import ScheduleOutput, possible_prefills
 
 _MAX_UNUSED = 4096
 
 
 class Inbox(Protocol):
-    """Of :class:`~epd_serve.worker.feature_inbox.FeatureInbox`."""
+    """Of :class:`~epd_serve.instance.feature_inbox.FeatureInbox`."""
 
     def get(self, mm_hash: str) -> Tensor | None: ...
 
@@ -176,20 +175,3 @@ class FeatureSupply:
                 scheduling_s=max(needed_at - fetch.announced_at, 0.0),
             )
         )
-
-
-def with_features(
-    output: ScheduleOutput, feature_of: Callable[[str], Tensor | None]
-) -> tuple[ScheduleOutput, dict[str, Tensor]]:
-    """A step as far as its features can be had, and they, by mm_hash."""
-    features: dict[str, Tensor] = {}
-
-    def take(mm_hash: str) -> bool:
-        feature = features.get(mm_hash)
-        if feature is None:
-            feature = feature_of(mm_hash)
-        if feature is not None:
-            features[mm_hash] = feature
-        return feature is not None
-
-    return replace(output, prefills=possible_prefills(output.prefills, take)), features

@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 from epd_serve.config import InstanceOptions
+from epd_serve.instance import instance as module
+from epd_serve.instance.instance import Instance
 from epd_serve.types import Role
-from epd_serve.worker import instance as module
-from epd_serve.worker.instance import Instance
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ async def test_housekeeping_goes_on(instance: Instance, monkeypatch: pytest.Monk
             calls.append(1)
             raise AssertionError("a reservation in an unknown state")
 
-    instance._decode = instance._inbox = Failing()  # type: ignore[assignment]
+    instance.language = Failing()  # type: ignore[assignment]
     housekeeping = asyncio.create_task(instance._housekeep())
     await asyncio.sleep(0.2)
     assert len(calls) > 2

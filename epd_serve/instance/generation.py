@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 
 from epd_serve.errors import ServeError
+from epd_serve.instance.answer import Answer
+from epd_serve.instance.http import JSON, BrokenStream, Header, Reply
 from epd_serve.protocol import chunks
-from epd_serve.worker.answer import Answer
 from epd_serve.worker.engine import Engine
 from epd_serve.worker.events import EngineEvent, FailureEvent, TokenEvent
-from epd_serve.worker.http import JSON, BrokenStream, Header, Reply
 
 
 class Generation:

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from typing import Protocol
 
 from epd_serve.errors import InstanceFailed, ServeError, Unavailable
+from epd_serve.instance.peers import Peers
 from epd_serve.protocol import wire
 from epd_serve.request import Sequence
 from epd_serve.transfer.kv_sender import KVSender, OutgoingTransfer
 from epd_serve.worker.events import EngineEvent, FailureEvent
 from epd_serve.worker.kv_memory import KVMemory
-from epd_serve.worker.peers import Peers
 
 _CANCEL_TIMEOUT_S = 5.0
 

@@ -1,0 +1,273 @@
+"""One instance: the stages of its role, put together, behind a control server."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from torch import Tensor
+
+from device.base import Device
+from device.registry import get_device
+from epd_serve.config import InstanceOptions
+from epd_serve.errors import Unavailable
+from epd_serve.instance.calls import StageCalls
+from epd_serve.instance.data_plane import start_feature_store, start_transport
+from epd_serve.instance.decode import DecodeService
+from epd_serve.instance.encode import EncodeService
+from epd_serve.instance.feature_supply import FeatureSupply
+from epd_serve.instance.kv_delivery import Pulls
+from epd_serve.instance.language_stages import LanguageStages, Surroundings
+from epd_serve.instance.metrics import InstanceMetrics
+from epd_serve.instance.peers import Peers
+from epd_serve.instance.prefill import PrefillService
+from epd_serve.instance.request_processor import RequestProcessor
+from epd_serve.instance.status import StatusCalls
+from epd_serve.media import MediaLimits
+from epd_serve.metrics.trace import TraceWriter
+from epd_serve.models.family import Family, load_family
+from epd_serve.models.loader import media_fingerprint
+from epd_serve.models.tower import Tower
+from epd_serve.protocol import wire
+from epd_serve.sched.encode import EncodeGate
+from epd_serve.sched.language import ScheduleOutput
+from epd_serve.worker.batching import Batching, measurements
+from epd_serve.worker.dual_stream import DualStream
+from epd_serve.worker.sizing import check_dtype, resolve_dtype
+
+logger = logging.getLogger(__name__)
+
+_HOUSEKEEPING_S = 0.25
+_ASK_AGAIN_S = 0.01
+_MAX_MEDIA_THREADS = 8
+#: The gateway applies the operator's limits; an instance only guards itself.
+_MEDIA_LIMITS = MediaLimits(max_pixels=1 << 28, max_bytes=1 << 30)
+
+
+class Instance:
+    """Stages, caches and threads of one process. Build it, ``await start()``, then serve :meth:`routes`."""
+
+    def __init__(self, options: InstanceOptions) -> None:
+        self.options = options
+        self.url = f"http://{options.host}:{options.port}"
+        self.ready = False
+        self.language: LanguageStages | None = None
+        self._path = Path(options.model)
+        self._device: Device = get_device(options.devices[0])
+        self._streams = DualStream(options, self._device)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.trace = TraceWriter(options.trace, options.name) if options.trace else None
+        self.metrics = InstanceMetrics(self.trace)
+        self.pulls = Pulls()
+
+    async def start(self) -> None:
+        """Load what the role needs. Raises ValueError for a model or device that cannot serve it."""
+        options = self.options
+        self._loop = asyncio.get_running_loop()
+        self._family: Family = await asyncio.to_thread(load_family, self._path)
+        self._dtype = resolve_dtype(options.dtype, self._family.config)
+        check_dtype(self._dtype, self._device)
+        dtype_name = str(self._dtype).removeprefix("torch.")
+        self._fingerprint = await asyncio.to_thread(media_fingerprint, self._path, dtype_name)
+        self._transport = await asyncio.to_thread(start_transport, options, self._device.type)
+        self._peers = Peers()
+        self._batching = Batching(options, measurements(options, self._device, self._fingerprint))
+        self._gate = EncodeGate(lambda: bool(self.language and self.language.engine.is_prefilling), time.monotonic)
+        self._store = await asyncio.to_thread(
+            start_feature_store, options, self._transport, self._device.type, self.metrics.store_did
+        )
+        self._processor = RequestProcessor(
+            min(options.threads or max(1, len(os.sched_getaffinity(0)) // 2), _MAX_MEDIA_THREADS),
+            queue_timeout_s=options.queue_timeout_s,
+            observe=self.metrics.prepared,
+        )
+        self._encode = EncodeService(
+            partial(Tower, self._path, self._dtype, self._device, self._streams.tower.between_layers),
+            self._family,
+            self._store,
+            self._peers,
+            image_budget_pixels=options.image_budget_pixels,
+            limits=_MEDIA_LIMITS,
+            processor=self._processor,
+            on_delivered=self.metrics.timeline.encoded,
+            on_batch=self.metrics.encoded_batch,
+            url=self.url,
+            deliver_here=self._deliver_here if options.role.has_language_model else None,
+            stream=self._streams.tower,
+            may_start=self._may_encode,
+        )
+        self._streams.language.on_failure = self._encode.reconsider
+        if options.role.encodes:
+            await self._encode.warm_up(lambda tower: self._batching.find_image_budget(tower, self._family))
+        if options.role.has_language_model:
+            self.language = await asyncio.to_thread(LanguageStages, self._surroundings())
+            self.language.start()
+        self._spawn(asyncio.create_task(self._housekeep()))
+        self.ready = True
+
+    def _surroundings(self) -> Surroundings:
+        return Surroundings(
+            options=self.options,
+            path=self._path,
+            url=self.url,
+            device=self._device,
+            dtype=self._dtype,
+            fingerprint=self._fingerprint,
+            family=self._family,
+            loop=self._loop,
+            transport=self._transport,
+            store=self._store,
+            peers=self._peers,
+            pulls=self.pulls,
+            processor=self._processor,
+            streams=self._streams,
+            batching=self._batching,
+            metrics=self.metrics,
+            spawn=self._spawn,
+            stepped=self._stepped,
+        )
+
+    async def close(self) -> None:
+        """Stop threads and give back memory."""
+        self.ready = False
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._processor.close()
+        await self._encode.close()
+        if self.language is not None:
+            await asyncio.to_thread(self.language.close)
+        await self._peers.close()
+        await asyncio.to_thread(self._store.close)
+        self._transport.close()
+        self._streams.board.close()
+        if self.trace is not None:
+            self.trace.close()
+
+    # ------------------------------------------------------------------ calls
+
+    def routes(self) -> list[tuple[str, str, Callable[[bytes], Any]]]:
+        """(method, path, handler) of the control server; see :mod:`epd_serve.protocol.wire`."""
+        return [*StatusCalls(self).routes(), *StageCalls(self).routes()]
+
+    def check_ready(self) -> None:
+        """Raise Unavailable while the model is being loaded."""
+        if not self.ready:
+            raise Unavailable("the instance is loading its model")
+
+    def info(self) -> wire.InstanceInfo:
+        """What the instance is and does. Raises Unavailable while it is loading."""
+        self.check_ready()
+        model_context: int = self._family.config.get_text_config().max_position_embeddings
+        return wire.InstanceInfo(
+            name=self.options.name,
+            role=str(self.options.role),
+            url=self.url,
+            model=self.options.served_model_name,
+            model_path=str(self._path),
+            max_model_len=self.language.max_model_len
+            if self.language
+            else self.options.max_model_len or model_context,
+            media_fingerprint=self._fingerprint,
+            device=self.options.device,
+            dtype=str(self._dtype).removeprefix("torch."),
+            pid=os.getpid(),
+            ready=self.ready,
+            load=self.load(),
+            parameters={
+                "tower": self._encode.num_parameters,
+                "language_model": self.language.num_parameters if self.language else 0,
+            },
+            share=self._streams.share,
+            budgets=self._batching.summary(),
+        )
+
+    def load(self) -> wire.Load:
+        load = self.language.engine.load() if self.language else wire.Load()
+        return msgspec.structs.replace(load, num_waiting_encodes=self._encode.num_waiting)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the books of all caches balance."""
+        self._store.check_integrity()
+        if self.language is not None:
+            self.language.check_integrity()
+
+    def in_use(self) -> dict[str, int]:
+        """What is held, by kind; all zero on an idle instance."""
+        in_use = {
+            "features_held": self._store.num_owners,
+            "encodes": self._encode.num_waiting,
+            "preparations": self._processor.num_waiting,
+        }
+        if self.language is not None:
+            in_use |= {**self.language.in_use(), "timeline": self.metrics.timeline.num_requests}
+        return in_use
+
+    def render_metrics(self) -> bytes:
+        """Prometheus text."""
+        links = self.language.sender.sizer.known_links() if self.language else {}
+        return self.metrics.render(self.load(), (self._store.num_owners, self._store.num_bytes), links)
+
+    def encodes(self) -> EncodeService:
+        """The encode stage, which every role has for the worst case. Raises Unavailable while it is loading."""
+        self.check_ready()
+        return self._encode
+
+    def prefills(self) -> PrefillService:
+        """The prefill stage. Raises Unavailable where the role has none, or while it is loading."""
+        self.check_ready()
+        if self.language is None or not self.options.role.prefills:
+            raise Unavailable(f"instance {self.options.name} has role {self.options.role} and does not prefill")
+        return self.language.prefill
+
+    def decodes(self) -> DecodeService:
+        """The decode stage, likewise."""
+        self.check_ready()
+        if self.language is None or not self.options.role.decodes:
+            raise Unavailable(f"instance {self.options.name} has role {self.options.role} and does not decode")
+        return self.language.decode
+
+    def features(self) -> FeatureSupply:
+        """What the prefill stage has features from, likewise."""
+        self.prefills()
+        assert self.language is not None
+        return self.language.supply
+
+    # ------------------------------------------------------------------ inside
+
+    async def _deliver_here(self, request_id: str, item: wire.MediaRef, feature: Tensor) -> None:
+        assert self.language is not None
+        await self.language.inbox.take(request_id, item, feature)
+
+    def _stepped(self, output: ScheduleOutput, seconds: float) -> None:
+        self.metrics.stepped(output, seconds)
+        assert self.language is not None
+        self._streams.language.stepped(output, seconds, self.language.engine.load().num_running)
+        self._batching.stepped(output, seconds)
+        self._encode.reconsider()
+
+    def _may_encode(self) -> bool:
+        if self.options.batching_encodes == "concurrent" or self._gate.may_start():
+            return True
+        self._loop.call_later(_ASK_AGAIN_S, self._encode.reconsider)
+        return False
+
+    def _spawn(self, task: asyncio.Task[None]) -> None:
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _housekeep(self) -> None:
+        while True:
+            await asyncio.sleep(_HOUSEKEEPING_S)
+            if self.language is not None:
+                try:
+                    self.language.expire()
+                except Exception:  # without housekeeping the instance would leak from now on
+                    logger.exception("housekeeping failed")
