@@ -29,7 +29,7 @@ def machine() -> str:
 
 @asynccontextmanager
 async def deployed(
-    topology: str, model: Path, instances: dict[str, Any], *, dtype: str = "float32"
+    topology: str, model: Path, instances: dict[str, Any], *, dtype: str = "float32", **settings: Any
 ) -> AsyncIterator[LocalDeployment]:
     """A deployment on free ports; one compute thread for each instance unless ``instances`` says more."""
     config = DeploymentConfig(
@@ -39,6 +39,7 @@ async def deployed(
         dtype=dtype,
         gateway={"port": 0},
         instances={"base_port": 0, "threads": 1, **instances},
+        **settings,
     )
     async with LocalDeployment(config, ready_timeout_s=300) as deployment:
         yield deployment

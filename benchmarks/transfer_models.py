@@ -30,6 +30,7 @@ def make_model(
     kv_heads: int,
     intermediate: int,
     vision_layers: int = 1,
+    vision_hidden: int = 32,
     max_length: int = 4096,
     max_pixels: int = 1 << 24,
 ) -> Path:
@@ -54,9 +55,9 @@ def make_model(
     }
     vision = {
         "depth": vision_layers,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_heads": 2,
+        "hidden_size": vision_hidden,
+        "intermediate_size": 2 * vision_hidden,
+        "num_heads": max(2, vision_hidden // 64),
         "out_hidden_size": hidden,
         "window_size": 112,
         "fullatt_block_indexes": [],

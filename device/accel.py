@@ -12,6 +12,7 @@ from device import base, host
 from device.base import Partition
 from device.graphs import EagerRunner
 from device.ops.plain import PlainOps
+from device.shares import check_share
 from device.transport import TRANSPORTS, TransportCapability
 
 
@@ -19,6 +20,7 @@ class AcceleratorDevice:
     """Fills the Device protocol through torch.accelerator; a vendor's subclass adds what that leaves out."""
 
     has_streams = True
+    _memory_fraction = 1.0
 
     def __init__(self, type: str, index: int, visible_devices_variable: str, partition: Partition) -> None:
         self.type = type
@@ -57,7 +59,7 @@ class AcceleratorDevice:
 
     def apply_share(self, share: float, start: float = 0.0) -> Partition:
         """A share of the memory; the processes take turns at the compute units, wherever ``start`` is."""
-        host.check_share(share, start)
+        check_share(share, start)
         self.set_memory_fraction(share)
         return Partition(strength=self.partition.strength, mechanisms=(f"memory fraction {share:g}",))
 
@@ -65,10 +67,24 @@ class AcceleratorDevice:
         free, total = self._vendor.mem_get_info(self.index)
         return total, free
 
+    def headroom(self) -> int:
+        total, free = self.memory()
+        used = self._vendor.memory_allocated(self.index)
+        held = self._vendor.memory_reserved(self.index)
+        return int(min(free + held - used, self._memory_fraction * total - used))
+
+    def reset_peak_memory(self) -> int:
+        self._vendor.reset_peak_memory_stats(self.index)
+        return int(self._vendor.memory_allocated(self.index))
+
+    def peak_memory(self) -> int:
+        return int(self._vendor.max_memory_allocated(self.index))
+
     def set_memory_fraction(self, fraction: float) -> None:
         if not 0 < fraction <= 1:
             raise ValueError(f"memory fraction {fraction}: it lies above 0 and at 1 at most")
         self._vendor.set_per_process_memory_fraction(fraction, self.index)
+        self._memory_fraction = fraction
 
     def set_threads(self, threads: int, cores: Sequence[int] | None = None) -> None:
         host.set_threads(threads, cores)
@@ -81,7 +97,7 @@ class AcceleratorDevice:
 
     # torch's streams and events take only each other, which is narrower than the protocols say: hence the casts.
     def stream(self, priority: int = 0) -> base.Stream:
-        return cast(base.Stream, torch.Stream(self.torch_device, priority=priority))
+        return cast(base.Stream, torch.Stream(self.torch_device, priority=min(priority, 0)))
 
     def current_stream(self) -> base.Stream:
         return cast(base.Stream, torch.accelerator.current_stream(self.torch_device))

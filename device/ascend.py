@@ -12,12 +12,13 @@ from typing import Any, cast
 
 import torch
 
-from device import base, host
+from device import base
 from device.accel import AcceleratorDevice
 from device.ascend_graph import NPUGraphRunner
 from device.ascend_limits import parse_visible_devices
 from device.base import DeviceUnavailable, Partition, PartitionStrength
 from device.ops.ascend import AscendOps, Layout
+from device.shares import check_share
 
 VISIBLE_DEVICES = "ASCEND_RT_VISIBLE_DEVICES"
 ATTENTION_LAYOUT = "EPD_ASCEND_ATTENTION_LAYOUT"
@@ -50,7 +51,7 @@ class AscendDevice(AcceleratorDevice):
         The limits count cores and name none, so ``start`` changes nothing: each process keeps to its count, and
         the runtime places it. torch_npu sets the device limit once in a process: ValueError at the second call.
         """
-        host.check_share(share, start)
+        check_share(share, start)
         if self._has_share:
             raise ValueError(f"{self.name} has its share already: torch_npu sets it once; start another process")
         self.set_memory_fraction(share)
@@ -64,7 +65,7 @@ class AscendDevice(AcceleratorDevice):
 
     def limit_stream(self, stream: base.Stream, share: float) -> None:
         """Keep one stream to a share of this process's cores, for encode beside decode in one instance."""
-        host.check_share(share, 0.0)
+        check_share(share, 0.0)
         ids: Any = stream
         own = self._vendor.Stream(
             stream_id=ids.stream_id, device_index=ids.device_index, device_type=ids.device_type

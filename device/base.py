@@ -309,6 +309,18 @@ class Device(Protocol):
         """(total, free) bytes of the device."""
         ...
 
+    def headroom(self) -> int:
+        """Bytes that this process can still take, those included that its allocator holds and nobody uses."""
+        ...
+
+    def reset_peak_memory(self) -> int:
+        """Let :meth:`peak_memory` begin anew. Returns the bytes that this process uses now."""
+        ...
+
+    def peak_memory(self) -> int:
+        """The most bytes that this process used at once since :meth:`reset_peak_memory`."""
+        ...
+
     def set_memory_fraction(self, fraction: float) -> None:
         """Cap this process's allocations at a fraction of the device's memory, in (0, 1].
 
@@ -329,7 +341,11 @@ class Device(Protocol):
         ...
 
     def stream(self, priority: int = 0) -> Stream:
-        """A new stream; a lower number is served first."""
+        """A new stream; a lower number is served first.
+
+        An accelerator serves none after those of priority 0. On a CPU a positive priority is the niceness of the
+        threads that use the stream, from then on; none is served before priority 0.
+        """
         ...
 
     def current_stream(self) -> Stream: ...

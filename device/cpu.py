@@ -14,6 +14,7 @@ from device import base, host
 from device.base import DeviceUnavailable, Partition, PartitionStrength
 from device.graphs import EagerRunner
 from device.ops.cpu import CpuOps
+from device.shares import check_share
 from device.transport import TRANSPORTS, TransportCapability
 
 
@@ -47,7 +48,10 @@ class CpuEvent:
 class CpuStream:
     """Fills the Stream protocol: the calling thread does its work at once, so there is never any to wait for."""
 
-    __slots__ = ()
+    __slots__ = ("_niceness",)
+
+    def __init__(self, priority: int = 0) -> None:
+        self._niceness = max(priority, 0)
 
     def synchronize(self) -> None:
         return
@@ -64,6 +68,8 @@ class CpuStream:
         return event
 
     def __enter__(self) -> CpuStream:
+        if self._niceness:
+            host.be_nice(self._niceness)
         return self
 
     def __exit__(
@@ -106,7 +112,7 @@ class CpuDevice:
 
     def apply_share(self, share: float, start: float = 0.0) -> Partition:
         """At least one core: shares smaller than a core overlap."""
-        host.check_share(share, start)
+        check_share(share, start)
         count = max(1, round(share * len(self._cores)))
         first = min(round(start * len(self._cores)), len(self._cores) - count)
         cores = self._cores[first : first + count]
@@ -119,6 +125,15 @@ class CpuDevice:
     def memory(self) -> tuple[int, int]:
         memory = psutil.virtual_memory()
         return memory.total, memory.available
+
+    def headroom(self) -> int:
+        return psutil.virtual_memory().available
+
+    def reset_peak_memory(self) -> int:
+        return host.reset_peak_memory()
+
+    def peak_memory(self) -> int:
+        return host.peak_memory()
 
     def set_memory_fraction(self, fraction: float) -> None:
         raise ValueError("the CPU's allocator knows no memory fraction: bound the caches' sizes instead")
@@ -133,7 +148,7 @@ class CpuDevice:
         return
 
     def stream(self, priority: int = 0) -> base.Stream:
-        return CpuStream()
+        return CpuStream(priority)
 
     def current_stream(self) -> base.Stream:
         return self._stream

@@ -13,15 +13,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from device import base, host
+from device import base
 from device.accel import AcceleratorDevice
 from device.base import DeviceUnavailable, Partition, PartitionStrength
 from device.graphs import check_update
 from device.ops.cuda import CudaOps
 from device.ops.varlen import find_varlen
+from device.shares import MPS_SHARE, check_share, mps_is_running
 
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
-MPS_SHARE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 _FLASH_CAPABILITY = (8, 0)
 _WARM_UP_RUNS = 2
 
@@ -83,13 +83,13 @@ class CudaDevice(AcceleratorDevice):
     def apply_share(self, share: float, start: float = 0.0) -> Partition:
         """A share of the memory, beside the share of the multiprocessors that MPS gave this process at its start.
 
-        MPS reads that from the environment when the process opens the GPU: see ``share_environment``. Without
-        MPS the processes take turns at the multiprocessors. Green contexts part the streams of one process, not
-        processes: see ``limited_stream``.
+        MPS reads that from the environment when the process opens the GPU: see ``device.shares``. Without MPS the
+        processes take turns at the multiprocessors. Green contexts part the streams of one process, not processes:
+        see ``limited_stream``.
         """
         applied = super().apply_share(share, start)
         percentage = os.environ.get(MPS_SHARE)
-        if percentage is None or not _mps_is_running():
+        if percentage is None or not mps_is_running():
             return applied
         return Partition(
             strength=applied.strength,
@@ -101,7 +101,7 @@ class CudaDevice(AcceleratorDevice):
 
         Hopper parts them in eights. Raises ValueError where this torch or driver has no green contexts.
         """
-        host.check_share(share, 0.0)
+        check_share(share, 0.0)
         if not has_green_contexts():
             raise ValueError(f"torch {torch.__version__} is built without green contexts: use a plain stream")
         green_contexts: Any = importlib.import_module("torch.cuda.green_contexts")
@@ -123,15 +123,6 @@ def make_ops(cores: int, capability: tuple[int, int]) -> CudaOps:
     return TritonOps(cores, varlen)
 
 
-def share_environment(share: float) -> dict[str, str]:
-    """What a launcher adds to the environment of a process that shall have this share of a GPU.
-
-    Empty where no MPS server runs: the variable would have no effect. Raises ValueError as ``apply_share`` does.
-    """
-    host.check_share(share, 0.0)
-    return {MPS_SHARE: f"{share * 100:g}"} if _mps_is_running() else {}
-
-
 def has_green_contexts() -> bool:
     """Whether this torch can make green contexts; the driver must be able to as well."""
     if importlib.util.find_spec("torch.cuda.green_contexts") is None:
@@ -139,17 +130,12 @@ def has_green_contexts() -> bool:
     return bool(importlib.import_module("torch.cuda.green_contexts").SUPPORTED)
 
 
-def _mps_is_running() -> bool:
-    """MPS's daemon makes this directory; a stopped one removes it."""
-    return Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")).is_dir()
-
-
 def _partition(device_name: str) -> Partition:
     """What can set shares of this GPU, as far as this process can see."""
     if "MIG" in device_name:
         return Partition(strength=PartitionStrength.ISOLATED, mechanisms=("MIG", "memory fraction"))
     mechanisms = ["memory fraction"]
-    if _mps_is_running():
+    if mps_is_running():
         mechanisms.append("MPS")
     if has_green_contexts():
         mechanisms.append("green contexts (streams of one process)")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -46,8 +47,27 @@ def _pin(cores: Sequence[int]) -> None:
             os.sched_setaffinity(int(task.name), cores)
 
 
-def check_share(share: float, start: float) -> None:
-    """Raises ValueError unless ``start`` and ``share`` lie within the device, both as fractions of 1."""
-    # Thirds written as decimals may add up to a hair above 1.
-    if not (0 < share <= 1 and start >= 0 and start + share <= 1 + 1e-6):
-        raise ValueError(f"share {share} from {start} on: both are fractions of the device and end at 1 at most")
+def be_nice(niceness: int) -> None:
+    """Let this thread, and those that it starts, wait for threads of lower niceness; 0 to 19, never less again."""
+    thread = threading.get_native_id()
+    if os.getpriority(os.PRIO_PROCESS, thread) < niceness:
+        os.setpriority(os.PRIO_PROCESS, thread, niceness)
+
+
+def reset_peak_memory() -> int:
+    """Let :func:`peak_memory` begin anew, where the system lets it. Returns the bytes in use now."""
+    with contextlib.suppress(OSError):  # then the peak is that of the process's life, an estimate from above
+        Path("/proc/self/clear_refs").write_text("5")
+    return _memory("VmRSS")
+
+
+def peak_memory() -> int:
+    """The most bytes of memory that this process used at once since :func:`reset_peak_memory`."""
+    return _memory("VmHWM")
+
+
+def _memory(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) << 10
+    return 0

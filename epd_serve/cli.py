@@ -34,6 +34,7 @@ from epd_serve.config.options import (
     KVTransport,
     MooncakeProtocol,
 )
+from epd_serve.cost.interference import Clock, Isolation
 from epd_serve.launch.ports import url_of
 from epd_serve.topology import draw, explain, parse_topology
 from epd_serve.types import KVMode, Role
@@ -121,6 +122,22 @@ def instance(
     ] = InstanceOptions.device,
     dtype: Annotated[DType, typer.Option(help="auto: the model's own.")] = InstanceOptions.dtype,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
+    share: Annotated[
+        float | None, typer.Option(min=0.001, max=1, help="Part of the device; no limit when absent.")
+    ] = None,
+    share_start: Annotated[
+        float, typer.Option(min=0, max=1, help="Where that part begins.")
+    ] = InstanceOptions.share_start,
+    memory_share: Annotated[
+        float | None,
+        typer.Option(min=0.001, max=1, help="Part of an accelerator's memory; as --share when absent."),
+    ] = None,
+    stream_priority: Annotated[
+        int, typer.Option(min=-5, max=19, help="Of the tower's stream: lower is first. On a CPU its niceness.")
+    ] = InstanceOptions.stream_priority,
+    device_board: Annotated[
+        str | None, typer.Option(help="PATH:SLOT of the file that instances on one device share.")
+    ] = None,
     block_size: Annotated[
         int | None, typer.Option(min=1, help="Tokens per KV block; 128 on an NPU, else 16.")
     ] = None,
@@ -217,6 +234,11 @@ def instance(
         device=device,
         dtype=dtype,
         threads=threads,
+        share=share,
+        share_start=share_start,
+        memory_share=memory_share,
+        stream_priority=stream_priority,
+        device_board=device_board,
         block_size=block_size,
         num_blocks=num_blocks,
         kv_cache_bytes=kv_cache_bytes,
@@ -275,6 +297,44 @@ def devices(
     reports = show_devices(console)
     if check and not check_devices(console, reports):
         raise typer.Exit(1)
+
+
+@app.command()
+def interference(
+    device: Annotated[str, typer.Option(help="cpu, cuda:0, npu:0 ...")] = "cpu",
+    isolation: Annotated[
+        Isolation, typer.Option(help="Side by side as processes, or as streams of one process.")
+    ] = "process",
+    dtype: Annotated[
+        str, typer.Option(help="float32, bfloat16 or float16; by default what suits the device.")
+    ] = "",
+    seconds: Annotated[
+        float, typer.Option(min=0.05, help="Length of each measurement; there are 3 a pair.")
+    ] = 1.0,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="CPU threads of each side; by default half of the cores.")
+    ] = None,
+    clock: Annotated[
+        Clock, typer.Option(help="cpu: CPU time of one thread, for a machine that others use too.")
+    ] = "wall",
+    out: Annotated[
+        Path | None, typer.Option(help="Write the matrix to OUT.json, its heat map to OUT.png.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the matrix as JSON instead of tables.")] = False,
+) -> None:
+    """Measure how much operators and stages slow each other down on one device (EPD-Serve, figure 6)."""
+    with _needs_native():
+        from epd_serve.colocation.command import run_interference
+    run_interference(
+        device,
+        isolation=isolation,
+        dtype=dtype,
+        seconds=seconds,
+        threads=threads,
+        clock=clock,
+        out=out,
+        as_json=as_json,
+    )
 
 
 @app.command()

@@ -42,6 +42,8 @@ def load_config(path: Path) -> DeploymentConfig:
     try:
         if config.model != DEMO_MODEL:
             changes["model"] = str(here / Path(config.model).expanduser())
+        if config.interference is not None:
+            changes["interference"] = str(here / config.interference.expanduser())
         if config.trace is not None:
             changes["trace"] = str(here / config.trace.expanduser())
         if folders := config.gateway.media.allowed_file_dirs:

@@ -34,6 +34,12 @@ class InstanceOptions:
         device: ``cpu``, ``cuda:0``, ``npu:1``; indices count the devices that the process can see. Several, with
             commas between them, share the language model (tensor parallelism).
         threads: compute threads on the CPU; None leaves the choice to the library.
+        share, share_start: the part of the device that the instance keeps to, and where it begins, as fractions of
+            1; None: no limit.
+        memory_share: the part of an accelerator's memory; None: as ``share``.
+        stream_priority: of the tower's stream, a lower number is served first; on a CPU the tower's niceness.
+        device_board: ``path:slot`` of the file in which the instances on one device tell each other what they do;
+            None where no other is there.
         block_size: tokens per KV block; None: what suits the device (:attr:`tokens_per_block`).
         num_blocks, kv_cache_bytes: size of the KV pool, given as one or the other; both None: the instance
             chooses.
@@ -56,7 +62,8 @@ class InstanceOptions:
         kv_group_layers: layers sent together in mode ``grouped``; None: chosen from measured times.
         feature_prefetch: ``async`` fetches a feature once it is announced, ``sync`` when a step needs it.
         slo_ttft_ms, slo_tpot_ms: milliseconds that a first token and each further one may take; None: no limit.
-            With one, the instance measures at its start what fits in a step.
+            With one, the instance measures at its start what fits in a step; encodes on the device of decodes
+            keep to the latter.
         batching_alpha: share of slo_ttft_ms that a step may take on an instance that does not decode.
         batching_order: in which order waiting prompts are computed.
         batching_policy: ``unlimited`` ignores the SLO; the other options alone bound a step then.
@@ -75,6 +82,11 @@ class InstanceOptions:
     device: str = "cpu"
     dtype: DType = "auto"
     threads: int | None = None
+    share: float | None = None
+    share_start: float = 0.0
+    memory_share: float | None = None
+    stream_priority: int = 0
+    device_board: str | None = None
     block_size: int | None = None
     num_blocks: int | None = None
     kv_cache_bytes: int | None = None

@@ -28,6 +28,8 @@ from epd_serve.config.sections import (
     Section,
     SLOConfig,
 )
+from epd_serve.config.shares import DeviceShare, device_shares
+from epd_serve.cost.interference import InterferenceMatrix
 from epd_serve.demo import weights_dir
 from epd_serve.topology import InstancePlacement, Topology, parse_topology, place
 
@@ -121,6 +123,12 @@ class DeploymentConfig(Section):
         "Roles that the topology does not have are no error, so that a file can serve several topologies.",
     )
 
+    interference: Path | None = Field(
+        default=None,
+        description="What 'epd-serve interference --out' wrote on this kind of device, relative to this file; "
+        "it decides about shares that are auto.",
+    )
+
     @field_validator("topology")
     @classmethod
     def _towers_are_whole(cls, topology: Topology) -> Topology:
@@ -162,6 +170,11 @@ class DeploymentConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _shares_fit(self) -> DeploymentConfig:
+        self.device_shares()
+        return self
+
+    @model_validator(mode="after")
     def _segments_are_large_enough(self) -> DeploymentConfig:
         if self.feature_store == "mooncake":
             for role in (str(instance.role) for instance in self.placement() if instance.role.encodes):
@@ -172,6 +185,15 @@ class DeploymentConfig(Section):
                         f"and that takes no less than {MIN_SEGMENT_BYTES}; write 16MiB or more"
                     )
         return self
+
+    def device_shares(self, matrix: InterferenceMatrix | None = None) -> dict[str, DeviceShare]:
+        """The shares of instances by name, those without a limit left out; ``matrix`` decides about ``auto``.
+
+        Raises ValueError where they do not fit.
+        """
+        placement = self.placement()
+        roles = {str(instance.role) for instance in placement}
+        return device_shares(placement, {role: self.settings_for(role).share for role in roles}, matrix)
 
     @property
     def uses_mooncake(self) -> bool:
@@ -200,11 +222,20 @@ class DeploymentConfig(Section):
         )
 
     def options_for(
-        self, instance: InstancePlacement, *, device: str, port: int, threads: int, master: str | None = None
+        self,
+        instance: InstancePlacement,
+        *,
+        device: str,
+        port: int,
+        threads: int,
+        master: str | None = None,
+        share: DeviceShare | None = None,
+        device_board: str | None = None,
     ) -> InstanceOptions:
         """The options of one placed instance; ``device`` is what its devices are called in its process.
 
-        ``master`` is the address of the mooncake_master where the deployment itself starts one.
+        ``master`` is the address of the mooncake_master where the deployment itself starts one; ``device_board``
+        the instance's slot of the file that instances on its device share.
 
         Raises ValueError where the model's directory is not one.
         """
@@ -226,6 +257,9 @@ class DeploymentConfig(Section):
             mooncake_protocol=self.mooncake.protocol,
             mooncake_devices=self.mooncake.devices,
             mooncake_staging_bytes=self.mooncake.staging_bytes,
+            share=share.share if share else None,
+            share_start=share.start if share else 0.0,
+            device_board=device_board,
             kv_mode=settings.kv_transfer.mode,
             kv_group_layers=None if group_layers == "auto" else group_layers,
             slo_ttft_ms=self.slo.ttft_ms,
@@ -242,7 +276,7 @@ class DeploymentConfig(Section):
 
 
 #: Settings that an instance takes as they stand.
-_SAME_NAMED = set(InstanceSettings.model_fields) - {"threads", "kv_transfer", "link", "batching"}
+_SAME_NAMED = set(InstanceSettings.model_fields) - {"threads", "share", "kv_transfer", "link", "batching"}
 
 
 def model_path(model: str) -> Path:

@@ -194,6 +194,23 @@ class InstanceSettings(Section):
     threads: int | None = Field(
         default=None, ge=1, description="CPU threads of each; null divides the cores among them."
     )
+    share: Annotated[float, Field(gt=0, le=1)] | Literal["auto"] | None = Field(
+        default=None,
+        description="Part of its device that an instance keeps to, in (0, 1]: cores on a CPU, memory and, under "
+        "MPS, multiprocessors of a GPU, memory and AI cores of an NPU. auto: an equal part of what other shares "
+        "leave, or no limit where the file 'interference' says that the stages hardly slow each other. "
+        "null: no limit, unless another instance on the device has a share: then as auto.",
+    )
+    memory_share: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        default=None, description="Part of an accelerator's memory; null: as share."
+    )
+    stream_priority: int = Field(
+        default=InstanceOptions.stream_priority,
+        ge=-5,
+        le=19,
+        description="Of the stream on which the encoder runs; lower is served first. Accelerators know 0 and "
+        "less, a CPU 0 and more, the niceness of the encoder's threads.",
+    )
     block_size: int | None = Field(
         default=None, ge=1, description="Tokens per KV block; null: 128 on an NPU, 16 elsewhere."
     )

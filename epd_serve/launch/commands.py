@@ -9,11 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from device.ascend_limits import parse_visible_devices
+from device.shares import share_environment
 from device.weight_files import VARIABLE, to_variable
 from epd_serve.config import DeploymentConfig
+from epd_serve.config.shares import DeviceShare
+from epd_serve.cost.interference import InterferenceMatrix
 from epd_serve.launch.npu import npu_environments
 from epd_serve.launch.ports import Ports, url_of
 from epd_serve.launch.process import ProcessSpec
+from epd_serve.topology import InstancePlacement
 from epd_serve.transfer.mooncake import check_installed, master_command
 
 #: The variable that decides which devices of a kind a process sees.
@@ -30,18 +34,33 @@ PROGRAM = (sys.executable, "-P", "-m", "epd_serve.cli")
 
 
 def instance_specs(
-    config: DeploymentConfig, ports: Ports, environment: Mapping[str, str]
+    config: DeploymentConfig, ports: Ports, environment: Mapping[str, str], directory: Path | None = None
 ) -> tuple[ProcessSpec, ...]:
-    """One process for each instance, in placement order. Raises ValueError where the model is not there."""
+    """One process for each instance, in placement order. Raises ValueError where the model is not there.
+
+    ``directory`` takes the files that instances on one device share; without it they know nothing of each other.
+    """
     placement = config.placement()
     num_ranks = sum(instance.tensor_parallel for instance in placement)
     master = f"{config.instances.host}:{ports.master[0]}" if ports.master else None
+    shares = config.device_shares(InterferenceMatrix.read(config.interference) if config.interference else None)
+    boards = _device_boards(placement, directory) if directory else {}
     chosen = []
     for instance, port in zip(placement, ports.instances, strict=True):
-        threads = config.settings_for(str(instance.role)).threads or _threads_each(num_ranks, environment)
+        share = shares.get(instance.name)
+        threads = config.settings_for(str(instance.role)).threads or _threads_each(num_ranks, environment, share)
         visible, local_devices = _visibility(instance.devices, environment)
-        options = config.options_for(instance, device=local_devices, port=port, threads=threads, master=master)
-        chosen.append((instance, options, {**visible, "OMP_NUM_THREADS": str(threads)}))
+        options = config.options_for(
+            instance,
+            device=local_devices,
+            port=port,
+            threads=threads,
+            master=master,
+            share=share,
+            device_board=boards.get(instance.name),
+        )
+        mps = share_environment(share.share) if share and instance.devices[0].startswith("cuda:") else {}
+        chosen.append((instance, options, {**visible, **mps, "OMP_NUM_THREADS": str(threads)}))
     own = npu_environments([(instance, options) for instance, options, _ in chosen])
     specs = []
     for (instance, options, variables), npu_variables in zip(chosen, own, strict=True):
@@ -138,12 +157,29 @@ def _common(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _threads_each(num_ranks: int, environment: Mapping[str, str]) -> int:
-    """The user's OMP_NUM_THREADS if it is a number, else an equal part of the cores this process may use."""
+def _threads_each(num_ranks: int, environment: Mapping[str, str], share: DeviceShare | None) -> int:
+    """As many as the cores of its share.
+
+    Without one the user's OMP_NUM_THREADS if it is a number, else an equal part of the cores this process may use.
+    """
+    if share is not None:
+        return max(1, round(share.share * len(os.sched_getaffinity(0))))
     wished = environment.get("OMP_NUM_THREADS", "")
     if wished.isdecimal() and int(wished) > 0:
         return int(wished)
     return max(1, len(os.sched_getaffinity(0)) // num_ranks)
+
+
+def _device_boards(placement: Sequence[InstancePlacement], directory: Path) -> dict[str, str]:
+    """``path:slot`` for instances in one pair of parentheses, where one encodes beside a language model."""
+    boards: dict[str, str] = {}
+    for instance in placement:
+        group = sorted((instance.name, *instance.shares_device_with))
+        members = [member for member in placement if member.name in group]
+        encodes = any(member.role.encodes for member in members)
+        if len(group) > 1 and encodes and any(member.role.has_language_model for member in members):
+            boards[instance.name] = f"{directory / f'device-{group[0]}'}:{group.index(instance.name)}"
+    return boards
 
 
 def _visibility(devices: Sequence[str], environment: Mapping[str, str]) -> tuple[dict[str, str], str]:

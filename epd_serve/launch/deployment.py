@@ -65,11 +65,12 @@ class LocalDeployment:
         ports = choose_ports(config)
         environment = dict(os.environ)
         master = master_spec(config, ports, environment)
-        self._weight_files = open_weight_files(shared_parts(config))
-        instances = sharing_weights(instance_specs(config, ports, environment), self._weight_files)
         self._log_dir_is_ours = log_dir is None
         self.log_dir = log_dir or Path(tempfile.mkdtemp(prefix="epd-serve-"))
         self.log_dir.mkdir(parents=True, exist_ok=True)
+        self._weight_files = open_weight_files(shared_parts(config))
+        instances = instance_specs(config, ports, environment, self.log_dir.resolve())
+        instances = sharing_weights(instances, self._weight_files)
         config_file = self.log_dir / "deployment.yaml"
         config_file.touch(mode=0o600)  # it may hold the API key
         config_file.write_text(config.model_dump_json(exclude_unset=True), encoding="utf-8")  # JSON is YAML

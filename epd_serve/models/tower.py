@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from device.base import Device
 from device.ops.linear import pack_modules
@@ -24,10 +24,21 @@ class Tower:
     placeholder tokens, followed by what Qwen3-VL adds to the hidden states of its first layers.
     """
 
-    def __init__(self, path: Path, dtype: torch.dtype, device: Device) -> None:
+    def __init__(
+        self,
+        path: Path,
+        dtype: torch.dtype,
+        device: Device,
+        before_layer: Callable[[], None] | None = None,
+    ) -> None:
+        """``before_layer`` is called on the thread that encodes, before each layer of the tower is computed."""
         model = load_part(path, ModelPart.TOWER, dtype).to(device.torch_device)
         TowerAttention(device.ops).install(model)
         self._model: Any = model
+        if before_layer is not None:
+            stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+            for layer in max(stacks, key=num_parameters, default=()):
+                layer.register_forward_pre_hook(lambda module, arguments: before_layer())
         self._device = device.torch_device
         self.dtype = dtype
         self.num_parameters = num_parameters(model)

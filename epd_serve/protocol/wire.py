@@ -278,6 +278,14 @@ class Load(Message, frozen=True):
     total_blocks: int = 0
 
 
+class AppliedShare(Message, frozen=True):
+    """``part`` of a device, how far it is enforced ("isolated", "cooperative"), and by what."""
+
+    part: float
+    strength: str
+    mechanisms: list[str]
+
+
 class InstanceInfo(Message, frozen=True):
     """An instance's identity and state, served as JSON at ``/info``.
 
@@ -285,6 +293,7 @@ class InstanceInfo(Message, frozen=True):
         media_fingerprint: hex name of everything but the media bytes that decides a feature: model revision,
             processor, dtype, shape version. It goes into each mm_hash.
         parameters: number of parameters held, by part ("tower", "language_model").
+        share: of the device, that the instance keeps to; None: no limit.
         budgets: of a step, in tokens, sequences, pixels and milliseconds; found from the SLO where there is one.
     """
 
@@ -301,6 +310,7 @@ class InstanceInfo(Message, frozen=True):
     ready: bool
     load: Load
     parameters: dict[str, int] = {}
+    share: AppliedShare | None = None
     budgets: dict[str, float] = {}
 
 

@@ -28,6 +28,8 @@ class Join(msgspec.Struct, frozen=True, kw_only=True, tag="join"):
     dtype: str
     device: str
     threads: int | None
+    share: tuple[float, float] | None
+    memory_share: float | None
     rank: int
     size: int
     rendezvous: str

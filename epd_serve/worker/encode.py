@@ -21,6 +21,7 @@ from epd_serve.models.tower import Tower
 from epd_serve.protocol.wire import EncodeReply, EncodeRequest, MediaRef
 from epd_serve.sched.encode import schedule_encodes
 from epd_serve.transfer.feature_store import FeatureStore, StoredFeature
+from epd_serve.worker.dual_stream import TowerStream
 from epd_serve.worker.peers import Peers
 from epd_serve.worker.request_processor import S_PER_PIXEL, RequestProcessor
 
@@ -57,6 +58,7 @@ class EncodeService:
     Args:
         url: of this instance, as consumers announce themselves.
         deliver_here: gives a feature to the consumer in this instance, by request id; None where there is none.
+        stream: on which the tower runs.
         may_start: asked on the event loop before each batch; while it says no, items wait. Whoever makes it say
             yes again calls :meth:`reconsider` afterwards. It must say yes while nothing else runs.
         processor: decodes and preprocesses images.
@@ -78,6 +80,7 @@ class EncodeService:
         url: str = "",
         deliver_here: Callable[[str, MediaRef, Tensor], Awaitable[None]] | None = None,
         may_start: Callable[[], bool] = lambda: True,
+        stream: TowerStream,
         on_delivered: Callable[[str, str, float, tuple[float, float]], None] = lambda *_: None,
         on_batch: Callable[[int, float, float], None] = lambda *_: None,
     ) -> None:
@@ -91,6 +94,7 @@ class EncodeService:
         self._processor = processor
         self._deliver_here = deliver_here
         self._may_start = may_start
+        self._stream = stream
         self._loop = asyncio.get_running_loop()
         self._on_delivered = on_delivered
         self._on_batch = on_batch
@@ -126,6 +130,7 @@ class EncodeService:
 
     async def close(self) -> None:
         self._is_held = False
+        self._stream.hurry()
         self._loop_task.cancel()
         with suppress(asyncio.CancelledError):
             await self._loop_task
@@ -216,18 +221,27 @@ class EncodeService:
             while self._waiting:
                 # set before the question: who changes the answer after it sees this and calls back
                 self._is_held = True
-                if not self._may_start():
+                batch = self._next_batch()
+                if not batch:
                     break
                 self._is_held = False
-                batch = schedule_encodes(self._waiting, self._budget)
                 del self._waiting[: len(batch)]
                 await self._encode_batch(batch)
 
+    def _next_batch(self) -> list[_Item]:
+        """What may start now of what waits."""
+        budget = self._budget
+        try:
+            if not (self._may_start() and self._stream.may_start(self._waiting[0].num_pixels)):
+                return []
+            budget = min(budget, self._stream.max_pixels())
+        except Exception:  # a guard that fails must not end the encoder
+            logger.exception("whether an encode may start is not to be found out; it starts")
+        return schedule_encodes(self._waiting, budget)
+
     async def _encode_batch(self, batch: list[_Item]) -> None:
         try:
-            features, batch_s = await self._loop.run_in_executor(
-                self._tower_thread, self._encode, [item.inputs for item in batch]
-            )
+            features, batch_s = await self._loop.run_in_executor(self._tower_thread, self._encode, batch)
             assert len(features) == len(batch), f"{len(features)} features of {len(batch)} images"
         except Exception as error:  # a failed batch must fail its items, not the encoder
             logger.exception("a batch of %d images failed", len(batch))
@@ -239,16 +253,19 @@ class EncodeService:
             if not item.feature.done():
                 item.feature.set_result(_Encoded(feature, batch_s))
 
-    def _encode(self, batch: list[TowerInputs]) -> tuple[list[Tensor], tuple[float, float]]:
+    def _encode(self, batch: list[_Item]) -> tuple[list[Tensor], tuple[float, float]]:
         start = time.monotonic()
-        features = self._loaded_tower().encode(batch)
+        tower = self._loaded_tower()
+        with self._stream.encoding(sum(item.num_pixels for item in batch)):
+            features = tower.encode([item.inputs for item in batch])
         end = time.monotonic()
         self._on_batch(len(batch), start, end)
         return features, (start, end)
 
     def _loaded_tower(self) -> Tower:
         if self._tower is None:
-            self._tower = self._load_tower()
+            with self._stream.loading():
+                self._tower = self._load_tower()
         return self._tower
 
     async def _put(self, mm_hash: str, feature: Tensor, owner: str) -> StoredFeature:

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor
 
@@ -36,7 +37,7 @@ class Engine:
     Args:
         feature_of: a feature as it is needed for a step; it may fetch it first. None: it is not to be had now.
         has_feature: whether ``feature_of`` is worth asking; must not block.
-        on_step: told of each step and the seconds it took.
+        around_step, on_step: what each step's computation runs in; told of each step and the seconds it took.
         order: of admission; first come, first served by itself.
         on_starved: told of a feature that holds up a sequence which could be computed otherwise; must not block.
         kv_mode: how KV goes out.
@@ -61,6 +62,7 @@ class Engine:
         kv_mode: KVMode = "grouped",
         emit: Callable[[list[EngineEvent]], None],
         on_free: Callable[[], None],
+        around_step: Callable[[], AbstractContextManager[None]] = nullcontext,
         on_step: Callable[[ScheduleOutput, float], None] = lambda output, seconds: None,
         clock: Callable[[], float] = time.monotonic,
         order: Order = lambda waiting, now: list(waiting),
@@ -86,6 +88,7 @@ class Engine:
         self._kv_mode = kv_mode
         self._emit = emit
         self._on_free = on_free
+        self._around_step = around_step
         self._on_step = on_step
         self._clock = clock
         self._changed = threading.Condition()
@@ -262,7 +265,8 @@ class Engine:
         try:
             result = StepResult([], [])
             if output:
-                result = self._runner.step(output, features, groups.on_layer if groups else None)
+                with self._around_step():
+                    result = self._runner.step(output, features, groups.on_layer if groups else None)
             if groups is not None:
                 groups.on_computed()
             events = self._finish_step(output, result)

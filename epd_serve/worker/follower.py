@@ -36,6 +36,7 @@ from epd_serve.worker.commands import (
 )
 from epd_serve.worker.kv_memory import KVCache
 from epd_serve.worker.layer_progress import LayerProgress
+from epd_serve.worker.share import apply_share
 from epd_serve.worker.step import StepExecutor
 from epd_serve.worker.step_inputs import StepInputs
 
@@ -54,10 +55,11 @@ class Follower:
         if join.threads is not None:
             get_device("cpu").set_threads(join.threads)
         self._device: Device = get_device(join.device)
+        apply_share(self._device, join.share, join.memory_share, join.threads)
         self._progress = LayerProgress(self._device.record_event)
         group = ProcessGroup(self._device, join.rank, join.size, Path(join.rendezvous), join.timeout_s)
         self._model = LanguageModel(Path(join.model), getattr(torch, join.dtype), self._device, group)
-        channel.send(Joined(self._device.memory()[1]))
+        channel.send(Joined(self._device.headroom()))
 
     def execute(self, command: Command) -> None:
         match command:

@@ -19,6 +19,7 @@ import torch
 
 from device.base import Device
 from device.distributed import ProcessGroup
+from epd_serve.config import InstanceOptions
 from epd_serve.worker.commands import (
     Answer,
     Channel,
@@ -30,6 +31,7 @@ from epd_serve.worker.commands import (
     decode_answer,
     encode,
 )
+from epd_serve.worker.share import rank_share
 from epd_serve.worker.step_inputs import StepInputs
 
 logger = logging.getLogger(__name__)
@@ -49,27 +51,27 @@ class Followers:
     They end with this process, and this process with any of them: the instance is whole or gone.
     """
 
-    def __init__(
-        self, name: str, model: Path, dtype: torch.dtype, devices: Sequence[str], threads: int | None
-    ) -> None:
+    def __init__(self, options: InstanceOptions, dtype: torch.dtype) -> None:
         """Start them; they load while this process does."""
         self._directory = tempfile.TemporaryDirectory(prefix="epd-serve-")
         self._rendezvous = Path(self._directory.name) / "rendezvous"
-        self._size = len(devices)
+        self._size = len(options.devices)
         self._channels: list[Channel] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         self._answers: list[queue.SimpleQueue[Answer]] = []
         self._staging = threading.Lock()
         self._num_stagings = 0
         self._closing = False
-        for rank, device in enumerate(devices[1:], start=1):
+        for rank, device in enumerate(options.devices[1:], start=1):
             self._start(
                 Join(
-                    name=f"{name}.{rank}",
-                    model=str(model),
+                    name=f"{options.name}.{rank}",
+                    model=str(options.model),
                     dtype=str(dtype).removeprefix("torch."),
                     device=device,
-                    threads=threads,
+                    threads=options.threads,
+                    share=rank_share(options, rank),
+                    memory_share=options.memory_share,
                     rank=rank,
                     size=self._size,
                     rendezvous=str(self._rendezvous),

@@ -36,6 +36,7 @@ from epd_serve.worker.calls import StageCalls
 from epd_serve.worker.commands import CreateCache
 from epd_serve.worker.data_plane import start_feature_store, start_transport
 from epd_serve.worker.decode import DecodeService
+from epd_serve.worker.dual_stream import DualStream
 from epd_serve.worker.encode import EncodeService
 from epd_serve.worker.engine import Engine
 from epd_serve.worker.events import Listeners
@@ -74,6 +75,7 @@ class Instance:
         self.ready = False
         self._path = Path(options.model)
         self._device: Device = get_device(options.devices[0])
+        self._streams = DualStream(options, self._device)
         self._followers: Followers | None = None
         self._listeners = Listeners()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -113,7 +115,7 @@ class Instance:
             observe=self.metrics.prepared,
         )
         self._encode = EncodeService(
-            partial(Tower, self._path, self._dtype, self._device),
+            partial(Tower, self._path, self._dtype, self._device, self._streams.tower.between_layers),
             self._family,
             self._store,
             self._peers,
@@ -124,8 +126,10 @@ class Instance:
             on_batch=self.metrics.encoded_batch,
             url=self.url,
             deliver_here=self._deliver_here if options.role.has_language_model else None,
+            stream=self._streams.tower,
             may_start=self._may_encode,
         )
+        self._streams.language.on_failure = self._encode.reconsider
         if options.role.encodes:
             await self._encode.warm_up(lambda tower: self._batching.find_image_budget(tower, self._family))
         if options.role.has_language_model:
@@ -138,7 +142,7 @@ class Instance:
         """Weights, cache and graphs, on all ranks."""
         options, group = self.options, None
         if len(options.devices) > 1:
-            self._followers = Followers(options.name, self._path, self._dtype, options.devices, options.threads)
+            self._followers = Followers(options, self._dtype)
             group = self._followers.join(self._device)
         language = LanguageModel(self._path, self._dtype, self._device, group)
         layout = wire.KVLayout(
@@ -149,7 +153,7 @@ class Instance:
             dtype=self._dtype_name,
             model=self._fingerprint,
         )
-        free_bytes = self._device.memory()[1]
+        free_bytes = self._device.headroom()
         if self._followers is not None:
             free_bytes = min(free_bytes, self._followers.wait_joined())
         self._memory = memory = KVMemory(
@@ -234,6 +238,7 @@ class Instance:
             kv_mode=options.kv_mode,
             emit=lambda events: self._call_on_loop(self._listeners.dispatch, events),
             on_free=lambda: self._call_on_loop(self._blocks_freed),
+            around_step=self._streams.language.step,
             on_step=self._stepped,
             order=self._batching.order(pool),
         )
@@ -300,6 +305,7 @@ class Instance:
         await self._peers.close()
         await asyncio.to_thread(self._store.close)
         self._transport.close()
+        self._streams.board.close()
         if self.trace is not None:
             self.trace.close()
 
@@ -330,7 +336,7 @@ class Instance:
             model_path=str(self._path),
             max_model_len=self._max_model_len,
             media_fingerprint=self._fingerprint,
-            device=",".join(self.options.devices),
+            device=self.options.device,
             dtype=self._dtype_name,
             pid=os.getpid(),
             ready=self.ready,
@@ -339,6 +345,7 @@ class Instance:
                 "tower": self._encode.num_parameters,
                 "language_model": self._language.num_parameters if self._language else 0,
             },
+            share=self._streams.share,
             budgets=self._batching.summary(),
         )
         return Reply(headers=(JSON,), body=wire.to_json(info))
@@ -418,6 +425,8 @@ class Instance:
 
     def _stepped(self, output: ScheduleOutput, seconds: float) -> None:
         self.metrics.stepped(output, seconds)
+        assert self._engine is not None
+        self._streams.language.stepped(output, seconds, self._engine.load().num_running)
         self._batching.stepped(output, seconds)
         self._encode.reconsider()
 

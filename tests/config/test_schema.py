@@ -87,12 +87,14 @@ def test_every_setting_reaches_the_instance() -> None:
         "queue_timeout_s": 3.5,
         "lease_s": 2.5,
         "feature_prefetch": "sync",
+        "memory_share": 0.25,
+        "stream_priority": 3,
     }
     config = DeploymentConfig.model_validate(
         {"instances": {**values, "kv_transfer": {"transport": "shm", "group_layers": 4}}}
     )
     options = config.options_for(config.placement()[1], device="cpu", port=9001, threads=3)
-    assert set(values) | {"kv_cache_bytes", "kv_transfer", "link", "batching"} == set(
+    assert set(values) | {"kv_cache_bytes", "share", "kv_transfer", "link", "batching"} == set(
         InstanceSettings.model_fields
     )
     assert {name: getattr(options, name) for name in values} == values

@@ -104,3 +104,26 @@ def test_memory_fractions_out_of_range_are_refused(name: str) -> None:
     for fraction in (0.0, -0.5, 1.5):
         with pytest.raises(ValueError, match="at 1 at most"):
             opened(name).set_memory_fraction(fraction)
+
+
+@EACH
+def test_the_peak_of_memory_is_that_since_it_was_reset(name: str) -> None:
+    device, size = opened(name), 64 << 20
+    before = device.reset_peak_memory()
+    data = torch.empty(size, dtype=torch.uint8, device=device.torch_device)
+    assert device.peak_memory() - before >= size
+    room = device.headroom()
+    del data
+    assert device.headroom() >= room + size, "what the allocator keeps is room too"
+
+
+@EACH
+def test_streams_of_any_priority(name: str) -> None:
+    """None goes after those of priority 0: a higher number is the same."""
+    device = opened(name)
+    for priority in (0, -1, 3):
+        side = device.stream(priority)
+        with side:
+            result = torch.ones(1 << 20, device=device.torch_device) * 2
+            assert float(result.sum().cpu()) == 2 * (1 << 20)
+        side.synchronize()

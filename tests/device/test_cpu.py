@@ -137,3 +137,14 @@ def test_the_eager_runner_calls_the_step_over_its_buffers(device: CpuDevice) -> 
         runner.update(8, [1] * 8)
     with pytest.raises(ValueError, match="pad them to 4"):
         runner.update(4, [1, 1])
+
+
+def test_the_peak_of_memory_is_that_since_it_was_reset(device: CpuDevice) -> None:
+    size = 96 << 20
+    del_me = torch.ones(2 * size // 4)  # an earlier, higher peak
+    del del_me
+    before = device.reset_peak_memory()
+    data = torch.ones(size // 4)
+    del data
+    assert 0.9 * size <= device.peak_memory() - before <= 1.5 * size
+    assert 0 < device.headroom() <= device.memory()[0]

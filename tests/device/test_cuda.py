@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from device import cuda
+from device import cuda, shares
 from device.base import AttnMeta
 from device.ops.varlen import adapt_varlen, find_varlen
 
@@ -117,22 +117,22 @@ def test_varlen_is_adapted_to_each_torch() -> None:
 
 def test_shares_go_through_mps_where_it_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path / "stopped"))
-    assert cuda.share_environment(0.5) == {}
+    assert shares.share_environment(0.5) == {}
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
-    assert cuda.share_environment(0.5) == {cuda.MPS_SHARE: "50"}
-    assert cuda.share_environment(1 / 3) == {cuda.MPS_SHARE: "33.3333"}
+    assert shares.share_environment(0.5) == {shares.MPS_SHARE: "50"}
+    assert shares.share_environment(1 / 3) == {shares.MPS_SHARE: "33.3333"}
     with pytest.raises(ValueError, match="fractions of the device"):
-        cuda.share_environment(1.5)
+        shares.share_environment(1.5)
 
 
 @ON_GPU
 def test_a_share_tells_what_limits_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     device = cuda.open_device(0)
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
-    monkeypatch.setenv(cuda.MPS_SHARE, "50")
+    monkeypatch.setenv(shares.MPS_SHARE, "50")
     try:
         assert device.apply_share(0.5).mechanisms == ("memory fraction 0.5", "MPS, 50 % of the multiprocessors")
-        monkeypatch.delenv(cuda.MPS_SHARE)
+        monkeypatch.delenv(shares.MPS_SHARE)
         assert device.apply_share(0.5).mechanisms == ("memory fraction 0.5",)
     finally:
         device.set_memory_fraction(1.0)

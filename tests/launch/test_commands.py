@@ -113,3 +113,44 @@ def test_a_wide_instance_sees_all_its_devices() -> None:
     assert (flag(wide, "--device"), flag(wide, "--threads")) == ("cpu,cpu,cpu", "1")
     with pytest.raises(ValueError, match="cuda:0, npu:0: the devices of one instance must be of one kind"):
         specs("topology: PD@tp2\ndevices: [cuda:0, npu:0]", {})
+
+
+def test_instances_in_parentheses_get_their_shares_and_a_board_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    config = parse_config("topology: (E-D)-P\nroles: {E: {share: 0.25}}")
+    ports = Ports(gateway=8000, instances=(8100, 8101, 8102))
+    encode, decode, prefill = instance_specs(config, ports, {}, tmp_path)
+    assert [(flag(spec, "--share"), flag(spec, "--share-start")) for spec in (encode, decode, prefill)] == [
+        ("0.25", "0.0"),
+        ("0.75", "0.25"),
+        (None, "0.0"),
+    ]
+    assert [flag(spec, "--threads") for spec in (encode, decode, prefill)] == ["2", "6", "2"]
+    boards = [flag(spec, "--device-board") for spec in (encode, decode, prefill)]
+    assert boards == [f"{tmp_path}/device-d0:1", f"{tmp_path}/device-d0:0", None]
+
+
+@pytest.mark.parametrize(("topology", "has_board"), [("(E-PD)", True), ("(P-D)", False), ("EPD", False)])
+def test_a_board_is_for_encodes_beside_a_language_model(topology: str, has_board: bool, tmp_path: Path) -> None:
+    config = parse_config(f"topology: {topology}")
+    ports = Ports(gateway=8000, instances=tuple(range(8100, 8100 + config.topology.num_instances)))
+    assert [flag(spec, "--device-board") is not None for spec in instance_specs(config, ports, {}, tmp_path)] == [
+        has_board
+    ] * config.topology.num_instances
+
+
+def test_a_share_of_a_gpu_goes_through_mps_where_it_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    text = "topology: (E-D)-P\ndevices: [cuda:0, cuda:1]\nroles: {E: {share: 0.25}}"
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    _, instances = specs(text)
+    assert [spec.environment.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE") for spec in instances] == ["25", "75", None]
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path / "stopped"))
+    _, instances = specs(text)
+    assert [spec.environment.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE") for spec in instances] == [None] * 3
+
+
+def test_auto_shares_follow_the_file(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"interference file .*none\.json: No such file"):
+        specs(f"topology: (E-D)-P\ninstances: {{share: auto}}\ninterference: {tmp_path}/none.json")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,8 +83,15 @@ class Fleet:
 
 
 @asynccontextmanager
-async def start_fleet(path: Path, topology: str, *, ignore_eos: bool = True) -> AsyncIterator[Fleet]:
-    """All instances of a topology with the model in ``path``."""
+async def start_fleet(
+    path: Path,
+    topology: str,
+    *,
+    ignore_eos: bool = True,
+    instances: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> AsyncIterator[Fleet]:
+    """All instances of a topology with the model in ``path``; ``settings`` of the deployment go over the usual."""
     reference = Reference(path)
     expected = {}
     for question in QUESTIONS:
@@ -98,7 +105,14 @@ async def start_fleet(path: Path, topology: str, *, ignore_eos: bool = True) -> 
         dtype="float32",
         gateway={"port": 0},
         # the token budget is smaller than any image: every image is computed in several chunks
-        instances={"base_port": 0, "threads": 1, "max_num_batched_tokens": 13, "block_size": 8},
+        instances={
+            "base_port": 0,
+            "threads": 1,
+            "max_num_batched_tokens": 13,
+            "block_size": 8,
+            **(instances or {}),
+        },
+        **settings,
     )
     async with LocalDeployment(config, ready_timeout_s=150) as deployment:
         yield Fleet(deployment, expected, ignore_eos=ignore_eos)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,12 +15,15 @@ from pictures import noise, png
 from PIL import Image
 from torch import Tensor
 
+from device.registry import get_device
 from epd_serve.errors import InstanceFailed, InvalidRequest
 from epd_serve.media import MediaLimits
 from epd_serve.models.family import TowerInputs
 from epd_serve.protocol import wire
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.feature_store import EmbeddedFeatureStore
+from epd_serve.worker.device_board import DeviceBoard
+from epd_serve.worker.dual_stream import TowerStream
 from epd_serve.worker.encode import EncodeService
 from epd_serve.worker.request_processor import RequestProcessor
 
@@ -91,6 +95,7 @@ class Bench:
         **settings: Any,
     ) -> tuple[EncodeService, EmbeddedFeatureStore]:
         store = EmbeddedFeatureStore(self.transport, 1 << 12)
+        settings.setdefault("stream", TowerStream(get_device("cpu"), DeviceBoard(None, 0, time.monotonic)))
         parts: list[Any] = [lambda: tower, Family(), store, peers]
         service = EncodeService(
             *parts,
@@ -225,4 +230,14 @@ async def test_a_change_in_the_middle_of_the_question_is_not_lost(bench: Bench) 
 
     service, _ = bench.service(tower, Peers(), may_start=may_start)
     services.append(service)
+    assert (await asyncio.wait_for(service.encode(request("r")), 5)).num_tokens == 2
+
+
+async def test_a_guard_that_fails_does_not_end_the_encoder(bench: Bench) -> None:
+    def may_start() -> bool:
+        raise OSError("the device does not say how much memory it has")
+
+    tower = SlowTower()
+    tower.go.set()
+    service, _ = bench.service(tower, Peers(), may_start=may_start)
     assert (await asyncio.wait_for(service.encode(request("r")), 5)).num_tokens == 2

@@ -1,0 +1,126 @@
+"""The interference matrix of a device: each workload alone, and each pair of a kind side by side."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from itertools import combinations_with_replacement
+from statistics import median
+
+from device.base import Device
+from device.registry import get_device
+from epd_serve.colocation.sides import ProcessSide, Run, Setting, Side, StreamSide
+from epd_serve.colocation.workloads import COLLECTIVE, WORKLOADS
+from epd_serve.cost.interference import Clock, InterferenceMatrix, Isolation, Workload
+
+#: Between the command and the common start of both sides.
+_LEAD_S = 0.02
+_ROUNDS = 3
+
+
+def measure(
+    device_name: str,
+    *,
+    isolation: Isolation,
+    dtype: str,
+    seconds: float,
+    threads: int | None = None,
+    clock: Clock = "wall",
+    names: Sequence[str] | None = None,
+    progress: Callable[[str], None] = lambda text: None,
+) -> InterferenceMatrix:
+    """Measure all pairs, or those of ``names``; takes about three times ``seconds`` for each.
+
+    Its members run alone and side by side in turns: what drifts meanwhile (clocks, neighbours on the machine)
+    changes both alike.
+
+    Args:
+        threads: of each side on a CPU; None: half of the cores, what two instances get by default.
+
+    Raises ValueError for a device or a dtype that is not there.
+    """
+    device = get_device(device_name)
+    possible = [str(known).removeprefix("torch.") for known in device.dtypes]
+    if dtype not in possible:
+        raise ValueError(f"dtype {dtype}: {device.name} computes in {', '.join(possible)}")
+    if device.type == "cpu" and threads is None:
+        threads = max(1, len(os.sched_getaffinity(0)) // 2)
+    if clock == "cpu" and threads != 1:
+        raise ValueError("clock cpu counts the time of one thread of a CPU: use it with --device cpu --threads 1")
+    skipped = _skipped(device, isolation, clock)
+    chosen = [name for name in names or WORKLOADS if name not in skipped]
+    setting = Setting(device=device.name, dtype=dtype, threads=threads, clock=clock)
+    make: type[ProcessSide] | type[StreamSide] = ProcessSide if isolation == "process" else StreamSide
+    alone: dict[str, list[float]] = {name: [] for name in chosen}
+    increase: dict[tuple[str, str], float] = {}
+    with ExitStack() as stack:
+        sides: list[Side] = [stack.enter_context(closing(make(setting))) for _ in range(2)]
+        for first, second in _pairs(chosen):
+            progress(f"{first} beside {second}")
+            for side, name in zip(sides, (first, second), strict=True):
+                side.prepare(name).result()
+            base: list[list[float]] = [[], []]
+            beside: list[list[float]] = [[], []]
+            for _ in range(_ROUNDS):
+                for side, times in zip(sides, base, strict=True):
+                    times += _together([side], seconds / _ROUNDS)[0]
+                for times, more in zip(beside, _together(sides, seconds / _ROUNDS), strict=True):
+                    times += more
+            for i, (name, other) in enumerate(((first, second), (second, first))):
+                alone[name].append(_typical(base[i]))
+                ratio = _typical(beside[i]) / _typical(base[i])
+                increase[name, other] = (increase.get((name, other), ratio - 1) + ratio - 1) / 2
+    return InterferenceMatrix(
+        device=device.name,
+        description=f"{device.description}, {device.cores} cores",
+        isolation=isolation,
+        dtype=dtype,
+        threads=threads,
+        clock=clock,
+        seconds=seconds,
+        workloads=[
+            Workload(
+                name=name,
+                kind=WORKLOADS[name].kind,
+                demand=WORKLOADS[name].demand,
+                alone_s=median(alone[name]),
+                alone_spread=max(alone[name]) / min(alone[name]) - 1,
+            )
+            for name in chosen
+        ],
+        increase=[[increase.get((of, beside)) for beside in chosen] for of in chosen],
+        skipped=skipped,
+    ).with_findings()
+
+
+def _pairs(names: Sequence[str]) -> list[tuple[str, str]]:
+    """A workload beside itself too: two instances of a stage may share a device."""
+    return [
+        (first, second)
+        for first, second in combinations_with_replacement(names, 2)
+        if WORKLOADS[first].kind == WORKLOADS[second].kind
+    ]
+
+
+def _together(sides: Sequence[Side], seconds: float) -> list[list[float]]:
+    """The seconds of each side's calls while all of ``sides`` run."""
+    start = time.monotonic() + _LEAD_S
+    runs = [side.run(Run(start, start + seconds)) for side in sides]
+    return [run.result() for run in runs]
+
+
+def _typical(times: Sequence[float]) -> float:
+    """The lower quartile: others on the machine make calls longer and never shorter."""
+    return sorted(times)[len(times) // 4]
+
+
+def _skipped(device: Device, isolation: Isolation, clock: Clock) -> dict[str, str]:
+    if device.type != "cpu":
+        return {COLLECTIVE: f"{device.transport.distributed_backend} takes one rank for each device"}
+    if clock == "cpu":
+        return {COLLECTIVE: "it waits, which costs no CPU time: use clock wall"}
+    if isolation == "stream":
+        return {COLLECTIVE: "a process can be in one group only: use isolation process"}
+    return {}

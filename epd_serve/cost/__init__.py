@@ -1,0 +1,1 @@
+"""What stages cost, alone and beside each other."""

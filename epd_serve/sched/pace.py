@@ -1,0 +1,83 @@
+"""When encodes may run beside decodes that have a limit on their time per token. Pure: clocks are passed in.
+
+The decodes keep an account: each step pays in the limit and takes out the seconds that it took. Encodes spend what
+is there, one layer of the tower at a time, so that the mean time per token stays at the limit however much slower
+a step is beside an encode; where decodes are at their limit without any encode, encodes keep a small share of the
+time, so that they never starve.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+#: The account holds at most this many times the limit, either way: no request pays for what was long before it.
+_DEPTH = 4
+_SMOOTHING = 0.1
+#: The part of a step beside which an encode ran that makes it a step beside an encode, or one alone.
+_BESIDE, _ALONE = 0.5, 0.05
+#: The least share of the time that encodes get while there are some.
+MIN_SHARE = 0.05
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Slack:
+    """What decodes leave to encodes on their device.
+
+    Attributes:
+        credit_s: seconds that steps may still take beyond their limit.
+        limit_s: of the time per token.
+        alone_s, beside_s: mean seconds of steps without and beside an encode; 0 where there was none yet.
+    """
+
+    credit_s: float
+    limit_s: float
+    alone_s: float = 0.0
+    beside_s: float = 0.0
+
+    def cost_s(self, piece_s: float) -> float:
+        """What a piece of an encode of that length is expected to take from the account."""
+        if not self.beside_s:
+            return 0.0
+        overshoot = max(self.beside_s - self.limit_s, 0.0)
+        return min(overshoot * piece_s / self.beside_s, _DEPTH / 2 * self.limit_s)
+
+
+@dataclass(slots=True, kw_only=True)
+class TokenTimeAccount:
+    """Kept by the decodes."""
+
+    limit_s: float
+    credit_s: float = 0.0
+    alone_s: float = 0.0
+    beside_s: float = 0.0
+
+    def decoded(self, seconds: float, encoded_s: float) -> None:
+        """A token took ``seconds``, ``encoded_s`` of which some encode ran beside it."""
+        depth = _DEPTH * self.limit_s
+        self.credit_s = max(-depth, min(self.credit_s + self.limit_s - seconds, depth))
+        if encoded_s >= _BESIDE * seconds:
+            self.beside_s = _smooth(self.beside_s, seconds)
+        elif encoded_s <= _ALONE * seconds:
+            self.alone_s = _smooth(self.alone_s, seconds)
+
+    @property
+    def slack(self) -> Slack:
+        return Slack(credit_s=self.credit_s, limit_s=self.limit_s, alone_s=self.alone_s, beside_s=self.beside_s)
+
+
+def pause_s(slack: Slack | None, *, piece_s: float, paused_s: float) -> float:
+    """How long an encode waits before it goes on; then it asks again. 0: it goes on now.
+
+    Args:
+        slack: None where nothing decodes under a limit.
+        piece_s: what the last piece of the encode took.
+        paused_s: how long it has waited since.
+    """
+    if slack is None or (slack.credit_s > 0 and slack.credit_s >= slack.cost_s(piece_s)):
+        return 0.0
+    patience_s = piece_s * (1 / MIN_SHARE - 1)
+    return max(0.0, min(slack.limit_s / 2, patience_s - paused_s))
+
+
+def _smooth(mean: float, value: float) -> float:
+    return mean + _SMOOTHING * (value - mean) if mean else value

@@ -1,0 +1,247 @@
+"""The two streams of an instance: the tower's and the language model's (TriInfer, section 4.2), kept in step.
+
+On an accelerator the tower's work goes to a stream of its own. Its features pass through the host, whose copy
+waits for that stream alone; the language model's stream takes them up from there, so neither stream waits for the
+other. On a CPU each side is a thread, and the threads of the instance are parted between them while both run: two
+teams of all threads would wait for each other at every barrier.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from device.base import Device
+from epd_serve.config import InstanceOptions
+from epd_serve.sched.language import ScheduleOutput
+from epd_serve.sched.pace import TokenTimeAccount, pause_s
+from epd_serve.worker.device_board import DeviceBoard
+from epd_serve.worker.share import apply_share, rank_share
+
+_SMOOTHING = 0.3
+#: A batch under a limit on the time per token is small enough for a layer to take no more than so many tokens.
+_TOKENS_PER_LAYER = 2
+
+
+class TowerStream:
+    """The tower's side. The methods up to ``between_layers`` belong to the tower's thread.
+
+    Args:
+        threads: on a CPU, while the language model of this instance computes too, and while it does not.
+        is_busy: whether that language model has work; False where there is none.
+        sleep: of the tower's thread.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        board: DeviceBoard,
+        *,
+        priority: int = 0,
+        threads: tuple[int, int] | None = None,
+        is_busy: Callable[[], bool] = lambda: False,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._device = device
+        self._board = board
+        self._stream = device.stream(priority)
+        self._threads = threads if device.type == "cpu" else None
+        self._is_busy = is_busy
+        self._clock = clock
+        self._sleep = sleep
+        self._resumed_s = self._paused_s = 0.0
+        self._num_layers = 0
+        self._is_encoding = self._hurries = False
+        self._pixel_bytes: float | None = None
+        self._pixel_layer_s: float | None = None
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Around what loads the tower: its memory belongs to its stream, and is there for others at the end."""
+        self._device.activate()
+        with self._stream:
+            yield
+        self._stream.synchronize()
+
+    @contextmanager
+    def encoding(self, num_pixels: int) -> Iterator[None]:
+        """Around a batch, whose features are on the host at the end."""
+        self._device.activate()
+        in_use = self._device.reset_peak_memory()
+        self._num_layers, paused_s = 0, self._paused_s
+        began_s = self._resumed_s = self._clock()
+        self._part_threads()
+        self._board.encode_begins()
+        self._is_encoding = True
+        try:
+            with self._stream:
+                yield
+        finally:
+            self._is_encoding = False
+            self._board.encode_ends()
+        seconds = self._clock() - began_s - (self._paused_s - paused_s)
+        self._pixel_bytes = _smooth(self._pixel_bytes, (self._device.peak_memory() - in_use) / num_pixels)
+        self._pixel_layer_s = _smooth(self._pixel_layer_s, seconds / max(self._num_layers, 1) / num_pixels)
+
+    def between_layers(self) -> None:
+        """Before each layer of the tower: wait while decodes have no time to spare. Outside a batch: nothing."""
+        if not self._is_encoding:
+            return
+        self._num_layers += 1
+        self._part_threads()
+        if self._board.slack() is None:
+            self._resumed_s = self._clock()
+            return
+        self._stream.synchronize()  # else the layers before would still be running
+        begun = now = self._clock()
+        piece_s = begun - self._resumed_s
+        while (
+            not self._hurries
+            and (wait_s := pause_s(self._board.slack(), piece_s=piece_s, paused_s=now - begun)) > 0
+        ):
+            self._board.encode_ends()
+            self._sleep(wait_s)
+            now = self._clock()
+        self._paused_s += now - begun
+        self._resumed_s = now
+        if not self._board.encodes_here:
+            self._board.encode_begins()
+
+    def hurry(self) -> None:
+        """Pause no more, whatever decodes: the instance ends. Any thread."""
+        self._hurries = True
+
+    def _part_threads(self) -> None:
+        if self._threads is not None:
+            self._device.set_threads(self._threads[0 if self._is_busy() else 1])
+
+    # ------------------------------------------------------------------ asked on the event loop
+
+    def max_pixels(self) -> int:
+        """The largest batch that fits the free memory, and under a limit also the time, as far as was measured."""
+        if self._pixel_bytes is None or self._pixel_layer_s is None:
+            return 0  # one item, to measure
+        limit = float("inf")
+        if self._pixel_bytes > 0:
+            limit = self._device.headroom() / self._pixel_bytes
+        if (slack := self._board.slack()) is not None and self._pixel_layer_s > 0:
+            limit = min(limit, _TOKENS_PER_LAYER * slack.limit_s / self._pixel_layer_s)
+        return int(min(max(limit, 0), 1 << 62))
+
+    def may_start(self, num_pixels: int) -> bool:
+        """Whether the free memory holds the activations of an item, as far as was measured.
+
+        An item that does not fit goes when the language model is idle: nothing would be freed any more.
+        """
+        return (
+            self._pixel_bytes is None
+            or not self._is_busy()
+            or num_pixels * self._pixel_bytes <= self._device.headroom()
+        )
+
+
+class LanguageStream:
+    """The language model's side; both methods belong to the engine's thread.
+
+    Attributes:
+        is_busy: whether a step runs, or one that ran just now has decodes to go on with.
+        on_failure: told when a step has failed.
+
+    Args:
+        limit_s: of the time per token; None: encodes run as they like.
+        threads: on a CPU, while this instance encodes too, and while it does not.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        board: DeviceBoard,
+        *,
+        limit_s: float | None,
+        threads: tuple[int, int] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._device = device
+        self._board = board
+        self._account = TokenTimeAccount(limit_s=limit_s) if limit_s is not None else None
+        self._threads = threads if device.type == "cpu" else None
+        self._clock = clock
+        self._last_s: float | None = None  # end of the last step, where its decodes go on
+        self._encoded_s = 0.0
+        self.is_busy = False
+        self.on_failure: Callable[[], None] = lambda: None
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around the computation of a step; :meth:`stepped` follows unless it fails."""
+        self.is_busy = True
+        if self._threads is not None:
+            self._device.set_threads(self._threads[0 if self._board.encodes_here else 1])
+        if self._account is not None and self._last_s is None:
+            self._encoded_s = self._board.encoded_s()
+        try:
+            yield
+        except BaseException:
+            self.is_busy, self._last_s = False, None
+            self._board.decodes_end()
+            self.on_failure()
+            raise
+
+    def stepped(self, output: ScheduleOutput, seconds: float, num_running: int) -> None:
+        """A step of ``seconds`` is over; ``num_running`` sequences go on."""
+        goes_on = bool(output.decodes) and num_running > 0
+        self.is_busy = goes_on
+        if self._account is None:
+            return
+        now, encoded_s = self._clock(), self._board.encoded_s()
+        if output.decodes:
+            since_last = seconds if self._last_s is None else now - self._last_s
+            self._account.decoded(since_last, encoded_s - self._encoded_s)
+        self._encoded_s = encoded_s
+        if goes_on:
+            self._last_s = now
+            self._board.decodes(self._account.slack)
+        else:
+            self._last_s = None
+            self._board.decodes_end()
+
+
+class DualStream:
+    """Both sides of one instance, as its options and its device say.
+
+    Attributes:
+        share: of the device, as it was applied to this process; None: no limit.
+    """
+
+    def __init__(
+        self, options: InstanceOptions, device: Device, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.share = apply_share(device, rank_share(options, 0), options.memory_share, options.threads)
+        threads = _parted(options.threads) if options.role.has_language_model else None
+        limit_s = None if options.slo_tpot_ms is None else options.slo_tpot_ms / 1000
+        board, slot = options.device_board.rsplit(":", 1) if options.device_board else (None, "0")
+        self.board = DeviceBoard(None if board is None else Path(board), int(slot), clock)
+        self.language = LanguageStream(device, self.board, limit_s=limit_s, threads=threads, clock=clock)
+        self.tower = TowerStream(
+            device,
+            self.board,
+            priority=options.stream_priority,
+            threads=threads,
+            is_busy=lambda: self.language.is_busy,
+            clock=clock,
+        )
+
+
+def _parted(threads: int | None) -> tuple[int, int] | None:
+    """CPU threads of each side, while the other computes too and while it does not; None: nothing to part.
+
+    Equal halves, since MKL knows one number for the whole process: the one that was set last.
+    """
+    return None if threads is None or threads < 2 else (threads // 2, threads)
+
+
+def _smooth(mean: float | None, value: float) -> float:
+    return value if mean is None else mean + _SMOOTHING * (value - mean)

@@ -1,0 +1,117 @@
+"""Pairs side by side on this CPU, in streams and in processes."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import get_args
+
+import msgspec
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+from device.registry import get_device
+from epd_serve.cli import app
+from epd_serve.colocation import report, workloads
+from epd_serve.colocation.measure import measure
+from epd_serve.colocation.workloads import WORKLOADS, Factory, Sizes
+from epd_serve.cost.interference import Clock, InterferenceMatrix
+
+SMALL = Sizes(
+    hidden=64,
+    heads=4,
+    kv_heads=2,
+    intermediate=96,
+    layers=2,
+    prompt_tokens=12,
+    patches=20,
+    decodes=3,
+    context=40,
+    stream_bytes=1 << 14,
+)
+
+
+@pytest.mark.parametrize("name", [name for name, kind in WORKLOADS.items() if kind.build is not None])
+def test_every_workload_computes_something_finite(name: str) -> None:
+    build = WORKLOADS[name].build
+    assert build is not None
+    with torch.inference_mode():
+        result = build(Factory(get_device("cpu"), torch.float32, SMALL))()
+    assert isinstance(result, torch.Tensor) and bool(result.isfinite().all())
+
+
+def test_streams_of_one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(Sizes, "for_device", lambda device_type: SMALL)
+    result = CliRunner().invoke(
+        app, ["interference", "--isolation", "stream", "--seconds", "0.05", "--out", str(tmp_path / "m")]
+    )
+    assert result.exit_code == 0, result.output
+    assert "operators: pairs of like demand take" in result.output
+    assert "not measured: all-reduce: a process can be in one group only" in " ".join(result.output.split())
+    matrix = InterferenceMatrix.read(tmp_path / "m.json")
+    names = [workload.name for workload in matrix.workloads]
+    assert names == [name for name in WORKLOADS if name != workloads.COLLECTIVE]
+    for of, row in zip(matrix.workloads, matrix.increase, strict=True):
+        assert [value is not None for value in row] == [of.kind == other.kind for other in matrix.workloads]
+    assert (tmp_path / "m.png").read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setattr("epd_serve.colocation.command.measure", lambda *arguments, **options: matrix)
+    printed = CliRunner().invoke(app, ["interference", "--json"])
+    assert msgspec.json.decode(printed.stdout, type=InterferenceMatrix) == matrix
+
+
+def test_processes_and_a_collective() -> None:
+    matrix = measure(
+        "cpu", isolation="process", dtype="float32", seconds=0.1, threads=1, names=["norm", "all-reduce"]
+    )
+    assert [workload.name for workload in matrix.workloads] == ["norm", "all-reduce"]
+    assert all(value is not None for row in matrix.increase for value in row)
+    assert not matrix.skipped
+
+
+def test_a_failure_in_a_process_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(RuntimeError, match="ended with exit code 1"):
+        measure("cpu", isolation="process", dtype="float32", seconds=0.1, names=["norm"])
+
+
+def test_what_cannot_be_measured_is_refused() -> None:
+    with pytest.raises(ValueError, match="dtype int8: cpu computes in float32"):
+        measure("cpu", isolation="stream", dtype="int8", seconds=0.1)
+    with pytest.raises(ValueError, match="clock cpu counts the time of one thread"):
+        measure("cpu", isolation="stream", dtype="float32", seconds=0.1, threads=2, clock="cpu")
+
+
+def test_without_matplotlib_the_heat_map_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="pip install matplotlib"):
+        report.check_can_draw()
+
+
+def test_the_table_fits_eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Sizes, "for_device", lambda device_type: SMALL)
+    matrix = measure("cpu", isolation="stream", dtype="float32", seconds=0.05, names=["matmul", "copy", "D"])
+    console = Console(width=80, record=True)
+    report.show(matrix, console)
+    text = console.export_text()
+    assert "matmul: compute" in text and "D: bandwidth" in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_cpu_time_is_not_that_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the wall time of a call is spent waiting, which is none of the call's own CPU time."""
+    monkeypatch.setattr(Sizes, "for_device", lambda device_type: SMALL)
+    waiting = replace(WORKLOADS["norm"], build=lambda factory: lambda: time.sleep(0.01))
+    monkeypatch.setitem(WORKLOADS, "norm", waiting)
+    times = {
+        clock: measure(
+            "cpu", isolation="stream", dtype="float32", seconds=0.2, threads=1, clock=clock, names=["norm"]
+        ).workloads[0]
+        for clock in get_args(Clock)
+    }
+    assert times["wall"].alone_s >= 0.01
+    assert times["cpu"].alone_s < 0.005

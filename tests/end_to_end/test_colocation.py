@@ -1,0 +1,27 @@
+"""Shares, parted threads and a guard that always holds encodes back change when things happen, and no token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import httpx
+from identity import start_fleet
+from tiny_models import make_tiny_model
+
+
+async def test_tokens_are_the_same_under_shares_and_the_guard(tmp_path: Path) -> None:
+    path = make_tiny_model("qwen2_5_vl", tmp_path / "model")
+    settings = {
+        "roles": {"E": {"share": 0.5, "stream_priority": 5}, "ED": {"stream_priority": 5}},
+        "slo": {"tpot_ms": 0.01},  # no step keeps it: encodes get their least share while anything decodes
+    }
+    async with start_fleet(path, "(E-D)-ED-P", instances={"threads": 2}, **settings) as fleet:
+        async with httpx.AsyncClient() as client:
+            info = {name: (await client.get(f"{url}/info")).json() for name, url in fleet.urls.items()}
+        assert {name for name, said in info.items() if "share" in said} == {"e0", "d0"}
+        for name in ("e0", "d0"):
+            share = info[name]["share"]
+            assert (share["part"], share["strength"]) == (0.5, "cooperative")
+            assert any("affinity to cores" in mechanism for mechanism in share["mechanisms"])
+        await fleet.check_tokens(("e0", "d0", "p0"))
+        await fleet.check_tokens(("ed0", "p0"))
