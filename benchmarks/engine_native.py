@@ -23,11 +23,14 @@ from epd_serve.cache.block_pool import BlockPool
 from epd_serve.models.family import load_family
 from epd_serve.models.language import LanguageModel
 from epd_serve.models.tower import Tower
+from epd_serve.protocol.wire import KVLayout
 from epd_serve.request import Sequence
 from epd_serve.sched.language import Budget
+from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.types import SamplingParams
 from epd_serve.worker.engine import Engine
 from epd_serve.worker.events import EngineEvent, FailureEvent, TokenEvent
+from epd_serve.worker.kv_memory import KVMemory
 from epd_serve.worker.runner import LanguageRunner
 from epd_serve.worker.step import StepExecutor
 from epd_serve.worker.step_inputs import StepInputs
@@ -60,11 +63,17 @@ class NativeEngine:
         self._axes = load_family(path).num_position_axes
         num_blocks = max_tokens // BLOCK_SIZE + 2
         model = self.model
-        kv = torch.zeros(
-            (model.num_layers, 2, num_blocks, BLOCK_SIZE, model.num_kv_heads, model.head_dim),
-            dtype=dtype,
-            device=device.torch_device,
+        layout = KVLayout(
+            num_layers=model.num_layers,
+            num_kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            block_size=BLOCK_SIZE,
+            dtype=str(dtype).removeprefix("torch."),
+            model="benchmark",
         )
+        self._transport = EmbeddedTransport(path="shm")
+        memory = KVMemory(layout, num_blocks, device, self._transport)
+        kv = memory.tensor
         self.executor = TimedExecutor(
             model,
             device,
@@ -88,7 +97,7 @@ class NativeEngine:
             num_layers=model.num_layers,
             eos_token_ids=frozenset(),
             feature_of=lambda mm_hash: None,
-            copy_block=lambda source, target: None,
+            memory=memory,
             block_nbytes=1,
             record_event=lambda: lambda: None,
             sender=None,
@@ -122,6 +131,7 @@ class NativeEngine:
 
     def close(self) -> None:
         self._engine.close()
+        self._transport.close()
 
 
 def random_prompts(batch: int, length: int, vocabulary: int) -> list[list[int]]:
