@@ -7,8 +7,6 @@ import io
 import json
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,6 +33,7 @@ from epd_serve.config.options import (
     MooncakeProtocol,
 )
 from epd_serve.cost.interference import Clock, Isolation
+from epd_serve.errors import needs_native
 from epd_serve.launch.ports import instance_urls, name_and_url
 from epd_serve.topology import draw, explain, parse_topology
 from epd_serve.types import KVMode, Role
@@ -270,7 +269,7 @@ def instance(
         link_latency_ms=link_latency_ms,
         trace=trace,
     )
-    with _needs_native():
+    with needs_native():
         from epd_serve.instance.main import run_instance
     run_instance(options)
 
@@ -323,7 +322,7 @@ def interference(
     as_json: Annotated[bool, typer.Option("--json", help="Print the matrix as JSON instead of tables.")] = False,
 ) -> None:
     """Measure how much operators and stages slow each other down on one device (EPD-Serve, figure 6)."""
-    with _needs_native():
+    with needs_native():
         from epd_serve.colocation.command import run_interference
     run_interference(
         device,
@@ -394,18 +393,6 @@ def _tie_to(parent_pid: int | None) -> None:
         from epd_serve.launch.lifeline import die_with_parent
 
         die_with_parent(parent_pid)
-
-
-@contextmanager
-def _needs_native() -> Iterator[None]:
-    """Turns a missing torch into what to install."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        missing = (error.name or "").partition(".")[0]
-        if missing not in ("torch", "transformers", "numpy", "safetensors"):
-            raise
-        raise ValueError(f"{missing} is not installed; run: pip install 'epd-serve[native]'") from error
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import msgspec
@@ -115,3 +117,15 @@ def error_from_response(status: int, body: bytes, *, origin: str) -> ServeError:
         text = body[:200].decode("utf-8", "replace")
         return cls(f"{origin} answered {status}: {text or 'nothing'}")
     return cls(error.message, param=error.param, code=error.code)
+
+
+@contextmanager
+def needs_native() -> Iterator[None]:
+    """Turns a missing torch into what to install."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in ("torch", "transformers", "numpy", "safetensors"):
+            raise
+        raise ValueError(f"{missing} is not installed; run: pip install 'epd-serve[native]'") from error

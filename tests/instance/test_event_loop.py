@@ -32,6 +32,8 @@ from epd_serve.request import Sequence
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.feature_store import EmbeddedFeatureStore
 from epd_serve.types import SamplingParams
+from epd_serve.worker.device_board import DeviceBoard
+from epd_serve.worker.dual_stream import TowerStream
 from epd_serve.worker.events import Listeners, TokenEvent
 from epd_serve.worker.sampler import SampledToken
 
@@ -124,7 +126,10 @@ async def test_a_4k_image(model: Path) -> None:
     store = EmbeddedFeatureStore(transport, 1 << 27)
     processor = RequestProcessor(1, queue_timeout_s=60)
     parts: list[Any] = [Tower, family, store, Peers()]
-    service = EncodeService(*parts, image_budget_pixels=1, limits=MediaLimits(), processor=processor)
+    stream = TowerStream(get_device("cpu"), DeviceBoard(None, 0, time.monotonic))
+    service = EncodeService(
+        *parts, image_budget_pixels=1, limits=MediaLimits(), processor=processor, stream=stream
+    )
 
     async def encode(received: bytes) -> Reply:
         return Reply(body=wire.encode(await service.encode(wire.decode(received, wire.EncodeRequest))))
