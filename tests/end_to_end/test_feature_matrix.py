@@ -1,0 +1,53 @@
+"""Tokens are the same whatever the engine does for speed: each feature is on in one case and off in another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+from fleet import figures
+from identity import start_fleet
+
+#: Of a pool in which the eight questions cannot all run at once: sequences are preempted and go on.
+SMALL_POOL = 20
+
+CASES: dict[str, dict[str, Any]] = {
+    "budgets, slack, encodes after prefill, small pool, trace": {
+        "slo": {"ttft_ms": 4000, "tpot_ms": 400},
+        "instances": {"batching": {"order": "slack", "encodes": "after-prefill"}, "num_blocks": SMALL_POOL},
+        "trace": True,
+    },
+    "no budgets, shortest first, small pool, pulled KV, late features": {
+        "instances": {
+            "batching": {"order": "sjf", "policy": "unlimited"},
+            "num_blocks": SMALL_POOL,
+            "kv_transfer": {"mode": "pull"},
+            "feature_prefetch": "sync",
+        },
+    },
+    "budgets, encodes beside decodes, layer by layer, shared weights": {
+        "slo": {"tpot_ms": 400},
+        "instances": {"kv_transfer": {"mode": "layerwise"}, "share_weights": True},
+    },
+}
+TOPOLOGIES = {"EPD": ("epd0",), "E-P-D": ("e0", "p0", "d0"), "ED-P": ("ed0", "p0")}
+
+
+@pytest.mark.parametrize("case", CASES)
+async def test_tokens_equal_generate(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EPD_SERVE_CACHE", str(tmp_path / "cache"))
+    settings = dict(CASES[case])
+    if settings.pop("trace", False):
+        settings["trace"] = tmp_path / "trace"
+    model = tiny_models.make_tiny_model("qwen3_vl", tmp_path / "model")
+    small = "num_blocks" in settings["instances"]
+    async with start_fleet(model, "E-P-ED-EPD-D", **settings) as fleet:
+        for _ in range(3):  # whether sequences meet in the small pool is a matter of timing
+            for names in TOPOLOGIES.values():
+                await fleet.check_tokens(names)
+            preempted = [(await figures(url))["preemptions_total"] for url in fleet.urls.values()]
+            if not small or sum(preempted):
+                return
+    raise AssertionError("the pool was large enough for all")
