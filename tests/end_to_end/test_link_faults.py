@@ -197,17 +197,17 @@ async def test_a_decode_instance_that_stalls_in_the_middle_of_a_transfer(fleet: 
 
 
 async def test_without_room_at_d_requests_queue_and_are_then_told_to_come_back(fleet: Fleet) -> None:
-    held = [asyncio.create_task(fleet.ask(chat(f"Say {i}", max_tokens=580, ignore_eos=True))) for i in range(2)]
-    await fleet.until("d0", lambda books: books["blocks"] > 70)
+    held = [asyncio.create_task(fleet.ask(long_text(number))) for number in (20, 21)]
+    await fleet.until("d0", lambda books: books["blocks"] > 70)  # the two prompts alone
     asked_at = time.monotonic()
-    answer = await fleet.ask(chat("Say apple", max_tokens=500, ignore_eos=True))
+    answer = await fleet.ask(long_text(22))
     assert time.monotonic() - asked_at < 5
     assert answer.status_code == 503, answer.text
     assert answer.json()["error"]["code"] == "no_room"
     assert int(answer.headers["retry-after"]) > 0
     assert [one.status_code for one in await asyncio.gather(*held)] == [200, 200]
     await fleet.recovered()
-    assert await fleet.text(chat("Say apple", max_tokens=500, ignore_eos=True))
+    assert await fleet.text(long_text(22))
 
 
 async def test_a_client_may_leave_at_any_step(fleet: Fleet) -> None:

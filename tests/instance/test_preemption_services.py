@@ -103,7 +103,7 @@ async def test_a_small_decode_instance_answers_all_at_once(tmp_path: Path, kv_mo
             *(ask(prefill, decode, str(i), *question) for i, question in enumerate(QUESTIONS))
         )
         assert answers == expected
-        metrics = bytes((await decode._render_metrics(b"")).body).decode()
+        metrics = decode.render_metrics().decode()
         (preempted,) = [
             line for line in metrics.splitlines() if line.startswith("epd_serve_instance_preemptions_total")
         ]
