@@ -14,7 +14,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from epd_serve.errors import InstanceFailed, InvalidRequest, ServeError
+from epd_serve.errors import PREPARATION_FULL, InstanceFailed, InvalidRequest, ServeError
 from epd_serve.instance.peers import Peers
 from epd_serve.instance.request_processor import S_PER_PIXEL, RequestProcessor
 from epd_serve.media import MediaLimits, open_image
@@ -150,7 +150,7 @@ class EncodeService:
         except InvalidRequest:
             raise
         except ServeError as error:
-            if self._deliver_here is None or request.announce_to != self._url:
+            if self._deliver_here is None or request.announce_to != self._url or error.code == PREPARATION_FULL:
                 raise
             logger.warning("feature %s goes past the store: %s", request.ref.mm_hash[:12], error.message)
             encoded = await self._encoded(request)

@@ -58,6 +58,7 @@ class _Announcement:
     """A feature that is fetched when the engine asks for it."""
 
     def __init__(self) -> None:
+        self.num_waiting = 0
         self.due = asyncio.Event()
         self.done = asyncio.Event()
 
@@ -152,14 +153,17 @@ class FeatureSupply:
 
     async def _receive_when_due(self, event: FeatureEvent) -> None:
         announcement = self._announced.setdefault(event.mm_hash, _Announcement())
+        announcement.num_waiting += 1
         self._wake()
         try:
             await announcement.due.wait()
             await self._inbox.receive(event)
         finally:
-            if self._announced.get(event.mm_hash) is announcement:
-                del self._announced[event.mm_hash]
-            announcement.done.set()
+            announcement.num_waiting -= 1
+            if announcement.due.is_set() or not announcement.num_waiting:  # else others still wait to be asked
+                if self._announced.get(event.mm_hash) is announcement:
+                    del self._announced[event.mm_hash]
+                announcement.done.set()
 
     def _used(self, mm_hash: str) -> None:
         now = self._clock()

@@ -36,6 +36,7 @@ from epd_serve.models.family import Family, load_family
 from epd_serve.models.loader import media_fingerprint
 from epd_serve.models.tower import Tower
 from epd_serve.protocol import wire
+from epd_serve.protocol.addresses import url_of
 from epd_serve.sched.encode import EncodeGate
 from epd_serve.sched.language import ScheduleOutput
 from epd_serve.worker.batching import Batching, measurements
@@ -56,7 +57,7 @@ class Instance:
 
     def __init__(self, options: InstanceOptions) -> None:
         self.options = options
-        self.url = f"http://{options.host}:{options.port}"
+        self.url = url_of(options.host, options.port)
         self.ready = False
         self.language: LanguageStages | None = None
         self._path = Path(options.model)
@@ -86,6 +87,8 @@ class Instance:
         self._processor = RequestProcessor(
             min(options.threads or max(1, len(os.sched_getaffinity(0)) // 2), _MAX_MEDIA_THREADS),
             queue_timeout_s=options.queue_timeout_s,
+            # before the gateway, which gives an encoder half of it and the next a quarter, takes it for a stall
+            media_timeout_s=min(options.queue_timeout_s, options.feature_timeout_s / 5),
             observe=self.metrics.prepared,
         )
         self._encode = EncodeService(
@@ -103,7 +106,7 @@ class Instance:
             stream=self._streams.tower,
             may_start=self._may_encode,
         )
-        self._streams.language.on_failure = self._encode.reconsider
+        self._streams.language.on_pause = self._encode.reconsider
         if options.role.encodes:
             await self._encode.warm_up(lambda tower: self._batching.find_image_budget(tower, self._family))
         if options.role.has_language_model:

@@ -78,7 +78,9 @@ class PushDelivery:
         lease_s = self._reserve.lease_s
         granted_after = time.monotonic()
         try:
-            body = await self._peers.call(self._url, "/kv/reserve", self._reserve)
+            body = await _while_it_answers(
+                self._peers, self._url, "/kv/reserve", self._reserve, self._ref, lease_s
+            )
             if time.monotonic() - granted_after > lease_s / 6:
                 # it waited for blocks, or we did not look; when the lease began only a renewal tells
                 granted_after = time.monotonic()
@@ -238,26 +240,8 @@ class PullDelivery:
             await asyncio.wait({staging})
 
     async def _pulled(self, request: wire.PullRequest) -> None:
-        """D may wait for blocks for as long as it likes, so long as it answers at all."""
         ref = wire.TransferRef(self.transfer.transfer_id, self._reserve.request_id)
-        tick_s = self._reserve.lease_s / 6
-        heard_at = time.monotonic()
-        call = asyncio.create_task(self._peers.call(self._url, "/kv/pull", request))
-        try:
-            while not (await asyncio.wait({call}, timeout=tick_s))[0]:
-                try:
-                    await self._peers.call(self._url, "/kv/renew", ref, tick_s)
-                except InstanceFailed as error:
-                    if time.monotonic() - heard_at > self._reserve.lease_s / 2:
-                        raise InstanceFailed(f"{self._url} has stopped reading: {error.message}") from error
-                    continue
-                except ServeError:
-                    pass  # nothing to renew, but it answers
-                heard_at = time.monotonic()
-            call.result()
-        finally:
-            call.cancel()
-            await asyncio.gather(call, return_exceptions=True)
+        await _while_it_answers(self._peers, self._url, "/kv/pull", request, ref, self._reserve.lease_s)
 
     def stop(self) -> None:
         self.transfer.cancelled = True
@@ -266,6 +250,33 @@ class PullDelivery:
     async def withdraw(self, reason: str) -> None:
         ref = wire.TransferRef(self.transfer.transfer_id, self._reserve.request_id, reason=reason)
         await tell_cancelled(self._peers, self._url, ref)
+
+
+async def _while_it_answers(
+    peers: Peers, url: str, path: str, message: wire.Message, ref: wire.TransferRef, lease_s: float
+) -> bytes:
+    """A call in which D may wait for blocks for as long as it likes, so long as it answers others.
+
+    Raises InstanceFailed where it has not for half a lease.
+    """
+    tick_s = lease_s / 6
+    heard_at = time.monotonic()
+    call = asyncio.create_task(peers.call(url, path, message))
+    try:
+        while not (await asyncio.wait({call}, timeout=tick_s))[0]:
+            try:
+                await peers.call(url, "/kv/renew", ref, tick_s)
+            except InstanceFailed as error:
+                if time.monotonic() - heard_at > lease_s / 2:
+                    raise InstanceFailed(f"{url} answers no more: {error.message}") from error
+                continue
+            except ServeError:
+                pass  # nothing to renew, but it answers
+            heard_at = time.monotonic()
+        return call.result()
+    finally:
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
 
 
 async def tell_cancelled(peers: Peers, url: str, ref: wire.TransferRef) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -191,6 +193,8 @@ class LanguageStages:
             on_free=lambda: self._call_on_loop(self._blocks_freed),
             around_step=around.streams.language.step,
             on_step=around.stepped,
+            on_idle=around.streams.language.idle,
+            on_death=_end_process,
             order=around.batching.order(pool),
         )
 
@@ -284,6 +288,12 @@ class LanguageStages:
     def _call_on_loop(self, function: Callable[..., None], *arguments: Any) -> None:
         if not self._around.loop.is_closed():
             self._around.loop.call_soon_threadsafe(function, *arguments)
+
+
+def _end_process() -> None:
+    """An instance is whole or gone: whoever started it starts it again."""
+    logging.shutdown()
+    os._exit(1)
 
 
 def _name(dtype: torch.dtype) -> str:

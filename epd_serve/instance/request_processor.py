@@ -45,7 +45,7 @@ class RequestProcessor:
     Args:
         num_threads: for media; text has one.
         max_waiting: items of one kind that may wait; more are refused.
-        queue_timeout_s: how long each may wait for its turn.
+        queue_timeout_s, media_timeout_s: how long text and media may wait for their turn.
         observe: told of each item that was processed, on its thread.
     """
 
@@ -54,12 +54,14 @@ class RequestProcessor:
         num_threads: int,
         *,
         queue_timeout_s: float,
+        media_timeout_s: float | None = None,
         max_waiting: int = 4096,
         clock: Callable[[], float] = time.monotonic,
         observe: Callable[[Preparation], None] = lambda preparation: None,
     ) -> None:
         self._lanes: dict[Kind, _Lane] = {"text": _Lane("text", 1), "media": _Lane("media", num_threads)}
-        self._queue_timeout_s = queue_timeout_s
+        media_s = queue_timeout_s if media_timeout_s is None else media_timeout_s
+        self._timeout_s: dict[Kind, float] = {"text": queue_timeout_s, "media": media_s}
         self._max_waiting = max_waiting
         self._clock = clock
         self._observe = observe
@@ -76,21 +78,21 @@ class RequestProcessor:
         Args:
             cost_s: about how long it takes.
 
-        Raises Unavailable where too many wait already, or for longer than ``queue_timeout_s``.
+        Raises Unavailable where too many wait already, or for too long.
         """
-        lane, loop, queued_at = self._lanes[kind], asyncio.get_running_loop(), self._clock()
+        lane, timeout_s = self._lanes[kind], self._timeout_s[kind]
+        loop, queued_at = asyncio.get_running_loop(), self._clock()
         if len(lane.waiting) >= self._max_waiting:
             raise Unavailable(
                 f"{self._max_waiting} requests wait to have their {kind} prepared; try again later",
                 code=PREPARATION_FULL,
             )
         try:
-            async with asyncio.timeout(self._queue_timeout_s):
+            async with asyncio.timeout(timeout_s):
                 await lane.turn(queued_at + _PATIENCE * cost_s)
         except TimeoutError as error:
             raise Unavailable(
-                f"no thread was free to prepare the request's {kind} within {self._queue_timeout_s:g} s; "
-                "try again later",
+                f"no thread was free to prepare the request's {kind} within {timeout_s:g} s; try again later",
                 code=PREPARATION_FULL,
             ) from error
 

@@ -15,8 +15,9 @@ from epd_serve.config import DeploymentConfig
 from epd_serve.config.shares import DeviceShare
 from epd_serve.cost.interference import InterferenceMatrix
 from epd_serve.launch.npu import npu_environments
-from epd_serve.launch.ports import Ports, url_of
+from epd_serve.launch.ports import Ports
 from epd_serve.launch.process import ProcessSpec
+from epd_serve.protocol.addresses import url_of
 from epd_serve.topology import InstancePlacement
 from epd_serve.transfer.mooncake import check_installed, master_command
 

@@ -69,7 +69,11 @@ class LocalDeployment:
         self.log_dir = log_dir or Path(tempfile.mkdtemp(prefix="epd-serve-"))
         self.log_dir.mkdir(parents=True, exist_ok=True)
         self._weight_files = open_weight_files(shared_parts(config))
-        instances = instance_specs(config, ports, environment, self.log_dir.resolve())
+        try:
+            instances = instance_specs(config, ports, environment, self.log_dir.resolve())
+        except BaseException:
+            self._give_back(keep_logs=False)
+            raise
         instances = sharing_weights(instances, self._weight_files)
         config_file = self.log_dir / "deployment.yaml"
         config_file.touch(mode=0o600)  # it may hold the API key
@@ -132,10 +136,14 @@ class LocalDeployment:
     async def stop(self) -> None:
         """End all processes within 10 s, the gateway first and a mooncake_master last."""
         await self._supervisor.stop()
+        died = any(process.state is ProcessState.DIED for process in self.processes)
+        self._give_back(keep_logs=died or self._supervisor.num_deaths > 0)
+
+    def _give_back(self, *, keep_logs: bool) -> None:
+        """Close what instances share, and remove the logs unless somebody wants to read them."""
         while self._weight_files:
             os.close(self._weight_files.popitem()[1])
-        died = any(process.state is ProcessState.DIED for process in self.processes)
-        if self._log_dir_is_ours and not died and not self._supervisor.num_deaths:
+        if self._log_dir_is_ours and not keep_logs:
             shutil.rmtree(self.log_dir, ignore_errors=True)
 
     def kill(self) -> None:

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from epd_serve.config import DeploymentConfig
+from epd_serve.protocol.addresses import url_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,12 +70,6 @@ def _bind(held: ExitStack, host: str, port: int, user: str, key: str) -> int:
         ) from error
     chosen: int = bound.getsockname()[1]
     return chosen
-
-
-def url_of(host: str, port: int) -> str:
-    """The URL under which a server on this machine that listens on ``host`` is reached from this machine."""
-    reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
 
 
 def name_and_url(text: str) -> tuple[str, str]:

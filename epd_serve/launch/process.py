@@ -173,6 +173,7 @@ class ManagedProcess:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self.wait_end(), _POLL_INTERVAL_S)
             if self._process.returncode is not None:
+                await self.wait_end()  # its state follows a moment later
                 raise self.death()
         self.ready_after_s = self.elapsed_s
         self._enter(ProcessState.READY)

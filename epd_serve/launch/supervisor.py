@@ -121,8 +121,10 @@ class Supervisor:
 
     async def _end_watches(self) -> None:
         """From now on no process is started again."""
-        for watch in self._watches:
-            watch.cancel()
+        while pending := [watch for watch in self._watches if not watch.done()]:
+            for watch in pending:  # again and again: wait_for() may swallow one, when its process ends just then
+                watch.cancel()
+            await asyncio.wait(pending, timeout=0.1)
         await asyncio.gather(*self._watches, return_exceptions=True)
 
     async def _watch(self, process: ManagedProcess) -> ProcessDied:

@@ -8,12 +8,16 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 logger = logging.getLogger(__name__)
+
+#: Some gigabyte: a run that was forgotten must not fill a disk.
+_MAX_BYTES = 1 << 30
 
 #: Category of the spans of requests.
 REQUEST = "request"
@@ -49,6 +53,7 @@ class TraceWriter:
         except OSError as error:
             raise ValueError(f"trace: {self.path} cannot be written: {error.strerror}") from error
         self._is_open = True
+        self._num_bytes = 0
         self._tracks: dict[str, int] = {}
         self._lock = threading.Lock()
         first = self._metadata("process_name", 0, {"name": name})
@@ -88,7 +93,8 @@ class TraceWriter:
         with self._lock:
             if self._is_open:
                 self._is_open = False
-                os.close(self._file)
+                with suppress(OSError):
+                    os.close(self._file)
 
     def _track(self, name: str) -> int:
         number = self._tracks.get(name)
@@ -109,14 +115,19 @@ class TraceWriter:
             if not self._is_open:
                 return
             try:
-                if os.write(self._file, data) == len(data):
+                if self._num_bytes + len(data) > _MAX_BYTES:
+                    problem = f"it has {self._num_bytes} bytes"
+                elif os.write(self._file, data) == len(data):
+                    self._num_bytes += len(data)
                     return
-                problem = "the disk is full"
+                else:
+                    problem = "the disk is full"
             except OSError as error:
                 problem = str(error)
             logger.warning("the trace %s ends here: %s", self.path, problem)
             self._is_open = False
-            os.close(self._file)
+            with suppress(OSError):  # it may say once more that the disk is full
+                os.close(self._file)
 
 
 def _microseconds(start_s: float, end_s: float) -> tuple[int, int]:

@@ -33,7 +33,8 @@ class BlockTables:
     def num_needed(self, sequence: Sequence) -> int:
         """Blocks that a sequence takes from the pool to be admitted, or, where it has some, to go on."""
         if sequence.blocks:
-            return num_blocks_for(sequence.num_tokens, self._pool.block_size) - len(sequence.blocks)
+            # admitted with room for one more token, it may have a block to spare
+            return max(num_blocks_for(sequence.num_tokens, self._pool.block_size) - len(sequence.blocks), 0)
         return self._pool.num_missing(
             sequence.num_tokens, sequence.room_tokens, sequence.num_forked, sequence.block_hashes
         )
@@ -66,10 +67,11 @@ class BlockTables:
         """All choices of a computed prompt: full prompt blocks shared, the last partial one copied."""
         shared = root.num_prompt_tokens // self._pool.block_size
         choices = [root]
+        if root.num_prompt_tokens % self._pool.block_size:
+            for own in root.forks:  # before anything is taken: it may fail
+                self._memory.copy_block(root.blocks[shared], own[0])
         for index, own in enumerate(root.forks, start=1):
             self._pool.acquire(root.blocks[:shared])
-            if root.num_prompt_tokens % self._pool.block_size:
-                self._memory.copy_block(root.blocks[shared], own[0])
             choices.append(root.fork(index, root.blocks[:shared] + own))
         root.forks = []
         return choices

@@ -145,12 +145,13 @@ class StepPace:
         """For one step."""
         return StepMeter(self.cost, self.limit_s / self.correction)
 
-    def has_room(self, running: Iterable[Sequence], num_tokens: int) -> bool:
+    def has_room(self, running: Iterable[Sequence], num_tokens: int, reserved: Iterable[int] = ()) -> bool:
         """Whether one more sequence of so many tokens may come to those that decode here, or will.
 
-        A step of all of them has to leave a prefill its share. A sequence that is alone has room.
+        A step of all of them has to leave a prefill its share. A sequence that is alone has room. ``reserved`` are
+        the contexts of those that are on their way, in tokens.
         """
-        contexts = [sequence.num_tokens for sequence in running if not sequence.hand_off]
+        contexts = [*(sequence.num_tokens for sequence in running if not sequence.hand_off), *reserved]
         together = StepWork.of([*contexts, num_tokens], ())
         limit_s = (1 - PREFILL_SHARE) * self.limit_s / self.correction
         return not contexts or self.cost.seconds(together) <= limit_s

@@ -7,6 +7,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as AbstractSequence
+from itertools import chain
 
 from epd_serve.cache.block_pool import BlockPool, RequestBlocks
 from epd_serve.request import Sequence, SequenceState
@@ -55,6 +56,7 @@ class Queues:
         self._preempted: list[Sequence] = []  # oldest first, likewise the running ones
         self._running: list[Sequence] = []
         self._reserving_since: float | None = None
+        self._reserved: dict[int, list[int]] = {}  # contexts that are on their way, by id() of their blocks
 
     @property
     def num_running(self) -> int:
@@ -102,7 +104,8 @@ class Queues:
         Then prompts that come after ``arrival_s`` wait behind it until :meth:`stop_reserving`.
         """
         pace = self._budget.pace
-        if pace is not None and not pace.has_room((*self._running, *self._preempted), num_prompt_tokens):
+        reserved = chain.from_iterable(self._reserved.values())
+        if pace is not None and not pace.has_room((*self._running, *self._preempted), num_prompt_tokens, reserved):
             self._reserving_since = arrival_s
             return None
         ahead = [s for s in self._waiting if s.arrival_s < arrival_s and self._ready_tokens(s)]
@@ -111,7 +114,13 @@ class Queues:
         if needed + (self._watermark if self._running else 0) > self._pool.num_free:
             self._reserving_since = arrival_s
             return None
-        return self._pool.allocate_request(num_prompt_tokens, 1, num_sequences, hashes)
+        blocks = self._pool.allocate_request(num_prompt_tokens, 1, num_sequences, hashes)
+        self._reserved[id(blocks)] = [num_prompt_tokens] * num_sequences
+        return blocks
+
+    def settle(self, blocks: RequestBlocks) -> None:
+        """A reservation has become sequences, or is given back."""
+        self._reserved.pop(id(blocks), None)
 
     def stop_reserving(self) -> None:
         """No reservation waits any more."""

@@ -61,7 +61,8 @@ class TcpServer:
         self._lookup = lookup
         self._gate = gate
         self._timeout_s = timeout_s
-        self._listener = socket.create_server((host, 0))
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, 0), family=family)
         self.host: str = self._listener.getsockname()[0]
         self.port: int = self._listener.getsockname()[1]
         self._connections: set[socket.socket] = set()
@@ -94,7 +95,16 @@ class TcpServer:
                     connection.close()
                     return
                 self._connections.add(connection)
-            threading.Thread(target=self._serve, args=(connection,), name="transfer-serve", daemon=True).start()
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # hosts that vanish are found out
+            try:
+                threading.Thread(
+                    target=self._serve, args=(connection,), name="transfer-serve", daemon=True
+                ).start()
+            except RuntimeError:  # no thread to be had now: the peer comes again
+                with self._lock:
+                    self._connections.discard(connection)
+                connection.close()
+                time.sleep(_ACCEPT_RETRY_S)
 
     def _serve(self, connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

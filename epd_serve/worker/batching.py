@@ -179,7 +179,7 @@ class Batching:
 
     def stepped(self, output: ScheduleOutput, seconds: float) -> None:
         """Correct the prediction by a step that has just ended."""
-        if self.budget.pace is not None and output.prefills:
+        if self.budget.pace is not None and (output.prefills or not self._options.role.prefills):
             self.budget.pace.observe(work_done(output.decodes, output.prefills), seconds)
 
     def summary(self) -> dict[str, float]:
@@ -206,6 +206,9 @@ def measurements(options: InstanceOptions, device: Device, fingerprint: str) -> 
         "device": f"{device.type} {device.description}",
         "ranks": len(options.devices),
         "threads": options.threads,
+        "cores": device.cores,
+        "share": None if options.share is None else f"{options.share:g}",
+        "max_num_seqs": options.max_num_seqs,
         "block_size": options.tokens_per_block,
         "epd_serve": __version__,
         "torch": str(torch.__version__),

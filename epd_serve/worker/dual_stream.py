@@ -144,11 +144,11 @@ class TowerStream:
 
 
 class LanguageStream:
-    """The language model's side; both methods belong to the engine's thread.
+    """The language model's side; its methods belong to the engine's thread.
 
     Attributes:
         is_busy: whether a step runs, or one that ran just now has decodes to go on with.
-        on_failure: told when a step has failed.
+        on_pause: told when no step follows, after all: one has failed, or nothing can be computed.
 
     Args:
         limit_s: of the time per token; None: encodes run as they like.
@@ -172,7 +172,7 @@ class LanguageStream:
         self._last_s: float | None = None  # end of the last step, where its decodes go on
         self._encoded_s = 0.0
         self.is_busy = False
-        self.on_failure: Callable[[], None] = lambda: None
+        self.on_pause: Callable[[], None] = lambda: None
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -187,7 +187,7 @@ class LanguageStream:
         except BaseException:
             self.is_busy, self._last_s = False, None
             self._board.decodes_end()
-            self.on_failure()
+            self.on_pause()
             raise
 
     def stepped(self, output: ScheduleOutput, seconds: float, num_running: int) -> None:
@@ -207,6 +207,13 @@ class LanguageStream:
         else:
             self._last_s = None
             self._board.decodes_end()
+
+    def idle(self) -> None:
+        """Nothing can be computed for now: what runs waits for features or blocks, or is gone."""
+        if self.is_busy:
+            self.is_busy, self._last_s = False, None
+            self._board.decodes_end()
+            self.on_pause()
 
 
 class DualStream:

@@ -38,6 +38,7 @@ class Engine:
         feature_of: a feature as it is needed for a step; it may fetch it first. None: it is not to be had now.
         has_feature: whether ``feature_of`` is worth asking; must not block.
         around_step, on_step: what each step's computation runs in; told of each step and the seconds it took.
+        on_idle, on_death: told when nothing can be computed for now; when nothing ever will.
         order: of admission; first come, first served by itself.
         on_starved: told of a feature that holds up a sequence which could be computed otherwise; must not block.
         kv_mode: how KV goes out.
@@ -64,6 +65,8 @@ class Engine:
         on_free: Callable[[], None],
         around_step: Callable[[], AbstractContextManager[None]] = nullcontext,
         on_step: Callable[[ScheduleOutput, float], None] = lambda output, seconds: None,
+        on_idle: Callable[[], None] = lambda: None,
+        on_death: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
         order: Order = lambda waiting, now: list(waiting),
     ) -> None:
@@ -90,6 +93,8 @@ class Engine:
         self._on_free = on_free
         self._around_step = around_step
         self._on_step = on_step
+        self._on_idle = on_idle
+        self._on_death = on_death
         self._clock = clock
         self._changed = threading.Condition()
         self._leaving: dict[Sequence, None] = {}  # ABORTED, but a step or a copy may still use their blocks
@@ -147,6 +152,7 @@ class Engine:
             tokens: for each choice its first token and whether that was its last.
         """
         with self._changed:
+            self._queues.settle(blocks)
             sequence.arrival_s = self._clock()
             sequence.blocks, sequence.forks = blocks.root, blocks.forks
             sequence.num_computed = sequence.num_prompt_tokens
@@ -207,6 +213,7 @@ class Engine:
 
     def unreserve(self, blocks: RequestBlocks) -> None:
         with self._changed:
+            self._queues.settle(blocks)
             self._pool.release(blocks.all())
             self._tell_free()
 
@@ -228,9 +235,18 @@ class Engine:
     # ------------------------------------------------------------------ the loop
 
     def _run(self) -> None:
+        try:
+            self._loop()
+        except BaseException:  # nothing would be computed any more, and nobody would know
+            logger.critical("the engine's thread has ended", exc_info=True)
+            self._on_death()
+            raise
+
+    def _loop(self) -> None:
         while True:
             with self._changed:
                 while not self._closing and not (output := self._begin()):
+                    self._on_idle()
                     self._changed.wait()
                 if self._closing:
                     return
@@ -275,7 +291,10 @@ class Engine:
             return self._fail_step(f"the engine failed in the middle of a step: {error}")
         if output:
             seconds = self._clock() - start
-            self._on_step(output, seconds)
+            try:
+                self._on_step(output, seconds)
+            except Exception:  # what is told of a step must not take its tokens along
+                logger.exception("a step could not be accounted for")
             if output.prefills and self._sender is not None:
                 self._sender.sizer.observe_compute(output.num_tokens, seconds)
         return events

@@ -69,7 +69,6 @@ class Follower:
                 self._create(command)
             case StepInputs():
                 self._executor.compute(command, self._progress.passed)
-                self._progress.finished()
             case CopyBlock():
                 self._cache.copy_block(command.source, command.target)
             case Land():
@@ -78,10 +77,11 @@ class Follower:
                 raise ValueError("a staging has a thread of its own")
             case _:
                 assert_never(command)
+        self._progress.finished()
 
-    def stage(self, command: Stage, step: int) -> None:
-        """Carry a staging out that came after ``step`` steps."""
-        self._progress.wait(step, command.end_layer - 1)
+    def stage(self, command: Stage, number: int) -> None:
+        """Carry a staging out that came after ``number`` other commands: it reads what any of them wrote."""
+        self._progress.wait(number, command.end_layer - 1)
         self._cache.stage(range(command.first_layer, command.end_layer), command.blocks)
         self._channel.send(Done(command.number))
 
@@ -112,7 +112,7 @@ def _receive(
     channel: Channel, commands: queue.SimpleQueue[Command], stagings: queue.SimpleQueue[tuple[Stage, int]]
 ) -> None:
     """On a thread of its own: the leader's end is noticed even while a collective waits for it."""
-    num_steps = 0
+    num_commands = 0
     while True:
         try:
             data = channel.receive()
@@ -120,9 +120,9 @@ def _receive(
             os._exit(0)
         command = decode_command(data)
         if isinstance(command, Stage):
-            stagings.put((command, num_steps))
+            stagings.put((command, num_commands))
             continue
-        num_steps += isinstance(command, StepInputs)
+        num_commands += 1
         commands.put(command)
 
 

@@ -1,4 +1,4 @@
-"""How far a rank's device has come with its steps, for threads that wait for the KV of some layers."""
+"""How far a rank's device has come with its commands, for threads that wait for the KV of some layers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from device.base import Event
 
 
 class LayerProgress:
-    """Steps are counted from 1, in the order in which they are computed.
+    """Commands are counted from 1, in the order in which they are executed; some are steps, layer by layer.
 
     Args:
         record_event: marks the device's work so far.
@@ -18,7 +18,7 @@ class LayerProgress:
     def __init__(self, record_event: Callable[[], Event]) -> None:
         self._record_event = record_event
         self._changed = threading.Condition()
-        self._steps = 0
+        self._commands = 0
         self._layer = -1
         self._event: Event | None = None
 
@@ -30,18 +30,18 @@ class LayerProgress:
             self._changed.notify_all()
 
     def finished(self) -> None:
-        """The current step has given the device all of its work."""
+        """The current command has given the device all of its work."""
         event = self._record_event()
         with self._changed:
-            self._steps += 1
+            self._commands += 1
             self._layer, self._event = -1, event
             self._changed.notify_all()
 
-    def wait(self, step: int, layer: int) -> None:
-        """Block until the device has written the KV of ``layer`` in ``step``."""
+    def wait(self, command: int, layer: int) -> None:
+        """Block until the device has done ``command``, or, where that is a step, written the KV of ``layer``."""
         with self._changed:
             self._changed.wait_for(
-                lambda: self._steps >= step or (self._steps == step - 1 and self._layer >= layer)
+                lambda: self._commands >= command or (self._commands == command - 1 and self._layer >= layer)
             )
             event = self._event
         if event is not None:

@@ -169,3 +169,16 @@ async def test_sync_does_not_wait_for_what_will_not_come(end: str) -> None:
     assert await asyncio.wait_for(taking, 5) is None
     assert isinstance((await asyncio.gather(task, return_exceptions=True))[0], BaseException)
     assert not bench.supply.has("a")
+
+
+async def test_a_request_that_leaves_does_not_strand_others_with_the_same_image() -> None:
+    bench = Bench("sync")
+    leaving, staying = await bench.announce(), await bench.announce()
+    leaving.cancel()
+    await asyncio.sleep(0.01)
+    assert bench.supply.has("a"), "nobody would ask for it any more"
+    bench.inbox.let_through.set()
+    feature = await asyncio.to_thread(bench.supply.take, "a")
+    assert feature is not None
+    await asyncio.wait_for(staying, 5)
+    assert not bench.supply._announced

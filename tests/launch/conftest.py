@@ -10,7 +10,8 @@ import psutil
 import pytest
 
 from epd_serve.launch import ProcessSpec
-from epd_serve.launch.ports import free_port, url_of
+from epd_serve.launch.ports import free_port
+from epd_serve.protocol.addresses import url_of
 
 FAKE_PROGRAM = Path(__file__).parent / "fake_program.py"
 

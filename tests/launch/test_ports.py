@@ -3,7 +3,8 @@ import socket
 import pytest
 
 from epd_serve.config import parse_config
-from epd_serve.launch.ports import choose_ports, free_port, url_of
+from epd_serve.launch.ports import choose_ports, free_port
+from epd_serve.protocol.addresses import url_of
 
 
 def test_zero_chooses_free_ports_that_differ() -> None:

@@ -189,3 +189,26 @@ def test_the_command_joins_and_prints(
     found = json.loads(figures([str(tmp_path / "traces"), "--json"], monkeypatch, capsys))
     assert found["num_requests"] == 1
     assert found["rows"]["stages"]["mean_ms"] == pytest.approx(17900)
+
+
+def test_a_trace_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("epd_serve.metrics.trace._MAX_BYTES", 1500)
+    writer = TraceWriter(tmp_path, "e0")
+    for number in range(100):
+        writer.slice("tower", "encode", number, number + 1)
+    writer.close()
+    assert writer.path.stat().st_size <= 1500
+    assert read_traces(tmp_path).events
+
+
+def test_a_file_that_cannot_even_be_closed_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = TraceWriter(tmp_path, "e0")
+
+    def fail(*arguments: object) -> int:
+        raise OSError("quota exceeded")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("epd_serve.metrics.trace.os.write", fail)
+        patch.setattr("epd_serve.metrics.trace.os.close", fail)
+        writer.slice("tower", "encode", 0, 1)
+    writer.close()

@@ -233,6 +233,7 @@ def test_blocks_are_reserved_for_no_more_than_can_decode_within_the_limit() -> N
     )
     arrived: list[Sequence] = []
     while blocks := queues.reserve(200, 1, [], 0.0):
+        queues.settle(blocks)
         arrived.append(sequence(200, output=1))
         arrived[-1].blocks = blocks.root
         queues.run(arrived[-1])

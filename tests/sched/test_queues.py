@@ -7,6 +7,7 @@ from typing import Any
 
 from epd_serve.cache.block_pool import BlockPool
 from epd_serve.request import Sequence, SequenceState
+from epd_serve.sched.budget import StepCost, StepPace
 from epd_serve.sched.language import Budget
 from epd_serve.sched.queues import Queues
 from epd_serve.types import SamplingParams
@@ -35,14 +36,14 @@ class Memory:
 class Bench:
     """Queues over blocks of one token."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, pace: StepPace | None = None) -> None:
         self.pool = BlockPool(num_blocks + 1, 1)
         self.memory = Memory()
         self.lost: list[str] = []
         self.queues = Queues(
             self.pool,
             self.memory,
-            Budget(max_num_tokens=100, max_num_seqs=10),
+            Budget(max_num_tokens=100, max_num_seqs=10, pace=pace),
             lambda waiting, now: list(waiting),
             has_feature=lambda mm_hash: True,
             on_starved=lambda mm_hash: None,
@@ -144,3 +145,24 @@ def test_kv_that_cannot_be_saved_or_brought_back_fails_its_request_alone() -> No
             assert young.saved is None
             bench.finish(young)
         assert bench.pool.num_free == bench.pool.capacity
+
+
+def test_a_block_to_spare_is_nobody_elses() -> None:
+    """What was admitted with room for one more token may find its last known one left as a chunk of its own."""
+    bench = Bench(20)
+    alone = bench.submit("alone", 1.0, 4)
+    bench.queues.tables.admit(alone)
+    alone.output_ids, alone.num_computed = [5], 4
+    alone.blocks += bench.pool.allocate(1)
+    assert bench.queues.tables.num_needed(alone) == 0
+
+
+def test_reservations_on_their_way_count_like_what_decodes() -> None:
+    pace = StepPace(StepCost(base_s=0.01, sequence_s=0.01), 0.05)
+    bench = Bench(1000, pace=pace)
+    granted = [bench.queues.reserve(10, 1, [], 0.0) for _ in range(20)]
+    blocks = [one for one in granted if one is not None]
+    assert len(blocks) == 3, "a step of four takes 50 ms, and a prefill has to find its share"
+    bench.queues.settle(blocks[0])
+    assert bench.queues.reserve(10, 1, [], 0.0) is not None
+    assert bench.queues.reserve(10, 1, [], 0.0) is None

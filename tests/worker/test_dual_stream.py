@@ -227,9 +227,22 @@ def test_a_real_tower_pauses_before_each_of_its_layers(tmp_path: Path) -> None:
 def test_a_failed_step_leaves_nothing_to_wait_for() -> None:
     rig = Rig(is_busy=lambda: rig.language.is_busy)
     told: list[bool] = []
-    rig.language.on_failure = lambda: told.append(rig.language.is_busy)
+    rig.language.on_pause = lambda: told.append(rig.language.is_busy)
     rig.step(0.2)
     with pytest.raises(RuntimeError), rig.language.step():
         raise RuntimeError("out of memory")
     assert told == [False], "who asks again after this hears that the language model is idle"
+    assert rig.board.slack() is None
+
+
+def test_nothing_to_compute_is_not_busy() -> None:
+    """What runs may wait for an image whose encode waits for the language model to be idle."""
+    rig = Rig(is_busy=lambda: rig.language.is_busy)
+    told: list[bool] = []
+    rig.language.on_pause = lambda: told.append(rig.language.is_busy)
+    rig.step(0.2)
+    assert rig.language.is_busy
+    for _ in range(2):
+        rig.language.idle()
+    assert told == [False]
     assert rig.board.slack() is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from reference import Reference
 from device.cpu import CpuDevice
 from device.graphs import EagerRunner
 from epd_serve.errors import InvalidRequest
-from epd_serve.sched.language import Budget
+from epd_serve.sched.language import Budget, ScheduleOutput
 from epd_serve.worker.events import FailureEvent
 
 
@@ -193,3 +194,27 @@ def test_several_choices_of_open_length_fit_the_pool(bench: Bench) -> None:
 def test_a_request_that_can_never_fit_is_refused(bench: Bench) -> None:
     with pytest.raises(InvalidRequest, match="KV blocks"):
         bench.engine.check_fits(100, 100_000, 1)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_the_end_of_the_thread_is_told(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody would compute any more, and a process that answers its probes is not started again."""
+    ended = threading.Event()
+    monkeypatch.setattr(bench.engine, "_on_death", ended.set)
+
+    def fail(now: float) -> ScheduleOutput:
+        raise AssertionError("a plan that cannot be")
+
+    monkeypatch.setattr(bench.engine._queues, "plan", fail)
+    bench.engine.wake()
+    assert ended.wait(10)
+    bench.engine._thread.join()
+
+
+def test_a_step_that_cannot_be_accounted_for_counts(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(output: ScheduleOutput, seconds: float) -> None:
+        raise OSError("no space left for figures")
+
+    monkeypatch.setattr(bench.engine, "_on_step", fail)
+    bench.engine.submit(bench.sequence("fine", "Say apple", []))
+    assert len(bench.collect(1)["fine", 0]) == 12
