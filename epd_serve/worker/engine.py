@@ -240,7 +240,6 @@ class Engine:
         except BaseException:  # nothing would be computed any more, and nobody would know
             logger.critical("the engine's thread has ended", exc_info=True)
             self._on_death()
-            raise
 
     def _loop(self) -> None:
         while True:
@@ -271,8 +270,7 @@ class Engine:
 
     def _compute(self, output: ScheduleOutput) -> None:
         output, features = with_features(output, self._feature_of)
-        events = self._step(output, features)
-        if events:
+        if events := self._step(output, features):
             self._emit(events)
 
     def _step(self, output: ScheduleOutput, features: dict[str, Tensor]) -> list[EngineEvent]:

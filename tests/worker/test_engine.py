@@ -196,7 +196,6 @@ def test_a_request_that_can_never_fit_is_refused(bench: Bench) -> None:
         bench.engine.check_fits(100, 100_000, 1)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_the_end_of_the_thread_is_told(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody would compute any more, and a process that answers its probes is not started again."""
     ended = threading.Event()
