@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -17,7 +18,8 @@ from epd_serve.errors import InvalidRequest, ServeError
 from epd_serve.metrics.gateway import GatewayMetrics
 from epd_serve.metrics.trace import TraceWriter
 from epd_serve.protocol.openai import ChatCompletionRequest, CompletionRequest
-from epd_serve.routing.policy import LeastLoaded, Policy
+from epd_serve.routing.choice import router_of
+from epd_serve.routing.policy import Policy
 from epd_serve.routing.table import InstanceTable
 from proxy.addresses import is_public
 from proxy.attempt import Instances
@@ -56,7 +58,7 @@ def create_app(
         Instances(
             table=table,
             calls=calls,
-            policy=policy or LeastLoaded(),
+            policy=policy or router_of(settings.routing, random.random),
             poller=poller,
             metrics=metrics,
             encode_timeout_s=settings.encode_timeout_s,

@@ -9,6 +9,7 @@ from epd_serve.backends.base import InstanceLost
 from epd_serve.errors import InstanceFailed, Unavailable
 from epd_serve.routing.policy import Route
 from proxy.attempt import Attempt, Instances, Job
+from proxy.demand import demand_of
 from proxy.sink import EventSink
 
 T = TypeVar("T")
@@ -59,7 +60,8 @@ class Generator:
 
     async def _try(self, job: Job, use: Callable[[Attempt], Awaitable[T]], may_repeat: Callable[[], bool]) -> T:
         instances = self._instances
-        route = instances.policy.choose_route(instances.table, job.model)
+        demand = await demand_of(job, instances)
+        route = instances.policy.choose_route(instances.table, job.model, demand=demand)
         suspects: set[str] = set()
         try:
             return await self._attempt(job, route, 1, use, suspects)
@@ -67,7 +69,7 @@ class Generator:
             if not may_repeat() or not suspects & route.names:
                 raise
             try:
-                route = instances.policy.choose_route(instances.table, job.model, exclude=suspects)
+                route = instances.policy.choose_route(instances.table, job.model, exclude=suspects, demand=demand)
             except Unavailable:
                 raise failure from None
         instances.metrics.request_retries.inc()

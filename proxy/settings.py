@@ -8,6 +8,7 @@ from pathlib import Path
 
 from epd_serve.config import DeploymentConfig
 from epd_serve.media import MediaLimits
+from epd_serve.types import Routing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +22,7 @@ class GatewaySettings:
         encode_timeout_s: how long an instance may take to encode an item before another is asked. P must still
             be waiting for the feature then.
         trace: directory for the file that says what the gateway did when; None: none is written.
+        routing: how P and D are chosen.
         startup_wait_s: how long after the gateway's start requests wait for instances that are still loading.
     """
 
@@ -35,6 +37,7 @@ class GatewaySettings:
     startup_wait_s: float = 60.0
     encode_timeout_s: float = 15.0
     trace: Path | None = None
+    routing: Routing = "least_loaded"
 
     @classmethod
     def of(cls, config: DeploymentConfig, host: str) -> GatewaySettings:
@@ -49,6 +52,7 @@ class GatewaySettings:
             allow_private=is_loopback(host) if media.allow_private is None else media.allow_private,
             encode_timeout_s=config.settings_for("P").feature_timeout_s / 2,
             trace=config.trace,
+            routing=gateway.routing,
             allowed_file_dirs=tuple(Path(folder).expanduser().resolve() for folder in media.allowed_file_dirs),
         )
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 from epd_serve.errors import InstanceFailed
-from epd_serve.protocol.wire import DecodeRequest, EncodeReply, EncodeRequest, InstanceInfo, PrefillRequest
+from epd_serve.protocol.wire import DecodeRequest, EncodeReply, EncodeRequest, InstanceInfo, PrefillRequest, Report
 
 
 class InstanceLost(InstanceFailed):
@@ -42,6 +42,9 @@ class StageCalls(Protocol):
 
     async def info(self) -> InstanceInfo:
         """What the instance says of itself now."""
+
+    def reports(self) -> AsyncGenerator[Report, None]:
+        """Its reports as they come, until it ends them. Raises InvalidRequest (404) where it makes none."""
 
     async def encode(self, request: EncodeRequest, *, trace_id: str) -> EncodeReply:
         """Returns once the feature is stored and announced."""

@@ -28,7 +28,7 @@ from epd_serve.config.options import (
     MooncakeProtocol,
 )
 from epd_serve.config.sizes import Bytes, BytesPerSecond
-from epd_serve.types import KVMode
+from epd_serve.types import KVMode, Routing
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -80,6 +80,13 @@ class GatewayConfig(Section):
     request_timeout_s: Seconds = Field(default=600.0, description="Longest time for one request.")
     media: MediaConfig = MediaConfig()
     api_key: str | None = Field(default=None, min_length=1, description="Clients must send it as a bearer token.")
+    routing: Routing = Field(
+        default="least_loaded",
+        description="How P and D of a request are chosen. least_loaded: the pair that costs it the fewest seconds "
+        "of waiting, computing and transfer. random_of_two: the cheaper of two pairs drawn at random. "
+        "prefix_affinity: the cheapest, where a beginning of the prompt that P has computed before costs nothing. "
+        "round_robin: in turn. Images always go where equal ones went, unless that encoder has too much to do.",
+    )
 
 
 class KVTransferConfig(Section):
