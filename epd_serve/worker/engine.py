@@ -326,31 +326,21 @@ class Engine:
 
     def _advance(self, result: StepResult) -> list[EngineEvent]:
         events: list[EngineEvent] = []
-        for sequence, token in result.decoded:
-            if sequence.state is not SequenceState.RUNNING:
-                continue
-            events.append(
-                self._hand_off(sequence, [token]) if sequence.hand_off else self._append(sequence, token)
-            )
-        for sequence, tokens in result.first:
+        for sequence, tokens in (*((s, [token]) for s, token in result.decoded), *result.first):
             if sequence.state is not SequenceState.RUNNING:
                 continue
             if sequence.hand_off:
-                events.append(self._hand_off(sequence, tokens))
+                self._queues.stop(sequence)
+                sequence.move_to(SequenceState.TRANSFERRING)
+                count = len(sequence.output_ids) + 1
+                ends = [(t, sequence.finish_reason(t.token_id, count, self.eos_token_ids)) for t in tokens]
+                events.append(PromptEvent(sequence, ends))
                 continue
-            choices = self._tables.fork(sequence)
+            choices = [sequence] if sequence.output_ids else self._tables.fork(sequence)
             for choice in choices[1:]:
                 self._queues.run(choice)
             events += map(self._append, choices, tokens)
         return events
-
-    def _hand_off(self, sequence: Sequence, tokens: list[SampledToken]) -> PromptEvent:
-        self._queues.stop(sequence)
-        sequence.move_to(SequenceState.TRANSFERRING)
-        count = len(sequence.output_ids) + 1
-        return PromptEvent(
-            sequence, [(t, sequence.finish_reason(t.token_id, count, self.eos_token_ids)) for t in tokens]
-        )
 
     def _append(self, sequence: Sequence, token: SampledToken) -> TokenEvent:
         sequence.output_ids.append(token.token_id)
