@@ -186,23 +186,21 @@ def _cached_part(record: InstanceRecord, demand: Demand) -> float:
     return matched / max(demand.prefix_characters, 1)
 
 
-#: Costs that differ by less than this part and these seconds count as equal: estimates are no better.
-_NEAR_PART, _NEAR_S = 0.05, 1e-3
+#: Costs that differ by no more seconds count as equal: estimates are no better.
+_NEAR_S = 1e-3
 
 
 def near_best(routes: Sequence[Route], demand: Demand) -> list[Route]:
     """The cheapest route and those about equal to it, before the first token and after it."""
     seconds = [route_s(route, demand) for route in routes]
-    first_s, rest_s = (_limit(part) for part in min(seconds, key=sum))
+    best_first, best_rest = min(seconds, key=sum)
     return [
-        route for route, (first, rest) in zip(routes, seconds, strict=True) if first <= first_s and rest <= rest_s
+        route
+        for route, (first, rest) in zip(routes, seconds, strict=True)
+        if first <= best_first + _NEAR_S and rest <= best_rest + _NEAR_S
     ]
 
 
 def in_turn(route: Route) -> tuple[float, int]:
     """The lowest is next among about equal routes: that with the fewest sequences, or chosen least often."""
     return route.decode.pending.num_sequences, route.num_chosen
-
-
-def _limit(seconds: float) -> float:
-    return seconds * (1 + _NEAR_PART) + _NEAR_S

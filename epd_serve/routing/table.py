@@ -154,6 +154,9 @@ class InstanceTable:
     def __getitem__(self, name: str) -> InstanceRecord:
         return self._records[name]
 
+    def get(self, name: str) -> InstanceRecord | None:
+        return self._records.get(name)
+
     # ------------------------------------------------------------------ what instances say
 
     def update(self, name: str, info: InstanceInfo, *, contains: int | None = None) -> None:

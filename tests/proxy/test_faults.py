@@ -185,7 +185,7 @@ async def test_an_error_status_of_d_after_the_first_token_is_an_error_event(star
 @pytest.mark.parametrize("end", ["DIE", None])
 async def test_an_error_event_of_the_instance_is_not_doubled(start, kit, end):
     gateway = await start("p0:P", "d0:D")
-    event = b'data: {"error":{"message":"KV lost","type":"server_error"}}\n\n'
+    event = b'data: {"error":{"message":"KV lost","type":"server_error","param":null,"code":null}}\n\n'
     tail = [kit.DIE] if end else []
     gateway["d0"].scripts["/stage/decode"] = lambda _: [0.05, (200, {}), kit.REST + event, *tail]
     assert b"".join(events_of(await gateway.raw(kit.chat(stream=True)))) == kit.FIRST + kit.REST + event
@@ -283,7 +283,7 @@ async def test_a_loss_reported_during_a_poll_is_asked_about_at_once():
             raise InvalidRequest("it makes none")
             yield  # a generator
 
-    texts = "name url model model_path media_fingerprint device dtype".split()
+    texts = ["name", "url", "model", "model_path", "media_fingerprint", "device", "dtype"]
     info = dict.fromkeys(texts, "") | {"role": "P", "max_model_len": 1, "pid": 1}
     poller = Poller(table, {"p0": Calls()}, interval_s=60, startup_wait_s=60)
     polling = asyncio.create_task(poller.run())

@@ -49,7 +49,8 @@ class Build:
 
     def update(self, table: InstanceTable, one: str, **more: Any) -> None:
         name, role, *loads = one.split(":")
-        table.update(name, info(name, role, self.load(*loads), **more), contains=table.num_calls)
+        load = more.pop("load", None) or self.load(*loads)
+        table.update(name, info(name, role, load, **more), contains=table.num_calls)
 
     def load(self, *loads: str, **more: Any) -> Load:
         names = {"tokens": "num_waiting_tokens", "pixels": "num_waiting_pixels", "sequences": "num_running"}
@@ -60,6 +61,6 @@ class Build:
         return MediaRef(mm_hash=name, width=num_pixels, height=1)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def build() -> Callable[..., InstanceTable]:
     return Build()
