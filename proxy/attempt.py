@@ -22,6 +22,7 @@ from epd_serve.protocol.wire import (
     MediaRef,
     OutputOptions,
     PrefillRequest,
+    PromptOptions,
 )
 from epd_serve.routing.policy import Policy, Route
 from epd_serve.routing.table import InstanceRecord, InstanceTable
@@ -52,6 +53,7 @@ class Job:
     prompt: str | list[int] | None
     items: list[MediaItem]
     arrived_s: float
+    prompting: PromptOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +121,7 @@ class Attempt:
             items=self._refs,
             messages=job.messages,
             prompt=job.prompt,
+            prompting=job.prompting,
             decode_url=None if route.fused else calls[route.decode.name].url,
         )
         opening = calls[route.prefill.name].prefill(prefill, trace_id=job.trace_id)

@@ -95,14 +95,22 @@ class NativeInstance:
             raise InstanceLost(f"{self.url}/info is no answer of an instance ({error})") from error
 
     async def encode(self, request: wire.EncodeRequest, *, trace_id: str) -> wire.EncodeReply:
-        async with self._post("/stage/encode", request, trace_id) as response:
+        return await self._ask("/stage/encode", request, wire.EncodeReply, trace_id)
+
+    async def tokenize(self, request: wire.TokenizeRequest, *, trace_id: str) -> wire.TokenizeReply:
+        return await self._ask("/prompt/tokenize", request, wire.TokenizeReply, trace_id)
+
+    async def detokenize(self, request: wire.DetokenizeRequest, *, trace_id: str) -> wire.DetokenizeReply:
+        return await self._ask("/prompt/detokenize", request, wire.DetokenizeReply, trace_id)
+
+    async def _ask(self, path: str, request: wire.Message, reply_type: type[wire.M], trace_id: str) -> wire.M:
+        async with self._post(path, request, trace_id) as response:
             try:
-                body = await response.read()
-                return wire.decode(body, wire.EncodeReply)
+                return wire.decode(await response.read(), reply_type)
             except (aiohttp.ClientError, OSError) as error:
                 raise self._lost(error) from error
             except msgspec.MsgspecError as error:
-                raise InstanceLost(f"instance {self.name} gave an unreadable encode reply ({error})") from error
+                raise InstanceLost(f"instance {self.name} gave an unreadable answer ({error})") from error
 
     @asynccontextmanager
     async def prefill(self, request: wire.PrefillRequest, *, trace_id: str) -> AsyncIterator[_Answer]:

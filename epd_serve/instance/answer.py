@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from epd_serve.instance.detokenizer import Decoder, Detokenizer
 from epd_serve.protocol import chunks
+from epd_serve.protocol.tool_format import Call, CallDelta, ToolCallReader
 from epd_serve.protocol.wire import OutputOptions, TokenLogprob
 from epd_serve.types import SamplingParams
 
@@ -22,7 +23,8 @@ class Answer:
         self._decoder = decoder
         self._options = options
         self._num_prompt_tokens = len(prompt_ids)
-        self._choices = [_Choice(decoder, prompt_ids, sampling) for _ in range(sampling.n)]
+        echo = decoder.decode(list(prompt_ids), skip_special_tokens=True) if options.echo else ""
+        self._choices = [_Choice(decoder, prompt_ids, sampling, echo) for _ in range(sampling.n)]
 
     @property
     def finished(self) -> bool:
@@ -42,7 +44,7 @@ class Answer:
         """
         choice = self._choices[index]
         first = choice.num_tokens == 0
-        offset = len(choice.detokenizer.text)
+        offset = len(choice.text)
         choice.num_tokens += 1
         # the token that stops a generation is no text
         text = "" if finish_reason == "stop" else choice.detokenizer.push(token_id)
@@ -50,6 +52,9 @@ class Answer:
             text += choice.detokenizer.flush()
         if choice.detokenizer.stopped:
             finish_reason = "stop"
+        text, calls = choice.read(text, last=finish_reason is not None)
+        if finish_reason == "stop" and choice.calls:
+            finish_reason = "tool_calls"
         choice.finish_reason = finish_reason
         described = None if logprob is None else self._describe(logprob)
         if described is not None and choice.logprobs is not None:
@@ -59,12 +64,13 @@ class Answer:
         return chunks.delta_event(
             self._options,
             index,
-            text,
+            choice.echo + text if first else text,
             first=first,
             finish_reason=finish_reason,
             logprobs=None if described is None else [described],
             text_offset=offset,
             usage=self.usage if self._options.continuous_usage else None,
+            calls=calls,
         )
 
     def end(self) -> bytes:
@@ -73,7 +79,7 @@ class Answer:
             usage = chunks.usage_event(self._options, self.usage) if self._options.include_usage else b""
             return usage + chunks.DONE
         finished = [
-            chunks.ChoiceText(i, choice.detokenizer.text, choice.finish_reason or "stop", choice.logprobs)
+            chunks.ChoiceText(i, choice.text, choice.finish_reason or "stop", choice.logprobs, choice.calls)
             for i, choice in enumerate(self._choices)
         ]
         return chunks.whole_answer(self._options, finished, self.usage)
@@ -87,16 +93,33 @@ class Answer:
 
 
 class _Choice:
-    __slots__ = ("detokenizer", "finish_reason", "logprobs", "num_tokens")
+    __slots__ = ("_reader", "detokenizer", "echo", "finish_reason", "logprobs", "num_tokens")
 
-    def __init__(self, decoder: Decoder, prompt_ids: Sequence[int], sampling: SamplingParams) -> None:
+    def __init__(self, decoder: Decoder, prompt_ids: Sequence[int], sampling: SamplingParams, echo: str) -> None:
         self.detokenizer = Detokenizer(
             decoder,
             prompt_ids,
             sampling.stop,
             skip_special_tokens=sampling.skip_special_tokens,
             min_tokens=sampling.min_tokens,
+            include_stop=sampling.include_stop,
         )
+        has_tools = sampling.grammar is not None and sampling.grammar.tools
+        self._reader = ToolCallReader() if has_tools else None
+        self.echo = echo
         self.num_tokens = 0
         self.finish_reason: str | None = None
         self.logprobs: list[chunks.TokenText] | None = None if sampling.logprobs is None else []
+
+    @property
+    def text(self) -> str:
+        """What is certain of the content, behind the prompt where that is repeated."""
+        return self.echo + (self.detokenizer.text if self._reader is None else self._reader.content)
+
+    @property
+    def calls(self) -> list[Call]:
+        return [] if self._reader is None else self._reader.calls
+
+    def read(self, text: str, *, last: bool) -> tuple[str, list[CallDelta]]:
+        """Splits new text into content and calls."""
+        return (text, []) if self._reader is None else self._reader.push(text, last=last)

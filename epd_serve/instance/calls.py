@@ -45,6 +45,8 @@ class StageCalls:
             ("POST", "/stage/encode", self._encode),
             ("POST", "/stage/prefill", self._prefill),
             ("POST", "/stage/decode", self._decode),
+            ("POST", "/prompt/tokenize", self._tokenize),
+            ("POST", "/prompt/detokenize", self._detokenize),
             ("POST", "/feature/event", self._feature_event),
             ("POST", "/kv/reserve", self._kv_reserve),
             ("POST", "/kv/renew", self._kv_renew),
@@ -65,6 +67,14 @@ class StageCalls:
     async def _decode(self, body: bytes) -> Reply:
         return await self._stages.decodes().decode(wire.decode(body, wire.DecodeRequest))
 
+    async def _tokenize(self, body: bytes) -> Reply:
+        reply = await self._stages.prefills().tokenize(wire.decode(body, wire.TokenizeRequest))
+        return Reply(body=wire.encode(reply))
+
+    async def _detokenize(self, body: bytes) -> Reply:
+        reply = await self._stages.prefills().detokenize(wire.decode(body, wire.DetokenizeRequest))
+        return Reply(body=wire.encode(reply))
+
     async def _feature_event(self, body: bytes) -> Reply:
         await self._stages.features().receive(wire.decode(body, wire.FeatureEvent))
         return _DONE
@@ -78,7 +88,7 @@ class StageCalls:
         return _DONE
 
     async def _kv_complete(self, body: bytes) -> Reply:
-        self._stages.decodes().complete(wire.decode(body, wire.Handoff))
+        await self._stages.decodes().take(wire.decode(body, wire.Handoff))
         return _DONE
 
     async def _kv_cancel(self, body: bytes) -> Reply:

@@ -13,11 +13,11 @@ from typing import Protocol
 from epd_serve.errors import InvalidRequest, ServeError, StageTimeout
 from epd_serve.instance.answer import Answer
 from epd_serve.instance.feature_inbox import FeatureInbox
-from epd_serve.instance.generation import Generation
+from epd_serve.instance.generation import Generation, check_constraint
 from epd_serve.instance.http import JSON, BrokenStream, Reply
 from epd_serve.instance.kv_delivery import Delivery
 from epd_serve.instance.prompt import Prompt, PromptProcessor
-from epd_serve.instance.request_processor import RequestProcessor
+from epd_serve.instance.request_processor import S_PER_CHARACTER, RequestProcessor
 from epd_serve.metrics.timeline import Timeline
 from epd_serve.protocol import chunks, wire
 from epd_serve.request import Sequence
@@ -131,6 +131,17 @@ class PrefillService:
             self._end(request_id)
             raise
 
+    async def tokenize(self, request: wire.TokenizeRequest) -> wire.TokenizeReply:
+        """The tokens of a chat or prompt. Raises InvalidRequest as :meth:`prefill` would."""
+        return await self._processor.run("text", self._prompts.cost_s(request), self._prompts.tokenize, request)
+
+    async def detokenize(self, request: wire.DetokenizeRequest) -> wire.DetokenizeReply:
+        """The text of tokens. Raises InvalidRequest for those that are none."""
+        cost_s = S_PER_CHARACTER * len(request.tokens)
+        return wire.DetokenizeReply(
+            await self._processor.run("text", cost_s, self._prompts.detokenize, request.tokens)
+        )
+
     async def _features(self, request: wire.PrefillRequest) -> None:
         """Return when all features of the request are here."""
         await self._inbox.complete(request.request_id, request.items)
@@ -149,7 +160,7 @@ class PrefillService:
         sequence = Sequence(
             request_id=request.request_id,
             prompt_ids=prompt.ids,
-            sampling=request.sampling,
+            sampling=prompt.sampling,
             max_tokens=prompt.max_tokens,
             positions=prompt.positions,
             position_delta=prompt.position_delta,
@@ -157,6 +168,7 @@ class PrefillService:
             block_hashes=prompt.block_hashes,
             num_sequences=request.sampling.n,
             hand_off=hand_off,
+            constraint=prompt.constraint,
         )
         self._engine.check_fits(len(prompt.ids), 0 if hand_off else prompt.max_tokens, sequence.num_forked)
         return sequence
@@ -165,7 +177,7 @@ class PrefillService:
 
     async def _serve(self, request: wire.PrefillRequest, prompt: Prompt, features: asyncio.Task[None]) -> Reply:
         sequence = self._sequence(request, prompt, hand_off=False)
-        answer = Answer(self._prompts.tokenizer, request.output, request.sampling, prompt.ids)
+        answer = Answer(self._prompts.tokenizer, request.output, prompt.sampling, prompt.ids)
         generation = Generation(answer, self._engine, lambda: self._timeline.finished(request.request_id))
         started = asyncio.get_running_loop().create_future()
 
@@ -222,7 +234,8 @@ class PrefillService:
             self._engine.submit(sequence, work.delivery.transfer)
             await self._started(request, started, features)
             event = await work.first
-            answer = Answer(self._prompts.tokenizer, request.output, request.sampling, prompt.ids)
+            check_constraint(event.sequence)
+            answer = Answer(self._prompts.tokenizer, request.output, prompt.sampling, prompt.ids)
             body = b"".join(
                 answer.push(index, token.token_id, token.logprob, reason)
                 for index, (token, reason) in enumerate(event.tokens)
@@ -280,7 +293,7 @@ class PrefillService:
             request_id=work.request.request_id,
             prompt_ids=work.prompt.ids,
             position_delta=work.prompt.position_delta,
-            sampling=work.request.sampling,
+            sampling=work.prompt.sampling,
             max_tokens=work.prompt.max_tokens,
             output=work.request.output,
             first=first,
