@@ -16,6 +16,7 @@ from epd_serve.protocol.wire import MediaRef
 from epd_serve.routing.table import InstanceRecord
 from epd_serve.types import Stage
 from proxy.endpoint import Endpoint, Exchange
+from proxy.gate import Visit
 from proxy.sink import EventSink, send_json
 
 
@@ -33,7 +34,7 @@ class TokenizingEndpoint(Endpoint):
         self._parse_call = parse
         self._calls = calls
 
-    async def _generate(self, exchange: Exchange, body: bytearray, sink: EventSink) -> None:
+    async def _generate(self, exchange: Exchange, visit: Visit, body: bytearray, sink: EventSink) -> None:
         request = self._parse_call(body)
         body.clear()
         await self._poller.started()

@@ -39,7 +39,6 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "chat_template": ((), "the model's own chat template is used; leave the field out"),
     "mm_processor_kwargs": (({},), "the image processor takes no arguments per request; leave the field out"),
     "guided_grammar": ((), "grammars differ between engines; send a JSON schema, a regular expression or choices"),
-    "priority": ((0,), "requests have no priority; leave the field out"),
     "cache_salt": ((), "the prefix cache cannot be salted; leave the field out"),
 }
 
