@@ -23,6 +23,7 @@ from proxy.addresses import is_public
 from proxy.attempt import Instances
 from proxy.endpoints import endpoints
 from proxy.entrance import new_gate
+from proxy.failover import Losses
 from proxy.fetch import MediaFetcher
 from proxy.generation import Generator
 from proxy.media import MediaLoader
@@ -53,6 +54,7 @@ def create_app(
     )
     trace = TraceWriter(settings.trace, "gateway") if settings.trace else None
     poller = Poller(table, calls, settings.poll_interval_s, settings.startup_wait_s)
+    losses = Losses()
     generator = Generator(
         Instances(
             table=table,
@@ -61,6 +63,8 @@ def create_app(
             poller=poller,
             metrics=metrics,
             encode_timeout_s=settings.encode_timeout_s,
+            losses=losses,
+            failover=settings.failover,
             trace=trace,
         )
     )

@@ -66,7 +66,7 @@ class _Strand:
         self._into = into
 
     async def _send(self, message: MutableMapping[str, Any]) -> None:
-        events = message.get("body", b"")
+        events = bytes(message.get("body", b""))
         if chunks.DONE in events or _NO_CHOICES in events:
             kept = [event for event in events.split(_END_OF_EVENT) if event and not self._take(event)]
             events = b"".join(event + _END_OF_EVENT for event in kept)

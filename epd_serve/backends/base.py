@@ -7,16 +7,13 @@ from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 from epd_serve.errors import InstanceFailed
+from epd_serve.protocol.prompt_calls import DetokenizeReply, DetokenizeRequest, TokenizeReply, TokenizeRequest
 from epd_serve.protocol.wire import (
     DecodeRequest,
-    DetokenizeReply,
-    DetokenizeRequest,
     EncodeReply,
     EncodeRequest,
     InstanceInfo,
     PrefillRequest,
-    TokenizeReply,
-    TokenizeRequest,
 )
 
 
@@ -25,7 +22,11 @@ class InstanceLost(InstanceFailed):
 
 
 class Answer(Protocol):
-    """A stage's answer whose status line has arrived: OpenAI bytes, to be forwarded unparsed."""
+    """A stage's answer whose status line has arrived: OpenAI's JSON or events, to be forwarded unparsed."""
+
+    @property
+    def framed(self) -> bool:
+        """Whether the bytes are frames (:mod:`epd_serve.protocol.frames`), so that its tokens are known."""
 
     @property
     def decode_follows(self) -> bool:

@@ -15,7 +15,7 @@ import msgspec
 
 from epd_serve.backends.base import InstanceLost
 from epd_serve.errors import error_from_response
-from epd_serve.protocol import wire
+from epd_serve.protocol import frames, prompt_calls, wire
 
 INFO_TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 5.0
@@ -63,6 +63,10 @@ class _Answer:
     def decode_follows(self) -> bool:
         return self.response.headers.get(wire.NEXT_HEADER) == "decode"
 
+    @property
+    def framed(self) -> bool:
+        return self.response.headers.get("content-type") == frames.CONTENT_TYPE
+
     async def chunks(self) -> AsyncIterator[bytes]:
         try:
             async for chunk in self.response.content.iter_any():
@@ -97,11 +101,15 @@ class NativeInstance:
     async def encode(self, request: wire.EncodeRequest, *, trace_id: str) -> wire.EncodeReply:
         return await self._ask("/stage/encode", request, wire.EncodeReply, trace_id)
 
-    async def tokenize(self, request: wire.TokenizeRequest, *, trace_id: str) -> wire.TokenizeReply:
-        return await self._ask("/prompt/tokenize", request, wire.TokenizeReply, trace_id)
+    async def tokenize(
+        self, request: prompt_calls.TokenizeRequest, *, trace_id: str
+    ) -> prompt_calls.TokenizeReply:
+        return await self._ask("/prompt/tokenize", request, prompt_calls.TokenizeReply, trace_id)
 
-    async def detokenize(self, request: wire.DetokenizeRequest, *, trace_id: str) -> wire.DetokenizeReply:
-        return await self._ask("/prompt/detokenize", request, wire.DetokenizeReply, trace_id)
+    async def detokenize(
+        self, request: prompt_calls.DetokenizeRequest, *, trace_id: str
+    ) -> prompt_calls.DetokenizeReply:
+        return await self._ask("/prompt/detokenize", request, prompt_calls.DetokenizeReply, trace_id)
 
     async def _ask(self, path: str, request: wire.Message, reply_type: type[wire.M], trace_id: str) -> wire.M:
         async with self._post(path, request, trace_id) as response:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Protocol
 
 from epd_serve.config import InstanceOptions
@@ -12,7 +13,7 @@ from epd_serve.instance.http import Handler, Reply
 from epd_serve.instance.kv_delivery import Pulls
 from epd_serve.instance.metrics import InstanceMetrics
 from epd_serve.instance.prefill import PrefillService
-from epd_serve.protocol import wire
+from epd_serve.protocol import prompt_calls, wire
 
 _DONE = Reply(status=204)
 
@@ -68,11 +69,11 @@ class StageCalls:
         return await self._stages.decodes().decode(wire.decode(body, wire.DecodeRequest))
 
     async def _tokenize(self, body: bytes) -> Reply:
-        reply = await self._stages.prefills().tokenize(wire.decode(body, wire.TokenizeRequest))
+        reply = await self._stages.prefills().tokenize(wire.decode(body, prompt_calls.TokenizeRequest))
         return Reply(body=wire.encode(reply))
 
     async def _detokenize(self, body: bytes) -> Reply:
-        reply = await self._stages.prefills().detokenize(wire.decode(body, wire.DetokenizeRequest))
+        reply = await self._stages.prefills().detokenize(wire.decode(body, prompt_calls.DetokenizeRequest))
         return Reply(body=wire.encode(reply))
 
     async def _feature_event(self, body: bytes) -> Reply:
@@ -88,7 +89,10 @@ class StageCalls:
         return _DONE
 
     async def _kv_complete(self, body: bytes) -> Reply:
-        await self._stages.decodes().take(wire.decode(body, wire.Handoff))
+        decodes, handoff = self._stages.decodes(), wire.decode(body, wire.Handoff)
+        # a long answer that goes on here takes a while to be read again
+        answer = await asyncio.to_thread(decodes.replayed, handoff) if handoff.generated else None
+        await decodes.take(handoff, answer)
         return _DONE
 
     async def _kv_cancel(self, body: bytes) -> Reply:

@@ -16,7 +16,8 @@ from epd_serve.errors import InvalidRequest
 from epd_serve.instance.chat_template import ChatTemplate
 from epd_serve.instance.request_processor import S_PER_CHARACTER
 from epd_serve.models.family import Family
-from epd_serve.protocol.wire import MediaRef, PrefillRequest, TokenizeReply, TokenizeRequest
+from epd_serve.protocol.prompt_calls import TokenizeReply, TokenizeRequest
+from epd_serve.protocol.wire import MediaRef, PrefillRequest
 from epd_serve.types import MediaSpan, SamplingParams
 from epd_serve.worker.grammar import Grammars, MatcherConstraint
 

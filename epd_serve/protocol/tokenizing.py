@@ -10,9 +10,10 @@ from pydantic import Field, ValidationError
 from epd_serve.errors import InvalidRequest
 from epd_serve.protocol.fields import RequestModel, TokenId, decode_object, explain
 from epd_serve.protocol.messages import MediaSource, Message, check_messages, media_of, wire_messages
+from epd_serve.protocol.prompt_calls import DetokenizeRequest, TokenizeRequest
 from epd_serve.protocol.tools import MAX_TOOLS, Tool, json_text, tools_text
 from epd_serve.protocol.unsupported import LABELS, NEUTRAL, drop_message_neutral, drop_neutral
-from epd_serve.protocol.wire import DetokenizeRequest, MediaRef, PromptOptions, TokenizeRequest
+from epd_serve.protocol.wire import MediaRef, PromptOptions
 
 
 class _Call(RequestModel):
