@@ -15,7 +15,8 @@ import msgspec
 
 from epd_serve.backends.base import InstanceLost
 from epd_serve.errors import error_from_response
-from epd_serve.protocol import frames, prompt_calls, wire
+from epd_serve.protocol import frames, wire
+from epd_serve.protocol.prompt_calls import DetokenizeReply, DetokenizeRequest, TokenizeReply, TokenizeRequest
 
 INFO_TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 5.0
@@ -102,14 +103,14 @@ class NativeInstance:
         return await self._ask("/stage/encode", request, wire.EncodeReply, trace_id)
 
     async def tokenize(
-        self, request: prompt_calls.TokenizeRequest, *, trace_id: str
-    ) -> prompt_calls.TokenizeReply:
-        return await self._ask("/prompt/tokenize", request, prompt_calls.TokenizeReply, trace_id)
+        self, request: TokenizeRequest, *, trace_id: str
+    ) -> TokenizeReply:
+        return await self._ask("/prompt/tokenize", request, TokenizeReply, trace_id)
 
     async def detokenize(
-        self, request: prompt_calls.DetokenizeRequest, *, trace_id: str
-    ) -> prompt_calls.DetokenizeReply:
-        return await self._ask("/prompt/detokenize", request, prompt_calls.DetokenizeReply, trace_id)
+        self, request: DetokenizeRequest, *, trace_id: str
+    ) -> DetokenizeReply:
+        return await self._ask("/prompt/detokenize", request, DetokenizeReply, trace_id)
 
     async def _ask(self, path: str, request: wire.Message, reply_type: type[wire.M], trace_id: str) -> wire.M:
         async with self._post(path, request, trace_id) as response:
