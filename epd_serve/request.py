@@ -53,6 +53,7 @@ class Sequence:
         arrival_s: when this engine got the request, monotonic seconds.
         hand_off: whether another instance decodes; then the sequence needs blocks for its prompt alone.
         blocks: block table. forks: the first own block of each choice to be forked.
+        output_ids: what was generated; a sequence that goes on from elsewhere begins with some.
         saved: the KV of the computed tokens while they have no blocks, opaque here; None where there is none.
     """
 
@@ -105,8 +106,8 @@ class Sequence:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether its newest token is all that is to be computed."""
-        return bool(self.output_ids) and self.num_uncomputed == 1
+        """Whether its newest token is all that is to be computed here; what is handed off is prefilled."""
+        return bool(self.output_ids) and not self.hand_off and self.num_uncomputed == 1
 
     @property
     def recomputable(self) -> bool:

@@ -15,7 +15,11 @@ class InstanceLost(InstanceFailed):
 
 
 class Answer(Protocol):
-    """A stage's answer whose status line has arrived: OpenAI bytes, to be forwarded unparsed."""
+    """A stage's answer whose status line has arrived: OpenAI's JSON or events, to be forwarded unparsed."""
+
+    @property
+    def framed(self) -> bool:
+        """Whether the bytes are frames (:mod:`epd_serve.protocol.frames`), so that its tokens are known."""
 
     @property
     def decode_follows(self) -> bool:

@@ -15,7 +15,7 @@ import msgspec
 
 from epd_serve.backends.base import InstanceLost
 from epd_serve.errors import error_from_response
-from epd_serve.protocol import wire
+from epd_serve.protocol import frames, wire
 
 INFO_TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 5.0
@@ -62,6 +62,10 @@ class _Answer:
     @property
     def decode_follows(self) -> bool:
         return self.response.headers.get(wire.NEXT_HEADER) == "decode"
+
+    @property
+    def framed(self) -> bool:
+        return self.response.headers.get("content-type") == frames.CONTENT_TYPE
 
     async def chunks(self) -> AsyncIterator[bytes]:
         try:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from epd_serve.instance.detokenizer import Decoder, Detokenizer
-from epd_serve.protocol import chunks
+from epd_serve.protocol import chunks, frames
 from epd_serve.protocol.wire import OutputOptions, TokenLogprob
 from epd_serve.types import SamplingParams
 
 
 class Answer:
-    """All ``n`` choices of one request. Streamed, :meth:`push` returns events; else :meth:`end` returns the whole.
+    """All ``n`` choices of one request. Streamed, :meth:`push` returns frames; else :meth:`end` returns the whole.
 
-    An instance that goes on with a request pushes the tokens that were already sent and drops what comes back.
+    An instance that goes on with a request replays the tokens that were already sent.
     """
 
     def __init__(
@@ -35,43 +35,41 @@ class Answer:
     def is_finished(self, index: int) -> bool:
         return self._choices[index].finish_reason is not None
 
+    def replay(self, index: int, token_id: int, finish_reason: str | None) -> None:
+        """Add a token that the client has already."""
+        self._choices[index].add(token_id, finish_reason)
+
     def push(self, index: int, token_id: int, logprob: TokenLogprob | None, finish_reason: str | None) -> bytes:
-        """Add a token to a choice; returns its event, or nothing where the answer is not streamed.
+        """Add a token to a choice; returns its frame, or nothing where the answer is not streamed.
 
         A stop string that this token completes finishes the choice; the caller sees it by :meth:`is_finished`.
         """
         choice = self._choices[index]
         first = choice.num_tokens == 0
         offset = len(choice.detokenizer.text)
-        choice.num_tokens += 1
-        # the token that stops a generation is no text
-        text = "" if finish_reason == "stop" else choice.detokenizer.push(token_id)
-        if finish_reason is not None and not choice.detokenizer.stopped:
-            text += choice.detokenizer.flush()
-        if choice.detokenizer.stopped:
-            finish_reason = "stop"
-        choice.finish_reason = finish_reason
+        text = choice.add(token_id, finish_reason)
         described = None if logprob is None else self._describe(logprob)
         if described is not None and choice.logprobs is not None:
             choice.logprobs.append(described)
         if not self._options.stream:
             return b""
-        return chunks.delta_event(
+        event = chunks.delta_event(
             self._options,
             index,
             text,
             first=first,
-            finish_reason=finish_reason,
+            finish_reason=choice.finish_reason,
             logprobs=None if described is None else [described],
             text_offset=offset,
             usage=self.usage if self._options.continuous_usage else None,
         )
+        return frames.pack(index, (token_id,), event)
 
     def end(self) -> bytes:
-        """What follows the last token: usage and ``[DONE]``, or the whole answer."""
+        """What follows the last token: the frame of usage and ``[DONE]``, or the whole answer."""
         if self._options.stream:
             usage = chunks.usage_event(self._options, self.usage) if self._options.include_usage else b""
-            return usage + chunks.DONE
+            return frames.pack(frames.END, (), usage + chunks.DONE)
         finished = [
             chunks.ChoiceText(i, choice.detokenizer.text, choice.finish_reason or "stop", choice.logprobs)
             for i, choice in enumerate(self._choices)
@@ -100,3 +98,13 @@ class _Choice:
         self.num_tokens = 0
         self.finish_reason: str | None = None
         self.logprobs: list[chunks.TokenText] | None = None if sampling.logprobs is None else []
+
+    def add(self, token_id: int, finish_reason: str | None) -> str:
+        """Take a token in; returns the text that is certain now."""
+        self.num_tokens += 1
+        # the token that stops a generation is no text
+        text = "" if finish_reason == "stop" else self.detokenizer.push(token_id)
+        if finish_reason is not None and not self.detokenizer.stopped:
+            text += self.detokenizer.flush()
+        self.finish_reason = "stop" if self.detokenizer.stopped else finish_reason
+        return text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Protocol
 
 from epd_serve.config import InstanceOptions
@@ -78,7 +79,10 @@ class StageCalls:
         return _DONE
 
     async def _kv_complete(self, body: bytes) -> Reply:
-        self._stages.decodes().complete(wire.decode(body, wire.Handoff))
+        decodes, handoff = self._stages.decodes(), wire.decode(body, wire.Handoff)
+        # a long answer that goes on here takes a while to be read again
+        answer = await asyncio.to_thread(decodes.replayed, handoff) if handoff.generated else None
+        decodes.complete(handoff, answer)
         return _DONE
 
     async def _kv_cancel(self, body: bytes) -> Reply:

@@ -10,7 +10,7 @@ from typing import Any
 
 from epd_serve.cache.block_pool import num_blocks_for
 from epd_serve.cache.tombstones import Tombstones
-from epd_serve.errors import InstanceFailed, InvalidRequest, ServeError, StageTimeout, Unavailable
+from epd_serve.errors import NO_ROOM, InstanceFailed, InvalidRequest, ServeError, StageTimeout, Unavailable
 from epd_serve.instance.answer import Answer
 from epd_serve.instance.generation import Generation
 from epd_serve.instance.http import Reply
@@ -137,7 +137,7 @@ class DecodeService:
                 self._reservations.stop_writing(request.transfer_id)
                 raise Unavailable(
                     f"no room for the request's KV within {self._queue_timeout_s:g} s; try again later",
-                    code="no_room",
+                    code=NO_ROOM,
                 ) from error
             except BaseException:
                 self._reservations.stop_writing(request.transfer_id)
@@ -172,12 +172,23 @@ class DecodeService:
         if not self._reservations.renew(ref.transfer_id, time.monotonic()):
             raise Unavailable(f"transfer {ref.transfer_id} has ended")
 
-    def complete(self, handoff: wire.Handoff) -> None:
-        """Take the request over. Raises Unavailable where it was cancelled or its lease has ended. Idempotent."""
+    def replayed(self, handoff: wire.Handoff) -> Answer:
+        """The answer as far as the client had it before P. May be called on any thread."""
+        answer = Answer(self._tokenizer, handoff.output, handoff.sampling, handoff.prompt_ids)
+        for token_id in handoff.generated:
+            answer.replay(0, token_id, None)
+        return answer
+
+    def complete(self, handoff: wire.Handoff, answer: Answer | None = None) -> None:
+        """Take the request over. Raises Unavailable where it was cancelled or its lease has ended. Idempotent.
+
+        Args:
+            answer: from :meth:`replayed`, where that is not done here.
+        """
         if self._reservations.is_completed(handoff.transfer_id):
             return
         # before the blocks are taken over: where this fails, P cancels and they go back
-        answer = Answer(self._tokenizer, handoff.output, handoff.sampling, handoff.prompt_ids)
+        answer = answer or self.replayed(handoff)
         for index, first in enumerate(handoff.first):
             answer.push(index, first.token_id, first.logprob, first.finish_reason)  # P has sent these already
         reservation = self._reservations.complete(handoff.transfer_id)
@@ -186,7 +197,7 @@ class DecodeService:
         if handoff.request_id in self._ended:
             self._engine.unreserve(reservation.blocks)
             raise Unavailable(f"request {handoff.request_id} was cancelled")
-        num_blocks = num_blocks_for(len(handoff.prompt_ids), self._layout.block_size)
+        num_blocks = num_blocks_for(handoff.num_tokens, self._layout.block_size)
         # what was cached here was not written: it must not be replaced by what lies in the slab
         try:
             self._memory.land(reservation.blocks.root[reservation.blocks.num_cached : num_blocks])
@@ -222,8 +233,8 @@ class DecodeService:
             wire.ReserveRequest(
                 transfer_id=handoff.transfer_id,
                 request_id=handoff.request_id,
-                num_prompt_tokens=len(handoff.prompt_ids),
-                max_tokens=handoff.max_tokens,
+                num_prompt_tokens=handoff.num_tokens,
+                max_tokens=handoff.max_tokens - len(handoff.generated),
                 num_sequences=request.num_sequences,
                 block_hashes=request.block_hashes,
                 layout=request.layout,
@@ -299,4 +310,5 @@ def _sequence(handoff: wire.Handoff, reservation: Reservation) -> Sequence:
         positions=None,  # the prompt was computed elsewhere
         position_delta=handoff.position_delta,
         block_hashes=reservation.block_hashes,
+        output_ids=list(handoff.generated),
     )
