@@ -102,14 +102,10 @@ class NativeInstance:
     async def encode(self, request: wire.EncodeRequest, *, trace_id: str) -> wire.EncodeReply:
         return await self._ask("/stage/encode", request, wire.EncodeReply, trace_id)
 
-    async def tokenize(
-        self, request: TokenizeRequest, *, trace_id: str
-    ) -> TokenizeReply:
+    async def tokenize(self, request: TokenizeRequest, *, trace_id: str) -> TokenizeReply:
         return await self._ask("/prompt/tokenize", request, TokenizeReply, trace_id)
 
-    async def detokenize(
-        self, request: DetokenizeRequest, *, trace_id: str
-    ) -> DetokenizeReply:
+    async def detokenize(self, request: DetokenizeRequest, *, trace_id: str) -> DetokenizeReply:
         return await self._ask("/prompt/detokenize", request, DetokenizeReply, trace_id)
 
     async def _ask(self, path: str, request: wire.Message, reply_type: type[wire.M], trace_id: str) -> wire.M:
