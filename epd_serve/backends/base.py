@@ -7,7 +7,18 @@ from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 from epd_serve.errors import InstanceFailed
+<<<<<<< HEAD
 from epd_serve.protocol.wire import DecodeRequest, EncodeReply, EncodeRequest, InstanceInfo, PrefillRequest, Report
+=======
+from epd_serve.protocol.prompt_calls import DetokenizeReply, DetokenizeRequest, TokenizeReply, TokenizeRequest
+from epd_serve.protocol.wire import (
+    DecodeRequest,
+    EncodeReply,
+    EncodeRequest,
+    InstanceInfo,
+    PrefillRequest,
+)
+>>>>>>> main
 
 
 class InstanceLost(InstanceFailed):
@@ -52,6 +63,12 @@ class StageCalls(Protocol):
 
     async def encode(self, request: EncodeRequest, *, trace_id: str) -> EncodeReply:
         """Returns once the feature is stored and announced."""
+
+    async def tokenize(self, request: TokenizeRequest, *, trace_id: str) -> TokenizeReply:
+        """What a chat or prompt would be computed as; for instances that prefill, as the next."""
+
+    async def detokenize(self, request: DetokenizeRequest, *, trace_id: str) -> DetokenizeReply:
+        """The text of tokens."""
 
     def prefill(self, request: PrefillRequest, *, trace_id: str) -> AbstractAsyncContextManager[Answer]:
         """Entered once the first token is there."""
