@@ -7,9 +7,6 @@ from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 from epd_serve.errors import InstanceFailed
-<<<<<<< HEAD
-from epd_serve.protocol.wire import DecodeRequest, EncodeReply, EncodeRequest, InstanceInfo, PrefillRequest, Report
-=======
 from epd_serve.protocol.prompt_calls import DetokenizeReply, DetokenizeRequest, TokenizeReply, TokenizeRequest
 from epd_serve.protocol.wire import (
     DecodeRequest,
@@ -17,8 +14,8 @@ from epd_serve.protocol.wire import (
     EncodeRequest,
     InstanceInfo,
     PrefillRequest,
+    Report,
 )
->>>>>>> main
 
 
 class InstanceLost(InstanceFailed):

@@ -13,13 +13,9 @@ from epd_serve.instance.http import Handler, Reply
 from epd_serve.instance.kv_delivery import Pulls
 from epd_serve.instance.metrics import InstanceMetrics
 from epd_serve.instance.prefill import PrefillService
-<<<<<<< HEAD
 from epd_serve.instance.reports import Reporter
-from epd_serve.protocol import wire
-from epd_serve.types import Stage
-=======
 from epd_serve.protocol import prompt_calls, wire
->>>>>>> main
+from epd_serve.types import Stage
 
 _DONE = Reply(status=204)
 

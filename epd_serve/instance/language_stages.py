@@ -209,11 +209,8 @@ class LanguageStages:
             self._language.inner,
             max_model_len=self.max_model_len,
             block_size=options.tokens_per_block,
-<<<<<<< HEAD
             on_prompt=around.rates.prompted,
-=======
             eos_token_ids=self._eos_token_ids,
->>>>>>> main
         )
         self.prefill = PrefillService(
             engine,

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-<<<<<<< HEAD
-import json
 from collections.abc import Callable, Sequence
-=======
-from collections.abc import Sequence
->>>>>>> main
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,11 +54,8 @@ class PromptProcessor:
         *,
         max_model_len: int,
         block_size: int,
-<<<<<<< HEAD
-        on_prompt: Callable[[int, int], None] = lambda num_characters, num_tokens: None,
-=======
         eos_token_ids: frozenset[int] = frozenset(),
->>>>>>> main
+        on_prompt: Callable[[int, int], None] = lambda num_characters, num_tokens: None,
     ) -> None:
         """``on_prompt`` is told of each prompt's text: its characters, and its tokens without media."""
         self.tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
@@ -91,16 +83,11 @@ class PromptProcessor:
         ids, spans = self._encode(request)
         if not ids:
             raise InvalidRequest("the prompt is empty; it needs one token at least", param="prompt")
-<<<<<<< HEAD
         if not isinstance(request.prompt, list):
-            self._on_prompt(_num_characters(request), len(ids) - len(request.items))
-        ids, spans = self._expand(ids, request.items)
-        max_model_len = min(self._max_model_len, request.max_model_len or self._max_model_len)
-        max_tokens = _max_tokens(len(ids), request.sampling.max_tokens, max_model_len)
-=======
+            self._on_prompt(_num_characters(request), len(ids) - sum(span.length for span in spans))
         sampling = self._complete(request.sampling)
-        max_tokens = self._max_tokens(len(ids), sampling.max_tokens)
->>>>>>> main
+        max_model_len = min(self._max_model_len, request.max_model_len or self._max_model_len)
+        max_tokens = _max_tokens(len(ids), sampling.max_tokens, max_model_len)
         sizes = [(item.width, item.height) for item in request.items]
         positions, delta = self._family.positions(ids, sizes, self._language_model)
         return Prompt(
@@ -187,9 +174,8 @@ class PromptProcessor:
             expanded += [placeholder] * count
         return expanded, tuple(spans)
 
-<<<<<<< HEAD
 
-def _num_characters(request: PrefillRequest) -> int:
+def _num_characters(request: PrefillRequest | TokenizeRequest) -> int:
     texts = [part.text for message in request.messages or () for part in message.content]
     return sum(map(len, (*texts, request.prompt or "")))
 
@@ -211,38 +197,3 @@ def _max_tokens(num_prompt_tokens: int, asked: int | None, max_model_len: int) -
             code="context_length_exceeded",
         )
     return room if asked is None else asked
-
-
-def _content(message: ChatMessage) -> Any:
-    """A message's content as chat templates expect it: a string, or a list of parts where media are involved."""
-    if all(part.type == "text" for part in message.content):
-        return "".join(part.text for part in message.content)
-    return [{"type": "text", "text": p.text} if p.type == "text" else {"type": "image"} for p in message.content]
-
-
-def _processor_chat_template(path: Path) -> str | None:
-    """Older checkpoints keep the template beside the processor instead of the tokenizer."""
-    file = path / "chat_template.json"
-    if not file.exists():
-        return None
-    template: str = json.loads(file.read_text())["chat_template"]
-    return template
-=======
-    def _max_tokens(self, num_prompt_tokens: int, asked: int | None) -> int:
-        room = self._max_model_len - num_prompt_tokens
-        if room < 1:
-            raise InvalidRequest(
-                f"the prompt has {num_prompt_tokens} tokens, images included, and the context holds "
-                f"{self._max_model_len}; shorten it",
-                param="messages",
-                code="context_length_exceeded",
-            )
-        if asked is not None and asked > room:
-            raise InvalidRequest(
-                f"the prompt has {num_prompt_tokens} tokens, so max_tokens can be at most {room}, not {asked}: "
-                f"the context holds {self._max_model_len}",
-                param="max_tokens",
-                code="context_length_exceeded",
-            )
-        return room if asked is None else asked
->>>>>>> main
