@@ -10,11 +10,11 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
-import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from epd_serve.errors import InvalidRequest
+from epd_serve.protocol import strict_json
 from epd_serve.protocol.unsupported import LABELS, MESSAGE_NEUTRAL, NEUTRAL, drop_neutral
 from epd_serve.protocol.wire import ChatMessage, OutputOptions, Part
 from epd_serve.types import SamplingParams
@@ -298,8 +298,8 @@ GenerationRequest = ChatCompletionRequest | CompletionRequest
 def decode_object(body: bytes | bytearray) -> dict[str, Any]:
     """JSON object → dict. Raises InvalidRequest that says where the text stops being one."""
     try:
-        fields = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        fields = strict_json.decode(body)
+    except strict_json.JSONRefused as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}", code="invalid_json") from error
     if not isinstance(fields, dict):
         raise InvalidRequest('the body must be a JSON object, such as {"messages": [...]}', code="invalid_json")
