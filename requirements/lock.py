@@ -6,9 +6,9 @@
 instances and development need besides; ``pip install --no-deps --no-build-isolation .`` follows. The locks have
 the hashes of every file that the index offers for a version, so that they serve all platforms and Pythons.
 
-On Linux, full.lock is for torch's CPU wheel ("2.13.0+cpu"), which pip must find (``--find-links``, or an index that
-has it): the CUDA wheel asks for libraries that the lock leaves out. This script is told where that wheel lies in
-the same way: ``python requirements/lock.py --find-links DIRECTORY``.
+On Linux with x86-64, full.lock wants torch's CPU wheel ("2.13.0+cpu"), which pip must find (``--find-links``, or
+an index that has it): the CUDA wheel asks for libraries that the lock leaves out. This script is told where the
+CPU wheel lies in the same way: ``python requirements/lock.py --find-links DIRECTORY``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 LOCKS = {"base": (), "full": ("native", "dev", "mooncake-cpu")}
 _ENTRY = re.compile(r"^[A-Za-z0-9].*?(?=^[A-Za-z0-9]|\Z)", re.MULTILINE | re.DOTALL)
-_HASH = re.compile(r"--hash=(\S+)")
+_CPU_WHEEL = "sys_platform == 'linux' and platform_machine == 'x86_64'"
+_NO_CPU_WHEEL = "sys_platform != 'linux' or platform_machine != 'x86_64'"
 
 
 def compile_lock(source: str, *options: str, given: str | None = None) -> str:
@@ -35,15 +36,15 @@ def compile_lock(source: str, *options: str, given: str | None = None) -> str:
     return done.stdout
 
 
-def with_every_torch(lock: str, find_links: list[str]) -> str:
-    """``torch==2.13.0+cpu`` becomes ``torch==2.13.0``, which the CPU wheel satisfies, with the hashes of both."""
-    match = re.search(r"^torch==([0-9.]+)(\+cpu)?.*?(?=^[A-Za-z0-9])", lock, re.MULTILINE | re.DOTALL)
+def with_every_torch(lock: str) -> str:
+    """The lock with a second entry for torch, as the index has it, where the CPU wheel is not for the platform."""
+    match = re.search(r"^(torch==([0-9.]+)\+cpu)(.*?)(?=^[A-Za-z0-9])", lock, re.MULTILINE | re.DOTALL)
     if match is None:
-        return lock
-    public = compile_lock("-", "--no-deps", given=f"torch=={match[1]}\n")
-    hashes = sorted({*_HASH.findall(match[0]), *_HASH.findall(public)})
-    entry = " \\\n".join([f"torch=={match[1]}", *(f"    --hash={one}" for one in hashes)])
-    return lock[: match.start()] + entry + "\n" + lock[match.end() :]
+        raise SystemExit("torch's CPU wheel was not found; say with --find-links where it lies")
+    public = compile_lock("-", "--no-deps", given=f"torch=={match[2]}\n")
+    cpu = f"{match[1]} ; {_CPU_WHEEL}{match[3]}"
+    other = re.sub(r"^torch==\S+", rf"\g<0> ; {_NO_CPU_WHEEL}", public, flags=re.MULTILINE)
+    return lock[: match.start()] + cpu + other + lock[match.end() :]
 
 
 def main() -> None:
@@ -56,7 +57,7 @@ def main() -> None:
         options = [*(part for extra in extras for part in ("--extra", extra)), *find_links]
         lock = compile_lock("pyproject.toml", *options, "requirements/build.in")
         if extras:
-            lock = with_every_torch(lock, find_links)
+            lock = with_every_torch(lock)
         header = "# Written by requirements/lock.py from pyproject.toml and constraints.txt; do not edit.\n"
         (ROOT / "requirements" / f"{name}.lock").write_text(header + lock)
         print(f"requirements/{name}.lock: {len(_ENTRY.findall(lock))} packages")

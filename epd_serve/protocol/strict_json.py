@@ -1,8 +1,8 @@
 """JSON as the gateway takes it: not too deep, and no key twice in an object.
 
 Parsers differ in what they make of a repeated key (RFC 8259, section 4); a request that two readers may see in two
-ways is refused. All costs are linear in the text, and for usual bodies a few microseconds: the exact scan runs only
-where cheap counts leave a doubt.
+ways is refused. All costs are linear in the text, and for usual bodies a few microseconds: the exact scan runs
+only where cheap counts leave a doubt.
 """
 
 from __future__ import annotations

@@ -16,9 +16,9 @@ STALE = "run: python requirements/lock.py (see CONTRIBUTING.md)"
 
 
 def pins(text: str) -> dict[str, str]:
-    """Canonical name → version of the lines ``name==version``."""
+    """Canonical name → version of the lines ``name==version``, without local parts as in 2.13.0+cpu."""
     return {
-        canonicalize_name(name): version
+        canonicalize_name(name): version.partition("+")[0]
         for name, version in re.findall(r"^([A-Za-z0-9][\w.-]*)==([^\s;\\]+)", text, re.MULTILINE)
     }
 
