@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import math
-import re
 
 from starlette.types import Send
 
-from epd_serve.errors import InstanceFailed, ServeError
+from epd_serve.errors import ServeError
 from epd_serve.protocol.wire import REQUEST_ID_HEADER
-
-_END_OF_EVENT = b"\n\n"
-_DONE = b"data: [DONE]\n\n"
-_ERROR = re.compile(rb'data: ?\{ ?"error"')
 
 
 class ResponseAborted(Exception):
@@ -58,55 +53,14 @@ async def send_json(
 
 
 class EventSink:
-    """Forwards server-sent events as they come, unparsed; status and headers go out with the first of them.
-
-    Only whole events are forwarded: bytes after the last empty line wait for the rest of their event, so that an
-    error event can be put behind them at any time.
-    """
+    """Forwards whole server-sent events, unparsed; status and headers go out with the first of them."""
 
     def __init__(self, send: Send, trace_id: str) -> None:
         self._send = send
         self._trace_id = trace_id
-        self._pending = b""
-        self._last = b""
         self.started = False
 
-    async def write(self, chunk: bytes) -> None:
-        if self._pending:
-            chunk = self._pending + chunk
-            self._pending = b""
-        if not chunk.endswith(_END_OF_EVENT):
-            end = chunk.rfind(_END_OF_EVENT)
-            end = 0 if end < 0 else end + len(_END_OF_EVENT)
-            chunk, self._pending = chunk[:end], chunk[end:]
-        if chunk:
-            await self._forward(chunk)
-
-    def restart(self) -> None:
-        """Forget what an attempt left behind that broke off within its first event."""
-        assert not self.started, "what was sent cannot be taken back"
-        self._pending = b""
-
-    def check_complete(self) -> None:
-        """Raises InstanceFailed unless the last event was ``[DONE]``; a clean end alone proves nothing."""
-        if self._pending or not self._last.endswith(_DONE):
-            raise InstanceFailed("the instance ended its answer before it was complete")
-
-    async def finish(self) -> None:
-        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def fail(self, error: ServeError) -> None:
-        """Tell the client what happened, unless the instance already has. The caller aborts the connection."""
-        if not self.ends_in_error:
-            await self._forward(b"data: " + error.to_json() + _END_OF_EVENT)
-
-    @property
-    def ends_in_error(self) -> bool:
-        """Whether the last event forwarded was an error."""
-        start = self._last.rfind(_END_OF_EVENT, 0, -len(_END_OF_EVENT))
-        return _ERROR.match(self._last, 0 if start < 0 else start + len(_END_OF_EVENT)) is not None
-
-    async def _forward(self, events: bytes) -> None:
+    async def write(self, events: bytes | memoryview) -> None:
         if not self.started:
             self.started = True
             await self._send(
@@ -121,5 +75,11 @@ class EventSink:
                     ],
                 }
             )
-        self._last = events
         await self._send({"type": "http.response.body", "body": events, "more_body": True})
+
+    async def finish(self) -> None:
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def fail(self, error: ServeError) -> None:
+        """Tell the client what happened. The caller aborts the connection."""
+        await self.write(b"data: " + error.to_json() + b"\n\n")
