@@ -304,7 +304,9 @@ def simulate(
     clock.run(lambda: sum(gateway.num_done for gateway in gateways) == len(waiting))
     report()
     encoders = [one for one in instances if Role.parse(one.role).encodes]
-    busy_s = [one.rates["E"].unit_s * one.encoded_units + one.rates["E"].base_s * one.num_encodes for one in encoders]
+    busy_s = [
+        one.rates["E"].unit_s * one.encoded_units + one.rates["E"].base_s * one.num_encodes for one in encoders
+    ]
     items = sum(one.num_hits + one.num_encodes for one in encoders)
     waits = sorted(wait for gateway in gateways for wait in gateway.waits_s)
     return Outcome(
