@@ -14,6 +14,10 @@ import msgspec
 #: once it is computed. ``pull``: the decode instance reads it then.
 KVMode = Literal["grouped", "layerwise", "oneshot", "pull"]
 
+#: How P and D are chosen: the pair that costs the fewest seconds; in turn; the cheaper of two at random; the
+#: cheapest where the beginning of a prompt that P knows costs nothing.
+Routing = Literal["least_loaded", "round_robin", "random_of_two", "prefix_affinity"]
+
 
 class Stage(StrEnum):
     """One of the three kinds of work in a multimodal request."""
@@ -78,11 +82,38 @@ class Role:
         return "".join(stage for stage in _ORDER if stage in self.stages)
 
 
+class ToolSchema(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A function that the model may call; ``parameters`` is the text of a JSON schema."""
+
+    name: str
+    parameters: str
+
+
+class Grammar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What an answer must look like.
+
+    Attributes:
+        kind, text: of the content: "json" and a schema, "regex", "choice" and a JSON list of strings; "" for free.
+        param: the request's field that asks for it, for errors.
+        tools: functions that may be called in place of the content, or behind it where that is free.
+        must_call, parallel: whether one call is needed; whether there may be more than one.
+    """
+
+    kind: Literal["", "json", "regex", "choice"] = ""
+    text: str = ""
+    param: str = ""
+    tools: list[ToolSchema] = []
+    must_call: bool = False
+    parallel: bool = True
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How tokens are chosen and when generation stops, in the vocabulary of the OpenAI and vLLM APIs.
 
     ``temperature == 0`` is greedy. ``max_tokens`` is None until the instance that knows the prompt length fills
     it with the room that the context leaves. ``seed`` is always set: whoever makes the request draws one.
+    ``include_stop``: a stop string stays in the text. ``bad_word_ids`` are ``bad_words`` as the instance that has
+    the tokenizer spells them.
     """
 
     seed: int
@@ -101,6 +132,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     skip_special_tokens: bool = True
     logprobs: int | None = None
     n: int = 1
+    include_stop: bool = False
+    logit_bias: dict[int, float] = {}
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[str, ...] = ()
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    grammar: Grammar | None = None
 
     @property
     def greedy(self) -> bool:
@@ -122,3 +159,21 @@ class MediaSpan(msgspec.Struct, frozen=True):
     @property
     def end(self) -> int:
         return self.start + self.length
+
+
+class StageRate(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Seconds of one batch of a stage as measured: ``base_s + unit_s * units``.
+
+    Units are pixels (encode), tokens (prefill) and sequences (decode, where a batch is one step).
+
+    Attributes:
+        is_fresh: whether it was measured lately.
+    """
+
+    base_s: float
+    unit_s: float
+    is_fresh: bool = True
+
+    def seconds(self, units: float) -> float:
+        """Of one batch."""
+        return self.base_s + self.unit_s * units

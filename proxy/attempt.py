@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, AsyncExitStack
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
 from epd_serve.backends.base import Answer, InstanceLost, StageCalls
-from epd_serve.errors import PREPARATION_FULL, InstanceFailed, InvalidRequest, ServeError, StageTimeout
+from epd_serve.errors import NO_ROOM, PREPARATION_FULL, InstanceFailed, InvalidRequest, ServeError, StageTimeout
 from epd_serve.metrics.breakdown import GATEWAY_RECEIVE, GATEWAY_SERVE
 from epd_serve.metrics.gateway import GatewayMetrics
 from epd_serve.metrics.trace import TraceWriter
@@ -22,10 +22,12 @@ from epd_serve.protocol.wire import (
     MediaRef,
     OutputOptions,
     PrefillRequest,
+    PromptOptions,
 )
 from epd_serve.routing.policy import Policy, Route
 from epd_serve.routing.table import InstanceRecord, InstanceTable
 from epd_serve.types import SamplingParams, Stage
+from proxy.failover import Failover, Losses
 from proxy.media import MediaItem
 from proxy.poller import Poller
 
@@ -52,6 +54,7 @@ class Job:
     prompt: str | list[int] | None
     items: list[MediaItem]
     arrived_s: float
+    prompting: PromptOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +67,8 @@ class Instances:
     poller: Poller
     metrics: GatewayMetrics
     encode_timeout_s: float
+    losses: Losses
+    failover: Failover
     trace: TraceWriter | None = None
 
 
@@ -72,14 +77,13 @@ class _Call:
 
     def __init__(
         self,
-        table: InstanceTable,
         record: InstanceRecord,
-        stage: Stage,
         opening: AbstractAsyncContextManager[Answer],
+        counted: AbstractContextManager[None],
     ) -> None:
         self.record = record
         self._stack = AsyncExitStack()
-        self._stack.enter_context(table.in_flight(record, stage))
+        self._stack.enter_context(counted)
         self.opened = asyncio.create_task(self._stack.enter_async_context(opening))
 
     async def close(self) -> None:
@@ -93,14 +97,24 @@ class _Call:
 class Attempt:
     """Async context: entering sends everything, leaving closes what is still open, which cancels its work.
 
+    ``generated`` are output tokens that the client has already.
     ``suspects`` are the instances to which the request should not be sent again after a failure.
     """
 
-    def __init__(self, instances: Instances, job: Job, route: Route, refs: list[MediaRef], number: int) -> None:
+    def __init__(
+        self,
+        instances: Instances,
+        job: Job,
+        route: Route,
+        refs: list[MediaRef],
+        number: int,
+        generated: list[int] | None = None,
+    ) -> None:
         self._instances = instances
         self._job = job
         self._route = route
         self._refs = refs
+        self._generated = generated or []
         # Each attempt has an id of its own: the one before may still be on its way out of P and D.
         self._id = f"{job.id}-{number}"
         self._encodes: list[asyncio.Task[None]] = []
@@ -111,7 +125,8 @@ class Attempt:
     async def __aenter__(self) -> Self:
         table, calls, route, job = self._instances.table, self._instances.calls, self._route, self._job
         distinct = {ref.mm_hash: (ref, item) for ref, item in zip(self._refs, job.items, strict=True)}
-        encoders = self._instances.policy.choose_encoders(table, route.prefill, list(distinct))
+        items = [ref for ref, _ in distinct.values()]
+        encoders = self._instances.policy.choose_encoders(table, route.prefill, items)
         prefill = PrefillRequest(
             request_id=self._id,
             output=job.output,
@@ -119,14 +134,21 @@ class Attempt:
             items=self._refs,
             messages=job.messages,
             prompt=job.prompt,
+            prompting=job.prompting,
             decode_url=None if route.fused else calls[route.decode.name].url,
+            max_model_len=route.max_model_len,
+            generated=self._generated,
         )
         opening = calls[route.prefill.name].prefill(prefill, trace_id=job.trace_id)
-        self._prefill = _Call(table, route.prefill, Stage.PREFILL, opening)
+        counted = table.in_flight(
+            route.prefill, Stage.PREFILL, request_id=self._id, work=route.prefill_work, prefix=route.prefix
+        )
+        self._prefill = _Call(route.prefill, opening, counted)
         if not route.fused:
             expected = DecodeRequest(request_id=self._id, stream=job.output.stream)
             opening = calls[route.decode.name].decode(expected, trace_id=job.trace_id)
-            self._decode = _Call(table, route.decode, Stage.DECODE, opening)
+            counted = table.in_flight(route.decode, Stage.DECODE, request_id=self._id, work=route.decode_work)
+            self._decode = _Call(route.decode, opening, counted)
         self._encodes = [
             asyncio.create_task(self._encode(ref, item, encoder))
             for (ref, item), encoder in zip(distinct.values(), encoders, strict=True)
@@ -206,10 +228,17 @@ class Attempt:
         except InstanceLost:
             self.lost(call.record)
             raise
-        except InstanceFailed:
-            # P is alive and says that an instance failed it: that was D.
-            self.suspects.add(self._route.decode.name)
+        except ServeError as error:
+            self.suspects.add(self._blamed(call, error).name)
             raise
+
+    def _blamed(self, call: _Call, error: ServeError) -> InstanceRecord:
+        """Whose failure it is that an instance, which is alive, reports."""
+        if call.record is self._route.prefill:
+            return (
+                self._route.decode if isinstance(error, InstanceFailed) or error.code == NO_ROOM else call.record
+            )
+        return self._route.prefill if isinstance(error, StageTimeout) else call.record
 
     async def _encode(self, ref: MediaRef, item: MediaItem, encoder: InstanceRecord) -> None:
         """Encode one item; after a failure on another E, at last on P itself, which loads the tower for it.
@@ -226,9 +255,10 @@ class Attempt:
         patience_s, num_stalled = instances.encode_timeout_s, 0
         while True:
             try:
-                with instances.table.in_flight(encoder, Stage.ENCODE, ref.mm_hash):
+                with instances.table.encoding(encoder, ref, self._id) as encoding:
                     async with asyncio.timeout(None if encoder is prefill else patience_s):
-                        await instances.calls[encoder.name].encode(request, trace_id=self._job.trace_id)
+                        reply = await instances.calls[encoder.name].encode(request, trace_id=self._job.trace_id)
+                    encoding.was_cached = reply.cached
                 return
             except InvalidRequest as error:
                 error.param = error.param or item.param
@@ -244,7 +274,7 @@ class Attempt:
                 failure = error
             tried.add(encoder.name)
             if num_stalled < _MAX_STALLED:
-                choice = instances.policy.choose_encoders(instances.table, prefill, [ref.mm_hash], exclude=tried)
+                choice = instances.policy.choose_encoders(instances.table, prefill, [ref], exclude=tried)
                 [encoder] = choice
             else:
                 encoder = prefill

@@ -8,18 +8,19 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from epd_serve.errors import InvalidRequest, ServeError, StageTimeout
 from epd_serve.instance.answer import Answer
 from epd_serve.instance.feature_inbox import FeatureInbox
-from epd_serve.instance.generation import Generation
+from epd_serve.instance.generation import Generation, check_constraint
 from epd_serve.instance.http import JSON, BrokenStream, Reply
 from epd_serve.instance.kv_delivery import Delivery
 from epd_serve.instance.prompt import Prompt, PromptProcessor
-from epd_serve.instance.request_processor import RequestProcessor
+from epd_serve.instance.request_processor import S_PER_CHARACTER, RequestProcessor
 from epd_serve.metrics.timeline import Timeline
-from epd_serve.protocol import chunks, wire
+from epd_serve.protocol import frames, prompt_calls, wire
 from epd_serve.request import Sequence
 from epd_serve.transfer.kv_sender import OutgoingTransfer
 from epd_serve.worker.engine import Engine
@@ -69,6 +70,7 @@ class PrefillService:
         timeline: told what becomes of each request, for metrics.
         listen: directs a request's engine events to a function; None ends that.
         spawn: runs a clean-up in the background, owned by the instance.
+        tokens_per_character: of prompts, for the load.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class PrefillService:
         spawn: Callable[[asyncio.Task[None]], None],
         delivered: Callable[[OutgoingTransfer], None] = lambda transfer: None,
         timeline: Timeline | None = None,
+        tokens_per_character: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self._engine = engine
         self._prompts = prompts
@@ -93,6 +96,7 @@ class PrefillService:
         self._timeline = Timeline(time.monotonic, lambda span: None) if timeline is None else timeline
         self._inbox = inbox
         self._deliver = deliver
+        self._tokens_per_character = tokens_per_character
         self._delivered = delivered
         self._layout = layout
         self._feature_timeout_s = feature_timeout_s
@@ -100,6 +104,12 @@ class PrefillService:
         self._listen = listen
         self._spawn = spawn
         self._active: set[str] = set()
+        self._preparing: dict[str, int] = {}
+
+    @property
+    def num_preparing_tokens(self) -> int:
+        """Of prompts that the engine does not know yet, about."""
+        return sum(self._preparing.values())
 
     async def prefill(self, request: wire.PrefillRequest) -> Reply:
         """Compute the prompt and answer with the first token as soon as there is one.
@@ -110,6 +120,7 @@ class PrefillService:
         if request_id in self._active:
             raise InvalidRequest(f"request {request_id} is being served already", param="request_id")
         self._active.add(request_id)
+        self._preparing[request_id] = self._prompts.estimate(request, self._tokens_per_character())
         try:
             self._inbox.expect(request_id, request.items)  # before all else: features may be here already
             self._timeline.prefill_received(
@@ -119,17 +130,47 @@ class PrefillService:
             )
             features = asyncio.create_task(self._features(request))
             try:
-                prompt = await self._processor.run(
-                    "text", self._prompts.cost_s(request), self._prompts.process, request
+                prompt, answer = await self._processor.run(
+                    "text", self._prompts.cost_s(request), self._prepare, request
                 )
+                if answer.finished:  # the client lacks nothing but the end
+                    return self._ended(request, answer)
                 if request.decode_url is None:
-                    return await self._serve(request, prompt, features)
-                return await self._hand_over(request, prompt, request.decode_url, features)
+                    return await self._serve(request, prompt, answer, features)
+                return await self._hand_over(request, prompt, answer, request.decode_url, features)
             finally:
                 features.cancel()
         except BaseException:
             self._end(request_id)
             raise
+
+    async def tokenize(self, request: prompt_calls.TokenizeRequest) -> prompt_calls.TokenizeReply:
+        """The tokens of a chat or prompt. Raises InvalidRequest as :meth:`prefill` would."""
+        return await self._processor.run("text", self._prompts.cost_s(request), self._prompts.tokenize, request)
+
+    async def detokenize(self, request: prompt_calls.DetokenizeRequest) -> prompt_calls.DetokenizeReply:
+        """The text of tokens. Raises InvalidRequest for those that are none."""
+        cost_s = S_PER_CHARACTER * len(request.tokens)
+        return prompt_calls.DetokenizeReply(
+            await self._processor.run("text", cost_s, self._prompts.detokenize, request.tokens)
+        )
+
+    def _prepare(self, request: wire.PrefillRequest) -> tuple[Prompt, Answer]:
+        """The prompt, and the answer as far as the client has it. Runs on a thread."""
+        prompt = self._prompts.process(request)
+        if request.generated and request.sampling.n > 1:
+            raise InvalidRequest("an answer of several choices cannot go on from its middle", param="generated")
+        answer = Answer(self._prompts.tokenizer, request.output, prompt.sampling, prompt.ids)
+        sequence = _sequence(request, prompt, hand_off=False)
+        for count, token_id in enumerate(request.generated, start=1):
+            answer.replay(0, token_id, sequence.finish_reason(token_id, count, self._engine.eos_token_ids))
+        return prompt, answer
+
+    def _ended(self, request: wire.PrefillRequest, answer: Answer) -> Reply:
+        self._timeline.finished(request.request_id)
+        content = frames.HEADERS if request.output.stream else (JSON,)
+        on_close = partial(self._end, request.request_id)
+        return Reply(headers=(*content, NEXT_NONE), body=answer.end(), on_close=on_close)
 
     async def _features(self, request: wire.PrefillRequest) -> None:
         """Return when all features of the request are here."""
@@ -140,32 +181,24 @@ class PrefillService:
         if request_id not in self._active:
             return
         self._active.discard(request_id)
+        self._preparing.pop(request_id, None)
         self._listen(request_id, None)
         self._engine.abort(request_id)
         self._timeline.drop(request_id)
         self._inbox.release(request_id)
 
     def _sequence(self, request: wire.PrefillRequest, prompt: Prompt, *, hand_off: bool) -> Sequence:
-        sequence = Sequence(
-            request_id=request.request_id,
-            prompt_ids=prompt.ids,
-            sampling=request.sampling,
-            max_tokens=prompt.max_tokens,
-            positions=prompt.positions,
-            position_delta=prompt.position_delta,
-            spans=prompt.spans,
-            block_hashes=prompt.block_hashes,
-            num_sequences=request.sampling.n,
-            hand_off=hand_off,
-        )
-        self._engine.check_fits(len(prompt.ids), 0 if hand_off else prompt.max_tokens, sequence.num_forked)
+        sequence = _sequence(request, prompt, hand_off=hand_off)
+        num_new = 0 if hand_off else prompt.max_tokens - len(sequence.output_ids)
+        self._engine.check_fits(sequence.num_tokens, num_new, sequence.num_forked)
         return sequence
 
     # ------------------------------------------------------------------ decoded here
 
-    async def _serve(self, request: wire.PrefillRequest, prompt: Prompt, features: asyncio.Task[None]) -> Reply:
+    async def _serve(
+        self, request: wire.PrefillRequest, prompt: Prompt, answer: Answer, features: asyncio.Task[None]
+    ) -> Reply:
         sequence = self._sequence(request, prompt, hand_off=False)
-        answer = Answer(self._prompts.tokenizer, request.output, request.sampling, prompt.ids)
         generation = Generation(answer, self._engine, lambda: self._timeline.finished(request.request_id))
         started = asyncio.get_running_loop().create_future()
 
@@ -176,6 +209,7 @@ class PrefillService:
 
         self._listen(request.request_id, feed)
         self._engine.submit(sequence)
+        self._preparing.pop(request.request_id, None)
         await self._started(request, started, features)
         return await generation.reply(
             stream=request.output.stream, headers=(NEXT_NONE,), on_close=lambda: self._end(request.request_id)
@@ -199,7 +233,12 @@ class PrefillService:
     # ------------------------------------------------------------------ decoded elsewhere
 
     async def _hand_over(
-        self, request: wire.PrefillRequest, prompt: Prompt, decode_url: str, features: asyncio.Task[None]
+        self,
+        request: wire.PrefillRequest,
+        prompt: Prompt,
+        answer: Answer,
+        decode_url: str,
+        features: asyncio.Task[None],
     ) -> Reply:
         sequence = self._sequence(request, prompt, hand_off=True)
         started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -220,9 +259,10 @@ class PrefillService:
         try:
             self._listen(request.request_id, feed)
             self._engine.submit(sequence, work.delivery.transfer)
+            self._preparing.pop(request.request_id, None)
             await self._started(request, started, features)
             event = await work.first
-            answer = Answer(self._prompts.tokenizer, request.output, request.sampling, prompt.ids)
+            check_constraint(event.sequence)
             body = b"".join(
                 answer.push(index, token.token_id, token.logprob, reason)
                 for index, (token, reason) in enumerate(event.tokens)
@@ -232,7 +272,7 @@ class PrefillService:
             raise
         if answer.finished:
             self._timeline.finished(request.request_id)
-            content = chunks.SSE_HEADERS if request.output.stream else (JSON,)
+            content = frames.HEADERS if request.output.stream else (JSON,)
             return Reply(
                 headers=(*content, NEXT_NONE),
                 body=body + answer.end(),
@@ -247,7 +287,7 @@ class PrefillService:
             for token, reason in event.tokens
         ]
         return Reply(
-            headers=(*chunks.SSE_HEADERS, NEXT_DECODE),
+            headers=(*(frames.HEADERS if request.output.stream else ()), NEXT_DECODE),
             stream=self._first_then_handoff(body, work, first),
             on_close=lambda: self._close_handover(work),
         )
@@ -280,18 +320,19 @@ class PrefillService:
             request_id=work.request.request_id,
             prompt_ids=work.prompt.ids,
             position_delta=work.prompt.position_delta,
-            sampling=work.request.sampling,
+            sampling=work.prompt.sampling,
             max_tokens=work.prompt.max_tokens,
             output=work.request.output,
             first=first,
+            generated=work.request.generated,
         )
 
     def _reservation(self, request: wire.PrefillRequest, prompt: Prompt) -> wire.ReserveRequest:
         return wire.ReserveRequest(
             transfer_id=uuid.uuid4().hex,
             request_id=request.request_id,
-            num_prompt_tokens=len(prompt.ids),
-            max_tokens=prompt.max_tokens,
+            num_prompt_tokens=len(prompt.ids) + len(request.generated),
+            max_tokens=prompt.max_tokens - len(request.generated),
             num_sequences=request.sampling.n,
             block_hashes=prompt.block_hashes,
             layout=self._layout,
@@ -313,3 +354,20 @@ class PrefillService:
         work.delivery.stop()
         self._engine.abort(work.request.request_id)
         self._spawn(asyncio.create_task(work.delivery.withdraw(reason)))
+
+
+def _sequence(request: wire.PrefillRequest, prompt: Prompt, *, hand_off: bool) -> Sequence:
+    return Sequence(
+        request_id=request.request_id,
+        prompt_ids=prompt.ids,
+        sampling=prompt.sampling,
+        max_tokens=prompt.max_tokens,
+        positions=prompt.positions,
+        position_delta=prompt.position_delta,
+        spans=prompt.spans,
+        block_hashes=prompt.block_hashes,
+        num_sequences=request.sampling.n,
+        hand_off=hand_off,
+        constraint=prompt.constraint,
+        output_ids=list(request.generated),
+    )

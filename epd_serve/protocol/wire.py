@@ -6,8 +6,8 @@ Every stage call is one HTTP POST whose connection lives as long as the work: cl
 call                    from, to   body                  answer
 ======================  =========  ====================  ==========================================================
 ``/stage/encode``       gateway,E  EncodeRequest         EncodeReply once P has the feature
-``/stage/prefill``      gateway,P  PrefillRequest        OpenAI bytes; header ``x-epd-next`` says who goes on
-``/stage/decode``       gateway,D  DecodeRequest         OpenAI bytes from the second token on
+``/stage/prefill``      gateway,P  PrefillRequest        the answer; header ``x-epd-next`` says who goes on
+``/stage/decode``       gateway,D  DecodeRequest         the answer from the second token on
 ``/feature/event``      E, P       FeatureEvent          204 once P has fetched and verified the feature
 ``/kv/reserve``         P, D       ReserveRequest        ReserveReply, when blocks are free
 ``/kv/renew``           P, D       TransferRef           204, or 404 when the lease is gone
@@ -15,9 +15,14 @@ call                    from, to   body                  answer
 ``/kv/cancel``          P, D       TransferRef           204; P promises to write no more
 ``/kv/pull``            P, D       PullRequest           204 once D has read the KV itself and owns the request
 ``/kv/pulled``          D, P       TransferRef           204 where P has kept what D read, and may drop it now
+``/prompt/tokenize``    gateway,P  TokenizeRequest       TokenizeReply
+``/prompt/detokenize``  gateway,P  DetokenizeRequest     DetokenizeReply
 ``/info``               any        (GET)                 InstanceInfo, as JSON
+``/reports``            gateway,   (GET)                 Report after Report, each a line of JSON, until the caller
+                        any                              closes the connection
 ======================  =========  ====================  ==========================================================
 
+An answer is OpenAI's JSON, or where it is streamed OpenAI's events in frames (:mod:`epd_serve.protocol.frames`).
 Errors of any call are OpenAI error objects as JSON with a 4xx or 5xx status (:mod:`epd_serve.errors`).
 """
 
@@ -27,7 +32,7 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-from epd_serve.types import SamplingParams
+from epd_serve.types import SamplingParams, StageRate
 
 CONTENT_TYPE = "application/msgpack"
 REQUEST_ID_HEADER = "x-request-id"
@@ -60,16 +65,43 @@ class Part(Message, frozen=True):
     text: str = ""
 
 
+class CalledFunction(Message, frozen=True):
+    """A call in a chat's history; ``arguments`` is the text of a JSON object."""
+
+    id: str
+    name: str
+    arguments: str
+
+
 class ChatMessage(Message, frozen=True):
     role: str
     content: list[Part]
+    tool_calls: list[CalledFunction] = []
+    tool_call_id: str = ""
+
+
+class PromptOptions(Message, frozen=True):
+    """How messages or a prompt become tokens.
+
+    Attributes:
+        add_special_tokens: None leaves it to the tokenizer for a prompt, and adds none to a rendered chat.
+        truncate: keep so many of the last tokens; None: all.
+        tools, template_kwargs: JSON for the chat template, or "".
+    """
+
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool | None = None
+    truncate: int | None = None
+    tools: str = ""
+    template_kwargs: str = ""
 
 
 class OutputOptions(Message, frozen=True):
     """The shape in which the client wants its answer.
 
     ``kind`` chooses between chat.completion and text_completion objects; ``id``, ``created`` and ``model``
-    appear in every object.
+    appear in every object. ``first_index`` is that of the first choice; ``echo`` puts the prompt before each.
     """
 
     kind: Literal["chat", "completion"]
@@ -79,6 +111,8 @@ class OutputOptions(Message, frozen=True):
     stream: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
+    first_index: int = 0
+    echo: bool = False
 
 
 class EncodeRequest(Message, frozen=True):
@@ -100,6 +134,11 @@ class PrefillRequest(Message, frozen=True):
 
     Exactly one of ``messages`` (kind "chat") and ``prompt`` (kind "completion") is set. ``decode_url`` is D's
     control URL, or None when the same instance decodes.
+
+    Attributes:
+        max_model_len: D's, where it may hold less than P.
+        generated: output tokens of a streamed answer that its client has already, from an instance that was lost;
+            the answer goes on behind them. Only for ``sampling.n == 1``.
     """
 
     request_id: str
@@ -109,6 +148,9 @@ class PrefillRequest(Message, frozen=True):
     messages: list[ChatMessage] | None = None
     prompt: str | list[int] | None = None
     decode_url: str | None = None
+    max_model_len: int | None = None
+    generated: list[int] = []
+    prompting: PromptOptions = PromptOptions()
 
 
 class DecodeRequest(Message, frozen=True):
@@ -180,7 +222,10 @@ class KVLayout(Message, frozen=True):
 
 
 class ReserveRequest(Message, frozen=True):
-    """Ask D for the blocks of one request (reserve → write → complete; idempotent by ``transfer_id``)."""
+    """Ask D for the blocks of one request (reserve → write → complete; idempotent by ``transfer_id``).
+
+    ``num_prompt_tokens`` counts the tokens whose KV will be written, ``max_tokens`` those that may come after.
+    """
 
     transfer_id: str
     request_id: str
@@ -231,7 +276,7 @@ class FirstToken(Message, frozen=True):
 
 
 class Handoff(Message, frozen=True):
-    """All KV is written; D continues with the second token of each of the ``n`` sequences.
+    """All KV is written, that of ``generated`` too; D continues behind ``first`` of each of the ``n`` sequences.
 
     ``position_delta`` is what M-RoPE adds to the index of a token after the prompt; ``max_tokens`` is the limit
     that P derived from the request and the context.
@@ -245,6 +290,12 @@ class Handoff(Message, frozen=True):
     max_tokens: int
     output: OutputOptions
     first: list[FirstToken]
+    generated: list[int] = []
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens whose KV is handed over."""
+        return len(self.prompt_ids) + len(self.generated)
 
 
 class PullRequest(Message, frozen=True):
@@ -268,14 +319,43 @@ class PullRequest(Message, frozen=True):
 
 
 class Load(Message, frozen=True):
-    """What an instance reports of itself, for routing."""
+    """What an instance reports of itself, for routing. It counts all that was received, from whichever gateway.
+
+    Attributes:
+        num_waiting_tokens: of prompts, not computed yet; of prompts that are still text an estimate.
+        num_waiting_encodes: open encode calls; equal items count for each of them.
+        num_waiting_pixels: of distinct items that are not encoded yet.
+        num_expected: sequences that will be decoded here once their prompts are computed elsewhere.
+        mean_output_tokens: of sequences that ended here lately; 0: none has.
+        tokens_per_character: of prompts lately; 0: there was none.
+        rates: what was measured, by stage ("E", "P", "D"); a stage that has not worked yet is missing.
+    """
 
     num_running: int = 0
     num_waiting: int = 0
     num_waiting_tokens: int = 0
     num_waiting_encodes: int = 0
+    num_waiting_pixels: int = 0
+    num_expected: int = 0
     free_blocks: int = 0
     total_blocks: int = 0
+    mean_output_tokens: float = 0.0
+    tokens_per_character: float = 0.0
+    rates: dict[str, StageRate] = {}
+
+
+class Report(Message, frozen=True):
+    """An instance's state at one moment.
+
+    Attributes:
+        received: stage and request id (``"P" + request_id``) of each stage call that came since the last report to
+            this caller, in the first report of all that are open: the load contains them, so that the caller need
+            not count them itself any more.
+    """
+
+    load: Load
+    ready: bool = True
+    received: list[str] = []
 
 
 class AppliedShare(Message, frozen=True):
@@ -295,6 +375,10 @@ class InstanceInfo(Message, frozen=True):
         parameters: number of parameters held, by part ("tower", "language_model").
         share: of the device, that the instance keeps to; None: no limit.
         budgets: of a step, in tokens, sequences, pixels and milliseconds; found from the SLO where there is one.
+        host_id: of the machine; equal where instances share memory.
+        block_size: tokens per KV block; 0 where there is no KV cache.
+        kv_token_bytes: of the KV of one token, likewise.
+        tokens_per_pixel: of the model's features, about; a feature has ``feature_token_bytes`` for each token.
     """
 
     name: str
@@ -312,6 +396,11 @@ class InstanceInfo(Message, frozen=True):
     parameters: dict[str, int] = {}
     share: AppliedShare | None = None
     budgets: dict[str, float] = {}
+    host_id: str = ""
+    block_size: int = 0
+    kv_token_bytes: int = 0
+    tokens_per_pixel: float = 0.0
+    feature_token_bytes: int = 0
 
 
 M = TypeVar("M", bound=Message)

@@ -16,7 +16,7 @@ import pytest
 import uvicorn
 from PIL import Image
 
-from epd_serve.protocol import wire
+from epd_serve.protocol import frames, wire
 from proxy.app import create_app
 from proxy.main import new_server
 from proxy.settings import GatewaySettings
@@ -26,6 +26,15 @@ MESSAGES: dict[str, type[wire.Message]] = {
     "/stage/prefill": wire.PrefillRequest,
     "/stage/decode": wire.DecodeRequest,
 }
+
+
+def frame(number: int, *, end: bool = False) -> bytes:
+    """The frame of a choice's token, which is its number."""
+    if end:
+        return frames.pack(frames.END, (), DONE)
+    return frames.pack(0, (number,), b'data: {"token":%d}\n\n' % number)
+
+
 FIRST = b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":"a"}}]}\n\n'
 REST = b'data: {"choices":[{"index":0,"delta":{"content":"b"}}]}\n\n'
 DONE = b"data: [DONE]\n\n"
@@ -45,6 +54,7 @@ class FakeInstance:
     """An ASGI application that answers like an instance.
 
     ``scripts`` maps a path to a function from the message to a script; without one it answers as it should.
+    ``report`` makes its next report, if it makes any; while that returns None it is silent.
     ``calls`` and ``cancelled`` record (path, message) of what came in and what the gateway broke off.
     """
 
@@ -54,6 +64,7 @@ class FakeInstance:
         self.info = info
         self.url = ""
         self.loading = False
+        self.report: Callable[[], wire.Report | None] | None = None
         self.scripts: dict[str, Callable[[Any], Script]] = {}
         self.calls: list[tuple[str, Any]] = []
         self.cancelled: list[tuple[str, Any]] = []
@@ -71,6 +82,9 @@ class FakeInstance:
             loading = fail(503, "the instance is loading its model")
             await self._play(loading if self.loading else [(200, {}), wire.to_json(self._info())], send)
             return
+        if path == "/reports":
+            await self._report(receive, send)
+            return
         message: Any = wire.decode(body, MESSAGES[path])
         self.calls.append((path, message))
         script = self.scripts.get(path, self._regular)(message)
@@ -84,6 +98,17 @@ class FakeInstance:
         await asyncio.gather(gone, return_exceptions=True)
         with contextlib.suppress(asyncio.CancelledError):
             await play
+
+    async def _report(self, receive: Any, send: Any) -> None:
+        if self.report is None:
+            await self._play(fail(404, "there is no GET /reports"), send)
+            return
+        gone = asyncio.create_task(receive())
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        while not gone.done():
+            if report := self.report():
+                await send({"type": "http.response.body", "body": wire.to_json(report) + b"\n", "more_body": True})
+            await asyncio.wait({gone}, timeout=0.05)
 
     async def _play(self, script: Script, send: Any) -> None:
         for step in script:
@@ -168,6 +193,7 @@ class Gateway:
         self.url = url
         self.fakes = {fake.name: fake for fake in fakes}
         self.table = app.state.table
+        self.gate = app.state.gate
         self.session = session
 
     def __getitem__(self, name: str) -> FakeInstance:
@@ -260,6 +286,9 @@ def kit() -> SimpleNamespace:
         DECODE=(200, {wire.NEXT_HEADER: "decode"}),
         NONE=(200, {wire.NEXT_HEADER: "none"}),
         fail=fail,
+        frame=frame,
+        FRAMES=(200, {"content-type": frames.CONTENT_TYPE}),
+        FRAMES_THEN_DECODE=(200, {"content-type": frames.CONTENT_TYPE, wire.NEXT_HEADER: "decode"}),
         picture=picture,
         data_url=data_url,
         chat=chat,

@@ -41,15 +41,19 @@ async def gateway(start):
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage"),
-        ({"tools": [{"type": "function"}]}, "tools"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"temprature": 1}, "temprature"),
         ({"max-tokens": 1}, "max-tokens"),
         ({"list": []}, "list"),
         ({"stream": True, "stream_options": {"include-usage": True}}, "stream_options.include-usage"),
         ({"messages": []}, "messages"),
         ({"messages": None}, "messages"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "assistant"}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
         ({"messages": [{"role": "user", "content": "x", "name": "bob"}]}, "messages[0].name"),
@@ -190,6 +194,15 @@ async def test_images_count_together_as_if_sent_in_the_body(start, kit, tmp_path
     status, error = await gateway.error(kit.chat(*[file.as_uri()] * 5))
     assert (status, error["code"]) == (413, "request_too_large")
     assert "together" in error["message"]
+
+
+async def test_a_request_has_so_many_images_at_most(start, kit):
+    gateway = await start("pd0:PD", max_items=2)
+    picture = kit.data_url(kit.picture())
+    assert await gateway.answer(kit.chat(picture, picture)) == (200, kit.WHOLE)
+    status, error = await gateway.error(kit.chat(*[picture] * 3))
+    assert (status, error["param"]) == (400, "messages[0].content[2].image_url.url")
+    assert "at most 2" in error["message"]
 
 
 async def test_slow_headers_do_not_stop_the_other_requests(gateway, kit):
