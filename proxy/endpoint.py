@@ -21,6 +21,7 @@ from epd_serve.protocol.messages import MediaSource
 from epd_serve.protocol.openai import GenerationRequest
 from epd_serve.protocol.wire import REQUEST_ID_HEADER
 from epd_serve.routing.table import InstanceTable
+from proxy.arrival import ArrivalLimits
 from proxy.attempt import Job
 from proxy.gate import Gate, Visit
 from proxy.generation import Generator
@@ -54,6 +55,7 @@ class Endpoint:
         loader: MediaLoader,
         metrics: GatewayMetrics,
         gate: Gate,
+        arrival: ArrivalLimits,
         max_body_bytes: int,
         timeout_s: float,
     ) -> None:
@@ -63,6 +65,7 @@ class Endpoint:
         self._loader = loader
         self._metrics = metrics
         self._gate = gate
+        self._arrival = arrival
         self._max_body_bytes = max_body_bytes
         self._timeout_s = timeout_s
 
@@ -114,7 +117,13 @@ class Endpoint:
                     param=REQUEST_ID_HEADER,
                 )
             exchange.trace_id = trace_id
-        return await _read_body(exchange.headers, receive, self._max_body_bytes)
+        length = exchange.headers.get("content-length", "")
+        declared = int(length) if length.isdigit() else None
+        try:
+            async with asyncio.timeout(self._arrival.time_for_body(declared)):
+                return await _read_body(exchange.headers, receive, self._max_body_bytes)
+        except TimeoutError:
+            raise self._arrival.too_slow(declared) from None
 
     async def _answer(self, exchange: Exchange, visit: Visit, body: bytearray) -> None:
         sink = EventSink(exchange.stream_send(self._first_token), exchange.trace_id)
