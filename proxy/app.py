@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -14,7 +15,8 @@ from epd_serve.backends.base import StageCalls
 from epd_serve.backends.native import NativeConnections, NativeInstance
 from epd_serve.metrics.gateway import GatewayMetrics
 from epd_serve.metrics.trace import TraceWriter
-from epd_serve.routing.policy import LeastLoaded, Policy
+from epd_serve.routing.choice import router_of
+from epd_serve.routing.policy import Policy
 from epd_serve.routing.table import InstanceTable
 from proxy.addresses import is_public
 from proxy.admin import create_admin_app, running_admin
@@ -59,7 +61,7 @@ def create_app(
         Instances(
             table=table,
             calls=calls,
-            policy=policy or LeastLoaded(),
+            policy=policy or router_of(settings.routing, random.random),
             poller=poller,
             metrics=metrics,
             encode_timeout_s=settings.encode_timeout_s,

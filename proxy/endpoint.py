@@ -25,7 +25,7 @@ from proxy.arrival import ArrivalLimits
 from proxy.attempt import Job
 from proxy.gate import Gate, Visit
 from proxy.generation import Generator
-from proxy.limits import estimate_tokens
+from proxy.limits import BYTES_PER_TOKEN, estimate_tokens
 from proxy.media import MediaItem, MediaLoader
 from proxy.poller import Poller
 from proxy.several import stream_several, whole_several
@@ -202,7 +202,12 @@ class GenerationEndpoint(Endpoint):
         model = self._model(request.model)
         num_choices = (request.n or 1) * max(1, len(request.prompts()))
         num_tokens = estimate_tokens(text_bytes, request.token_limit(), num_choices)
-        waiting = visit.admit(priority=request.priority or 0, num_tokens=num_tokens)
+        waiting = visit.admit(
+            priority=request.priority or 0,
+            num_tokens=num_tokens,
+            num_prompt_tokens=text_bytes // BYTES_PER_TOKEN,
+            has_media=bool(sources),
+        )
         if waiting is not None:
             await waiting
         items = await self._media(exchange, sources)

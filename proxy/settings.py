@@ -8,6 +8,7 @@ from pathlib import Path
 from epd_serve.config import DeploymentConfig
 from epd_serve.config.gateway import AdminConfig, ApiKeyConfig, is_loopback, read_secret
 from epd_serve.media import MediaLimits
+from epd_serve.types import Routing
 from proxy.arrival import ArrivalLimits
 from proxy.failover import Failover
 
@@ -41,6 +42,7 @@ class GatewaySettings:
             be waiting for the feature then.
         failover: what a request may try that lost its instance.
         trace: directory for the file that says what the gateway did when; None: none is written.
+        routing: how P and D are chosen.
         startup_wait_s: how long after the gateway's start requests wait for instances that are still loading.
     """
 
@@ -68,6 +70,7 @@ class GatewaySettings:
     failover: Failover = field(default_factory=Failover)
     trace: Path | None = None
     admin: AdminSettings | None = None
+    routing: Routing = "least_loaded"
 
     @classmethod
     def of(cls, config: DeploymentConfig, host: str) -> GatewaySettings:
@@ -99,6 +102,7 @@ class GatewaySettings:
             failover=Failover(**gateway.failover.model_dump()),
             trace=config.trace,
             admin=_admin(gateway.admin),
+            routing=gateway.routing,
             allowed_file_dirs=tuple(Path(folder).expanduser().resolve() for folder in media.allowed_file_dirs),
         )
 

@@ -8,6 +8,7 @@ import pytest
 from epd_serve.config.gateway import ApiKeyConfig
 from epd_serve.config.keys import hash_key, new_key
 from epd_serve.errors import Overloaded
+from epd_serve.protocol import wire
 from proxy.admission import AdmissionQueue
 from proxy.auth import Authenticator, Unauthorized
 from proxy.gate import Gate, Shedding
@@ -170,7 +171,7 @@ async def test_a_key_may_be_kept_from_pushing_ahead(start, kit):
 
 
 def new_gate(pending: list[float], **options) -> Gate:
-    shedding = Shedding(ttft_s=1.0, pending_s=lambda: pending[0])
+    shedding = Shedding(ttft_s=1.0, pending_s=lambda num_tokens, has_media: pending[0])
     options = {"queue_timeout_s": 9.0, "shedding": shedding, "clock": lambda: pending[1]} | options
     return Gate(Authenticator([]), AdmissionQueue(1, 9), **options)
 
@@ -212,6 +213,20 @@ async def test_a_visit_that_leaves_while_it_is_let_in_gives_its_place_back():
     await waits[1]
     third.leave()
     assert gate.queue.num_in_flight == 0
+
+
+async def test_a_gateway_sheds_by_what_its_instances_report(start, kit):
+    idle, busy = wire.Load(), wire.Load(num_waiting=90, num_waiting_tokens=9_000_000)
+    gateway = await start("p0:P", "d0:D", shed_ttft_s=5.0)
+    assert await gateway.answer(kit.chat()) == (200, kit.WHOLE)
+    gateway["p0"].info["load"] = busy
+    await gateway.until(lambda: gateway.table["p0"].prefill_s > 5)
+    async with gateway.post(kit.chat()) as response:
+        assert response.status == 429 and int(response.headers["retry-after"]) > 1
+        assert json.loads(await response.read())["error"]["code"] == "slo_unattainable"
+    gateway["p0"].info["load"] = idle
+    await gateway.until(lambda: gateway.table["p0"].prefill_s < 5)
+    assert await gateway.answer(kit.chat()) == (200, kit.WHOLE)
 
 
 async def test_health_and_metrics_may_ask_for_a_key(start, kit):
