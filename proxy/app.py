@@ -28,6 +28,7 @@ from proxy.failover import Losses
 from proxy.fetch import MediaFetcher, UrlRules
 from proxy.generation import Generator
 from proxy.media import MediaLoader
+from proxy.openapi import openapi_router
 from proxy.poller import Poller
 from proxy.settings import GatewaySettings
 from proxy.views import health_router, models_router
@@ -39,8 +40,7 @@ def create_app(
     """The gateway for ``instances``, given as (name, control URL).
 
     ``app.state.table`` is its instance table, ``app.state.gate`` its admission, ``app.state.admin_url`` its
-    admin plane, where it has one. Connections and polling live as
-    long as the application's lifespan.
+    admin plane, where it has one. Connections and polling live as long as the application's lifespan.
     """
     table = InstanceTable(instances)
     metrics = GatewayMetrics()
@@ -107,5 +107,6 @@ def create_app(
         app.router.routes.append(Route(path, endpoint=endpoint, methods=["POST"]))
     app.include_router(models_router(table, poller, gate.authenticator))
     app.include_router(health_router(table, metrics, gate.authenticator, settings))
+    app.include_router(openapi_router())
     install_error_handlers(app)
     return app
