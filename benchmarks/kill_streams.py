@@ -1,10 +1,10 @@
 """Streams under random SIGKILLs of every role: what a client sees of an instance that dies in the middle.
 
 Each stream is greedy and is compared with what the same deployment gave before the first fault. One instance of
-each role is left alone while another is started again: where none is, a gateway can only say so. The exit code is 1
-unless at least 99 % of the streams are complete, all of those identical, none ended in order and short, each
-failure said within the deadline, and nothing held in the end. With ``--hangs`` some instances are stopped (SIGSTOP)
-instead. Run as ``python -m benchmarks.kill_streams`` from the root of the repository.
+each role is left alone while another is started again: where none is, a gateway can only say so. The exit code is
+1 unless at least 99 % of the streams are complete, all of those identical, none ended in order and short, each
+failure said within the deadline, and nothing held in the end. With ``--hangs`` some instances are stopped (by
+SIGSTOP) instead. Run as ``python -m benchmarks.kill_streams`` from the root of the repository.
 """
 
 from __future__ import annotations
