@@ -137,6 +137,6 @@ def needs_native() -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
-        if missing not in ("torch", "transformers", "numpy", "safetensors"):
+        if missing not in ("torch", "transformers", "numpy", "safetensors", "llguidance"):
             raise
         raise ValueError(f"{missing} is not installed; run: pip install 'epd-serve[native]'") from error

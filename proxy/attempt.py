@@ -22,6 +22,7 @@ from epd_serve.protocol.wire import (
     MediaRef,
     OutputOptions,
     PrefillRequest,
+    PromptOptions,
 )
 from epd_serve.routing.policy import Policy, Route
 from epd_serve.routing.table import InstanceRecord, InstanceTable
@@ -53,6 +54,7 @@ class Job:
     prompt: str | list[int] | None
     items: list[MediaItem]
     arrived_s: float
+    prompting: PromptOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +134,7 @@ class Attempt:
             items=self._refs,
             messages=job.messages,
             prompt=job.prompt,
+            prompting=job.prompting,
             decode_url=None if route.fused else calls[route.decode.name].url,
             generated=self._generated,
         )

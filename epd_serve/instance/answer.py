@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from epd_serve.instance.detokenizer import Decoder, Detokenizer
 from epd_serve.protocol import chunks, frames
+from epd_serve.protocol.tool_format import Call, CallDelta, ToolCallReader
 from epd_serve.protocol.wire import OutputOptions, TokenLogprob
 from epd_serve.types import SamplingParams
 
@@ -22,7 +23,8 @@ class Answer:
         self._decoder = decoder
         self._options = options
         self._num_prompt_tokens = len(prompt_ids)
-        self._choices = [_Choice(decoder, prompt_ids, sampling) for _ in range(sampling.n)]
+        echo = decoder.decode(list(prompt_ids), skip_special_tokens=True) if options.echo else ""
+        self._choices = [_Choice(decoder, prompt_ids, sampling, echo) for _ in range(sampling.n)]
 
     @property
     def finished(self) -> bool:
@@ -46,8 +48,8 @@ class Answer:
         """
         choice = self._choices[index]
         first = choice.num_tokens == 0
-        offset = len(choice.detokenizer.text)
-        text = choice.add(token_id, finish_reason)
+        offset = len(choice.text)
+        text, calls = choice.add(token_id, finish_reason)
         described = None if logprob is None else self._describe(logprob)
         if described is not None and choice.logprobs is not None:
             choice.logprobs.append(described)
@@ -56,12 +58,13 @@ class Answer:
         event = chunks.delta_event(
             self._options,
             index,
-            text,
+            choice.echo + text if first else text,
             first=first,
             finish_reason=choice.finish_reason,
             logprobs=None if described is None else [described],
             text_offset=offset,
             usage=self.usage if self._options.continuous_usage else None,
+            calls=calls,
         )
         return frames.pack(index, (token_id,), event)
 
@@ -71,7 +74,7 @@ class Answer:
             usage = chunks.usage_event(self._options, self.usage) if self._options.include_usage else b""
             return frames.pack(frames.END, (), usage + chunks.DONE)
         finished = [
-            chunks.ChoiceText(i, choice.detokenizer.text, choice.finish_reason or "stop", choice.logprobs)
+            chunks.ChoiceText(i, choice.text, choice.finish_reason or "stop", choice.logprobs, choice.calls)
             for i, choice in enumerate(self._choices)
         ]
         return chunks.whole_answer(self._options, finished, self.usage)
@@ -85,26 +88,44 @@ class Answer:
 
 
 class _Choice:
-    __slots__ = ("detokenizer", "finish_reason", "logprobs", "num_tokens")
+    __slots__ = ("_reader", "detokenizer", "echo", "finish_reason", "logprobs", "num_tokens")
 
-    def __init__(self, decoder: Decoder, prompt_ids: Sequence[int], sampling: SamplingParams) -> None:
+    def __init__(self, decoder: Decoder, prompt_ids: Sequence[int], sampling: SamplingParams, echo: str) -> None:
         self.detokenizer = Detokenizer(
             decoder,
             prompt_ids,
             sampling.stop,
             skip_special_tokens=sampling.skip_special_tokens,
             min_tokens=sampling.min_tokens,
+            include_stop=sampling.include_stop,
         )
+        has_tools = sampling.grammar is not None and sampling.grammar.tools
+        self._reader = ToolCallReader() if has_tools else None
+        self.echo = echo
         self.num_tokens = 0
         self.finish_reason: str | None = None
         self.logprobs: list[chunks.TokenText] | None = None if sampling.logprobs is None else []
 
-    def add(self, token_id: int, finish_reason: str | None) -> str:
-        """Take a token in; returns the text that is certain now."""
+    @property
+    def text(self) -> str:
+        """What is certain of the content, behind the prompt where that is repeated."""
+        return self.echo + (self.detokenizer.text if self._reader is None else self._reader.content)
+
+    @property
+    def calls(self) -> list[Call]:
+        return [] if self._reader is None else self._reader.calls
+
+    def add(self, token_id: int, finish_reason: str | None) -> tuple[str, list[CallDelta]]:
+        """Take a token in; returns the content and the pieces of calls that are certain now."""
         self.num_tokens += 1
         # the token that stops a generation is no text
         text = "" if finish_reason == "stop" else self.detokenizer.push(token_id)
         if finish_reason is not None and not self.detokenizer.stopped:
             text += self.detokenizer.flush()
         self.finish_reason = "stop" if self.detokenizer.stopped else finish_reason
-        return text
+        if self._reader is None:
+            return text, []
+        read = self._reader.push(text, last=self.finish_reason is not None)
+        if self.finish_reason == "stop" and self._reader.calls:
+            self.finish_reason = "tool_calls"
+        return read

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from epd_serve.cache.block_pool import num_blocks_for
@@ -21,6 +21,8 @@ from epd_serve.request import Sequence
 from epd_serve.transfer.reservation import Reservation, ReservationState, ReservationTable
 from epd_serve.transfer.transport import TransferError, Transport
 from epd_serve.transfer.write_locks import is_being_written
+from epd_serve.types import Grammar
+from epd_serve.worker.constraints import Constraint
 from epd_serve.worker.engine import Engine
 from epd_serve.worker.events import EngineEvent
 from epd_serve.worker.kv_memory import KVMemory
@@ -35,6 +37,7 @@ class DecodeService:
     Args:
         on_read: told the bytes and seconds of KV that was read from elsewhere, for metrics.
         timeline: told what becomes of each request, for metrics.
+        compile: a grammar, for the sequences that follow it; not on the event loop.
     """
 
     def __init__(
@@ -51,7 +54,9 @@ class DecodeService:
         listen: Callable[[str, Callable[[EngineEvent], None] | None], None],
         on_read: Callable[[int, float], None] = lambda nbytes, seconds: None,
         timeline: Timeline | None = None,
+        compile: Callable[[Grammar], Awaitable[Constraint]] | None = None,
     ) -> None:
+        self._compile = compile
         self._engine = engine
         self._memory = memory
         self._tokenizer = tokenizer
@@ -179,11 +184,20 @@ class DecodeService:
             answer.replay(0, token_id, None)
         return answer
 
-    def complete(self, handoff: wire.Handoff, answer: Answer | None = None) -> None:
+    async def take(self, handoff: wire.Handoff, answer: Answer | None = None) -> None:
+        """:meth:`complete`, once the grammar that the answer follows is compiled."""
+        grammar = handoff.sampling.grammar
+        constraint = None if grammar is None or self._compile is None else await self._compile(grammar)
+        self.complete(handoff, answer, constraint)
+
+    def complete(
+        self, handoff: wire.Handoff, answer: Answer | None = None, constraint: Constraint | None = None
+    ) -> None:
         """Take the request over. Raises Unavailable where it was cancelled or its lease has ended. Idempotent.
 
         Args:
             answer: from :meth:`replayed`, where that is not done here.
+            constraint: the compiled grammar of the answer, where it has one.
         """
         if self._reservations.is_completed(handoff.transfer_id):
             return
@@ -208,7 +222,7 @@ class DecodeService:
         self._timeline.decode_received(handoff.request_id)
         self._listen(handoff.request_id, generation.feed)
         self._engine.resume(
-            _sequence(handoff, reservation),
+            _sequence(handoff, reservation, constraint),
             reservation.blocks,
             [(first.token_id, answer.is_finished(index)) for index, first in enumerate(handoff.first)],
         )
@@ -249,7 +263,7 @@ class DecodeService:
         try:
             await asyncio.shield(reading)
             await self._peers.call(request.source_url, "/kv/pulled", ref, request.lease_s)
-            self.complete(handoff)
+            await self.take(handoff)
         except BaseException as error:
             # blocks go back only when nothing is written to them any more
             reading.add_done_callback(lambda done: self._give_back(request, done))
@@ -301,7 +315,7 @@ class DecodeService:
             expected.set_exception(error)
 
 
-def _sequence(handoff: wire.Handoff, reservation: Reservation) -> Sequence:
+def _sequence(handoff: wire.Handoff, reservation: Reservation, constraint: Constraint | None) -> Sequence:
     return Sequence(
         request_id=handoff.request_id,
         prompt_ids=handoff.prompt_ids,
@@ -310,5 +324,6 @@ def _sequence(handoff: wire.Handoff, reservation: Reservation) -> Sequence:
         positions=None,  # the prompt was computed elsewhere
         position_delta=handoff.position_delta,
         block_hashes=reservation.block_hashes,
+        constraint=constraint,
         output_ids=list(handoff.generated),
     )

@@ -9,6 +9,7 @@ from epd_serve.errors import ServeError
 from epd_serve.instance.answer import Answer
 from epd_serve.instance.http import JSON, BrokenStream, Header, Reply
 from epd_serve.protocol import chunks, frames
+from epd_serve.request import Sequence
 from epd_serve.worker.engine import Engine
 from epd_serve.worker.events import EngineEvent, FailureEvent, TokenEvent
 
@@ -35,6 +36,11 @@ class Generation:
         answer, index = self._answer, event.sequence.index
         if answer.is_finished(index):
             return  # computed before the engine knew of the stop string
+        try:
+            check_constraint(event.sequence)
+        except ServeError as error:
+            self._pieces.put_nowait(error)
+            return
         self._pieces.put_nowait(answer.push(index, event.token.token_id, event.token.logprob, event.finish_reason))
         if answer.is_finished(index) and event.finish_reason is None:
             self._engine.stop_sequence(event.sequence)
@@ -59,6 +65,12 @@ class Generation:
             if isinstance(piece, ServeError):
                 raise piece
             yield piece
+
+
+def check_constraint(sequence: Sequence) -> None:
+    """Raise ServeError where the grammar of an answer could not be followed."""
+    if sequence.constraint is not None and sequence.constraint.error:
+        raise ServeError(f"the answer's structure could not be kept to: {sequence.constraint.error}")
 
 
 async def _guarded(first: bytes, rest: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:

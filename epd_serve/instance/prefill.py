@@ -14,13 +14,13 @@ from typing import Protocol
 from epd_serve.errors import InvalidRequest, ServeError, StageTimeout
 from epd_serve.instance.answer import Answer
 from epd_serve.instance.feature_inbox import FeatureInbox
-from epd_serve.instance.generation import Generation
+from epd_serve.instance.generation import Generation, check_constraint
 from epd_serve.instance.http import JSON, BrokenStream, Reply
 from epd_serve.instance.kv_delivery import Delivery
 from epd_serve.instance.prompt import Prompt, PromptProcessor
-from epd_serve.instance.request_processor import RequestProcessor
+from epd_serve.instance.request_processor import S_PER_CHARACTER, RequestProcessor
 from epd_serve.metrics.timeline import Timeline
-from epd_serve.protocol import frames, wire
+from epd_serve.protocol import frames, prompt_calls, wire
 from epd_serve.request import Sequence
 from epd_serve.transfer.kv_sender import OutgoingTransfer
 from epd_serve.worker.engine import Engine
@@ -134,12 +134,23 @@ class PrefillService:
             self._end(request_id)
             raise
 
+    async def tokenize(self, request: prompt_calls.TokenizeRequest) -> prompt_calls.TokenizeReply:
+        """The tokens of a chat or prompt. Raises InvalidRequest as :meth:`prefill` would."""
+        return await self._processor.run("text", self._prompts.cost_s(request), self._prompts.tokenize, request)
+
+    async def detokenize(self, request: prompt_calls.DetokenizeRequest) -> prompt_calls.DetokenizeReply:
+        """The text of tokens. Raises InvalidRequest for those that are none."""
+        cost_s = S_PER_CHARACTER * len(request.tokens)
+        return prompt_calls.DetokenizeReply(
+            await self._processor.run("text", cost_s, self._prompts.detokenize, request.tokens)
+        )
+
     def _prepare(self, request: wire.PrefillRequest) -> tuple[Prompt, Answer]:
         """The prompt, and the answer as far as the client has it. Runs on a thread."""
         prompt = self._prompts.process(request)
         if request.generated and request.sampling.n > 1:
             raise InvalidRequest("an answer of several choices cannot go on from its middle", param="generated")
-        answer = Answer(self._prompts.tokenizer, request.output, request.sampling, prompt.ids)
+        answer = Answer(self._prompts.tokenizer, request.output, prompt.sampling, prompt.ids)
         sequence = _sequence(request, prompt, hand_off=False)
         for count, token_id in enumerate(request.generated, start=1):
             answer.replay(0, token_id, sequence.finish_reason(token_id, count, self._engine.eos_token_ids))
@@ -238,6 +249,7 @@ class PrefillService:
             self._engine.submit(sequence, work.delivery.transfer)
             await self._started(request, started, features)
             event = await work.first
+            check_constraint(event.sequence)
             body = b"".join(
                 answer.push(index, token.token_id, token.logprob, reason)
                 for index, (token, reason) in enumerate(event.tokens)
@@ -295,7 +307,7 @@ class PrefillService:
             request_id=work.request.request_id,
             prompt_ids=work.prompt.ids,
             position_delta=work.prompt.position_delta,
-            sampling=work.request.sampling,
+            sampling=work.prompt.sampling,
             max_tokens=work.prompt.max_tokens,
             output=work.request.output,
             first=first,
@@ -335,7 +347,7 @@ def _sequence(request: wire.PrefillRequest, prompt: Prompt, *, hand_off: bool) -
     return Sequence(
         request_id=request.request_id,
         prompt_ids=prompt.ids,
-        sampling=request.sampling,
+        sampling=prompt.sampling,
         max_tokens=prompt.max_tokens,
         positions=prompt.positions,
         position_delta=prompt.position_delta,
@@ -343,5 +355,6 @@ def _sequence(request: wire.PrefillRequest, prompt: Prompt, *, hand_off: bool) -
         block_hashes=prompt.block_hashes,
         num_sequences=request.sampling.n,
         hand_off=hand_off,
+        constraint=prompt.constraint,
         output_ids=list(request.generated),
     )

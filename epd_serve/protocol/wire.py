@@ -15,6 +15,8 @@ call                    from, to   body                  answer
 ``/kv/cancel``          P, D       TransferRef           204; P promises to write no more
 ``/kv/pull``            P, D       PullRequest           204 once D has read the KV itself and owns the request
 ``/kv/pulled``          D, P       TransferRef           204 where P has kept what D read, and may drop it now
+``/prompt/tokenize``    gateway,P  TokenizeRequest       TokenizeReply
+``/prompt/detokenize``  gateway,P  DetokenizeRequest     DetokenizeReply
 ``/info``               any        (GET)                 InstanceInfo, as JSON
 ======================  =========  ====================  ==========================================================
 
@@ -61,16 +63,43 @@ class Part(Message, frozen=True):
     text: str = ""
 
 
+class CalledFunction(Message, frozen=True):
+    """A call in a chat's history; ``arguments`` is the text of a JSON object."""
+
+    id: str
+    name: str
+    arguments: str
+
+
 class ChatMessage(Message, frozen=True):
     role: str
     content: list[Part]
+    tool_calls: list[CalledFunction] = []
+    tool_call_id: str = ""
+
+
+class PromptOptions(Message, frozen=True):
+    """How messages or a prompt become tokens.
+
+    Attributes:
+        add_special_tokens: None leaves it to the tokenizer for a prompt, and adds none to a rendered chat.
+        truncate: keep so many of the last tokens; None: all.
+        tools, template_kwargs: JSON for the chat template, or "".
+    """
+
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool | None = None
+    truncate: int | None = None
+    tools: str = ""
+    template_kwargs: str = ""
 
 
 class OutputOptions(Message, frozen=True):
     """The shape in which the client wants its answer.
 
     ``kind`` chooses between chat.completion and text_completion objects; ``id``, ``created`` and ``model``
-    appear in every object.
+    appear in every object. ``first_index`` is that of the first choice; ``echo`` puts the prompt before each.
     """
 
     kind: Literal["chat", "completion"]
@@ -80,6 +109,8 @@ class OutputOptions(Message, frozen=True):
     stream: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
+    first_index: int = 0
+    echo: bool = False
 
 
 class EncodeRequest(Message, frozen=True):
@@ -115,6 +146,7 @@ class PrefillRequest(Message, frozen=True):
     prompt: str | list[int] | None = None
     decode_url: str | None = None
     generated: list[int] = []
+    prompting: PromptOptions = PromptOptions()
 
 
 class DecodeRequest(Message, frozen=True):
