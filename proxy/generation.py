@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from itertools import count
 from typing import TypeVar
 
 from epd_serve.backends.base import Answer, InstanceLost
-from epd_serve.errors import InstanceFailed, ServeError
+from epd_serve.errors import InstanceFailed, ServeError, Unavailable
 from epd_serve.routing.policy import Route
 from proxy.attempt import Attempt, Instances, Job
 from proxy.failover import InstanceStalled, Suspects, may_help, substitute
@@ -70,16 +71,19 @@ class Generator:
     ) -> T:
         """What ``use`` makes of an attempt; after a failure of another one, which goes on behind ``generated``."""
         instances = self._instances
-        route = instances.policy.choose_route(instances.table, job.model)
+        route = self._first_route(job.model)
         suspects = Suspects(instances.table)
         for number in count(1):
             attempt = await self._attempt_of(job, route, number, generated)
             try:
-                async with instances.losses.unless_lost(route.names), attempt:
-                    return await use(attempt)
+                async with instances.health.losses.unless_lost(route.names), attempt:
+                    result = await use(attempt)
+                instances.health.ended(route.names)
+                return result
             except ServeError as failure:
                 if isinstance(failure, InstanceStalled):
                     attempt.suspects.add(failure.name)
+                instances.health.ended(route.names, () if isinstance(failure, Unavailable) else attempt.suspects)
                 if not may_help(failure) or not may_go_on() or not attempt.suspects & route.names:
                     raise
                 if number >= instances.failover.max_attempts:
@@ -90,6 +94,17 @@ class Generator:
                 )
             (instances.metrics.request_continuations if generated else instances.metrics.request_retries).inc()
         raise AssertionError("count() has no end")
+
+    def _first_route(self, model: str) -> Route:
+        policy, table, held_back = (
+            self._instances.policy,
+            self._instances.table,
+            self._instances.health.held_back(),
+        )
+        if held_back:
+            with suppress(Unavailable):
+                return policy.choose_route(table, model, exclude=held_back)
+        return policy.choose_route(table, model)
 
     async def _attempt_of(self, job: Job, route: Route, number: int, generated: array[int] | tuple[()]) -> Attempt:
         assert route.prefill.info is not None, "a ready instance has said what it is"

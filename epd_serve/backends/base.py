@@ -54,6 +54,9 @@ class StageCalls(Protocol):
     async def info(self) -> InstanceInfo:
         """What the instance says of itself now."""
 
+    async def probe(self, timeout_s: float) -> None:
+        """Returns where the instance has just computed something; StageTimeout where it says nothing in time."""
+
     async def encode(self, request: EncodeRequest, *, trace_id: str) -> EncodeReply:
         """Returns once the feature is stored and announced."""
 

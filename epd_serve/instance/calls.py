@@ -25,6 +25,8 @@ class Stages(Protocol):
     metrics: InstanceMetrics
     pulls: Pulls
 
+    def check_accepting(self) -> None: ...
+
     def encodes(self) -> EncodeService: ...
 
     def prefills(self) -> PrefillService: ...
@@ -58,14 +60,17 @@ class StageCalls:
         ]
 
     async def _encode(self, body: bytes) -> Reply:
+        self._stages.check_accepting()
         reply = await self._stages.encodes().encode(wire.decode(body, wire.EncodeRequest))
         self._stages.metrics.encoded(reply.cached, instead=not self._stages.options.role.encodes)
         return Reply(body=wire.encode(reply))
 
     async def _prefill(self, body: bytes) -> Reply:
+        self._stages.check_accepting()
         return await self._stages.prefills().prefill(wire.decode(body, wire.PrefillRequest))
 
     async def _decode(self, body: bytes) -> Reply:
+        self._stages.check_accepting()
         return await self._stages.decodes().decode(wire.decode(body, wire.DecodeRequest))
 
     async def _tokenize(self, body: bytes) -> Reply:

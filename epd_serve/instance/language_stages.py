@@ -24,6 +24,7 @@ from epd_serve.instance.kv_delivery import Delivery, PullDelivery, Pulls, PushDe
 from epd_serve.instance.metrics import InstanceMetrics
 from epd_serve.instance.peers import Peers
 from epd_serve.instance.prefill import PrefillService
+from epd_serve.instance.probe import EngineProbe
 from epd_serve.instance.prompt import PromptProcessor
 from epd_serve.instance.request_processor import RequestProcessor
 from epd_serve.models.family import Family
@@ -222,6 +223,7 @@ class LanguageStages:
             spawn=around.spawn,
             delivered=around.metrics.kv_delivered,
         )
+        self.probe = EngineProbe(engine, around.family.num_position_axes, self.listeners.listen)
         self.decode = DecodeService(
             engine,
             self._memory,

@@ -20,7 +20,8 @@ class InstanceRecord:
         url: its control URL.
         info: its last answer to ``/info``; None until the first.
         role: from that answer; None until the first.
-        ready: whether it may be given work.
+        ready: whether it answers and is ready to work.
+        accepting: whether this gateway gives it any.
         in_flight: this gateway's open calls, by stage.
         encoding: how many of them, by the mm_hash that is encoded.
         num_chosen: how often this gateway has opened a call; breaks ties, so that equal instances take turns.
@@ -31,6 +32,7 @@ class InstanceRecord:
     info: InstanceInfo | None = None
     role: Role | None = None
     ready: bool = False
+    accepting: bool = True
     in_flight: dict[Stage, int] = field(default_factory=lambda: dict.fromkeys(Stage, 0))
     encoding: Counter[str] = field(default_factory=Counter)
     num_chosen: int = 0
@@ -83,6 +85,7 @@ class InstanceTable:
             record
             for record in self
             if record.ready
+            and record.accepting
             and record.covers(stage)
             and (model is None or (record.info is not None and record.info.model == model))
         ]

@@ -63,6 +63,7 @@ class FakeInstance:
         self.info = info
         self.url = ""
         self.loading = False
+        self.num_probes = 0
         self.scripts: dict[str, Callable[[Any], Script]] = {}
         self.calls: list[tuple[str, Any]] = []
         self.cancelled: list[tuple[str, Any]] = []
@@ -79,6 +80,12 @@ class FakeInstance:
         if path == "/info":
             loading = fail(503, "the instance is loading its model")
             await self._play(loading if self.loading else [(200, {}), wire.to_json(self._info())], send)
+            return
+        if path == "/probe":
+            self.num_probes += 1
+            script = self.scripts.get(path, lambda _: [(204, {})])(None)
+            with contextlib.suppress(Exception):  # the gateway may have left
+                await self._play(script, send)
             return
         message: Any = wire.decode(body, MESSAGES[path])
         self.calls.append((path, message))
