@@ -23,7 +23,7 @@ from proxy.addresses import is_public
 from proxy.attempt import Instances
 from proxy.endpoints import endpoints
 from proxy.entrance import new_gate
-from proxy.fetch import MediaFetcher
+from proxy.fetch import MediaFetcher, UrlRules
 from proxy.generation import Generator
 from proxy.health import Health
 from proxy.media import MediaLoader
@@ -51,6 +51,7 @@ def create_app(
         timeout_s=settings.fetch_timeout_s,
         allowed_address=(lambda _: True) if settings.allow_private else is_public,
         allowed_file_dirs=settings.allowed_file_dirs,
+        rules=UrlRules(domains=settings.allowed_domains, ports=settings.allowed_ports),
     )
     trace = TraceWriter(settings.trace, "gateway") if settings.trace else None
     poller = Poller(table, calls, settings.poll_interval_s, settings.startup_wait_s)
@@ -68,7 +69,7 @@ def create_app(
             trace=trace,
         )
     )
-    loader = MediaLoader(settings.media, fetcher, settings.max_body_bytes)
+    loader = MediaLoader(settings.media, fetcher, settings.max_body_bytes, settings.max_items)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

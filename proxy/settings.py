@@ -19,6 +19,8 @@ class GatewaySettings:
 
     Attributes:
         allow_private: whether media URLs may lead to addresses that are not public.
+        max_items: most media items of a request.
+        allowed_domains, allowed_ports: what media URLs may name; None: any.
         allowed_file_dirs: directories, resolved, whose files a ``file://`` URL may name.
         api_key: a key in plain text; api_keys: others by their hash. Both may be there.
         max_in_flight, max_queue, queue_timeout_s: of the admission queue.
@@ -45,7 +47,10 @@ class GatewaySettings:
     guard_metrics: bool = False
     media: MediaLimits = field(default_factory=MediaLimits)
     fetch_timeout_s: float = 10.0
+    max_items: int = 64
     allow_private: bool = False
+    allowed_domains: tuple[str, ...] | None = None
+    allowed_ports: tuple[int, ...] | None = None
     allowed_file_dirs: tuple[Path, ...] = ()
     poll_interval_s: float = 0.5
     startup_wait_s: float = 60.0
@@ -71,6 +76,9 @@ class GatewaySettings:
             guard_metrics=gateway.guard_metrics,
             media=MediaLimits(max_pixels=media.max_pixels, max_bytes=media.max_bytes),
             fetch_timeout_s=media.fetch_timeout_s,
+            max_items=media.max_items,
+            allowed_domains=media.allowed_domains,
+            allowed_ports=media.allowed_ports,
             allow_private=is_loopback(host) if media.allow_private is None else media.allow_private,
             encode_timeout_s=config.settings_for("P").feature_timeout_s / 2,
             failover=Failover(**gateway.failover.model_dump()),

@@ -215,9 +215,6 @@ class GatewayConfig(Section):
     )
     port: Port = Field(default=8000, description="0 chooses a free port.")
     max_body_bytes: Bytes = Field(default=64 * 1024**2, description="Largest request body.")
-    max_json_depth: int = Field(
-        default=64, ge=4, le=256, description="Deepest nesting of lists and objects in a body."
-    )
     header_timeout_s: Seconds = Field(
         default=20.0, description="Longest time for the request line and headers; then the connection is closed."
     )

@@ -40,7 +40,8 @@ REST = b'data: {"choices":[{"index":0,"delta":{"content":"b"}}]}\n\n'
 DONE = b"data: [DONE]\n\n"
 WHOLE = b'{"object":"chat.completion"}'
 
-#: Steps of a script: seconds to wait, (status, headers) to start the answer, bytes of its body, or one of these.
+#: Steps of a script: seconds to wait, (status, headers) to start the answer, bytes of its body, a
+#: function that makes one of these, or one of these words.
 DIE, FOREVER = "die", "forever"
 Script = list[Any]
 
@@ -103,6 +104,8 @@ class FakeInstance:
 
     async def _play(self, script: Script, send: Any) -> None:
         for step in script:
+            if callable(step):
+                step = step()  # as late as that
             if step == DIE:
                 await asyncio.sleep(0.01)  # what was sent before leaves the socket first
                 send.__self__.transport.abort()
