@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -17,7 +18,8 @@ from epd_serve.backends.native import NativeConnections, NativeInstance
 from epd_serve.errors import InvalidRequest, ServeError
 from epd_serve.metrics.gateway import GatewayMetrics
 from epd_serve.metrics.trace import TraceWriter
-from epd_serve.routing.policy import LeastLoaded, Policy
+from epd_serve.routing.choice import router_of
+from epd_serve.routing.policy import Policy
 from epd_serve.routing.table import InstanceTable
 from proxy.addresses import is_public
 from proxy.attempt import Instances
@@ -27,6 +29,7 @@ from proxy.fetch import MediaFetcher, UrlRules
 from proxy.generation import Generator
 from proxy.health import Health
 from proxy.media import MediaLoader
+from proxy.openapi import openapi_router
 from proxy.poller import Poller
 from proxy.settings import GatewaySettings
 from proxy.sink import retry_headers
@@ -60,7 +63,7 @@ def create_app(
         Instances(
             table=table,
             calls=calls,
-            policy=policy or LeastLoaded(),
+            policy=policy or router_of(settings.routing, random.random),
             poller=poller,
             metrics=metrics,
             encode_timeout_s=settings.encode_timeout_s,
@@ -100,6 +103,7 @@ def create_app(
         app.router.routes.append(Route(path, endpoint=endpoint, methods=["POST"]))
     app.include_router(models_router(table, poller, gate.authenticator))
     app.include_router(health_router(table, metrics, gate.authenticator, settings))
+    app.include_router(openapi_router())
     app.add_exception_handler(ServeError, _serve_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _unexpected_error)

@@ -10,8 +10,9 @@ from typing import TypeVar
 
 from epd_serve.backends.base import Answer, InstanceLost
 from epd_serve.errors import InstanceFailed, ServeError, Unavailable
-from epd_serve.routing.policy import Route
+from epd_serve.routing.policy import Demand, Route
 from proxy.attempt import Attempt, Instances, Job
+from proxy.demand import demand_of
 from proxy.failover import InstanceStalled, Suspects, may_help, substitute
 from proxy.progress import Progress
 from proxy.sink import EventSink
@@ -71,7 +72,8 @@ class Generator:
     ) -> T:
         """What ``use`` makes of an attempt; after a failure of another one, which goes on behind ``generated``."""
         instances = self._instances
-        route = self._first_route(job.model)
+        demand = await demand_of(job, instances)
+        route = self._first_route(job.model, demand)
         suspects = Suspects(instances.table)
         for number in count(1):
             attempt = await self._attempt_of(job, route, number, generated)
@@ -89,22 +91,17 @@ class Generator:
                 if number >= instances.failover.max_attempts:
                     raise
                 suspects.add(attempt.suspects)
-                route = await substitute(
-                    instances.table, instances.policy, job.model, suspects, failure, instances.failover.wait_s
-                )
+                table, policy, wait_s = instances.table, instances.policy, instances.failover.wait_s
+                route = await substitute(table, policy, job.model, suspects, failure, wait_s, demand)
             (instances.metrics.request_continuations if generated else instances.metrics.request_retries).inc()
         raise AssertionError("count() has no end")
 
-    def _first_route(self, model: str) -> Route:
-        policy, table, held_back = (
-            self._instances.policy,
-            self._instances.table,
-            self._instances.health.held_back(),
-        )
-        if held_back:
+    def _first_route(self, model: str, demand: Demand) -> Route:
+        policy, table = self._instances.policy, self._instances.table
+        if held_back := self._instances.health.held_back():
             with suppress(Unavailable):
-                return policy.choose_route(table, model, exclude=held_back)
-        return policy.choose_route(table, model)
+                return policy.choose_route(table, model, exclude=held_back, demand=demand)
+        return policy.choose_route(table, model, demand=demand)
 
     async def _attempt_of(self, job: Job, route: Route, number: int, generated: array[int] | tuple[()]) -> Attempt:
         assert route.prefill.info is not None, "a ready instance has said what it is"

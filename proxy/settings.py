@@ -8,6 +8,7 @@ from pathlib import Path
 from epd_serve.config import DeploymentConfig
 from epd_serve.config.gateway import ApiKeyConfig, is_loopback, read_secret
 from epd_serve.media import MediaLimits
+from epd_serve.types import Routing
 from proxy.breaker import BreakerLimits
 from proxy.failover import Failover
 from proxy.health import HealthSettings
@@ -32,6 +33,7 @@ class GatewaySettings:
         failover: what a request may try that lost its instance.
         health: how instances are watched.
         trace: directory for the file that says what the gateway did when; None: none is written.
+        routing: how P and D are chosen.
         startup_wait_s: how long after the gateway's start requests wait for instances that are still loading.
     """
 
@@ -58,6 +60,7 @@ class GatewaySettings:
     failover: Failover = field(default_factory=Failover)
     health: HealthSettings = field(default_factory=HealthSettings)
     trace: Path | None = None
+    routing: Routing = "least_loaded"
 
     @classmethod
     def of(cls, config: DeploymentConfig, host: str) -> GatewaySettings:
@@ -92,5 +95,6 @@ class GatewaySettings:
                 ),
             ),
             trace=config.trace,
+            routing=gateway.routing,
             allowed_file_dirs=tuple(Path(folder).expanduser().resolve() for folder in media.allowed_file_dirs),
         )

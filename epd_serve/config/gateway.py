@@ -23,6 +23,7 @@ from pydantic import (
 from epd_serve.config.resilience import FailoverConfig, HealthConfig
 from epd_serve.config.sections import Port, Seconds, Section
 from epd_serve.config.sizes import Bytes, BytesPerSecond
+from epd_serve.types import Routing
 
 _SHA256 = re.compile(r"sha256:[0-9a-f]{64}")
 _DOMAIN = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*")
@@ -233,6 +234,13 @@ class GatewayConfig(Section):
     shed: bool = Field(
         default=False,
         description="Refuse requests, with a 429, whose first token cannot come within slo.ttft_ms any more.",
+    )
+    routing: Routing = Field(
+        default="least_loaded",
+        description="How P and D of a request are chosen. least_loaded: the pair that costs it the fewest seconds "
+        "of waiting, computing and transfer. random_of_two: the cheaper of two pairs drawn at random. "
+        "prefix_affinity: the cheapest, where a beginning of the prompt that P has computed before costs nothing. "
+        "round_robin: in turn. Images always go where equal ones went, unless that encoder has too much to do.",
     )
     failover: FailoverConfig = FailoverConfig()
     health: HealthConfig = HealthConfig()

@@ -63,7 +63,7 @@ async def _serve(options: InstanceOptions) -> None:
     def stop() -> None:
         """Finish what is here first; at once when asked again."""
         if draining or not instance.ready:
-            server.exit()
+            _stop(instance, server)
         else:
             draining.append(asyncio.create_task(_drain(instance, server)))
 
@@ -85,15 +85,18 @@ async def _serve(options: InstanceOptions) -> None:
             await instance.close()
 
 
+def _stop(instance: Instance, server: uvicorn.Server) -> None:
+    """No more reports: the server waits for the end of every answer."""
+    instance.reports.close()
+    server.should_exit = True
+
+
 class _Server(uvicorn.Server):
     """uvicorn without its signal handling, which would end the process before the instance is closed."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-    def exit(self) -> None:
-        self.should_exit = True
 
 
 async def _drain(instance: Instance, server: _Server) -> None:
@@ -102,7 +105,7 @@ async def _drain(instance: Instance, server: _Server) -> None:
             await instance.drained()
     except TimeoutError:
         logger.warning("not all requests ended within %g s", instance.options.drain_s)
-    server.exit()
+    _stop(instance, server)
 
 
 async def _start(instance: Instance) -> None:

@@ -271,8 +271,7 @@ class Engine:
 
     def _compute(self, output: ScheduleOutput) -> None:
         output, features = with_features(output, self._feature_of)
-        events = self._step(output, features)
-        self.num_steps += 1
+        events, self.num_steps = self._step(output, features), self.num_steps + 1
         if events:
             self._emit(events)
 
