@@ -171,6 +171,9 @@ def instance(
     lease_s: Annotated[
         float, typer.Option(min=0.001, help="How long unconfirmed memory is kept.")
     ] = InstanceOptions.lease_s,
+    drain_s: Annotated[
+        float, typer.Option(min=0.001, help="How long requests may go on after SIGTERM.")
+    ] = InstanceOptions.drain_s,
     kv_transport: Annotated[
         KVTransport, typer.Option(help="How KV moves from P to D.")
     ] = InstanceOptions.kv_transport,
@@ -252,6 +255,7 @@ def instance(
         feature_timeout_s=feature_timeout_s,
         queue_timeout_s=queue_timeout_s,
         lease_s=lease_s,
+        drain_s=drain_s,
         kv_transport=kv_transport,
         feature_store=feature_store,
         mooncake_master=mooncake_master,

@@ -24,9 +24,9 @@ from proxy.attempt import Instances
 from proxy.endpoints import endpoints
 from proxy.entrance import new_gate
 from proxy.errors import install_error_handlers
-from proxy.failover import Losses
 from proxy.fetch import MediaFetcher, UrlRules
 from proxy.generation import Generator
+from proxy.health import Health
 from proxy.media import MediaLoader
 from proxy.openapi import openapi_router
 from proxy.poller import Poller
@@ -56,7 +56,7 @@ def create_app(
     )
     trace = TraceWriter(settings.trace, "gateway") if settings.trace else None
     poller = Poller(table, calls, settings.poll_interval_s, settings.startup_wait_s)
-    losses = Losses()
+    health = Health(table, calls, settings.health)
     generator = Generator(
         Instances(
             table=table,
@@ -65,7 +65,7 @@ def create_app(
             poller=poller,
             metrics=metrics,
             encode_timeout_s=settings.encode_timeout_s,
-            losses=losses,
+            health=health,
             failover=settings.failover,
             trace=trace,
         )
@@ -80,7 +80,7 @@ def create_app(
             if settings.admin is not None:
                 admin = create_admin_app(table, gate, settings.admin.key)
                 app.state.admin_url = await stack.enter_async_context(running_admin(admin, settings.admin))
-            polling = asyncio.create_task(poller.run())
+            polling = asyncio.gather(poller.run(), health.run())
             try:
                 yield
             finally:
@@ -91,6 +91,7 @@ def create_app(
 
     app = FastAPI(title="epd-serve gateway", lifespan=lifespan, openapi_url=None)
     app.state.table = table
+    app.state.health = health
     app.state.gate = gate
     app.state.arrival = settings.arrival
     shared: dict[str, Any] = {

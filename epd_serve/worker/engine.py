@@ -101,6 +101,7 @@ class Engine:
         self._transfers: dict[Sequence, OutgoingTransfer] = {}
         self._stepping: frozenset[Sequence] = frozenset()
         self.is_prefilling = False
+        self.num_steps = 0
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -270,7 +271,8 @@ class Engine:
 
     def _compute(self, output: ScheduleOutput) -> None:
         output, features = with_features(output, self._feature_of)
-        if events := self._step(output, features):
+        events, self.num_steps = self._step(output, features), self.num_steps + 1
+        if events:
             self._emit(events)
 
     def _step(self, output: ScheduleOutput, features: dict[str, Tensor]) -> list[EngineEvent]:

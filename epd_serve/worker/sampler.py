@@ -41,7 +41,8 @@ class Row:
     def uniform(self) -> float:
         """The token's random number in [0, 1)."""
         seed = self.sequence.sampling.seed & 0xFFFF_FFFF_FFFF_FFFF
-        generator = np.random.Philox(key=[seed, self.index], counter=[len(self.sequence.output_ids), 0, 0, 0])
+        key = np.array([seed, self.index], dtype=np.uint64)  # a list of large numbers would become one of floats
+        generator = np.random.Philox(key=key, counter=[len(self.sequence.output_ids), 0, 0, 0])
         return float((generator.random_raw() >> 11) * 2.0**-53)
 
 

@@ -26,11 +26,12 @@ async def trickle(url: str, begin: bytes, drop: bytes, limit_s: float = 3.0) -> 
                 await writer.drain()
 
     sending = asyncio.create_task(keep_sending())
+    answer = b""
     try:
-        async with asyncio.timeout(limit_s):
-            answer = await reader.read()
-    except ConnectionResetError:
-        answer = b""
+        with contextlib.suppress(ConnectionResetError):  # the gateway closes while bytes are on their way
+            async with asyncio.timeout(limit_s):
+                while piece := await reader.read(4096):
+                    answer += piece
     finally:
         sending.cancel()
         writer.close()
