@@ -36,7 +36,7 @@ _ALLOWED: dict[SequenceState, frozenset[SequenceState]] = {
 }
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, kw_only=True, eq=False, weakref_slot=True)
 class Sequence:
     """One prompt and what was generated after it.
 

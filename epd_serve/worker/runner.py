@@ -13,8 +13,9 @@ from torch import Tensor
 from device.base import AttentionOps
 from epd_serve.request import Sequence
 from epd_serve.sched.language import ScheduleOutput
+from epd_serve.worker.drawing import Row
 from epd_serve.worker.followers import Followers
-from epd_serve.worker.sampler import Row, SampledToken, sample
+from epd_serve.worker.sampler import SampledToken, Sampler
 from epd_serve.worker.step import StepExecutor
 from epd_serve.worker.step_inputs import StepInputs
 
@@ -45,10 +46,9 @@ class LanguageRunner:
         followers: Followers | None = None,
     ) -> None:
         self._executor = executor
-        self._ops = ops
+        self._sampler = Sampler(ops, eos_token_ids)
         self._block_size = block_size
         self._num_position_axes = num_position_axes
-        self._eos_token_ids = eos_token_ids
         self._followers = followers
 
     def step(
@@ -81,7 +81,7 @@ class LanguageRunner:
         rows = [Row(s, index) for s in sampled for index in range(s.index, s.index + s.num_sampled)]
         if len(rows) > len(sampled):
             logits = logits[[i for i, s in enumerate(sampled) for _ in range(s.num_sampled)]]
-        tokens = iter(sample(logits, rows, self._ops, self._eos_token_ids))
+        tokens = iter(self._sampler.sample(logits, rows).read())
         result = StepResult([], [])
         for sequence in sampled:
             if sequence.output_ids:
