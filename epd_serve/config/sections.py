@@ -26,6 +26,7 @@ from epd_serve.config.options import (
     InstanceOptions,
     KVTransport,
     MooncakeProtocol,
+    Switch,
 )
 from epd_serve.config.sizes import Bytes, BytesPerSecond
 from epd_serve.types import KVMode
@@ -220,6 +221,11 @@ class InstanceSettings(Section):
         default=InstanceOptions.max_num_batched_tokens, ge=1, description="Token budget of a step."
     )
     max_num_seqs: int = Field(default=InstanceOptions.max_num_seqs, ge=1, description="Most sequences in a step.")
+    async_scheduling: Switch = Field(
+        default=InstanceOptions.async_scheduling,
+        description="on: a step is launched before the tokens of the one before are known, so that an accelerator "
+        "never waits for the host. auto: on accelerators, unless several share a language model.",
+    )
     max_model_len: int | None = Field(
         default=None,
         ge=1,

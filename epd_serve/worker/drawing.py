@@ -18,6 +18,7 @@ from torch import Tensor
 
 from epd_serve.request import Sequence
 from epd_serve.types import SamplingParams
+from epd_serve.worker.step_inputs import on_device
 
 #: Tokens of which the largest is taken, or whose weights are summed up, to look no further elsewhere.
 _BEST_RUN, _SUM_RUN = 64, 256
@@ -153,14 +154,6 @@ def largest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
     best = some.topk(count)
     run = runs.gather(1, best.indices % count)
     return best.values, best.indices // count * num_runs + run
-
-
-def on_device(like: Tensor, values: list[int] | list[float], dtype: torch.dtype = torch.long) -> Tensor:
-    """Numbers on a tensor's device; does not wait for what the device has to do before."""
-    tensor = torch.tensor(values, dtype=dtype)
-    if like.device.type == "cpu":
-        return tensor
-    return tensor.pin_memory().to(like.device, non_blocking=True)
 
 
 def _draw_best(best: Tensor, tokens: Tensor, rows: AbstractSequence[Row]) -> Tensor:

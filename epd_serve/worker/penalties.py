@@ -11,8 +11,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from epd_serve.request import Sequence
+from epd_serve.request import PLACEHOLDER, Sequence
 from epd_serve.worker.drawing import Row
+from epd_serve.worker.step_inputs import move
 
 Array = npt.NDArray[Any]
 
@@ -39,7 +40,9 @@ class Penalties:
                 factors.append(np.full(history.count, row.sampling.repetition_penalty, np.float32))
         if not ids:
             return
-        where, amount, factor = (_move(scores, np.concatenate(parts)) for parts in (ids, amounts, factors))
+        where, amount, factor = (
+            move(torch.from_numpy(np.concatenate(parts)), scores.device) for parts in (ids, amounts, factors)
+        )
         flat = scores.view(-1)
         values = flat.index_select(0, where)
         flat.index_copy_(0, where, torch.where(values > 0, values / factor, values * factor) - amount)
@@ -67,6 +70,8 @@ class _History:
     def take(self, output_ids: list[int]) -> None:
         """Count the tokens that are new."""
         for token in output_ids[self._num_taken :]:
+            if token == PLACEHOLDER:  # it was given up: nobody will read what is sampled
+                return
             place = self._place(token)
             if token not in self._seen:
                 self._seen.add(token)
@@ -81,8 +86,3 @@ class _History:
             self.amounts[place:] = 0.0
         self.ids[place] = token
         return place
-
-
-def _move(like: Tensor, values: Array) -> Tensor:
-    tensor = torch.from_numpy(values)
-    return tensor if like.device.type == "cpu" else tensor.pin_memory().to(like.device, non_blocking=True)

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from device.base import AttentionOps
 from epd_serve.protocol.wire import TokenLogprob
-from epd_serve.worker.drawing import Row, RowDrawer, draw, draw_from_largest, largest, on_device
+from epd_serve.worker.drawing import Row, RowDrawer, draw, draw_from_largest, largest
 from epd_serve.worker.penalties import Penalties
+from epd_serve.worker.step_inputs import on_device
 
 _MASKED = float("-inf")
 
