@@ -31,9 +31,11 @@ from epd_serve.config.options import (
     FeatureStoreKind,
     KVTransport,
     MooncakeProtocol,
+    Switch,
 )
 from epd_serve.cost.interference import Clock, Isolation
 from epd_serve.errors import needs_native
+from epd_serve.key_command import key_app
 from epd_serve.launch.ports import instance_urls, name_and_url
 from epd_serve.topology import draw, explain, parse_topology
 from epd_serve.types import KVMode, Role
@@ -45,6 +47,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+app.add_typer(key_app, name="key")
 
 ParentPid = Annotated[
     int | None, typer.Option(help="End when this process, the starter of this one, ends.", hidden=True)
@@ -150,6 +153,9 @@ def instance(
     max_num_seqs: Annotated[
         int, typer.Option(min=1, help="Most sequences in a step.")
     ] = InstanceOptions.max_num_seqs,
+    async_scheduling: Annotated[
+        Switch, typer.Option(help="Launch steps early.")
+    ] = InstanceOptions.async_scheduling,
     max_model_len: Annotated[int | None, typer.Option(min=1, help="Longest prompt and answer, in tokens.")] = None,
     image_budget_pixels: Annotated[
         int, typer.Option(min=1, help="Most pixels encoded in a step.")
@@ -197,9 +203,7 @@ def instance(
     batching_alpha: Annotated[
         float, typer.Option(help="Share of --slo-ttft-ms for a step, where nothing is decoded.")
     ] = InstanceOptions.batching_alpha,
-    batching_order: Annotated[
-        BatchingOrder, typer.Option(help="Of waiting prompts.")
-    ] = InstanceOptions.batching_order,
+    batching_order: Annotated[BatchingOrder, typer.Option(help="Of prompts.")] = InstanceOptions.batching_order,
     batching_policy: Annotated[
         BatchingPolicy, typer.Option(help="Bound steps by the SLO, or not.")
     ] = InstanceOptions.batching_policy,
@@ -243,6 +247,7 @@ def instance(
         kv_cache_bytes=kv_cache_bytes,
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=max_num_seqs,
+        async_scheduling=async_scheduling,
         max_model_len=max_model_len,
         image_budget_pixels=image_budget_pixels,
         feature_store_bytes=feature_store_bytes,
@@ -373,10 +378,7 @@ def version() -> None:
 
 
 def main() -> None:
-    """Entry point. What a user got wrong is one line on stderr and exit code 2.
-
-    ``EPD_SERVE_TRACEBACK=1`` shows where the error came from.
-    """
+    """A user's mistake is one line on stderr and exit code 2; EPD_SERVE_TRACEBACK=1 shows where it was found."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 shows "?" for what it lacks
     try:

@@ -43,8 +43,17 @@ class ServeError(Exception):
     type: ClassVar[str] = "server_error"
     default_code: ClassVar[str | None] = None
 
-    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        """``retry_after_s``: when trying again may help, where that is known."""
         super().__init__(message)
+        self.retry_after_s = retry_after_s
         self.message = message
         self.param = param
         self.code = code or self.default_code
@@ -95,6 +104,8 @@ class StageTimeout(ServeError):
 
 #: Code of the Unavailable of an instance that has no thread left to prepare a request: another may have one.
 PREPARATION_FULL = "preparation_full"
+#: Code of the Unavailable of a decode instance without blocks for a request's KV.
+NO_ROOM = "no_room"
 
 _BY_STATUS: dict[int, type[ServeError]] = {
     cls.status: cls
@@ -126,6 +137,6 @@ def needs_native() -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
-        if missing not in ("torch", "transformers", "numpy", "safetensors"):
+        if missing not in ("torch", "transformers", "numpy", "safetensors", "llguidance"):
             raise
         raise ValueError(f"{missing} is not installed; run: pip install 'epd-serve[native]'") from error

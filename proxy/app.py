@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
@@ -16,13 +17,13 @@ from epd_serve.backends.native import NativeConnections, NativeInstance
 from epd_serve.errors import InvalidRequest, ServeError
 from epd_serve.metrics.gateway import GatewayMetrics
 from epd_serve.metrics.trace import TraceWriter
-from epd_serve.protocol.openai import ChatCompletionRequest, CompletionRequest
 from epd_serve.routing.policy import LeastLoaded, Policy
 from epd_serve.routing.table import InstanceTable
 from proxy.addresses import is_public
 from proxy.attempt import Instances
-from proxy.auth import Authenticator
-from proxy.endpoint import GenerationEndpoint
+from proxy.endpoints import endpoints
+from proxy.entrance import new_gate
+from proxy.failover import Losses
 from proxy.fetch import MediaFetcher
 from proxy.generation import Generator
 from proxy.media import MediaLoader
@@ -37,11 +38,12 @@ def create_app(
 ) -> FastAPI:
     """The gateway for ``instances``, given as (name, control URL).
 
-    ``app.state.table`` is its instance table. Connections and polling live as long as the application's lifespan.
+    ``app.state.table`` is its instance table, ``app.state.gate`` its admission. Connections and polling live as
+    long as the application's lifespan.
     """
     table = InstanceTable(instances)
     metrics = GatewayMetrics()
-    authenticator = Authenticator(settings.api_key)
+    gate = new_gate(settings, table, metrics)
     connections = NativeConnections()
     calls: dict[str, StageCalls] = {name: NativeInstance(connections, name, url) for name, url in instances}
     fetcher = MediaFetcher(
@@ -52,6 +54,7 @@ def create_app(
     )
     trace = TraceWriter(settings.trace, "gateway") if settings.trace else None
     poller = Poller(table, calls, settings.poll_interval_s, settings.startup_wait_s)
+    losses = Losses()
     generator = Generator(
         Instances(
             table=table,
@@ -60,6 +63,8 @@ def create_app(
             poller=poller,
             metrics=metrics,
             encode_timeout_s=settings.encode_timeout_s,
+            losses=losses,
+            failover=settings.failover,
             trace=trace,
         )
     )
@@ -79,25 +84,20 @@ def create_app(
 
     app = FastAPI(title="epd-serve gateway", lifespan=lifespan, openapi_url=None)
     app.state.table = table
-    for kind, path, request_type in (
-        ("chat", "/v1/chat/completions", ChatCompletionRequest),
-        ("completion", "/v1/completions", CompletionRequest),
-    ):
-        endpoint = GenerationEndpoint(
-            kind=kind,
-            parse=request_type.parse,
-            table=table,
-            poller=poller,
-            generator=generator,
-            loader=loader,
-            metrics=metrics,
-            authenticator=authenticator,
-            max_body_bytes=settings.max_body_bytes,
-            timeout_s=settings.request_timeout_s,
-        )
+    app.state.gate = gate
+    shared: dict[str, Any] = {
+        "table": table,
+        "poller": poller,
+        "loader": loader,
+        "metrics": metrics,
+        "gate": gate,
+        "max_body_bytes": settings.max_body_bytes,
+        "timeout_s": settings.request_timeout_s,
+    }
+    for path, endpoint in endpoints(generator, calls, shared):
         app.router.routes.append(Route(path, endpoint=endpoint, methods=["POST"]))
-    app.include_router(models_router(table, poller, authenticator))
-    app.include_router(health_router(table, metrics))
+    app.include_router(models_router(table, poller, gate.authenticator))
+    app.include_router(health_router(table, metrics, gate.authenticator, settings))
     app.add_exception_handler(ServeError, _serve_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _unexpected_error)
@@ -106,7 +106,7 @@ def create_app(
 
 async def _serve_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, ServeError)
-    return JSONResponse(error.body(), error.status, retry_headers(error.status))
+    return JSONResponse(error.body(), error.status, retry_headers(error.status, error.retry_after_s))
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

@@ -8,23 +8,27 @@ import re
 import secrets
 import time
 import uuid
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
+from msgspec.structs import replace
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from epd_serve.errors import InvalidRequest, ModelNotFound, ServeError, StageTimeout, TooLarge, Unavailable
 from epd_serve.metrics.gateway import GatewayMetrics
-from epd_serve.protocol.openai import ChatCompletionRequest, GenerationRequest
+from epd_serve.protocol.messages import MediaSource
+from epd_serve.protocol.openai import GenerationRequest
 from epd_serve.protocol.wire import REQUEST_ID_HEADER
 from epd_serve.routing.table import InstanceTable
 from proxy.attempt import Job
-from proxy.auth import Authenticator
+from proxy.gate import Gate, Visit
 from proxy.generation import Generator
-from proxy.media import MediaLoader
+from proxy.limits import estimate_tokens
+from proxy.media import MediaItem, MediaLoader
 from proxy.poller import Poller
-from proxy.sink import EventSink, ResponseAborted, send_json
+from proxy.several import stream_several, whole_several
+from proxy.sink import EventSink, ResponseAborted, send_error, send_json
 
 logger = logging.getLogger(__name__)
 
@@ -38,46 +42,54 @@ class ClientLeft(Exception):
     """The client closed its connection before its request was complete."""
 
 
-class GenerationEndpoint:
-    """One of the two endpoints, as an ASGI application."""
+class Endpoint:
+    """Reads and checks a request and bounds its time, as an ASGI application; :meth:`_generate` answers it."""
 
     def __init__(
         self,
         *,
         kind: str,
-        parse: Callable[[bytearray], GenerationRequest],
         table: InstanceTable,
         poller: Poller,
-        generator: Generator,
         loader: MediaLoader,
         metrics: GatewayMetrics,
-        authenticator: Authenticator,
+        gate: Gate,
         max_body_bytes: int,
         timeout_s: float,
     ) -> None:
         self._kind = kind
-        self._parse = parse
         self._table = table
         self._poller = poller
-        self._generator = generator
         self._loader = loader
         self._metrics = metrics
-        self._authenticator = authenticator
+        self._gate = gate
         self._max_body_bytes = max_body_bytes
         self._timeout_s = timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = _Exchange(Headers(scope=scope), send)
+        exchange = Exchange(Headers(scope=scope), send)
+        try:
+            visit = self._gate.enter(exchange.headers.get("authorization"))
+        except ServeError as error:
+            await send_error(send, error, exchange.trace_id)
+            self._count(exchange, error.status)
+            return
+        try:
+            await self._serve(exchange, visit, receive)
+        finally:
+            visit.leave()
+
+    async def _serve(self, exchange: Exchange, visit: Visit, receive: Receive) -> None:
         try:
             body = await self._receive(exchange, receive)
         except ServeError as error:
-            await send_json(send, error.status, error.to_json(), exchange.trace_id)
+            await send_error(exchange.send, error, exchange.trace_id)
             self._count(exchange, error.status)
             return
         except ClientLeft:
             self._count(exchange, CLIENT_LEFT)
             return
-        work = asyncio.create_task(self._answer(exchange, body))
+        work = asyncio.create_task(self._answer(exchange, visit, body))
         leaving = asyncio.create_task(_disconnected(receive))
         try:
             await asyncio.wait({work, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -93,8 +105,7 @@ class GenerationEndpoint:
             leaving.cancel()
             await asyncio.gather(work, leaving, return_exceptions=True)
 
-    async def _receive(self, exchange: _Exchange, receive: Receive) -> bytearray:
-        self._authenticator.check(exchange.headers.get("authorization"))
+    async def _receive(self, exchange: Exchange, receive: Receive) -> bytearray:
         trace_id = exchange.headers.get(REQUEST_ID_HEADER)
         if trace_id:
             if not _TRACE_ID.fullmatch(trace_id):
@@ -105,13 +116,13 @@ class GenerationEndpoint:
             exchange.trace_id = trace_id
         return await _read_body(exchange.headers, receive, self._max_body_bytes)
 
-    async def _answer(self, exchange: _Exchange, body: bytearray) -> None:
+    async def _answer(self, exchange: Exchange, visit: Visit, body: bytearray) -> None:
         sink = EventSink(exchange.stream_send(self._first_token), exchange.trace_id)
         status = 200
         try:
             try:
                 async with asyncio.timeout(self._timeout_s):
-                    await self._generate(exchange, body, sink)
+                    await self._generate(exchange, visit, body, sink)
             except TimeoutError as error:
                 raise StageTimeout(
                     f"the request took longer than {self._timeout_s:g} s, this gateway's limit"
@@ -122,7 +133,7 @@ class GenerationEndpoint:
                 logger.warning("request %s: %s", exchange.trace_id, error.message)
             exchange.answered = True
             if not sink.started:
-                await send_json(exchange.send, error.status, error.to_json(), exchange.trace_id)
+                await send_error(exchange.send, error, exchange.trace_id)
                 return
             await sink.fail(error)
             raise ResponseAborted(error.message) from error
@@ -135,36 +146,15 @@ class GenerationEndpoint:
             if exchange.answered:
                 self._count(exchange, status)
 
-    async def _generate(self, exchange: _Exchange, body: bytearray, sink: EventSink) -> None:
-        request = self._parse(body)
-        body.clear()
-        await self._poller.started()
-        model = self._model(request.model)
-        sources = request.media()
+    async def _generate(self, exchange: Exchange, visit: Visit, body: bytearray, sink: EventSink) -> None:
+        """Answer a request, through ``sink`` or in one piece. Raises ServeError, even after the first byte."""
+        raise NotImplementedError
+
+    async def _media(self, exchange: Exchange, sources: list[MediaSource]) -> list[MediaItem]:
         exchange.modality = "image" if sources else "text"
         items = await self._loader.load(sources) if sources else []
         self._metrics.media_bytes.labels("image").inc(sum(len(item.data) for item in items))
-        job_id = uuid.uuid4().hex
-        job = Job(
-            id=job_id,
-            trace_id=exchange.trace_id,
-            model=model,
-            output=request.output(id=job_id, created=int(time.time()), model=model),
-            sampling=request.sampling(secrets.randbits(63)),
-            messages=request.chat() if isinstance(request, ChatCompletionRequest) else None,
-            prompt=None if isinstance(request, ChatCompletionRequest) else request.prompt,
-            items=items,
-            arrived_s=exchange.arrived_s,
-        )
-        if request.stream:
-            await self._generator.stream(job, sink)
-            exchange.answered = True
-            await sink.finish()
-        else:
-            answer = await self._generator.whole(job)
-            exchange.answered = True
-            await send_json(exchange.send, 200, answer, exchange.trace_id)
-        self._metrics.e2e.labels(self._kind, exchange.modality).observe(time.monotonic() - exchange.arrived_s)
+        return items
 
     def _model(self, wanted: str | None) -> str:
         models = self._table.models()
@@ -177,19 +167,95 @@ class GenerationEndpoint:
             raise ModelNotFound(f"there is no model {wanted[:100]!r}; served here: {known}", param="model")
         return wanted
 
-    def _first_token(self, exchange: _Exchange) -> None:
+    def _first_token(self, exchange: Exchange) -> None:
         self._metrics.ttft.labels(self._kind, exchange.modality).observe(time.monotonic() - exchange.arrived_s)
 
-    def _count(self, exchange: _Exchange, status: int) -> None:
+    def _count(self, exchange: Exchange, status: int) -> None:
         self._metrics.requests.labels(self._kind, str(status), exchange.modality).inc()
 
 
-class _Exchange:
+class GenerationEndpoint(Endpoint):
+    """An endpoint whose answer is generated."""
+
+    def __init__(
+        self, *, parse: Callable[[bytearray], GenerationRequest], generator: Generator, **shared: Any
+    ) -> None:
+        super().__init__(**shared)
+        self._parse = parse
+        self._generator = generator
+
+    async def _generate(self, exchange: Exchange, visit: Visit, body: bytearray, sink: EventSink) -> None:
+        request = self._parse(body)
+        sources = request.media()
+        text_bytes = len(body) - sum(len(source.url) for source in sources)
+        body.clear()
+        await self._poller.started()
+        model = self._model(request.model)
+        num_choices = (request.n or 1) * max(1, len(request.prompts()))
+        num_tokens = estimate_tokens(text_bytes, request.token_limit(), num_choices)
+        waiting = visit.admit(priority=request.priority or 0, num_tokens=num_tokens)
+        if waiting is not None:
+            await waiting
+        items = await self._media(exchange, sources)
+        jobs = self._jobs(exchange, request, model, items)
+        if request.stream:
+            exchange.translate = self._translation(request, jobs[0], exchange.send)
+            if len(jobs) == 1:
+                await self._generator.stream(jobs[0], sink)
+            else:
+                await stream_several(self._generator, jobs, sink)
+            exchange.answered = True
+            await sink.finish()
+        else:
+            if len(jobs) == 1:
+                answer = await self._generator.whole(jobs[0])
+            else:
+                answer = await whole_several(self._generator, jobs)
+            answer = self._translate(request, jobs[0], answer)
+            exchange.answered = True
+            await send_json(exchange.send, 200, answer, exchange.trace_id)
+        self._metrics.e2e.labels(self._kind, exchange.modality).observe(time.monotonic() - exchange.arrived_s)
+
+    def _jobs(
+        self, exchange: Exchange, request: GenerationRequest, model: str, items: list[MediaItem]
+    ) -> list[Job]:
+        """One job for each of the request's prompts."""
+        answer_id = uuid.uuid4().hex
+        output = request.output(id=answer_id, created=int(time.time()), model=model)
+        chat = request.chat()
+        prompts: Sequence[str | list[int] | None] = request.prompts() if chat is None else [None]
+        return [
+            Job(
+                id=answer_id if index == 0 else uuid.uuid4().hex,
+                trace_id=exchange.trace_id,
+                model=model,
+                output=output if index == 0 else replace(output, first_index=index * (request.n or 1)),
+                sampling=request.sampling(secrets.randbits(63)),
+                prompting=request.prompting(),
+                messages=chat,
+                prompt=prompt,
+                items=items,
+                arrived_s=exchange.arrived_s,
+            )
+            for index, prompt in enumerate(prompts)
+        ]
+
+    def _translation(self, request: GenerationRequest, job: Job, send: Send) -> Send:
+        """What a streamed answer goes through on its way to ``send``."""
+        return send
+
+    def _translate(self, request: GenerationRequest, job: Job, answer: bytes) -> bytes:
+        """The same for an answer in one piece."""
+        return answer
+
+
+class Exchange:
     """One request and its answer.
 
     Attributes:
         answered: the last word is on its way; a client that leaves from now on has left nothing.
         modality: "text" until media are found.
+        translate: what a streamed answer goes through, where it goes through anything.
     """
 
     def __init__(self, headers: Headers, send: Send) -> None:
@@ -199,14 +265,15 @@ class _Exchange:
         self.trace_id = uuid.uuid4().hex
         self.answered = False
         self.modality = "text"
+        self.translate: Send | None = None
 
-    def stream_send(self, first_token: Callable[[_Exchange], None]) -> Send:
+    def stream_send(self, first_token: Callable[[Exchange], None]) -> Send:
         """``send`` that reports the start of a streamed answer, which comes with the first token."""
 
         async def send(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":
                 first_token(self)
-            await self.send(message)
+            await (self.translate or self.send)(message)
 
         return send
 

@@ -15,7 +15,8 @@ import msgspec
 
 from epd_serve.backends.base import InstanceLost
 from epd_serve.errors import error_from_response
-from epd_serve.protocol import wire
+from epd_serve.protocol import frames, wire
+from epd_serve.protocol.prompt_calls import DetokenizeReply, DetokenizeRequest, TokenizeReply, TokenizeRequest
 
 INFO_TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 5.0
@@ -63,6 +64,10 @@ class _Answer:
     def decode_follows(self) -> bool:
         return self.response.headers.get(wire.NEXT_HEADER) == "decode"
 
+    @property
+    def framed(self) -> bool:
+        return self.response.headers.get("content-type") == frames.CONTENT_TYPE
+
     async def chunks(self) -> AsyncIterator[bytes]:
         try:
             async for chunk in self.response.content.iter_any():
@@ -95,14 +100,22 @@ class NativeInstance:
             raise InstanceLost(f"{self.url}/info is no answer of an instance ({error})") from error
 
     async def encode(self, request: wire.EncodeRequest, *, trace_id: str) -> wire.EncodeReply:
-        async with self._post("/stage/encode", request, trace_id) as response:
+        return await self._ask("/stage/encode", request, wire.EncodeReply, trace_id)
+
+    async def tokenize(self, request: TokenizeRequest, *, trace_id: str) -> TokenizeReply:
+        return await self._ask("/prompt/tokenize", request, TokenizeReply, trace_id)
+
+    async def detokenize(self, request: DetokenizeRequest, *, trace_id: str) -> DetokenizeReply:
+        return await self._ask("/prompt/detokenize", request, DetokenizeReply, trace_id)
+
+    async def _ask(self, path: str, request: wire.Message, reply_type: type[wire.M], trace_id: str) -> wire.M:
+        async with self._post(path, request, trace_id) as response:
             try:
-                body = await response.read()
-                return wire.decode(body, wire.EncodeReply)
+                return wire.decode(await response.read(), reply_type)
             except (aiohttp.ClientError, OSError) as error:
                 raise self._lost(error) from error
             except msgspec.MsgspecError as error:
-                raise InstanceLost(f"instance {self.name} gave an unreadable encode reply ({error})") from error
+                raise InstanceLost(f"instance {self.name} gave an unreadable answer ({error})") from error
 
     @asynccontextmanager
     async def prefill(self, request: wire.PrefillRequest, *, trace_id: str) -> AsyncIterator[_Answer]:

@@ -18,9 +18,9 @@ from pydantic import (
     model_validator,
 )
 
+from epd_serve.config.gateway import GatewayConfig
 from epd_serve.config.options import MIN_SEGMENT_BYTES, DType, FeatureStoreKind, InstanceOptions
 from epd_serve.config.sections import (
-    GatewayConfig,
     InstancesConfig,
     InstanceSettings,
     MooncakeConfig,
@@ -163,6 +163,12 @@ class DeploymentConfig(Section):
                     f"async_scheduling is on for {instance.role}, which shares its language model out over "
                     f"{instance.tensor_parallel} devices; tokens are fed to the next step on one alone: write auto"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _shedding_has_a_limit(self) -> DeploymentConfig:
+        if self.gateway.shed and self.slo.ttft_ms is None:
+            raise ValueError("gateway.shed needs a time to be kept; set slo.ttft_ms")
         return self
 
     @model_validator(mode="after")

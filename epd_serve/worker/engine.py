@@ -75,7 +75,7 @@ class Engine:
         runs_ahead: bool = False,
     ) -> None:
         self._pool = pool
-        self._eos_token_ids = eos_token_ids
+        self.eos_token_ids = eos_token_ids
         self._queues = Queues(
             pool,
             memory,
@@ -144,14 +144,14 @@ class Engine:
         """Go on with a prompt whose KV another instance wrote into ``blocks``.
 
         Args:
-            sequence: the first choice, WAITING, without output.
-            tokens: for each choice its first token and whether that was its last.
+            sequence: the first choice, WAITING; the KV of its output, if it has any, was written too.
+            tokens: for each choice its next token and whether that was its last.
         """
         with self._changed:
             self._queues.settle(blocks)
             sequence.arrival_s = self._clock()
             sequence.blocks, sequence.forks = blocks.root, blocks.forks
-            sequence.num_computed = sequence.num_prompt_tokens
+            sequence.num_computed = sequence.num_tokens
             sequence.move_to(SequenceState.RUNNING)
             self._tables.register(sequence)
             choices = self._tables.fork(sequence)
@@ -312,25 +312,25 @@ class Engine:
             for sequence, _ in output.prefills:
                 if sequence.blocks:  # it may have lost them to an older one since
                     self._tables.register(sequence)
-            events: list[EngineEvent] = [self._append(s, token) for s, token in result.decoded if s.goes_on]
-            for sequence, tokens in result.first:
-                events += self._begin_output(sequence, tokens)
+            events: list[EngineEvent] = []
+            for sequence, tokens in (*((s, [token]) for s, token in result.decoded), *result.first):
+                if sequence.goes_on:
+                    events += self._hand_out(sequence, tokens)
             self._let_go()
         return events
 
-    def _begin_output(self, sequence: Sequence, tokens: list[SampledToken]) -> list[EngineEvent]:
-        """The first tokens of a prompt's choices."""
-        if not sequence.goes_on:
-            return []
-        if sequence.output_ids:  # the step after it has gone on with a placeholder
-            return [self._append(sequence, *tokens)]
-        if sequence.num_uncomputed:
-            return []  # it was preempted since, and its prompt is computed again
+    def _hand_out(self, sequence: Sequence, tokens: list[SampledToken]) -> list[EngineEvent]:
+        """A sequence's next token, or the first one of each choice."""
         if sequence.hand_off:
             self._queues.stop(sequence)
             sequence.move_to(SequenceState.TRANSFERRING)
-            ends = [(t, sequence.finish_reason(t.token_id, 1, self._eos_token_ids)) for t in tokens]
+            count = len(sequence.output_ids) + 1
+            ends = [(t, sequence.finish_reason(t.token_id, count, self.eos_token_ids)) for t in tokens]
             return [PromptEvent(sequence, ends)]
+        if sequence.output_ids:
+            return [self._append(sequence, *tokens)]
+        if sequence.num_uncomputed:
+            return []  # it was preempted since, and its prompt is computed again
         choices = self._tables.fork(sequence)
         for choice in choices[1:]:
             self._queues.run(choice)
@@ -338,7 +338,7 @@ class Engine:
 
     def _append(self, sequence: Sequence, token: SampledToken) -> TokenEvent:
         sequence.take(token.token_id)
-        reason = sequence.finish_reason(token.token_id, len(sequence.output_ids), self._eos_token_ids)
+        reason = sequence.finish_reason(token.token_id, len(sequence.output_ids), self.eos_token_ids)
         if reason is not None:
             self._queues.stop(sequence)
             self._leave(sequence)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from epd_serve.request import PLACEHOLDER, Sequence
+from epd_serve.request import Sequence
 from epd_serve.worker.drawing import Row
 from epd_serve.worker.step_inputs import move
 
@@ -70,8 +70,6 @@ class _History:
     def take(self, output_ids: list[int]) -> None:
         """Count the tokens that are new."""
         for token in output_ids[self._num_taken :]:
-            if token == PLACEHOLDER:  # it was given up: nobody will read what is sampled
-                return
             place = self._place(token)
             if token not in self._seen:
                 self._seen.add(token)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from device.base import AttentionOps
 from epd_serve.protocol.wire import TokenLogprob
+from epd_serve.worker.constraints import is_restricted, restrict
 from epd_serve.worker.drawing import Row, RowDrawer, draw, draw_from_largest, largest
 from epd_serve.worker.penalties import Penalties
 from epd_serve.worker.step_inputs import on_device
@@ -56,7 +57,9 @@ class Sampler:
 
         The largest is sought in the logits' own dtype; what is computed from them is float32.
         """
-        worked = [i for i, row in enumerate(rows) if not row.sampling.greedy or _is_constrained(row)]
+        # what was given up has no rules any more, and may lack the tokens that they are about
+        ruled = [i for i, row in enumerate(rows) if row.sequence.goes_on]
+        worked = [i for i in ruled if not rows[i].sampling.greedy or _is_constrained(rows[i])]
         tokens = self._work(logits, rows, worked) if worked else self._ops.argmax(logits)
         counts = {i: n for i, row in enumerate(rows) if (n := row.sampling.logprobs) is not None}
         if counts:
@@ -101,7 +104,7 @@ class Sampler:
         return torch.tensor([self._drawer.draw(values, row) for values, row in zip(scores, rows, strict=True)])
 
     def _constrained(self, logits: Tensor, rows: AbstractSequence[Row], which: list[int]) -> Tensor:
-        """Rows in float32 with penalties and without the tokens that are held back, [len(which), vocab]."""
+        """Rows in float32 with penalties, min_tokens and what requests forbid, [len(which), vocab]."""
         some = [rows[i] for i in which]
         scores = self._copy(logits, which)
         self._penalties.apply(scores, some)
@@ -111,6 +114,7 @@ class Sampler:
                 ends = [*self._eos_token_ids, *row.sampling.stop_token_ids]
                 ends = [token for token in ends if token < logits.shape[-1]]
                 values.index_fill_(0, on_device(values, ends), _MASKED)
+        restrict(scores, [row.sequence for row in some])
         return scores
 
     def _copy(self, logits: Tensor, which: list[int]) -> Tensor:
@@ -150,7 +154,7 @@ def _is_plain(row: Row) -> bool:
 
 
 def _is_constrained(row: Row) -> bool:
-    return row.sampling.penalised or _is_held_back(row)
+    return row.sampling.penalised or _is_held_back(row) or is_restricted(row.sequence)
 
 
 def _with_logprobs(logits: Tensor, tokens: Tensor, counts: dict[int, int]) -> Sampling:
