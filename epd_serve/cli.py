@@ -153,9 +153,7 @@ def instance(
     max_num_seqs: Annotated[
         int, typer.Option(min=1, help="Most sequences in a step.")
     ] = InstanceOptions.max_num_seqs,
-    async_scheduling: Annotated[
-        Switch, typer.Option(help="Launch steps early.")
-    ] = InstanceOptions.async_scheduling,
+    async_scheduling: Annotated[Switch, typer.Option(help="Launch early.")] = InstanceOptions.async_scheduling,
     max_model_len: Annotated[int | None, typer.Option(min=1, help="Longest prompt and answer, in tokens.")] = None,
     image_budget_pixels: Annotated[
         int, typer.Option(min=1, help="Most pixels encoded in a step.")
