@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, AsyncExitStack
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -77,14 +77,13 @@ class _Call:
 
     def __init__(
         self,
-        table: InstanceTable,
         record: InstanceRecord,
-        stage: Stage,
         opening: AbstractAsyncContextManager[Answer],
+        counted: AbstractContextManager[None],
     ) -> None:
         self.record = record
         self._stack = AsyncExitStack()
-        self._stack.enter_context(table.in_flight(record, stage))
+        self._stack.enter_context(counted)
         self.opened = asyncio.create_task(self._stack.enter_async_context(opening))
 
     async def close(self) -> None:
@@ -126,7 +125,8 @@ class Attempt:
     async def __aenter__(self) -> Self:
         table, calls, route, job = self._instances.table, self._instances.calls, self._route, self._job
         distinct = {ref.mm_hash: (ref, item) for ref, item in zip(self._refs, job.items, strict=True)}
-        encoders = self._instances.policy.choose_encoders(table, route.prefill, list(distinct))
+        items = [ref for ref, _ in distinct.values()]
+        encoders = self._instances.policy.choose_encoders(table, route.prefill, items)
         prefill = PrefillRequest(
             request_id=self._id,
             output=job.output,
@@ -136,14 +136,19 @@ class Attempt:
             prompt=job.prompt,
             prompting=job.prompting,
             decode_url=None if route.fused else calls[route.decode.name].url,
+            max_model_len=route.max_model_len,
             generated=self._generated,
         )
         opening = calls[route.prefill.name].prefill(prefill, trace_id=job.trace_id)
-        self._prefill = _Call(table, route.prefill, Stage.PREFILL, opening)
+        counted = table.in_flight(
+            route.prefill, Stage.PREFILL, request_id=self._id, work=route.prefill_work, prefix=route.prefix
+        )
+        self._prefill = _Call(route.prefill, opening, counted)
         if not route.fused:
             expected = DecodeRequest(request_id=self._id, stream=job.output.stream)
             opening = calls[route.decode.name].decode(expected, trace_id=job.trace_id)
-            self._decode = _Call(table, route.decode, Stage.DECODE, opening)
+            counted = table.in_flight(route.decode, Stage.DECODE, request_id=self._id, work=route.decode_work)
+            self._decode = _Call(route.decode, opening, counted)
         self._encodes = [
             asyncio.create_task(self._encode(ref, item, encoder))
             for (ref, item), encoder in zip(distinct.values(), encoders, strict=True)
@@ -250,9 +255,10 @@ class Attempt:
         patience_s, num_stalled = instances.encode_timeout_s, 0
         while True:
             try:
-                with instances.table.in_flight(encoder, Stage.ENCODE, ref.mm_hash):
+                with instances.table.encoding(encoder, ref, self._id) as encoding:
                     async with asyncio.timeout(None if encoder is prefill else patience_s):
-                        await instances.calls[encoder.name].encode(request, trace_id=self._job.trace_id)
+                        reply = await instances.calls[encoder.name].encode(request, trace_id=self._job.trace_id)
+                    encoding.was_cached = reply.cached
                 return
             except InvalidRequest as error:
                 error.param = error.param or item.param
@@ -268,7 +274,7 @@ class Attempt:
                 failure = error
             tried.add(encoder.name)
             if num_stalled < _MAX_STALLED:
-                choice = instances.policy.choose_encoders(instances.table, prefill, [ref.mm_hash], exclude=tried)
+                choice = instances.policy.choose_encoders(instances.table, prefill, [ref], exclude=tried)
                 [encoder] = choice
             else:
                 encoder = prefill

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -98,6 +98,18 @@ class NativeInstance:
             raise self._lost(error) from error
         except msgspec.MsgspecError as error:
             raise InstanceLost(f"{self.url}/info is no answer of an instance ({error})") from error
+
+    async def reports(self) -> AsyncGenerator[wire.Report, None]:
+        try:
+            async with self._connections.session.get(f"{self.url}/reports") as response:
+                if response.status >= 400:
+                    await self._check(response, await response.read())
+                async for line in response.content:
+                    yield wire.from_json(line, wire.Report)
+        except (aiohttp.ClientError, OSError) as error:
+            raise self._lost(error) from error
+        except ValueError as error:  # of msgspec's too, and of aiohttp's for a line that has no end
+            raise InstanceLost(f"{self.url}/reports are no reports of an instance ({error})") from error
 
     async def encode(self, request: wire.EncodeRequest, *, trace_id: str) -> wire.EncodeReply:
         return await self._ask("/stage/encode", request, wire.EncodeReply, trace_id)
