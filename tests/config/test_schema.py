@@ -108,8 +108,13 @@ def test_every_setting_reaches_the_instance() -> None:
 
 @pytest.mark.parametrize(
     ("device", "switch", "ahead"),
-    [("cpu", "auto", False), ("cpu", "on", True), ("cuda:0", "auto", True), ("npu:0", "off", False)]
-    + [("cuda:0,cuda:1", "auto", False)],
+    [
+        ("cpu", "auto", False),
+        ("cpu", "on", True),
+        ("cuda:0", "auto", True),
+        ("npu:0", "off", False),
+        ("cuda:0,cuda:1", "auto", False),
+    ],
 )
 def test_accelerators_launch_steps_ahead(device: str, switch: Switch, ahead: bool) -> None:
     options = DeploymentConfig().options_for(DeploymentConfig().placement()[2], device=device, port=1, threads=1)
