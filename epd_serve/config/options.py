@@ -49,7 +49,8 @@ class InstanceOptions:
         async_scheduling: whether a step is launched before the tokens of the one before are known; ``auto``: on an
             accelerator. The ranks of a tensor-parallel instance cannot.
         max_model_len: longest prompt and answer together, in tokens; None: what the model allows.
-        image_budget_pixels: most pixels encoded in a step; a larger image is encoded alone.
+        image_budget_pixels: most pixels encoded in a step, as the model's processor leaves them; a larger image
+            is encoded alone.
         feature_store_bytes: what E keeps of its encoder output, for P to fetch.
         feature_cache_bytes: what P keeps of the features it has fetched.
         feature_timeout_s: how long P waits for a feature before it computes it itself.

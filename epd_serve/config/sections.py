@@ -202,7 +202,9 @@ class InstanceSettings(Section):
         description="Longest prompt and answer together, in tokens; null: what the model allows.",
     )
     image_budget_pixels: int = Field(
-        default=InstanceOptions.image_budget_pixels, ge=1, description="Most pixels encoded in a step."
+        default=InstanceOptions.image_budget_pixels,
+        ge=1,
+        description="Most pixels encoded in a step, as resized.",
     )
     feature_store_bytes: Bytes = Field(
         default=InstanceOptions.feature_store_bytes, description="Encoder output that E keeps for P to fetch."

@@ -194,10 +194,7 @@ class Engine:
     def reserve(
         self, num_prompt_tokens: int, num_sequences: int, hashes: list[bytes], arrival_s: float
     ) -> RequestBlocks | None:
-        """Blocks for a prompt whose KV a peer will write, and for the first token after it; None: not now.
-
-        Then prompts that come after ``arrival_s`` (monotonic) wait behind it until :meth:`stop_reserving`.
-        """
+        """Blocks for a prompt whose KV a peer will write: see :meth:`~epd_serve.sched.queues.Queues.reserve`."""
         with self._changed:
             return self._queues.reserve(num_prompt_tokens, num_sequences, hashes, arrival_s)
 
@@ -212,6 +209,11 @@ class Engine:
             self._queues.settle(blocks)
             self._pool.release(blocks.all())
             self._tell_free()
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that hold blocks and are computed."""
+        return self._queues.num_running
 
     def load(self) -> Load:
         with self._changed:
@@ -361,18 +363,15 @@ class Engine:
                 self._retire(sequence)
             else:
                 transfer.cancelled = True
-                self._sender.fence(transfer, lambda _, s=sequence: self._retire_later(s))  # type: ignore[misc]
-
-    def _retire_later(self, sequence: Sequence) -> None:
-        with self._changed:
-            self._retire(sequence)
+                self._sender.fence(transfer, lambda _, s=sequence: self._retire(s))  # type: ignore[misc]
 
     def _retire(self, sequence: Sequence) -> None:
-        sequence.move_to(SequenceState.FINISHED)
-        self._transfers.pop(sequence, None)
-        sequence.saved = None
-        self._tables.release(sequence)
-        self._tell_free()
+        with self._changed:
+            sequence.move_to(SequenceState.FINISHED)
+            self._transfers.pop(sequence, None)
+            sequence.saved = None
+            self._tables.release(sequence)
+            self._tell_free()
 
     def _tell_free(self) -> None:
         self._changed.notify_all()
