@@ -173,12 +173,11 @@ def instance(
     lease_s: Annotated[
         float, typer.Option(min=0.001, help="How long unconfirmed memory is kept.")
     ] = InstanceOptions.lease_s,
-    kv_transport: Annotated[
-        KVTransport, typer.Option(help="How KV moves from P to D.")
-    ] = InstanceOptions.kv_transport,
-    feature_store: Annotated[
-        FeatureStoreKind, typer.Option(help="Where E's features lie.")
-    ] = InstanceOptions.feature_store,
+    drain_s: Annotated[
+        float, typer.Option(min=0.001, help="How long requests may go on after SIGTERM.")
+    ] = InstanceOptions.drain_s,
+    kv_transport: Annotated[KVTransport, typer.Option(help="From P to D.")] = InstanceOptions.kv_transport,
+    feature_store: Annotated[FeatureStoreKind, typer.Option(help="Of E.")] = InstanceOptions.feature_store,
     mooncake_master: Annotated[
         str | None, typer.Option(help="host:port of the master, for --feature-store mooncake.")
     ] = None,
@@ -253,6 +252,7 @@ def instance(
         feature_timeout_s=feature_timeout_s,
         queue_timeout_s=queue_timeout_s,
         lease_s=lease_s,
+        drain_s=drain_s,
         kv_transport=kv_transport,
         feature_store=feature_store,
         mooncake_master=mooncake_master,

@@ -25,9 +25,9 @@ from proxy.addresses import is_public
 from proxy.attempt import Instances
 from proxy.endpoints import endpoints
 from proxy.entrance import new_gate
-from proxy.failover import Losses
 from proxy.fetch import MediaFetcher, UrlRules
 from proxy.generation import Generator
+from proxy.health import Health
 from proxy.media import MediaLoader
 from proxy.openapi import openapi_router
 from proxy.poller import Poller
@@ -58,7 +58,7 @@ def create_app(
     )
     trace = TraceWriter(settings.trace, "gateway") if settings.trace else None
     poller = Poller(table, calls, settings.poll_interval_s, settings.startup_wait_s)
-    losses = Losses()
+    health = Health(table, calls, settings.health)
     generator = Generator(
         Instances(
             table=table,
@@ -67,7 +67,7 @@ def create_app(
             poller=poller,
             metrics=metrics,
             encode_timeout_s=settings.encode_timeout_s,
-            losses=losses,
+            health=health,
             failover=settings.failover,
             trace=trace,
         )
@@ -77,7 +77,7 @@ def create_app(
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         async with connections, fetcher:
-            polling = asyncio.create_task(poller.run())
+            polling = asyncio.gather(poller.run(), health.run())
             try:
                 yield
             finally:
@@ -88,6 +88,7 @@ def create_app(
 
     app = FastAPI(title="epd-serve gateway", lifespan=lifespan, openapi_url=None)
     app.state.table = table
+    app.state.health = health
     app.state.gate = gate
     shared: dict[str, Any] = {
         "table": table,

@@ -9,7 +9,9 @@ from epd_serve.config import DeploymentConfig
 from epd_serve.config.gateway import ApiKeyConfig, is_loopback, read_secret
 from epd_serve.media import MediaLimits
 from epd_serve.types import Routing
+from proxy.breaker import BreakerLimits
 from proxy.failover import Failover
+from proxy.health import HealthSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +31,7 @@ class GatewaySettings:
         encode_timeout_s: how long an instance may take to encode an item before another is asked. P must still
             be waiting for the feature then.
         failover: what a request may try that lost its instance.
+        health: how instances are watched.
         trace: directory for the file that says what the gateway did when; None: none is written.
         routing: how P and D are chosen.
         startup_wait_s: how long after the gateway's start requests wait for instances that are still loading.
@@ -55,6 +58,7 @@ class GatewaySettings:
     startup_wait_s: float = 60.0
     encode_timeout_s: float = 15.0
     failover: Failover = field(default_factory=Failover)
+    health: HealthSettings = field(default_factory=HealthSettings)
     trace: Path | None = None
     routing: Routing = "least_loaded"
 
@@ -81,6 +85,15 @@ class GatewaySettings:
             allow_private=is_loopback(host) if media.allow_private is None else media.allow_private,
             encode_timeout_s=config.settings_for("P").feature_timeout_s / 2,
             failover=Failover(**gateway.failover.model_dump()),
+            health=HealthSettings(
+                probe_interval_s=gateway.health.probe_interval_s,
+                probe_timeout_s=gateway.health.probe_timeout_s,
+                breaker=BreakerLimits(
+                    num_consecutive=gateway.health.max_failures,
+                    failure_rate=gateway.health.max_failure_rate,
+                    slow_start_s=gateway.health.slow_start_s,
+                ),
+            ),
             trace=config.trace,
             routing=gateway.routing,
             allowed_file_dirs=tuple(Path(folder).expanduser().resolve() for folder in media.allowed_file_dirs),

@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from epd_serve.config.resilience import FailoverConfig
+from epd_serve.config.resilience import FailoverConfig, HealthConfig
 from epd_serve.config.sections import Port, Seconds, Section
 from epd_serve.config.sizes import Bytes, BytesPerSecond
 from epd_serve.types import Routing
@@ -243,6 +243,7 @@ class GatewayConfig(Section):
         "round_robin: in turn. Images always go where equal ones went, unless that encoder has too much to do.",
     )
     failover: FailoverConfig = FailoverConfig()
+    health: HealthConfig = HealthConfig()
     media: MediaConfig = MediaConfig()
     api_key: Secret | None = Field(
         default=None,

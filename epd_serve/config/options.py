@@ -56,6 +56,7 @@ class InstanceOptions:
         feature_timeout_s: how long P waits for a feature before it computes it itself.
         queue_timeout_s: how long a request waits for room in D's KV cache before it is refused.
         lease_s: how long memory that a peer has not confirmed is kept for it.
+        drain_s: how long requests in progress may go on after SIGTERM.
         kv_transport: how KV moves from P to D; ``auto`` is shared memory on one host, else TCP.
         feature_store: where E's features lie: in its own memory, or in Mooncake Store for all instances to find.
         mooncake_master: ``host:port`` of the store's master; needed with feature_store ``mooncake``.
@@ -104,6 +105,7 @@ class InstanceOptions:
     feature_timeout_s: float = 30.0
     queue_timeout_s: float = 60.0
     lease_s: float = 30.0
+    drain_s: float = 30.0
     kv_transport: KVTransport = "auto"
     feature_store: FeatureStoreKind = "embedded"
     mooncake_master: str | None = None

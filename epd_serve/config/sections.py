@@ -223,6 +223,10 @@ class InstanceSettings(Section):
     lease_s: Seconds = Field(
         default=InstanceOptions.lease_s, description="How long memory is kept for a peer that does not confirm."
     )
+    drain_s: Seconds = Field(
+        default=InstanceOptions.drain_s,
+        description="How long requests in progress may go on after SIGTERM; new ones are refused.",
+    )
     feature_prefetch: FeaturePrefetch = Field(
         default=InstanceOptions.feature_prefetch,
         description="async: P fetches a feature as soon as it is announced; sync: when a step needs it.",

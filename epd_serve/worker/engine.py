@@ -113,7 +113,7 @@ class Engine:
         self._runs_ahead = runs_ahead
         self._flying: Flight | None = None  # launched, its tokens unknown
         self._stepping: frozenset[Sequence] = frozenset()
-        self.is_prefilling = self._closing = False
+        self.num_steps, self.is_prefilling, self._closing = 0, False, False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -305,6 +305,7 @@ class Engine:
                     self._on_step(flight.output, seconds)
             except Exception:  # what is told of a step must not take its tokens along
                 logger.exception("a step could not be accounted for")
+        self.num_steps += 1
         if events:
             self._emit(events)
 

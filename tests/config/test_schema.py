@@ -89,6 +89,7 @@ def test_every_setting_reaches_the_instance() -> None:
         "feature_timeout_s": 1.5,
         "queue_timeout_s": 3.5,
         "lease_s": 2.5,
+        "drain_s": 12,
         "feature_prefetch": "sync",
         "memory_share": 0.25,
         "stream_priority": 3,

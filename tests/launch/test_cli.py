@@ -61,6 +61,7 @@ OPTIONS = InstanceOptions(
     feature_timeout_s=1.5,
     queue_timeout_s=3.5,
     lease_s=2.5,
+    drain_s=7.5,
     kv_transport="tcp",
     feature_store="mooncake",
     mooncake_master="10.0.0.2:50051",
