@@ -17,6 +17,7 @@ call                    from, to   body                  answer
 ``/kv/pulled``          D, P       TransferRef           204 where P has kept what D read, and may drop it now
 ``/prompt/tokenize``    gateway,P  TokenizeRequest       TokenizeReply
 ``/prompt/detokenize``  gateway,P  DetokenizeRequest     DetokenizeReply
+``/probe``              gateway    ProbeRequest          204 once the instance has computed something
 ``/info``               any        (GET)                 InstanceInfo, as JSON
 ``/reports``            gateway,   (GET)                 Report after Report, each a line of JSON, until the caller
                         any                              closes the connection
@@ -253,6 +254,12 @@ class PullRequest(Message, frozen=True):
     num_sequences: int
     layout: KVLayout
     lease_s: float
+
+
+class ProbeRequest(Message, frozen=True):
+    """Asks for proof that the instance computes; a 500 within about ``timeout_s`` says that it does not."""
+
+    timeout_s: float
 
 
 class Load(Message, frozen=True):
