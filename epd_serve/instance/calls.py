@@ -64,6 +64,8 @@ class StageCalls:
         request = wire.decode(body, wire.EncodeRequest)
         with self._stages.reports.call(Stage.ENCODE, request.request_id):
             reply = await self._stages.encodes().encode(request)
+        if not reply.cached:
+            self._stages.reports.encoded(request.ref.mm_hash)
         self._stages.metrics.encoded(reply.cached, instead=not self._stages.options.role.encodes)
         return Reply(body=wire.encode(reply))
 

@@ -24,9 +24,9 @@ class BoundedHash:
     in one place and are encoded once. Another where that one has more than ``bound`` times the mean to do, in
     seconds (consistent hashing with bounded loads: Mirrokni, Thorup, Zadimoghaddam 2018).
 
-    Before that, an instance that is encoding the item right now, or has encoded it for this gateway. Last, where
-    the prefill instance has a tower of its own, the item stays there unless that costs more: its queue, the
-    encode, and the prompts that wait for it, against the other's queue, encode and the feature's way.
+    Before that, an instance that is encoding the item right now, or has encoded it lately. Last, where the
+    prefill instance has a tower of its own, the item stays there unless that costs more: its queue, the encode,
+    and the prompts that wait for it, against the other's queue, encode and the feature's way.
 
     ``bound`` infinite is hashing alone.
     """

@@ -32,7 +32,7 @@ class InstanceRecord:
         pending: what it has to do: as reported, with the calls of this gateway that the report does not contain.
         in_flight: this gateway's open calls, by stage.
         encoding: how many of them, by the mm_hash that is encoded.
-        features: mm_hashes of what was encoded there for this gateway.
+        features: mm_hashes of what was encoded there lately, as far as is known.
         prefixes: beginnings of the prompts that went there.
         num_chosen: how often this gateway has opened a call, by stage; breaks ties, so that equals take turns.
     """
@@ -184,6 +184,8 @@ class InstanceTable:
 
     def _report(self, record: InstanceRecord, report: Report) -> None:
         record._take_over(report.load, report.received)
+        for mm_hash in report.encoded:
+            record.features.add(mm_hash)
         others = [one for one in self if one is not record and one.role == record.role]
         assert record.info is not None
         record.costs = resolve_costs(report.load, record.info.budgets, [one.load for one in others])
