@@ -7,8 +7,8 @@ image each: with 60 % probability one of those before, else a new one, of differ
 requests whose image came before: an encoder may compute each image once. *Imbalance* is the largest encoder's part
 over the mean's, in pixels and in seconds of the tower.
 
-Then the simulator runs the same kind of requests through the policy that the gateway has, and through those that it
-could have: in turn, the better of two at random, hashing alone.
+Then the simulator runs the same kind of requests through the policy that the gateway has, and through those that
+it could have: in turn, the better of two at random, hashing alone.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def compare(pictures: list[Picture], num_encoders: int, num_gateways: int, use: 
         requests.append(Request(at_s=at_s, images=((str(picture.seed), picture.side**2),)))
     policies: dict[str, EncoderChoice] = {
         "bounded hashing": BoundedHash(),
-        "hashing alone": BoundedHash(bound=float("inf")),
+        "hashing alone": BoundedHash(bound=float("inf"), even=float("inf")),
         "random of two": RandomOfTwoEncoders(random.Random(1).random),
         "round robin": RoundRobinEncoders(),
     }
