@@ -134,12 +134,12 @@ class SimulatedInstance:
             flight.done = lambda cached: (first(cached), done(False))[0]
             return
         self.num_encodes += 1
+        for made in self.made.values():
+            made.append(item.mm_hash)
         self.encoded_units += item.width * item.height
 
         def encoded(cached: bool) -> None:
             self.features[item.mm_hash] = None
-            for made in self.made.values():
-                made.append(item.mm_hash)
             if len(self.features) > self.num_features:
                 self.features.popitem(last=False)
             done(cached)
@@ -288,7 +288,7 @@ def simulate(
     policies: list[Policy],
     requests: Iterable[Request],
     *,
-    report_s: float = 0.2,
+    report_s: float = 0.1,
     watch: Callable[[list[Gateway]], None] = lambda gateways: None,
 ) -> Outcome:
     """Requests go to the gateways, one for each policy, in turn. ``watch`` is called after each report."""

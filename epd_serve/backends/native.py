@@ -14,12 +14,14 @@ import aiohttp
 import msgspec
 
 from epd_serve.backends.base import InstanceLost
-from epd_serve.errors import error_from_response
+from epd_serve.errors import InvalidRequest, StageTimeout, error_from_response
 from epd_serve.protocol import frames, wire
 from epd_serve.protocol.prompt_calls import DetokenizeReply, DetokenizeRequest, TokenizeReply, TokenizeRequest
 
 INFO_TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 5.0
+#: Beyond the time that a probe gives the instance.
+PROBE_MARGIN_S = 0.5
 #: Below the keep-alive time of the instances' server (5 s), so that a call never meets a connection that is just
 #: being closed.
 KEEP_ALIVE_S = 3.0
@@ -98,6 +100,19 @@ class NativeInstance:
             raise self._lost(error) from error
         except msgspec.MsgspecError as error:
             raise InstanceLost(f"{self.url}/info is no answer of an instance ({error})") from error
+
+    async def probe(self, timeout_s: float) -> None:
+        """An instance without that call counts as one that computes. Raises ServeError."""
+        try:
+            async with (
+                asyncio.timeout(timeout_s + PROBE_MARGIN_S),
+                self._post("/probe", wire.ProbeRequest(timeout_s), "probe") as response,
+            ):
+                await response.read()
+        except InvalidRequest:
+            return
+        except TimeoutError as error:
+            raise StageTimeout(f"instance {self.name} does not answer within {timeout_s:g} s") from error
 
     async def reports(self) -> AsyncGenerator[wire.Report, None]:
         try:

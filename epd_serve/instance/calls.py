@@ -28,6 +28,8 @@ class Stages(Protocol):
     pulls: Pulls
     reports: Reporter
 
+    def check_accepting(self) -> None: ...
+
     def encodes(self) -> EncodeService: ...
 
     def prefills(self) -> PrefillService: ...
@@ -61,20 +63,29 @@ class StageCalls:
         ]
 
     async def _encode(self, body: bytes) -> Reply:
+        self._stages.check_accepting()
         request = wire.decode(body, wire.EncodeRequest)
-        with self._stages.reports.call(Stage.ENCODE, request.request_id):
-            reply = await self._stages.encodes().encode(request)
-        if not reply.cached:
-            self._stages.reports.encoded(request.ref.mm_hash)
+        reports, mm_hash = self._stages.reports, request.ref.mm_hash
+        with reports.call(Stage.ENCODE, request.request_id):
+            is_named = reports.will_have(mm_hash)
+            try:
+                reply = await self._stages.encodes().encode(request)
+            except BaseException:
+                reports.will_not_have(mm_hash)
+                raise
+        if not reply.cached and not is_named:
+            reports.has_again(mm_hash)
         self._stages.metrics.encoded(reply.cached, instead=not self._stages.options.role.encodes)
         return Reply(body=wire.encode(reply))
 
     async def _prefill(self, body: bytes) -> Reply:
+        self._stages.check_accepting()
         request = wire.decode(body, wire.PrefillRequest)
         with self._stages.reports.call(Stage.PREFILL, request.request_id):
             return await self._stages.prefills().prefill(request)
 
     async def _decode(self, body: bytes) -> Reply:
+        self._stages.check_accepting()
         request = wire.decode(body, wire.DecodeRequest)
         with self._stages.reports.call(Stage.DECODE, request.request_id):
             return await self._stages.decodes().decode(request)

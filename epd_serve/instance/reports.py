@@ -80,10 +80,21 @@ class Reporter:
             if is_turn or listener.num_changes >= much:
                 listener.much_changed.set()
 
-    def encoded(self, mm_hash: str) -> None:
-        """A feature was made here and can be fetched."""
+    def will_have(self, mm_hash: str) -> bool:
+        """A feature is here, or is being made: it is best asked for here. False where that was said before."""
+        if mm_hash in self._encoded:
+            self._encoded.move_to_end(mm_hash)
+            return False
+        self.has_again(mm_hash)
+        return True
+
+    def will_not_have(self, mm_hash: str) -> None:
+        """It could not be made. Who was told otherwise finds out by asking."""
+        self._encoded.pop(mm_hash, None)
+
+    def has_again(self, mm_hash: str) -> None:
+        """It had been evicted meanwhile."""
         self._encoded[mm_hash] = None
-        self._encoded.move_to_end(mm_hash)
         if len(self._encoded) > _MAX_ENCODED:
             self._encoded.popitem(last=False)
         for listener in self._listeners:

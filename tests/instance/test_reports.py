@@ -88,16 +88,21 @@ async def test_calls_are_named_once_to_each_caller_and_much_change_at_once():
 async def test_features_are_named_to_all_and_the_latest_to_who_comes_later():
     reporter = Reporter(Load, ready, interval_s=0.03)
     for number in range(700):
-        reporter.encoded(f"old {number}")
+        assert reporter.will_have(f"old {number}")
     async with listening(reporter) as reports:
         names = []
         while len(names) < 700:
             names += (await anext(reports)).encoded
         assert names == [f"old {number}" for number in range(700)]
-        reporter.encoded("new")
+        assert not reporter.will_have("old 1"), "that was said"
+        reporter.will_have("new")
+        reporter.has_again("old 2")
         while not (encoded := (await anext(reports)).encoded):
             pass
-        assert encoded == ["new"]
+        assert encoded == ["new", "old 2"]
+    reporter.will_not_have("old 3")
+    async with listening(reporter) as reports:
+        assert "old 3" not in (await anext(reports)).encoded + (await anext(reports)).encoded
 
 
 async def test_an_instance_that_stops_says_so_and_ends_its_reports():
