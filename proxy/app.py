@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -23,12 +24,14 @@ from epd_serve.routing.policy import Policy
 from epd_serve.routing.table import InstanceTable
 from proxy.addresses import is_public
 from proxy.attempt import Instances
+from proxy.control import Control
 from proxy.endpoints import endpoints
 from proxy.entrance import new_gate
 from proxy.fetch import MediaFetcher, UrlRules
 from proxy.generation import Generator
 from proxy.health import Health
 from proxy.media import MediaLoader
+from proxy.members import Members
 from proxy.openapi import openapi_router
 from proxy.poller import Poller
 from proxy.settings import GatewaySettings
@@ -77,7 +80,8 @@ def create_app(
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         async with connections, fetcher:
-            polling = asyncio.gather(poller.run(), health.run())
+            reloading = [app.state.reloader.run()] if app.state.reloader is not None else []
+            polling = asyncio.gather(poller.run(), health.run(), *reloading)
             try:
                 yield
             finally:
@@ -99,8 +103,12 @@ def create_app(
         "max_body_bytes": settings.max_body_bytes,
         "timeout_s": settings.request_timeout_s,
     }
-    for path, endpoint in endpoints(generator, calls, shared):
+    served = dict(endpoints(generator, calls, shared))
+    for path, endpoint in served.items():
         app.router.routes.append(Route(path, endpoint=endpoint, methods=["POST"]))
+    members = Members(table, calls, poller, health, partial(NativeInstance, connections))
+    app.state.control = Control(settings, members, gate, generator, health, served.values())
+    app.state.reloader = None
     app.include_router(models_router(table, poller, gate.authenticator))
     app.include_router(health_router(table, metrics, gate.authenticator, settings))
     app.include_router(openapi_router())

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -16,8 +18,8 @@ class Reloader:
     """Calls ``apply`` when the file has changed, or when told to.
 
     Args:
-        apply: reads the file and takes it over, all of it or nothing. Raises ValueError for a file that is refused;
-            that is logged, and everything stays as it was.
+        apply: reads the file and takes it over, all of it or nothing. Raises ValueError for a file that is
+            refused; that is logged, and everything stays as it was.
         look_s: how often the file's time and size are looked at.
     """
 
@@ -28,11 +30,13 @@ class Reloader:
         self._asked = asyncio.Event()
 
     def ask(self) -> None:
-        """Read the file now, whether it has changed or not; for a signal handler."""
+        """Read the file now, whether it has changed or not. SIGHUP does it too."""
         self._asked.set()
 
     async def run(self) -> None:
         """Until cancelled."""
+        with suppress(ValueError, RuntimeError):  # not the main thread
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self.ask)
         seen = self._stamp()
         while True:
             try:
