@@ -42,7 +42,7 @@ class Control:
         health: Health,
         endpoints: Iterable[Endpoint],
     ) -> None:
-        self._settings = settings
+        self.settings = settings
         self._members = members
         self._gate = gate
         self._generator = generator
@@ -52,7 +52,7 @@ class Control:
     def apply(self, settings: GatewaySettings, instances: Sequence[tuple[str, str]]) -> None:
         """From now on. Raises ValueError for instances that cannot be, and changes nothing then."""
         self._members.replace(instances)
-        old = self._settings
+        old = self.settings
         changed = [one.name for one in fields(old) if getattr(old, one.name) != getattr(settings, one.name)]
         if left := [name for name in changed if name not in RELOADED]:
             logger.warning("a change of %s needs another start of the gateway", ", ".join(left))
@@ -60,7 +60,7 @@ class Control:
         if not taken:
             return
         logger.info("changed: %s", ", ".join(f"{name} = {value}" for name, value in taken.items()))
-        now = self._settings = replace(old, **taken)
+        now = self.settings = replace(old, **taken)
         self._gate.queue.resize(now.max_in_flight, now.max_queue, time.monotonic())
         self._gate.queue_timeout_s = now.queue_timeout_s
         self._generator.reconfigure(now.failover)

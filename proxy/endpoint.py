@@ -21,10 +21,11 @@ from epd_serve.protocol.messages import MediaSource
 from epd_serve.protocol.openai import GenerationRequest
 from epd_serve.protocol.wire import REQUEST_ID_HEADER
 from epd_serve.routing.table import InstanceTable
+from proxy.arrival import ArrivalLimits
 from proxy.attempt import Job
 from proxy.gate import Gate, Visit
 from proxy.generation import Generator
-from proxy.limits import estimate_tokens
+from proxy.limits import BYTES_PER_TOKEN, estimate_tokens
 from proxy.media import MediaItem, MediaLoader
 from proxy.poller import Poller
 from proxy.several import stream_several, whole_several
@@ -54,6 +55,7 @@ class Endpoint:
         loader: MediaLoader,
         metrics: GatewayMetrics,
         gate: Gate,
+        arrival: ArrivalLimits,
         max_body_bytes: int,
         timeout_s: float,
     ) -> None:
@@ -63,6 +65,7 @@ class Endpoint:
         self._loader = loader
         self._metrics = metrics
         self._gate = gate
+        self._arrival = arrival
         self._max_body_bytes = max_body_bytes
         self._timeout_s = timeout_s
 
@@ -119,7 +122,13 @@ class Endpoint:
                     param=REQUEST_ID_HEADER,
                 )
             exchange.trace_id = trace_id
-        return await _read_body(exchange.headers, receive, self._max_body_bytes)
+        length = exchange.headers.get("content-length", "")
+        declared = int(length) if length.isdigit() else None
+        try:
+            async with asyncio.timeout(self._arrival.time_for_body(declared)):
+                return await _read_body(exchange.headers, receive, self._max_body_bytes)
+        except TimeoutError:
+            raise self._arrival.too_slow(declared) from None
 
     async def _answer(self, exchange: Exchange, visit: Visit, body: bytearray) -> None:
         sink = EventSink(exchange.stream_send(self._first_token), exchange.trace_id)
@@ -198,7 +207,12 @@ class GenerationEndpoint(Endpoint):
         model = self._model(request.model)
         num_choices = (request.n or 1) * max(1, len(request.prompts()))
         num_tokens = estimate_tokens(text_bytes, request.token_limit(), num_choices)
-        waiting = visit.admit(priority=request.priority or 0, num_tokens=num_tokens)
+        waiting = visit.admit(
+            priority=request.priority or 0,
+            num_tokens=num_tokens,
+            num_prompt_tokens=text_bytes // BYTES_PER_TOKEN,
+            has_media=bool(sources),
+        )
         if waiting is not None:
             await waiting
         items = await self._media(exchange, sources)

@@ -15,6 +15,7 @@ from fastapi import FastAPI
 from epd_serve.config import DeploymentConfig
 from proxy.app import create_app
 from proxy.http import BoundedHttp
+from proxy.redaction import redact_logs
 from proxy.reload import Reloader
 from proxy.server import GatewayServer, mark_stopping
 from proxy.settings import GatewaySettings
@@ -44,7 +45,9 @@ def run_gateway(
     Blocks; must run in the main thread, for the signals. ``instances`` are (name, control URL). With ``reread``,
     SIGHUP or a change of the file makes the gateway take it over.
     """
-    app = create_app(GatewaySettings.of(config, host), instances)
+    settings = GatewaySettings.of(config, host)
+    redact_logs([settings.api_key, settings.admin.key if settings.admin else None])
+    app = create_app(settings, instances)
     if reread is not None:
 
         def apply() -> None:

@@ -6,12 +6,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from epd_serve.config import DeploymentConfig
-from epd_serve.config.gateway import ApiKeyConfig, is_loopback, read_secret
+from epd_serve.config.gateway import AdminConfig, ApiKeyConfig, is_loopback, read_secret
 from epd_serve.media import MediaLimits
 from epd_serve.types import Routing
+from proxy.arrival import ArrivalLimits
 from proxy.breaker import BreakerLimits
 from proxy.failover import Failover
 from proxy.health import HealthSettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdminSettings:
+    """Where the admin plane listens; ``key`` None lets in whoever reaches it."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    key: str | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +29,8 @@ class GatewaySettings:
     """The gateway's part of a deployment, with every default resolved.
 
     Attributes:
+        admin: where the admin plane listens; None: there is none.
+        arrival: how long a request may take to arrive.
         allow_private: whether media URLs may lead to addresses that are not public.
         max_items: most media items of a request.
         allowed_domains, allowed_ports: what media URLs may name; None: any.
@@ -39,7 +51,8 @@ class GatewaySettings:
 
     max_body_bytes: int = 64 * 1024 * 1024
     request_timeout_s: float = 600.0
-    api_key: str | None = None
+    arrival: ArrivalLimits = field(default_factory=ArrivalLimits)
+    api_key: str | None = field(default=None, repr=False)
     api_keys: tuple[ApiKeyConfig, ...] = ()
     max_in_flight: int = 1024
     max_queue: int = 4096
@@ -60,6 +73,7 @@ class GatewaySettings:
     failover: Failover = field(default_factory=Failover)
     health: HealthSettings = field(default_factory=HealthSettings)
     trace: Path | None = None
+    admin: AdminSettings | None = None
     routing: Routing = "least_loaded"
 
     @classmethod
@@ -69,6 +83,11 @@ class GatewaySettings:
         return cls(
             max_body_bytes=gateway.max_body_bytes,
             request_timeout_s=gateway.request_timeout_s,
+            arrival=ArrivalLimits(
+                header_s=gateway.header_timeout_s,
+                body_s=gateway.body_timeout_s,
+                min_body_rate=gateway.min_body_rate,
+            ),
             api_key=read_secret(gateway.api_key, "gateway.api_key"),
             api_keys=gateway.api_keys,
             max_in_flight=gateway.max_in_flight,
@@ -95,6 +114,14 @@ class GatewaySettings:
                 ),
             ),
             trace=config.trace,
+            admin=_admin(gateway.admin),
             routing=gateway.routing,
             allowed_file_dirs=tuple(Path(folder).expanduser().resolve() for folder in media.allowed_file_dirs),
         )
+
+
+def _admin(config: AdminConfig) -> AdminSettings | None:
+    if config.port is None:
+        return None
+    key = read_secret(config.key, "gateway.admin.key")
+    return AdminSettings(host=config.host, port=config.port, key=key)

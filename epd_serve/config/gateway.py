@@ -221,7 +221,7 @@ class GatewayConfig(Section):
     )
     body_timeout_s: Seconds = Field(default=120.0, description="Longest time for a body to arrive.")
     min_body_rate: BytesPerSecond = Field(
-        default=1024, description="Slowest body, on average after 10 s; a slower one is cut off."
+        default=1024, description="Slowest body: one of N bytes may take 10 s and N / min_body_rate."
     )
     request_timeout_s: Seconds = Field(default=600.0, description="Longest time for one request.")
     max_in_flight: int = Field(

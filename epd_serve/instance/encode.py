@@ -36,11 +36,16 @@ _PROBE_TICK_S = 0.02
 
 @dataclass(eq=False, slots=True)
 class _Item:
-    """One distinct media item on its way through the tower, for all requests that want it."""
+    """One distinct media item on its way through the tower, for all requests that want it.
+
+    Attributes:
+        num_pixels: that the tower sees. num_original_pixels: that the image has.
+    """
 
     mm_hash: str
     inputs: TowerInputs
     num_pixels: int
+    num_original_pixels: int
     feature: asyncio.Future[_Encoded]
 
 
@@ -233,7 +238,13 @@ class EncodeService:
         self.num_waiting_pixels += num_pixels
         try:
             inputs = await self._processor.run("media", num_pixels * S_PER_PIXEL, self._prepare, request)
-            item = _Item(request.ref.mm_hash, inputs, num_pixels, asyncio.get_running_loop().create_future())
+            item = _Item(
+                request.ref.mm_hash,
+                inputs,
+                self._family.num_pixels((request.ref.width, request.ref.height)),
+                num_pixels,
+                asyncio.get_running_loop().create_future(),
+            )
             self._waiting.append(item)
             self._changed.set()
             return await item.feature
@@ -293,12 +304,12 @@ class EncodeService:
     def _encode(self, batch: list[_Item]) -> tuple[list[Tensor], tuple[float, float]]:
         start = time.monotonic()
         tower = self._loaded_tower()
-        num_pixels, loaded = sum(item.num_pixels for item in batch), time.monotonic()
-        with self._stream.encoding(num_pixels):
+        loaded = time.monotonic()
+        with self._stream.encoding(sum(item.num_pixels for item in batch)):
             features = tower.encode([item.inputs for item in batch])
         end = time.monotonic()
         self._num_batches += 1
-        self._on_encoded(num_pixels, end - loaded)
+        self._on_encoded(sum(item.num_original_pixels for item in batch), end - loaded)
         self._on_batch(len(batch), start, end)
         return features, (start, end)
 

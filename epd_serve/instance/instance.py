@@ -262,6 +262,7 @@ class Instance:
     def render_metrics(self) -> bytes:
         """Prometheus text."""
         links = self.language.sender.sizer.known_links() if self.language else {}
+        self.metrics.paced(self._streams.figures())
         return self.metrics.render(self.load(), (self._store.num_owners, self._store.num_bytes), links)
 
     def encodes(self) -> EncodeService:
@@ -299,7 +300,7 @@ class Instance:
         self.metrics.stepped(output, seconds)
         self.rates.stepped(output, seconds)
         assert self.language is not None
-        self._streams.language.stepped(output, seconds, self.language.engine.load().num_running)
+        self._streams.language.stepped(output, seconds, self.language.engine.num_running)
         self._batching.stepped(output, seconds)
         self._encode.reconsider()
 

@@ -200,6 +200,7 @@ class LanguageStages:
             on_idle=around.streams.language.idle,
             on_death=_end_process,
             order=around.batching.order(pool),
+            runs_ahead=options.runs_ahead,
         )
 
     def _start_services(self) -> None:

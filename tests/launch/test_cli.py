@@ -53,6 +53,7 @@ OPTIONS = InstanceOptions(
     num_blocks=100,
     max_num_batched_tokens=512,
     max_num_seqs=8,
+    async_scheduling="off",
     max_model_len=4096,
     image_budget_pixels=1000,
     feature_store_bytes=2000,

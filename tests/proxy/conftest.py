@@ -202,6 +202,7 @@ class Gateway:
     def __init__(self, url: str, app: Any, session: aiohttp.ClientSession, fakes: list[FakeInstance]) -> None:
         self.url = url
         self.fakes = {fake.name: fake for fake in fakes}
+        self.app = app
         self.table = app.state.table
         self.gate = app.state.gate
         self.session = session

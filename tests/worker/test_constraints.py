@@ -18,8 +18,8 @@ from epd_serve.protocol.tool_format import ToolCallReader
 from epd_serve.request import Sequence
 from epd_serve.types import Grammar, SamplingParams, ToolSchema
 from epd_serve.worker.constraints import restrict
+from epd_serve.worker.drawing import Row
 from epd_serve.worker.grammar import Grammars
-from epd_serve.worker.sampler import Row
 
 TOKENIZER = AutoTokenizer.from_pretrained(weights_dir())
 GRAMMARS = Grammars(TOKENIZER, frozenset({TOKENIZER.eos_token_id}))
@@ -135,7 +135,7 @@ def test_every_seed_gives_numbers_of_its_own(seed):
     def uniforms(seed):
         sampling = SamplingParams(seed=seed)
         sequence = Sequence(request_id="r", prompt_ids=[1], sampling=sampling, max_tokens=9, positions=None)
-        return [Row(sequence, index).uniform for index in range(3)]
+        return [Row(sequence, index).uniform() for index in range(3)]
 
     assert uniforms(seed) == uniforms(seed)
     assert len({*uniforms(seed), *uniforms(seed ^ 1)}) == 6
