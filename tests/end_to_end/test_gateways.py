@@ -35,7 +35,7 @@ async def urls() -> AsyncIterator[dict[str, str]]:
 
 
 @asynccontextmanager
-async def gateway(
+async def gateway_process(
     config: Path, instances: Mapping[str, str]
 ) -> AsyncIterator[tuple[str, subprocess.Popen[bytes]]]:
     """A gateway of its own process; its URL once it is ready."""
@@ -117,7 +117,12 @@ async def test_a_stream_outlives_new_instances_and_sigterm(urls: dict[str, str],
         write(urls, max_body_bytes=100)
         await become({"p0", "d0"})  # without a signal
         assert (await client.post("/v1/chat/completions", json=BODY)).status_code == 413
-        assert not stream.task.done(), "it has seen all of that"
+        assert (await stream.task).endswith("data: [DONE]\n\n")
+        write({"d0": urls["d0"], "p0": urls["p0"] + "/"})
+        process.send_signal(signal.SIGHUP)
+        await asyncio.sleep(0.3)
+        stream = Stream(url)
+        await stream.begun.wait()
         process.send_signal(signal.SIGTERM)
         await asyncio.sleep(0.2)
         assert (await client.get("/health/ready")).status_code == 503
