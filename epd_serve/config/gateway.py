@@ -157,7 +157,7 @@ class AdminConfig(Section):
     """The admin plane: a server of its own, apart from what clients reach."""
 
     host: str = Field(default="127.0.0.1", min_length=1, description="Address to listen on.")
-    port: Port | None = Field(default=None, description="null: there is none; 0 chooses a free one.")
+    port: int | None = Field(default=None, ge=1, le=65535, description="null: there is none.")
     key: Secret | None = Field(
         default=None,
         repr=False,
