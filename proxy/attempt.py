@@ -231,6 +231,10 @@ class Attempt:
     def route(self) -> Route:
         return self._route
 
+    def record(self, name: str) -> InstanceRecord:
+        """One of the route's two, which need not be in the table any more."""
+        return self._route.prefill if name == self._route.prefill.name else self._route.decode
+
     def _result(self, call: _Call) -> Answer:
         try:
             return call.opened.result()

@@ -132,5 +132,5 @@ class Generator:
             async for chunk in chunks:
                 yield chunk
         except InstanceLost:
-            await attempt.broken_off(self._instances.table[name])
+            await attempt.broken_off(attempt.record(name))
             raise
