@@ -114,7 +114,7 @@ class Chaos:
         enough = 0
         while True:
             await asyncio.sleep(self.interval_s * self.rng.uniform(0.5, 1.5))
-            while len(self.results) < enough:
+            while len(self.results) < enough:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
             enough = len(self.results) + self.answers_between
             alive = defaultdict(list)
