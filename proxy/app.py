@@ -21,6 +21,7 @@ from epd_serve.routing.table import InstanceTable
 from proxy.addresses import is_public
 from proxy.admin import create_admin_app, running_admin
 from proxy.attempt import Instances
+from proxy.dashboard import dashboard_router
 from proxy.endpoints import endpoints
 from proxy.entrance import new_gate
 from proxy.errors import install_error_handlers
@@ -28,6 +29,7 @@ from proxy.fetch import MediaFetcher, UrlRules
 from proxy.generation import Generator
 from proxy.health import Health
 from proxy.media import MediaLoader
+from proxy.observer import new_observer
 from proxy.openapi import openapi_router
 from proxy.poller import Poller
 from proxy.settings import GatewaySettings
@@ -55,6 +57,7 @@ def create_app(
         rules=UrlRules(domains=settings.allowed_domains, ports=settings.allowed_ports),
     )
     trace = TraceWriter(settings.trace, "gateway") if settings.trace else None
+    observer = new_observer(settings, metrics)
     poller = Poller(table, calls, settings.poll_interval_s, settings.startup_wait_s)
     health = Health(table, calls, settings.health)
     generator = Generator(
@@ -88,6 +91,7 @@ def create_app(
                 await asyncio.gather(polling, return_exceptions=True)
                 if trace is not None:
                     trace.close()
+                await asyncio.to_thread(observer.close)
 
     app = FastAPI(title="epd-serve gateway", lifespan=lifespan, openapi_url=None)
     app.state.table = table
@@ -99,6 +103,7 @@ def create_app(
         "poller": poller,
         "loader": loader,
         "metrics": metrics,
+        "observer": observer,
         "gate": gate,
         "arrival": settings.arrival,
         "max_body_bytes": settings.max_body_bytes,
@@ -109,5 +114,7 @@ def create_app(
     app.include_router(models_router(table, poller, gate.authenticator))
     app.include_router(health_router(table, metrics, gate.authenticator, settings))
     app.include_router(openapi_router())
+    if settings.dashboard:
+        app.include_router(dashboard_router(table, observer, gate, settings.topology))
     install_error_handlers(app)
     return app

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import re
 import time
-from collections.abc import Callable
 from functools import cache
 from hashlib import sha256
 from importlib.metadata import version
@@ -13,18 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Depends, Response
 
 from epd_serve.routing.table import InstanceRecord, InstanceTable
 from epd_serve.topology.draw import sends_features, sends_kv
 from epd_serve.topology.notation import Topology
 from epd_serve.topology.placement import place_units
-from epd_serve.types import Stage
 from proxy.access_log import stages
-from proxy.auth import Authenticator
 from proxy.gate import Gate
 from proxy.observer import Observer
 from proxy.trail import Trail
+from proxy.views import key_required, kv_usage, pending_s
 
 _NUM_REQUESTS = 30
 _PAGE = Path(__file__).with_name("dashboard.html")
@@ -49,7 +47,6 @@ def dashboard_router(
     table: InstanceTable,
     observer: Observer,
     gate: Gate,
-    guard: Callable[[Request], Any],
     topology: Topology | None = None,
 ) -> APIRouter:
     """The page is open to all and shows nothing by itself; its data ask for an API key where there are any.
@@ -57,7 +54,7 @@ def dashboard_router(
     The page asks its user for the key then, and keeps it for as long as the tab is open (sessionStorage).
     """
     router = APIRouter(include_in_schema=False)
-    units = _units(table, topology)
+    guard = key_required(gate.authenticator)
 
     @router.get("/dashboard")
     async def dashboard() -> Response:
@@ -72,7 +69,7 @@ def dashboard_router(
 
     @router.get("/dashboard/data", dependencies=[Depends(guard)])
     async def data() -> Response:
-        shown = snapshot(table, observer, gate, units, topology)
+        shown = snapshot(table, observer, gate, topology)
         return Response(
             msgspec.json.encode(shown), media_type="application/json", headers={"cache-control": "no-store"}
         )
@@ -80,18 +77,10 @@ def dashboard_router(
     return router
 
 
-def key_guard(authenticator: Authenticator) -> Callable[[Request], Any]:
-    async def check(request: Request) -> None:
-        authenticator.check(request.headers.get("authorization"))
-
-    return check
-
-
 def snapshot(
     table: InstanceTable,
     observer: Observer,
     gate: Gate,
-    units: list[dict[str, Any]],
     topology: Topology | None = None,
 ) -> dict[str, Any]:
     """Everything that the page shows, as of now. Times of requests count back from now, in milliseconds."""
@@ -107,7 +96,7 @@ def snapshot(
         "waiting": gate.queue.num_waiting,
         "series": observer.figures.series(now_s),
         "window": observer.figures.window(now_s),
-        "units": units,
+        "units": _units(table, topology),
         "instances": [_instance(record) for record in records],
         "links": [
             {"kind": kind, "source": source.name, "target": target.name}
@@ -117,33 +106,31 @@ def snapshot(
             for kind, sends in (("features", sends_features), ("kv", sends_kv))
             if sends(source.role, target.role)
         ],
-        "requests": [_request(trail, now_s) for trail in list(observer.figures.requests)[: -_NUM_REQUESTS - 1 : -1]],
+        "requests": [_request(trail, now_s) for trail in observer.figures.latest(_NUM_REQUESTS)],
     }
 
 
 def _instance(record: InstanceRecord) -> dict[str, Any]:
     info, load = record.info, record.load
-    pending = {Stage.ENCODE: record.encode_s, Stage.PREFILL: record.prefill_s, Stage.DECODE: record.room_s(1)}
     return {
         "name": record.name,
         "role": None if record.role is None else str(record.role),
-        "state": "stale" if record.ready and record.is_stale else "ready" if record.ready else "lost",
+        "state": _state(record),
         "model": None if info is None else info.model,
         "device": None if info is None else info.device,
         "running": load.num_running,
         "waiting": load.num_waiting + load.num_waiting_encodes,
         "in_flight": sum(record.in_flight.values()),
-        "pending_ms": {
-            stage.value: round(1e3 * seconds, 2) for stage, seconds in pending.items() if record.covers(stage)
-        },
+        "pending_ms": {stage.value: round(1e3 * seconds, 2) for stage, seconds in pending_s(record).items()},
         "kv_usage": kv_usage(record),
     }
 
 
-def kv_usage(record: InstanceRecord) -> float | None:
-    """Share of an instance's KV blocks that are in use; None where it has none."""
-    total = record.load.total_blocks
-    return round((total - record.load.free_blocks) / total, 4) if total else None
+def _state(record: InstanceRecord) -> str:
+    """ "held": it answers and gets no work: it is drained, or its breaker is open."""
+    if not record.ready:
+        return "lost"
+    return "held" if not record.accepting else "stale" if record.is_stale else "ready"
 
 
 def _request(trail: Trail, now_s: float) -> dict[str, Any]:

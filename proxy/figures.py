@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import islice
 from statistics import quantiles
 from typing import Any
 
@@ -65,8 +66,12 @@ class Figures:
             if flow is not None and not hop.failed:
                 now.flows[flow] = now.flows.get(flow, 0) + 1
 
+    def latest(self, number: int) -> list[Trail]:
+        """The last ``number`` requests, newest first."""
+        return list(islice(reversed(self.requests), number))
+
     def series(self, now_s: float) -> dict[str, list[float | None]]:
-        """Of the last :data:`SPAN_S` whole seconds, oldest first; times in milliseconds, None where there are none."""
+        """Of the last :data:`SPAN_S` whole seconds, oldest first; times in ms, None where there are none."""
         last = int(now_s) - 1
         of = {second.second: second for second in self._seconds}
         seconds = [of.get(number, _Second(number)) for number in range(last - SPAN_S + 1, last + 1)]

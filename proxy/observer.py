@@ -8,11 +8,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from epd_serve.metrics.gateway import GatewayMetrics
+from epd_serve.metrics.otel import span_recorder
 from epd_serve.metrics.trace_context import TRACEPARENT_HEADER, TRACESTATE_HEADER, join
 from proxy.access_log import AccessLog
 from proxy.figures import Figures
+from proxy.settings import GatewaySettings
 from proxy.tracing import RequestTracing
-from proxy.trail import Trail
+from proxy.trail import Pace, Trail
+
+#: A clock read at every token of every answer would cost more than the rest of what is observed.
+_PACED_EVERY = 8
 
 
 class Observer:
@@ -24,12 +29,17 @@ class Observer:
     """
 
     def __init__(
-        self, metrics: GatewayMetrics, *, access_log: AccessLog | None = None, tracing: RequestTracing | None = None
+        self,
+        metrics: GatewayMetrics,
+        *,
+        access_log: AccessLog | None = None,
+        tracing: RequestTracing | None = None,
     ) -> None:
         self.metrics = metrics
         self.figures = Figures()
         self.access_log = access_log
         self.tracing = tracing
+        self._num_begun = 0
         self.started_s = time.monotonic()
         if access_log is not None:
             metrics.watch_access_log(lambda: access_log.num_written, lambda: access_log.num_dropped)
@@ -40,7 +50,11 @@ class Observer:
         context = join(parent, state)
         if self.tracing is not None and self.tracing.samples(context, endpoint) != context.sampled:
             context = replace(context, sampled=not context.sampled)
-        return Trail(endpoint, context, uuid.uuid4().hex, time.monotonic())
+        trail = Trail(endpoint, context, uuid.uuid4().hex, time.monotonic())
+        self._num_begun += 1
+        if not self._num_begun % _PACED_EVERY:
+            trail.pace = Pace(self.metrics.inter_token.observe)
+        return trail
 
     def first_token(self, trail: Trail) -> None:
         """A streamed answer begins."""
@@ -73,3 +87,13 @@ class Observer:
             self.access_log.close()
         if self.tracing is not None:
             self.tracing.close()
+
+
+def new_observer(settings: GatewaySettings, metrics: GatewayMetrics) -> Observer:
+    """As the settings, and for spans the environment (:mod:`epd_serve.metrics.otel`), have it."""
+    recorder = span_recorder("gateway")
+    return Observer(
+        metrics,
+        access_log=AccessLog(settings.access_log) if settings.access_log else None,
+        tracing=None if recorder is None else RequestTracing(recorder),
+    )

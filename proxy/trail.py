@@ -6,8 +6,9 @@ import re
 import time
 from collections.abc import Callable
 
-from epd_serve.metrics.trace_context import TraceContext
+from epd_serve.metrics.trace_context import TRACEPARENT_HEADER, TraceContext
 from epd_serve.protocol.prompt_note import read_prompt_note
+from epd_serve.protocol.wire import REQUEST_ID_HEADER
 
 #: Stages as a gateway sees them: from the call to the answer, waiting included.
 QUEUE, ENCODE, PREFILL, TRANSFER, DECODE = "queue", "encode", "prefill", "kv_transfer", "decode"
@@ -19,6 +20,7 @@ _USAGE = re.compile(rb'"usage": ?\{"prompt_tokens": ?(\d+), ?"completion_tokens"
 _REASON = re.compile(rb'"finish_reason": ?"([a-z_]+)"')
 #: More than one event with its finish reason, usage and end.
 _TAIL_BYTES = 2048
+_REQUEST_ID, _TRACEPARENT = REQUEST_ID_HEADER.encode(), TRACEPARENT_HEADER.encode()
 
 
 class Hop:
@@ -44,6 +46,26 @@ class Hop:
             self.end_s = time.monotonic()
             self.source = source
 
+    def fail(self) -> None:
+        self.end()
+        self.failed = True
+
+
+class Pace:
+    """The times between the events of one answer."""
+
+    __slots__ = ("_observe", "_since_s")
+
+    def __init__(self, observe: Callable[[float], None]) -> None:
+        self._observe = observe
+        self._since_s = 0.0
+
+    def mark(self) -> None:
+        now_s = time.monotonic()
+        if self._since_s:
+            self._observe(now_s - self._since_s)
+        self._since_s = now_s
+
 
 class Trail:
     """One request from its arrival to its end. All times are monotonic seconds.
@@ -58,12 +80,15 @@ class Trail:
         prompt_tokens, output_tokens: None where nobody has told.
         prompt_note: what P said of the prompt (epd_serve/protocol/prompt_note.py).
         items: mm_hashes of its media items.
+        pace: times the events of a streamed answer; None: nobody wants to know.
         hops: its stages, over all attempts.
         retries, continuations: attempts after the first, before or after the first token.
     """
 
     __slots__ = (
         "_after_first",
+        "_before_last",
+        "_last",
         "_prefill",
         "arrived_s",
         "context",
@@ -82,6 +107,7 @@ class Trail:
         "model",
         "num_images",
         "output_tokens",
+        "pace",
         "prompt_note",
         "prompt_tokens",
         "queue_s",
@@ -118,6 +144,17 @@ class Trail:
         self.encode_retries = 0
         self._prefill: Hop | None = None
         self._after_first: Hop | None = None
+        self.pace: Pace | None = None
+        self._last: bytes | memoryview = b""
+        self._before_last: bytes | memoryview = b""
+
+    @property
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """What every answer says of its request."""
+        return [
+            (_REQUEST_ID, self.request_id.encode()),
+            (_TRACEPARENT, self.context.traceparent.encode()),
+        ]
 
     # ------------------------------------------------------------------ what the gateway notes
 
@@ -129,15 +166,25 @@ class Trail:
         hop.end_s = now_s
         self.hops.append(hop)
 
-    def sent(self, prefill: str, items: list[str]) -> None:
+    def media(self, number: int, nbytes: int) -> None:
+        self.num_images, self.media_bytes = number, nbytes
+        self.modality = "image" if number else "text"
+
+    def sent(self, prefill: str, items: list[str]) -> Hop:
         """An attempt has begun: its prompt is on its way to P."""
         self.items = items
-        self._prefill = self._hop(PREFILL, prefill)
+        self._prefill = hop = self._hop(PREFILL, prefill)
         self._after_first = None
+        return hop
 
     def encode(self, encoder: str, item: str) -> Hop:
         """An item has been sent to an encoder."""
         return self._hop(ENCODE, encoder, item)
+
+    def traceparent(self, hop: Hop | None = None) -> str:
+        """For the instance that is asked for a stage."""
+        context = self.context
+        return (context.child(hop.number) if hop is not None and context.sampled else context).traceparent
 
     def prefilled(self, note: str, decode: str, *, follows: bool) -> None:
         """P has answered; ``decode`` goes on, after a transfer of the KV where it ``follows``."""
@@ -156,8 +203,7 @@ class Trail:
         """What the attempt has not finished will not be."""
         for hop in self.hops:
             if hop.end_s is None:
-                hop.end()
-                hop.failed = True
+                hop.fail()
 
     def again(self, *, continued: bool) -> None:
         self.attempt_failed()
@@ -166,22 +212,37 @@ class Trail:
         else:
             self.retries += 1
 
-    def wrote(self, num_tokens: int, tail: bytes) -> None:
-        """A streamed answer is out; ``tail`` are its last events. Answers of several prompts add up."""
-        self.output_tokens = (self.output_tokens or 0) + num_tokens
-        self._read_tail(tail)
+    def forwarded(self, events: bytes | memoryview) -> None:
+        """Events of a streamed answer are on their way to the client."""
+        self._before_last, self._last = self._last, events
+        if self.pace is not None:
+            self.pace.mark()
+
+    def streamed_all(self, num_tokens: int) -> None:
+        """No more will come of a streamed answer; 0 tokens: nobody has counted. Several prompts add up."""
+        tail = bytes(self._before_last[-_TAIL_BYTES:]) + bytes(self._last[-_TAIL_BYTES:])
+        self._before_last = self._last = b""
+        usage = self._read_tail(tail)
+        if num_tokens:
+            self.output_tokens = (self.output_tokens or 0) + num_tokens
+        elif usage is not None:
+            self.output_tokens = usage[1]
+        if usage is not None:
+            self.prompt_tokens = usage[0]
 
     def answered(self, body: bytes) -> None:
         """The whole answer in one piece."""
-        tail = body[-_TAIL_BYTES:]
-        self._read_tail(tail)
-        if (usage := _USAGE.search(tail)) is not None:
-            self.prompt_tokens, self.output_tokens = int(usage[1]), int(usage[2])
+        usage = self._read_tail(body[-_TAIL_BYTES:])
+        if usage is not None:
+            self.prompt_tokens, self.output_tokens = usage
 
-    def _read_tail(self, tail: bytes) -> None:
-        reasons: list[bytes] = _REASON.findall(tail[-_TAIL_BYTES:])
+    def _read_tail(self, tail: bytes) -> tuple[int, int] | None:
+        """Tokens of prompt and answer, where they are told."""
+        reasons: list[bytes] = _REASON.findall(tail)
         if reasons:
             self.finish_reason = reasons[-1].decode()
+        usage = _USAGE.search(tail)
+        return None if usage is None else (int(usage[1]), int(usage[2]))
 
     def _hop(self, stage: str, instance: str, item: str = "") -> Hop:
         hop = Hop(stage, instance, len(self.hops) + 1, time.monotonic(), item)
@@ -205,7 +266,7 @@ class Trail:
             if self.prompt_tokens is None:
                 self.prompt_tokens = num_tokens
             for hop in self.hops:
-                if hop.item and hop.source and hop.item in had:
+                if hop.source == STORED and hop.item in had:
                     hop.source = AT_PREFILL
 
     @property

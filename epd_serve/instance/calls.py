@@ -65,6 +65,7 @@ class StageCalls:
     async def _encode(self, body: bytes) -> Reply:
         self._stages.check_accepting()
         request = wire.decode(body, wire.EncodeRequest)
+        self._stages.metrics.received(request.request_id, request.traceparent, request.ref.mm_hash)
         with self._stages.reports.call(Stage.ENCODE, request.request_id):
             reply = await self._stages.encodes().encode(request)
         self._stages.metrics.encoded(reply.cached, instead=not self._stages.options.role.encodes)
@@ -73,12 +74,14 @@ class StageCalls:
     async def _prefill(self, body: bytes) -> Reply:
         self._stages.check_accepting()
         request = wire.decode(body, wire.PrefillRequest)
+        self._stages.metrics.received(request.request_id, request.traceparent)
         with self._stages.reports.call(Stage.PREFILL, request.request_id):
             return await self._stages.prefills().prefill(request)
 
     async def _decode(self, body: bytes) -> Reply:
         self._stages.check_accepting()
         request = wire.decode(body, wire.DecodeRequest)
+        self._stages.metrics.received(request.request_id, request.traceparent)
         with self._stages.reports.call(Stage.DECODE, request.request_id):
             return await self._stages.decodes().decode(request)
 

@@ -45,7 +45,7 @@ class InstanceFigures:
     num_waiting: int = 0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Tallies(Collector):
     families: list[Histogram | Counter] = field(default_factory=list)
 
@@ -109,9 +109,7 @@ class GatewayMetrics:
         self._prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts, media included")
         self._generation_tokens = self._counter("generation_tokens", "Tokens of answers")
         self._request_prompt_tokens = self._histogram("request_prompt_tokens", "Of each request", _TOKENS)
-        self._request_generation_tokens = self._histogram(
-            "request_generation_tokens", "Of each request", _TOKENS
-        )
+        self._request_generation_tokens = self._histogram("request_generation_tokens", "Of each request", _TOKENS)
         self._features = self._counter(
             "features",
             "Media items by where their features came from: encoded, store (of the encoder), prefill (it had "
@@ -134,10 +132,11 @@ class GatewayMetrics:
             "request_retries", "Requests that were sent to other instances after a failure before the first token"
         )
         self.request_continuations = self._plain(
-            "request_continuations", "Streamed answers that went on at other instances after a failure in their middle"
+            "request_continuations",
+            "Streamed answers that went on at other instances after a failure",
         )
         self.media_bytes = self._plain("media_bytes", "Bytes of decoded media received or fetched", "modality")
-        self.refused = self._plain("refused", "Requests turned away before they ran, by the error's code", "reason")
+        self.refused = self._plain("refused", "Requests turned away before they ran, by error code", "reason")
         self._running = self._gauges("Requests that were let to the instances", "running")
         self._waiting = self._gauges("Requests in the admission queue", "waiting")
         self._in_flight = self._gauge("in_flight_calls", "Open stage calls of this gateway", "instance", "stage")

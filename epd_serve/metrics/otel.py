@@ -143,7 +143,7 @@ class SpanRecorder:
         """Whether a request that has just come is to be recorded, given what its caller has decided."""
         parent = _parent(context) if context.parent_id else None
         decision = self._provider.sampler.should_sample(parent, int(context.trace_id, 16), name)
-        return decision.decision.is_sampled()
+        return bool(decision.decision.is_sampled())  # type: ignore[no-untyped-call]
 
     def put(self, span: FinishedSpan) -> None:
         """Never waits. The span's context must be sampled."""

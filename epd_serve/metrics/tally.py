@@ -1,4 +1,4 @@
-"""Counters and histograms for a hot path: plain numbers of one thread, made into Prometheus's families when asked."""
+"""Counters and histograms for a hot path: plain numbers of one thread, Prometheus's families when asked."""
 
 from __future__ import annotations
 
@@ -68,9 +68,7 @@ class Histogram:
 class Counter:
     """The same for sums. ``start`` gives the series that are there from the beginning, at 0."""
 
-    def __init__(
-        self, name: str, text: str, labels: Sequence[str] = (), start: Iterable[Labels] = ()
-    ) -> None:
+    def __init__(self, name: str, text: str, labels: Sequence[str] = (), start: Iterable[Labels] = ()) -> None:
         self._name = name
         self._text = text
         self._labels = labels
