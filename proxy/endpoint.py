@@ -73,6 +73,11 @@ class Endpoint:
         self._max_body_bytes = max_body_bytes
         self._timeout_s = timeout_s
 
+    def reconfigure(self, *, max_body_bytes: int, timeout_s: float) -> None:
+        """For the next requests."""
+        self._max_body_bytes = max_body_bytes
+        self._timeout_s = timeout_s
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
         exchange = Exchange(headers, send, self._observer.begin(self._kind, headers))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
 from epd_serve.errors import InvalidRequest, TooLarge
-from epd_serve.media import MediaLimits, mm_hash, parse_data_url, pixel_size
+from epd_serve.media import MediaLimits, low_detail_size, mm_hash, parse_data_url, pixel_size
 from epd_serve.protocol.messages import MediaSource
 from epd_serve.protocol.wire import MediaRef
 from proxy.fetch import MediaFetcher
@@ -22,17 +22,22 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MediaItem:
-    """A checked media item; ``param`` is its place in the request."""
+    """A checked media item; ``param`` is its place in the request.
+
+    ``low_detail``: width and height are those to which it is scaled down.
+    """
 
     data: bytes
     width: int
     height: int
     param: str
+    low_detail: bool = False
 
     async def name(self, fingerprint: str) -> MediaRef:
         """The item as P knows it, under a model's ``media_fingerprint``."""
-        name = await _off_loop(len(self.data), mm_hash, self.data, "image", fingerprint)
-        return MediaRef(mm_hash=name, width=self.width, height=self.height)
+        kind = "image/low" if self.low_detail else "image"
+        name = await _off_loop(len(self.data), mm_hash, self.data, kind, fingerprint)
+        return MediaRef(mm_hash=name, width=self.width, height=self.height, low_detail=self.low_detail)
 
 
 class MediaLoader:
@@ -81,11 +86,13 @@ class MediaLoader:
             else:
                 data = await self._fetcher.fetch(source.url)
             # Always in a thread: a small file can have megabytes of compressed text before its pixels.
-            width, height = await asyncio.to_thread(pixel_size, data, self._limits)
+            size = await asyncio.to_thread(pixel_size, data, self._limits)
         except InvalidRequest as error:
             error.param = source.param
             raise
-        return MediaItem(data=data, width=width, height=height, param=source.param)
+        width, height = low_detail_size(size) if source.low_detail else size
+        scaled = (width, height) != size
+        return MediaItem(data=data, width=width, height=height, param=source.param, low_detail=scaled)
 
 
 async def _off_loop(nbytes: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

@@ -44,11 +44,26 @@ class Poller:
         self._started = asyncio.Event()
         self._mute: set[str] = set()
         self._wake = {name: asyncio.Event() for name in calls}
+        self._group: asyncio.TaskGroup | None = None
+        self._watching: dict[str, asyncio.Task[None]] = {}
 
     def report_lost(self, name: str) -> None:
         """A connection to the instance failed: no work for it until it answers again; it is asked at once."""
         self._table.mark_lost(name)
-        self._wake[name].set()
+        if name in self._wake:
+            self._wake[name].set()
+
+    def add(self, name: str) -> None:
+        """Listen to another instance; its calls must be there."""
+        self._wake[name] = asyncio.Event()
+        if self._group is not None:
+            self._watching[name] = self._group.create_task(self._watch(name))
+
+    def remove(self, name: str) -> None:
+        """Listen no more."""
+        del self._wake[name]
+        if (watching := self._watching.pop(name, None)) is not None:
+            watching.cancel()
 
     async def started(self) -> None:
         """Wait until the deployment can serve, or has had its time to start.
@@ -61,8 +76,9 @@ class Poller:
         """Until cancelled; a slow instance delays no other."""
         asyncio.get_running_loop().call_later(self._startup_wait_s, self._started.set)
         async with asyncio.TaskGroup() as group:
-            for name in self._calls:
-                group.create_task(self._watch(name))
+            self._group = group
+            self._watching = {name: group.create_task(self._watch(name)) for name in self._calls}
+            await asyncio.Event().wait()
 
     async def _watch(self, name: str) -> None:
         wake = self._wake[name]

@@ -18,7 +18,7 @@ from torch import Tensor
 from epd_serve.errors import PREPARATION_FULL, WEDGED, InstanceFailed, InvalidRequest, ServeError
 from epd_serve.instance.peers import Peers
 from epd_serve.instance.request_processor import S_PER_PIXEL, RequestProcessor
-from epd_serve.media import MediaLimits, open_image
+from epd_serve.media import MediaLimits, low_detail_size, open_image
 from epd_serve.models.family import Family, TowerInputs
 from epd_serve.models.tower import Tower
 from epd_serve.protocol.wire import EncodeReply, EncodeRequest, MediaRef
@@ -255,6 +255,8 @@ class EncodeService:
 
     def _prepare(self, request: EncodeRequest) -> TowerInputs:
         image = open_image(request.media, self._limits)
+        if request.ref.low_detail:
+            image = image.resize(low_detail_size(image.size), Image.Resampling.BICUBIC)
         if image.size != (request.ref.width, request.ref.height):
             raise InvalidRequest(
                 f"the image decodes to {image.size[0]}x{image.size[1]} pixels and its header says "

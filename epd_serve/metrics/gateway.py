@@ -136,7 +136,12 @@ class GatewayMetrics:
             "Streamed answers that went on at other instances after a failure",
         )
         self.media_bytes = self._plain("media_bytes", "Bytes of decoded media received or fetched", "modality")
-        self.refused = self._plain("refused", "Requests turned away before they ran, by error code", "reason")
+        self.refused = self._plain(
+            "refused",
+            "Requests turned away before they ran, by error code and name of the API key",
+            "reason",
+            "key",
+        )
         self._running = self._gauges("Requests that were let to the instances", "running")
         self._waiting = self._gauges("Requests in the admission queue", "waiting")
         self._in_flight = self._gauge("in_flight_calls", "Open stage calls of this gateway", "instance", "stage")

@@ -15,12 +15,14 @@ class MediaRef(Message, frozen=True):
     Attributes:
         mm_hash: full-width blake3 hex over media bytes, modality and the model's ``media_fingerprint``.
         width, height: pixels as displayed (EXIF orientation applied), read from the header alone.
+        low_detail: that is the size to which the picture is scaled down before it is encoded.
     """
 
     mm_hash: str
     width: int
     height: int
     modality: Literal["image"] = "image"
+    low_detail: bool = False
 
 
 class Part(Message, frozen=True):

@@ -141,7 +141,7 @@ class Encoding:
 
 
 class InstanceTable:
-    """The instances of one deployment, by name; their number is fixed."""
+    """The instances of one deployment, by name."""
 
     def __init__(self, instances: list[tuple[str, str]]) -> None:
         """``instances`` are (name, control URL). Raises ValueError for a name that occurs twice."""
@@ -158,6 +158,14 @@ class InstanceTable:
 
     def get(self, name: str) -> InstanceRecord | None:
         return self._records.get(name)
+
+    def add(self, name: str, url: str) -> None:
+        assert name not in self._records
+        self._records[name] = InstanceRecord(name=name, url=url)
+
+    def remove(self, name: str) -> None:
+        """Nothing new for this instance; whoever holds its record may go on to use it."""
+        del self._records[name]
 
     # ------------------------------------------------------------------ what instances say
 
@@ -201,7 +209,8 @@ class InstanceTable:
 
     def mark_lost(self, name: str) -> None:
         """No work for this instance until it answers ``/info`` again."""
-        self._records[name].ready = False
+        if name in self._records:
+            self._records[name].ready = False
 
     def mark_stale(self, name: str) -> None:
         """No work for this instance, where another can take it, until its next report."""
