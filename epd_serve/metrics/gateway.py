@@ -138,7 +138,7 @@ class GatewayMetrics:
         self.media_bytes = self._plain("media_bytes", "Bytes of decoded media received or fetched", "modality")
         self.refused = self._plain(
             "refused",
-            "Requests turned away before they ran, by error code and name of the API key",
+            "Requests turned away before they ran, by error code and key's name",
             "reason",
             "key",
         )

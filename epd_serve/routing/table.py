@@ -15,6 +15,9 @@ from epd_serve.routing.estimates import resolve_costs, work_of
 from epd_serve.routing.recent import Recent
 from epd_serve.types import Role, Stage
 
+#: What an encode weighs in ``recent_pixels`` after the next one: about the last 200 count.
+_RECENT_MEMORY = 0.995
+
 
 @dataclass(slots=True, eq=False)
 class InstanceRecord:
@@ -33,7 +36,8 @@ class InstanceRecord:
         pending: what it has to do: as reported, with the calls of this gateway that the report does not contain.
         in_flight: this gateway's open calls, by stage.
         encoding: how many of them, by the mm_hash that is encoded.
-        features: mm_hashes of what was encoded there for this gateway.
+        recent_pixels: that this gateway has sent there to be encoded, older ones counting less.
+        features: mm_hashes of what was encoded there lately, as far as is known.
         prefixes: beginnings of the prompts that went there.
         num_chosen: how often this gateway has opened a call, by stage; breaks ties, so that equals take turns.
     """
@@ -50,6 +54,7 @@ class InstanceRecord:
     pending: Work = NONE
     in_flight: dict[Stage, int] = field(default_factory=lambda: dict.fromkeys(Stage, 0))
     encoding: Counter[str] = field(default_factory=Counter)
+    recent_pixels: float = 0.0
     features: Recent[str] = field(default_factory=lambda: Recent(8192))
     prefixes: Recent[bytes] = field(default_factory=lambda: Recent(16384))
     num_chosen: dict[Stage, int] = field(default_factory=lambda: dict.fromkeys(Stage, 0))
@@ -194,6 +199,8 @@ class InstanceTable:
 
     def _report(self, record: InstanceRecord, report: Report) -> None:
         record._take_over(report.load, report.received)
+        for mm_hash in report.encoded:
+            record.features.add(mm_hash)
         others = [one for one in self if one is not record and one.role == record.role]
         assert record.info is not None
         record.costs = resolve_costs(report.load, record.info.budgets, [one.load for one in others])
@@ -290,6 +297,10 @@ class InstanceTable:
         encoding = Encoding(was_known=ref.mm_hash in record.features)
         is_work = not encoding.was_known and ref.mm_hash not in record.encoding
         work = Work(num_pixels=ref.width * ref.height) if is_work else NONE
+        if is_work:
+            for one in self:
+                one.recent_pixels *= _RECENT_MEMORY
+            record.recent_pixels += work.num_pixels
         record.encoding[ref.mm_hash] += 1
         try:
             with self.in_flight(record, Stage.ENCODE, request_id=request_id, work=work):

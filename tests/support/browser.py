@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +22,25 @@ def find_browser() -> str | None:
 
 
 class Page:
-    """One tab. ``problems`` are errors of its console and of its scripts."""
+    """One tab. ``problems`` are errors and warnings of its console and of its scripts."""
 
-    def __init__(self, socket: aiohttp.ClientWebSocketResponse, session_id: str) -> None:
+    def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         self._socket = socket
-        self._session_id = session_id
+        self._session: dict[str, str] = {}
+        self._numbers = count(1)
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self.problems: list[str] = []
 
+    async def attach(self) -> None:
+        """Open the tab."""
+        target = await self.call("Target.createTarget", url="about:blank")
+        attached = await self.call("Target.attachToTarget", targetId=target["targetId"], flatten=True)
+        self._session = {"sessionId": attached["sessionId"]}
+        for domain in ("Page", "Runtime", "Log"):
+            await self.call(f"{domain}.enable")
+
     async def read(self) -> None:
+        """Until the browser is gone."""
         async for message in self._socket:
             event = message.json()
             if event.get("id") in self._waiting:
@@ -43,12 +54,10 @@ class Page:
                 self.problems.append(details["entry"]["text"])
 
     async def call(self, method: str, **parameters: Any) -> Any:
-        number = len(self._waiting) + id(parameters)
-        self._waiting[number] = asyncio.get_running_loop().create_future()
-        await self._socket.send_json(
-            {"id": number, "method": method, "params": parameters, "sessionId": self._session_id}
-        )
-        answer = await asyncio.wait_for(self._waiting[number], 30)
+        number = next(self._numbers)
+        waiting = self._waiting[number] = asyncio.get_running_loop().create_future()
+        await self._socket.send_json({"id": number, "method": method, "params": parameters, **self._session})
+        answer = await asyncio.wait_for(waiting, 30)
         assert "error" not in answer, (method, answer)
         return answer["result"]
 
@@ -75,12 +84,12 @@ class Page:
             assert asyncio.get_running_loop().time() < deadline, f"not within {timeout_s} s: {expression}"
             await asyncio.sleep(0.05)
 
-    async def screenshot(self, path: Path) -> None:
-        """Of the whole page, however long."""
+    async def screenshot(self) -> bytes:
+        """A PNG of the whole page, however long."""
         size = (await self.call("Page.getLayoutMetrics"))["cssContentSize"]
         clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
         shot = await self.call("Page.captureScreenshot", clip=clip, captureBeyondViewport=True)
-        path.write_bytes(base64.b64decode(shot["data"]))
+        return base64.b64decode(shot["data"])
 
 
 @asynccontextmanager
@@ -101,8 +110,9 @@ async def browser(program: str, profile: Path) -> AsyncIterator[Page]:
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.PIPE,
     )
+    assert process.stderr is not None
+    tasks: list[asyncio.Task[Any]] = []
     try:
-        assert process.stderr is not None
         address = ""
         async with asyncio.timeout(30):
             while not address:
@@ -110,35 +120,21 @@ async def browser(program: str, profile: Path) -> AsyncIterator[Page]:
                 assert line, "the browser has ended"
                 if "DevTools listening on " in line:
                     address = line.split()[-1]
-        draining = asyncio.create_task(process.stderr.read())
+        tasks.append(asyncio.create_task(process.stderr.read()))
         async with (
             aiohttp.ClientSession() as session,
             session.ws_connect(address, max_msg_size=1 << 28) as socket,
         ):
-            browser_page = Page(socket, "")
-            reading = asyncio.create_task(browser_page.read())
-            try:
-                browser_page._session_id = await _new_tab(socket, browser_page)
-                for domain in ("Page", "Runtime", "Log"):
-                    await browser_page.call(f"{domain}.enable")
-                yield browser_page
-            finally:
-                reading.cancel()
-                await asyncio.gather(reading, return_exceptions=True)
+            page = Page(socket)
+            tasks.append(asyncio.create_task(page.read()))
+            await page.attach()
+            yield page
+            await socket.send_json({"id": 0, "method": "Browser.close"})
+            await asyncio.wait_for(process.wait(), 10)
     finally:
         if process.returncode is None:
             process.kill()
-        await process.wait()
-        await asyncio.gather(draining, return_exceptions=True)
-
-
-async def _new_tab(socket: aiohttp.ClientWebSocketResponse, page: Page) -> str:
-    async def ask(method: str, **parameters: Any) -> Any:
-        number = id(parameters)
-        page._waiting[number] = asyncio.get_running_loop().create_future()
-        await socket.send_json({"id": number, "method": method, "params": parameters})
-        return (await asyncio.wait_for(page._waiting[number], 30))["result"]
-
-    target = await ask("Target.createTarget", url="about:blank")
-    attached = await ask("Target.attachToTarget", targetId=target["targetId"], flatten=True)
-    return str(attached["sessionId"])
+            await process.wait()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
