@@ -98,6 +98,22 @@ def _exporter(environment: Mapping[str, str]) -> SpanExporter | None:
     return OTLPSpanExporter()
 
 
+class _GivenIds:
+    """OpenTelemetry's IdGenerator: the ids of the span that is being made."""
+
+    trace_id = 0
+    span_id = 0
+
+    def generate_span_id(self) -> int:
+        return self.span_id
+
+    def generate_trace_id(self) -> int:
+        return self.trace_id
+
+    def is_trace_id_random(self) -> bool:
+        return True
+
+
 class SpanRecorder:
     """Takes finished spans, whose ids are given; a thread makes OpenTelemetry's of them.
 
@@ -109,24 +125,11 @@ class SpanRecorder:
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
-        from opentelemetry.sdk.trace.id_generator import IdGenerator
-
-        class GivenIds(IdGenerator):
-            """The ids of the span that is being made."""
-
-            trace_id = 0
-            span_id = 0
-
-            def generate_span_id(self) -> int:
-                return self.span_id
-
-            def generate_trace_id(self) -> int:
-                return self.trace_id
 
         attributes: dict[str, str] = {"service.instance.id": instance}
         if not os.environ.get("OTEL_SERVICE_NAME"):
             attributes["service.name"] = "epd-serve"
-        self._ids = GivenIds()
+        self._ids = _GivenIds()
         self._provider: TracerProvider = TracerProvider(
             id_generator=self._ids, resource=Resource.create(attributes), shutdown_on_exit=False
         )
@@ -143,7 +146,7 @@ class SpanRecorder:
         """Whether a request that has just come is to be recorded, given what its caller has decided."""
         parent = _parent(context) if context.parent_id else None
         decision = self._provider.sampler.should_sample(parent, int(context.trace_id, 16), name)
-        return bool(decision.decision.is_sampled())  # type: ignore[no-untyped-call]
+        return bool(decision.decision.is_sampled())
 
     def put(self, span: FinishedSpan) -> None:
         """Never waits. The span's context must be sampled."""
