@@ -26,7 +26,7 @@ PRIOR_TOKENS_PER_PIXEL = 1 / 784
 #: Pixels, tokens and sequences of a batch by which rates are compared.
 _TYPICAL_SIZES = {Stage.ENCODE: 448.0**2, Stage.PREFILL: 256.0, Stage.DECODE: 8.0}
 #: Rates that differ by no more than this factor are about the same.
-_LIKE = 1.5
+_LIKE = 2.0
 
 _PRIORS = {Stage.ENCODE: PRIOR_ENCODE, Stage.PREFILL: PRIOR_PREFILL, Stage.DECODE: PRIOR_DECODE}
 

@@ -38,6 +38,7 @@ class InstanceRecord:
         encoding: how many of them, by the mm_hash that is encoded.
         recent_pixels: that this gateway has sent there to be encoded, older ones counting less.
         features: mm_hashes of what was encoded there lately, as far as is known.
+        kept: those of them that were complete when this gateway last asked; others may still be in the making.
         prefixes: beginnings of the prompts that went there.
         num_chosen: how often this gateway has opened a call, by stage; breaks ties, so that equals take turns.
     """
@@ -56,6 +57,7 @@ class InstanceRecord:
     encoding: Counter[str] = field(default_factory=Counter)
     recent_pixels: float = 0.0
     features: Recent[str] = field(default_factory=lambda: Recent(8192))
+    kept: Recent[str] = field(default_factory=lambda: Recent(8192))
     prefixes: Recent[bytes] = field(default_factory=lambda: Recent(16384))
     num_chosen: dict[Stage, int] = field(default_factory=lambda: dict.fromkeys(Stage, 0))
     _reported: Work = NONE
@@ -184,6 +186,7 @@ class InstanceTable:
         record = self._records[name]
         record.role = Role.parse(info.role)
         if info.pid != (record.info.pid if record.info else info.pid):
+            record.kept.clear()
             record.features.clear()  # another process, with nothing in its caches
             record.prefixes.clear()
         record.info = info
@@ -294,8 +297,8 @@ class InstanceTable:
     @contextmanager
     def encoding(self, record: InstanceRecord, ref: MediaRef, request_id: str = "") -> Iterator[Encoding]:
         """The same for an encode: an item that is encoded there already, or was, is no work."""
-        encoding = Encoding(was_known=ref.mm_hash in record.features)
-        is_work = not encoding.was_known and ref.mm_hash not in record.encoding
+        encoding = Encoding(was_known=ref.mm_hash in record.kept)
+        is_work = ref.mm_hash not in record.features and ref.mm_hash not in record.encoding
         work = Work(num_pixels=ref.width * ref.height) if is_work else NONE
         if is_work:
             for one in self:
@@ -307,9 +310,12 @@ class InstanceTable:
                 yield encoding
             if encoding.was_known and not encoding.was_cached:
                 record.features.forget_half()  # it keeps fewer than we thought
+                record.kept.forget_half()
             record.features.add(ref.mm_hash)
+            record.kept.add(ref.mm_hash)
         except Exception:
             record.features.discard(ref.mm_hash)
+            record.kept.discard(ref.mm_hash)
             raise
         finally:
             record.encoding[ref.mm_hash] -= 1
