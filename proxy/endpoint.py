@@ -27,9 +27,11 @@ from proxy.gate import Gate, Visit
 from proxy.generation import Generator
 from proxy.limits import BYTES_PER_TOKEN, estimate_tokens
 from proxy.media import MediaItem, MediaLoader
+from proxy.observer import Observer
 from proxy.poller import Poller
 from proxy.several import stream_several, whole_several
 from proxy.sink import EventSink, ResponseAborted, send_error, send_json
+from proxy.trail import Trail
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +57,7 @@ class Endpoint:
         loader: MediaLoader,
         metrics: GatewayMetrics,
         gate: Gate,
+        observer: Observer,
         arrival: ArrivalLimits,
         max_body_bytes: int,
         timeout_s: float,
@@ -65,6 +68,7 @@ class Endpoint:
         self._loader = loader
         self._metrics = metrics
         self._gate = gate
+        self._observer = observer
         self._arrival = arrival
         self._max_body_bytes = max_body_bytes
         self._timeout_s = timeout_s
@@ -75,13 +79,15 @@ class Endpoint:
         self._timeout_s = timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = Exchange(Headers(scope=scope), send)
+        headers = Headers(scope=scope)
+        exchange = Exchange(headers, send, self._observer.begin(self._kind, headers))
         try:
             visit = self._gate.enter(exchange.headers.get("authorization"))
         except ServeError as error:
-            await send_error(send, error, exchange.trace_id)
-            self._count(exchange, error.status)
+            await send_error(send, error, exchange.trail)
+            self._count(exchange, error.status, error)
             return
+        exchange.trail.key = visit.client.name
         try:
             await self._serve(exchange, visit, receive)
         finally:
@@ -91,8 +97,8 @@ class Endpoint:
         try:
             body = await self._receive(exchange, receive)
         except ServeError as error:
-            await send_error(exchange.send, error, exchange.trace_id)
-            self._count(exchange, error.status)
+            await send_error(exchange.send, error, exchange.trail)
+            self._count(exchange, error.status, error)
             return
         except ClientLeft:
             self._count(exchange, CLIENT_LEFT)
@@ -121,7 +127,7 @@ class Endpoint:
                     f"the header {REQUEST_ID_HEADER} takes 1 to 256 printable ASCII characters without spaces",
                     param=REQUEST_ID_HEADER,
                 )
-            exchange.trace_id = trace_id
+            exchange.trail.request_id = trace_id
         length = exchange.headers.get("content-length", "")
         declared = int(length) if length.isdigit() else None
         try:
@@ -131,8 +137,8 @@ class Endpoint:
             raise self._arrival.too_slow(declared) from None
 
     async def _answer(self, exchange: Exchange, visit: Visit, body: bytearray) -> None:
-        sink = EventSink(exchange.stream_send(self._first_token), exchange.trace_id)
-        status = 200
+        sink = EventSink(exchange.stream_send(self._first_token), exchange.trail)
+        status, failure = 200, None
         try:
             try:
                 async with asyncio.timeout(self._timeout_s):
@@ -142,12 +148,12 @@ class Endpoint:
                     f"the request took longer than {self._timeout_s:g} s, this gateway's limit"
                 ) from error
         except ServeError as error:
-            status = BROKEN_OFF if sink.started else error.status
+            status, failure = BROKEN_OFF if sink.started else error.status, error
             if error.status >= 500:
-                logger.warning("request %s: %s", exchange.trace_id, error.message)
+                logger.warning("request %s: %s", exchange.trail.request_id, error.message)
             exchange.answered = True
             if not sink.started:
-                await send_error(exchange.send, error, exchange.trace_id)
+                await send_error(exchange.send, error, exchange.trail)
                 return
             await sink.fail(error)
             raise ResponseAborted(error.message) from error
@@ -158,16 +164,16 @@ class Endpoint:
             raise
         finally:
             if exchange.answered:
-                self._count(exchange, status)
+                self._count(exchange, status, failure)
 
     async def _generate(self, exchange: Exchange, visit: Visit, body: bytearray, sink: EventSink) -> None:
         """Answer a request, through ``sink`` or in one piece. Raises ServeError, even after the first byte."""
         raise NotImplementedError
 
     async def _media(self, exchange: Exchange, sources: list[MediaSource]) -> list[MediaItem]:
-        exchange.modality = "image" if sources else "text"
         items = await self._loader.load(sources) if sources else []
-        self._metrics.media_bytes.labels("image").inc(sum(len(item.data) for item in items))
+        exchange.trail.media(len(items), sum(len(item.data) for item in items))
+        self._metrics.media_bytes.labels("image").inc(exchange.trail.media_bytes)
         return items
 
     def _model(self, wanted: str | None) -> str:
@@ -182,10 +188,10 @@ class Endpoint:
         return wanted
 
     def _first_token(self, exchange: Exchange) -> None:
-        self._metrics.ttft.labels(self._kind, exchange.modality).observe(time.monotonic() - exchange.arrived_s)
+        self._observer.first_token(exchange.trail)
 
-    def _count(self, exchange: Exchange, status: int) -> None:
-        self._metrics.requests.labels(self._kind, str(status), exchange.modality).inc()
+    def _count(self, exchange: Exchange, status: int, error: ServeError | None = None) -> None:
+        self._observer.finish(exchange.trail, status, "" if error is None else error.code or error.type)
 
 
 class GenerationEndpoint(Endpoint):
@@ -204,7 +210,7 @@ class GenerationEndpoint(Endpoint):
         text_bytes = len(body) - sum(len(source.url) for source in sources)
         body.clear()
         await self._poller.started()
-        model = self._model(request.model)
+        model = exchange.trail.model = self._model(request.model)
         num_choices = (request.n or 1) * max(1, len(request.prompts()))
         num_tokens = estimate_tokens(text_bytes, request.token_limit(), num_choices)
         waiting = visit.admit(
@@ -214,9 +220,12 @@ class GenerationEndpoint(Endpoint):
             has_media=bool(sources),
         )
         if waiting is not None:
+            since_s = time.monotonic()
             await waiting
+            exchange.trail.queued(since_s)
         items = await self._media(exchange, sources)
         jobs = self._jobs(exchange, request, model, items)
+        exchange.trail.streamed = bool(request.stream)
         if request.stream:
             exchange.translate = self._translation(request, jobs[0], exchange.send)
             if len(jobs) == 1:
@@ -230,10 +239,10 @@ class GenerationEndpoint(Endpoint):
                 answer = await self._generator.whole(jobs[0])
             else:
                 answer = await whole_several(self._generator, jobs)
+            exchange.trail.answered(answer)
             answer = self._translate(request, jobs[0], answer)
             exchange.answered = True
-            await send_json(exchange.send, 200, answer, exchange.trace_id)
-        self._metrics.e2e.labels(self._kind, exchange.modality).observe(time.monotonic() - exchange.arrived_s)
+            await send_json(exchange.send, 200, answer, exchange.trail)
 
     def _jobs(
         self, exchange: Exchange, request: GenerationRequest, model: str, items: list[MediaItem]
@@ -246,7 +255,8 @@ class GenerationEndpoint(Endpoint):
         return [
             Job(
                 id=answer_id if index == 0 else uuid.uuid4().hex,
-                trace_id=exchange.trace_id,
+                trace_id=exchange.trail.request_id,
+                trail=exchange.trail,
                 model=model,
                 output=output if index == 0 else replace(output, first_index=index * (request.n or 1)),
                 sampling=request.sampling(secrets.randbits(63)),
@@ -254,7 +264,7 @@ class GenerationEndpoint(Endpoint):
                 messages=chat,
                 prompt=prompt,
                 items=items,
-                arrived_s=exchange.arrived_s,
+                arrived_s=exchange.trail.arrived_s,
             )
             for index, prompt in enumerate(prompts)
         ]
@@ -273,17 +283,15 @@ class Exchange:
 
     Attributes:
         answered: the last word is on its way; a client that leaves from now on has left nothing.
-        modality: "text" until media are found.
+        trail: what is noted of it.
         translate: what a streamed answer goes through, where it goes through anything.
     """
 
-    def __init__(self, headers: Headers, send: Send) -> None:
+    def __init__(self, headers: Headers, send: Send, trail: Trail) -> None:
         self.headers = headers
         self.send = send
-        self.arrived_s = time.monotonic()
-        self.trace_id = uuid.uuid4().hex
+        self.trail = trail
         self.answered = False
-        self.modality = "text"
         self.translate: Send | None = None
 
     def stream_send(self, first_token: Callable[[Exchange], None]) -> Send:

@@ -15,7 +15,7 @@ import msgspec
 
 from epd_serve.backends.base import InstanceLost
 from epd_serve.errors import InvalidRequest, StageTimeout, error_from_response
-from epd_serve.protocol import frames, wire
+from epd_serve.protocol import frames, prompt_note, wire
 from epd_serve.protocol.prompt_calls import DetokenizeReply, DetokenizeRequest, TokenizeReply, TokenizeRequest
 
 INFO_TIMEOUT_S = 10.0
@@ -69,6 +69,10 @@ class _Answer:
     @property
     def framed(self) -> bool:
         return self.response.headers.get("content-type") == frames.CONTENT_TYPE
+
+    @property
+    def prompt_note(self) -> str:
+        return self.response.headers.get(prompt_note.HEADER, "")
 
     async def chunks(self) -> AsyncIterator[bytes]:
         try:
