@@ -95,7 +95,7 @@ def snapshot(
         "running": gate.queue.num_in_flight,
         "waiting": gate.queue.num_waiting,
         "series": observer.figures.series(now_s),
-        "window": observer.figures.window(now_s),
+        "window": observer.figures.window(now_s, min(60, max(1, round(now_s - observer.started_s)))),
         "units": _units(table, topology),
         "instances": [_instance(record) for record in records],
         "links": [
