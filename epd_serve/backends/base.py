@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
@@ -23,6 +23,13 @@ class Answer(Protocol):
 
     def chunks(self) -> AsyncIterator[bytes]:
         """The body as it arrives, never empty pieces. Raises InstanceLost where it breaks off."""
+
+    async def forward(self, write: Callable[[bytes], bool]) -> bool:
+        """Hand the body to ``write`` as it arrives, until that returns False; returns whether it is complete.
+
+        ``write`` is called out of the event loop's callbacks; what it raises is raised here. Raises InstanceLost
+        where the body breaks off.
+        """
 
 
 class StageCalls(Protocol):

@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import io
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable
 from types import TracebackType
 from typing import Self
 
-import aiohttp
 import msgspec
 
-from epd_serve.backends.base import InstanceLost
-from epd_serve.errors import error_from_response
+from epd_serve.backends.base import Answer, InstanceLost
+from epd_serve.backends.http_client import HttpCall, HttpPool
 from epd_serve.protocol import wire
 
 INFO_TIMEOUT_S = 10.0
-CONNECT_TIMEOUT_S = 5.0
-#: Below the keep-alive time of the instances' server (5 s), so that a call never meets a connection that is just
-#: being closed.
-KEEP_ALIVE_S = 3.0
-LARGE_BODY_BYTES = 256 * 1024
+_HEADERS = f"content-type: {wire.CONTENT_TYPE}\r\n{wire.REQUEST_ID_HEADER}: "
+_NEXT = wire.NEXT_HEADER.encode()
 
 
 class NativeConnections:
@@ -32,118 +25,114 @@ class NativeConnections:
     """
 
     def __init__(self) -> None:
-        self._session: aiohttp.ClientSession | None = None
+        self._pools: list[HttpPool] = []
+
+    def pool(self, name: str, url: str) -> HttpPool:
+        pool = HttpPool(name, url)
+        self._pools.append(pool)
+        return pool
 
     async def __aenter__(self) -> Self:
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            auto_decompress=False,
-        )
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self.session.close()
-
-    @property
-    def session(self) -> aiohttp.ClientSession:
-        assert self._session is not None, "used before its context was entered"
-        return self._session
+        await asyncio.gather(*(pool.close() for pool in self._pools))
 
 
-@dataclass(frozen=True, slots=True)
 class _Answer:
-    response: aiohttp.ClientResponse
-    origin: str
+    """:class:`epd_serve.backends.base.Answer` over the call that gives it."""
+
+    __slots__ = ("_call",)
+
+    def __init__(self, call: HttpCall) -> None:
+        self._call = call
 
     @property
     def decode_follows(self) -> bool:
-        return self.response.headers.get(wire.NEXT_HEADER) == "decode"
+        return self._call.headers.get(_NEXT) == b"decode"
 
-    async def chunks(self) -> AsyncIterator[bytes]:
+    def chunks(self) -> AsyncIterator[bytes]:
+        return self._call.chunks()
+
+    async def forward(self, write: Callable[[bytes], bool]) -> bool:
+        return await self._call.forward(write)
+
+
+class _StageCall:
+    """A call that is under way, as an async context: entered when the answer's head is there."""
+
+    __slots__ = ("_call",)
+
+    def __init__(self, call: HttpCall) -> None:
+        self._call = call
+
+    @property
+    def opened(self) -> asyncio.Future[HttpCall]:
+        return self._call.opened
+
+    def answer(self) -> Answer:
+        return _Answer(self._call)
+
+    def close(self) -> None:
+        self._call.close()
+
+    async def __aenter__(self) -> Answer:
         try:
-            async for chunk in self.response.content.iter_any():
-                yield chunk
-        except (aiohttp.ClientError, OSError) as error:
-            raise InstanceLost(f"instance {self.origin} broke off its answer ({error})") from error
+            await self._call.opened
+        except BaseException:
+            self._call.close()
+            raise
+        return _Answer(self._call)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._call.close()
 
 
 class NativeInstance:
     """:class:`epd_serve.backends.base.StageCalls` of one worker process."""
 
     def __init__(self, connections: NativeConnections, name: str, url: str) -> None:
-        self._connections = connections
+        self._pool = connections.pool(name, url)
         self.name = name
-        self.url = url.rstrip("/")
+        self.url = self._pool.url
 
     async def info(self) -> wire.InstanceInfo:
         """Raises InstanceLost also for an answer that is no InstanceInfo or takes over INFO_TIMEOUT_S."""
         try:
-            async with (
-                asyncio.timeout(INFO_TIMEOUT_S),
-                self._connections.session.get(f"{self.url}/info") as response,
-            ):
-                body = await response.read()
-                await self._check(response, body)
-                return wire.from_json(body, wire.InstanceInfo)
-        except (aiohttp.ClientError, OSError) as error:
-            raise self._lost(error) from error
+            async with asyncio.timeout(INFO_TIMEOUT_S):
+                body = await _body(self._pool.call("GET", "/info", ""))
+            return wire.from_json(body, wire.InstanceInfo)
+        except TimeoutError as error:
+            raise InstanceLost(
+                f"instance {self.name} at {self.url} said nothing in {INFO_TIMEOUT_S:g} s"
+            ) from error
         except msgspec.MsgspecError as error:
             raise InstanceLost(f"{self.url}/info is no answer of an instance ({error})") from error
 
     async def encode(self, request: wire.EncodeRequest, *, trace_id: str) -> wire.EncodeReply:
-        async with self._post("/stage/encode", request, trace_id) as response:
-            try:
-                body = await response.read()
-                return wire.decode(body, wire.EncodeReply)
-            except (aiohttp.ClientError, OSError) as error:
-                raise self._lost(error) from error
-            except msgspec.MsgspecError as error:
-                raise InstanceLost(f"instance {self.name} gave an unreadable encode reply ({error})") from error
-
-    @asynccontextmanager
-    async def prefill(self, request: wire.PrefillRequest, *, trace_id: str) -> AsyncIterator[_Answer]:
-        async with self._post("/stage/prefill", request, trace_id) as response:
-            yield _Answer(response, self.name)
-
-    @asynccontextmanager
-    async def decode(self, request: wire.DecodeRequest, *, trace_id: str) -> AsyncIterator[_Answer]:
-        async with self._post("/stage/decode", request, trace_id) as response:
-            yield _Answer(response, self.name)
-
-    @asynccontextmanager
-    async def _post(
-        self, path: str, message: wire.Message, trace_id: str
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
-        headers = {"content-type": wire.CONTENT_TYPE, wire.REQUEST_ID_HEADER: trace_id}
+        body = await _body(self._post("/stage/encode", wire.encode_in_parts(request), trace_id))
         try:
-            body = wire.encode(message)
-            # As a file, a large body goes out piece by piece, and other requests get their turn in between.
-            data = body if len(body) < LARGE_BODY_BYTES else io.BytesIO(body)
-            response = await self._connections.session.post(self.url + path, data=data, headers=headers)
-        except (aiohttp.ClientError, OSError) as error:
-            raise self._lost(error) from error
-        try:
-            if response.status >= 400:
-                try:
-                    body = await response.read()
-                except (aiohttp.ClientError, OSError) as error:
-                    raise self._lost(error) from error
-                raise error_from_response(response.status, body, origin=f"instance {self.name}")
-            yield response
-        finally:
-            # Gives the connection back where the answer was read to its end; otherwise closes it, which is how the
-            # instance learns that nobody waits any more.
-            response.close() if not response.content.at_eof() else response.release()
+            return wire.decode(body, wire.EncodeReply)
+        except msgspec.MsgspecError as error:
+            raise InstanceLost(f"instance {self.name} gave an unreadable encode reply ({error})") from error
 
-    async def _check(self, response: aiohttp.ClientResponse, body: bytes) -> None:
-        if response.status >= 400:
-            raise error_from_response(response.status, body, origin=f"instance {self.name}")
+    def prefill(self, request: wire.PrefillRequest, *, trace_id: str) -> _StageCall:
+        return _StageCall(self._post("/stage/prefill", [wire.encode(request)], trace_id))
 
-    def _lost(self, error: Exception) -> InstanceLost:
-        return InstanceLost(
-            f"instance {self.name} at {self.url} is not reachable ({error or type(error).__name__})"
-        )
+    def decode(self, request: wire.DecodeRequest, *, trace_id: str) -> _StageCall:
+        return _StageCall(self._post("/stage/decode", [wire.encode(request)], trace_id))
+
+    def _post(self, path: str, body: list[bytes], trace_id: str) -> HttpCall:
+        return self._pool.call("POST", path, f"{_HEADERS}{trace_id}\r\n", body)
+
+
+async def _body(call: HttpCall) -> bytes:
+    try:
+        await call.opened
+        return await call.read()
+    finally:
+        call.close()

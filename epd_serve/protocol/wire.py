@@ -324,6 +324,20 @@ def encode(message: Message) -> bytes:
     return _encoder.encode(message)
 
 
+_NO_MEDIA = b"\xa5media\xc4\x00"
+
+
+def encode_in_parts(request: EncodeRequest) -> list[bytes]:
+    """What :func:`encode` gives, with the media's bytes as they are instead of a copy of them."""
+    size = len(request.media)
+    if size < 1 << 8:
+        return [_encoder.encode(request)]
+    head, found, tail = _encoder.encode(msgspec.structs.replace(request, media=b"")).partition(_NO_MEDIA)
+    assert found and _NO_MEDIA not in tail, "a media item has no text of its own in the message"
+    length = b"\xc5" + size.to_bytes(2) if size < 1 << 16 else b"\xc6" + size.to_bytes(4)
+    return [head + _NO_MEDIA[:-2] + length, request.media, tail]
+
+
 def decode(data: bytes | bytearray | memoryview, message_type: type[M]) -> M:
     """msgpack → message. Raises ``ValueError`` (msgspec.ValidationError) that names the wrong field."""
     return msgspec.msgpack.decode(data, type=message_type)
