@@ -34,6 +34,7 @@ from epd_serve.config.options import (
 )
 from epd_serve.cost.interference import Clock, Isolation
 from epd_serve.errors import needs_native
+from epd_serve.key_command import key_app
 from epd_serve.launch.ports import instance_urls, name_and_url
 from epd_serve.topology import draw, explain, parse_topology
 from epd_serve.types import KVMode, Role
@@ -45,6 +46,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+app.add_typer(key_app, name="key")
 
 ParentPid = Annotated[
     int | None, typer.Option(help="End when this process, the starter of this one, ends.", hidden=True)
@@ -373,10 +375,7 @@ def version() -> None:
 
 
 def main() -> None:
-    """Entry point. What a user got wrong is one line on stderr and exit code 2.
-
-    ``EPD_SERVE_TRACEBACK=1`` shows where the error came from.
-    """
+    """A user's mistake is one line on stderr and exit code 2; EPD_SERVE_TRACEBACK=1 shows where it was found."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 shows "?" for what it lacks
     try:

@@ -43,8 +43,17 @@ class ServeError(Exception):
     type: ClassVar[str] = "server_error"
     default_code: ClassVar[str | None] = None
 
-    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        """``retry_after_s``: when trying again may help, where that is known."""
         super().__init__(message)
+        self.retry_after_s = retry_after_s
         self.message = message
         self.param = param
         self.code = code or self.default_code

@@ -21,8 +21,8 @@ from epd_serve.routing.policy import LeastLoaded, Policy
 from epd_serve.routing.table import InstanceTable
 from proxy.addresses import is_public
 from proxy.attempt import Instances
-from proxy.auth import Authenticator
 from proxy.endpoint import GenerationEndpoint
+from proxy.entrance import new_gate
 from proxy.fetch import MediaFetcher
 from proxy.generation import Generator
 from proxy.media import MediaLoader
@@ -37,11 +37,12 @@ def create_app(
 ) -> FastAPI:
     """The gateway for ``instances``, given as (name, control URL).
 
-    ``app.state.table`` is its instance table. Connections and polling live as long as the application's lifespan.
+    ``app.state.table`` is its instance table, ``app.state.gate`` its admission. Connections and polling live as
+    long as the application's lifespan.
     """
     table = InstanceTable(instances)
     metrics = GatewayMetrics()
-    authenticator = Authenticator(settings.api_key)
+    gate = new_gate(settings, table, metrics)
     connections = NativeConnections()
     calls: dict[str, StageCalls] = {name: NativeInstance(connections, name, url) for name, url in instances}
     fetcher = MediaFetcher(
@@ -79,6 +80,7 @@ def create_app(
 
     app = FastAPI(title="epd-serve gateway", lifespan=lifespan, openapi_url=None)
     app.state.table = table
+    app.state.gate = gate
     for kind, path, request_type in (
         ("chat", "/v1/chat/completions", ChatCompletionRequest),
         ("completion", "/v1/completions", CompletionRequest),
@@ -91,13 +93,13 @@ def create_app(
             generator=generator,
             loader=loader,
             metrics=metrics,
-            authenticator=authenticator,
+            gate=gate,
             max_body_bytes=settings.max_body_bytes,
             timeout_s=settings.request_timeout_s,
         )
         app.router.routes.append(Route(path, endpoint=endpoint, methods=["POST"]))
-    app.include_router(models_router(table, poller, authenticator))
-    app.include_router(health_router(table, metrics))
+    app.include_router(models_router(table, poller, gate.authenticator))
+    app.include_router(health_router(table, metrics, gate.authenticator, settings))
     app.add_exception_handler(ServeError, _serve_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _unexpected_error)
@@ -106,7 +108,7 @@ def create_app(
 
 async def _serve_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, ServeError)
-    return JSONResponse(error.body(), error.status, retry_headers(error.status))
+    return JSONResponse(error.body(), error.status, retry_headers(error.status, error.retry_after_s))
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

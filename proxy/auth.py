@@ -1,11 +1,19 @@
-"""The bearer token that clients must send where the deployment sets ``gateway.api_key``."""
+"""Who is asking: bearer tokens against the hashes of API keys."""
 
 from __future__ import annotations
 
 import hmac
+from collections.abc import Iterable
+from hashlib import sha256
 from typing import ClassVar
 
+from epd_serve.config.keys import HASH_PREFIX
 from epd_serve.errors import ServeError
+from proxy.limits import Client
+
+#: Longer ones are refused unhashed.
+MAX_TOKEN_BYTES = 4096
+_NOBODY = bytes(32)
 
 
 class Unauthorized(ServeError):
@@ -15,16 +23,34 @@ class Unauthorized(ServeError):
 
 
 class Authenticator:
-    def __init__(self, api_key: str | None) -> None:
-        self._expected = None if api_key is None else api_key.encode()
+    """Finds the client that a bearer token belongs to; without any key everybody is let in as ``anonymous``."""
 
-    def check(self, authorization: str | None) -> None:
-        """Check the value of the ``Authorization`` header. Raises Unauthorized. Compares in constant time."""
-        if self._expected is None:
-            return
-        scheme, _, token = (authorization or "").partition(" ")
-        if scheme.lower() != "bearer" or not token:
+    def __init__(self, keys: Iterable[tuple[str, Client]]) -> None:
+        """``keys`` are (hash as of :func:`epd_serve.config.keys.hash_key`, its holder)."""
+        self._holders = {bytes.fromhex(text.removeprefix(HASH_PREFIX)): client for text, client in keys}
+        self._anonymous = None if self._holders else Client("anonymous")
+
+    @property
+    def clients(self) -> list[Client]:
+        return list(self._holders.values()) if self._anonymous is None else [self._anonymous]
+
+    def check(self, authorization: str | bytes | None) -> Client:
+        """The client behind the value of the ``Authorization`` header. Raises Unauthorized.
+
+        How long it takes says nothing about the keys: they are looked up by a digest that the caller cannot steer,
+        in a table whose own hash is random in each process, and compared in constant time.
+        """
+        if self._anonymous is not None:
+            return self._anonymous
+        # Headers as text are handed over as Latin-1, whatever the client's bytes meant.
+        header = authorization.encode("latin-1") if isinstance(authorization, str) else authorization or b""
+        scheme, _, token = header.partition(b" ")
+        token = token.strip()
+        if scheme.lower() != b"bearer" or not token:
             raise Unauthorized("an API key is required: send the header 'Authorization: Bearer <key>'")
-        # Headers are handed over as Latin-1, whatever the client's bytes meant.
-        if not hmac.compare_digest(token.encode("latin-1").strip(), self._expected):
-            raise Unauthorized("the API key is not the one that this gateway expects")
+        if len(token) <= MAX_TOKEN_BYTES:
+            digest = sha256(token).digest()
+            holder = self._holders.get(digest)
+            if hmac.compare_digest(digest if holder is not None else _NOBODY, digest) and holder is not None:
+                return holder
+        raise Unauthorized("the API key is none that this gateway knows")

@@ -20,11 +20,12 @@ from epd_serve.protocol.openai import ChatCompletionRequest, GenerationRequest
 from epd_serve.protocol.wire import REQUEST_ID_HEADER
 from epd_serve.routing.table import InstanceTable
 from proxy.attempt import Job
-from proxy.auth import Authenticator
+from proxy.gate import Gate, Visit
 from proxy.generation import Generator
+from proxy.limits import estimate_tokens
 from proxy.media import MediaLoader
 from proxy.poller import Poller
-from proxy.sink import EventSink, ResponseAborted, send_json
+from proxy.sink import EventSink, ResponseAborted, send_error, send_json
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ class GenerationEndpoint:
         generator: Generator,
         loader: MediaLoader,
         metrics: GatewayMetrics,
-        authenticator: Authenticator,
+        gate: Gate,
         max_body_bytes: int,
         timeout_s: float,
     ) -> None:
@@ -62,22 +63,34 @@ class GenerationEndpoint:
         self._generator = generator
         self._loader = loader
         self._metrics = metrics
-        self._authenticator = authenticator
+        self._gate = gate
         self._max_body_bytes = max_body_bytes
         self._timeout_s = timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = _Exchange(Headers(scope=scope), send)
         try:
+            visit = self._gate.enter(exchange.headers.get("authorization"))
+        except ServeError as error:
+            await send_error(send, error, exchange.trace_id)
+            self._count(exchange, error.status)
+            return
+        try:
+            await self._serve(exchange, visit, receive)
+        finally:
+            visit.leave()
+
+    async def _serve(self, exchange: _Exchange, visit: Visit, receive: Receive) -> None:
+        try:
             body = await self._receive(exchange, receive)
         except ServeError as error:
-            await send_json(send, error.status, error.to_json(), exchange.trace_id)
+            await send_error(exchange.send, error, exchange.trace_id)
             self._count(exchange, error.status)
             return
         except ClientLeft:
             self._count(exchange, CLIENT_LEFT)
             return
-        work = asyncio.create_task(self._answer(exchange, body))
+        work = asyncio.create_task(self._answer(exchange, visit, body))
         leaving = asyncio.create_task(_disconnected(receive))
         try:
             await asyncio.wait({work, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -94,7 +107,6 @@ class GenerationEndpoint:
             await asyncio.gather(work, leaving, return_exceptions=True)
 
     async def _receive(self, exchange: _Exchange, receive: Receive) -> bytearray:
-        self._authenticator.check(exchange.headers.get("authorization"))
         trace_id = exchange.headers.get(REQUEST_ID_HEADER)
         if trace_id:
             if not _TRACE_ID.fullmatch(trace_id):
@@ -105,13 +117,13 @@ class GenerationEndpoint:
             exchange.trace_id = trace_id
         return await _read_body(exchange.headers, receive, self._max_body_bytes)
 
-    async def _answer(self, exchange: _Exchange, body: bytearray) -> None:
+    async def _answer(self, exchange: _Exchange, visit: Visit, body: bytearray) -> None:
         sink = EventSink(exchange.stream_send(self._first_token), exchange.trace_id)
         status = 200
         try:
             try:
                 async with asyncio.timeout(self._timeout_s):
-                    await self._generate(exchange, body, sink)
+                    await self._generate(exchange, visit, body, sink)
             except TimeoutError as error:
                 raise StageTimeout(
                     f"the request took longer than {self._timeout_s:g} s, this gateway's limit"
@@ -122,7 +134,7 @@ class GenerationEndpoint:
                 logger.warning("request %s: %s", exchange.trace_id, error.message)
             exchange.answered = True
             if not sink.started:
-                await send_json(exchange.send, error.status, error.to_json(), exchange.trace_id)
+                await send_error(exchange.send, error, exchange.trace_id)
                 return
             await sink.fail(error)
             raise ResponseAborted(error.message) from error
@@ -135,12 +147,17 @@ class GenerationEndpoint:
             if exchange.answered:
                 self._count(exchange, status)
 
-    async def _generate(self, exchange: _Exchange, body: bytearray, sink: EventSink) -> None:
+    async def _generate(self, exchange: _Exchange, visit: Visit, body: bytearray, sink: EventSink) -> None:
         request = self._parse(body)
+        sources = request.media()
+        text_bytes = len(body) - sum(len(source.url) for source in sources)
         body.clear()
         await self._poller.started()
         model = self._model(request.model)
-        sources = request.media()
+        num_tokens = estimate_tokens(text_bytes, request.token_limit(), request.n or 1)
+        waiting = visit.admit(priority=request.priority or 0, num_tokens=num_tokens)
+        if waiting is not None:
+            await waiting
         exchange.modality = "image" if sources else "text"
         items = await self._loader.load(sources) if sources else []
         self._metrics.media_bytes.labels("image").inc(sum(len(item.data) for item in items))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import ipaddress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from epd_serve.config import DeploymentConfig
+from epd_serve.config.gateway import ApiKeyConfig, is_loopback, read_secret
 from epd_serve.media import MediaLimits
 
 
@@ -17,6 +17,10 @@ class GatewaySettings:
     Attributes:
         allow_private: whether media URLs may lead to addresses that are not public.
         allowed_file_dirs: directories, resolved, whose files a ``file://`` URL may name.
+        api_key: a key in plain text; api_keys: others by their hash. Both may be there.
+        max_in_flight, max_queue, queue_timeout_s: of the admission queue.
+        shed_ttft_s: refuse what cannot have its first token within so long; None: refuse nothing for that.
+        guard_health, guard_metrics: show instances, and metrics, to holders of an API key only.
         poll_interval_s: how often each instance is asked for its state.
         encode_timeout_s: how long an instance may take to encode an item before another is asked. P must still
             be waiting for the feature then.
@@ -27,6 +31,13 @@ class GatewaySettings:
     max_body_bytes: int = 64 * 1024 * 1024
     request_timeout_s: float = 600.0
     api_key: str | None = None
+    api_keys: tuple[ApiKeyConfig, ...] = ()
+    max_in_flight: int = 1024
+    max_queue: int = 4096
+    queue_timeout_s: float = 60.0
+    shed_ttft_s: float | None = None
+    guard_health: bool = False
+    guard_metrics: bool = False
     media: MediaLimits = field(default_factory=MediaLimits)
     fetch_timeout_s: float = 10.0
     allow_private: bool = False
@@ -43,7 +54,14 @@ class GatewaySettings:
         return cls(
             max_body_bytes=gateway.max_body_bytes,
             request_timeout_s=gateway.request_timeout_s,
-            api_key=gateway.api_key,
+            api_key=read_secret(gateway.api_key, "gateway.api_key"),
+            api_keys=gateway.api_keys,
+            max_in_flight=gateway.max_in_flight,
+            max_queue=gateway.max_queue,
+            queue_timeout_s=gateway.queue_timeout_s,
+            shed_ttft_s=config.slo.ttft_ms / 1e3 if gateway.shed and config.slo.ttft_ms else None,
+            guard_health=gateway.guard_health,
+            guard_metrics=gateway.guard_metrics,
             media=MediaLimits(max_pixels=media.max_pixels, max_bytes=media.max_bytes),
             fetch_timeout_s=media.fetch_timeout_s,
             allow_private=is_loopback(host) if media.allow_private is None else media.allow_private,
@@ -51,13 +69,3 @@ class GatewaySettings:
             trace=config.trace,
             allowed_file_dirs=tuple(Path(folder).expanduser().resolve() for folder in media.allowed_file_dirs),
         )
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach a server that listens on ``host``."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from starlette.types import Send
@@ -23,19 +24,33 @@ class ResponseAborted(Exception):
 RETRY_AFTER_S = 2
 
 
-def retry_headers(status: int) -> dict[str, str]:
-    """``Retry-After`` where trying again later may help."""
-    return {"retry-after": str(RETRY_AFTER_S)} if status in (429, 503) else {}
+#: Estimates beyond this say no more than "much later".
+MAX_RETRY_AFTER_S = 600
 
 
-async def send_json(send: Send, status: int, body: bytes, trace_id: str) -> None:
+def retry_headers(status: int, retry_after_s: float | None = None) -> dict[str, str]:
+    """``Retry-After`` where trying again later may help; in whole seconds (RFC 9110, section 10.2.3)."""
+    if status not in (429, 503):
+        return {}
+    seconds = RETRY_AFTER_S if retry_after_s is None else min(math.ceil(retry_after_s), MAX_RETRY_AFTER_S)
+    return {"retry-after": str(max(1, seconds))}
+
+
+async def send_error(send: Send, error: ServeError, trace_id: str) -> None:
+    """An error as the whole answer."""
+    await send_json(send, error.status, error.to_json(), trace_id, error.retry_after_s)
+
+
+async def send_json(
+    send: Send, status: int, body: bytes, trace_id: str, retry_after_s: float | None = None
+) -> None:
     """A whole answer in JSON."""
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", str(len(body)).encode()),
         (REQUEST_ID_HEADER.encode(), trace_id.encode()),
     ]
-    headers += [(name.encode(), value.encode()) for name, value in retry_headers(status).items()]
+    headers += [(name.encode(), value.encode()) for name, value in retry_headers(status, retry_after_s).items()]
     if status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
     await send({"type": "http.response.start", "status": status, "headers": headers})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from fastapi import APIRouter, Depends, Request, Response
@@ -12,17 +13,24 @@ from epd_serve.errors import ModelNotFound, Unavailable
 from epd_serve.metrics.gateway import CONTENT_TYPE, GatewayMetrics
 from epd_serve.protocol.wire import InstanceInfo
 from epd_serve.routing.table import InstanceTable
-from proxy.auth import Authenticator
+from proxy.auth import Authenticator, Unauthorized
 from proxy.poller import Poller
+from proxy.settings import GatewaySettings
+
+
+def key_required(authenticator: Authenticator) -> Callable[[Request], Awaitable[None]]:
+    """A dependency for routes that ask for an API key."""
+
+    async def check(request: Request) -> None:
+        authenticator.check(request.headers.get("authorization"))
+
+    return check
 
 
 def models_router(table: InstanceTable, poller: Poller, authenticator: Authenticator) -> APIRouter:
     """``GET /v1/models`` and ``/v1/models/{name}``."""
 
-    async def authorized(request: Request) -> None:
-        authenticator.check(request.headers.get("authorization"))
-
-    router = APIRouter(dependencies=[Depends(authorized)])
+    router = APIRouter(dependencies=[Depends(key_required(authenticator))])
     created = int(time.time())
 
     def describe(info: InstanceInfo) -> dict[str, Any]:
@@ -56,26 +64,41 @@ def models_router(table: InstanceTable, poller: Poller, authenticator: Authentic
     return router
 
 
-def health_router(table: InstanceTable, metrics: GatewayMetrics) -> APIRouter:
-    """``GET /health``, ``/health/ready`` (the same), ``/health/live`` and ``/metrics``."""
+def health_router(
+    table: InstanceTable, metrics: GatewayMetrics, authenticator: Authenticator, settings: GatewaySettings
+) -> APIRouter:
+    """``GET /health``, ``/health/ready`` (the same), ``/health/live`` and ``/metrics``.
+
+    With ``settings.guard_health`` only holders of an API key see the instances; the status is open to all, for
+    load balancers and supervisors. With ``guard_metrics`` /metrics asks for a key.
+    """
     router = APIRouter()
+    guard = [Depends(key_required(authenticator))]
+
+    def may_see(request: Request) -> bool:
+        try:
+            authenticator.check(request.headers.get("authorization"))
+        except Unauthorized:
+            return False
+        return True
 
     @router.get("/health")
     @router.get("/health/ready")
-    async def ready() -> JSONResponse:
+    async def ready(request: Request) -> JSONResponse:
         missing = table.missing_stages()
         instances = {
             record.name: {"role": str(record.role) if record.role else None, "ready": record.ready}
             for record in table
         }
         status = "waiting for " + " and ".join(missing) if missing else "ready"
-        return JSONResponse({"status": status, "instances": instances}, 503 if missing else 200)
+        shown = {"instances": instances} if not settings.guard_health or may_see(request) else {}
+        return JSONResponse({"status": status, **shown}, 503 if missing else 200)
 
     @router.get("/health/live")
     async def live() -> JSONResponse:
         return JSONResponse({"status": "live"})
 
-    @router.get("/metrics")
+    @router.get("/metrics", dependencies=guard if settings.guard_metrics else [])
     async def exposition() -> Response:
         instances = (
             (record.name, record.ready, [(stage.value, count) for stage, count in record.in_flight.items()])

@@ -1,14 +1,13 @@
 """What a deployment is made of: the YAML schema, its loader, and the options of one instance."""
 
+from epd_serve.config.gateway import GatewayConfig, MediaConfig
 from epd_serve.config.load import ConfigError, change_config, load_config, parse_config
 from epd_serve.config.options import InstanceOptions, decode_graph_sizes
 from epd_serve.config.schema import DEMO_MODEL, DeploymentConfig, deployment_schema, model_path
 from epd_serve.config.sections import (
-    GatewayConfig,
     InstancesConfig,
     InstanceSettings,
     KVTransferConfig,
-    MediaConfig,
     MooncakeConfig,
 )
 

@@ -14,10 +14,13 @@ from ruamel.yaml.comments import CommentedMap, CommentedSeq
 from ruamel.yaml.error import MarkedYAMLError
 from ruamel.yaml.reader import ReaderError
 
+from epd_serve.config.gateway import GatewayConfig, SecretSource
 from epd_serve.config.schema import DEMO_MODEL, DeploymentConfig
 from epd_serve.config.sections import overlay
 
 Location = tuple[int | str, ...]
+#: Keys whose values no error may show.
+_SECRETS = frozenset({"api_key", "key", "hash"})
 
 
 class ConfigError(ValueError):
@@ -46,9 +49,8 @@ def load_config(path: Path) -> DeploymentConfig:
             changes["interference"] = str(here / config.interference.expanduser())
         if config.trace is not None:
             changes["trace"] = str(here / config.trace.expanduser())
-        if folders := config.gateway.media.allowed_file_dirs:
-            absolute = [str(here / folder.expanduser()) for folder in folders]
-            changes["gateway"] = {"media": {"allowed_file_dirs": absolute}}
+        if gateway := _gateway_paths(config.gateway, here):
+            changes["gateway"] = gateway
     except RuntimeError as error:  # '~name' for a user that does not exist
         raise ConfigError(f"{path}: a path that starts with '~': {error}") from error
     return change_config(config, changes, source=str(path))
@@ -76,6 +78,18 @@ def parse_config(text: str, *, source: str = "deployment") -> DeploymentConfig:
         faults = sorted((_line(tree, fault["loc"]), _explain(fault)) for fault in error.errors())
         lines = dict.fromkeys(f"{source}:{line}: {problem}" for line, problem in faults)
         raise ConfigError("\n".join(lines)) from error
+
+
+def _gateway_paths(gateway: GatewayConfig, here: Path) -> dict[str, Any]:
+    """The gateway's relative paths as changes that make them absolute."""
+    changes: dict[str, Any] = {}
+    if folders := gateway.media.allowed_file_dirs:
+        changes["media"] = {"allowed_file_dirs": [str(here / folder.expanduser()) for folder in folders]}
+    if isinstance(gateway.api_key, SecretSource) and gateway.api_key.file is not None:
+        changes["api_key"] = {"file": str(here / gateway.api_key.file.expanduser())}
+    if isinstance(gateway.admin.key, SecretSource) and gateway.admin.key.file is not None:
+        changes["admin"] = {"key": {"file": str(here / gateway.admin.key.file.expanduser())}}
+    return changes
 
 
 def change_config(
@@ -115,6 +129,8 @@ def _explain(fault: ErrorDetails) -> str:
 
 def _problem(fault: ErrorDetails, location: Location) -> str:
     kind, value = fault["type"], fault["input"]
+    if _SECRETS.intersection(location[-1:]):
+        value = "what stands there"
     if kind == "extra_forbidden":
         return _unknown_key(str(location[-1]), location[:-1])
     if kind == "value_error":
@@ -143,7 +159,10 @@ def _keys_at(location: Location) -> Sequence[str]:
     """The keys that the schema has at a location inside a deployment file."""
     model: Any = DeploymentConfig
     for part in location:
-        model = get_args(model)[1] if get_origin(model) is dict else model.model_fields[part].annotation
+        if get_origin(model) in (dict, tuple):
+            model = get_args(model)[1 if get_origin(model) is dict else 0]
+        else:
+            model = model.model_fields[part].annotation
     return list(model.model_fields)
 
 

@@ -18,9 +18,9 @@ from pydantic import (
     model_validator,
 )
 
+from epd_serve.config.gateway import GatewayConfig
 from epd_serve.config.options import MIN_SEGMENT_BYTES, DType, FeatureStoreKind, InstanceOptions
 from epd_serve.config.sections import (
-    GatewayConfig,
     InstancesConfig,
     InstanceSettings,
     MooncakeConfig,
@@ -152,6 +152,12 @@ class DeploymentConfig(Section):
         slack = [role for role in ("instances", *self.roles) if self.settings_for(role).batching.order == "slack"]
         if slack and self.slo.ttft_ms is None:
             raise ValueError("batching.order: slack needs a time to be kept; set slo.ttft_ms")
+        return self
+
+    @model_validator(mode="after")
+    def _shedding_has_a_limit(self) -> DeploymentConfig:
+        if self.gateway.shed and self.slo.ttft_ms is None:
+            raise ValueError("gateway.shed needs a time to be kept; set slo.ttft_ms")
         return self
 
     @model_validator(mode="after")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
@@ -51,35 +50,6 @@ class Section(BaseModel):
         if isinstance(value, bool) and bool not in (annotation, *get_args(annotation)):
             raise ValueError(f"{str(value).lower()} is not possible here: this key is no switch")
         return value
-
-
-class MediaConfig(Section):
-    """What the gateway accepts as images and where it may fetch them."""
-
-    max_pixels: int = Field(default=32 * 1024**2, gt=0, description="Largest image, in pixels.")
-    max_bytes: Bytes = Field(default=32 * 1024**2, description="Largest image file.")
-    fetch_timeout_s: Seconds = Field(default=10.0, description="Longest download of an image URL.")
-    allow_private: bool | None = Field(
-        default=None,
-        description="Whether image URLs may lead into private networks. "
-        "null: only while the gateway itself listens on the loopback interface.",
-    )
-    allowed_file_dirs: tuple[Path, ...] = Field(
-        default=(), description="Directories whose files file:// URLs may name."
-    )
-
-
-class GatewayConfig(Section):
-    """The OpenAI-compatible server that clients talk to."""
-
-    host: str = Field(
-        default="127.0.0.1", min_length=1, description="Address to listen on; 0.0.0.0 is every interface."
-    )
-    port: Port = Field(default=8000, description="0 chooses a free port.")
-    max_body_bytes: Bytes = Field(default=64 * 1024**2, description="Largest request body.")
-    request_timeout_s: Seconds = Field(default=600.0, description="Longest time for one request.")
-    media: MediaConfig = MediaConfig()
-    api_key: str | None = Field(default=None, min_length=1, description="Clients must send it as a bearer token.")
 
 
 class KVTransferConfig(Section):

@@ -65,7 +65,9 @@ class Instance:
         self._streams = DualStream(options, self._device)
         self._tasks: set[asyncio.Task[None]] = set()
         self.trace = TraceWriter(options.trace, options.name) if options.trace else None
-        self.metrics = InstanceMetrics(self.trace)
+        # where Mooncake takes nothing, an instance's own store does
+        stores = dict.fromkeys(("embedded", options.feature_store))
+        self.metrics = InstanceMetrics(self.trace, stores=tuple(stores))
         self.pulls = Pulls()
 
     async def start(self) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from itertools import product
+from typing import TypeVar, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
+from epd_serve.config.options import FeatureStoreKind
 from epd_serve.instance.feature_supply import FetchTiming
-from epd_serve.instance.request_processor import Preparation
+from epd_serve.instance.request_processor import Kind, Preparation
 from epd_serve.metrics.timeline import FEATURE_WAIT, STAGES, StageSpan, Timeline
 from epd_serve.metrics.trace import TraceWriter
 from epd_serve.protocol.wire import Load
@@ -19,6 +22,9 @@ from epd_serve.transfer.kv_sender import OutgoingTransfer
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 _RATIOS = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.98, 0.99, 0.999, 1.0)
+_DIRECTIONS = ("in", "out")
+_STEPS = ("decode", "prefill", "mixed")
+_Metric = TypeVar("_Metric", Counter, Gauge, Histogram)
 
 
 class InstanceMetrics:
@@ -27,28 +33,44 @@ class InstanceMetrics:
     The overlap ratio of a transfer is the share of its time in which the request did not wait for it: for KV, the
     part before its prompt was computed; for a feature, the part before the engine could have computed with it.
 
+    Every series but those of links is there from the start, at 0, so that what has not happened yet is no gap.
+
     Args:
         trace: where the same is written as it happens; None: nowhere.
+        stores: the feature stores that will tell what they do.
 
     Attributes:
         timeline: is told what becomes of each request.
     """
 
-    def __init__(self, trace: TraceWriter | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        trace: TraceWriter | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        stores: tuple[FeatureStoreKind, ...] = ("embedded",),
+    ) -> None:
         self.registry = CollectorRegistry()
         self.trace = trace
         self._clock = clock
         self.timeline = Timeline(clock, self._passed)
-        stages = self._histogram(
-            "stage_seconds", "Time of requests in each stage (metrics/timeline)", _SECONDS, "stage"
+        self._stages = self._histogram(
+            "stage_seconds",
+            "Time of requests in each stage (metrics/timeline)",
+            _SECONDS,
+            stage=(*STAGES, FEATURE_WAIT),
         )
-        self._stages = {stage: stages.labels(stage) for stage in (*STAGES, FEATURE_WAIT)}
         self._preparation = self._histogram(
-            "preparation_seconds", "Waiting for and work of tokenising and image preprocessing", _SECONDS, "kind"
+            "preparation_seconds",
+            "Waiting for and work of tokenising and image preprocessing",
+            _SECONDS,
+            kind=get_args(Kind),
         )
-        self._kv_bytes = self._counter("kv_bytes", "KV bytes moved to or from other instances", "direction")
-        self._kv_seconds = self._counter("kv_seconds", "Time of writes and reads of KV", "direction")
-        self._kv_transfers = self._counter("kv_transfers", "Writes and reads of KV", "direction")
+        self._kv_bytes = self._counter(
+            "kv_bytes", "KV bytes moved to or from other instances", direction=_DIRECTIONS
+        )
+        self._kv_seconds = self._counter("kv_seconds", "Time of writes and reads of KV", direction=_DIRECTIONS)
+        self._kv_transfers = self._counter("kv_transfers", "Writes and reads of KV", direction=_DIRECTIONS)
         self._kv_contacts = self._counter("kv_contacts", "First contacts with decode instances")
         self._kv_contact_seconds = self._counter("kv_contact_seconds", "Time of first contacts")
         self._kv_requests = self._counter("kv_requests", "Requests whose KV was handed over")
@@ -57,8 +79,8 @@ class InstanceMetrics:
         self._kv_exposed = self._counter("kv_exposed_seconds", "Part of that after their prompts were computed")
         self._kv_overlap = self._histogram("kv_overlap_ratio", "Hidden share of a request's KV transfer", _RATIOS)
         self._kv_wait = self._histogram("kv_wait_seconds", "From a prompt's end to its last KV byte", _SECONDS)
-        self._kv_handshake = self._gauge("kv_handshake_seconds", "Estimate of what each write costs", "link")
-        self._kv_bandwidth = self._gauge("kv_bandwidth_bytes_per_second", "Estimate for each link", "link")
+        self._kv_handshake = self._gauge("kv_handshake_seconds", "Estimate of what each write costs", link=())
+        self._kv_bandwidth = self._gauge("kv_bandwidth_bytes_per_second", "Estimate for each link", link=())
         self._feature_bytes = self._counter("feature_bytes", "Feature bytes fetched and used")
         self._feature_transmission = self._histogram(
             "feature_transmission_seconds", "From a feature's event to the feature", _SECONDS
@@ -71,16 +93,20 @@ class InstanceMetrics:
             "feature_overlap_ratio", "Hidden share of a feature's transmission", _RATIOS
         )
         self._feature_arrivals = self._counter(
-            "feature_arrivals", "Fetched features by their first use: in_time, or late and waited for", "arrival"
+            "feature_arrivals",
+            "Fetched features by their first use: in_time, or late and waited for",
+            arrival=("in_time", "late"),
         )
         self._feature_recomputes = self._counter(
             "feature_recomputes", "Features encoded here because no encoder could deliver them"
         )
-        self._encodes = self._counter("encodes", "Encode calls; cached: the store had the feature", "cached")
+        self._encodes = self._counter(
+            "encodes", "Encode calls; cached: the store had the feature", cached=("false", "true")
+        )
         self._store_owners = self._gauge("store_owners", "Requests that hold features in the store")
         self._store_held = self._gauge("store_held_bytes", "Bytes of this instance's features in the store")
         self._store_counts = {
-            operation: self._counter(f"store_{name}", text, "store")
+            operation: self._counter(f"store_{name}", text, store=stores)
             for operation, name, text in (
                 ("hit", "hits", "Features asked for before they are encoded, and found"),
                 ("miss", "misses", "Features asked for before they are encoded, and not found"),
@@ -91,16 +117,16 @@ class InstanceMetrics:
             )
         }
         self._store_bytes = {
-            operation: self._counter(f"store_{operation}_bytes", text, "store")
+            operation: self._counter(f"store_{operation}_bytes", text, store=stores)
             for operation, text in (("put", "Feature bytes put"), ("fetch", "Feature bytes fetched"))
         }
         self._store_seconds = {
-            operation: self._histogram(f"store_{operation}_seconds", text, _SECONDS, "store")
+            operation: self._histogram(f"store_{operation}_seconds", text, _SECONDS, store=stores)
             for operation, text in (("put", "Time of a put"), ("fetch", "Time of a fetch"))
         }
-        self._steps = self._counter("steps", "Steps of the language model", "kind")
-        self._step_seconds = self._counter("step_seconds", "Time of steps", "kind")
-        self._step_tokens = self._counter("step_tokens", "Tokens computed", "stage")
+        self._steps = self._counter("steps", "Steps of the language model", kind=_STEPS)
+        self._step_seconds = self._counter("step_seconds", "Time of steps", kind=_STEPS)
+        self._step_tokens = self._counter("step_tokens", "Tokens computed", stage=("decode", "prefill"))
         self._preemptions = self._counter(
             "preemptions", "Sequences that gave their blocks to older ones for a while"
         )
@@ -198,7 +224,7 @@ class InstanceMetrics:
             self.trace.slice(preparation.thread, preparation.kind, preparation.started_at, preparation.ended_at)
 
     def _passed(self, span: StageSpan) -> None:
-        self._stages[span.stage].observe(span.end_s - span.start_s)
+        self._stages.labels(span.stage).observe(span.end_s - span.start_s)
         if self.trace is not None:
             item = {"item": span.item} if span.item else {}
             self.trace.span(span.request_id, span.stage, span.start_s, span.end_s, **item)
@@ -228,11 +254,22 @@ class InstanceMetrics:
         self._kv_seconds.labels(direction).inc(seconds)
         self._kv_transfers.labels(direction).inc()
 
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(f"epd_serve_instance_{name}", text, labels, registry=self.registry)
+    def _counter(self, name: str, text: str, **labels: tuple[str, ...]) -> Counter:
+        return _at_0(Counter(f"epd_serve_instance_{name}", text, tuple(labels), registry=self.registry), labels)
 
-    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
-        return Gauge(f"epd_serve_instance_{name}", text, labels, registry=self.registry)
+    def _gauge(self, name: str, text: str, **labels: tuple[str, ...]) -> Gauge:
+        return _at_0(Gauge(f"epd_serve_instance_{name}", text, tuple(labels), registry=self.registry), labels)
 
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
-        return Histogram(f"epd_serve_instance_{name}", text, labels, buckets=buckets, registry=self.registry)
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...], **labels: tuple[str, ...]) -> Histogram:
+        metric = Histogram(
+            f"epd_serve_instance_{name}", text, tuple(labels), buckets=buckets, registry=self.registry
+        )
+        return _at_0(metric, labels)
+
+
+def _at_0(metric: _Metric, labels: dict[str, tuple[str, ...]]) -> _Metric:
+    """The metric with a series for each value that its labels can take."""
+    if labels:
+        for values in product(*labels.values()):
+            metric.labels(*values)
+    return metric

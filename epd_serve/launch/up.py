@@ -96,7 +96,7 @@ def _ready_text(deployment: LocalDeployment) -> str:
         config.model_name,
         questions,
         images=not config.topology.text_only,
-        needs_key=config.gateway.api_key is not None,
+        needs_key=config.gateway.needs_key,
     )
     return (
         f"\nReady: {deployment.gateway_url}/v1 serves model {config.model_name!r} as {config.topology}. "

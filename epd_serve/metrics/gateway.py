@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -53,6 +53,24 @@ class GatewayMetrics:
             ("modality",),
             registry=self.registry,
         )
+        self.refused = Counter(
+            "epd_serve_refused",
+            "Requests turned away before they ran, by the error's code",
+            ("reason",),
+            registry=self.registry,
+        )
+        self.queue_wait = Histogram(
+            "epd_serve_queue_wait_seconds",
+            "Time in the admission queue of the requests that had to wait",
+            buckets=_BUCKETS,
+            registry=self.registry,
+        )
+        self._admitted = Gauge(
+            "epd_serve_requests_running", "Requests that were let to the instances", registry=self.registry
+        )
+        self._queued = Gauge(
+            "epd_serve_requests_waiting", "Requests in the admission queue", registry=self.registry
+        )
         self._in_flight = Gauge(
             "epd_serve_in_flight_calls",
             "Open stage calls of this gateway",
@@ -65,6 +83,11 @@ class GatewayMetrics:
             ("instance",),
             registry=self.registry,
         )
+
+    def watch_admission(self, num_running: Callable[[], float], num_waiting: Callable[[], float]) -> None:
+        """Where the gauges of the admission queue look when they are asked."""
+        self._admitted.set_function(num_running)
+        self._queued.set_function(num_waiting)
 
     def render(self, instances: Iterable[tuple[str, bool, Iterable[tuple[str, int]]]]) -> bytes:
         """The exposition text; ``instances`` gives (name, ready, [(stage, open calls), ...]) as of now."""

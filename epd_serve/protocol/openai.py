@@ -95,6 +95,7 @@ class _Generation(_Model):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     n: int | None = Field(None, ge=1, le=128)
+    priority: int | None = Field(None, ge=-(2**31), lt=2**31)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -126,6 +127,10 @@ class _Generation(_Model):
 
     def _max_tokens(self) -> int | None:
         return self.max_tokens
+
+    def token_limit(self) -> int | None:
+        """The most tokens that an answer may have; None where the context alone limits it."""
+        return self._max_tokens()
 
     @abstractmethod
     def _logprobs(self) -> int | None:

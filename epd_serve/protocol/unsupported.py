@@ -55,7 +55,6 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "chat_template": ((), "the model's own chat template is used; leave the field out"),
     "chat_template_kwargs": (({},), "the chat template takes no arguments; leave the field out"),
     "mm_processor_kwargs": (({},), "the image processor takes no arguments per request; leave the field out"),
-    "priority": ((0,), "requests have no priority; leave the field out"),
     "cache_salt": ((), "the prefix cache cannot be salted; leave the field out"),
 }
 

@@ -33,7 +33,8 @@ def sequence() -> Sequence:
 
 
 def test_all_that_is_told_is_rendered() -> None:
-    metrics = InstanceMetrics()
+    metrics = InstanceMetrics(stores=("embedded", "mooncake"))
+    untold = values(metrics.render(Load(), (0, 0), {}))
     metrics.kv_written(0, 0.5)
     metrics.kv_written(100, 2.0)
     metrics.kv_read(50, 1.0)
@@ -99,6 +100,8 @@ def test_all_that_is_told_is_rendered() -> None:
         "free_blocks": 4,
     }
     assert {name: found[name] for name in expected} == pytest.approx(expected)
+    assert found.keys() - untold.keys() == {"kv_handshake_seconds[d]", "kv_bandwidth_bytes_per_second[d]"}
+    assert not any(value for name, value in untold.items() if not name.partition("[")[0].endswith("_created"))
 
 
 async def test_an_embedded_store_tells_what_it_does() -> None:

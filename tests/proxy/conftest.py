@@ -168,6 +168,7 @@ class Gateway:
         self.url = url
         self.fakes = {fake.name: fake for fake in fakes}
         self.table = app.state.table
+        self.gate = app.state.gate
         self.session = session
 
     def __getitem__(self, name: str) -> FakeInstance:

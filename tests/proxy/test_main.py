@@ -12,7 +12,8 @@ import urllib.request
 import pytest
 
 from epd_serve.config import parse_config
-from proxy.settings import GatewaySettings, is_loopback
+from epd_serve.config.gateway import is_loopback
+from proxy.settings import GatewaySettings
 
 
 def test_importing_the_gateway_leaves_torch_out():

@@ -1,0 +1,265 @@
+"""The gateway's section of the deployment file: the server, its keys and limits, the media that it takes."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    ValidationError,
+    WithJsonSchema,
+    model_validator,
+)
+
+from epd_serve.config.sections import Port, Seconds, Section
+from epd_serve.config.sizes import Bytes, BytesPerSecond
+
+_SHA256 = re.compile(r"sha256:[0-9a-f]{64}")
+_DOMAIN = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*")
+
+PositiveNumber = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach a server that listens on ``host``."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+class SecretSource(BaseModel):
+    """Where a secret is read at the gateway's start, so that it need not stand in the deployment file: the name of
+    an environment variable, or a file, relative to the deployment's. Blanks around the secret do not count."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    env: str | None = Field(default=None, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
+    file: Path | None = None
+
+    @model_validator(mode="after")
+    def _one_source(self) -> SecretSource:
+        if (self.env is None) == (self.file is None):
+            raise ValueError
+        return self
+
+
+def _parse_secret(value: object) -> object:
+    """Text or a source; the error never shows what was given."""
+    if isinstance(value, SecretSource) or (isinstance(value, str) and value):
+        return value
+    try:
+        if isinstance(value, dict):
+            return SecretSource.model_validate(value)
+    except ValidationError:
+        pass
+    raise ValueError("write text in quotes, {env: VARIABLE} or {file: PATH}") from None
+
+
+def _dump_secret(value: str | SecretSource) -> object:
+    return value if isinstance(value, str) else value.model_dump(mode="json", exclude_none=True)
+
+
+#: A secret as it is, or where to read it.
+Secret = Annotated[
+    str | SecretSource,
+    PlainValidator(_parse_secret),
+    PlainSerializer(_dump_secret),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string", "minLength": 1},
+                *(
+                    {
+                        "type": "object",
+                        "properties": {key: {"type": "string"}},
+                        "required": [key],
+                        "additionalProperties": False,
+                    }
+                    for key in ("env", "file")
+                ),
+            ]
+        }
+    ),
+]
+
+
+def read_secret(secret: str | SecretSource | None, key: str) -> str | None:
+    """The secret itself; ``key`` is where the deployment file has it, for errors.
+
+    Raises ValueError where the variable or the file is not there, or holds nothing.
+    """
+    if secret is None or isinstance(secret, str):
+        return secret
+    if secret.env is not None:
+        place = f"the environment variable {secret.env}"
+        text = os.environ.get(secret.env, "").strip()
+    else:
+        assert secret.file is not None
+        place = f"the file {secret.file}"
+        try:
+            text = secret.file.read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "no text in UTF-8"
+            raise ValueError(f"{key}: {place} cannot be read: {reason}") from error
+    if not text:
+        raise ValueError(f"{key}: {place} holds nothing; put the secret there")
+    return text
+
+
+def _check_hash(text: str) -> str:
+    if not _SHA256.fullmatch(text):
+        raise ValueError("a key's hash looks like 'sha256:' and 64 hex digits; 'epd-serve key new NAME' makes one")
+    return text
+
+
+class ApiKeyConfig(Section):
+    """One API key, by its hash, and what its holder may use."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9._-]{1,64}$", description="For logs and metrics.")
+    hash: Annotated[str, AfterValidator(_check_hash)] = Field(
+        description="sha256: and 64 hex digits, as 'epd-serve key new NAME' prints them."
+    )
+    requests_per_s: PositiveNumber | None = Field(default=None, description="null: no limit.")
+    burst: int | None = Field(
+        default=None, ge=1, description="Requests that may come at once; null: those of one second, 1 at least."
+    )
+    tokens_per_min: PositiveNumber | None = Field(
+        default=None,
+        description="Of the prompt, estimated from its length, and max_tokens together. null: no limit.",
+    )
+    max_concurrent: int | None = Field(default=None, ge=1, description="Requests at once; null: no limit.")
+    highest_priority: int | None = Field(
+        default=None, description="Lowest number that the key's requests may send as priority; null: any."
+    )
+
+    @model_validator(mode="after")
+    def _burst_of_a_rate(self) -> ApiKeyConfig:
+        if self.burst is not None and self.requests_per_s is None:
+            raise ValueError("burst goes with requests_per_s; give both, or leave burst out")
+        return self
+
+
+class AdminConfig(Section):
+    """The admin plane: a server of its own, apart from what clients reach."""
+
+    host: str = Field(default="127.0.0.1", min_length=1, description="Address to listen on.")
+    port: Port | None = Field(default=None, description="null: there is none; 0 chooses a free one.")
+    key: Secret | None = Field(
+        default=None,
+        repr=False,
+        description="Bearer token of the admin plane alone: text, {env: VARIABLE} or {file: PATH}. Needed where "
+        "host is not the loopback interface.",
+    )
+
+    @model_validator(mode="after")
+    def _key_where_others_come(self) -> AdminConfig:
+        if self.port is not None and self.key is None and not is_loopback(self.host):
+            raise ValueError(
+                f"an admin plane on {self.host} needs a key of its own; set admin.key, or listen on 127.0.0.1"
+            )
+        return self
+
+
+def _check_domains(domains: tuple[str, ...]) -> tuple[str, ...]:
+    for domain in domains:
+        if not _DOMAIN.fullmatch(domain.removeprefix("*.")):
+            raise ValueError(
+                f"{domain!r} is no domain; write 'images.example.com', or '*.example.com' for all below"
+            )
+    return domains
+
+
+class MediaConfig(Section):
+    """What the gateway accepts as images and where it may fetch them."""
+
+    max_pixels: int = Field(default=32 * 1024**2, gt=0, description="Largest image, in pixels.")
+    max_bytes: Bytes = Field(default=32 * 1024**2, description="Largest image file.")
+    max_items: int = Field(default=64, ge=1, description="Most images of a request.")
+    fetch_timeout_s: Seconds = Field(default=10.0, description="Longest download of an image URL.")
+    allow_private: bool | None = Field(
+        default=None,
+        description="Whether image URLs may lead into private networks. "
+        "null: only while the gateway itself listens on the loopback interface.",
+    )
+    allowed_domains: Annotated[tuple[str, ...], AfterValidator(_check_domains)] | None = Field(
+        default=None,
+        description="Hosts that image URLs, redirects included, may name; '*.example.com' for all below one. "
+        "null: any.",
+    )
+    allowed_ports: tuple[Annotated[int, Field(ge=1, le=65535)], ...] | None = Field(
+        default=None, description="Ports that image URLs may name, as in [80, 443]; null: any."
+    )
+    allowed_file_dirs: tuple[Path, ...] = Field(
+        default=(), description="Directories whose files file:// URLs may name."
+    )
+
+
+class GatewayConfig(Section):
+    """The OpenAI-compatible server that clients talk to."""
+
+    host: str = Field(
+        default="127.0.0.1", min_length=1, description="Address to listen on; 0.0.0.0 is every interface."
+    )
+    port: Port = Field(default=8000, description="0 chooses a free port.")
+    max_body_bytes: Bytes = Field(default=64 * 1024**2, description="Largest request body.")
+    max_json_depth: int = Field(
+        default=64, ge=4, le=256, description="Deepest nesting of lists and objects in a body."
+    )
+    header_timeout_s: Seconds = Field(
+        default=20.0, description="Longest time for the request line and headers; then the connection is closed."
+    )
+    body_timeout_s: Seconds = Field(default=120.0, description="Longest time for a body to arrive.")
+    min_body_rate: BytesPerSecond = Field(
+        default=1024, description="Slowest body, on average after 10 s; a slower one is cut off."
+    )
+    request_timeout_s: Seconds = Field(default=600.0, description="Longest time for one request.")
+    max_in_flight: int = Field(
+        default=1024, ge=1, description="Requests that run on the instances at once; others wait in a queue."
+    )
+    max_queue: int = Field(default=4096, ge=0, description="Requests that may wait; others get a 429.")
+    queue_timeout_s: Seconds = Field(
+        default=60.0, description="Longest wait in the queue; then the client gets a 429."
+    )
+    shed: bool = Field(
+        default=False,
+        description="Refuse requests, with a 429, whose first token cannot come within slo.ttft_ms any more.",
+    )
+    media: MediaConfig = MediaConfig()
+    api_key: Secret | None = Field(
+        default=None,
+        repr=False,
+        description="Clients must send it as a bearer token: text, {env: VARIABLE} or {file: PATH}.",
+    )
+    api_keys: tuple[ApiKeyConfig, ...] = Field(
+        default=(), description="Keys by their hash, each with limits of its own."
+    )
+    guard_health: bool = Field(
+        default=False, description="Whether /health shows the instances to holders of a key only."
+    )
+    guard_metrics: bool = Field(default=False, description="Whether /metrics asks for an API key, too.")
+    admin: AdminConfig = AdminConfig()
+
+    @property
+    def needs_key(self) -> bool:
+        """Whether clients must send an API key."""
+        return self.api_key is not None or bool(self.api_keys)
+
+    @model_validator(mode="after")
+    def _keys_differ(self) -> GatewayConfig:
+        for what in ("name", "hash"):
+            values = [getattr(key, what) for key in self.api_keys]
+            if twice := {value for value in values if values.count(value) > 1}:
+                raise ValueError(f"api_keys: the {what} {min(twice)} occurs twice; each key has its own")
+        return self

@@ -1,0 +1,31 @@
+"""``epd-serve key``: API keys for the gateway."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from epd_serve.config.gateway import ApiKeyConfig
+from epd_serve.config.keys import new_key
+
+key_app = typer.Typer(help="Make API keys for the gateway.", no_args_is_help=True)
+
+
+@key_app.callback()
+def key() -> None:
+    """Make API keys for the gateway."""
+
+
+@key_app.command("new")
+def new(name: Annotated[str, typer.Argument(help="Of the key, for logs and metrics.")]) -> None:
+    """Make an API key: the key for its holder, its hash for gateway.api_keys of the deployment file."""
+    secret, hashed = new_key()
+    try:
+        ApiKeyConfig(name=name, hash=hashed)
+    except ValueError:
+        raise ValueError(
+            f"{name!r} is no name for a key; use up to 64 letters, digits, '.', '_' and '-'"
+        ) from None
+    typer.echo(f"{secret}\n\nThat is the key; it is shown this once. The deployment file takes its hash:\n")
+    typer.echo(f"gateway:\n  api_keys:\n    - name: {name}\n      hash: {hashed}")

@@ -1,0 +1,46 @@
+"""The gate as the gateway's settings have it."""
+
+from __future__ import annotations
+
+from epd_serve.config.gateway import ApiKeyConfig
+from epd_serve.config.keys import hash_key
+from epd_serve.metrics.gateway import GatewayMetrics
+from epd_serve.routing.table import InstanceTable
+from proxy.admission import AdmissionQueue
+from proxy.auth import Authenticator
+from proxy.gate import Gate, Shedding
+from proxy.limits import Client, KeyLimits
+from proxy.settings import GatewaySettings
+
+
+def new_gate(settings: GatewaySettings, table: InstanceTable, metrics: GatewayMetrics) -> Gate:
+    """The gate in front of the instances of ``table``; ``metrics`` show what it does."""
+    keys = [(key.hash, Client(key.name, _limits(key))) for key in settings.api_keys]
+    if settings.api_key is not None:
+        keys.append((hash_key(settings.api_key), Client("default")))
+    queue = AdmissionQueue(settings.max_in_flight, settings.max_queue)
+    metrics.watch_admission(lambda: queue.num_in_flight, lambda: queue.num_waiting)
+    return Gate(
+        Authenticator(keys),
+        queue,
+        queue_timeout_s=settings.queue_timeout_s,
+        shedding=_shedding(settings, table),
+        refused=lambda reason: metrics.refused.labels(reason).inc(),
+        waited=metrics.queue_wait.observe,
+    )
+
+
+def _limits(key: ApiKeyConfig) -> KeyLimits:
+    return KeyLimits(
+        requests_per_s=key.requests_per_s,
+        burst=key.burst,
+        tokens_per_min=key.tokens_per_min,
+        max_concurrent=key.max_concurrent,
+        highest_priority=key.highest_priority,
+    )
+
+
+def _shedding(settings: GatewaySettings, table: InstanceTable) -> Shedding | None:
+    if settings.shed_ttft_s is None:
+        return None
+    return Shedding(ttft_s=settings.shed_ttft_s, pending_s=lambda: 0.0)

@@ -1,0 +1,134 @@
+"""What one API key may use: requests per second, tokens per minute, requests at once. Time is passed in."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from epd_serve.errors import Overloaded
+
+#: Bytes of text that make about one token, for the estimate that is charged before anything is tokenised.
+BYTES_PER_TOKEN = 4
+
+
+class TokenBucket:
+    """``rate`` per second flow in, ``burst`` fit in.
+
+    What is taken may exceed what is there, as long as something is: a cost above ``burst`` is possible then, and
+    paid back by a longer wait of the next. Over any time T no more than ``burst + rate·T`` plus one such debt goes
+    out.
+    """
+
+    __slots__ = ("_burst", "_level", "_rate", "_updated_s")
+
+    def __init__(self, rate: float, burst: float) -> None:
+        assert rate > 0 and burst > 0
+        self._rate = rate
+        self._burst = burst
+        self._level = burst
+        self._updated_s = -math.inf
+
+    def wait_s(self, now_s: float, need: float = 1.0) -> float:
+        """Seconds until ``need`` (the burst at most) is there; 0 where it is."""
+        if now_s > self._updated_s:
+            if self._updated_s > -math.inf:
+                self._level = min(self._burst, self._level + (now_s - self._updated_s) * self._rate)
+            self._updated_s = now_s
+        missing = min(need, self._burst) - self._level
+        return missing / self._rate if missing > 1e-9 else 0.0
+
+    def take(self, cost: float) -> None:
+        """Take ``cost`` out, as of the last :meth:`wait_s`."""
+        self._level -= cost
+
+    @property
+    def level(self) -> float:
+        """What was there at the last :meth:`wait_s`; below 0 where a debt is paid back."""
+        return self._level
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeyLimits:
+    """None: no limit.
+
+    Attributes:
+        burst: requests that may come at once; None: those of one second, 1 at least.
+        tokens_per_min: of prompt (estimated from its bytes) and max_tokens together; those of a minute may come at
+            once.
+        highest_priority: lowest number that may be asked for as priority.
+    """
+
+    requests_per_s: float | None = None
+    burst: int | None = None
+    tokens_per_min: float | None = None
+    max_concurrent: int | None = None
+    highest_priority: int | None = None
+
+
+class Client:
+    """The holder of an API key, or all callers together where there are no keys.
+
+    Attributes:
+        num_active: requests that have entered and not left.
+        num_refused: requests that a limit of the key has turned away.
+    """
+
+    __slots__ = ("_requests", "_tokens", "limits", "name", "num_active", "num_refused")
+
+    def __init__(self, name: str, limits: KeyLimits | None = None) -> None:
+        self.name = name
+        self.limits = limits or KeyLimits()
+        self.num_active = 0
+        self.num_refused = 0
+        rate, tokens = self.limits.requests_per_s, self.limits.tokens_per_min
+        self._requests = TokenBucket(rate, self.limits.burst or max(1.0, rate)) if rate else None
+        self._tokens = TokenBucket(tokens / 60, tokens) if tokens else None
+
+    def enter(self, now_s: float) -> None:
+        """Count a request in; :meth:`leave` counts it out. Raises Overloaded over a limit."""
+        limits = self.limits
+        if limits.max_concurrent is not None and self.num_active >= limits.max_concurrent:
+            self.num_refused += 1
+            raise Overloaded(
+                f"this API key has {self.num_active} requests in progress, which is its limit",
+                code="rate_limit_exceeded",
+            )
+        if self._requests is not None:
+            wait_s = self._requests.wait_s(now_s)
+            if wait_s > 0:
+                self.num_refused += 1
+                raise Overloaded(
+                    f"this API key may send {limits.requests_per_s:g} requests per second; "
+                    f"try again in {wait_s:.3g} s",
+                    code="rate_limit_exceeded",
+                    retry_after_s=wait_s,
+                )
+            self._requests.take(1.0)
+        self.num_active += 1
+
+    def leave(self) -> None:
+        assert self.num_active > 0
+        self.num_active -= 1
+
+    def charge(self, num_tokens: float, now_s: float) -> None:
+        """Take a request's tokens off the key's minute. Raises Overloaded where they are not there yet."""
+        if self._tokens is None:
+            return
+        wait_s = self._tokens.wait_s(now_s, num_tokens)
+        if wait_s > 0:
+            self.num_refused += 1
+            raise Overloaded(
+                f"this API key may use {self.limits.tokens_per_min:g} tokens per minute (prompt and max_tokens "
+                f"together) and this request may take {num_tokens:.0f}; try again in {wait_s:.3g} s",
+                code="rate_limit_exceeded",
+                retry_after_s=wait_s,
+            )
+        self._tokens.take(num_tokens)
+
+
+def estimate_tokens(text_bytes: int, max_tokens: int | None, num_choices: int = 1) -> int:
+    """What a request is charged: its prompt, by bytes of text, and the longest answer that it asks for.
+
+    An open ``max_tokens`` counts as 16, as it is in completions: how long such an answer gets nobody knows yet.
+    """
+    return text_bytes // BYTES_PER_TOKEN + (16 if max_tokens is None else max_tokens) * num_choices

@@ -1,0 +1,71 @@
+"""Keys and secrets in a deployment file: by hash, by reference, and never shown."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from epd_serve.cli import app
+from epd_serve.config import ConfigError, load_config, parse_config
+from epd_serve.config.gateway import read_secret
+from epd_serve.config.keys import hash_key
+
+HASH = "sha256:" + "0" * 64
+
+
+def test_a_new_key_fits_into_a_deployment_file() -> None:
+    text = CliRunner().invoke(app, ["key", "new", "alice"]).stdout
+    secret, _, rest = text.partition("\n")
+    [key] = parse_config(rest[rest.index("gateway:") :]).gateway.api_keys
+    assert (key.name, key.hash) == ("alice", hash_key(secret))
+    assert isinstance(CliRunner().invoke(app, ["key", "new", "a b"]).exception, ValueError)
+
+
+def test_secrets_come_from_the_environment_or_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "deployment.yaml"
+    file.write_text("gateway: {api_key: {env: A_KEY}, admin: {port: 0, key: {file: admin.key}}}")
+    gateway = load_config(file).gateway
+    with pytest.raises(ValueError, match=r"gateway\.api_key: the environment variable A_KEY holds nothing"):
+        read_secret(gateway.api_key, "gateway.api_key")
+    monkeypatch.setenv("A_KEY", "one")
+    assert read_secret(gateway.api_key, "gateway.api_key") == "one"
+    with pytest.raises(ValueError, match=r"admin\.key cannot be read: No such file"):
+        read_secret(gateway.admin.key, "gateway.admin.key")
+    (tmp_path / "admin.key").write_text(" two\n")
+    assert read_secret(gateway.admin.key, "gateway.admin.key") == "two"
+    again = parse_config(load_config(file).model_dump_json(exclude_unset=True))  # as the gateway's process gets it
+    assert again.gateway.admin.key == gateway.admin.key and again.gateway.api_key == gateway.api_key
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("{api_key: 31337}", "gateway.api_key: write text in quotes, {env: VARIABLE} or {file: PATH}"),
+        ("{api_key: {env: A, file: b}}", "gateway.api_key: write text in quotes"),
+        ("{api_key: {env: 31337}}", "gateway.api_key: write text in quotes"),
+        ("{api_keys: [{name: a, hash: 31337}]}", "gateway.api_keys.0.hash: "),
+        ("{api_keys: [{name: a, hash: 'x31337'}]}", "'epd-serve key new NAME' makes one"),
+        (f"{{api_keys: [{{name: a/b, hash: '{HASH}'}}]}}", "gateway.api_keys.0.name: "),
+        (f"{{api_keys: [{{name: a, hash: '{HASH}', burst: 2}}]}}", "burst goes with requests_per_s"),
+        (
+            f"{{api_keys: [{{name: a, hash: '{HASH}'}}, {{name: b, hash: '{HASH}'}}]}}",
+            "the hash sha256:0000",
+        ),
+        (f"{{api_keys: [{{name: a, hash: '{HASH}', rate: 2}}]}}", "gateway.api_keys.0.rate: unknown key"),
+        ("{admin: {host: 0.0.0.0, port: 1}}", "needs a key of its own"),
+        ("{shed: true}", "gateway.shed needs a time to be kept; set slo.ttft_ms"),
+        ("{media: {allowed_domains: ['http://x']}}", "'http://x' is no domain"),
+    ],
+)
+def test_what_is_wrong_is_said_without_the_secret(text: str, problem: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        parse_config(f"gateway: {text}")
+    assert problem in str(refusal.value)
+    assert "31337" not in str(refusal.value)
+
+
+def test_no_secret_in_the_text_of_a_deployment() -> None:
+    config = parse_config("gateway: {api_key: s3cret-a, admin: {port: 0, key: s3cret-b}}")
+    assert "s3cret" not in repr(config)
