@@ -81,6 +81,8 @@ def create_app(
     app = FastAPI(title="epd-serve gateway", lifespan=lifespan, openapi_url=None)
     app.state.table = table
     app.state.gate = gate
+    #: Path → endpoint, for the server's own short way (proxy/connection.py).
+    app.state.endpoints = {}
     for kind, path, request_type in (
         ("chat", "/v1/chat/completions", ChatCompletionRequest),
         ("completion", "/v1/completions", CompletionRequest),
@@ -98,6 +100,7 @@ def create_app(
             timeout_s=settings.request_timeout_s,
         )
         app.router.routes.append(Route(path, endpoint=endpoint, methods=["POST"]))
+        app.state.endpoints[path.encode()] = endpoint
     app.include_router(models_router(table, poller, gate.authenticator))
     app.include_router(health_router(table, metrics, gate.authenticator, settings))
     app.add_exception_handler(ServeError, _serve_error)

@@ -8,18 +8,18 @@ import re
 import secrets
 import time
 import uuid
-from collections.abc import Callable, MutableMapping
-from typing import Any
+from collections.abc import Callable
 
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
-from epd_serve.errors import InvalidRequest, ModelNotFound, ServeError, StageTimeout, TooLarge, Unavailable
+from epd_serve.errors import InvalidRequest, ModelNotFound, ServeError, StageTimeout, Unavailable
 from epd_serve.metrics.gateway import GatewayMetrics
 from epd_serve.protocol.openai import ChatCompletionRequest, GenerationRequest
 from epd_serve.protocol.wire import REQUEST_ID_HEADER
 from epd_serve.routing.table import InstanceTable
 from proxy.attempt import Job
+from proxy.client import Client, ClientLeft, client_of
 from proxy.gate import Gate, Visit
 from proxy.generation import Generator
 from proxy.limits import estimate_tokens
@@ -33,10 +33,6 @@ _TRACE_ID = re.compile(r"[\x21-\x7e]{1,256}")
 #: Statuses of our own, for metrics only.
 CLIENT_LEFT = 499
 BROKEN_OFF = 599
-
-
-class ClientLeft(Exception):
-    """The client closed its connection before its request was complete."""
 
 
 class GenerationEndpoint:
@@ -64,11 +60,12 @@ class GenerationEndpoint:
         self._loader = loader
         self._metrics = metrics
         self._gate = gate
-        self._max_body_bytes = max_body_bytes
+        self.max_body_bytes = max_body_bytes
         self._timeout_s = timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = _Exchange(Headers(scope=scope), send)
+        client = client_of(scope, receive, send)
+        exchange = _Exchange(Headers(scope=scope), client, send)
         try:
             visit = self._gate.enter(exchange.headers.get("authorization"))
         except ServeError as error:
@@ -76,13 +73,14 @@ class GenerationEndpoint:
             self._count(exchange, error.status)
             return
         try:
-            await self._serve(exchange, visit, receive)
+            await self._serve(exchange, visit)
         finally:
+            client.close()
             visit.leave()
 
-    async def _serve(self, exchange: _Exchange, visit: Visit, receive: Receive) -> None:
+    async def _serve(self, exchange: _Exchange, visit: Visit) -> None:
         try:
-            body = await self._receive(exchange, receive)
+            body = await self._receive(exchange)
         except ServeError as error:
             await send_error(exchange.send, error, exchange.trace_id)
             self._count(exchange, error.status)
@@ -90,23 +88,25 @@ class GenerationEndpoint:
         except ClientLeft:
             self._count(exchange, CLIENT_LEFT)
             return
-        work = asyncio.create_task(self._answer(exchange, visit, body))
-        leaving = asyncio.create_task(_disconnected(receive))
-        try:
-            await asyncio.wait({work, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if not work.done() and not exchange.answered:
-                work.cancel()
-                await asyncio.wait({work})
-            if work.cancelled():
-                self._count(exchange, CLIENT_LEFT)
-            else:
-                await work
-        finally:
-            work.cancel()
-            leaving.cancel()
-            await asyncio.gather(work, leaving, return_exceptions=True)
+        task = asyncio.current_task()
+        assert task is not None
+        left = False
 
-    async def _receive(self, exchange: _Exchange, receive: Receive) -> bytearray:
+        def leave() -> None:
+            nonlocal left
+            if not exchange.answered:
+                left = True
+                task.cancel()
+
+        exchange.client.watch(leave)
+        try:
+            await self._answer(exchange, visit, body)
+        except asyncio.CancelledError:
+            if not left or task.uncancel():
+                raise
+            self._count(exchange, CLIENT_LEFT)
+
+    async def _receive(self, exchange: _Exchange) -> bytearray:
         trace_id = exchange.headers.get(REQUEST_ID_HEADER)
         if trace_id:
             if not _TRACE_ID.fullmatch(trace_id):
@@ -115,10 +115,10 @@ class GenerationEndpoint:
                     param=REQUEST_ID_HEADER,
                 )
             exchange.trace_id = trace_id
-        return await _read_body(exchange.headers, receive, self._max_body_bytes)
+        return await exchange.client.body(self.max_body_bytes)
 
     async def _answer(self, exchange: _Exchange, visit: Visit, body: bytearray) -> None:
-        sink = EventSink(exchange.stream_send(self._first_token), exchange.trace_id)
+        sink = EventSink(exchange.client, exchange.trace_id, lambda: self._first_token(exchange))
         status = 200
         try:
             try:
@@ -209,45 +209,11 @@ class _Exchange:
         modality: "text" until media are found.
     """
 
-    def __init__(self, headers: Headers, send: Send) -> None:
+    def __init__(self, headers: Headers, client: Client, send: Send) -> None:
         self.headers = headers
+        self.client = client
         self.send = send
         self.arrived_s = time.monotonic()
         self.trace_id = uuid.uuid4().hex
         self.answered = False
         self.modality = "text"
-
-    def stream_send(self, first_token: Callable[[_Exchange], None]) -> Send:
-        """``send`` that reports the start of a streamed answer, which comes with the first token."""
-
-        async def send(message: MutableMapping[str, Any]) -> None:
-            if message["type"] == "http.response.start":
-                first_token(self)
-            await self.send(message)
-
-        return send
-
-
-async def _read_body(headers: Headers, receive: Receive, max_bytes: int) -> bytearray:
-    """The whole body. Raises TooLarge as soon as it is known to be, ClientLeft where it ends early."""
-    too_large = TooLarge(f"the body has more than {max_bytes} bytes, the limit of this gateway")
-    declared = headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > max_bytes:
-        raise too_large
-    body = bytearray()
-    more = True
-    while more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientLeft
-        body += message.get("body", b"")
-        if len(body) > max_bytes:
-            raise too_large
-        more = message.get("more_body", False)
-    return body
-
-
-async def _disconnected(receive: Receive) -> None:
-    """Returns when the client is gone (or, says ASGI, when the answer is complete)."""
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TypeVar
 
-from epd_serve.backends.base import InstanceLost
+from epd_serve.backends.base import Answer, InstanceLost
 from epd_serve.errors import InstanceFailed, Unavailable
 from epd_serve.routing.policy import Route
 from proxy.attempt import Attempt, Instances, Job
@@ -26,12 +26,10 @@ class Generator:
             answer = await attempt.first()
             if not answer.decode_follows:
                 await attempt.close_decode()
-            async for chunk in self._chunks(attempt, attempt.route.prefill.name, answer.chunks(), sink):
-                await sink.write(chunk)
+            await self._relay(attempt, attempt.route.prefill.name, answer, sink)
             if answer.decode_follows:
                 answer = await attempt.rest()
-                async for chunk in self._chunks(attempt, attempt.route.decode.name, answer.chunks(), sink):
-                    await sink.write(chunk)
+                await self._relay(attempt, attempt.route.decode.name, answer, sink)
             sink.check_complete()
 
         await self._try(job, forward, lambda: not sink.started)
@@ -86,6 +84,16 @@ class Generator:
                 return await use(attempt)
         finally:
             suspects |= attempt.suspects
+
+    async def _relay(self, attempt: Attempt, name: str, answer: Answer, sink: EventSink) -> None:
+        """Forward an answer's bytes as they come. What breaks off means what it does in :meth:`_chunks`."""
+        try:
+            while not await answer.forward(sink.write):
+                await sink.drain()
+        except InstanceLost:
+            if not sink.ends_in_error:
+                await attempt.broken_off(self._instances.table[name])
+            raise
 
     async def _chunks(
         self, attempt: Attempt, name: str, chunks: AsyncIterator[bytes], sink: EventSink | None

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import signal
 from types import FrameType
+from typing import Any, cast
 
 import uvicorn
 from fastapi import FastAPI
 
 from epd_serve.config import DeploymentConfig
 from proxy.app import create_app
-from proxy.http import BoundedHttp
+from proxy.connection import GatewayConnection
 from proxy.settings import GatewaySettings
 from proxy.sink import ResponseAborted
 
@@ -41,7 +42,7 @@ def new_server(app: FastAPI, host: str, port: int) -> uvicorn.Server:
             host=host,
             port=port,
             loop="uvloop",
-            http=BoundedHttp,
+            http=cast(Any, GatewayConnection),
             ws="none",
             lifespan="on",
             access_log=False,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 
 from starlette.types import Send
 
 from epd_serve.errors import InstanceFailed, ServeError
 from epd_serve.protocol.wire import REQUEST_ID_HEADER
+from proxy.client import Client
 
 _END_OF_EVENT = b"\n\n"
 _DONE = b"data: [DONE]\n\n"
@@ -64,14 +66,17 @@ class EventSink:
     error event can be put behind them at any time.
     """
 
-    def __init__(self, send: Send, trace_id: str) -> None:
-        self._send = send
+    def __init__(self, client: Client, trace_id: str, on_start: Callable[[], None] = lambda: None) -> None:
+        """``on_start`` is called with the first event."""
+        self._client = client
         self._trace_id = trace_id
+        self._on_start = on_start
         self._pending = b""
         self._last = b""
         self.started = False
 
-    async def write(self, chunk: bytes) -> None:
+    def write(self, chunk: bytes) -> bool:
+        """Returns False where :meth:`drain` has to come before the next chunk."""
         if self._pending:
             chunk = self._pending + chunk
             self._pending = b""
@@ -79,8 +84,11 @@ class EventSink:
             end = chunk.rfind(_END_OF_EVENT)
             end = 0 if end < 0 else end + len(_END_OF_EVENT)
             chunk, self._pending = chunk[:end], chunk[end:]
-        if chunk:
-            await self._forward(chunk)
+        return self._forward(chunk) if chunk else True
+
+    async def drain(self) -> None:
+        """Wait until the client can take more."""
+        await self._client.drain()
 
     def restart(self) -> None:
         """Forget what an attempt left behind that broke off within its first event."""
@@ -93,12 +101,14 @@ class EventSink:
             raise InstanceFailed("the instance ended its answer before it was complete")
 
     async def finish(self) -> None:
-        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+        self._client.write(b"", last=True)
+        await self._client.drain()
 
     async def fail(self, error: ServeError) -> None:
         """Tell the client what happened, unless the instance already has. The caller aborts the connection."""
         if not self.ends_in_error:
-            await self._forward(b"data: " + error.to_json() + _END_OF_EVENT)
+            self._forward(b"data: " + error.to_json() + _END_OF_EVENT)
+            await self._client.drain()
 
     @property
     def ends_in_error(self) -> bool:
@@ -106,20 +116,17 @@ class EventSink:
         start = self._last.rfind(_END_OF_EVENT, 0, -len(_END_OF_EVENT))
         return _ERROR.match(self._last, 0 if start < 0 else start + len(_END_OF_EVENT)) is not None
 
-    async def _forward(self, events: bytes) -> None:
+    def _forward(self, events: bytes) -> bool:
         if not self.started:
             self.started = True
-            await self._send(
-                {
-                    "type": "http.response.start",
-                    "status": 200,
-                    "headers": [
-                        (b"content-type", b"text/event-stream; charset=utf-8"),
-                        (b"cache-control", b"no-cache"),
-                        (b"x-accel-buffering", b"no"),  # nginx would hold events back
-                        (REQUEST_ID_HEADER.encode(), self._trace_id.encode()),
-                    ],
-                }
-            )
+            self._on_start()
+            self._client.start([*_HEADERS, (REQUEST_ID_HEADER.encode(), self._trace_id.encode())])
         self._last = events
-        await self._send({"type": "http.response.body", "body": events, "more_body": True})
+        return self._client.write(events)
+
+
+_HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would hold events back
+)
