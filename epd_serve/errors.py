@@ -104,6 +104,8 @@ class StageTimeout(ServeError):
 
 #: Code of the Unavailable of an instance that has no thread left to prepare a request: another may have one.
 PREPARATION_FULL = "preparation_full"
+#: Code of the Unavailable of a decode instance without blocks for a request's KV.
+NO_ROOM = "no_room"
 
 _BY_STATUS: dict[int, type[ServeError]] = {
     cls.status: cls
@@ -135,6 +137,6 @@ def needs_native() -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
-        if missing not in ("torch", "transformers", "numpy", "safetensors"):
+        if missing not in ("torch", "transformers", "numpy", "safetensors", "llguidance"):
             raise
         raise ValueError(f"{missing} is not installed; run: pip install 'epd-serve[native]'") from error

@@ -53,6 +53,8 @@ class Sequence:
         arrival_s: when this engine got the request, monotonic seconds.
         hand_off: whether another instance decodes; then the sequence needs blocks for its prompt alone.
         blocks: block table. forks: the first own block of each choice to be forked.
+        constraint: the grammar of its answer and how far it has come, opaque here; None where there is none.
+        output_ids: what was generated; a sequence that goes on from elsewhere begins with some.
         saved: the KV of the computed tokens while they have no blocks, opaque here; None where there is none.
     """
 
@@ -73,6 +75,7 @@ class Sequence:
     num_registered: int = 0
     blocks: list[int] = field(default_factory=list)
     forks: list[list[int]] = field(default_factory=list)
+    constraint: Any = None
     saved: Any = None
     state: SequenceState = SequenceState.WAITING
 
@@ -105,8 +108,8 @@ class Sequence:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether its newest token is all that is to be computed."""
-        return bool(self.output_ids) and self.num_uncomputed == 1
+        """Whether its newest token is all that is to be computed here; what is handed off is prefilled."""
+        return bool(self.output_ids) and not self.hand_off and self.num_uncomputed == 1
 
     @property
     def recomputable(self) -> bool:
@@ -129,6 +132,7 @@ class Sequence:
             num_computed=self.num_computed,
             num_registered=self.num_registered,
             blocks=blocks,
+            constraint=None if self.constraint is None else self.constraint.fork(),
             state=SequenceState.RUNNING,
         )
 

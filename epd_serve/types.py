@@ -78,11 +78,38 @@ class Role:
         return "".join(stage for stage in _ORDER if stage in self.stages)
 
 
+class ToolSchema(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A function that the model may call; ``parameters`` is the text of a JSON schema."""
+
+    name: str
+    parameters: str
+
+
+class Grammar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What an answer must look like.
+
+    Attributes:
+        kind, text: of the content: "json" and a schema, "regex", "choice" and a JSON list of strings; "" for free.
+        param: the request's field that asks for it, for errors.
+        tools: functions that may be called in place of the content, or behind it where that is free.
+        must_call, parallel: whether one call is needed; whether there may be more than one.
+    """
+
+    kind: Literal["", "json", "regex", "choice"] = ""
+    text: str = ""
+    param: str = ""
+    tools: list[ToolSchema] = []
+    must_call: bool = False
+    parallel: bool = True
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How tokens are chosen and when generation stops, in the vocabulary of the OpenAI and vLLM APIs.
 
     ``temperature == 0`` is greedy. ``max_tokens`` is None until the instance that knows the prompt length fills
     it with the room that the context leaves. ``seed`` is always set: whoever makes the request draws one.
+    ``include_stop``: a stop string stays in the text. ``bad_word_ids`` are ``bad_words`` as the instance that has
+    the tokenizer spells them.
     """
 
     seed: int
@@ -101,6 +128,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     skip_special_tokens: bool = True
     logprobs: int | None = None
     n: int = 1
+    include_stop: bool = False
+    logit_bias: dict[int, float] = {}
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[str, ...] = ()
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    grammar: Grammar | None = None
 
     @property
     def greedy(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
@@ -16,13 +17,13 @@ from epd_serve.backends.native import NativeConnections, NativeInstance
 from epd_serve.errors import InvalidRequest, ServeError
 from epd_serve.metrics.gateway import GatewayMetrics
 from epd_serve.metrics.trace import TraceWriter
-from epd_serve.protocol.openai import ChatCompletionRequest, CompletionRequest
 from epd_serve.routing.policy import LeastLoaded, Policy
 from epd_serve.routing.table import InstanceTable
 from proxy.addresses import is_public
 from proxy.attempt import Instances
-from proxy.endpoint import GenerationEndpoint
+from proxy.endpoints import endpoints
 from proxy.entrance import new_gate
+from proxy.failover import Losses
 from proxy.fetch import MediaFetcher
 from proxy.generation import Generator
 from proxy.media import MediaLoader
@@ -53,6 +54,7 @@ def create_app(
     )
     trace = TraceWriter(settings.trace, "gateway") if settings.trace else None
     poller = Poller(table, calls, settings.poll_interval_s, settings.startup_wait_s)
+    losses = Losses()
     generator = Generator(
         Instances(
             table=table,
@@ -61,6 +63,8 @@ def create_app(
             poller=poller,
             metrics=metrics,
             encode_timeout_s=settings.encode_timeout_s,
+            losses=losses,
+            failover=settings.failover,
             trace=trace,
         )
     )
@@ -83,22 +87,16 @@ def create_app(
     app.state.gate = gate
     #: Path → endpoint, for the server's own short way (proxy/connection.py).
     app.state.endpoints = {}
-    for kind, path, request_type in (
-        ("chat", "/v1/chat/completions", ChatCompletionRequest),
-        ("completion", "/v1/completions", CompletionRequest),
-    ):
-        endpoint = GenerationEndpoint(
-            kind=kind,
-            parse=request_type.parse,
-            table=table,
-            poller=poller,
-            generator=generator,
-            loader=loader,
-            metrics=metrics,
-            gate=gate,
-            max_body_bytes=settings.max_body_bytes,
-            timeout_s=settings.request_timeout_s,
-        )
+    shared: dict[str, Any] = {
+        "table": table,
+        "poller": poller,
+        "loader": loader,
+        "metrics": metrics,
+        "gate": gate,
+        "max_body_bytes": settings.max_body_bytes,
+        "timeout_s": settings.request_timeout_s,
+    }
+    for path, endpoint in endpoints(generator, calls, shared):
         app.router.routes.append(Route(path, endpoint=endpoint, methods=["POST"]))
         app.state.endpoints[path.encode()] = endpoint
     app.include_router(models_router(table, poller, gate.authenticator))

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Self
 
 from epd_serve.backends.base import Answer, InstanceLost, StageCalls
-from epd_serve.errors import PREPARATION_FULL, InstanceFailed, InvalidRequest, ServeError, StageTimeout
+from epd_serve.errors import NO_ROOM, PREPARATION_FULL, InstanceFailed, InvalidRequest, ServeError, StageTimeout
 from epd_serve.metrics.breakdown import GATEWAY_RECEIVE, GATEWAY_SERVE
 from epd_serve.metrics.gateway import GatewayMetrics
 from epd_serve.metrics.trace import TraceWriter
@@ -22,10 +22,12 @@ from epd_serve.protocol.wire import (
     MediaRef,
     OutputOptions,
     PrefillRequest,
+    PromptOptions,
 )
 from epd_serve.routing.policy import Policy, Route
 from epd_serve.routing.table import InstanceRecord, InstanceTable
 from epd_serve.types import SamplingParams, Stage
+from proxy.failover import Failover, Losses
 from proxy.media import MediaItem
 from proxy.poller import Poller
 
@@ -52,6 +54,7 @@ class Job:
     prompt: str | list[int] | None
     items: list[MediaItem]
     arrived_s: float
+    prompting: PromptOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +67,8 @@ class Instances:
     poller: Poller
     metrics: GatewayMetrics
     encode_timeout_s: float
+    losses: Losses
+    failover: Failover
     trace: TraceWriter | None = None
 
 
@@ -93,14 +98,24 @@ class _Call:
 class Attempt:
     """Async context: entering sends everything, leaving closes what is still open, which cancels its work.
 
+    ``generated`` are output tokens that the client has already.
     ``suspects`` are the instances to which the request should not be sent again after a failure.
     """
 
-    def __init__(self, instances: Instances, job: Job, route: Route, refs: list[MediaRef], number: int) -> None:
+    def __init__(
+        self,
+        instances: Instances,
+        job: Job,
+        route: Route,
+        refs: list[MediaRef],
+        number: int,
+        generated: list[int] | None = None,
+    ) -> None:
         self._instances = instances
         self._job = job
         self._route = route
         self._refs = refs
+        self._generated = generated or []
         # Each attempt has an id of its own: the one before may still be on its way out of P and D.
         self._id = f"{job.id}-{number}"
         self._encodes: list[asyncio.Task[None]] = []
@@ -119,7 +134,9 @@ class Attempt:
             items=self._refs,
             messages=job.messages,
             prompt=job.prompt,
+            prompting=job.prompting,
             decode_url=None if route.fused else calls[route.decode.name].url,
+            generated=self._generated,
         )
         opening = calls[route.prefill.name].prefill(prefill, trace_id=job.trace_id)
         self._prefill = _Call(table, route.prefill, Stage.PREFILL, opening)
@@ -206,10 +223,17 @@ class Attempt:
         except InstanceLost:
             self.lost(call.record)
             raise
-        except InstanceFailed:
-            # P is alive and says that an instance failed it: that was D.
-            self.suspects.add(self._route.decode.name)
+        except ServeError as error:
+            self.suspects.add(self._blamed(call, error).name)
             raise
+
+    def _blamed(self, call: _Call, error: ServeError) -> InstanceRecord:
+        """Whose failure it is that an instance, which is alive, reports."""
+        if call.record is self._route.prefill:
+            return (
+                self._route.decode if isinstance(error, InstanceFailed) or error.code == NO_ROOM else call.record
+            )
+        return self._route.prefill if isinstance(error, StageTimeout) else call.record
 
     async def _encode(self, ref: MediaRef, item: MediaItem, encoder: InstanceRecord) -> None:
         """Encode one item; after a failure on another E, at last on P itself, which loads the tower for it.

@@ -21,8 +21,21 @@ class ClientLeft(Exception):
     """The client closed its connection before its request was complete."""
 
 
-class Client(Protocol):
-    """One request's connection. Writing never waits: ``write`` says when the client cannot keep up."""
+class Outlet(Protocol):
+    """Where a streamed answer goes. Writing never waits: ``write`` says when the client cannot keep up."""
+
+    def start(self, headers: list[Header]) -> None:
+        """Status 200 and the headers; they go out with the first bytes."""
+
+    def write(self, data: bytes | memoryview, *, last: bool = False) -> bool:
+        """Send a part of the answer. Returns False where :meth:`drain` has to come before the next one."""
+
+    async def drain(self) -> None:
+        """Wait until the client has taken what was written, or enough of it."""
+
+
+class Client(Outlet, Protocol):
+    """One request's connection."""
 
     async def body(self, max_bytes: int) -> bytearray:
         """The whole body. Raises TooLarge as soon as it is known to be, ClientLeft where it ends early."""
@@ -32,15 +45,6 @@ class Client(Protocol):
 
     def close(self) -> None:
         """The answer is complete, or will not be."""
-
-    def start(self, headers: list[Header]) -> None:
-        """Status 200 and the headers of a streamed answer; they go out with its first bytes."""
-
-    def write(self, data: bytes | memoryview, *, last: bool = False) -> bool:
-        """Send a part of a streamed answer. Returns False where :meth:`drain` has to come before the next one."""
-
-    async def drain(self) -> None:
-        """Wait until the client has taken what was written, or enough of it."""
 
 
 def client_of(scope: Scope, receive: Receive, send: Send) -> Client:
@@ -53,17 +57,43 @@ def too_large(max_bytes: int) -> TooLarge:
     return TooLarge(f"the body has more than {max_bytes} bytes, the limit of this gateway")
 
 
-class AsgiClient:
-    """:class:`Client` over ASGI."""
+class SendOutlet:
+    """:class:`Outlet` over ASGI's ``send``."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._headers = Headers(scope=scope)
-        self._receive = receive
+    def __init__(self, send: Send) -> None:
         self._send = send
-        self._watcher: asyncio.Task[None] | None = None
         self._start: list[Header] | None = None
         self._written: list[bytes | memoryview] = []
         self._ended = False
+        self._sending = asyncio.Lock()
+
+    def start(self, headers: list[Header]) -> None:
+        self._start = headers
+
+    def write(self, data: bytes | memoryview, *, last: bool = False) -> bool:
+        self._written.append(data)
+        self._ended = last
+        return False
+
+    async def drain(self) -> None:
+        async with self._sending:  # several answers may share a stream
+            if self._start is not None:
+                headers, self._start = self._start, None
+                await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+            written, self._written = self._written, []
+            if written:
+                body = bytes(written[0]) if len(written) == 1 else b"".join(written)
+                await self._send({"type": "http.response.body", "body": body, "more_body": not self._ended})
+
+
+class AsgiClient(SendOutlet):
+    """:class:`Client` over ASGI."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        super().__init__(send)
+        self._headers = Headers(scope=scope)
+        self._receive = receive
+        self._watcher: asyncio.Task[None] | None = None
 
     async def body(self, max_bytes: int) -> bytearray:
         declared = self._headers.get("content-length", "")
@@ -92,20 +122,3 @@ class AsgiClient:
     def close(self) -> None:
         if self._watcher is not None:
             self._watcher.cancel()
-
-    def start(self, headers: list[Header]) -> None:
-        self._start = headers
-
-    def write(self, data: bytes | memoryview, *, last: bool = False) -> bool:
-        self._written.append(data)
-        self._ended = last
-        return False
-
-    async def drain(self) -> None:
-        if self._start is not None:
-            headers, self._start = self._start, None
-            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
-        written, self._written = self._written, []
-        if written:
-            body = bytes(written[0]) if len(written) == 1 else b"".join(written)
-            await self._send({"type": "http.response.body", "body": body, "more_body": not self._ended})

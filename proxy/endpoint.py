@@ -8,23 +8,27 @@ import re
 import secrets
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
+from msgspec.structs import replace
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from epd_serve.errors import InvalidRequest, ModelNotFound, ServeError, StageTimeout, Unavailable
 from epd_serve.metrics.gateway import GatewayMetrics
-from epd_serve.protocol.openai import ChatCompletionRequest, GenerationRequest
+from epd_serve.protocol.messages import MediaSource
+from epd_serve.protocol.openai import GenerationRequest
 from epd_serve.protocol.wire import REQUEST_ID_HEADER
 from epd_serve.routing.table import InstanceTable
 from proxy.attempt import Job
-from proxy.client import Client, ClientLeft, client_of
+from proxy.client import Client, ClientLeft, SendOutlet, client_of
 from proxy.gate import Gate, Visit
 from proxy.generation import Generator
 from proxy.limits import estimate_tokens
-from proxy.media import MediaLoader
+from proxy.media import MediaItem, MediaLoader
 from proxy.poller import Poller
+from proxy.several import stream_several, whole_several
 from proxy.sink import EventSink, ResponseAborted, send_error, send_json
 
 logger = logging.getLogger(__name__)
@@ -35,17 +39,15 @@ CLIENT_LEFT = 499
 BROKEN_OFF = 599
 
 
-class GenerationEndpoint:
-    """One of the two endpoints, as an ASGI application."""
+class Endpoint:
+    """Reads and checks a request and bounds its time, as an ASGI application; :meth:`_generate` answers it."""
 
     def __init__(
         self,
         *,
         kind: str,
-        parse: Callable[[bytearray], GenerationRequest],
         table: InstanceTable,
         poller: Poller,
-        generator: Generator,
         loader: MediaLoader,
         metrics: GatewayMetrics,
         gate: Gate,
@@ -53,10 +55,8 @@ class GenerationEndpoint:
         timeout_s: float,
     ) -> None:
         self._kind = kind
-        self._parse = parse
         self._table = table
         self._poller = poller
-        self._generator = generator
         self._loader = loader
         self._metrics = metrics
         self._gate = gate
@@ -65,7 +65,7 @@ class GenerationEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         client = client_of(scope, receive, send)
-        exchange = _Exchange(Headers(scope=scope), client, send)
+        exchange = Exchange(Headers(scope=scope), client, send)
         try:
             visit = self._gate.enter(exchange.headers.get("authorization"))
         except ServeError as error:
@@ -78,7 +78,7 @@ class GenerationEndpoint:
             client.close()
             visit.leave()
 
-    async def _serve(self, exchange: _Exchange, visit: Visit) -> None:
+    async def _serve(self, exchange: Exchange, visit: Visit) -> None:
         try:
             body = await self._receive(exchange)
         except ServeError as error:
@@ -106,7 +106,7 @@ class GenerationEndpoint:
                 raise
             self._count(exchange, CLIENT_LEFT)
 
-    async def _receive(self, exchange: _Exchange) -> bytearray:
+    async def _receive(self, exchange: Exchange) -> bytearray:
         trace_id = exchange.headers.get(REQUEST_ID_HEADER)
         if trace_id:
             if not _TRACE_ID.fullmatch(trace_id):
@@ -117,7 +117,7 @@ class GenerationEndpoint:
             exchange.trace_id = trace_id
         return await exchange.client.body(self.max_body_bytes)
 
-    async def _answer(self, exchange: _Exchange, visit: Visit, body: bytearray) -> None:
+    async def _answer(self, exchange: Exchange, visit: Visit, body: bytearray) -> None:
         sink = EventSink(exchange.client, exchange.trace_id, lambda: self._first_token(exchange))
         status = 200
         try:
@@ -147,41 +147,15 @@ class GenerationEndpoint:
             if exchange.answered:
                 self._count(exchange, status)
 
-    async def _generate(self, exchange: _Exchange, visit: Visit, body: bytearray, sink: EventSink) -> None:
-        request = self._parse(body)
-        sources = request.media()
-        text_bytes = len(body) - sum(len(source.url) for source in sources)
-        body.clear()
-        await self._poller.started()
-        model = self._model(request.model)
-        num_tokens = estimate_tokens(text_bytes, request.token_limit(), request.n or 1)
-        waiting = visit.admit(priority=request.priority or 0, num_tokens=num_tokens)
-        if waiting is not None:
-            await waiting
+    async def _generate(self, exchange: Exchange, visit: Visit, body: bytearray, sink: EventSink) -> None:
+        """Answer a request, through ``sink`` or in one piece. Raises ServeError, even after the first byte."""
+        raise NotImplementedError
+
+    async def _media(self, exchange: Exchange, sources: list[MediaSource]) -> list[MediaItem]:
         exchange.modality = "image" if sources else "text"
         items = await self._loader.load(sources) if sources else []
         self._metrics.media_bytes.labels("image").inc(sum(len(item.data) for item in items))
-        job_id = uuid.uuid4().hex
-        job = Job(
-            id=job_id,
-            trace_id=exchange.trace_id,
-            model=model,
-            output=request.output(id=job_id, created=int(time.time()), model=model),
-            sampling=request.sampling(secrets.randbits(63)),
-            messages=request.chat() if isinstance(request, ChatCompletionRequest) else None,
-            prompt=None if isinstance(request, ChatCompletionRequest) else request.prompt,
-            items=items,
-            arrived_s=exchange.arrived_s,
-        )
-        if request.stream:
-            await self._generator.stream(job, sink)
-            exchange.answered = True
-            await sink.finish()
-        else:
-            answer = await self._generator.whole(job)
-            exchange.answered = True
-            await send_json(exchange.send, 200, answer, exchange.trace_id)
-        self._metrics.e2e.labels(self._kind, exchange.modality).observe(time.monotonic() - exchange.arrived_s)
+        return items
 
     def _model(self, wanted: str | None) -> str:
         models = self._table.models()
@@ -194,17 +168,95 @@ class GenerationEndpoint:
             raise ModelNotFound(f"there is no model {wanted[:100]!r}; served here: {known}", param="model")
         return wanted
 
-    def _first_token(self, exchange: _Exchange) -> None:
+    def _first_token(self, exchange: Exchange) -> None:
         self._metrics.ttft.labels(self._kind, exchange.modality).observe(time.monotonic() - exchange.arrived_s)
 
-    def _count(self, exchange: _Exchange, status: int) -> None:
+    def _count(self, exchange: Exchange, status: int) -> None:
         self._metrics.requests.labels(self._kind, str(status), exchange.modality).inc()
 
 
-class _Exchange:
+class GenerationEndpoint(Endpoint):
+    """An endpoint whose answer is generated."""
+
+    def __init__(
+        self, *, parse: Callable[[bytearray], GenerationRequest], generator: Generator, **shared: Any
+    ) -> None:
+        super().__init__(**shared)
+        self._parse = parse
+        self._generator = generator
+
+    async def _generate(self, exchange: Exchange, visit: Visit, body: bytearray, sink: EventSink) -> None:
+        request = self._parse(body)
+        sources = request.media()
+        text_bytes = len(body) - sum(len(source.url) for source in sources)
+        body.clear()
+        await self._poller.started()
+        model = self._model(request.model)
+        num_choices = (request.n or 1) * max(1, len(request.prompts()))
+        num_tokens = estimate_tokens(text_bytes, request.token_limit(), num_choices)
+        waiting = visit.admit(priority=request.priority or 0, num_tokens=num_tokens)
+        if waiting is not None:
+            await waiting
+        items = await self._media(exchange, sources)
+        jobs = self._jobs(exchange, request, model, items)
+        if request.stream:
+            translation = self._translation(request, jobs[0], exchange.send)
+            if translation is not exchange.send:
+                sink.redirect(SendOutlet(translation))
+            if len(jobs) == 1:
+                await self._generator.stream(jobs[0], sink)
+            else:
+                await stream_several(self._generator, jobs, sink)
+            exchange.answered = True
+            await sink.finish()
+        else:
+            if len(jobs) == 1:
+                answer = await self._generator.whole(jobs[0])
+            else:
+                answer = await whole_several(self._generator, jobs)
+            answer = self._translate(request, jobs[0], answer)
+            exchange.answered = True
+            await send_json(exchange.send, 200, answer, exchange.trace_id)
+        self._metrics.e2e.labels(self._kind, exchange.modality).observe(time.monotonic() - exchange.arrived_s)
+
+    def _jobs(
+        self, exchange: Exchange, request: GenerationRequest, model: str, items: list[MediaItem]
+    ) -> list[Job]:
+        """One job for each of the request's prompts."""
+        answer_id = uuid.uuid4().hex
+        output = request.output(id=answer_id, created=int(time.time()), model=model)
+        chat = request.chat()
+        prompts: Sequence[str | list[int] | None] = request.prompts() if chat is None else [None]
+        return [
+            Job(
+                id=answer_id if index == 0 else uuid.uuid4().hex,
+                trace_id=exchange.trace_id,
+                model=model,
+                output=output if index == 0 else replace(output, first_index=index * (request.n or 1)),
+                sampling=request.sampling(secrets.randbits(63)),
+                prompting=request.prompting(),
+                messages=chat,
+                prompt=prompt,
+                items=items,
+                arrived_s=exchange.arrived_s,
+            )
+            for index, prompt in enumerate(prompts)
+        ]
+
+    def _translation(self, request: GenerationRequest, job: Job, send: Send) -> Send:
+        """What a streamed answer goes through on its way to ``send``."""
+        return send
+
+    def _translate(self, request: GenerationRequest, job: Job, answer: bytes) -> bytes:
+        """The same for an answer in one piece."""
+        return answer
+
+
+class Exchange:
     """One request and its answer.
 
     Attributes:
+        client: of a streamed answer; ``send`` is for one in one piece.
         answered: the last word is on its way; a client that leaves from now on has left nothing.
         modality: "text" until media are found.
     """

@@ -1,14 +1,18 @@
-"""Runs a request on the instances: choose, send, forward; once more on others where nothing was sent yet."""
+"""Runs a request on the instances: choose, send, forward; goes on with others where one fails."""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable
+from itertools import count
 from typing import TypeVar
 
 from epd_serve.backends.base import Answer, InstanceLost
-from epd_serve.errors import InstanceFailed, Unavailable
+from epd_serve.errors import InstanceFailed, ServeError
 from epd_serve.routing.policy import Route
 from proxy.attempt import Attempt, Instances, Job
+from proxy.failover import InstanceStalled, Suspects, may_help, substitute
+from proxy.progress import Progress
 from proxy.sink import EventSink
 
 T = TypeVar("T")
@@ -20,19 +24,21 @@ class Generator:
 
     async def stream(self, job: Job, sink: EventSink) -> None:
         """Write the answer's events to ``sink``. Raises ServeError, before or after ``sink.started``."""
+        progress = Progress(job.sampling.n)
 
         async def forward(attempt: Attempt) -> None:
-            sink.restart()
-            answer = await attempt.first()
+            answer, record = await attempt.first(), attempt.route.prefill
             if not answer.decode_follows:
                 await attempt.close_decode()
-            await self._relay(attempt, attempt.route.prefill.name, answer, sink)
+            await self._relay(attempt, record.name, answer, progress, sink)
             if answer.decode_follows:
-                answer = await attempt.rest()
-                await self._relay(attempt, attempt.route.decode.name, answer, sink)
-            sink.check_complete()
+                answer, record = await attempt.rest(), attempt.route.decode
+                await self._relay(attempt, record.name, answer, progress, sink)
+            if not progress.complete:
+                attempt.suspects.add(record.name)
+                raise InstanceFailed(f"instance {record.name} ended its answer before it was complete")
 
-        await self._try(job, forward, lambda: not sink.started)
+        await self._try(job, forward, lambda: not sink.started or progress.resumable, progress.tokens)
 
     async def whole(self, job: Job) -> bytes:
         """The answer's JSON. Raises ServeError."""
@@ -42,68 +48,82 @@ class Generator:
             name = attempt.route.prefill.name
             if answer.decode_follows:
                 # P's empty body ends when it has handed over; a break in it must not leave us waiting for D.
-                async for _ in self._chunks(attempt, name, answer.chunks(), None):
+                async for _ in self._chunks(attempt, name, answer.chunks()):
                     raise InstanceFailed(f"instance {name} answered although decode follows")
                 answer = await attempt.rest()
                 name = attempt.route.decode.name
             else:
                 await attempt.close_decode()
-            body = b"".join([chunk async for chunk in self._chunks(attempt, name, answer.chunks(), None)])
+            body = b"".join([chunk async for chunk in self._chunks(attempt, name, answer.chunks())])
             if not body:
                 raise InstanceFailed(f"instance {name} gave an empty answer")
             return body
 
         return await self._try(job, collect, lambda: True)
 
-    async def _try(self, job: Job, use: Callable[[Attempt], Awaitable[T]], may_repeat: Callable[[], bool]) -> T:
+    async def _try(
+        self,
+        job: Job,
+        use: Callable[[Attempt], Awaitable[T]],
+        may_go_on: Callable[[], bool],
+        generated: array[int] | tuple[()] = (),
+    ) -> T:
+        """What ``use`` makes of an attempt; after a failure of another one, which goes on behind ``generated``."""
         instances = self._instances
         route = instances.policy.choose_route(instances.table, job.model)
-        suspects: set[str] = set()
-        try:
-            return await self._attempt(job, route, 1, use, suspects)
-        except InstanceFailed as failure:
-            if not may_repeat() or not suspects & route.names:
-                raise
+        suspects = Suspects(instances.table)
+        for number in count(1):
+            attempt = await self._attempt_of(job, route, number, generated)
             try:
-                route = instances.policy.choose_route(instances.table, job.model, exclude=suspects)
-            except Unavailable:
-                raise failure from None
-        instances.metrics.request_retries.inc()
-        return await self._attempt(job, route, 2, use, suspects)
+                async with instances.losses.unless_lost(route.names), attempt:
+                    return await use(attempt)
+            except ServeError as failure:
+                if isinstance(failure, InstanceStalled):
+                    attempt.suspects.add(failure.name)
+                if not may_help(failure) or not may_go_on() or not attempt.suspects & route.names:
+                    raise
+                if number >= instances.failover.max_attempts:
+                    raise
+                suspects.add(attempt.suspects)
+                route = await substitute(
+                    instances.table, instances.policy, job.model, suspects, failure, instances.failover.wait_s
+                )
+            (instances.metrics.request_continuations if generated else instances.metrics.request_retries).inc()
+        raise AssertionError("count() has no end")
 
-    async def _attempt(
-        self, job: Job, route: Route, number: int, use: Callable[[Attempt], Awaitable[T]], suspects: set[str]
-    ) -> T:
-        """One attempt; the instances that it lost are added to ``suspects``."""
+    async def _attempt_of(self, job: Job, route: Route, number: int, generated: array[int] | tuple[()]) -> Attempt:
         assert route.prefill.info is not None, "a ready instance has said what it is"
         fingerprint = route.prefill.info.media_fingerprint
         refs = [await item.name(fingerprint) for item in job.items]
-        attempt = Attempt(self._instances, job, route, refs, number)
-        try:
-            async with attempt:
-                return await use(attempt)
-        finally:
-            suspects |= attempt.suspects
+        return Attempt(self._instances, job, route, refs, number, list(generated))
 
-    async def _relay(self, attempt: Attempt, name: str, answer: Answer, sink: EventSink) -> None:
-        """Forward an answer's bytes as they come. What breaks off means what it does in :meth:`_chunks`."""
+    async def _relay(
+        self, attempt: Attempt, name: str, answer: Answer, progress: Progress, sink: EventSink
+    ) -> None:
+        """Forward the whole events of an answer as they come."""
+        read = progress.reader(framed=answer.framed)
+
+        def relay(chunk: bytes) -> bool:
+            events = read(chunk)
+            ready = sink.write(events) if events else True
+            return ready and progress.failure is None
+
         try:
-            while not await answer.forward(sink.write):
+            while not await answer.forward(relay) and progress.failure is None:
                 await sink.drain()
         except InstanceLost:
-            if not sink.ends_in_error:
-                await attempt.broken_off(self._instances.table[name])
+            await attempt.broken_off(self._instances.table[name])
             raise
+        if progress.failure is not None:
+            await sink.drain()
+            attempt.suspects.add(name)
+            raise progress.failure
 
-    async def _chunks(
-        self, attempt: Attempt, name: str, chunks: AsyncIterator[bytes], sink: EventSink | None
-    ) -> AsyncIterator[bytes]:
-        """An answer's bytes. A connection that breaks means a lost instance, unless it broke off on purpose, as an
-        instance does after an error event."""
+    async def _chunks(self, attempt: Attempt, name: str, chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        """An answer's bytes. A connection that breaks means a lost instance."""
         try:
             async for chunk in chunks:
                 yield chunk
         except InstanceLost:
-            if sink is None or not sink.ends_in_error:
-                await attempt.broken_off(self._instances.table[name])
+            await attempt.broken_off(self._instances.table[name])
             raise

@@ -9,7 +9,7 @@ from typing import ParamSpec, TypeVar
 
 from epd_serve.errors import InvalidRequest, TooLarge
 from epd_serve.media import MediaLimits, mm_hash, parse_data_url, pixel_size
-from epd_serve.protocol.openai import MediaSource
+from epd_serve.protocol.messages import MediaSource
 from epd_serve.protocol.wire import MediaRef
 from proxy.fetch import MediaFetcher
 

@@ -70,8 +70,8 @@ class RawClient:
         self._is_lost = False
         self._head = b""
         self._started = self._chunked = False
-        self._drain_waiter: asyncio.Future[None] | None = None
         self._can_write = True
+        self._writable: asyncio.Event | None = None
 
     # Of the connection.
 
@@ -120,11 +120,12 @@ class RawClient:
 
     def pause(self) -> None:
         self._can_write = False
+        self._writable = asyncio.Event()
 
     def resume(self) -> None:
         self._can_write = True
-        if self._drain_waiter is not None and not self._drain_waiter.done():
-            self._drain_waiter.set_result(None)
+        if self._writable is not None:
+            self._writable.set()
 
     # Of proxy.client.Client.
 
@@ -164,9 +165,8 @@ class RawClient:
         return self._can_write
 
     async def drain(self) -> None:
-        if not self._can_write and not self._transport.is_closing():
-            self._drain_waiter = asyncio.get_running_loop().create_future()
-            await self._drain_waiter
+        if not self._can_write and self._writable is not None and not self._transport.is_closing():
+            await self._writable.wait()
 
     # ASGI.
 

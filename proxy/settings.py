@@ -8,6 +8,7 @@ from pathlib import Path
 from epd_serve.config import DeploymentConfig
 from epd_serve.config.gateway import ApiKeyConfig, is_loopback, read_secret
 from epd_serve.media import MediaLimits
+from proxy.failover import Failover
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +25,7 @@ class GatewaySettings:
         poll_interval_s: how often each instance is asked for its state.
         encode_timeout_s: how long an instance may take to encode an item before another is asked. P must still
             be waiting for the feature then.
+        failover: what a request may try that lost its instance.
         trace: directory for the file that says what the gateway did when; None: none is written.
         startup_wait_s: how long after the gateway's start requests wait for instances that are still loading.
     """
@@ -45,6 +47,7 @@ class GatewaySettings:
     poll_interval_s: float = 0.5
     startup_wait_s: float = 60.0
     encode_timeout_s: float = 15.0
+    failover: Failover = field(default_factory=Failover)
     trace: Path | None = None
 
     @classmethod
@@ -66,6 +69,7 @@ class GatewaySettings:
             fetch_timeout_s=media.fetch_timeout_s,
             allow_private=is_loopback(host) if media.allow_private is None else media.allow_private,
             encode_timeout_s=config.settings_for("P").feature_timeout_s / 2,
+            failover=Failover(**gateway.failover.model_dump()),
             trace=config.trace,
             allowed_file_dirs=tuple(Path(folder).expanduser().resolve() for folder in media.allowed_file_dirs),
         )

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable
 
 from starlette.types import Send
 
-from epd_serve.errors import InstanceFailed, ServeError
+from epd_serve.errors import ServeError
 from epd_serve.protocol.wire import REQUEST_ID_HEADER
-from proxy.client import Client
-
-_END_OF_EVENT = b"\n\n"
-_DONE = b"data: [DONE]\n\n"
-_ERROR = re.compile(rb'data: ?\{ ?"error"')
+from proxy.client import Outlet
 
 
 class ResponseAborted(Exception):
@@ -60,69 +55,39 @@ async def send_json(
 
 
 class EventSink:
-    """Forwards server-sent events as they come, unparsed; status and headers go out with the first of them.
+    """Forwards whole server-sent events, unparsed; status and headers go out with the first of them."""
 
-    Only whole events are forwarded: bytes after the last empty line wait for the rest of their event, so that an
-    error event can be put behind them at any time.
-    """
-
-    def __init__(self, client: Client, trace_id: str, on_start: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, outlet: Outlet, trace_id: str, on_start: Callable[[], None] = lambda: None) -> None:
         """``on_start`` is called with the first event."""
-        self._client = client
+        self._outlet = outlet
         self._trace_id = trace_id
         self._on_start = on_start
-        self._pending = b""
-        self._last = b""
         self.started = False
 
-    def write(self, chunk: bytes) -> bool:
-        """Returns False where :meth:`drain` has to come before the next chunk."""
-        if self._pending:
-            chunk = self._pending + chunk
-            self._pending = b""
-        if not chunk.endswith(_END_OF_EVENT):
-            end = chunk.rfind(_END_OF_EVENT)
-            end = 0 if end < 0 else end + len(_END_OF_EVENT)
-            chunk, self._pending = chunk[:end], chunk[end:]
-        return self._forward(chunk) if chunk else True
+    def redirect(self, outlet: Outlet) -> None:
+        assert not self.started
+        self._outlet = outlet
 
-    async def drain(self) -> None:
-        """Wait until the client can take more."""
-        await self._client.drain()
-
-    def restart(self) -> None:
-        """Forget what an attempt left behind that broke off within its first event."""
-        assert not self.started, "what was sent cannot be taken back"
-        self._pending = b""
-
-    def check_complete(self) -> None:
-        """Raises InstanceFailed unless the last event was ``[DONE]``; a clean end alone proves nothing."""
-        if self._pending or not self._last.endswith(_DONE):
-            raise InstanceFailed("the instance ended its answer before it was complete")
-
-    async def finish(self) -> None:
-        self._client.write(b"", last=True)
-        await self._client.drain()
-
-    async def fail(self, error: ServeError) -> None:
-        """Tell the client what happened, unless the instance already has. The caller aborts the connection."""
-        if not self.ends_in_error:
-            self._forward(b"data: " + error.to_json() + _END_OF_EVENT)
-            await self._client.drain()
-
-    @property
-    def ends_in_error(self) -> bool:
-        """Whether the last event forwarded was an error."""
-        start = self._last.rfind(_END_OF_EVENT, 0, -len(_END_OF_EVENT))
-        return _ERROR.match(self._last, 0 if start < 0 else start + len(_END_OF_EVENT)) is not None
-
-    def _forward(self, events: bytes) -> bool:
+    def write(self, events: bytes | memoryview) -> bool:
+        """Returns False where :meth:`drain` has to come before the next events."""
         if not self.started:
             self.started = True
             self._on_start()
-            self._client.start([*_HEADERS, (REQUEST_ID_HEADER.encode(), self._trace_id.encode())])
-        self._last = events
-        return self._client.write(events)
+            self._outlet.start([*_HEADERS, (REQUEST_ID_HEADER.encode(), self._trace_id.encode())])
+        return self._outlet.write(events)
+
+    async def drain(self) -> None:
+        """Wait until the client can take more."""
+        await self._outlet.drain()
+
+    async def finish(self) -> None:
+        self._outlet.write(b"", last=True)
+        await self._outlet.drain()
+
+    async def fail(self, error: ServeError) -> None:
+        """Tell the client what happened. The caller aborts the connection."""
+        self.write(b"data: " + error.to_json() + b"\n\n")
+        await self._outlet.drain()
 
 
 _HEADERS = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from epd_serve.protocol import chunks, wire
+from epd_serve.protocol import chunks, frames, wire
 
 MODEL = "demo"
 #: Stands for the time at which an event leaves; stage.c writes it.
@@ -30,12 +30,14 @@ def write_answers(directory: Path, stages: list[tuple[str, int]]) -> None:
         "encode_reply": _response(
             wire.encode(wire.EncodeReply(cached=False, num_tokens=256)), "application/msgpack"
         ),
-        "prefill_reply": _stream_head({wire.NEXT_HEADER: "decode"}) + _chunk(_token(first=True)) + _chunk(b""),
-        "decode_head": _stream_head({}),
+        "prefill_reply": _stream_head(frames.CONTENT_TYPE, {wire.NEXT_HEADER: "decode"})
+        + _chunk(_token(first=True))
+        + _chunk(b""),
+        "decode_head": _stream_head(frames.CONTENT_TYPE),
         "token": _chunk(_token(first=False)),
-        "last": _chunk(chunks.DONE) + _chunk(b""),
+        "last": _chunk(frames.pack(frames.END, (), chunks.DONE)) + _chunk(b""),
         "openai_prefill": _response(_json(_whole({"kv_transfer_params": _KV_HANDLES}))),
-        "openai_head": _stream_head({}),
+        "openai_head": _stream_head("text/event-stream; charset=utf-8"),
         "openai_token": _chunk(chunks.event({**_CHUNK, "choices": [_openai_token()]})),
         "openai_last": _chunk(chunks.event({**_CHUNK, "choices": [], "usage": _USAGE}))
         + _chunk(chunks.DONE)
@@ -62,9 +64,10 @@ _KV_HANDLES = {
 
 
 def _token(*, first: bool) -> bytes:
-    return chunks.delta_event(
+    event = chunks.delta_event(
         _OPTIONS, 0, f" tok {_STAMP}", first=first, finish_reason=None, logprobs=None, text_offset=0, usage=None
     )
+    return frames.pack(0, (1234,), event)
 
 
 def _openai_token() -> dict[str, object]:
@@ -115,13 +118,13 @@ def _response(body: bytes, content_type: str = "application/json") -> bytes:
     return head.encode() + body
 
 
-def _stream_head(headers: dict[str, str]) -> bytes:
+def _stream_head(content_type: str, headers: dict[str, str] | None = None) -> bytes:
     lines = [
         "HTTP/1.1 200 OK",
         "server: stage",
-        "content-type: text/event-stream; charset=utf-8",
+        f"content-type: {content_type}",
         "cache-control: no-cache",
-        *(f"{name}: {value}" for name, value in headers.items()),
+        *(f"{name}: {value}" for name, value in (headers or {}).items()),
         "transfer-encoding: chunked",
     ]
     return "\r\n".join([*lines, "", ""]).encode()

@@ -7,7 +7,14 @@ from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 from epd_serve.errors import InstanceFailed
-from epd_serve.protocol.wire import DecodeRequest, EncodeReply, EncodeRequest, InstanceInfo, PrefillRequest
+from epd_serve.protocol.prompt_calls import DetokenizeReply, DetokenizeRequest, TokenizeReply, TokenizeRequest
+from epd_serve.protocol.wire import (
+    DecodeRequest,
+    EncodeReply,
+    EncodeRequest,
+    InstanceInfo,
+    PrefillRequest,
+)
 
 
 class InstanceLost(InstanceFailed):
@@ -15,7 +22,11 @@ class InstanceLost(InstanceFailed):
 
 
 class Answer(Protocol):
-    """A stage's answer whose status line has arrived: OpenAI bytes, to be forwarded unparsed."""
+    """A stage's answer whose status line has arrived: OpenAI's JSON or events, to be forwarded unparsed."""
+
+    @property
+    def framed(self) -> bool:
+        """Whether the bytes are frames (:mod:`epd_serve.protocol.frames`), so that its tokens are known."""
 
     @property
     def decode_follows(self) -> bool:
@@ -52,6 +63,12 @@ class StageCalls(Protocol):
 
     async def encode(self, request: EncodeRequest, *, trace_id: str) -> EncodeReply:
         """Returns once the feature is stored and announced."""
+
+    async def tokenize(self, request: TokenizeRequest, *, trace_id: str) -> TokenizeReply:
+        """What a chat or prompt would be computed as; for instances that prefill, as the next."""
+
+    async def detokenize(self, request: DetokenizeRequest, *, trace_id: str) -> DetokenizeReply:
+        """The text of tokens."""
 
     def prefill(self, request: PrefillRequest, *, trace_id: str) -> AbstractAsyncContextManager[Answer]:
         """Entered once the first token is there."""

@@ -11,11 +11,13 @@ import msgspec
 
 from epd_serve.backends.base import Answer, InstanceLost
 from epd_serve.backends.http_client import HttpCall, HttpPool
-from epd_serve.protocol import wire
+from epd_serve.protocol import frames, wire
+from epd_serve.protocol.prompt_calls import DetokenizeReply, DetokenizeRequest, TokenizeReply, TokenizeRequest
 
 INFO_TIMEOUT_S = 10.0
 _HEADERS = f"content-type: {wire.CONTENT_TYPE}\r\n{wire.REQUEST_ID_HEADER}: "
 _NEXT = wire.NEXT_HEADER.encode()
+_FRAMES = frames.CONTENT_TYPE.encode()
 
 
 class NativeConnections:
@@ -52,6 +54,10 @@ class _Answer:
     @property
     def decode_follows(self) -> bool:
         return self._call.headers.get(_NEXT) == b"decode"
+
+    @property
+    def framed(self) -> bool:
+        return self._call.headers.get(b"content-type") == _FRAMES
 
     def chunks(self) -> AsyncIterator[bytes]:
         return self._call.chunks()
@@ -114,11 +120,20 @@ class NativeInstance:
             raise InstanceLost(f"{self.url}/info is no answer of an instance ({error})") from error
 
     async def encode(self, request: wire.EncodeRequest, *, trace_id: str) -> wire.EncodeReply:
-        body = await _body(self._post("/stage/encode", wire.encode_in_parts(request), trace_id))
+        return await self._ask("/stage/encode", wire.encode_in_parts(request), wire.EncodeReply, trace_id)
+
+    async def tokenize(self, request: TokenizeRequest, *, trace_id: str) -> TokenizeReply:
+        return await self._ask("/prompt/tokenize", [wire.encode(request)], TokenizeReply, trace_id)
+
+    async def detokenize(self, request: DetokenizeRequest, *, trace_id: str) -> DetokenizeReply:
+        return await self._ask("/prompt/detokenize", [wire.encode(request)], DetokenizeReply, trace_id)
+
+    async def _ask(self, path: str, request: list[bytes], reply_type: type[wire.M], trace_id: str) -> wire.M:
+        body = await _body(self._post(path, request, trace_id))
         try:
-            return wire.decode(body, wire.EncodeReply)
+            return wire.decode(body, reply_type)
         except msgspec.MsgspecError as error:
-            raise InstanceLost(f"instance {self.name} gave an unreadable encode reply ({error})") from error
+            raise InstanceLost(f"instance {self.name} gave an unreadable answer ({error})") from error
 
     def prefill(self, request: wire.PrefillRequest, *, trace_id: str) -> _StageCall:
         return _StageCall(self._post("/stage/prefill", [wire.encode(request)], trace_id))

@@ -20,6 +20,7 @@ from pydantic import (
     model_validator,
 )
 
+from epd_serve.config.resilience import FailoverConfig
 from epd_serve.config.sections import Port, Seconds, Section
 from epd_serve.config.sizes import Bytes, BytesPerSecond
 
@@ -236,6 +237,7 @@ class GatewayConfig(Section):
         default=False,
         description="Refuse requests, with a 429, whose first token cannot come within slo.ttft_ms any more.",
     )
+    failover: FailoverConfig = FailoverConfig()
     media: MediaConfig = MediaConfig()
     api_key: Secret | None = Field(
         default=None,

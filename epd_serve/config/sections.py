@@ -250,6 +250,11 @@ class InstancesConfig(InstanceSettings):
         description="CPU instances keep bfloat16 and float16 weights once between them. Saves memory; reads "
         "a tenth more slowly unless the system has huge pages for shared memory.",
     )
+    preload: bool = Field(
+        default=True,
+        description="Several CPU instances are forked from one process that has loaded their code, so that they "
+        "start at once and share that memory. false: each loads its own.",
+    )
 
 
 def overlay(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from epd_serve.instance.detokenizer import Decoder, Detokenizer
-from epd_serve.protocol import chunks
+from epd_serve.protocol import chunks, frames
+from epd_serve.protocol.tool_format import Call, CallDelta, ToolCallReader
 from epd_serve.protocol.wire import OutputOptions, TokenLogprob
 from epd_serve.types import SamplingParams
 
 
 class Answer:
-    """All ``n`` choices of one request. Streamed, :meth:`push` returns events; else :meth:`end` returns the whole.
+    """All ``n`` choices of one request. Streamed, :meth:`push` returns frames; else :meth:`end` returns the whole.
 
-    An instance that goes on with a request pushes the tokens that were already sent and drops what comes back.
+    An instance that goes on with a request replays the tokens that were already sent.
     """
 
     def __init__(
@@ -22,7 +23,8 @@ class Answer:
         self._decoder = decoder
         self._options = options
         self._num_prompt_tokens = len(prompt_ids)
-        self._choices = [_Choice(decoder, prompt_ids, sampling) for _ in range(sampling.n)]
+        echo = decoder.decode(list(prompt_ids), skip_special_tokens=True) if options.echo else ""
+        self._choices = [_Choice(decoder, prompt_ids, sampling, echo) for _ in range(sampling.n)]
 
     @property
     def finished(self) -> bool:
@@ -35,45 +37,44 @@ class Answer:
     def is_finished(self, index: int) -> bool:
         return self._choices[index].finish_reason is not None
 
+    def replay(self, index: int, token_id: int, finish_reason: str | None) -> None:
+        """Add a token that the client has already."""
+        self._choices[index].add(token_id, finish_reason)
+
     def push(self, index: int, token_id: int, logprob: TokenLogprob | None, finish_reason: str | None) -> bytes:
-        """Add a token to a choice; returns its event, or nothing where the answer is not streamed.
+        """Add a token to a choice; returns its frame, or nothing where the answer is not streamed.
 
         A stop string that this token completes finishes the choice; the caller sees it by :meth:`is_finished`.
         """
         choice = self._choices[index]
         first = choice.num_tokens == 0
-        offset = len(choice.detokenizer.text)
-        choice.num_tokens += 1
-        # the token that stops a generation is no text
-        text = "" if finish_reason == "stop" else choice.detokenizer.push(token_id)
-        if finish_reason is not None and not choice.detokenizer.stopped:
-            text += choice.detokenizer.flush()
-        if choice.detokenizer.stopped:
-            finish_reason = "stop"
-        choice.finish_reason = finish_reason
+        offset = len(choice.text)
+        text, calls = choice.add(token_id, finish_reason)
         described = None if logprob is None else self._describe(logprob)
         if described is not None and choice.logprobs is not None:
             choice.logprobs.append(described)
         if not self._options.stream:
             return b""
-        return chunks.delta_event(
+        event = chunks.delta_event(
             self._options,
             index,
-            text,
+            choice.echo + text if first else text,
             first=first,
-            finish_reason=finish_reason,
+            finish_reason=choice.finish_reason,
             logprobs=None if described is None else [described],
             text_offset=offset,
             usage=self.usage if self._options.continuous_usage else None,
+            calls=calls,
         )
+        return frames.pack(index, (token_id,), event)
 
     def end(self) -> bytes:
-        """What follows the last token: usage and ``[DONE]``, or the whole answer."""
+        """What follows the last token: the frame of usage and ``[DONE]``, or the whole answer."""
         if self._options.stream:
             usage = chunks.usage_event(self._options, self.usage) if self._options.include_usage else b""
-            return usage + chunks.DONE
+            return frames.pack(frames.END, (), usage + chunks.DONE)
         finished = [
-            chunks.ChoiceText(i, choice.detokenizer.text, choice.finish_reason or "stop", choice.logprobs)
+            chunks.ChoiceText(i, choice.text, choice.finish_reason or "stop", choice.logprobs, choice.calls)
             for i, choice in enumerate(self._choices)
         ]
         return chunks.whole_answer(self._options, finished, self.usage)
@@ -87,16 +88,44 @@ class Answer:
 
 
 class _Choice:
-    __slots__ = ("detokenizer", "finish_reason", "logprobs", "num_tokens")
+    __slots__ = ("_reader", "detokenizer", "echo", "finish_reason", "logprobs", "num_tokens")
 
-    def __init__(self, decoder: Decoder, prompt_ids: Sequence[int], sampling: SamplingParams) -> None:
+    def __init__(self, decoder: Decoder, prompt_ids: Sequence[int], sampling: SamplingParams, echo: str) -> None:
         self.detokenizer = Detokenizer(
             decoder,
             prompt_ids,
             sampling.stop,
             skip_special_tokens=sampling.skip_special_tokens,
             min_tokens=sampling.min_tokens,
+            include_stop=sampling.include_stop,
         )
+        has_tools = sampling.grammar is not None and sampling.grammar.tools
+        self._reader = ToolCallReader() if has_tools else None
+        self.echo = echo
         self.num_tokens = 0
         self.finish_reason: str | None = None
         self.logprobs: list[chunks.TokenText] | None = None if sampling.logprobs is None else []
+
+    @property
+    def text(self) -> str:
+        """What is certain of the content, behind the prompt where that is repeated."""
+        return self.echo + (self.detokenizer.text if self._reader is None else self._reader.content)
+
+    @property
+    def calls(self) -> list[Call]:
+        return [] if self._reader is None else self._reader.calls
+
+    def add(self, token_id: int, finish_reason: str | None) -> tuple[str, list[CallDelta]]:
+        """Take a token in; returns the content and the pieces of calls that are certain now."""
+        self.num_tokens += 1
+        # the token that stops a generation is no text
+        text = "" if finish_reason == "stop" else self.detokenizer.push(token_id)
+        if finish_reason is not None and not self.detokenizer.stopped:
+            text += self.detokenizer.flush()
+        self.finish_reason = "stop" if self.detokenizer.stopped else finish_reason
+        if self._reader is None:
+            return text, []
+        read = self._reader.push(text, last=self.finish_reason is not None)
+        if self.finish_reason == "stop" and self._reader.calls:
+            self.finish_reason = "tool_calls"
+        return read

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Protocol
 
 from epd_serve.config import InstanceOptions
@@ -12,7 +13,7 @@ from epd_serve.instance.http import Handler, Reply
 from epd_serve.instance.kv_delivery import Pulls
 from epd_serve.instance.metrics import InstanceMetrics
 from epd_serve.instance.prefill import PrefillService
-from epd_serve.protocol import wire
+from epd_serve.protocol import prompt_calls, wire
 
 _DONE = Reply(status=204)
 
@@ -45,6 +46,8 @@ class StageCalls:
             ("POST", "/stage/encode", self._encode),
             ("POST", "/stage/prefill", self._prefill),
             ("POST", "/stage/decode", self._decode),
+            ("POST", "/prompt/tokenize", self._tokenize),
+            ("POST", "/prompt/detokenize", self._detokenize),
             ("POST", "/feature/event", self._feature_event),
             ("POST", "/kv/reserve", self._kv_reserve),
             ("POST", "/kv/renew", self._kv_renew),
@@ -65,6 +68,14 @@ class StageCalls:
     async def _decode(self, body: bytes) -> Reply:
         return await self._stages.decodes().decode(wire.decode(body, wire.DecodeRequest))
 
+    async def _tokenize(self, body: bytes) -> Reply:
+        reply = await self._stages.prefills().tokenize(wire.decode(body, prompt_calls.TokenizeRequest))
+        return Reply(body=wire.encode(reply))
+
+    async def _detokenize(self, body: bytes) -> Reply:
+        reply = await self._stages.prefills().detokenize(wire.decode(body, prompt_calls.DetokenizeRequest))
+        return Reply(body=wire.encode(reply))
+
     async def _feature_event(self, body: bytes) -> Reply:
         await self._stages.features().receive(wire.decode(body, wire.FeatureEvent))
         return _DONE
@@ -78,7 +89,10 @@ class StageCalls:
         return _DONE
 
     async def _kv_complete(self, body: bytes) -> Reply:
-        self._stages.decodes().complete(wire.decode(body, wire.Handoff))
+        decodes, handoff = self._stages.decodes(), wire.decode(body, wire.Handoff)
+        # a long answer that goes on here takes a while to be read again
+        answer = await asyncio.to_thread(decodes.replayed, handoff) if handoff.generated else None
+        await decodes.take(handoff, answer)
         return _DONE
 
     async def _kv_cancel(self, body: bytes) -> Reply:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from epd_serve.cache.block_pool import num_blocks_for
 from epd_serve.cache.tombstones import Tombstones
-from epd_serve.errors import InstanceFailed, InvalidRequest, ServeError, StageTimeout, Unavailable
+from epd_serve.errors import NO_ROOM, InstanceFailed, InvalidRequest, ServeError, StageTimeout, Unavailable
 from epd_serve.instance.answer import Answer
 from epd_serve.instance.generation import Generation
 from epd_serve.instance.http import Reply
@@ -21,6 +21,8 @@ from epd_serve.request import Sequence
 from epd_serve.transfer.reservation import Reservation, ReservationState, ReservationTable
 from epd_serve.transfer.transport import TransferError, Transport
 from epd_serve.transfer.write_locks import is_being_written
+from epd_serve.types import Grammar
+from epd_serve.worker.constraints import Constraint
 from epd_serve.worker.engine import Engine
 from epd_serve.worker.events import EngineEvent
 from epd_serve.worker.kv_memory import KVMemory
@@ -35,6 +37,7 @@ class DecodeService:
     Args:
         on_read: told the bytes and seconds of KV that was read from elsewhere, for metrics.
         timeline: told what becomes of each request, for metrics.
+        compile: a grammar, for the sequences that follow it; not on the event loop.
     """
 
     def __init__(
@@ -51,7 +54,9 @@ class DecodeService:
         listen: Callable[[str, Callable[[EngineEvent], None] | None], None],
         on_read: Callable[[int, float], None] = lambda nbytes, seconds: None,
         timeline: Timeline | None = None,
+        compile: Callable[[Grammar], Awaitable[Constraint]] | None = None,
     ) -> None:
+        self._compile = compile
         self._engine = engine
         self._memory = memory
         self._tokenizer = tokenizer
@@ -137,7 +142,7 @@ class DecodeService:
                 self._reservations.stop_writing(request.transfer_id)
                 raise Unavailable(
                     f"no room for the request's KV within {self._queue_timeout_s:g} s; try again later",
-                    code="no_room",
+                    code=NO_ROOM,
                 ) from error
             except BaseException:
                 self._reservations.stop_writing(request.transfer_id)
@@ -172,12 +177,32 @@ class DecodeService:
         if not self._reservations.renew(ref.transfer_id, time.monotonic()):
             raise Unavailable(f"transfer {ref.transfer_id} has ended")
 
-    def complete(self, handoff: wire.Handoff) -> None:
-        """Take the request over. Raises Unavailable where it was cancelled or its lease has ended. Idempotent."""
+    def replayed(self, handoff: wire.Handoff) -> Answer:
+        """The answer as far as the client had it before P. May be called on any thread."""
+        answer = Answer(self._tokenizer, handoff.output, handoff.sampling, handoff.prompt_ids)
+        for token_id in handoff.generated:
+            answer.replay(0, token_id, None)
+        return answer
+
+    async def take(self, handoff: wire.Handoff, answer: Answer | None = None) -> None:
+        """:meth:`complete`, once the grammar that the answer follows is compiled."""
+        grammar = handoff.sampling.grammar
+        constraint = None if grammar is None or self._compile is None else await self._compile(grammar)
+        self.complete(handoff, answer, constraint)
+
+    def complete(
+        self, handoff: wire.Handoff, answer: Answer | None = None, constraint: Constraint | None = None
+    ) -> None:
+        """Take the request over. Raises Unavailable where it was cancelled or its lease has ended. Idempotent.
+
+        Args:
+            answer: from :meth:`replayed`, where that is not done here.
+            constraint: the compiled grammar of the answer, where it has one.
+        """
         if self._reservations.is_completed(handoff.transfer_id):
             return
         # before the blocks are taken over: where this fails, P cancels and they go back
-        answer = Answer(self._tokenizer, handoff.output, handoff.sampling, handoff.prompt_ids)
+        answer = answer or self.replayed(handoff)
         for index, first in enumerate(handoff.first):
             answer.push(index, first.token_id, first.logprob, first.finish_reason)  # P has sent these already
         reservation = self._reservations.complete(handoff.transfer_id)
@@ -186,7 +211,7 @@ class DecodeService:
         if handoff.request_id in self._ended:
             self._engine.unreserve(reservation.blocks)
             raise Unavailable(f"request {handoff.request_id} was cancelled")
-        num_blocks = num_blocks_for(len(handoff.prompt_ids), self._layout.block_size)
+        num_blocks = num_blocks_for(handoff.num_tokens, self._layout.block_size)
         # what was cached here was not written: it must not be replaced by what lies in the slab
         try:
             self._memory.land(reservation.blocks.root[reservation.blocks.num_cached : num_blocks])
@@ -197,7 +222,7 @@ class DecodeService:
         self._timeline.decode_received(handoff.request_id)
         self._listen(handoff.request_id, generation.feed)
         self._engine.resume(
-            _sequence(handoff, reservation),
+            _sequence(handoff, reservation, constraint),
             reservation.blocks,
             [(first.token_id, answer.is_finished(index)) for index, first in enumerate(handoff.first)],
         )
@@ -222,8 +247,8 @@ class DecodeService:
             wire.ReserveRequest(
                 transfer_id=handoff.transfer_id,
                 request_id=handoff.request_id,
-                num_prompt_tokens=len(handoff.prompt_ids),
-                max_tokens=handoff.max_tokens,
+                num_prompt_tokens=handoff.num_tokens,
+                max_tokens=handoff.max_tokens - len(handoff.generated),
                 num_sequences=request.num_sequences,
                 block_hashes=request.block_hashes,
                 layout=request.layout,
@@ -238,7 +263,7 @@ class DecodeService:
         try:
             await asyncio.shield(reading)
             await self._peers.call(request.source_url, "/kv/pulled", ref, request.lease_s)
-            self.complete(handoff)
+            await self.take(handoff)
         except BaseException as error:
             # blocks go back only when nothing is written to them any more
             reading.add_done_callback(lambda done: self._give_back(request, done))
@@ -290,7 +315,7 @@ class DecodeService:
             expected.set_exception(error)
 
 
-def _sequence(handoff: wire.Handoff, reservation: Reservation) -> Sequence:
+def _sequence(handoff: wire.Handoff, reservation: Reservation, constraint: Constraint | None) -> Sequence:
     return Sequence(
         request_id=handoff.request_id,
         prompt_ids=handoff.prompt_ids,
@@ -299,4 +324,6 @@ def _sequence(handoff: wire.Handoff, reservation: Reservation) -> Sequence:
         positions=None,  # the prompt was computed elsewhere
         position_delta=handoff.position_delta,
         block_hashes=reservation.block_hashes,
+        constraint=constraint,
+        output_ids=list(handoff.generated),
     )

@@ -24,6 +24,7 @@ class Detokenizer:
 
     Args:
         min_tokens: a stop string that is complete within so many tokens stops nothing, as in vLLM.
+        include_stop: whether the stop string stays in the text.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class Detokenizer:
         *,
         skip_special_tokens: bool = True,
         min_tokens: int = 0,
+        include_stop: bool = False,
     ) -> None:
         self._decoder = decoder
         self._skip = skip_special_tokens
@@ -44,6 +46,7 @@ class Detokenizer:
         self._held = ""
         self._num_tokens = 0
         self._min_tokens = min_tokens
+        self._include_stop = include_stop
         self.text = ""
         self.stopped = False
 
@@ -77,9 +80,11 @@ class Detokenizer:
     def _emit(self, new: str) -> str:
         pending = self._held + new
         stops = self._stop if self._num_tokens > self._min_tokens else ()
-        found = [index for index in (pending.find(stop) for stop in stops) if index >= 0]
+        found = [(index, -len(stop)) for stop in stops if (index := pending.find(stop)) >= 0]
         if found:
-            pending, self._held, self.stopped = pending[: min(found)], "", True
+            start, length = min(found)
+            pending = pending[: start - length if self._include_stop else start]
+            self._held, self.stopped = "", True
         else:
             keep = max((_overlap(pending, stop) for stop in self._stop), default=0)
             self._held = pending[len(pending) - keep :]

@@ -8,7 +8,8 @@ from collections.abc import AsyncGenerator, Callable
 from epd_serve.errors import ServeError
 from epd_serve.instance.answer import Answer
 from epd_serve.instance.http import JSON, BrokenStream, Header, Reply
-from epd_serve.protocol import chunks
+from epd_serve.protocol import chunks, frames
+from epd_serve.request import Sequence
 from epd_serve.worker.engine import Engine
 from epd_serve.worker.events import EngineEvent, FailureEvent, TokenEvent
 
@@ -35,6 +36,11 @@ class Generation:
         answer, index = self._answer, event.sequence.index
         if answer.is_finished(index):
             return  # computed before the engine knew of the stop string
+        try:
+            check_constraint(event.sequence)
+        except ServeError as error:
+            self._pieces.put_nowait(error)
+            return
         self._pieces.put_nowait(answer.push(index, event.token.token_id, event.token.logprob, event.finish_reason))
         if answer.is_finished(index) and event.finish_reason is None:
             self._engine.stop_sequence(event.sequence)
@@ -52,7 +58,7 @@ class Generation:
             return Reply(headers=(JSON, *headers), body=body, on_close=on_close)
         pieces = self._take()
         first = await anext(pieces)
-        return Reply(headers=(*chunks.SSE_HEADERS, *headers), stream=_guarded(first, pieces), on_close=on_close)
+        return Reply(headers=(*frames.HEADERS, *headers), stream=_guarded(first, pieces), on_close=on_close)
 
     async def _take(self) -> AsyncGenerator[bytes, None]:
         while (piece := await self._pieces.get()) is not None:
@@ -61,12 +67,18 @@ class Generation:
             yield piece
 
 
+def check_constraint(sequence: Sequence) -> None:
+    """Raise ServeError where the grammar of an answer could not be followed."""
+    if sequence.constraint is not None and sequence.constraint.error:
+        raise ServeError(f"the answer's structure could not be kept to: {sequence.constraint.error}")
+
+
 async def _guarded(first: bytes, rest: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
-    """An error after the first byte becomes an error event and a cut connection, never a clean end."""
+    """An error after the first byte becomes an error frame and a cut connection, never a clean end."""
     yield first
     try:
         async for piece in rest:
             yield piece
     except ServeError as error:
-        yield chunks.event(error.body())
+        yield frames.pack(frames.ERROR, (), chunks.event(error.body()))
         raise BrokenStream(error.message) from error

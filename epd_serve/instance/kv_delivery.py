@@ -207,7 +207,7 @@ class PullDelivery:
         return
 
     async def hand_over(self, handoff: wire.Handoff) -> None:
-        count = -(-len(handoff.prompt_ids) // self._reserve.layout.block_size)
+        count = -(-handoff.num_tokens // self._reserve.layout.block_size)
         blocks = self._sequence.blocks[:count]
         self._pulls.hold(self)
         try:

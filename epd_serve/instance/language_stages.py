@@ -128,7 +128,7 @@ class LanguageStages:
         )
         if self._followers is not None:
             self._followers.send(create)
-        eos = eos_token_ids(around.path, around.family.config)
+        self._eos_token_ids = eos = eos_token_ids(around.path, around.family.config)
         runner = LanguageRunner(
             StepExecutor.for_cache(language, around.device, memory.tensor, create),
             around.device.ops,
@@ -206,6 +206,7 @@ class LanguageStages:
             self._language.inner,
             max_model_len=self.max_model_len,
             block_size=options.tokens_per_block,
+            eos_token_ids=self._eos_token_ids,
         )
         self.prefill = PrefillService(
             engine,
@@ -233,6 +234,7 @@ class LanguageStages:
             listen=self.listeners.listen,
             on_read=around.metrics.kv_read,
             timeline=around.metrics.timeline,
+            compile=lambda grammar: around.processor.run("text", 0.0, prompts.grammars.constraint, grammar),
         )
 
     @property

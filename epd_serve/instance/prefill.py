@@ -8,18 +8,19 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from epd_serve.errors import InvalidRequest, ServeError, StageTimeout
 from epd_serve.instance.answer import Answer
 from epd_serve.instance.feature_inbox import FeatureInbox
-from epd_serve.instance.generation import Generation
+from epd_serve.instance.generation import Generation, check_constraint
 from epd_serve.instance.http import JSON, BrokenStream, Reply
 from epd_serve.instance.kv_delivery import Delivery
 from epd_serve.instance.prompt import Prompt, PromptProcessor
-from epd_serve.instance.request_processor import RequestProcessor
+from epd_serve.instance.request_processor import S_PER_CHARACTER, RequestProcessor
 from epd_serve.metrics.timeline import Timeline
-from epd_serve.protocol import chunks, wire
+from epd_serve.protocol import frames, prompt_calls, wire
 from epd_serve.request import Sequence
 from epd_serve.transfer.kv_sender import OutgoingTransfer
 from epd_serve.worker.engine import Engine
@@ -119,17 +120,47 @@ class PrefillService:
             )
             features = asyncio.create_task(self._features(request))
             try:
-                prompt = await self._processor.run(
-                    "text", self._prompts.cost_s(request), self._prompts.process, request
+                prompt, answer = await self._processor.run(
+                    "text", self._prompts.cost_s(request), self._prepare, request
                 )
+                if answer.finished:  # the client lacks nothing but the end
+                    return self._ended(request, answer)
                 if request.decode_url is None:
-                    return await self._serve(request, prompt, features)
-                return await self._hand_over(request, prompt, request.decode_url, features)
+                    return await self._serve(request, prompt, answer, features)
+                return await self._hand_over(request, prompt, answer, request.decode_url, features)
             finally:
                 features.cancel()
         except BaseException:
             self._end(request_id)
             raise
+
+    async def tokenize(self, request: prompt_calls.TokenizeRequest) -> prompt_calls.TokenizeReply:
+        """The tokens of a chat or prompt. Raises InvalidRequest as :meth:`prefill` would."""
+        return await self._processor.run("text", self._prompts.cost_s(request), self._prompts.tokenize, request)
+
+    async def detokenize(self, request: prompt_calls.DetokenizeRequest) -> prompt_calls.DetokenizeReply:
+        """The text of tokens. Raises InvalidRequest for those that are none."""
+        cost_s = S_PER_CHARACTER * len(request.tokens)
+        return prompt_calls.DetokenizeReply(
+            await self._processor.run("text", cost_s, self._prompts.detokenize, request.tokens)
+        )
+
+    def _prepare(self, request: wire.PrefillRequest) -> tuple[Prompt, Answer]:
+        """The prompt, and the answer as far as the client has it. Runs on a thread."""
+        prompt = self._prompts.process(request)
+        if request.generated and request.sampling.n > 1:
+            raise InvalidRequest("an answer of several choices cannot go on from its middle", param="generated")
+        answer = Answer(self._prompts.tokenizer, request.output, prompt.sampling, prompt.ids)
+        sequence = _sequence(request, prompt, hand_off=False)
+        for count, token_id in enumerate(request.generated, start=1):
+            answer.replay(0, token_id, sequence.finish_reason(token_id, count, self._engine.eos_token_ids))
+        return prompt, answer
+
+    def _ended(self, request: wire.PrefillRequest, answer: Answer) -> Reply:
+        self._timeline.finished(request.request_id)
+        content = frames.HEADERS if request.output.stream else (JSON,)
+        on_close = partial(self._end, request.request_id)
+        return Reply(headers=(*content, NEXT_NONE), body=answer.end(), on_close=on_close)
 
     async def _features(self, request: wire.PrefillRequest) -> None:
         """Return when all features of the request are here."""
@@ -146,26 +177,17 @@ class PrefillService:
         self._inbox.release(request_id)
 
     def _sequence(self, request: wire.PrefillRequest, prompt: Prompt, *, hand_off: bool) -> Sequence:
-        sequence = Sequence(
-            request_id=request.request_id,
-            prompt_ids=prompt.ids,
-            sampling=request.sampling,
-            max_tokens=prompt.max_tokens,
-            positions=prompt.positions,
-            position_delta=prompt.position_delta,
-            spans=prompt.spans,
-            block_hashes=prompt.block_hashes,
-            num_sequences=request.sampling.n,
-            hand_off=hand_off,
-        )
-        self._engine.check_fits(len(prompt.ids), 0 if hand_off else prompt.max_tokens, sequence.num_forked)
+        sequence = _sequence(request, prompt, hand_off=hand_off)
+        num_new = 0 if hand_off else prompt.max_tokens - len(sequence.output_ids)
+        self._engine.check_fits(sequence.num_tokens, num_new, sequence.num_forked)
         return sequence
 
     # ------------------------------------------------------------------ decoded here
 
-    async def _serve(self, request: wire.PrefillRequest, prompt: Prompt, features: asyncio.Task[None]) -> Reply:
+    async def _serve(
+        self, request: wire.PrefillRequest, prompt: Prompt, answer: Answer, features: asyncio.Task[None]
+    ) -> Reply:
         sequence = self._sequence(request, prompt, hand_off=False)
-        answer = Answer(self._prompts.tokenizer, request.output, request.sampling, prompt.ids)
         generation = Generation(answer, self._engine, lambda: self._timeline.finished(request.request_id))
         started = asyncio.get_running_loop().create_future()
 
@@ -199,7 +221,12 @@ class PrefillService:
     # ------------------------------------------------------------------ decoded elsewhere
 
     async def _hand_over(
-        self, request: wire.PrefillRequest, prompt: Prompt, decode_url: str, features: asyncio.Task[None]
+        self,
+        request: wire.PrefillRequest,
+        prompt: Prompt,
+        answer: Answer,
+        decode_url: str,
+        features: asyncio.Task[None],
     ) -> Reply:
         sequence = self._sequence(request, prompt, hand_off=True)
         started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -222,7 +249,7 @@ class PrefillService:
             self._engine.submit(sequence, work.delivery.transfer)
             await self._started(request, started, features)
             event = await work.first
-            answer = Answer(self._prompts.tokenizer, request.output, request.sampling, prompt.ids)
+            check_constraint(event.sequence)
             body = b"".join(
                 answer.push(index, token.token_id, token.logprob, reason)
                 for index, (token, reason) in enumerate(event.tokens)
@@ -232,7 +259,7 @@ class PrefillService:
             raise
         if answer.finished:
             self._timeline.finished(request.request_id)
-            content = chunks.SSE_HEADERS if request.output.stream else (JSON,)
+            content = frames.HEADERS if request.output.stream else (JSON,)
             return Reply(
                 headers=(*content, NEXT_NONE),
                 body=body + answer.end(),
@@ -247,7 +274,7 @@ class PrefillService:
             for token, reason in event.tokens
         ]
         return Reply(
-            headers=(*chunks.SSE_HEADERS, NEXT_DECODE),
+            headers=(*(frames.HEADERS if request.output.stream else ()), NEXT_DECODE),
             stream=self._first_then_handoff(body, work, first),
             on_close=lambda: self._close_handover(work),
         )
@@ -280,18 +307,19 @@ class PrefillService:
             request_id=work.request.request_id,
             prompt_ids=work.prompt.ids,
             position_delta=work.prompt.position_delta,
-            sampling=work.request.sampling,
+            sampling=work.prompt.sampling,
             max_tokens=work.prompt.max_tokens,
             output=work.request.output,
             first=first,
+            generated=work.request.generated,
         )
 
     def _reservation(self, request: wire.PrefillRequest, prompt: Prompt) -> wire.ReserveRequest:
         return wire.ReserveRequest(
             transfer_id=uuid.uuid4().hex,
             request_id=request.request_id,
-            num_prompt_tokens=len(prompt.ids),
-            max_tokens=prompt.max_tokens,
+            num_prompt_tokens=len(prompt.ids) + len(request.generated),
+            max_tokens=prompt.max_tokens - len(request.generated),
             num_sequences=request.sampling.n,
             block_hashes=prompt.block_hashes,
             layout=self._layout,
@@ -313,3 +341,20 @@ class PrefillService:
         work.delivery.stop()
         self._engine.abort(work.request.request_id)
         self._spawn(asyncio.create_task(work.delivery.withdraw(reason)))
+
+
+def _sequence(request: wire.PrefillRequest, prompt: Prompt, *, hand_off: bool) -> Sequence:
+    return Sequence(
+        request_id=request.request_id,
+        prompt_ids=prompt.ids,
+        sampling=prompt.sampling,
+        max_tokens=prompt.max_tokens,
+        positions=prompt.positions,
+        position_delta=prompt.position_delta,
+        spans=prompt.spans,
+        block_hashes=prompt.block_hashes,
+        num_sequences=request.sampling.n,
+        hand_off=hand_off,
+        constraint=prompt.constraint,
+        output_ids=list(request.generated),
+    )

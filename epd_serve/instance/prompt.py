@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
+import msgspec
 from torch import Tensor
 from transformers import AutoTokenizer
 
 from epd_serve.cache.hashing import hash_blocks
 from epd_serve.errors import InvalidRequest
+from epd_serve.instance.chat_template import ChatTemplate
 from epd_serve.instance.request_processor import S_PER_CHARACTER
 from epd_serve.models.family import Family
-from epd_serve.protocol.wire import ChatMessage, MediaRef, PrefillRequest
-from epd_serve.types import MediaSpan
+from epd_serve.protocol.prompt_calls import TokenizeReply, TokenizeRequest
+from epd_serve.protocol.wire import MediaRef, PrefillRequest
+from epd_serve.types import MediaSpan, SamplingParams
+from epd_serve.worker.grammar import Grammars, MatcherConstraint
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,6 +29,8 @@ class Prompt:
     Attributes:
         positions: [axes, tokens]. position_delta: see :class:`epd_serve.request.Sequence`.
         max_tokens: output tokens that the client asked for or the context leaves.
+        sampling: of the request, with what takes the tokenizer filled in.
+        constraint: the compiled grammar, where the answer must follow one.
     """
 
     ids: list[int]
@@ -35,6 +39,8 @@ class Prompt:
     position_delta: int
     block_hashes: list[bytes]
     max_tokens: int
+    sampling: SamplingParams
+    constraint: MatcherConstraint | None = None
 
 
 class PromptProcessor:
@@ -48,32 +54,28 @@ class PromptProcessor:
         *,
         max_model_len: int,
         block_size: int,
+        eos_token_ids: frozenset[int] = frozenset(),
     ) -> None:
         self.tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
-        if not self.tokenizer.chat_template:
-            self.tokenizer.chat_template = _processor_chat_template(path)
+        self.grammars = Grammars(self.tokenizer, eos_token_ids)
+        self._template = ChatTemplate(self.tokenizer, path)
         self._family = family
         self._language_model = language_model
         self._max_model_len = max_model_len
         self._block_size = block_size
 
-    def cost_s(self, request: PrefillRequest) -> float:
+    def cost_s(self, request: PrefillRequest | TokenizeRequest) -> float:
         """About how long :meth:`process` takes."""
         texts = [part.text for message in request.messages or () for part in message.content]
         return S_PER_CHARACTER * sum(map(len, (*texts, request.prompt or "")))
 
     def process(self, request: PrefillRequest) -> Prompt:
         """Raises InvalidRequest for what the template, the context length or the vocabulary refuses."""
-        if request.messages is not None:
-            ids = self._encode_chat(request.messages)
-        elif isinstance(request.prompt, str):
-            ids = self.tokenizer.encode(request.prompt)
-        else:
-            ids = self._check_ids(request.prompt or [])
+        ids, spans = self._encode(request)
         if not ids:
             raise InvalidRequest("the prompt is empty; it needs one token at least", param="prompt")
-        ids, spans = self._expand(ids, request.items)
-        max_tokens = self._max_tokens(len(ids), request.sampling.max_tokens)
+        sampling = self._complete(request.sampling)
+        max_tokens = self._max_tokens(len(ids), sampling.max_tokens)
         sizes = [(item.width, item.height) for item in request.items]
         positions, delta = self._family.positions(ids, sizes, self._language_model)
         return Prompt(
@@ -83,26 +85,58 @@ class PromptProcessor:
             position_delta=delta,
             block_hashes=hash_blocks(ids, self._block_size, spans),
             max_tokens=max_tokens,
+            sampling=sampling,
+            constraint=None if sampling.grammar is None else self.grammars.constraint(sampling.grammar),
         )
 
-    def _encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
-        if not self.tokenizer.chat_template:
-            raise InvalidRequest("this model has no chat template; use /v1/completions", param="messages")
-        rendered = [{"role": m.role, "content": _content(m)} for m in messages]
-        try:
-            text = self.tokenizer.apply_chat_template(rendered, tokenize=False, add_generation_prompt=True)
-        except TemplateError as error:
-            raise InvalidRequest(
-                f"the model's chat template refuses these messages: {error}", param="messages"
-            ) from error
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
-        return ids
+    def tokenize(self, request: TokenizeRequest) -> TokenizeReply:
+        """The tokens that :meth:`process` would make of the same request."""
+        ids, _ = self._encode(request)
+        texts = self.tokenizer.convert_ids_to_tokens(ids) if request.with_texts else None
+        return TokenizeReply(tokens=ids, texts=texts)
 
-    def _check_ids(self, ids: list[int]) -> list[int]:
+    def detokenize(self, ids: list[int]) -> str:
+        """Text of tokens. Raises InvalidRequest for those that are none."""
+        text: str = self.tokenizer.decode(self._check_ids(ids, "tokens"), skip_special_tokens=False)
+        return text
+
+    def _encode(self, request: PrefillRequest | TokenizeRequest) -> tuple[list[int], tuple[MediaSpan, ...]]:
+        options = request.prompting
+        ids: list[int]
+        if request.messages is not None:
+            text = self._template.render(request.messages, options)
+            ids = self.tokenizer.encode(text, add_special_tokens=bool(options.add_special_tokens))
+        elif isinstance(request.prompt, str):
+            ids = self.tokenizer.encode(request.prompt, add_special_tokens=options.add_special_tokens is not False)
+        else:
+            ids = self._check_ids(request.prompt or [], "prompt")
+        if options.truncate is not None:
+            ids = ids[-options.truncate :]
+        return self._expand(ids, request.items)
+
+    def _complete(self, sampling: SamplingParams) -> SamplingParams:
+        """The same with what the tokenizer decides: the spelling of bad words, the end of a structured answer."""
+        self._check_ids(list(sampling.logit_bias), "logit_bias")
+        self._check_ids(list(sampling.allowed_token_ids), "allowed_token_ids")
+        if sampling.bad_words:
+            spellings = {
+                tuple(self.tokenizer.encode(spelt, add_special_tokens=False))
+                for word in sampling.bad_words
+                for spelt in (word, " " + word.lstrip())
+            }
+            sampling = msgspec.structs.replace(sampling, bad_word_ids=tuple(sorted(filter(None, spellings))))
+        if sampling.grammar is not None:
+            ends = (*sampling.stop_token_ids, self.grammars.end_token_id)
+            sampling = msgspec.structs.replace(sampling, stop_token_ids=ends)
+        return sampling
+
+    def _check_ids(self, ids: list[int], param: str) -> list[int]:
         size = len(self.tokenizer)
         wrong = next((token for token in ids if not 0 <= token < size), None)
         if wrong is not None:
-            raise InvalidRequest(f"token id {wrong} is outside the vocabulary of {size} tokens", param="prompt")
+            raise InvalidRequest(
+                f"{param}: token id {wrong} is outside the vocabulary of {size} tokens", param=param
+            )
         return ids
 
     def _expand(self, ids: list[int], items: Sequence[MediaRef]) -> tuple[list[int], tuple[MediaSpan, ...]]:
@@ -145,19 +179,3 @@ class PromptProcessor:
                 code="context_length_exceeded",
             )
         return room if asked is None else asked
-
-
-def _content(message: ChatMessage) -> Any:
-    """A message's content as chat templates expect it: a string, or a list of parts where media are involved."""
-    if all(part.type == "text" for part in message.content):
-        return "".join(part.text for part in message.content)
-    return [{"type": "text", "text": p.text} if p.type == "text" else {"type": "image"} for p in message.content]
-
-
-def _processor_chat_template(path: Path) -> str | None:
-    """Older checkpoints keep the template beside the processor instead of the tokenizer."""
-    file = path / "chat_template.json"
-    if not file.exists():
-        return None
-    template: str = json.loads(file.read_text())["chat_template"]
-    return template

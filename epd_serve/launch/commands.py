@@ -77,6 +77,7 @@ def instance_specs(
                     **npu_variables,
                 },
                 url=url_of(config.instances.host, options.port),
+                can_fork=config.instances.preload and set(instance.devices) == {"cpu"},
             )
         )
     return tuple(specs)

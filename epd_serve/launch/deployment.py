@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -15,10 +16,21 @@ from device.weight_files import open_weight_files
 from epd_serve.config import DeploymentConfig, change_config, model_path
 from epd_serve.launch.backoff import Backoff
 from epd_serve.launch.commands import gateway_spec, instance_specs, master_spec, shared_parts, sharing_weights
+from epd_serve.launch.forking import ForkServer, ForkServerGone
 from epd_serve.launch.ports import choose_ports
-from epd_serve.launch.process import ManagedProcess, ProcessDied, ProcessState
+from epd_serve.launch.process import (
+    ManagedProcess,
+    ProcessDied,
+    ProcessSpec,
+    ProcessState,
+    RunningProcess,
+    spawn,
+)
 from epd_serve.launch.supervisor import Supervisor
 from epd_serve.types import Role
+
+#: What CPU instances run, transformers' part of it included that is imported when a model is loaded.
+_PRELOADED = ("epd_serve.cli", "epd_serve.instance.main")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +87,7 @@ class LocalDeployment:
             self._give_back(keep_logs=False)
             raise
         instances = sharing_weights(instances, self._weight_files)
+        self._fork_server = self._fork_server_for([spec for spec in instances if spec.can_fork])
         config_file = self.log_dir / "deployment.yaml"
         config_file.touch(mode=0o600)  # it may hold the API key
         config_file.write_text(config.model_dump_json(exclude_unset=True), encoding="utf-8")  # JSON is YAML
@@ -90,6 +103,7 @@ class LocalDeployment:
             backoff=backoff,
             on_change=on_change,
             on_death=on_death,
+            start=self._start,
         )
 
     async def __aenter__(self) -> Self:
@@ -123,6 +137,8 @@ class LocalDeployment:
 
     async def start(self) -> None:
         """Start all processes; returns before they are ready."""
+        if self._fork_server is not None:
+            await self._fork_server.start()
         await self._supervisor.start()
 
     async def wait_ready(self) -> None:
@@ -136,6 +152,8 @@ class LocalDeployment:
     async def stop(self) -> None:
         """End all processes within 10 s, the gateway first and a mooncake_master last."""
         await self._supervisor.stop()
+        if self._fork_server is not None:
+            await self._fork_server.close()
         died = any(process.state is ProcessState.DIED for process in self.processes)
         self._give_back(keep_logs=died or self._supervisor.num_deaths > 0)
 
@@ -149,3 +167,15 @@ class LocalDeployment:
     def kill(self) -> None:
         """End all processes at once. :meth:`stop` must still be awaited."""
         self._supervisor.kill()
+
+    def _fork_server_for(self, specs: Sequence[ProcessSpec]) -> ForkServer | None:
+        if len(specs) < 2:
+            return None
+        log_file = self.log_dir / "fork-server.log"
+        return ForkServer(_PRELOADED, specs[0].environment, log_file, specs[0].descriptors)
+
+    async def _start(self, spec: ProcessSpec, log_file: Path) -> RunningProcess:
+        if self._fork_server is not None and spec.can_fork:
+            with suppress(ForkServerGone):
+                return await self._fork_server.fork(spec, log_file)
+        return await spawn(spec, log_file)

@@ -6,12 +6,12 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 import aiohttp
 
@@ -58,6 +58,7 @@ class ProcessSpec:
         url: base URL of its HTTP server.
         stops: when it is stopped. Those before it have ended by then.
         descriptors: open files that it inherits.
+        can_fork: whether it may be forked from a process that has loaded its modules (launch/forking).
     """
 
     name: str
@@ -67,6 +68,29 @@ class ProcessSpec:
     url: str
     stops: Literal["first", "then", "last"] = "then"
     descriptors: tuple[int, ...] = ()
+    can_fork: bool = False
+
+
+class RunningProcess(Protocol):
+    """What is asked of a started process: an ``asyncio.subprocess.Process``, for one."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def returncode(self) -> int | None:
+        """None while it runs; negative: the signal that ended it."""
+        ...
+
+    async def wait(self) -> int: ...
+
+    def terminate(self) -> None:
+        """SIGTERM. May raise ProcessLookupError."""
+        ...
+
+
+#: Starts a process in a session of its own, its output appended to a file. Raises OSError where that cannot be.
+Starter = Callable[[ProcessSpec, Path], Awaitable[RunningProcess]]
 
 
 class ProcessDied(RuntimeError):
@@ -103,6 +127,7 @@ class ManagedProcess:
         "_hung",
         "_on_change",
         "_process",
+        "_start",
         "_started_at",
         "log_file",
         "num_restarts",
@@ -115,9 +140,9 @@ class ManagedProcess:
     def __init__(
         self,
         spec: ProcessSpec,
-        process: asyncio.subprocess.Process,
         log_file: Path,
         on_change: Callable[[ManagedProcess], None],
+        start: Starter,
     ) -> None:
         self.spec = spec
         self.log_file = log_file
@@ -126,18 +151,23 @@ class ManagedProcess:
         self.ready = asyncio.Event()
         self.num_restarts = 0
         self._hung = ""
-        self._process = process
+        self._start = start
+        self._process: RunningProcess | None = None
         self._on_change = on_change
         self._started_at = time.monotonic()
 
     @classmethod
     async def start(
-        cls, spec: ProcessSpec, log_dir: Path, on_change: Callable[[ManagedProcess], None]
+        cls,
+        spec: ProcessSpec,
+        log_dir: Path,
+        on_change: Callable[[ManagedProcess], None],
+        start: Starter,
     ) -> ManagedProcess:
         """Start ``spec`` with its output going to ``log_dir / NAME.log``."""
-        log_file = log_dir / f"{spec.name}.log"
-        managed = cls(spec, await _start(spec, log_file), log_file, on_change)
+        managed = cls(spec, log_dir / f"{spec.name}.log", on_change, start)
         on_change(managed)
+        managed._process = await start(spec, managed.log_file)
         return managed
 
     def wait_for_restart(self) -> None:
@@ -146,7 +176,7 @@ class ManagedProcess:
 
     async def restart(self) -> None:
         """Start it once more, as it was. Raises OSError where that is not possible now."""
-        self._process = await _start(self.spec, self.log_file)
+        self._process = await self._start(self.spec, self.log_file)
         self._started_at = time.monotonic()
         self._hung = ""
         self.ready_after_s = None
@@ -155,7 +185,12 @@ class ManagedProcess:
 
     @property
     def pid(self) -> int:
-        return self._process.pid
+        return self._running.pid
+
+    @property
+    def _running(self) -> RunningProcess:
+        assert self._process is not None, "it has not started"
+        return self._process
 
     @property
     def elapsed_s(self) -> float:
@@ -172,7 +207,7 @@ class ManagedProcess:
         while not await self._poll(session):
             with suppress(TimeoutError):
                 await asyncio.wait_for(self.wait_end(), _POLL_INTERVAL_S)
-            if self._process.returncode is not None:
+            if self._running.returncode is not None:
                 await self.wait_end()  # its state follows a moment later
                 raise self.death()
         self.ready_after_s = self.elapsed_s
@@ -185,10 +220,10 @@ class ManagedProcess:
             await self.wait_end()
             return
         probe_s, num_failed = hang_timeout_s / _NUM_PROBES, 0
-        while self._process.returncode is None:
+        while self._running.returncode is None:
             started = time.monotonic()
             num_failed = 0 if await self._ask(session, probe_s) else num_failed + 1
-            if num_failed == _NUM_PROBES and self._process.returncode is None:
+            if num_failed == _NUM_PROBES and self._running.returncode is None:
                 self._hung = f"it answered nothing for {hang_timeout_s:g} s and was killed"
                 self.kill()
             left_s = max(0.0, started + probe_s - time.monotonic())
@@ -198,7 +233,7 @@ class ManagedProcess:
 
     async def wait_end(self) -> None:
         """Return when the process has ended, for whatever reason, and its own children are gone too."""
-        await self._process.wait()
+        await self._running.wait()
         if self.state in (ProcessState.STOPPED, ProcessState.DIED, ProcessState.WAITING):
             return
         self.ready.clear()
@@ -210,10 +245,10 @@ class ManagedProcess:
         """Ask the process to end (SIGTERM), and after ``grace_s`` seconds end it (SIGKILL)."""
         if self.state is ProcessState.WAITING:
             self._enter(ProcessState.STOPPED)
-        if self._process.returncode is None and self.state is not ProcessState.STOPPING:
+        if self._running.returncode is None and self.state is not ProcessState.STOPPING:
             self._enter(ProcessState.STOPPING)
             with suppress(ProcessLookupError):
-                self._process.terminate()
+                self._running.terminate()
         try:
             await asyncio.wait_for(self.wait_end(), grace_s)
         except TimeoutError:
@@ -222,13 +257,13 @@ class ManagedProcess:
 
     def kill(self) -> None:
         """End the process and its children at once."""
-        if self._process.returncode is None:
+        if self._running.returncode is None:
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
 
     def death(self) -> ProcessDied:
         """How the process ended, with the end of its log."""
-        code = self._process.returncode
+        code = self._running.returncode
         assert code is not None, "the process is still running"
         if code >= 0:
             how = f"exit code {code}"
@@ -268,7 +303,8 @@ class ManagedProcess:
         self._on_change(self)
 
 
-async def _start(spec: ProcessSpec, log_file: Path) -> asyncio.subprocess.Process:
+async def spawn(spec: ProcessSpec, log_file: Path) -> asyncio.subprocess.Process:
+    """The usual :data:`Starter`."""
     with log_file.open("ab") as log:
         return await asyncio.create_subprocess_exec(
             *spec.command,

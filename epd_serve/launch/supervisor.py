@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 
 from epd_serve.launch.backoff import Backoff
-from epd_serve.launch.process import ManagedProcess, ProcessDied, ProcessSpec, ProcessState
+from epd_serve.launch.process import ManagedProcess, ProcessDied, ProcessSpec, ProcessState, Starter, spawn
 
 #: What processes get to finish: requests first, then the stages, last what these have used; all within 10 s.
 GRACES_S = {"first": 5.5, "then": 3.5, "last": 0.5}
@@ -39,6 +39,7 @@ class Supervisor:
         hang_timeout_s: None: a process that hangs is left alone.
         on_change: told of each change of a process's state.
         on_death: told of each death after which the process is started again, and in how many seconds.
+        start: how processes are started, all at once.
 
     Attributes:
         num_deaths: how many processes have ended by themselves so far.
@@ -54,6 +55,7 @@ class Supervisor:
         backoff: Callable[[], Backoff] = Backoff,
         on_change: Callable[[ManagedProcess], None] = lambda process: None,
         on_death: Callable[[ProcessDied, float], None] = lambda death, delay_s: None,
+        start: Starter = spawn,
     ) -> None:
         self._specs = tuple(specs)
         self._log_dir = log_dir
@@ -62,6 +64,7 @@ class Supervisor:
         self._backoff = backoff
         self._on_change = on_change
         self._on_death = on_death
+        self._start = start
         self._processes: list[ManagedProcess] = []
         self._watches: list[asyncio.Task[ProcessDied]] = []
         self.num_deaths = 0
@@ -73,10 +76,20 @@ class Supervisor:
 
     async def start(self) -> None:
         """Start all processes; returns before they are ready."""
-        for spec in self._specs:
-            process = await ManagedProcess.start(spec, self._log_dir, self._on_change)
-            self._processes.append(process)
-            self._watches.append(asyncio.create_task(self._watch(process)))
+        starting = [
+            asyncio.create_task(ManagedProcess.start(spec, self._log_dir, self._on_change, self._start))
+            for spec in self._specs
+        ]
+        try:
+            await asyncio.wait(starting)
+        finally:
+            for task in starting:
+                task.cancel()
+            results = await asyncio.gather(*starting, return_exceptions=True)
+            self._processes += [result for result in results if isinstance(result, ManagedProcess)]
+            self._watches += [asyncio.create_task(self._watch(process)) for process in self._processes]
+        for task in starting:
+            task.result()
 
     async def wait_ready(self, timeout_s: float | None = None) -> None:
         """Return when every process is ready.

@@ -36,8 +36,7 @@ async def run_up(config: DeploymentConfig, console: Console) -> int:
         )
         with _handled(_SIGNALS, lambda: deployment.kill() if stop.is_set() else stop.set()):
             try:
-                await deployment.start()
-                await _until(stop, deployment.wait_ready())
+                await _until(stop, _ready(deployment))
                 progress.close()
                 if not stop.is_set():
                     _say(console, _ready_text(deployment))
@@ -63,6 +62,11 @@ async def _until(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _ready(deployment: LocalDeployment) -> None:
+    await deployment.start()
+    await deployment.wait_ready()
 
 
 async def _raise_failure(deployment: LocalDeployment) -> None:

@@ -47,6 +47,11 @@ class GatewayMetrics:
             "Requests that were sent to other instances after a failure before the first token",
             registry=self.registry,
         )
+        self.request_continuations = Counter(
+            "epd_serve_request_continuations",
+            "Streamed answers that went on at other instances after a failure in their middle",
+            registry=self.registry,
+        )
         self.media_bytes = Counter(
             "epd_serve_media_bytes",
             "Bytes of decoded media received or fetched",

@@ -6,11 +6,13 @@ token; one token an event; usage in a last event of its own, then ``[DONE]``.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
+from epd_serve.protocol.tool_format import Call, CallDelta, call_object
 from epd_serve.protocol.wire import OutputOptions
 
 _encode = msgspec.json.Encoder().encode
@@ -46,6 +48,7 @@ class ChoiceText:
     text: str
     finish_reason: str
     logprobs: list[TokenText] | None
+    calls: Sequence[Call] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,7 @@ def delta_event(
     logprobs: list[TokenText] | None,
     text_offset: int,
     usage: Usage | None,
+    calls: Sequence[CallDelta] = (),
 ) -> bytes:
     """The event of one token.
 
@@ -83,12 +87,15 @@ def delta_event(
         first: whether this is the choice's first token, which brings the role along.
         text_offset: characters of this choice that went before (completions report it with logprobs).
         usage: the counts so far, where the client wants them in every event.
+        calls: what the token added to tool calls.
     """
     if options.kind == "chat":
-        delta = {"role": "assistant", "content": text} if first else {"content": text}
-        choice: dict[str, Any] = {"index": index, "delta": delta}
+        delta: dict[str, Any] = {"role": "assistant", "content": text} if first else {"content": text}
+        if calls:
+            delta["tool_calls"] = _call_deltas(options, options.first_index + index, calls)
+        choice: dict[str, Any] = {"index": options.first_index + index, "delta": delta}
     else:
-        choice = {"index": index, "text": text}
+        choice = {"index": options.first_index + index, "text": text}
     choice["logprobs"] = _logprobs(options, logprobs, text_offset)
     choice["finish_reason"] = finish_reason
     body = _envelope(options, stream=True)
@@ -114,15 +121,34 @@ def whole_answer(options: OutputOptions, choices: list[ChoiceText], usage: Usage
 def _whole_choice(options: OutputOptions, choice: ChoiceText) -> dict[str, Any]:
     content: dict[str, Any]
     if options.kind == "chat":
-        content = {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
+        message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+        if choice.calls:
+            message["content"] = choice.text.strip() or None
+            message["tool_calls"] = [
+                call_object(options.id, options.first_index + choice.index, i, call.name, call.arguments)
+                for i, call in enumerate(choice.calls)
+            ]
+        content = {"message": message}
     else:
         content = {"text": choice.text}
     return {
-        "index": choice.index,
+        "index": options.first_index + choice.index,
         **content,
         "logprobs": _logprobs(options, choice.logprobs, 0),
         "finish_reason": choice.finish_reason,
     }
+
+
+def _call_deltas(options: OutputOptions, choice: int, calls: Sequence[CallDelta]) -> list[dict[str, Any]]:
+    """What is new, one entry for each call."""
+    entries: dict[int, dict[str, Any]] = {}
+    for call in calls:
+        entry = entries.setdefault(call.index, {"index": call.index})
+        if call.name is not None:
+            entry |= call_object(options.id, choice, call.index, call.name, "")
+        function = entry.setdefault("function", {"arguments": ""})
+        function["arguments"] += call.arguments
+    return list(entries.values())
 
 
 def _logprobs(options: OutputOptions, tokens: list[TokenText] | None, offset: int) -> dict[str, Any] | None:

@@ -7,76 +7,58 @@ InvalidRequest with ``param`` set and a sentence that says what would be right.
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
 import msgspec
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic import BeforeValidator, Field, ValidationError
 
 from epd_serve.errors import InvalidRequest
-from epd_serve.protocol.unsupported import LABELS, MESSAGE_NEUTRAL, NEUTRAL, drop_neutral
-from epd_serve.protocol.wire import ChatMessage, OutputOptions, Part
-from epd_serve.types import SamplingParams
+from epd_serve.protocol.fields import (
+    WIRE_INTEGERS,
+    RequestModel,
+    StopString,
+    StopStrings,
+    TokenId,
+    decode_object,
+    explain,
+)
+from epd_serve.protocol.messages import MediaSource, Message, check_messages, media_of, wire_messages
+from epd_serve.protocol.tools import (
+    MAX_TOOLS,
+    ResponseFormat,
+    StructuredOutputs,
+    Tool,
+    ToolChoice,
+    json_text,
+    make_grammar,
+    tools_text,
+)
+from epd_serve.protocol.unsupported import LABELS, NEUTRAL, drop_message_neutral, drop_neutral
+from epd_serve.protocol.wire import ChatMessage, OutputOptions, PromptOptions
+from epd_serve.types import Grammar, SamplingParams
 
 MAX_TOP_LOGPROBS = 20
-MAX_STOP_STRINGS = 16
+MAX_BIASED_TOKENS = 4096
+MAX_BAD_WORDS = 256
+#: Prompts of one completion request; each counts as often as it has choices.
+MAX_PROMPTS = 128
 #: OpenAI's default for /v1/completions; a chat without max_tokens may fill the context.
 COMPLETION_MAX_TOKENS = 16
+#: vLLM's earlier names for fields of structured_outputs.
+_GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class MediaSource:
-    """A media item as the request names it; ``param`` is its place in the request, for error messages."""
-
-    url: str
-    param: str
-
-
-class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
-
-
-class StreamOptions(_Model):
+class StreamOptions(RequestModel):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     include_obfuscation: Literal[False] | None = None
 
 
-class ImageUrl(_Model):
-    """``detail`` "low" is refused: pictures are always read at the model's full resolution."""
-
-    url: str
-    detail: Literal["auto", "high"] | None = None
+Bias = Annotated[float, Field(ge=-100, le=100)]
+TokenText = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 
 
-class ContentPart(_Model):
-    type: Literal["text", "image_url"]
-    text: str | None = None
-    image_url: ImageUrl | None = None
-
-
-def _as_parts(content: Any) -> Any:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
-
-
-class Message(_Model):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[list[ContentPart], BeforeValidator(_as_parts), Field(min_length=1)]
-
-
-def _as_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
-StopString = Annotated[str, Field(min_length=1)]
-StopStrings = Annotated[list[StopString], BeforeValidator(_as_list), Field(max_length=MAX_STOP_STRINGS)]
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-#: What an instance can be told: msgpack knows no longer integers.
-WIRE_INTEGERS = 2**63
-
-
-class _Generation(_Model):
+class GenerationRequest(RequestModel):
     """What chats and completions share. Null means: as if the field were absent."""
 
     model: str | None = None
@@ -92,6 +74,14 @@ class _Generation(_Model):
     seed: int | None = Field(None, ge=-WIRE_INTEGERS, lt=WIRE_INTEGERS)
     stop: StopStrings | None = None
     stop_token_ids: list[TokenId] | None = None
+    include_stop_str_in_output: bool | None = None
+    logit_bias: dict[TokenText, Bias] | None = Field(None, max_length=MAX_BIASED_TOKENS)
+    allowed_token_ids: list[TokenId] | None = Field(None, min_length=1)
+    bad_words: list[StopString] | None = Field(None, max_length=MAX_BAD_WORDS)
+    truncate_prompt_tokens: int | None = Field(None, ge=1, lt=WIRE_INTEGERS)
+    add_special_tokens: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     n: int | None = Field(None, ge=1, le=128)
@@ -102,12 +92,17 @@ class _Generation(_Model):
     @classmethod
     def parse(cls, body: bytes | bytearray) -> Self:
         """Body → checked request. Raises InvalidRequest that names the field in ``param``."""
-        fields = {name: value for name, value in decode_object(body).items() if name not in LABELS}
-        fields = drop_neutral(fields, NEUTRAL)
+        return cls.from_fields(decode_object(body))
+
+    @classmethod
+    def from_fields(cls, fields: dict[str, Any]) -> Self:
+        """The same for a body that is decoded."""
+        fields = {name: value for name, value in fields.items() if name not in LABELS}
+        fields = _gather_guided(drop_neutral(fields, NEUTRAL))
         try:
             request = cls.model_validate(cls._prepare(fields))
         except ValidationError as error:
-            raise _explain(error.errors(include_url=False)[0]) from error
+            raise explain(error.errors(include_url=False)[0]) from error
         request._check()
         return request
 
@@ -124,6 +119,12 @@ class _Generation(_Model):
             )
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options is only allowed with stream: true", param="stream_options")
+        if self.grammar() is not None and (self.ignore_eos or self.min_tokens):
+            field = "ignore_eos" if self.ignore_eos else "min_tokens"
+            raise InvalidRequest(
+                f"{field}: an answer of a given structure ends where the structure does; leave the field out",
+                param=field,
+            )
 
     def _max_tokens(self) -> int | None:
         return self.max_tokens
@@ -135,6 +136,30 @@ class _Generation(_Model):
     @abstractmethod
     def _logprobs(self) -> int | None:
         """How many alternatives per token to report; None for no log-probabilities at all."""
+
+    def grammar(self) -> Grammar | None:
+        """What the answer must look like. Raises InvalidRequest for contradictions."""
+        return make_grammar(None, None, True, self.response_format, self.structured_outputs)
+
+    def media(self) -> list[MediaSource]:
+        """The media items in the order in which the request shows them."""
+        return []
+
+    def chat(self) -> list[ChatMessage] | None:
+        """The chat with media as references; None for a completion."""
+        return None
+
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts of a completion."""
+        return []
+
+    @abstractmethod
+    def output(self, *, id: str, created: int, model: str) -> OutputOptions:
+        """The shape of the answer; ``created`` is in seconds since the epoch."""
+
+    def prompting(self) -> PromptOptions:
+        """How the prompt is to be read."""
+        return PromptOptions(add_special_tokens=self.add_special_tokens, truncate=self.truncate_prompt_tokens)
 
     def sampling(self, seed: int) -> SamplingParams:
         """Sampling parameters with the API's defaults filled in; ``seed`` is used where the request has none."""
@@ -156,6 +181,11 @@ class _Generation(_Model):
             skip_special_tokens=self.skip_special_tokens is not False,
             logprobs=self._logprobs(),
             n=self.n or 1,
+            include_stop=bool(self.include_stop_str_in_output),
+            logit_bias={int(token): bias for token, bias in (self.logit_bias or {}).items()},
+            allowed_token_ids=tuple(self.allowed_token_ids or ()),
+            bad_words=tuple(self.bad_words or ()),
+            grammar=self.grammar(),
         )
 
     def _output(self, kind: Literal["chat", "completion"], id: str, created: int, model: str) -> OutputOptions:
@@ -171,25 +201,23 @@ class _Generation(_Model):
         )
 
 
-class ChatCompletionRequest(_Generation):
+class ChatCompletionRequest(GenerationRequest):
     """Body of ``POST /v1/chat/completions``."""
 
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1, lt=WIRE_INTEGERS)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
     @classmethod
     def _prepare(cls, fields: dict[str, Any]) -> dict[str, Any]:
-        messages = fields.get("messages")
-        if isinstance(messages, list):
-            fields["messages"] = [
-                drop_neutral(message, MESSAGE_NEUTRAL, f"messages[{index}].")
-                if isinstance(message, dict)
-                else message
-                for index, message in enumerate(messages)
-            ]
-        return fields
+        return drop_message_neutral(fields)
 
     def _check(self) -> None:
         super()._check()
@@ -204,22 +232,21 @@ class ChatCompletionRequest(_Generation):
             )
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
-        for place, part in self._parts():
-            wanted = part.text if part.type == "text" else part.image_url
-            other = part.image_url if part.type == "text" else part.text
-            if wanted is None or other is not None:
-                field = "text" if part.type == "text" else "image_url"
-                raise InvalidRequest(
-                    f"{place}: a part of type {part.type!r} needs exactly the field {field!r}",
-                    param=f"{place}.{field}",
-                )
-
-    def _parts(self) -> list[tuple[str, ContentPart]]:
-        return [
-            (f"messages[{i}].content[{j}]", part)
-            for i, message in enumerate(self.messages)
-            for j, part in enumerate(message.content)
-        ]
+        check_messages(self.messages)
+        if self.continue_final_message and self.add_generation_prompt:
+            raise InvalidRequest(
+                "add_generation_prompt and continue_final_message contradict each other; send one of them",
+                param="add_generation_prompt",
+            )
+        if self.continue_final_message and self.messages[-1].role != "assistant":
+            raise InvalidRequest(
+                "continue_final_message: the last message must be the assistant's", param="continue_final_message"
+            )
+        if self.truncate_prompt_tokens is not None and self.media():
+            raise InvalidRequest(
+                "truncate_prompt_tokens: a prompt with images cannot be cut; leave the field out",
+                param="truncate_prompt_tokens",
+            )
 
     def _max_tokens(self) -> int | None:
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
@@ -227,47 +254,59 @@ class ChatCompletionRequest(_Generation):
     def _logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
+    def grammar(self) -> Grammar | None:
+        return make_grammar(
+            self.tools,
+            self.tool_choice,
+            self.parallel_tool_calls is not False,
+            self.response_format,
+            self.structured_outputs,
+        )
+
+    def prompting(self) -> PromptOptions:
+        kwargs = self.chat_template_kwargs
+        return msgspec.structs.replace(
+            super().prompting(),
+            add_generation_prompt=not self.continue_final_message and self.add_generation_prompt is not False,
+            continue_final_message=bool(self.continue_final_message),
+            tools=tools_text(self.tools),
+            template_kwargs=json_text(kwargs, "chat_template_kwargs") if kwargs else "",
+        )
+
     def media(self) -> list[MediaSource]:
-        """The media items in the order in which the chat shows them."""
-        return [
-            MediaSource(url=part.image_url.url, param=f"{place}.image_url.url")
-            for place, part in self._parts()
-            if part.image_url is not None
-        ]
+        return media_of(self.messages)
 
     def chat(self) -> list[ChatMessage]:
-        """The chat with media as references; "developer" is today's word for "system" in the OpenAI API."""
-        return [
-            ChatMessage(
-                role="system" if message.role == "developer" else message.role,
-                content=[
-                    Part(type="image") if part.type == "image_url" else Part(type="text", text=part.text or "")
-                    for part in message.content
-                ],
-            )
-            for message in self.messages
-        ]
+        return wire_messages(self.messages)
 
     def output(self, *, id: str, created: int, model: str) -> OutputOptions:
         return self._output("chat", f"chatcmpl-{id}", created, model)
 
 
-def _single(value: Any) -> Any:
-    """A list of exactly one prompt stands for the prompt; more are refused by the field's type."""
-    return value[0] if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list) else value
+def _as_prompts(value: Any) -> Any:
+    """One prompt becomes a list of it."""
+    is_many = isinstance(value, list) and value and not all(isinstance(one, int) for one in value)
+    return value if is_many else [value]
 
 
-class CompletionRequest(_Generation):
-    """Body of ``POST /v1/completions``: one prompt, as text or as token ids."""
+OnePrompt = Annotated[str | list[TokenId], Field(min_length=1)]
 
-    prompt: Annotated[str | list[TokenId], BeforeValidator(_single), Field(min_length=1)]
+
+class CompletionRequest(GenerationRequest):
+    """Body of ``POST /v1/completions``: a prompt as text or as token ids, or a list of these."""
+
+    prompt: Annotated[
+        list[OnePrompt],
+        BeforeValidator(_as_prompts, json_schema_input_type=OnePrompt | list[OnePrompt]),
+        Field(min_length=1, max_length=MAX_PROMPTS),
+    ]
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    echo: bool | None = None
 
     @classmethod
     def _prepare(cls, fields: dict[str, Any]) -> dict[str, Any]:
-        prompt = fields.get("prompt")
-        if isinstance(prompt, list) and len(prompt) > 1 and not all(isinstance(one, int) for one in prompt):
-            raise InvalidRequest("prompt: one prompt per request; send several requests instead", param="prompt")
+        if fields.get("prompt") == []:
+            raise InvalidRequest("prompt: the list is empty; it needs one prompt at least", param="prompt")
         return fields
 
     def _max_tokens(self) -> int | None:
@@ -280,51 +319,42 @@ class CompletionRequest(_Generation):
                 f"({COMPLETION_MAX_TOKENS}); send max_tokens, too",
                 param="min_tokens",
             )
+        if self.echo and self.logprobs is not None:
+            raise InvalidRequest(
+                "echo: log-probabilities of the prompt are not computed; leave logprobs out", param="echo"
+            )
+        if len(self.prompt) * (self.n or 1) > MAX_PROMPTS:
+            raise InvalidRequest(
+                f"prompt: {len(self.prompt)} prompts of {self.n or 1} choices are more than {MAX_PROMPTS} answers",
+                param="prompt",
+            )
+        if len(self.prompt) > 1 and self.stream_options and self.stream_options.continuous_usage_stats:
+            raise InvalidRequest(
+                "stream_options.continuous_usage_stats: cannot be counted over several prompts; use include_usage",
+                param="stream_options.continuous_usage_stats",
+            )
         super()._check()
 
     def _logprobs(self) -> int | None:
         return self.logprobs
 
-    def media(self) -> list[MediaSource]:
-        return []
+    def prompts(self) -> list[str | list[int]]:
+        return self.prompt
 
     def output(self, *, id: str, created: int, model: str) -> OutputOptions:
-        return self._output("completion", f"cmpl-{id}", created, model)
+        options = self._output("completion", f"cmpl-{id}", created, model)
+        return msgspec.structs.replace(options, echo=bool(self.echo)) if self.echo else options
 
 
-GenerationRequest = ChatCompletionRequest | CompletionRequest
-
-
-def decode_object(body: bytes | bytearray) -> dict[str, Any]:
-    """JSON object → dict. Raises InvalidRequest that says where the text stops being one."""
-    try:
-        fields = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidRequest(f"the body is not valid JSON: {error}", code="invalid_json") from error
-    if not isinstance(fields, dict):
-        raise InvalidRequest('the body must be a JSON object, such as {"messages": [...]}', code="invalid_json")
+def _gather_guided(fields: dict[str, Any]) -> dict[str, Any]:
+    """vLLM's ``guided_*`` fields under their present name."""
+    given = {new: fields.pop(old) for old, new in _GUIDED.items() if fields.get(old) is not None}
+    fields = {name: value for name, value in fields.items() if name not in _GUIDED}
+    if given:
+        if fields.get("structured_outputs") is not None:
+            raise InvalidRequest(
+                "structured_outputs: send it without guided_* fields, which mean the same",
+                param="structured_outputs",
+            )
+        fields["structured_outputs"] = given
     return fields
-
-
-def _explain(error: ErrorDetails) -> InvalidRequest:
-    """The first thing that pydantic found, in a sentence, with ``param`` as in ``messages[0].content``."""
-    param = ""
-    unknown = error["type"] == "extra_forbidden"
-    for place, step in enumerate(error["loc"], start=1):
-        if isinstance(step, int):
-            param += f"[{step}]"
-        elif (unknown and place == len(error["loc"])) or (
-            step.isidentifier() and step not in ("str", "list")  # the rest names members of a union
-        ):
-            param += f".{step}" if param else step
-    if unknown:
-        return InvalidRequest(f"unknown field {param!r}; remove it", param=param, code="unknown_parameter")
-    if error["type"] == "missing":
-        return InvalidRequest(f"{param} is required", param=param, code="missing_required_parameter")
-    value = error["input"]
-    short = value is None or isinstance(value, int | float) or (isinstance(value, str) and len(value) <= 60)
-    found = f" (got {value!r})" if short else ""
-    message = error["msg"][0].lower() + error["msg"][1:]
-    if error["type"] in ("model_type", "dict_type"):
-        message = "input should be a JSON object"
-    return InvalidRequest(f"{param}: {message}{found}", param=param, code="invalid_value")

@@ -15,18 +15,11 @@ from epd_serve.errors import InvalidRequest
 LABELS = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key", "request_id"})
 
 #: Field → (values that ask for what happens anyway, what to do instead).
-_TOOLS = "tools and function calls are not supported yet; leave the field out"
+_TOOLS = "functions are today's tools; send tools and tool_choice instead"
 _TEXT_ONLY = "answers are text only; leave the field out"
 NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
-    "tools": (([],), _TOOLS),
-    "tool_choice": (("none", "auto"), _TOOLS),
-    "parallel_tool_calls": ((True, False), _TOOLS),
     "functions": (([],), _TOOLS),
     "function_call": (("none", "auto"), _TOOLS),
-    "response_format": (
-        ({"type": "text"},),
-        "structured output is not supported yet; ask for the format in the prompt",
-    ),
     "audio": ((), _TEXT_ONLY),
     "modalities": ((["text"],), _TEXT_ONLY),
     "prediction": ((), "predicted outputs are not supported; leave the field out"),
@@ -36,25 +29,16 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "store": ((False,), "answers are not stored; leave the field out or send false"),
     "service_tier": (("auto", "default"), "there is one service tier; use 'auto' or leave the field out"),
     "prompt_cache_retention": ((), "the prefix cache keeps no entry by time; leave the field out"),
-    "logit_bias": (({},), "biasing tokens is not supported; leave the field out"),
     "best_of": ((1,), "best_of is not supported; use n and choose among the answers"),
     "suffix": (("",), "completing before a suffix is not supported; leave the field out"),
-    "echo": ((False,), "repeating the prompt in the answer is not supported; prepend it yourself"),
     "use_beam_search": ((False,), "beam search is not supported; use temperature 0 for the greedy answer"),
     "length_penalty": ((1, 1.0), "beam search is not supported; leave the field out"),
     "early_stopping": ((False,), "beam search is not supported; leave the field out"),
-    "include_stop_str_in_output": ((False,), "stop strings are always cut off; append it yourself"),
     "spaces_between_special_tokens": ((True,), "this cannot be changed; leave the field out"),
-    "truncate_prompt_tokens": ((), "prompts are never truncated; shorten the prompt"),
     "prompt_logprobs": ((), "log-probabilities of the prompt are not supported; leave the field out"),
-    "bad_words": (([],), "forbidding words is not supported; leave the field out"),
-    "allowed_token_ids": ((), "restricting tokens is not supported; leave the field out"),
-    "add_generation_prompt": ((True,), "the generation prompt is always added; leave the field out"),
-    "continue_final_message": ((False,), "continuing the last message is not supported; leave the field out"),
-    "add_special_tokens": ((), "the tokenizer decides on special tokens; leave the field out"),
     "chat_template": ((), "the model's own chat template is used; leave the field out"),
-    "chat_template_kwargs": (({},), "the chat template takes no arguments; leave the field out"),
     "mm_processor_kwargs": (({},), "the image processor takes no arguments per request; leave the field out"),
+    "guided_grammar": ((), "grammars differ between engines; send a JSON schema, a regular expression or choices"),
     "cache_salt": ((), "the prefix cache cannot be salted; leave the field out"),
 }
 
@@ -62,8 +46,6 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
 MESSAGE_NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "name": ((), "the chat template shows no names; put the name into the content"),
     "refusal": ((), "refusals are not supported in the history; send the text as content"),
-    "tool_calls": (([],), _TOOLS),
-    "tool_call_id": ((), _TOOLS),
     "function_call": ((), _TOOLS),
     "audio": ((), _TEXT_ONLY),
     "annotations": (([],), "annotations are not supported in the history; leave the field out"),
@@ -94,6 +76,18 @@ def drop_neutral(
         else:
             kept[name] = value
     return kept
+
+
+def drop_message_neutral(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The same for each of a body's messages."""
+    messages = fields.get("messages")
+    if not isinstance(messages, list):
+        return dict(fields)
+    kept = [
+        drop_neutral(message, MESSAGE_NEUTRAL, f"messages[{index}].") if isinstance(message, dict) else message
+        for index, message in enumerate(messages)
+    ]
+    return {**fields, "messages": kept}
 
 
 def _same(value: Any, accepted: Any) -> bool:

@@ -6,8 +6,8 @@ Every stage call is one HTTP POST whose connection lives as long as the work: cl
 call                    from, to   body                  answer
 ======================  =========  ====================  ==========================================================
 ``/stage/encode``       gateway,E  EncodeRequest         EncodeReply once P has the feature
-``/stage/prefill``      gateway,P  PrefillRequest        OpenAI bytes; header ``x-epd-next`` says who goes on
-``/stage/decode``       gateway,D  DecodeRequest         OpenAI bytes from the second token on
+``/stage/prefill``      gateway,P  PrefillRequest        the answer; header ``x-epd-next`` says who goes on
+``/stage/decode``       gateway,D  DecodeRequest         the answer from the second token on
 ``/feature/event``      E, P       FeatureEvent          204 once P has fetched and verified the feature
 ``/kv/reserve``         P, D       ReserveRequest        ReserveReply, when blocks are free
 ``/kv/renew``           P, D       TransferRef           204, or 404 when the lease is gone
@@ -15,9 +15,12 @@ call                    from, to   body                  answer
 ``/kv/cancel``          P, D       TransferRef           204; P promises to write no more
 ``/kv/pull``            P, D       PullRequest           204 once D has read the KV itself and owns the request
 ``/kv/pulled``          D, P       TransferRef           204 where P has kept what D read, and may drop it now
+``/prompt/tokenize``    gateway,P  TokenizeRequest       TokenizeReply
+``/prompt/detokenize``  gateway,P  DetokenizeRequest     DetokenizeReply
 ``/info``               any        (GET)                 InstanceInfo, as JSON
 ======================  =========  ====================  ==========================================================
 
+An answer is OpenAI's JSON, or where it is streamed OpenAI's events in frames (:mod:`epd_serve.protocol.frames`).
 Errors of any call are OpenAI error objects as JSON with a 4xx or 5xx status (:mod:`epd_serve.errors`).
 """
 
@@ -60,16 +63,43 @@ class Part(Message, frozen=True):
     text: str = ""
 
 
+class CalledFunction(Message, frozen=True):
+    """A call in a chat's history; ``arguments`` is the text of a JSON object."""
+
+    id: str
+    name: str
+    arguments: str
+
+
 class ChatMessage(Message, frozen=True):
     role: str
     content: list[Part]
+    tool_calls: list[CalledFunction] = []
+    tool_call_id: str = ""
+
+
+class PromptOptions(Message, frozen=True):
+    """How messages or a prompt become tokens.
+
+    Attributes:
+        add_special_tokens: None leaves it to the tokenizer for a prompt, and adds none to a rendered chat.
+        truncate: keep so many of the last tokens; None: all.
+        tools, template_kwargs: JSON for the chat template, or "".
+    """
+
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool | None = None
+    truncate: int | None = None
+    tools: str = ""
+    template_kwargs: str = ""
 
 
 class OutputOptions(Message, frozen=True):
     """The shape in which the client wants its answer.
 
     ``kind`` chooses between chat.completion and text_completion objects; ``id``, ``created`` and ``model``
-    appear in every object.
+    appear in every object. ``first_index`` is that of the first choice; ``echo`` puts the prompt before each.
     """
 
     kind: Literal["chat", "completion"]
@@ -79,6 +109,8 @@ class OutputOptions(Message, frozen=True):
     stream: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
+    first_index: int = 0
+    echo: bool = False
 
 
 class EncodeRequest(Message, frozen=True):
@@ -100,6 +132,10 @@ class PrefillRequest(Message, frozen=True):
 
     Exactly one of ``messages`` (kind "chat") and ``prompt`` (kind "completion") is set. ``decode_url`` is D's
     control URL, or None when the same instance decodes.
+
+    Attributes:
+        generated: output tokens of a streamed answer that its client has already, from an instance that was lost;
+            the answer goes on behind them. Only for ``sampling.n == 1``.
     """
 
     request_id: str
@@ -109,6 +145,8 @@ class PrefillRequest(Message, frozen=True):
     messages: list[ChatMessage] | None = None
     prompt: str | list[int] | None = None
     decode_url: str | None = None
+    generated: list[int] = []
+    prompting: PromptOptions = PromptOptions()
 
 
 class DecodeRequest(Message, frozen=True):
@@ -180,7 +218,10 @@ class KVLayout(Message, frozen=True):
 
 
 class ReserveRequest(Message, frozen=True):
-    """Ask D for the blocks of one request (reserve → write → complete; idempotent by ``transfer_id``)."""
+    """Ask D for the blocks of one request (reserve → write → complete; idempotent by ``transfer_id``).
+
+    ``num_prompt_tokens`` counts the tokens whose KV will be written, ``max_tokens`` those that may come after.
+    """
 
     transfer_id: str
     request_id: str
@@ -231,7 +272,7 @@ class FirstToken(Message, frozen=True):
 
 
 class Handoff(Message, frozen=True):
-    """All KV is written; D continues with the second token of each of the ``n`` sequences.
+    """All KV is written, that of ``generated`` too; D continues behind ``first`` of each of the ``n`` sequences.
 
     ``position_delta`` is what M-RoPE adds to the index of a token after the prompt; ``max_tokens`` is the limit
     that P derived from the request and the context.
@@ -245,6 +286,12 @@ class Handoff(Message, frozen=True):
     max_tokens: int
     output: OutputOptions
     first: list[FirstToken]
+    generated: list[int] = []
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens whose KV is handed over."""
+        return len(self.prompt_ids) + len(self.generated)
 
 
 class PullRequest(Message, frozen=True):

@@ -63,6 +63,9 @@ class InstanceTable:
     def __getitem__(self, name: str) -> InstanceRecord:
         return self._records[name]
 
+    def get(self, name: str) -> InstanceRecord | None:
+        return self._records.get(name)
+
     def update(self, name: str, info: InstanceInfo) -> None:
         """Take over what an instance says of itself. Raises ValueError for a role that is none."""
         record = self._records[name]

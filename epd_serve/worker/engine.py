@@ -73,7 +73,7 @@ class Engine:
         self._runner = runner
         self._pool = pool
         self._num_layers = num_layers
-        self._eos_token_ids = eos_token_ids
+        self.eos_token_ids = eos_token_ids
         self._feature_of = feature_of
         self._queues = Queues(
             pool,
@@ -148,14 +148,14 @@ class Engine:
         """Go on with a prompt whose KV another instance wrote into ``blocks``.
 
         Args:
-            sequence: the first choice, WAITING, without output.
-            tokens: for each choice its first token and whether that was its last.
+            sequence: the first choice, WAITING; the KV of its output, if it has any, was written too.
+            tokens: for each choice its next token and whether that was its last.
         """
         with self._changed:
             self._queues.settle(blocks)
             sequence.arrival_s = self._clock()
             sequence.blocks, sequence.forks = blocks.root, blocks.forks
-            sequence.num_computed = sequence.num_prompt_tokens
+            sequence.num_computed = sequence.num_tokens
             sequence.move_to(SequenceState.RUNNING)
             self._tables.register(sequence)
             choices = self._tables.fork(sequence)
@@ -326,27 +326,25 @@ class Engine:
 
     def _advance(self, result: StepResult) -> list[EngineEvent]:
         events: list[EngineEvent] = []
-        for sequence, token in result.decoded:
-            if sequence.state is SequenceState.RUNNING:
-                events.append(self._append(sequence, token))
-        for sequence, tokens in result.first:
+        for sequence, tokens in (*((s, [token]) for s, token in result.decoded), *result.first):
             if sequence.state is not SequenceState.RUNNING:
                 continue
             if sequence.hand_off:
                 self._queues.stop(sequence)
                 sequence.move_to(SequenceState.TRANSFERRING)
-                ends = [(t, sequence.finish_reason(t.token_id, 1, self._eos_token_ids)) for t in tokens]
+                count = len(sequence.output_ids) + 1
+                ends = [(t, sequence.finish_reason(t.token_id, count, self.eos_token_ids)) for t in tokens]
                 events.append(PromptEvent(sequence, ends))
                 continue
-            choices = self._tables.fork(sequence)
+            choices = [sequence] if sequence.output_ids else self._tables.fork(sequence)
             for choice in choices[1:]:
                 self._queues.run(choice)
-            events += [self._append(choice, token) for choice, token in zip(choices, tokens, strict=True)]
+            events += map(self._append, choices, tokens)
         return events
 
     def _append(self, sequence: Sequence, token: SampledToken) -> TokenEvent:
         sequence.output_ids.append(token.token_id)
-        reason = sequence.finish_reason(token.token_id, len(sequence.output_ids), self._eos_token_ids)
+        reason = sequence.finish_reason(token.token_id, len(sequence.output_ids), self.eos_token_ids)
         if reason is not None:
             self._queues.stop(sequence)
             self._retire(sequence)

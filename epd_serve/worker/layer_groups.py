@@ -46,7 +46,7 @@ class LayerGroups:
             if transfer is None:
                 continue
             end = sequence.num_computed + count
-            if end == sequence.num_prompt_tokens:
+            if end == sequence.num_tokens:
                 self._finished.append(transfer)
             elif mode == "oneshot":
                 continue

@@ -19,6 +19,7 @@ from device.base import AttentionOps
 from epd_serve.protocol.wire import TokenLogprob
 from epd_serve.request import Sequence
 from epd_serve.types import SamplingParams
+from epd_serve.worker.constraints import is_restricted, restrict
 
 _MASKED = float("-inf")
 #: The smallest that float32 divides by without losing digits.
@@ -73,7 +74,7 @@ def sample(
 
 
 def _constrain(logits: Tensor, rows: AbstractSequence[Row], eos_token_ids: frozenset[int]) -> Tensor:
-    """Penalties and min_tokens; returns ``logits`` itself where no row asks for any."""
+    """Penalties, min_tokens and what requests forbid; returns ``logits`` itself where no row asks for any."""
     scores = logits
     for i, row in enumerate(rows):
         sampling, output = row.sequence.sampling, row.sequence.output_ids
@@ -88,6 +89,10 @@ def _constrain(logits: Tensor, rows: AbstractSequence[Row], eos_token_ids: froze
             # a client may name ids that no token has; one of them must not fail the step for all
             ends = [token for token in (*eos_token_ids, *sampling.stop_token_ids) if token < scores.shape[-1]]
             scores[i].index_fill_(0, _on(scores, ends), _MASKED)
+    if any(is_restricted(row.sequence) for row in rows):
+        if scores is logits:
+            scores = logits.to(torch.float32, copy=True)
+        restrict(scores, [row.sequence for row in rows])
     return scores
 
 

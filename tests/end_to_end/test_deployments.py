@@ -134,7 +134,7 @@ def test_ctrl_c_stops_everything(deployment_file: Path) -> None:
         assert "curl" in output, "what to type next"
         assert is_up(f"http://127.0.0.1:{port}/health")
         children = psutil.Process(process.pid).children(recursive=True)
-        assert len(children) == 4
+        assert len(children) == 5, "three instances, what they were forked from, and the gateway"
         stopping = time.monotonic()
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=15)
@@ -146,7 +146,8 @@ def test_ctrl_c_stops_everything(deployment_file: Path) -> None:
 
 def test_a_dying_instance_is_named_and_everything_stops_where_nothing_is_restarted(deployment_file: Path) -> None:
     port = free_port("127.0.0.1")
-    deployment_file.write_text(deployment_file.read_text().replace("{", "{restart: never, ", 1))
+    changed = deployment_file.read_text().replace("{", "{restart: never, ", 1)
+    deployment_file.write_text(changed.replace("base_port: 0", "base_port: 0, preload: false"))
     with start_up(str(deployment_file), "--port", str(port)) as process:
         read_until(process, "From Python")
         children = psutil.Process(process.pid).children(recursive=True)

@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tiny_models
-import uvicorn
-from fleet import Books, wait_until
+from fleet import Books
 from pictures import noise, png
 from PIL import Image
 from reference import Reference
+from services import serving
 
-from epd_serve.config import InstanceOptions
-from epd_serve.instance.http import ControlApp
 from epd_serve.instance.instance import Instance
-from epd_serve.launch.ports import free_port
 from epd_serve.protocol import wire
-from epd_serve.types import Role, SamplingParams
+from epd_serve.types import SamplingParams
 
 MAX_TOKENS = 40
 QUESTIONS: list[tuple[str, list[Image.Image]]] = [
@@ -32,33 +26,6 @@ QUESTIONS: list[tuple[str, list[Image.Image]]] = [
     ("Where is it?", [noise(4, (90, 70))]),
     ("What is 2 + 3?", []),
 ]
-
-
-@asynccontextmanager
-async def serving(path: Path, role: str, **options: Any) -> AsyncIterator[Instance]:
-    instance = Instance(
-        InstanceOptions(
-            name=role.lower(),
-            role=Role.parse(role),
-            model=path,
-            served_model_name="tiny",
-            port=free_port("127.0.0.1"),
-            dtype="float32",
-            block_size=8,
-            **options,
-        )
-    )
-    await instance.start()
-    app = ControlApp(instance.routes())
-    server = uvicorn.Server(uvicorn.Config(app, port=instance.options.port, lifespan="off", log_config=None))
-    running = asyncio.create_task(server._serve())
-    await asyncio.to_thread(wait_until, lambda: server.started, "the server has started")
-    try:
-        yield instance
-    finally:
-        server.should_exit = True
-        await instance.close()
-        await running
 
 
 async def ask(prefill: Instance, decode: Instance, name: str, text: str, images: list[Image.Image]) -> list[str]:

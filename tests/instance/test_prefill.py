@@ -69,6 +69,7 @@ class Prompts:
             position_delta=0,
             block_hashes=[],
             max_tokens=4,
+            sampling=request.sampling,
         )
 
 

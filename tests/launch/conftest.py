@@ -23,17 +23,29 @@ class Fakes:
     folder: Path
 
     def spec(
-        self, name: str, behaviour: str = "", *, stops: Literal["first", "then", "last"] = "then"
+        self,
+        name: str,
+        behaviour: str = "",
+        *,
+        stops: Literal["first", "then", "last"] = "then",
+        can_fork: bool = False,
     ) -> ProcessSpec:
         port = free_port("127.0.0.1")
-        command = (sys.executable, str(FAKE_PROGRAM), "instance", "--name", name, "--port", str(port))
+        program = ("-P", "-m", FAKE_PROGRAM.stem) if can_fork else (str(FAKE_PROGRAM),)
+        command = (sys.executable, *program, "instance", "--name", name, "--port", str(port))
         return ProcessSpec(
             name=name,
             label="fake",
             command=(*command, "--parent-pid", str(os.getpid())),
-            environment={**os.environ, "FAKE_DIR": str(self.folder), f"FAKE_{name.upper()}": behaviour},
+            environment={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join((str(FAKE_PROGRAM.parent), os.environ.get("PYTHONPATH", ""))),
+                "FAKE_DIR": str(self.folder),
+                f"FAKE_{name.upper()}": behaviour,
+            },
             url=url_of("127.0.0.1", port),
             stops=stops,
+            can_fork=can_fork,
         )
 
     @property

@@ -17,42 +17,44 @@ from pathlib import Path
 
 from epd_serve.launch.lifeline import die_with_parent
 
-parser = argparse.ArgumentParser()
-parser.add_argument("command", choices=("instance", "proxy"))
-parser.add_argument("--name", default="gateway")
-parser.add_argument("--host", default="127.0.0.1")
-parser.add_argument("--port", type=int, required=True)
-parser.add_argument("--parent-pid", type=int)
-arguments, _ = parser.parse_known_args()
-if arguments.parent_pid:
-    die_with_parent(arguments.parent_pid)
-behaviour = os.environ.get(f"FAKE_{arguments.name.upper()}", "")
-folder = Path(os.environ["FAKE_DIR"])
-pid_file = folder / f"{arguments.name}.pid"
-started_before = pid_file.exists()
-pid_file.write_text(str(os.getpid()))
-if behaviour == "die" or (behaviour == "once" and started_before):
-    for line in range(30):
-        print(f"line {line}")
-    print("no memory for the tower", file=sys.stderr)
-    sys.exit(3)
-if behaviour == "deaf":
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-if behaviour == "parent":
-    child = subprocess.Popen(["sleep", "600"])
-    (folder / "child.pid").write_text(str(child.pid))
-ready_at = time.monotonic() + {"loading": 0.5, "never": 600.0}.get(behaviour, 0.0)
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("command", choices=("instance", "proxy"))
+    parser.add_argument("--name", default="gateway")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--parent-pid", type=int)
+    arguments, _ = parser.parse_known_args()
+    if arguments.parent_pid:
+        die_with_parent(arguments.parent_pid)
+    behaviour = os.environ.get(f"FAKE_{arguments.name.upper()}", "")
+    folder = Path(os.environ["FAKE_DIR"])
+    pid_file = folder / f"{arguments.name}.pid"
+    started_before = pid_file.exists()
+    pid_file.write_text(str(os.getpid()))
+    if behaviour == "die" or (behaviour == "once" and started_before):
+        for line in range(30):
+            print(f"line {line}")
+        print("no memory for the tower", file=sys.stderr)
+        sys.exit(3)
+    if behaviour == "deaf":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if behaviour == "parent":
+        child = subprocess.Popen(["sleep", "600"])
+        (folder / "child.pid").write_text(str(child.pid))
+    ready_at = time.monotonic() + {"loading": 0.5, "never": 600.0}.get(behaviour, 0.0)
+    num_answers = itertools.count()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            ails = behaviour == "ails" and next(num_answers) > 0
+            self.send_response(200 if time.monotonic() >= ready_at and not ails else 503)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+    ThreadingHTTPServer((arguments.host, arguments.port), Handler).serve_forever()
 
 
-num_answers = itertools.count()
-
-
-class Handler(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        ails = behaviour == "ails" and next(num_answers) > 0
-        self.send_response(200 if time.monotonic() >= ready_at and not ails else 503)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-
-ThreadingHTTPServer((arguments.host, arguments.port), Handler).serve_forever()
+if __name__ == "__main__":
+    main()

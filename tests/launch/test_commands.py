@@ -74,6 +74,12 @@ def test_instances_keep_their_heap_in_huge_pages_unless_the_user_tunes_it() -> N
     assert spec.environment["GLIBC_TUNABLES"] == "glibc.malloc.perturb=7"
 
 
+def test_instances_on_the_cpu_may_be_forked_unless_each_shall_load_its_own_code() -> None:
+    text = "topology: E-P-D\ndevices: [cpu, cuda:0, npu:0]"
+    assert [spec.can_fork for spec in specs(text)[1]] == [True, False, False]
+    assert not any(spec.can_fork for spec in specs("instances: {preload: false}")[1])
+
+
 @pytest.mark.parametrize(
     ("topology", "parts"),
     [("E-P-D", ["language_model"]), ("2E-PD", ["tower"]), ("E-PD", []), ("2EPD", ["tower", "language_model"])],

@@ -8,7 +8,7 @@ import pytest
 from epd_serve.config import load_config, parse_config
 from epd_serve.launch import LocalDeployment, ProcessDied, commands
 
-CONFIG = "topology: (E-P)-D\ninstances: {base_port: 0}\ngateway: {port: 0, api_key: secret}"
+CONFIG = "topology: (E-P)-D\ninstances: {base_port: 0, preload: false}\ngateway: {port: 0, api_key: secret}"
 
 
 @pytest.fixture(autouse=True)

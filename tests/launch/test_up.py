@@ -37,7 +37,9 @@ def up(
     **behaviours: str,
 ) -> Iterator[subprocess.Popen[str]]:
     deployment = fakes.folder / "deployment.yaml"
-    deployment.write_text(f"instances: {{base_port: 0}}\ngateway: {{port: 0}}\nrestart: {restart}\n")
+    deployment.write_text(
+        f"instances: {{base_port: 0, preload: false}}\ngateway: {{port: 0}}\nrestart: {restart}\n"
+    )
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, "up", str(deployment), *arguments],
         stdout=stdout,

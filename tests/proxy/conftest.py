@@ -16,7 +16,7 @@ import pytest
 import uvicorn
 from PIL import Image
 
-from epd_serve.protocol import wire
+from epd_serve.protocol import frames, wire
 from proxy.app import create_app
 from proxy.main import new_server
 from proxy.settings import GatewaySettings
@@ -26,6 +26,15 @@ MESSAGES: dict[str, type[wire.Message]] = {
     "/stage/prefill": wire.PrefillRequest,
     "/stage/decode": wire.DecodeRequest,
 }
+
+
+def frame(number: int, *, end: bool = False) -> bytes:
+    """The frame of a choice's token, which is its number."""
+    if end:
+        return frames.pack(frames.END, (), DONE)
+    return frames.pack(0, (number,), b'data: {"token":%d}\n\n' % number)
+
+
 FIRST = b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":"a"}}]}\n\n'
 REST = b'data: {"choices":[{"index":0,"delta":{"content":"b"}}]}\n\n'
 DONE = b"data: [DONE]\n\n"
@@ -261,6 +270,9 @@ def kit() -> SimpleNamespace:
         DECODE=(200, {wire.NEXT_HEADER: "decode"}),
         NONE=(200, {wire.NEXT_HEADER: "none"}),
         fail=fail,
+        frame=frame,
+        FRAMES=(200, {"content-type": frames.CONTENT_TYPE}),
+        FRAMES_THEN_DECODE=(200, {"content-type": frames.CONTENT_TYPE, wire.NEXT_HEADER: "decode"}),
         picture=picture,
         data_url=data_url,
         chat=chat,

@@ -184,7 +184,7 @@ async def test_an_error_status_of_d_after_the_first_token_is_an_error_event(star
 @pytest.mark.parametrize("end", ["DIE", None])
 async def test_an_error_event_of_the_instance_is_not_doubled(start, kit, end):
     gateway = await start("p0:P", "d0:D")
-    event = b'data: {"error":{"message":"KV lost","type":"server_error"}}\n\n'
+    event = b'data: {"error":{"message":"KV lost","type":"server_error","param":null,"code":null}}\n\n'
     tail = [kit.DIE] if end else []
     gateway["d0"].scripts["/stage/decode"] = lambda _: [0.05, (200, {}), kit.REST + event, *tail]
     assert b"".join(events_of(await gateway.raw(kit.chat(stream=True)))) == kit.FIRST + kit.REST + event

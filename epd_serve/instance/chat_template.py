@@ -1,0 +1,147 @@
+"""Messages to text by the model's chat template; tools for templates that know none."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, TemplateError, meta
+
+from epd_serve.errors import InvalidRequest
+from epd_serve.protocol.tool_format import CALL_END, CALL_START
+from epd_serve.protocol.wire import CalledFunction, ChatMessage, PromptOptions
+
+_TOOL_PROMPT = """\
+You may call functions to answer. These are the functions, one JSON schema a line:
+{tools}
+To call one, write its name and its arguments as JSON between these tags:
+<tool_call>
+{{"name": "<function>", "arguments": {{...}}}}
+</tool_call>"""
+
+
+class ChatTemplate:
+    """Renders chats of one model. Safe for use from several threads."""
+
+    def __init__(self, tokenizer: Any, path: Path) -> None:
+        self._tokenizer = tokenizer
+        if not tokenizer.chat_template:
+            tokenizer.chat_template = _processor_chat_template(path)
+
+    @cached_property
+    def _known_names(self) -> frozenset[str]:
+        """The variables that the template reads."""
+        source = self._tokenizer.get_chat_template()
+        environment = Environment(extensions=["jinja2.ext.loopcontrols"])
+        try:
+            # a block of transformers' own, which plain Jinja does not know
+            tree = environment.parse(source.replace("{% generation %}", "").replace("{% endgeneration %}", ""))
+        except TemplateError:
+            return frozenset(("tools",)) if "tools" in source else frozenset()
+        return frozenset(meta.find_undeclared_variables(tree))
+
+    @cached_property
+    def _taken_names(self) -> frozenset[str]:
+        """What a request must not set in the template."""
+        parameters = inspect.signature(self._tokenizer.apply_chat_template).parameters
+        return frozenset((*parameters, "messages", "tools", *self._tokenizer.special_tokens_map))
+
+    def render(self, messages: Sequence[ChatMessage], options: PromptOptions) -> str:
+        """Raises InvalidRequest for what the template refuses."""
+        if not self._tokenizer.chat_template:
+            raise InvalidRequest("this model has no chat template; use /v1/completions", param="messages")
+        tools = json.loads(options.tools) if options.tools else None
+        native = "tools" in self._known_names
+        rendered = [_message(m) for m in messages] if native else _without_tools(messages, tools)
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                rendered,
+                tools=tools if native else None,
+                tokenize=False,
+                add_generation_prompt=options.add_generation_prompt,
+                continue_final_message=options.continue_final_message,
+                **self._arguments(options),
+            )
+        except (TemplateError, ValueError, TypeError, KeyError, IndexError) as error:
+            raise InvalidRequest(
+                f"the model's chat template refuses these messages: {error}", param="messages"
+            ) from error
+        return text
+
+    def _arguments(self, options: PromptOptions) -> dict[str, Any]:
+        arguments: dict[str, Any] = json.loads(options.template_kwargs) if options.template_kwargs else {}
+        for name in arguments:
+            if name in self._taken_names or name not in self._known_names:
+                raise InvalidRequest(
+                    f"chat_template_kwargs.{name[:60]}: the model's chat template has no such argument",
+                    param=f"chat_template_kwargs.{name[:60]}",
+                )
+        return arguments
+
+
+def _message(message: ChatMessage) -> dict[str, Any]:
+    rendered: dict[str, Any] = {"role": message.role, "content": _content(message)}
+    if message.tool_calls:
+        rendered["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": json.loads(call.arguments)},
+            }
+            for call in message.tool_calls
+        ]
+    if message.tool_call_id:
+        rendered["tool_call_id"] = message.tool_call_id
+    return rendered
+
+
+def _without_tools(messages: Sequence[ChatMessage], tools: list[Any] | None) -> list[dict[str, Any]]:
+    """The same chat for a template that knows neither tools nor calls: all of it in the text."""
+    rendered = [{"role": _ROLES.get(m.role, m.role), "content": _content(m)} for m in messages]
+    for entry, message in zip(rendered, messages, strict=True):
+        if message.role == "tool":
+            entry["content"] = _around(entry["content"], "<tool_response>\n", "\n</tool_response>")
+        if message.tool_calls:
+            calls = "\n".join(_written(call) for call in message.tool_calls)
+            entry["content"] = _around(entry["content"], "", ("\n" if message.content else "") + calls)
+    if tools:
+        prompt = _TOOL_PROMPT.format(tools="\n".join(json.dumps(tool["function"]) for tool in tools))
+        if rendered and rendered[0]["role"] == "system":
+            rendered[0]["content"] = _around(rendered[0]["content"], "", "\n\n" + prompt)
+        else:
+            rendered.insert(0, {"role": "system", "content": prompt})
+    return rendered
+
+
+_ROLES = {"tool": "user"}
+
+
+def _written(call: CalledFunction) -> str:
+    body = json.dumps({"name": call.name, "arguments": json.loads(call.arguments)}, ensure_ascii=False)
+    return CALL_START + body + CALL_END
+
+
+def _around(content: Any, before: str, after: str) -> Any:
+    if isinstance(content, str):
+        return before + content + after
+    return [{"type": "text", "text": before}, *content, {"type": "text", "text": after}]
+
+
+def _content(message: ChatMessage) -> Any:
+    """A message's content as chat templates expect it: a string, or a list of parts where media are involved."""
+    if all(part.type == "text" for part in message.content):
+        return "".join(part.text for part in message.content)
+    return [{"type": "text", "text": p.text} if p.type == "text" else {"type": "image"} for p in message.content]
+
+
+def _processor_chat_template(path: Path) -> str | None:
+    """Older checkpoints keep the template beside the processor instead of the tokenizer."""
+    file = path / "chat_template.json"
+    if not file.exists():
+        return None
+    template: str = json.loads(file.read_text())["chat_template"]
+    return template

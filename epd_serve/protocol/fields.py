@@ -1,0 +1,70 @@
+"""What the models of requests are made of: the base, text and number fields, stop strings."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import ErrorDetails
+
+from epd_serve.errors import InvalidRequest
+
+MAX_STOP_STRINGS = 16
+#: What an instance can be told: msgpack knows no longer integers.
+WIRE_INTEGERS = 2**63
+
+
+class RequestModel(BaseModel):
+    """No field but the declared ones, no value of another type."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+StopString = Annotated[str, Field(min_length=1)]
+StopStrings = Annotated[
+    list[StopString],
+    BeforeValidator(_as_list, json_schema_input_type=StopString | list[StopString]),
+    Field(max_length=MAX_STOP_STRINGS),
+]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+def decode_object(body: bytes | bytearray) -> dict[str, Any]:
+    """JSON object → dict. Raises InvalidRequest that says where the text stops being one."""
+    try:
+        fields = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}", code="invalid_json") from error
+    if not isinstance(fields, dict):
+        raise InvalidRequest('the body must be a JSON object, such as {"messages": [...]}', code="invalid_json")
+    return fields
+
+
+def explain(error: ErrorDetails) -> InvalidRequest:
+    """The first thing that pydantic found, in a sentence, with ``param`` as in ``messages[0].content``."""
+    param = ""
+    unknown = error["type"] == "extra_forbidden"
+    for place, step in enumerate(error["loc"], start=1):
+        if isinstance(step, int):
+            param += f"[{step}]"
+        elif (unknown and place == len(error["loc"])) or (
+            step.isidentifier() and step.islower() and step not in ("str", "list", "int", "literal", "dict")
+        ):  # the rest names members of a union
+            param += f".{step}" if param else step
+    if unknown:
+        return InvalidRequest(f"unknown field {param!r}; remove it", param=param, code="unknown_parameter")
+    if error["type"] == "missing":
+        return InvalidRequest(f"{param} is required", param=param, code="missing_required_parameter")
+    value = error["input"]
+    short = value is None or isinstance(value, int | float) or (isinstance(value, str) and len(value) <= 60)
+    found = f" (got {value!r})" if short else ""
+    message = error["msg"].removeprefix("Value error, ")
+    message = message[0].lower() + message[1:]
+    if error["type"] in ("model_type", "dict_type"):
+        message = "input should be a JSON object"
+    return InvalidRequest(f"{param}: {message}{found}", param=param, code="invalid_value")

@@ -1,0 +1,150 @@
+"""Messages of a chat as clients send them, and what they become on the wire."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import msgspec
+from pydantic import BeforeValidator, Field
+
+from epd_serve.errors import InvalidRequest
+from epd_serve.protocol.fields import RequestModel
+from epd_serve.protocol.wire import CalledFunction, ChatMessage, Part
+
+
+@dataclass(frozen=True, kw_only=True)
+class MediaSource:
+    """A media item as the request names it; ``param`` is its place in the request, for error messages.
+
+    ``low_detail``: it is to be read scaled down (see :data:`epd_serve.media.LOW_DETAIL_PIXELS`).
+    """
+
+    url: str
+    param: str
+    low_detail: bool = False
+
+
+class ImageUrl(RequestModel):
+    """``detail`` "low" has the picture scaled down to fit 512x512 pixels; "auto" and "high" leave it as it is."""
+
+    url: str
+    detail: Literal["auto", "high", "low"] | None = None
+
+
+class ContentPart(RequestModel):
+    """``text`` goes with type "text", ``image_url`` with type "image_url"."""
+
+    type: Literal["text", "image_url"]
+    text: str | None = None
+    image_url: ImageUrl | None = None
+
+
+def _as_parts(content: Any) -> Any:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+class FunctionCall(RequestModel):
+    """``arguments`` is the text of a JSON object."""
+
+    name: str = Field(min_length=1)
+    arguments: str
+
+
+class ToolCall(RequestModel):
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Message(RequestModel):
+    """``content`` may be left out beside ``tool_calls``, which "assistant" alone may have; "tool" has a
+    ``tool_call_id``."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[
+        list[ContentPart] | None,
+        BeforeValidator(_as_parts, json_schema_input_type=str | list[ContentPart] | None),
+        Field(min_length=1),
+    ] = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+
+def located_parts(messages: Sequence[Message]) -> list[tuple[str, ContentPart]]:
+    """Every part with its place in the request."""
+    return [
+        (f"messages[{i}].content[{j}]", part)
+        for i, message in enumerate(messages)
+        for j, part in enumerate(message.content or ())
+    ]
+
+
+def check_messages(messages: Sequence[Message]) -> None:
+    """Rules that join several fields. Raises InvalidRequest."""
+    for i, message in enumerate(messages):
+        _check_message(message, f"messages[{i}]")
+    for place, part in located_parts(messages):
+        wanted = part.text if part.type == "text" else part.image_url
+        other = part.image_url if part.type == "text" else part.text
+        if wanted is None or other is not None:
+            field = "text" if part.type == "text" else "image_url"
+            raise InvalidRequest(
+                f"{place}: a part of type {part.type!r} needs exactly the field {field!r}",
+                param=f"{place}.{field}",
+            )
+
+
+def _check_message(message: Message, place: str) -> None:
+    if message.tool_calls and message.role != "assistant":
+        raise InvalidRequest(f"{place}: only an assistant calls tools", param=f"{place}.tool_calls")
+    if message.content is None and not message.tool_calls:
+        raise InvalidRequest(
+            f"{place}.content is required", param=f"{place}.content", code="missing_required_parameter"
+        )
+    if (message.role == "tool") != (message.tool_call_id is not None):
+        raise InvalidRequest(
+            f"{place}: a tool message, and no other, has the tool_call_id of the call that it answers",
+            param=f"{place}.tool_call_id",
+        )
+    for k, call in enumerate(message.tool_calls or ()):
+        param = f"{place}.tool_calls[{k}].function.arguments"
+        try:
+            arguments = msgspec.json.decode(call.function.arguments or "{}")
+        except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+            raise InvalidRequest(f"{param}: not valid JSON: {error}", param=param) from error
+        if not isinstance(arguments, dict):
+            raise InvalidRequest(f"{param}: the arguments must be a JSON object", param=param)
+
+
+def media_of(messages: Sequence[Message]) -> list[MediaSource]:
+    """The media items in the order in which the chat shows them."""
+    return [
+        MediaSource(
+            url=part.image_url.url,
+            param=f"{place}.image_url.url",
+            low_detail=part.image_url.detail == "low",
+        )
+        for place, part in located_parts(messages)
+        if part.image_url is not None
+    ]
+
+
+def wire_messages(messages: Sequence[Message]) -> list[ChatMessage]:
+    """The chat with media as references; "developer" is today's word for "system" in the OpenAI API."""
+    return [
+        ChatMessage(
+            role="system" if message.role == "developer" else message.role,
+            content=[
+                Part(type="image") if part.type == "image_url" else Part(type="text", text=part.text or "")
+                for part in message.content or ()
+            ],
+            tool_calls=[
+                CalledFunction(id=call.id, name=call.function.name, arguments=call.function.arguments or "{}")
+                for call in message.tool_calls or ()
+            ],
+            tool_call_id=message.tool_call_id or "",
+        )
+        for message in messages
+    ]

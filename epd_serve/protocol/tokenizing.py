@@ -1,0 +1,109 @@
+"""Bodies of ``POST /tokenize`` and ``/detokenize``, in vLLM's shapes."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import msgspec
+from pydantic import Field, ValidationError
+
+from epd_serve.errors import InvalidRequest
+from epd_serve.protocol.fields import RequestModel, TokenId, decode_object, explain
+from epd_serve.protocol.messages import MediaSource, Message, check_messages, media_of, wire_messages
+from epd_serve.protocol.prompt_calls import DetokenizeRequest, TokenizeRequest
+from epd_serve.protocol.tools import MAX_TOOLS, Tool, json_text, tools_text
+from epd_serve.protocol.unsupported import LABELS, NEUTRAL, drop_message_neutral, drop_neutral
+from epd_serve.protocol.wire import MediaRef, PromptOptions
+
+
+class _Call(RequestModel):
+    model: str | None = None
+
+    @classmethod
+    def parse(cls, body: bytes | bytearray) -> Self:
+        """Body → checked request. Raises InvalidRequest that names the field in ``param``."""
+        fields = {name: value for name, value in decode_object(body).items() if name not in LABELS}
+        fields = drop_message_neutral(drop_neutral(fields, NEUTRAL))
+        try:
+            request = cls.model_validate(fields)
+        except ValidationError as error:
+            raise explain(error.errors(include_url=False)[0]) from error
+        request._check()
+        return request
+
+    def _check(self) -> None:
+        """Rules that join several fields."""
+
+    def media(self) -> list[MediaSource]:
+        """The media items of a chat, in order."""
+        return []
+
+
+class TokenizeBody(_Call):
+    """Exactly one of ``prompt`` and ``messages``; images of messages count as many tokens as they take."""
+
+    prompt: str | None = None
+    messages: list[Message] | None = Field(None, min_length=1)
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
+    return_token_strs: bool | None = None
+
+    def _check(self) -> None:
+        if (self.prompt is None) == (self.messages is None):
+            raise InvalidRequest("exactly one of prompt and messages is required", param="prompt")
+        chat_only = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools")
+        for name in chat_only if self.messages is None else ():
+            if getattr(self, name) is not None:
+                raise InvalidRequest(f"{name}: goes with messages, not with a prompt", param=name)
+        check_messages(self.messages or ())
+        if self.continue_final_message and (
+            self.add_generation_prompt or (self.messages and self.messages[-1].role != "assistant")
+        ):
+            raise InvalidRequest(
+                "continue_final_message: needs a last message of the assistant's, and no generation prompt",
+                param="continue_final_message",
+            )
+
+    def media(self) -> list[MediaSource]:
+        return media_of(self.messages or ())
+
+    def message(self, items: list[MediaRef]) -> TokenizeRequest:
+        """What an instance is asked."""
+        kwargs = self.chat_template_kwargs
+        return TokenizeRequest(
+            items=items,
+            messages=None if self.messages is None else wire_messages(self.messages),
+            prompt=self.prompt,
+            prompting=PromptOptions(
+                add_special_tokens=self.add_special_tokens,
+                add_generation_prompt=not self.continue_final_message and self.add_generation_prompt is not False,
+                continue_final_message=bool(self.continue_final_message),
+                tools=tools_text(self.tools),
+                template_kwargs=json_text(kwargs, "chat_template_kwargs") if kwargs else "",
+            ),
+            with_texts=bool(self.return_token_strs),
+        )
+
+
+class DetokenizeBody(_Call):
+    tokens: list[TokenId]
+
+    def message(self, items: list[MediaRef]) -> DetokenizeRequest:
+        """What an instance is asked; it has no ``items``."""
+        return DetokenizeRequest(tokens=self.tokens)
+
+
+class TokenizeAnswer(msgspec.Struct, frozen=True):
+    """vLLM's answer of ``/tokenize``; ``max_model_len`` in tokens."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeAnswer(msgspec.Struct, frozen=True):
+    prompt: str

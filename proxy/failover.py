@@ -1,0 +1,130 @@
+"""When a request that failed goes to other instances, and which ones it avoids then."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+
+from epd_serve.backends.base import InstanceLost
+from epd_serve.errors import Overloaded, ServeError, Unavailable
+from epd_serve.routing.policy import Policy, Route
+from epd_serve.routing.table import InstanceTable
+from epd_serve.types import Stage
+
+_LOOK_AGAIN_S = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failover:
+    """Limits on what a request may try.
+
+    Attributes:
+        max_attempts: of one request, the first included.
+        wait_s: how long a request that lost its instance waits for one to be started again where no other is left.
+    """
+
+    max_attempts: int = 5
+    wait_s: float = 10.0
+
+
+class InstanceStalled(InstanceLost):
+    """An instance has stopped answering, though its connections are open."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"instance {name} has stopped answering")
+        self.name = name
+
+
+class Suspects:
+    """Instances that failed a request: it avoids them, until they are other processes than they were."""
+
+    def __init__(self, table: InstanceTable) -> None:
+        self._table = table
+        self._pids: dict[str, int | None] = {}
+
+    def add(self, names: Collection[str]) -> None:
+        self._pids.update((name, self._pid(name)) for name in names)
+
+    def names(self) -> set[str]:
+        return {name for name, pid in self._pids.items() if self._pid(name) == pid}
+
+    def _pid(self, name: str) -> int | None:
+        record = self._table.get(name)
+        return None if record is None or record.info is None else record.info.pid
+
+
+def may_help(failure: ServeError) -> bool:
+    """Whether another instance may do better."""
+    return failure.status >= 500 or isinstance(failure, Overloaded)
+
+
+async def substitute(
+    table: InstanceTable, policy: Policy, model: str, suspects: Suspects, failure: ServeError, wait_s: float
+) -> Route:
+    """Other instances than those that failed; waits where they are being started. Raises ``failure`` then."""
+    deadline = asyncio.get_running_loop().time() + wait_s
+    while True:
+        exclude = suspects.names()
+        try:
+            return policy.choose_route(table, model, exclude=exclude)
+        except Unavailable:
+            late = asyncio.get_running_loop().time() >= deadline
+            if late or not _is_worth_waiting(table, model, exclude):
+                raise failure from None
+        await asyncio.sleep(_LOOK_AGAIN_S)
+
+
+def _is_worth_waiting(table: InstanceTable, model: str, exclude: Collection[str]) -> bool:
+    for stage in (Stage.PREFILL, Stage.DECODE):
+        here = [record for record in table if record.covers(stage)]
+        ready = {record.name for record in table.ready(stage, model)}
+        if not ready - set(exclude) and not any(record.name not in ready for record in here):
+            return False
+    return True
+
+
+class Losses:
+    """Tells those that wait for an instance that it has stopped answering."""
+
+    def __init__(self) -> None:
+        self._watchers: defaultdict[str, set[Callable[[str], None]]] = defaultdict(set)
+
+    def report(self, name: str) -> None:
+        """The instance is as good as dead."""
+        for watcher in list(self._watchers.get(name, ())):
+            watcher(name)
+
+    @contextmanager
+    def _watch(self, names: Collection[str], watcher: Callable[[str], None]) -> Iterator[None]:
+        for name in names:
+            self._watchers[name].add(watcher)
+        try:
+            yield
+        finally:
+            for name in names:
+                self._watchers[name].discard(watcher)
+                if not self._watchers[name]:
+                    del self._watchers[name]
+
+    @asynccontextmanager
+    async def unless_lost(self, names: Collection[str]) -> AsyncIterator[None]:
+        """Ends the block with InstanceStalled as soon as one of the instances is reported."""
+        lost: list[str] = []
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(None) as scope:
+
+                def give_up(name: str) -> None:
+                    if not lost and not scope.expired():
+                        lost.append(name)
+                        scope.reschedule(loop.time())
+
+                with self._watch(names, give_up):
+                    yield
+        except TimeoutError as error:
+            if not scope.expired():
+                raise
+            raise InstanceStalled(lost[0]) from error

@@ -1,0 +1,90 @@
+"""Several prompts in one request: each runs by itself, and their answers become one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Iterable, Sequence
+from typing import TypeVar
+
+import msgspec
+
+from epd_serve.protocol import chunks
+from proxy.attempt import Job
+from proxy.client import Header
+from proxy.generation import Generator
+from proxy.sink import EventSink
+
+_END_OF_EVENT = b"\n\n"
+_NO_CHOICES = b'"choices":[]'
+
+T = TypeVar("T")
+
+
+async def stream_several(generator: Generator, jobs: Sequence[Job], sink: EventSink) -> None:
+    """Write the events of all jobs to ``sink`` as they come. Raises ServeError with the first that fails."""
+    strands = [_Strand(job, sink) for job in jobs]
+    await _all(generator.stream(strand.job, strand.sink) for strand in strands)
+    options = jobs[0].output
+    usage = chunks.Usage(sum(s.usage[0] for s in strands), sum(s.usage[1] for s in strands))
+    sink.write((chunks.usage_event(options, usage) if options.include_usage else b"") + chunks.DONE)
+
+
+async def whole_several(generator: Generator, jobs: Sequence[Job]) -> bytes:
+    """One answer with the choices of all jobs. Raises ServeError with the first that fails."""
+    answers = [msgspec.json.decode(answer) for answer in await _all(generator.whole(job) for job in jobs)]
+    usages = [answer["usage"] for answer in answers]
+    return msgspec.json.encode(
+        {
+            **answers[0],
+            "choices": [choice for answer in answers for choice in answer["choices"]],
+            "usage": {name: sum(usage[name] for usage in usages) for name in usages[0]},
+        }
+    )
+
+
+async def _all(work: Iterable[Awaitable[T]]) -> list[T]:
+    async def run(one: Awaitable[T]) -> T:
+        return await one
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(run(one)) for one in work]
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+class _Strand:
+    """One job's stream on its way into the common one, as an Outlet: its usage and end are kept back.
+
+    ``usage`` counts tokens of the prompt and of the answer.
+    """
+
+    def __init__(self, job: Job, into: EventSink) -> None:
+        self.job = job
+        self.sink = EventSink(self, job.trace_id)
+        self.usage = (0, 0)
+        self._into = into
+
+    def start(self, headers: list[Header]) -> None:
+        """The common stream has headers of its own."""
+
+    def write(self, data: bytes | memoryview, *, last: bool = False) -> bool:
+        events = bytes(data)
+        if chunks.DONE in events or _NO_CHOICES in events:
+            kept = [event for event in events.split(_END_OF_EVENT) if event and not self._take(event)]
+            events = b"".join(event + _END_OF_EVENT for event in kept)
+        return self._into.write(events) if events else True
+
+    async def drain(self) -> None:
+        await self._into.drain()
+
+    def _take(self, event: bytes) -> bool:
+        """Whether the event is for this strand alone."""
+        if event + _END_OF_EVENT == chunks.DONE:
+            return True
+        if _NO_CHOICES not in event:
+            return False
+        usage = msgspec.json.decode(event.removeprefix(b"data: "))["usage"]
+        self.usage = (usage["prompt_tokens"], usage["completion_tokens"])
+        return True

@@ -1,0 +1,77 @@
+"""``POST /tokenize`` and ``/detokenize``: one question to an instance that prefills."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from epd_serve.backends.base import InstanceLost, StageCalls
+from epd_serve.errors import Unavailable
+from epd_serve.protocol.tokenizing import DetokenizeAnswer, DetokenizeBody, TokenizeAnswer, TokenizeBody
+from epd_serve.protocol.wire import MediaRef
+from epd_serve.routing.table import InstanceRecord
+from epd_serve.types import Stage
+from proxy.endpoint import Endpoint, Exchange
+from proxy.gate import Visit
+from proxy.sink import EventSink, send_json
+
+
+class TokenizingEndpoint(Endpoint):
+    """Either of them, as an ASGI application."""
+
+    def __init__(
+        self,
+        *,
+        parse: Callable[[bytearray], TokenizeBody | DetokenizeBody],
+        calls: Mapping[str, StageCalls],
+        **shared: Any,
+    ) -> None:
+        super().__init__(**shared)
+        self._parse_call = parse
+        self._calls = calls
+
+    async def _generate(self, exchange: Exchange, visit: Visit, body: bytearray, sink: EventSink) -> None:
+        request = self._parse_call(body)
+        body.clear()
+        await self._poller.started()
+        model = self._model(request.model)
+        items = await self._media(exchange, request.media())
+        refs = [MediaRef(mm_hash="", width=item.width, height=item.height) for item in items]
+        answer = await self._ask(request, refs, model, exchange.trace_id)
+        exchange.answered = True
+        await send_json(exchange.send, 200, answer, exchange.trace_id)
+        self._metrics.e2e.labels(self._kind, exchange.modality).observe(time.monotonic() - exchange.arrived_s)
+
+    async def _ask(
+        self, request: TokenizeBody | DetokenizeBody, refs: list[MediaRef], model: str, trace_id: str
+    ) -> bytes:
+        """The answer of the least loaded instance; of the next where that one is lost."""
+        records = sorted(self._table.ready(Stage.PREFILL, model), key=lambda record: record.load)
+        lost: InstanceLost | None = None
+        for record in records:
+            try:
+                return await self._ask_one(record, request, refs, trace_id)
+            except InstanceLost as error:
+                self._poller.report_lost(record.name)
+                lost = error
+        raise lost or Unavailable("no instance that prefills is ready; try again shortly")
+
+    async def _ask_one(
+        self,
+        record: InstanceRecord,
+        request: TokenizeBody | DetokenizeBody,
+        refs: list[MediaRef],
+        trace_id: str,
+    ) -> bytes:
+        calls = self._calls[record.name]
+        assert record.info is not None, "a ready instance has said what it is"
+        if isinstance(request, DetokenizeBody):
+            text = (await calls.detokenize(request.message(refs), trace_id=trace_id)).text
+            return msgspec.json.encode(DetokenizeAnswer(prompt=text))
+        reply = await calls.tokenize(request.message(refs), trace_id=trace_id)
+        answer = TokenizeAnswer(len(reply.tokens), record.info.max_model_len, reply.tokens, reply.texts)
+        return await asyncio.to_thread(msgspec.json.encode, answer)

@@ -1,0 +1,19 @@
+"""One deployment for all tests of the API, answered by real instances of tiny models."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import in_process
+import pytest
+import pytest_asyncio
+import tiny_models
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def api(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[in_process.Deployment]:
+    """EP-D of a random Qwen2.5-VL."""
+    model = tiny_models.make_tiny_model("qwen2_5_vl", tmp_path_factory.mktemp("api") / "model")
+    async with in_process.deployment(model, "EP", "D") as running:
+        yield running
+        await running.settle()

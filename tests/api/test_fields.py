@@ -1,0 +1,169 @@
+"""Fields that choose tokens or shape the text: each does what it says, in one piece and streamed."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from chat import chat
+from pictures import noise
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+GREEDY = {"temperature": 0, "max_tokens": 8}
+
+
+async def completion(api, prompt="one two three", **fields):
+    status, answer = await api.post("/v1/completions", {"prompt": prompt, **GREEDY, **fields})
+    assert status == 200, answer
+    return answer
+
+
+async def events(api, path, body):
+    async with api.session.post(api.url + path, json=body | {"stream": True}) as response:
+        assert response.status == 200, await response.text()
+        data = await response.text()
+    lines = [line.removeprefix("data: ") for line in data.split("\n\n") if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+async def tokens_of(api, text):
+    _, answer = await api.post("/tokenize", {"prompt": text})
+    return answer["tokens"]
+
+
+async def test_allowed_token_ids_are_all_that_comes(api):
+    allowed = await tokens_of(api, "ab")
+    answer = await completion(api, allowed_token_ids=allowed)
+    assert set(await tokens_of(api, answer["choices"][0]["text"])) <= set(allowed)
+
+
+async def test_a_bias_of_100_forces_and_of_minus_100_forbids(api):
+    [forced] = await tokens_of(api, "Q")
+    answer = await completion(api, logit_bias={str(forced): 100})
+    assert answer["choices"][0]["text"] == "Q" * 8
+    letters = [token for letter in "QRST" for token in await tokens_of(api, letter)]
+    free = (await completion(api, allowed_token_ids=letters))["choices"][0]["text"]
+    [first] = await tokens_of(api, free[0])
+    other = await completion(api, allowed_token_ids=letters, logit_bias={str(first): -100})
+    assert free[0] not in other["choices"][0]["text"] and len(other["choices"][0]["text"]) == 8
+
+
+async def test_bad_words_do_not_come(api):
+    letters = [token for letter in "QRST" for token in await tokens_of(api, letter)]
+    free = (await completion(api, allowed_token_ids=letters))["choices"][0]["text"]
+    words = [free[:2], free[3:6]]
+    text = (await completion(api, allowed_token_ids=letters, bad_words=words))["choices"][0]["text"]
+    assert text != free and text[0] == free[0] and not any(word in text for word in words)
+
+
+async def test_the_stop_string_stays_where_that_is_asked(api):
+    free = (await completion(api, max_tokens=16))["choices"][0]["text"]
+    stop = free[4:6]
+    cut = (await completion(api, max_tokens=16, stop=stop))["choices"][0]
+    kept = (await completion(api, max_tokens=16, stop=stop, include_stop_str_in_output=True))["choices"][0]
+    assert kept["text"] == cut["text"] + stop and cut["finish_reason"] == kept["finish_reason"] == "stop"
+    body = {
+        "prompt": "one two three",
+        **GREEDY,
+        "max_tokens": 16,
+        "stop": stop,
+        "include_stop_str_in_output": True,
+    }
+    streamed = await events(api, "/v1/completions", body)
+    assert "".join(e["choices"][0]["text"] for e in streamed) == kept["text"]
+
+
+async def test_echo_repeats_the_prompt(api):
+    plain = (await completion(api))["choices"][0]["text"]
+    echoed = await completion(api, echo=True, n=2)
+    assert [c["text"] for c in echoed["choices"]] == ["one two three" + plain] * 2
+    streamed = await events(api, "/v1/completions", {"prompt": "one two three", **GREEDY, "echo": True})
+    assert "".join(e["choices"][0]["text"] for e in streamed) == "one two three" + plain
+
+
+async def test_several_prompts_are_answered_as_each_by_itself(api):
+    prompts = ["one two three", "apple", [40, 41, 42]]
+    alone = [(await completion(api, prompt)) for prompt in prompts]
+    together = await completion(api, prompts, n=2)
+    texts = [choice["text"] for choice in together["choices"]]
+    assert [choice["index"] for choice in together["choices"]] == list(range(6))
+    assert texts == [one["choices"][0]["text"] for one in alone for _ in range(2)]
+    assert together["usage"]["prompt_tokens"] == sum(one["usage"]["prompt_tokens"] for one in alone)
+    assert together["usage"]["completion_tokens"] == 2 * sum(one["usage"]["completion_tokens"] for one in alone)
+    options = {"stream_options": {"include_usage": True}}
+    streamed = await events(api, "/v1/completions", {"prompt": prompts, "n": 2, **GREEDY, **options})
+    assert streamed[-1]["usage"] == together["usage"] and streamed[-1]["choices"] == []
+    assert len({event["id"] for event in streamed}) == 1
+    joined = [""] * 6
+    for event in streamed[:-1]:
+        joined[event["choices"][0]["index"]] += event["choices"][0]["text"]
+    assert joined == texts
+
+
+async def test_a_prompt_is_cut_to_its_end(api):
+    tokens = await tokens_of(api, "one two three four five six")
+    cut = await completion(api, tokens, truncate_prompt_tokens=4)
+    assert cut["usage"]["prompt_tokens"] == 4
+    assert cut["choices"][0]["text"] == (await completion(api, tokens[-4:]))["choices"][0]["text"]
+
+
+async def test_the_last_message_is_continued(api):
+    messages = [{"role": "user", "content": "Say it"}, {"role": "assistant", "content": "The word is"}]
+    body = {"messages": messages, "continue_final_message": True, **GREEDY}
+    _, continued = await api.post("/v1/chat/completions", body)
+    _, counted = await api.post("/tokenize", {"messages": messages, "continue_final_message": True})
+    raw = await completion(api, counted["tokens"])
+    assert continued["choices"][0]["message"]["content"] == raw["choices"][0]["text"]
+
+
+async def test_images_may_stand_anywhere_in_a_long_chat(api):
+    first, second = noise(1), noise(2)
+    picture = chat("x", first)["messages"][0]["content"][0]
+    other = chat("x", second)["messages"][0]["content"][0]
+    text = {"type": "text", "text": "and this?"}
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [text, picture]},
+        {"role": "assistant", "content": "A picture."},
+        {"role": "user", "content": [other, text, picture]},
+    ]
+    status, answer = await api.post("/v1/chat/completions", {"messages": messages, **GREEDY})
+    assert status == 200
+    streamed = await events(api, "/v1/chat/completions", {"messages": messages, **GREEDY})
+    content = "".join(event["choices"][0]["delta"]["content"] for event in streamed)
+    assert content == answer["choices"][0]["message"]["content"]
+    swapped = [*messages[:3], {"role": "user", "content": [picture, text, other]}]
+    _, moved = await api.post("/v1/chat/completions", {"messages": swapped, **GREEDY, "logprobs": True})
+    _, still = await api.post("/v1/chat/completions", {"messages": messages, **GREEDY, "logprobs": True})
+    assert moved["usage"] == still["usage"]
+    assert moved["choices"][0]["logprobs"] != still["choices"][0]["logprobs"]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("/v1/completions", {"logit_bias": {"999999": 1}}, "logit_bias"),
+        ("/v1/completions", {"logit_bias": {"x": 1}}, "logit_bias.x"),
+        ("/v1/completions", {"logit_bias": {"5": 101}}, "logit_bias"),
+        ("/v1/completions", {"allowed_token_ids": [999999]}, "allowed_token_ids"),
+        ("/v1/completions", {"allowed_token_ids": []}, "allowed_token_ids"),
+        ("/v1/completions", {"echo": True, "logprobs": 1}, "echo"),
+        ("/v1/completions", {"prompt": []}, "prompt"),
+        ("/v1/completions", {"prompt": ["a"] * 129}, "prompt"),
+        ("/v1/completions", {"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ("/v1/completions", {"best_of": 3}, "best_of"),
+        ("/v1/completions", {"suffix": "x"}, "suffix"),
+        ("/v1/chat/completions", {"continue_final_message": True}, "continue_final_message"),
+        ("/v1/chat/completions", {"chat_template_kwargs": {"colour": 1}}, "chat_template_kwargs.colour"),
+        ("/v1/chat/completions", {"chat_template_kwargs": {"tokenize": 1}}, "chat_template_kwargs.tokenize"),
+        ("/v1/chat/completions", {"chat_template": "{{ x }}"}, "chat_template"),
+        ("/v1/chat/completions", {"functions": [{"name": "x"}]}, "functions"),
+        ("/v1/chat/completions", {"guided_grammar": "x"}, "guided_grammar"),
+    ],
+)
+async def test_what_cannot_be_is_refused_by_name(api, path, fields, param):
+    body = {"prompt": "x"} if path == "/v1/completions" else chat("x")
+    status, answer = await api.post(path, {**body, "max_tokens": 1, **fields})
+    assert (status, answer["error"]["param"]) == (400, param), answer

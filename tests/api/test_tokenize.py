@@ -1,0 +1,62 @@
+"""/tokenize and /detokenize in vLLM's shapes: what they count is what a request is charged."""
+
+from __future__ import annotations
+
+import pytest
+from chat import chat
+from pictures import noise
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+
+async def test_a_prompt_and_its_tokens_are_the_same_thing(api):
+    text = "How many apples are there? — zwei"
+    status, answer = await api.post("/tokenize", {"model": "demo", "prompt": text, "return_token_strs": True})
+    assert status == 200
+    assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"]) > 5
+    assert answer["max_model_len"] == 1024
+    status, back = await api.post("/detokenize", {"model": "demo", "tokens": answer["tokens"]})
+    assert (status, back) == (200, {"prompt": text})
+
+
+@pytest.mark.parametrize("images", [0, 2])
+async def test_a_chat_counts_what_usage_reports(api, images):
+    body = chat("What is it?", *[noise(seed) for seed in range(images)])
+    status, answer = await api.post("/tokenize", {"messages": body["messages"]})
+    assert (status, answer["token_strs"]) == (200, None)
+    status, completion = await api.post("/v1/chat/completions", {**body, "max_tokens": 1})
+    assert status == 200
+    assert completion["usage"]["prompt_tokens"] == answer["count"]
+    if images:
+        assert answer["count"] >= 40
+
+
+async def test_without_a_generation_prompt_a_chat_is_shorter(api):
+    messages = [{"role": "user", "content": "Hi"}]
+    _, full = await api.post("/tokenize", {"messages": messages})
+    _, bare = await api.post("/tokenize", {"messages": messages, "add_generation_prompt": False})
+    assert bare["tokens"] == full["tokens"][: bare["count"]] and bare["count"] < full["count"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "x", "messages": [{"role": "user", "content": "x"}]}, "prompt"),
+        ("/tokenize", {"prompt": 5}, "prompt"),
+        ("/tokenize", {"prompt": "x", "add_generation_prompt": True}, "add_generation_prompt"),
+        ("/tokenize", {"prompt": "x", "colour": 1}, "colour"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "x", "name": "y"}]}, "messages[0].name"),
+        ("/detokenize", {"tokens": [10**6]}, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, "tokens[0]"),
+        ("/detokenize", {}, "tokens"),
+    ],
+)
+async def test_what_is_wrong_is_named(api, path, body, param):
+    status, answer = await api.post(path, body)
+    assert (status, answer["error"]["param"]) == (400, param)
+
+
+async def test_an_unknown_model_is_a_404(api):
+    status, answer = await api.post("/tokenize", {"model": "gpt", "prompt": "x"})
+    assert (status, answer["error"]["code"]) == (404, "model_not_found")

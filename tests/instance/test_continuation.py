@@ -1,0 +1,124 @@
+"""An answer that goes on at other instances from any of its tokens is the one that the first would have given."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from array import array
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import tiny_models
+from fleet import Books
+from pictures import noise, png
+from services import serving
+
+from epd_serve.errors import InvalidRequest
+from epd_serve.instance.http import Reply
+from epd_serve.instance.instance import Instance
+from epd_serve.protocol import frames, wire
+from epd_serve.types import SamplingParams
+
+PICTURE = noise(1)
+REF = wire.MediaRef("a1" * 32, PICTURE.width, PICTURE.height)
+Frame = tuple[int, list[int], bytes]
+
+
+def request(kind: Any = "chat", image: bool = False, **sampling: Any) -> wire.PrefillRequest:
+    parts = [wire.Part(type="image")] * image + [wire.Part(type="text", text="What is this apple?")]
+    return wire.PrefillRequest(
+        request_id="r",
+        output=wire.OutputOptions(kind, "r", 0, "tiny", stream=True, include_usage=True, continuous_usage=True),
+        sampling=SamplingParams(**({"seed": 7, "max_tokens": 21, "ignore_eos": True} | sampling)),
+        items=[REF] * image,
+        messages=[wire.ChatMessage(role="user", content=parts)] if kind == "chat" else None,
+        prompt=None if kind == "chat" else "apple banana cherry " * 3,
+    )
+
+
+async def frames_of(reply: Reply) -> list[Frame]:
+    body = reply.body
+    if reply.stream is not None:
+        body = b"".join([piece async for piece in reply.stream])
+    if reply.on_close is not None:
+        reply.on_close()
+    found = frames.FrameReader().feed(body)
+    return [(choice, array("I", bytes(ids)).tolist(), bytes(events)) for choice, ids, events in found]
+
+
+class Instances:
+    def __init__(self, fused: Instance, prefill: Instance, decode: Instance) -> None:
+        self._fused = fused
+        self._prefill = prefill
+        self._decode = decode
+        self._count = 0
+
+    async def ask(self, wanted: wire.PrefillRequest, generated: list[int], *, apart: bool) -> list[Frame]:
+        """As a gateway does."""
+        self._count += 1
+        name, prefill = str(self._count), self._prefill if apart else self._fused
+        wanted = msgspec.structs.replace(
+            wanted, request_id=name, generated=generated, decode_url=self._decode.url if apart else None
+        )
+        async with asyncio.TaskGroup() as tasks:
+            if apart:
+                expect = wire.DecodeRequest(name, stream=True)
+                decoding = tasks.create_task(self._decode.decodes().decode(expect))
+            for ref in wanted.items:
+                encode = wire.EncodeRequest(request_id=name, ref=ref, media=png(PICTURE), announce_to=prefill.url)
+                tasks.create_task(prefill.encodes().encode(encode))
+            reply = await prefill.prefills().prefill(wanted)
+            answer = await frames_of(reply)
+            if apart and (wire.NEXT_HEADER.encode(), b"none") in reply.headers:
+                decoding.cancel()
+        return answer + await frames_of(decoding.result()) if apart and not decoding.cancelled() else answer
+
+
+def text_of(answer: list[Frame]) -> str:
+    events = [json.loads(event[6:]) for choice, _, event in answer if choice == 0]
+    return "".join(event["choices"][0].get("text") or event["choices"][0]["delta"]["content"] for event in events)
+
+
+def without_logprobs(answer: list[Frame]) -> list[Any]:
+    """Log-probabilities differ by the rounding of other batches."""
+    told = []
+    for choice, ids, event in answer:
+        parsed = json.loads(event[6:]) if choice == 0 else event
+        if choice == 0 and (logprobs := parsed["choices"][0]["logprobs"]):
+            del logprobs["token_logprobs"]
+            logprobs["top_logprobs"] = [list(top) for top in logprobs["top_logprobs"]]
+        told.append((choice, ids, parsed))
+    return told
+
+
+@pytest.mark.parametrize("kv_mode", ["grouped", "pull"])
+async def test_an_answer_goes_on_from_any_token(tmp_path: Path, kv_mode: str) -> None:
+    path = tiny_models.make_tiny_model("qwen2_5_vl", tmp_path / "model")
+    async with (
+        serving(path, "EPD") as fused,
+        serving(path, "EP", kv_mode=kv_mode) as prefill,
+        serving(path, "D") as decode,
+    ):
+        instances = Instances(fused, prefill, decode)
+        plain = await instances.ask(request(temperature=0.0), [], apart=False)
+        stop = text_of(plain)[-9:-5]
+        wanted = [
+            request(temperature=0.0, image=True),
+            request(temperature=0.0, stop=(stop,)),
+            request(temperature=1.5, image=True, presence_penalty=0.5, frequency_penalty=1.0, min_tokens=5),
+            request("completion", temperature=1.5, logprobs=2, repetition_penalty=1.3, skip_special_tokens=False),
+        ]
+        for one in wanted:
+            whole = await instances.ask(one, [], apart=False)
+            assert whole[-1][0] == frames.END and whole[-1][2].endswith(b"data: [DONE]\n\n")
+            ids = [token for _, tokens, _ in whole for token in tokens]
+            assert len(ids) == 21 or one.sampling.stop
+            for count in (0, 1, 2, 9, len(ids) - 1, len(ids)):
+                for apart in (False, True):
+                    rest = await instances.ask(one, ids[:count], apart=apart)
+                    assert without_logprobs(rest) == without_logprobs(whole[count:]), (one, count, apart)
+        await Books({"epd": fused.url, "ep": prefill.url, "d": decode.url}).check()
+        with pytest.raises(InvalidRequest, match="several choices"):
+            await fused.prefills().prefill(msgspec.structs.replace(request(n=2), generated=[5]))

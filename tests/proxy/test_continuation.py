@@ -1,0 +1,143 @@
+"""Streams whose instances die go on elsewhere; the client sees no seam."""
+
+import asyncio
+import json
+
+import pytest
+
+TOKENS = range(1, 7)
+
+
+def tokens_of(answer):
+    """The tokens that a client got, without the end."""
+    lines = [line for line in answer.split(b"\n\n") if line]
+    assert lines.pop() == b"data: [DONE]"
+    return [json.loads(line[6:])["token"] for line in lines]
+
+
+def prefill(kit, *after):
+    """P gives the token behind those that are there, or the end where they are all."""
+    return lambda message: (
+        [kit.FRAMES, kit.frame(0, end=True)]
+        if len(message.generated) == len(TOKENS)
+        else [kit.FRAMES_THEN_DECODE, kit.frame(len(message.generated) + 1), *after]
+    )
+
+
+def decode(kit, gateway, name, *, until=None, end=()):
+    """D goes on behind P's token, up to ``until``, then with ``end``."""
+
+    def script(message):
+        [asked] = [
+            one
+            for fake in gateway.fakes.values()
+            for one in fake.got("/stage/prefill")
+            if one.request_id == message.request_id
+        ] or [None]
+        start = len(asked.generated) + 2 if asked else 2
+        last = until or TOKENS[-1]
+        tokens = [kit.frame(number) for number in range(start, last + 1)]
+        return [0.05, kit.FRAMES, *tokens, *(end if until else [kit.frame(0, end=True)])]
+
+    gateway[name].scripts["/stage/decode"] = script
+
+
+@pytest.mark.parametrize("until", [1, 3, 6])
+async def test_d_that_dies_is_replaced_in_the_middle(start, kit, until):
+    gateway = await start("p0:P", "d0:D", "d1:D")
+    gateway["p0"].scripts["/stage/prefill"] = prefill(kit)
+    half = kit.frame(until + 1)[:-3]
+    decode(kit, gateway, "d0", until=until, end=[half, kit.DIE])
+    decode(kit, gateway, "d1")
+    assert tokens_of((await gateway.answer(kit.chat(stream=True)))[1]) == list(TOKENS)
+    first, second = gateway["p0"].got("/stage/prefill")
+    assert (first.generated, second.generated) == ([], list(range(1, until + 1)))
+    assert (first.output, first.sampling) == (second.output, second.sampling)
+    assert second.decode_url == gateway["d1"].url != first.decode_url
+    await gateway.settle()
+    async with gateway.session.get(f"{gateway.url}/metrics") as response:
+        assert "epd_serve_request_continuations_total 1.0" in await response.text()
+
+
+async def test_p_that_dies_between_its_token_and_the_hand_over_is_replaced(start, kit):
+    gateway = await start("p0:P", "p1:P", "d0:D")
+    gateway["p0"].scripts["/stage/prefill"] = prefill(kit, 0.05, kit.DIE)
+    gateway["p1"].scripts["/stage/prefill"] = prefill(kit)
+    gateway["d0"].scripts["/stage/decode"] = lambda message: (
+        [kit.FOREVER]
+        if message.request_id.endswith("-1")
+        else [0.05, kit.FRAMES, *map(kit.frame, TOKENS[2:]), kit.frame(0, end=True)]
+    )
+    assert tokens_of((await gateway.answer(kit.chat(stream=True)))[1]) == list(TOKENS)
+    assert gateway["p1"].got("/stage/prefill")[0].generated == [1]
+    await gateway.until(lambda: len(gateway["d0"].cancelled) == 1)
+    await gateway.settle()
+
+
+@pytest.mark.parametrize("end", ["DIE", "error", "clean"])
+async def test_one_instance_for_all_is_replaced_however_it_ends(start, kit, end):
+    """Tokens that came together with the error event are not lost."""
+    gateway = await start("a0:EPD", "a1:EPD")
+    from epd_serve.protocol import frames
+
+    error = frames.pack(frames.ERROR, (), b'data: {"error":{"message":"a step failed","type":"server_error"}}\n\n')
+    tail = {"DIE": [kit.DIE], "error": [kit.frame(3) + error, kit.DIE], "clean": []}[end]
+    for name in ("a0", "a1"):
+        gateway[name].scripts["/stage/prefill"] = lambda message: (
+            [kit.FRAMES, *map(kit.frame, TOKENS[len(message.generated) :]), kit.frame(0, end=True)]
+            if message.generated
+            else [kit.FRAMES, kit.frame(1), kit.frame(2), *tail]
+        )
+    assert tokens_of((await gateway.answer(kit.chat(stream=True)))[1]) == list(TOKENS)
+    calls = gateway["a0"].got("/stage/prefill") + gateway["a1"].got("/stage/prefill")
+    assert sorted(call.generated for call in calls) == [[], [1, 2, 3] if end == "error" else [1, 2]]
+    await gateway.settle()
+
+
+async def test_several_choices_end_in_an_error_event(start, kit):
+    gateway = await start("a0:EPD", "a1:EPD")
+    for name in ("a0", "a1"):
+        gateway[name].scripts["/stage/prefill"] = lambda _: [kit.FRAMES, kit.frame(1), kit.DIE]
+    answer = await gateway.raw(kit.chat(stream=True, n=2))
+    assert b'data: {"error"' in answer and b"[DONE]" not in answer and not answer.endswith(b"0\r\n\r\n")
+    assert sum(len(gateway[name].calls) for name in ("a0", "a1")) == 1
+    await gateway.settle()
+
+
+async def test_attempts_are_bounded(start, kit):
+    gateway = await start(*(f"a{i}:EPD" for i in range(8)))
+    for fake in gateway.fakes.values():
+        fake.scripts["/stage/prefill"] = lambda message: [
+            kit.FRAMES,
+            kit.frame(len(message.generated) + 1),
+            kit.DIE,
+        ]
+    answer = await gateway.raw(kit.chat(stream=True))
+    assert answer.count(b'{"token"') == 5 and answer.count(b'{"error"') == 1
+    await gateway.settle()
+
+
+async def test_an_instance_that_is_started_again_is_waited_for(start, kit):
+    """The only D is lost; the one that comes up in its place has another process id."""
+    gateway = await start("p0:P", "d0:D")
+    gateway["p0"].scripts["/stage/prefill"] = prefill(kit)
+    decode(kit, gateway, "d0", until=3, end=[kit.DIE])
+    asking = asyncio.create_task(gateway.answer(kit.chat(stream=True)))
+    await gateway.until(lambda: bool(gateway["d0"].calls))
+    gateway["d0"].loading = True
+    await gateway.until(lambda: not gateway.table["d0"].ready)
+    await asyncio.sleep(0.2)
+    assert not asking.done()
+    decode(kit, gateway, "d0")
+    gateway["d0"].info["pid"] = 2
+    gateway["d0"].loading = False
+    assert tokens_of((await asking)[1]) == list(TOKENS)
+
+
+async def test_an_error_before_the_first_token_goes_to_every_other_instance(start, kit):
+    gateway = await start("a0:EPD", "a1:EPD", "a2:EPD", "a3:EPD")
+    for name in ("a0", "a1", "a2"):
+        gateway[name].scripts["/stage/prefill"] = lambda _: kit.fail(500, "out of memory")
+    for _ in range(4):
+        assert await gateway.answer(kit.chat()) == (200, kit.WHOLE)
+    await gateway.settle()

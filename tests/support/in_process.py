@@ -1,0 +1,100 @@
+"""A whole deployment inside the test's process and loop: real instances, sockets and gateway, cheap to start."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import uvicorn
+
+from epd_serve.config import InstanceOptions
+from epd_serve.instance.http import ControlApp
+from epd_serve.instance.instance import Instance
+from epd_serve.types import Role
+from proxy.app import create_app
+from proxy.main import new_server
+from proxy.settings import GatewaySettings
+
+
+class _Server(uvicorn.Server):
+    """Leaves the test's signals alone."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@asynccontextmanager
+async def _serving(server: uvicorn.Server) -> AsyncIterator[int]:
+    """Yields the port."""
+    server.__class__ = _Server
+    task = asyncio.create_task(server.serve())
+    while not server.started:
+        assert not task.done(), "the server did not start"
+        await asyncio.sleep(0.005)
+    try:
+        yield server.servers[0].sockets[0].getsockname()[1]
+    finally:
+        server.should_exit = True
+        await task
+
+
+@dataclass
+class Deployment:
+    url: str
+    instances: dict[str, Instance]
+    session: aiohttp.ClientSession
+    app: Any
+
+    async def post(self, path: str, body: Any, **more: Any) -> tuple[int, Any]:
+        """Status and JSON of an answer."""
+        async with self.session.post(self.url + path, json=body, **more) as response:
+            return response.status, await response.json(content_type=None)
+
+    async def settle(self, timeout_s: float = 10) -> None:
+        """Wait until nothing is in use; the books must balance."""
+        for _ in range(int(timeout_s / 0.02)):
+            in_use = {n: i.in_use() for n, i in self.instances.items() if any(i.in_use().values())}
+            if not in_use:
+                break
+            await asyncio.sleep(0.02)
+        assert not in_use
+        for instance in self.instances.values():
+            instance.check_integrity()
+
+
+@asynccontextmanager
+async def deployment(model: Path, *roles: str, **settings: Any) -> AsyncIterator[Deployment]:
+    """``deployment(path, "EP", "D")``: instances ep0 and d1, and a gateway; ``settings`` are the gateway's."""
+    async with AsyncExitStack() as stack:
+        instances: dict[str, Instance] = {}
+        for number, role in enumerate(roles):
+            options = InstanceOptions(
+                name=f"{role.lower()}{number}",
+                role=Role.parse(role),
+                model=model,
+                served_model_name="demo",
+                port=0,
+                threads=1,
+                num_blocks=256,
+                block_size=16,
+            )
+            instance = Instance(options)
+            config = uvicorn.Config(
+                ControlApp(instance.routes()), port=0, lifespan="off", log_level="critical", timeout_keep_alive=75
+            )
+            port = await stack.enter_async_context(_serving(uvicorn.Server(config)))
+            instance.url = f"http://127.0.0.1:{port}"
+            stack.push_async_callback(instance.close)
+            await instance.start()
+            instances[options.name] = instance
+        chosen = GatewaySettings(**({"poll_interval_s": 0.05, "allow_private": True} | settings))
+        app = create_app(chosen, [(name, instance.url) for name, instance in instances.items()])
+        port = await stack.enter_async_context(_serving(new_server(app, "127.0.0.1", 0)))
+        session = await stack.enter_async_context(aiohttp.ClientSession())
+        yield Deployment(f"http://127.0.0.1:{port}", instances, session, app)
