@@ -82,8 +82,9 @@ class SendOutlet:
                 await self._send({"type": "http.response.start", "status": 200, "headers": headers})
             written, self._written = self._written, []
             if written:
-                body = bytes(written[0]) if len(written) == 1 else b"".join(written)
-                await self._send({"type": "http.response.body", "body": body, "more_body": not self._ended})
+                await self._send({"type": "http.response.body", "body": b"".join(written), "more_body": True})
+                if self._ended:
+                    await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 class AsgiClient(SendOutlet):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import re
 import secrets
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,6 +25,7 @@ from proxy.attempt import Job
 from proxy.client import Client, ClientLeft, SendOutlet, client_of
 from proxy.gate import Gate, Visit
 from proxy.generation import Generator
+from proxy.interruption import Interruption
 from proxy.limits import estimate_tokens
 from proxy.media import MediaItem, MediaLoader
 from proxy.poller import Poller
@@ -37,6 +38,10 @@ _TRACE_ID = re.compile(r"[\x21-\x7e]{1,256}")
 #: Statuses of our own, for metrics only.
 CLIENT_LEFT = 499
 BROKEN_OFF = 599
+
+
+def new_id() -> str:
+    return os.urandom(16).hex()
 
 
 class Endpoint:
@@ -121,13 +126,12 @@ class Endpoint:
         sink = EventSink(exchange.client, exchange.trace_id, lambda: self._first_token(exchange))
         status = 200
         try:
-            try:
-                async with asyncio.timeout(self._timeout_s):
+            with Interruption() as interruption:
+                timer = asyncio.get_running_loop().call_later(self._timeout_s, self._time_out, interruption)
+                try:
                     await self._generate(exchange, visit, body, sink)
-            except TimeoutError as error:
-                raise StageTimeout(
-                    f"the request took longer than {self._timeout_s:g} s, this gateway's limit"
-                ) from error
+                finally:
+                    timer.cancel()
         except ServeError as error:
             status = BROKEN_OFF if sink.started else error.status
             if error.status >= 500:
@@ -146,6 +150,10 @@ class Endpoint:
         finally:
             if exchange.answered:
                 self._count(exchange, status)
+
+    def _time_out(self, interruption: Interruption) -> None:
+        reason = f"the request took longer than {self._timeout_s:g} s, this gateway's limit"
+        interruption.fire(StageTimeout(reason))
 
     async def _generate(self, exchange: Exchange, visit: Visit, body: bytearray, sink: EventSink) -> None:
         """Answer a request, through ``sink`` or in one piece. Raises ServeError, even after the first byte."""
@@ -223,13 +231,13 @@ class GenerationEndpoint(Endpoint):
         self, exchange: Exchange, request: GenerationRequest, model: str, items: list[MediaItem]
     ) -> list[Job]:
         """One job for each of the request's prompts."""
-        answer_id = uuid.uuid4().hex
+        answer_id = new_id()
         output = request.output(id=answer_id, created=int(time.time()), model=model)
         chat = request.chat()
         prompts: Sequence[str | list[int] | None] = request.prompts() if chat is None else [None]
         return [
             Job(
-                id=answer_id if index == 0 else uuid.uuid4().hex,
+                id=answer_id if index == 0 else new_id(),
                 trace_id=exchange.trace_id,
                 model=model,
                 output=output if index == 0 else replace(output, first_index=index * (request.n or 1)),
@@ -266,6 +274,6 @@ class Exchange:
         self.client = client
         self.send = send
         self.arrived_s = time.monotonic()
-        self.trace_id = uuid.uuid4().hex
+        self.trace_id = new_id()
         self.answered = False
         self.modality = "text"

@@ -29,7 +29,7 @@ class Generator:
         async def forward(attempt: Attempt) -> None:
             answer, record = await attempt.first(), attempt.route.prefill
             if not answer.decode_follows:
-                await attempt.close_decode()
+                attempt.close_decode()
             await self._relay(attempt, record.name, answer, progress, sink)
             if answer.decode_follows:
                 answer, record = await attempt.rest(), attempt.route.decode
@@ -53,7 +53,7 @@ class Generator:
                 answer = await attempt.rest()
                 name = attempt.route.decode.name
             else:
-                await attempt.close_decode()
+                attempt.close_decode()
             body = b"".join([chunk async for chunk in self._chunks(attempt, name, answer.chunks())])
             if not body:
                 raise InstanceFailed(f"instance {name} gave an empty answer")
@@ -75,8 +75,9 @@ class Generator:
         for number in count(1):
             attempt = await self._attempt_of(job, route, number, generated)
             try:
-                async with instances.losses.unless_lost(route.names), attempt:
-                    return await use(attempt)
+                with instances.losses.unless_lost(route.names):
+                    async with attempt:
+                        return await use(attempt)
             except ServeError as failure:
                 if isinstance(failure, InstanceStalled):
                     attempt.suspects.add(failure.name)
@@ -105,7 +106,7 @@ class Generator:
 
         def relay(chunk: bytes) -> bool:
             events = read(chunk)
-            ready = sink.write(events) if events else True
+            ready = sink.write(events, last=progress.complete) if events else True
             return ready and progress.failure is None
 
         try:

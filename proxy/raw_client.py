@@ -114,7 +114,7 @@ class RawClient:
         self._is_lost = True
         if self._body_waiter is not None and not self._body_waiter.done():
             self._body_waiter.set_result(None)
-        if self._on_left is not None:
+        if self._on_left is not None and not self.is_complete:
             self._on_left()
         self.resume()
 

@@ -62,26 +62,29 @@ class EventSink:
         self._outlet = outlet
         self._trace_id = trace_id
         self._on_start = on_start
+        self._ended = False
         self.started = False
 
     def redirect(self, outlet: Outlet) -> None:
         assert not self.started
         self._outlet = outlet
 
-    def write(self, events: bytes | memoryview) -> bool:
-        """Returns False where :meth:`drain` has to come before the next events."""
+    def write(self, events: bytes | memoryview, *, last: bool = False) -> bool:
+        """Returns False where :meth:`drain` has to come before the next events. ``last``: these are all."""
         if not self.started:
             self.started = True
             self._on_start()
             self._outlet.start([*_HEADERS, (REQUEST_ID_HEADER.encode(), self._trace_id.encode())])
-        return self._outlet.write(events)
+        self._ended = last
+        return self._outlet.write(events, last=last)
 
     async def drain(self) -> None:
         """Wait until the client can take more."""
         await self._outlet.drain()
 
     async def finish(self) -> None:
-        self._outlet.write(b"", last=True)
+        if not self._ended:
+            self._outlet.write(b"", last=True)
         await self._outlet.drain()
 
     async def fail(self, error: ServeError) -> None:

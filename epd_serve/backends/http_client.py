@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import httptools
@@ -47,14 +47,16 @@ class HttpPool:
         self._all_closed = asyncio.Event()
         self._all_closed.set()
 
-    def call(self, method: str, path: str, headers: str, body: Sequence[bytes] = ()) -> HttpCall:
-        """Send a request; the answer is in the call. ``headers`` are lines that end with CR LF."""
-        size = sum(map(len, body))
-        head = (
+    def head(self, method: str, path: str, headers: str, size: int) -> bytes:
+        """Of a request with a body of ``size`` bytes. ``headers`` are lines that end with CR LF."""
+        text = (
             f"{method} {self._prefix}{path} HTTP/1.1\r\nhost: {self._host_header}\r\n{headers}"
             f"content-length: {size}\r\n\r\n"
         )
-        call = HttpCall(self.name, self.url, [head.encode("latin-1"), *body])
+        return text.encode("latin-1")
+
+    def send(self, call: HttpCall) -> None:
+        """On an idle connection at once, else on a new one."""
         connection = self._take_idle()
         if connection is not None:
             connection.begin(call)
@@ -62,7 +64,6 @@ class HttpPool:
             call.connecting = asyncio.get_running_loop().create_task(self._connect(call))
             self._connecting.add(call.connecting)
             call.connecting.add_done_callback(self._connecting.discard)
-        return call
 
     async def close(self) -> None:
         for task in self._connecting:
@@ -125,7 +126,8 @@ class HttpPool:
 
 
 class HttpCall:
-    """One request and its answer. :meth:`close` must be called; before the answer's end it breaks the call off.
+    """One request and its answer. After :meth:`send`, :meth:`close` must be called; before the answer's end it
+    breaks the call off.
 
     Attributes:
         opened: done when the answer's head is there. An answer with status 400 or above is an error, which is set
@@ -134,13 +136,14 @@ class HttpCall:
         headers: of the answer, names in lower case.
     """
 
-    def __init__(self, name: str, url: str, request: list[bytes]) -> None:
-        self._name = name
-        self._url = url
-        self.request = request
+    def __init__(
+        self, pool: HttpPool, method: str, path: str, headers: str = "", body: Sequence[bytes] = ()
+    ) -> None:
+        self._pool = pool
+        self.request = [pool.head(method, path, headers, sum(map(len, body))), *body]
         self.connecting: asyncio.Task[None] | None = None
         self.connection: _Connection | None = None
-        self.opened: asyncio.Future[HttpCall] = asyncio.get_running_loop().create_future()
+        self.opened: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.status = 0
         self.headers: dict[bytes, bytes] = {}
         self.closed = False
@@ -150,6 +153,9 @@ class HttpCall:
         self._unread_bytes = 0
         self._write: Callable[[bytes], bool] | None = None
         self._waiter: asyncio.Future[None] | None = None
+
+    def send(self) -> None:
+        self._pool.send(self)
 
     async def read(self) -> bytes:
         """The whole body. Raises InstanceLost where it breaks off."""
@@ -209,8 +215,8 @@ class HttpCall:
 
     def lost(self, reason: str) -> InstanceLost:
         if self.status:
-            return InstanceLost(f"instance {self._name} broke off its answer ({reason})")
-        return InstanceLost(f"instance {self._name} at {self._url} is not reachable ({reason})")
+            return InstanceLost(f"instance {self._pool.name} broke off its answer ({reason})")
+        return InstanceLost(f"instance {self._pool.name} at {self._pool.url} is not reachable ({reason})")
 
     # What follows is called by the connection.
 
@@ -246,7 +252,7 @@ class HttpCall:
         self.connection = None
         if self.status >= 400 and not self.opened.done():
             body = self._take()
-            self.opened.set_exception(error_from_response(self.status, body, origin=f"instance {self._name}"))
+            self.opened.set_exception(error_from_response(self.status, body, origin=f"instance {self._pool.name}"))
         self._wake()
 
     def fail(self, error: Exception) -> None:

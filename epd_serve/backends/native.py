@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
 from types import TracebackType
 from typing import Self
 
 import msgspec
 
-from epd_serve.backends.base import Answer, InstanceLost
+from epd_serve.backends.base import InstanceLost
 from epd_serve.backends.http_client import HttpCall, HttpPool
 from epd_serve.protocol import frames, wire
 from epd_serve.protocol.prompt_calls import DetokenizeReply, DetokenizeRequest, TokenizeReply, TokenizeRequest
@@ -43,59 +42,16 @@ class NativeConnections:
         await asyncio.gather(*(pool.close() for pool in self._pools))
 
 
-class _Answer:
-    """:class:`epd_serve.backends.base.Answer` over the call that gives it."""
-
-    __slots__ = ("_call",)
-
-    def __init__(self, call: HttpCall) -> None:
-        self._call = call
+class _StageCall(HttpCall):
+    """:class:`epd_serve.backends.base.StageCall`, and the Answer that it opens with."""
 
     @property
     def decode_follows(self) -> bool:
-        return self._call.headers.get(_NEXT) == b"decode"
+        return self.headers.get(_NEXT) == b"decode"
 
     @property
     def framed(self) -> bool:
-        return self._call.headers.get(b"content-type") == _FRAMES
-
-    def chunks(self) -> AsyncIterator[bytes]:
-        return self._call.chunks()
-
-    async def forward(self, write: Callable[[bytes], bool]) -> bool:
-        return await self._call.forward(write)
-
-
-class _StageCall:
-    """A call that is under way, as an async context: entered when the answer's head is there."""
-
-    __slots__ = ("_call",)
-
-    def __init__(self, call: HttpCall) -> None:
-        self._call = call
-
-    @property
-    def opened(self) -> asyncio.Future[HttpCall]:
-        return self._call.opened
-
-    def answer(self) -> Answer:
-        return _Answer(self._call)
-
-    def close(self) -> None:
-        self._call.close()
-
-    async def __aenter__(self) -> Answer:
-        try:
-            await self._call.opened
-        except BaseException:
-            self._call.close()
-            raise
-        return _Answer(self._call)
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._call.close()
+        return self.headers.get(b"content-type") == _FRAMES
 
 
 class NativeInstance:
@@ -110,7 +66,7 @@ class NativeInstance:
         """Raises InstanceLost also for an answer that is no InstanceInfo or takes over INFO_TIMEOUT_S."""
         try:
             async with asyncio.timeout(INFO_TIMEOUT_S):
-                body = await _body(self._pool.call("GET", "/info", ""))
+                body = await _body(HttpCall(self._pool, "GET", "/info"))
             return wire.from_json(body, wire.InstanceInfo)
         except TimeoutError as error:
             raise InstanceLost(
@@ -129,24 +85,30 @@ class NativeInstance:
         return await self._ask("/prompt/detokenize", [wire.encode(request)], DetokenizeReply, trace_id)
 
     async def _ask(self, path: str, request: list[bytes], reply_type: type[wire.M], trace_id: str) -> wire.M:
-        body = await _body(self._post(path, request, trace_id))
+        body = await _body(self._call(path, request, trace_id))
         try:
             return wire.decode(body, reply_type)
         except msgspec.MsgspecError as error:
             raise InstanceLost(f"instance {self.name} gave an unreadable answer ({error})") from error
 
     def prefill(self, request: wire.PrefillRequest, *, trace_id: str) -> _StageCall:
-        return _StageCall(self._post("/stage/prefill", [wire.encode(request)], trace_id))
+        return self._post("/stage/prefill", [wire.encode(request)], trace_id)
 
     def decode(self, request: wire.DecodeRequest, *, trace_id: str) -> _StageCall:
-        return _StageCall(self._post("/stage/decode", [wire.encode(request)], trace_id))
+        return self._post("/stage/decode", [wire.encode(request)], trace_id)
 
-    def _post(self, path: str, body: list[bytes], trace_id: str) -> HttpCall:
-        return self._pool.call("POST", path, f"{_HEADERS}{trace_id}\r\n", body)
+    def _post(self, path: str, body: list[bytes], trace_id: str) -> _StageCall:
+        call = self._call(path, body, trace_id)
+        call.send()
+        return call
+
+    def _call(self, path: str, body: list[bytes], trace_id: str) -> _StageCall:
+        return _StageCall(self._pool, "POST", path, f"{_HEADERS}{trace_id}\r\n", body)
 
 
 async def _body(call: HttpCall) -> bytes:
     try:
+        call.send()
         await call.opened
         return await call.read()
     finally:
