@@ -14,6 +14,10 @@ import msgspec
 #: once it is computed. ``pull``: the decode instance reads it then.
 KVMode = Literal["grouped", "layerwise", "oneshot", "pull"]
 
+#: How P and D are chosen: the pair that costs the fewest seconds; in turn; the cheaper of two at random; the
+#: cheapest where the beginning of a prompt that P knows costs nothing.
+Routing = Literal["least_loaded", "round_robin", "random_of_two", "prefix_affinity"]
+
 
 class Stage(StrEnum):
     """One of the three kinds of work in a multimodal request."""
@@ -155,3 +159,21 @@ class MediaSpan(msgspec.Struct, frozen=True):
     @property
     def end(self) -> int:
         return self.start + self.length
+
+
+class StageRate(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Seconds of one batch of a stage as measured: ``base_s + unit_s * units``.
+
+    Units are pixels (encode), tokens (prefill) and sequences (decode, where a batch is one step).
+
+    Attributes:
+        is_fresh: whether it was measured lately.
+    """
+
+    base_s: float
+    unit_s: float
+    is_fresh: bool = True
+
+    def seconds(self, units: float) -> float:
+        """Of one batch."""
+        return self.base_s + self.unit_s * units

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -17,14 +18,15 @@ from epd_serve.backends.native import NativeConnections, NativeInstance
 from epd_serve.errors import InvalidRequest, ServeError
 from epd_serve.metrics.gateway import GatewayMetrics
 from epd_serve.metrics.trace import TraceWriter
-from epd_serve.routing.policy import LeastLoaded, Policy
+from epd_serve.routing.choice import router_of
+from epd_serve.routing.policy import Policy
 from epd_serve.routing.table import InstanceTable
 from proxy.addresses import is_public
 from proxy.attempt import Instances
 from proxy.endpoints import endpoints
 from proxy.entrance import new_gate
 from proxy.failover import Losses
-from proxy.fetch import MediaFetcher
+from proxy.fetch import MediaFetcher, UrlRules
 from proxy.generation import Generator
 from proxy.media import MediaLoader
 from proxy.poller import Poller
@@ -51,6 +53,7 @@ def create_app(
         timeout_s=settings.fetch_timeout_s,
         allowed_address=(lambda _: True) if settings.allow_private else is_public,
         allowed_file_dirs=settings.allowed_file_dirs,
+        rules=UrlRules(domains=settings.allowed_domains, ports=settings.allowed_ports),
     )
     trace = TraceWriter(settings.trace, "gateway") if settings.trace else None
     poller = Poller(table, calls, settings.poll_interval_s, settings.startup_wait_s)
@@ -59,7 +62,7 @@ def create_app(
         Instances(
             table=table,
             calls=calls,
-            policy=policy or LeastLoaded(),
+            policy=policy or router_of(settings.routing, random.random),
             poller=poller,
             metrics=metrics,
             encode_timeout_s=settings.encode_timeout_s,
@@ -68,7 +71,7 @@ def create_app(
             trace=trace,
         )
     )
-    loader = MediaLoader(settings.media, fetcher, settings.max_body_bytes)
+    loader = MediaLoader(settings.media, fetcher, settings.max_body_bytes, settings.max_items)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

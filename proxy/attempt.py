@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -74,11 +75,11 @@ class Instances:
 class _Call:
     """An open call to P or D, counted as in flight until it is closed."""
 
-    def __init__(self, table: InstanceTable, record: InstanceRecord, stage: Stage, call: StageCall) -> None:
+    def __init__(self, record: InstanceRecord, call: StageCall, counted: AbstractContextManager[None]) -> None:
         self.record = record
         self.opened = call.opened
         self._call = call
-        self._counted = table.in_flight(record, stage)
+        self._counted = counted
         self._counted.__enter__()
         self._open = True
 
@@ -122,7 +123,8 @@ class Attempt:
     async def __aenter__(self) -> Self:
         table, calls, route, job = self._instances.table, self._instances.calls, self._route, self._job
         distinct = {ref.mm_hash: (ref, item) for ref, item in zip(self._refs, job.items, strict=True)}
-        encoders = self._instances.policy.choose_encoders(table, route.prefill, list(distinct))
+        items = [ref for ref, _ in distinct.values()]
+        encoders = self._instances.policy.choose_encoders(table, route.prefill, items)
         prefill = PrefillRequest(
             request_id=self._id,
             output=job.output,
@@ -132,10 +134,14 @@ class Attempt:
             prompt=job.prompt,
             prompting=job.prompting,
             decode_url=None if route.fused else calls[route.decode.name].url,
+            max_model_len=route.max_model_len,
             generated=self._generated,
         )
         call = calls[route.prefill.name].prefill(prefill, trace_id=job.trace_id)
-        self._prefill = _Call(table, route.prefill, Stage.PREFILL, call)
+        counted = table.in_flight(
+            route.prefill, Stage.PREFILL, request_id=self._id, work=route.prefill_work, prefix=route.prefix
+        )
+        self._prefill = _Call(route.prefill, call, counted)
         if not route.fused:
             expected = DecodeRequest(request_id=self._id, stream=job.output.stream)
             try:
@@ -143,7 +149,8 @@ class Attempt:
             except BaseException:
                 self._prefill.close()
                 raise
-            self._decode = _Call(table, route.decode, Stage.DECODE, call)
+            counted = table.in_flight(route.decode, Stage.DECODE, request_id=self._id, work=route.decode_work)
+            self._decode = _Call(route.decode, call, counted)
         self._encodes = [
             asyncio.create_task(self._encode(ref, item, encoder))
             for (ref, item), encoder in zip(distinct.values(), encoders, strict=True)
@@ -258,9 +265,10 @@ class Attempt:
         patience_s, num_stalled = instances.encode_timeout_s, 0
         while True:
             try:
-                with instances.table.in_flight(encoder, Stage.ENCODE, ref.mm_hash):
+                with instances.table.encoding(encoder, ref, self._id) as encoding:
                     async with asyncio.timeout(None if encoder is prefill else patience_s):
-                        await instances.calls[encoder.name].encode(request, trace_id=self._job.trace_id)
+                        reply = await instances.calls[encoder.name].encode(request, trace_id=self._job.trace_id)
+                    encoding.was_cached = reply.cached
                 return
             except InvalidRequest as error:
                 error.param = error.param or item.param
@@ -276,7 +284,7 @@ class Attempt:
                 failure = error
             tried.add(encoder.name)
             if num_stalled < _MAX_STALLED:
-                choice = instances.policy.choose_encoders(instances.table, prefill, [ref.mm_hash], exclude=tried)
+                choice = instances.policy.choose_encoders(instances.table, prefill, [ref], exclude=tried)
                 [encoder] = choice
             else:
                 encoder = prefill

@@ -7,9 +7,11 @@ from typing import Any
 
 from epd_serve.backends.base import StageCalls
 from epd_serve.protocol.openai import ChatCompletionRequest, CompletionRequest
+from epd_serve.protocol.responses import ResponsesRequest
 from epd_serve.protocol.tokenizing import DetokenizeBody, TokenizeBody
 from proxy.endpoint import Endpoint, GenerationEndpoint
 from proxy.generation import Generator
+from proxy.responses import ResponsesEndpoint
 from proxy.tokenizing import TokenizingEndpoint
 
 
@@ -22,5 +24,9 @@ def endpoints(
         ("completion", "/v1/completions", CompletionRequest),
     ):
         yield path, GenerationEndpoint(kind=kind, parse=request_type.parse, generator=generator, **shared)
+    yield (
+        "/v1/responses",
+        ResponsesEndpoint(kind="responses", parse=ResponsesRequest.parse, generator=generator, **shared),
+    )
     yield "/tokenize", TokenizingEndpoint(kind="tokenize", parse=TokenizeBody.parse, calls=calls, **shared)
     yield "/detokenize", TokenizingEndpoint(kind="detokenize", parse=DetokenizeBody.parse, calls=calls, **shared)

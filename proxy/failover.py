@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from epd_serve.backends.base import InstanceLost
 from epd_serve.errors import Overloaded, ServeError, Unavailable
-from epd_serve.routing.policy import Policy, Route
+from epd_serve.routing.policy import ANY, Demand, Policy, Route
 from epd_serve.routing.table import InstanceTable
 from epd_serve.types import Stage
 from proxy.interruption import Interruption
@@ -63,14 +63,20 @@ def may_help(failure: ServeError) -> bool:
 
 
 async def substitute(
-    table: InstanceTable, policy: Policy, model: str, suspects: Suspects, failure: ServeError, wait_s: float
+    table: InstanceTable,
+    policy: Policy,
+    model: str,
+    suspects: Suspects,
+    failure: ServeError,
+    wait_s: float,
+    demand: Demand = ANY,
 ) -> Route:
     """Other instances than those that failed; waits where they are being started. Raises ``failure`` then."""
     deadline = asyncio.get_running_loop().time() + wait_s
     while True:
         exclude = suspects.names()
         try:
-            return policy.choose_route(table, model, exclude=exclude)
+            return policy.choose_route(table, model, exclude=exclude, demand=demand)
         except Unavailable:
             late = asyncio.get_running_loop().time() >= deadline
             if late or not _is_worth_waiting(table, model, exclude):

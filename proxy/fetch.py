@@ -4,36 +4,75 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import re
 import socket
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 from urllib.parse import unquote, urljoin, urlsplit
 
 import aiohttp
+from yarl import URL
 
 from epd_serve.errors import InvalidRequest, ServeError, TooLarge
 from proxy.addresses import Address, parse_address
 
 MAX_REDIRECTS = 3
+MAX_URL_LENGTH = 8192
+#: Connections to one host: a slow one does not keep the others from being asked.
+MAX_PER_HOST = 16
+_PASSWORD = re.compile(r"://[^/?#]*@")
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 
 
 class AddressRefused(OSError):
-    """A connection to an address that media URLs may not lead to."""
+    """A connection to an address that media URLs may not lead to. What address it was stays here: who asks could
+    otherwise look up names of the inner network."""
 
-    def __init__(self, address: str) -> None:
-        super().__init__(
-            errno.EACCES, f"{address} is no public address, and this gateway fetches from public ones only"
-        )
+    def __init__(self) -> None:
+        super().__init__(errno.EACCES, "the address is not public")
+
+
+@dataclass(frozen=True, kw_only=True)
+class UrlRules:
+    """What a media URL may name, its redirects included.
+
+    Attributes:
+        domains: host names; "*.example.com" is all below example.com. None: any.
+        ports: None: any.
+    """
+
+    domains: tuple[str, ...] | None = None
+    ports: tuple[int, ...] | None = None
+
+    def check(self, url: URL) -> None:
+        """Raises InvalidRequest with what is not allowed. Look at no other parser's idea of the same URL."""
+        if url.scheme not in ("http", "https"):
+            raise InvalidRequest("only data:, http:// and https:// URLs are supported")
+        if not url.host:
+            raise InvalidRequest("the URL has no host")
+        if url.user is not None or url.password is not None:
+            raise InvalidRequest("URLs with a user name or a password are not supported")
+        if self.ports is not None and url.port not in self.ports:
+            allowed = ", ".join(map(str, sorted(self.ports)))
+            raise InvalidRequest(f"port {url.port} is not allowed here; allowed are {allowed}")
+        host = (url.raw_host or "").lower().removesuffix(".")
+        if self.domains is not None and not any(_is_within(host, domain) for domain in self.domains):
+            raise InvalidRequest(f"images may not be fetched from {host}; allowed are {', '.join(self.domains)}")
+
+
+def _is_within(host: str, domain: str) -> bool:
+    return host.endswith(domain[1:]) if domain.startswith("*.") else host == domain
 
 
 class MediaFetcher:
     """Fetches media for requests; an async context manager that owns its connections.
 
     The address is checked where the socket for it is made: whatever the URL's spelling, the name's resolution or a
-    redirect led to, it is the very address connected to that is checked.
+    redirect led to, it is the very address connected to that is checked. ``timeout_s`` bounds the whole of it, be
+    the server's bytes ever so slow to come.
     """
 
     def __init__(
@@ -43,16 +82,20 @@ class MediaFetcher:
         timeout_s: float,
         allowed_address: Callable[[Address], bool],
         allowed_file_dirs: tuple[Path, ...] = (),
+        rules: UrlRules | None = None,
     ) -> None:
         self._max_bytes = max_bytes
         self._timeout_s = timeout_s
         self._allowed_address = allowed_address
         self._file_dirs = allowed_file_dirs
+        self._rules = rules or UrlRules()
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=64, use_dns_cache=False, socket_factory=self._new_socket),
+            connector=aiohttp.TCPConnector(
+                limit=64, limit_per_host=MAX_PER_HOST, use_dns_cache=False, socket_factory=self._new_socket
+            ),
             timeout=aiohttp.ClientTimeout(total=None),  # fetch() keeps the time
             cookie_jar=aiohttp.DummyCookieJar(),
             # No compressed transfer: the size limit counts the real bytes.
@@ -70,34 +113,56 @@ class MediaFetcher:
 
     async def fetch(self, url: str) -> bytes:
         """Raises InvalidRequest that names the URL and what went wrong, TooLarge for too many bytes."""
-        try:
-            scheme = urlsplit(url).scheme.lower()
-        except ValueError as error:
-            raise InvalidRequest(f"{_short(url)} is no URL: {error}") from error
-        if scheme == "file":
+        if len(url) > MAX_URL_LENGTH:
+            raise InvalidRequest(f"{_short(url)} has {len(url)} characters; at most {MAX_URL_LENGTH} are accepted")
+        if url[:5].lower() == "file:":
             return await asyncio.to_thread(self._read_file, url)
         try:
             async with asyncio.timeout(self._timeout_s):
                 return await self._get(url)
         except TimeoutError as error:
             raise InvalidRequest(f"{_short(url)} was not fetched within {self._timeout_s:g} s") from error
+        except aiohttp.ClientConnectorError as error:
+            if isinstance(error.os_error, AddressRefused):
+                problem = (
+                    "it leads to an address that is not public, and this gateway fetches from public ones only"
+                )
+            else:
+                problem = f"no connection to {error.host}:{error.port}: {error.os_error.strerror or 'no answer'}"
+            raise InvalidRequest(f"{_short(url)} cannot be fetched: {problem}") from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise InvalidRequest(f"{_short(url)} cannot be fetched: {error or type(error).__name__}") from error
 
     async def _get(self, url: str) -> bytes:
         assert self._session is not None
-        location = url
+        location = self._checked(url, url, "")
         for _ in range(MAX_REDIRECTS + 1):
-            if urlsplit(location).scheme.lower() not in ("http", "https"):
-                raise InvalidRequest(f"{_short(location)}: only data:, http:// and https:// URLs are supported")
+            # The very object that was checked is what is connected to: no second parser sees another host in it.
             async with self._session.get(location, allow_redirects=False) as response:
                 if response.status in _REDIRECTS and "location" in response.headers:
-                    location = urljoin(location, response.headers["location"])
+                    target = urljoin(str(location), response.headers["location"])
+                    location = self._checked(target, url, "its server redirects to another place: ")
                     continue
                 if response.status != 200:
                     raise InvalidRequest(f"{_short(url)} cannot be fetched: the server answered {response.status}")
+                if (coding := response.headers.get("content-encoding", "identity").lower()) != "identity":
+                    raise InvalidRequest(
+                        f"{_short(url)} cannot be fetched: the server sent it compressed ({coding[:20]}), which "
+                        "it was asked not to do"
+                    )
                 return await self._read(url, response)
         raise InvalidRequest(f"{_short(url)} cannot be fetched: more than {MAX_REDIRECTS} redirects")
+
+    def _checked(self, text: str, url: str, how: str) -> URL:
+        """``text`` as a URL that the rules allow; ``url`` is what the client sent."""
+        try:
+            location = URL(text)
+            self._rules.check(location)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"{_short(url)}: {how}{error.message}") from None
+        except (ValueError, TypeError) as error:
+            raise InvalidRequest(f"{_short(url)} is no URL: {how}{error}") from error
+        return location
 
     async def _read(self, url: str, response: aiohttp.ClientResponse) -> bytes:
         if (response.content_length or 0) > self._max_bytes:
@@ -114,7 +179,7 @@ class MediaFetcher:
         family, kind, protocol, _, target = info
         address = target[0]
         if not self._allowed_address(parse_address(address)):
-            raise AddressRefused(address)
+            raise AddressRefused
         return socket.socket(family=family, type=kind, proto=protocol)
 
     def _read_file(self, url: str) -> bytes:
@@ -145,4 +210,6 @@ class MediaFetcher:
 
 
 def _short(url: str) -> str:
+    """The URL for an error: cut short, and without a password."""
+    url = _PASSWORD.sub("://...@", url[:MAX_URL_LENGTH])
     return f"the image URL {url if len(url) <= 200 else url[:200] + '...'!r}"

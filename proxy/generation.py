@@ -11,6 +11,7 @@ from epd_serve.backends.base import Answer, InstanceLost
 from epd_serve.errors import InstanceFailed, ServeError
 from epd_serve.routing.policy import Route
 from proxy.attempt import Attempt, Instances, Job
+from proxy.demand import demand_of
 from proxy.failover import InstanceStalled, Suspects, may_help, substitute
 from proxy.progress import Progress
 from proxy.sink import EventSink
@@ -70,7 +71,8 @@ class Generator:
     ) -> T:
         """What ``use`` makes of an attempt; after a failure of another one, which goes on behind ``generated``."""
         instances = self._instances
-        route = instances.policy.choose_route(instances.table, job.model)
+        demand = await demand_of(job, instances)
+        route = instances.policy.choose_route(instances.table, job.model, demand=demand)
         suspects = Suspects(instances.table)
         for number in count(1):
             attempt = await self._attempt_of(job, route, number, generated)
@@ -86,9 +88,8 @@ class Generator:
                 if number >= instances.failover.max_attempts:
                     raise
                 suspects.add(attempt.suspects)
-                route = await substitute(
-                    instances.table, instances.policy, job.model, suspects, failure, instances.failover.wait_s
-                )
+                table, policy, wait_s = instances.table, instances.policy, instances.failover.wait_s
+                route = await substitute(table, policy, job.model, suspects, failure, wait_s, demand)
             (instances.metrics.request_continuations if generated else instances.metrics.request_retries).inc()
         raise AssertionError("count() has no end")
 

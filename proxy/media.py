@@ -36,15 +36,23 @@ class MediaItem:
 
 
 class MediaLoader:
-    """``max_total_bytes`` bounds all media of a request together: fetched ones are no lighter than sent ones."""
+    """``max_total_bytes`` bounds all media of a request together: fetched ones are no lighter than sent ones;
+    ``max_items`` their number."""
 
-    def __init__(self, limits: MediaLimits, fetcher: MediaFetcher, max_total_bytes: int) -> None:
+    def __init__(self, limits: MediaLimits, fetcher: MediaFetcher, max_total_bytes: int, max_items: int) -> None:
         self._limits = limits
         self._fetcher = fetcher
         self._max_total_bytes = max_total_bytes
+        self._max_items = max_items
 
     async def load(self, sources: Sequence[MediaSource]) -> list[MediaItem]:
         """All items of a request, in order. Raises InvalidRequest with ``param`` for the first that is no good."""
+        if len(sources) > self._max_items:
+            raise InvalidRequest(
+                f"the request has {len(sources)} images over all messages; at most {self._max_items} are accepted",
+                param=sources[self._max_items].param,
+                code="too_many_images",
+            )
         total = 0
 
         async def load_one(source: MediaSource) -> MediaItem:

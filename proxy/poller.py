@@ -1,30 +1,48 @@
-"""Keeps the instance table current: asks every instance for its state, again and again."""
+"""Keeps the instance table current: listens to what instances report, and asks those that report nothing."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 
 from epd_serve.backends.base import StageCalls
-from epd_serve.errors import ServeError
+from epd_serve.errors import InvalidRequest, ServeError
 from epd_serve.routing.table import InstanceTable
 
 logger = logging.getLogger(__name__)
 
+#: Instances report five times a second. One that has been silent for so long gets no work that others can take.
+STALE_S = 0.8
+#: How often an instance that reports is asked for what its reports do not contain.
+INFO_INTERVAL_S = 5.0
+
 
 class Poller:
-    """Polls every instance each ``interval_s``; requests wait for ``startup_wait_s`` while a deployment starts."""
+    """Listens to every instance; requests wait for ``startup_wait_s`` while a deployment starts.
+
+    An instance is asked what it is, then listened to. Where it makes no reports, or they end, it is asked each
+    ``interval_s``.
+    """
 
     def __init__(
-        self, table: InstanceTable, calls: Mapping[str, StageCalls], interval_s: float, startup_wait_s: float
+        self,
+        table: InstanceTable,
+        calls: Mapping[str, StageCalls],
+        interval_s: float,
+        startup_wait_s: float,
+        *,
+        stale_s: float = STALE_S,
     ) -> None:
         self._table = table
         self._calls = calls
         self._interval_s = interval_s
         self._startup_wait_s = startup_wait_s
+        self._stale_s = stale_s
         self._started = asyncio.Event()
+        self._mute: set[str] = set()
         self._wake = {name: asyncio.Event() for name in calls}
 
     def report_lost(self, name: str) -> None:
@@ -47,24 +65,71 @@ class Poller:
                 group.create_task(self._watch(name))
 
     async def _watch(self, name: str) -> None:
+        wake = self._wake[name]
         while True:
-            self._wake[name].clear()  # before the question: what is reported during it is asked about again
-            await self._ask(name)
+            wake.clear()  # before the question: what is reported during it is asked about again
+            if await self._ask(name) and name not in self._mute:
+                listening = asyncio.create_task(self._listen(name))
+                waking = asyncio.create_task(wake.wait())
+                try:
+                    await asyncio.wait({listening, waking}, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    listening.cancel()
+                    waking.cancel()
+                    await asyncio.gather(listening, waking, return_exceptions=True)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._interval_s):
-                    await self._wake[name].wait()
+                    await wake.wait()
 
-    async def _ask(self, name: str) -> None:
+    async def _ask(self, name: str) -> bool:
+        """Whether the instance has answered."""
+        contains = self._table.num_calls
+        try:
+            info = await self._calls[name].info()
+        except ServeError as error:
+            self._lost(name, error)
+            return False
+        return self._heard(name, lambda: self._table.update(name, info, contains=contains))
+
+    async def _listen(self, name: str) -> None:
+        """Until there are no more reports."""
+        loop, table, calls = asyncio.get_running_loop(), self._table, self._calls[name]
+        reports, ask_at = calls.reports(), loop.time() + INFO_INTERVAL_S
+        try:
+            async with asyncio.timeout(self._stale_s) as deadline:
+                async for report in reports:
+                    self._heard(name, partial(table.report, name, report))
+                    if loop.time() >= ask_at:
+                        self._heard(name, partial(table.update, name, await calls.info()))
+                        ask_at = loop.time() + INFO_INTERVAL_S
+                    deadline.reschedule(loop.time() + self._stale_s)
+        except TimeoutError:
+            table.mark_stale(name)
+            logger.warning("instance %s has not reported for %g s", name, self._stale_s)
+        except InvalidRequest:
+            self._mute.add(name)
+        except ServeError as error:
+            self._lost(name, error)
+        finally:
+            await reports.aclose()
+
+    def _heard(self, name: str, take_over: Callable[[], None]) -> bool:
+        """Whether what the instance said makes sense."""
         record = self._table[name]
         was_ready = record.ready
         try:
-            self._table.update(name, await self._calls[name].info())
-        except (ServeError, ValueError) as error:
-            self._table.mark_lost(name)
-            if was_ready:
-                logger.warning("instance %s lost: %s", name, error)
-        else:
-            if not self._table.missing_stages() or all(one.info is not None for one in self._table):
-                self._started.set()
-            if record.ready and not was_ready:
-                logger.info("instance %s (%s) is ready at %s", name, record.role, record.url)
+            take_over()
+        except ValueError as error:
+            self._lost(name, error)
+            return False
+        if not self._table.missing_stages() or all(one.info is not None for one in self._table):
+            self._started.set()
+        if record.ready and not was_ready:
+            logger.info("instance %s (%s) is ready at %s", name, record.role, record.url)
+        return True
+
+    def _lost(self, name: str, error: Exception) -> None:
+        if self._table[name].ready:
+            logger.warning("instance %s lost: %s", name, error)
+        self._table.mark_lost(name)
+        self._mute.discard(name)  # what comes back may be another version

@@ -8,6 +8,7 @@ from pathlib import Path
 from epd_serve.config import DeploymentConfig
 from epd_serve.config.gateway import ApiKeyConfig, is_loopback, read_secret
 from epd_serve.media import MediaLimits
+from epd_serve.types import Routing
 from proxy.failover import Failover
 
 
@@ -17,6 +18,8 @@ class GatewaySettings:
 
     Attributes:
         allow_private: whether media URLs may lead to addresses that are not public.
+        max_items: most media items of a request.
+        allowed_domains, allowed_ports: what media URLs may name; None: any.
         allowed_file_dirs: directories, resolved, whose files a ``file://`` URL may name.
         api_key: a key in plain text; api_keys: others by their hash. Both may be there.
         max_in_flight, max_queue, queue_timeout_s: of the admission queue.
@@ -27,6 +30,7 @@ class GatewaySettings:
             be waiting for the feature then.
         failover: what a request may try that lost its instance.
         trace: directory for the file that says what the gateway did when; None: none is written.
+        routing: how P and D are chosen.
         startup_wait_s: how long after the gateway's start requests wait for instances that are still loading.
     """
 
@@ -42,13 +46,17 @@ class GatewaySettings:
     guard_metrics: bool = False
     media: MediaLimits = field(default_factory=MediaLimits)
     fetch_timeout_s: float = 10.0
+    max_items: int = 64
     allow_private: bool = False
+    allowed_domains: tuple[str, ...] | None = None
+    allowed_ports: tuple[int, ...] | None = None
     allowed_file_dirs: tuple[Path, ...] = ()
     poll_interval_s: float = 0.5
     startup_wait_s: float = 60.0
     encode_timeout_s: float = 15.0
     failover: Failover = field(default_factory=Failover)
     trace: Path | None = None
+    routing: Routing = "least_loaded"
 
     @classmethod
     def of(cls, config: DeploymentConfig, host: str) -> GatewaySettings:
@@ -67,9 +75,13 @@ class GatewaySettings:
             guard_metrics=gateway.guard_metrics,
             media=MediaLimits(max_pixels=media.max_pixels, max_bytes=media.max_bytes),
             fetch_timeout_s=media.fetch_timeout_s,
+            max_items=media.max_items,
+            allowed_domains=media.allowed_domains,
+            allowed_ports=media.allowed_ports,
             allow_private=is_loopback(host) if media.allow_private is None else media.allow_private,
             encode_timeout_s=config.settings_for("P").feature_timeout_s / 2,
             failover=Failover(**gateway.failover.model_dump()),
             trace=config.trace,
+            routing=gateway.routing,
             allowed_file_dirs=tuple(Path(folder).expanduser().resolve() for folder in media.allowed_file_dirs),
         )

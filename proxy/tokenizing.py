@@ -50,7 +50,7 @@ class TokenizingEndpoint(Endpoint):
         self, request: TokenizeBody | DetokenizeBody, refs: list[MediaRef], model: str, trace_id: str
     ) -> bytes:
         """The answer of the least loaded instance; of the next where that one is lost."""
-        records = sorted(self._table.ready(Stage.PREFILL, model), key=lambda record: record.load)
+        records = sorted(self._table.ready(Stage.PREFILL, model), key=lambda record: record.prefill_s)
         lost: InstanceLost | None = None
         for record in records:
             try:

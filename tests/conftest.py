@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,23 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import tiny_models
+from zygote import zygote
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
     """Tests run beside the processes that they start; more threads would only make them wait for each other."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _instances_start_at_once(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Where deployments are tested, the engine is loaded for all of them once."""
+    if any("end_to_end" in item.path.parts for item in request.session.items):
+        with zygote():
+            yield
+    else:
+        yield
 
 
 @pytest.fixture(scope="session", params=tiny_models.KINDS)

@@ -27,6 +27,7 @@ def write_answers(directory: Path, stages: list[tuple[str, int]]) -> None:
     answers = {
         "empty": _response(b"{}"),
         "models": _response(_json({"object": "list", "data": [{"id": MODEL, "object": "model"}]})),
+        "reports_head": _stream_head("application/x-ndjson"),
         "encode_reply": _response(
             wire.encode(wire.EncodeReply(cached=False, num_tokens=256)), "application/msgpack"
         ),

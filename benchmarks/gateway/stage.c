@@ -5,7 +5,8 @@
  * They speak the wire protocol of epd-serve (/stage/..., /info) and vLLM's (/v1/chat/completions). What they answer
  * lies in DIRECTORY, ready to be sent (answers.py writes it); a run of '@' in an event is replaced by the time at
  * which the event leaves, in nanoseconds of CLOCK_MONOTONIC. GET /gap/N sets the milliseconds between tokens.
- * As with real instances, P answers when every image of its request has been encoded, and D when P has.
+ * As with real instances, P answers when every image of its request has been encoded, and D when P has; and
+ * /reports names the calls that have come, five times a second, and up to fifty times where there are any.
  */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
@@ -25,6 +26,8 @@
 
 #define STAMP 19
 #define TABLE (1 << 16)
+#define REPORT_NS 180000000LL
+#define LEAST_REPORT_NS 20000000LL
 
 typedef struct { char *data; size_t size; char *stamp; } Blob;
 
@@ -45,15 +48,22 @@ typedef struct Conn {
   int64_t due;
   Request *request;
   struct Conn *next;
+  /* of a listening socket, which stands for its instance: who wants reports, and what the next one says */
+  struct Conn *instance, *reports;
+  char *received;
+  size_t received_size, received_capacity;
+  int64_t reported;
 } Conn;
 
 static int poller, num_tokens;
 static int64_t gap_ns;
 static const char *directory;
-static Blob encode_reply, prefill_reply, decode_head, token, last, openai_prefill, openai_head, openai_token,
+static Blob reports_head, encode_reply, prefill_reply, decode_head, token, last, openai_prefill, openai_head, openai_token,
     openai_last, models, empty, openai_encode[33];
 static Conn *first_due, *last_due;
 static Request *requests[TABLE];
+static Conn *instances[64];
+static int num_instances;
 
 static int64_t now(void) {
   struct timespec t;
@@ -123,6 +133,7 @@ static void forget(Request *request) {
 static void drop(Conn *conn) {
   if (conn->closed) return;
   conn->closed = 1;
+  if (conn->instance && conn->instance->reports == conn) conn->instance->reports = NULL;
   if (conn->request) {
     if (conn->request->prefill == conn) conn->request->prefill = NULL;
     if (conn->request->decode == conn) conn->request->decode = NULL;
@@ -183,6 +194,34 @@ static void advance(Request *request) {
   }
 }
 
+static void note(Conn *conn, const char *id) { /* for the next report */
+  Conn *instance = conn->instance;
+  size_t wanted = instance->received_size + strlen(id) + 8;
+  if (!instance->reports) return;
+  if (instance->received_capacity < wanted) instance->received = realloc(instance->received, instance->received_capacity = wanted * 2);
+  instance->received_size += sprintf(instance->received + instance->received_size, "%s\"%c%s\"", instance->received_size ? "," : "", conn->role, id);
+}
+
+static void report(Conn *instance, int64_t time) {
+  static const char begin[] = "{\"load\":{},\"received\":[", end[] = "]}\n";
+  char head[32];
+  int size = sprintf(head, "%zx\r\n", sizeof begin - 1 + instance->received_size + sizeof end - 1);
+  Conn *to = instance->reports;
+  size_t received = instance->received_size;
+  instance->received_size = 0;
+  instance->reported = time;
+  if (send_all(to, head, size) || send_all(to, begin, sizeof begin - 1) || send_all(to, instance->received, received) ||
+      send_all(to, end, sizeof end - 1) || send_all(to, "\r\n", 2))
+    drop(to);
+}
+
+static void report_all(void) {
+  int64_t time = now();
+  for (int i = 0; i < num_instances; i++)
+    if (instances[i]->reports && time - instances[i]->reported >= (instances[i]->received_size ? LEAST_REPORT_NS : REPORT_NS))
+      report(instances[i], time);
+}
+
 static int count(const char *at, const char *end, const char *what) {
   int found = 0;
   size_t size = strlen(what);
@@ -196,6 +235,7 @@ static void answer(Conn *conn) {
   if (!strncmp(path, "/stage/", 7)) {
     Request *request = request_of(conn);
     if (!request) { drop(conn); return; }
+    note(conn, request->id);
     if (conn->role == 'E') {
       request->encoded++;
       if (send_blob(conn, &encode_reply)) { drop(conn); return; }
@@ -224,6 +264,12 @@ static void answer(Conn *conn) {
     int failed = send_blob(conn, &info);
     free(info.data);
     if (failed) drop(conn); else consume(conn);
+    return;
+  } else if (!strncmp(path, "/reports", 8)) {
+    if (send_blob(conn, &reports_head)) { drop(conn); return; }
+    conn->instance->reports = conn;
+    consume(conn);
+    report(conn->instance, now());
     return;
   } else if (!strncmp(path, "/v1/models", 10)) {
     reply = &models;
@@ -271,6 +317,7 @@ static void accept_all(Conn *listener) {
     conn->fd = fd;
     conn->role = listener->role;
     conn->port = listener->port;
+    conn->instance = listener;
     struct epoll_event event = {.events = EPOLLIN, .data.ptr = conn};
     epoll_ctl(poller, EPOLL_CTL_ADD, fd, &event);
   }
@@ -295,7 +342,7 @@ int main(int argc, char **argv) {
   poller = epoll_create1(0);
   directory = argv[1];
   num_tokens = atoi(argv[2]);
-  encode_reply = load("encode_reply"); prefill_reply = load("prefill_reply"); decode_head = load("decode_head");
+  reports_head = load("reports_head"); encode_reply = load("encode_reply"); prefill_reply = load("prefill_reply"); decode_head = load("decode_head");
   token = load("token"); last = load("last"); openai_prefill = load("openai_prefill");
   openai_head = load("openai_head"); openai_token = load("openai_token"); openai_last = load("openai_last");
   models = load("models"); empty = load("empty");
@@ -310,6 +357,7 @@ int main(int argc, char **argv) {
     struct sockaddr_in address = {.sin_family = AF_INET, .sin_port = htons(port), .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
     if (bind(fd, (void *)&address, sizeof address) || listen(fd, 4096)) { perror(argv[i]); return 1; }
     Conn *listener = calloc(1, sizeof *listener);
+    instances[num_instances++] = listener;
     *listener = (Conn){.fd = fd, .listening = 1, .role = argv[i][0], .port = port};
     struct epoll_event event = {.events = EPOLLIN, .data.ptr = listener};
     epoll_ctl(poller, EPOLL_CTL_ADD, fd, &event);
@@ -318,18 +366,16 @@ int main(int argc, char **argv) {
   fflush(stdout);
   for (;;) {
     struct epoll_event events[256];
-    struct timespec wait, *limit = NULL;
-    if (first_due) {
-      int64_t left = first_due->due - now();
-      wait = (struct timespec){left > 0 ? left / 1000000000 : 0, left > 0 ? left % 1000000000 : 0};
-      limit = &wait;
-    }
-    int ready = epoll_pwait2(poller, events, 256, limit, NULL);
+    int64_t left = first_due ? first_due->due - now() : LEAST_REPORT_NS;
+    if (left > LEAST_REPORT_NS) left = LEAST_REPORT_NS;
+    struct timespec wait = {0, left > 0 ? left : 0};
+    int ready = epoll_pwait2(poller, events, 256, &wait, NULL);
     for (int i = 0; i < ready; i++) {
       Conn *conn = events[i].data.ptr;
       if (conn->listening) accept_all(conn);
       else if (!conn->closed) readable(conn);
     }
     send_due();
+    report_all();
   }
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Protocol
 
 from epd_serve.errors import InstanceFailed
@@ -14,6 +14,7 @@ from epd_serve.protocol.wire import (
     EncodeRequest,
     InstanceInfo,
     PrefillRequest,
+    Report,
 )
 
 
@@ -70,6 +71,9 @@ class StageCalls(Protocol):
 
     async def info(self) -> InstanceInfo:
         """What the instance says of itself now."""
+
+    def reports(self) -> AsyncGenerator[Report, None]:
+        """Its reports as they come, until it ends them. Raises InvalidRequest (404) where it makes none."""
 
     async def encode(self, request: EncodeRequest, *, trace_id: str) -> EncodeReply:
         """Returns once the feature is stored and announced."""

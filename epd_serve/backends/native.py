@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
 from types import TracebackType
 from typing import Self
 
@@ -14,6 +15,7 @@ from epd_serve.protocol import frames, wire
 from epd_serve.protocol.prompt_calls import DetokenizeReply, DetokenizeRequest, TokenizeReply, TokenizeRequest
 
 INFO_TIMEOUT_S = 10.0
+_MAX_REPORT_BYTES = 1 << 20
 _HEADERS = f"content-type: {wire.CONTENT_TYPE}\r\n{wire.REQUEST_ID_HEADER}: "
 _NEXT = wire.NEXT_HEADER.encode()
 _FRAMES = frames.CONTENT_TYPE.encode()
@@ -74,6 +76,23 @@ class NativeInstance:
             ) from error
         except msgspec.MsgspecError as error:
             raise InstanceLost(f"{self.url}/info is no answer of an instance ({error})") from error
+
+    async def reports(self) -> AsyncGenerator[wire.Report, None]:
+        call = HttpCall(self._pool, "GET", "/reports")
+        call.send()
+        line = b""
+        try:
+            await call.opened
+            async for chunk in call.chunks():
+                *lines, line = (line + chunk).split(b"\n")
+                if len(line) > _MAX_REPORT_BYTES:
+                    raise ValueError(f"a line of more than {_MAX_REPORT_BYTES} bytes")
+                for one in lines:
+                    yield wire.from_json(one, wire.Report)
+        except ValueError as error:  # of msgspec's too
+            raise InstanceLost(f"{self.url}/reports are no reports of an instance ({error})") from error
+        finally:
+            call.close()
 
     async def encode(self, request: wire.EncodeRequest, *, trace_id: str) -> wire.EncodeReply:
         return await self._ask("/stage/encode", wire.encode_in_parts(request), wire.EncodeReply, trace_id)

@@ -23,6 +23,7 @@ from pydantic import (
 from epd_serve.config.resilience import FailoverConfig
 from epd_serve.config.sections import Port, Seconds, Section
 from epd_serve.config.sizes import Bytes, BytesPerSecond
+from epd_serve.types import Routing
 
 _SHA256 = re.compile(r"sha256:[0-9a-f]{64}")
 _DOMAIN = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*")
@@ -215,9 +216,6 @@ class GatewayConfig(Section):
     )
     port: Port = Field(default=8000, description="0 chooses a free port.")
     max_body_bytes: Bytes = Field(default=64 * 1024**2, description="Largest request body.")
-    max_json_depth: int = Field(
-        default=64, ge=4, le=256, description="Deepest nesting of lists and objects in a body."
-    )
     header_timeout_s: Seconds = Field(
         default=20.0, description="Longest time for the request line and headers; then the connection is closed."
     )
@@ -236,6 +234,13 @@ class GatewayConfig(Section):
     shed: bool = Field(
         default=False,
         description="Refuse requests, with a 429, whose first token cannot come within slo.ttft_ms any more.",
+    )
+    routing: Routing = Field(
+        default="least_loaded",
+        description="How P and D of a request are chosen. least_loaded: the pair that costs it the fewest seconds "
+        "of waiting, computing and transfer. random_of_two: the cheaper of two pairs drawn at random. "
+        "prefix_affinity: the cheapest, where a beginning of the prompt that P has computed before costs nothing. "
+        "round_robin: in turn. Images always go where equal ones went, unless that encoder has too much to do.",
     )
     failover: FailoverConfig = FailoverConfig()
     media: MediaConfig = MediaConfig()

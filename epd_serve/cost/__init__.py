@@ -1,1 +1,1 @@
-"""What stages cost, alone and beside each other."""
+"""What stages cost, alone and beside each other, and what moving bytes between them costs."""

@@ -13,7 +13,9 @@ from epd_serve.instance.http import Handler, Reply
 from epd_serve.instance.kv_delivery import Pulls
 from epd_serve.instance.metrics import InstanceMetrics
 from epd_serve.instance.prefill import PrefillService
+from epd_serve.instance.reports import Reporter
 from epd_serve.protocol import prompt_calls, wire
+from epd_serve.types import Stage
 
 _DONE = Reply(status=204)
 
@@ -24,6 +26,7 @@ class Stages(Protocol):
     options: InstanceOptions
     metrics: InstanceMetrics
     pulls: Pulls
+    reports: Reporter
 
     def encodes(self) -> EncodeService: ...
 
@@ -58,15 +61,21 @@ class StageCalls:
         ]
 
     async def _encode(self, body: bytes) -> Reply:
-        reply = await self._stages.encodes().encode(wire.decode(body, wire.EncodeRequest))
+        request = wire.decode(body, wire.EncodeRequest)
+        with self._stages.reports.call(Stage.ENCODE, request.request_id):
+            reply = await self._stages.encodes().encode(request)
         self._stages.metrics.encoded(reply.cached, instead=not self._stages.options.role.encodes)
         return Reply(body=wire.encode(reply))
 
     async def _prefill(self, body: bytes) -> Reply:
-        return await self._stages.prefills().prefill(wire.decode(body, wire.PrefillRequest))
+        request = wire.decode(body, wire.PrefillRequest)
+        with self._stages.reports.call(Stage.PREFILL, request.request_id):
+            return await self._stages.prefills().prefill(request)
 
     async def _decode(self, body: bytes) -> Reply:
-        return await self._stages.decodes().decode(wire.decode(body, wire.DecodeRequest))
+        request = wire.decode(body, wire.DecodeRequest)
+        with self._stages.reports.call(Stage.DECODE, request.request_id):
+            return await self._stages.decodes().decode(request)
 
     async def _tokenize(self, body: bytes) -> Reply:
         reply = await self._stages.prefills().tokenize(wire.decode(body, prompt_calls.TokenizeRequest))

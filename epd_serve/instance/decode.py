@@ -84,6 +84,11 @@ class DecodeService:
     def num_reservations(self) -> int:
         return len(self._reservations)
 
+    @property
+    def num_expected(self) -> int:
+        """Requests that were announced and not handed over yet."""
+        return sum(not generation.done() for generation in self._expected.values())
+
     def blocks_freed(self) -> None:
         """Blocks came back to the pool; call it on the event loop."""
         self._freed.set()

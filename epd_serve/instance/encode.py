@@ -65,6 +65,10 @@ class EncodeService:
         on_delivered: told of each item that its consumer has: request id, mm_hash, when the call came, when the
             batch began and ended, for metrics.
         on_batch: told of each batch: images, begin, end; on the tower's thread.
+        on_encoded: told of each batch: pixels and the seconds of its computation; on the tower's thread.
+
+    Attributes:
+        num_waiting_pixels: of distinct items that are not encoded yet.
     """
 
     def __init__(
@@ -83,6 +87,7 @@ class EncodeService:
         stream: TowerStream,
         on_delivered: Callable[[str, str, float, tuple[float, float]], None] = lambda *_: None,
         on_batch: Callable[[int, float, float], None] = lambda *_: None,
+        on_encoded: Callable[[int, float], None] = lambda *_: None,
     ) -> None:
         self._load_tower = load_tower
         self._family = family
@@ -98,11 +103,13 @@ class EncodeService:
         self._loop = asyncio.get_running_loop()
         self._on_delivered = on_delivered
         self._on_batch = on_batch
+        self._on_encoded = on_encoded
         self._tower: Tower | None = None
         self._tower_thread = ThreadPoolExecutor(1, thread_name_prefix="tower")
         self._flights: dict[str, asyncio.Task[_Encoded]] = {}
         self._waiters: dict[str, int] = {}
         self._waiting: list[_Item] = []
+        self.num_waiting_pixels = 0
         self._changed = asyncio.Event()
         self._is_held = False
         self._loop_task = asyncio.create_task(self._run())
@@ -194,14 +201,17 @@ class EncodeService:
                 flight.cancel()
 
     async def _fly(self, request: EncodeRequest) -> _Encoded:
-        width, height = request.ref.width, request.ref.height
-        inputs = await self._processor.run("media", width * height * S_PER_PIXEL, self._prepare, request)
-        item = _Item(request.ref.mm_hash, inputs, width * height, asyncio.get_running_loop().create_future())
-        self._waiting.append(item)
-        self._changed.set()
+        num_pixels = request.ref.width * request.ref.height
+        item: _Item | None = None
+        self.num_waiting_pixels += num_pixels
         try:
+            inputs = await self._processor.run("media", num_pixels * S_PER_PIXEL, self._prepare, request)
+            item = _Item(request.ref.mm_hash, inputs, num_pixels, asyncio.get_running_loop().create_future())
+            self._waiting.append(item)
+            self._changed.set()
             return await item.feature
         finally:
+            self.num_waiting_pixels -= num_pixels
             if item in self._waiting:
                 self._waiting.remove(item)
 
@@ -256,9 +266,11 @@ class EncodeService:
     def _encode(self, batch: list[_Item]) -> tuple[list[Tensor], tuple[float, float]]:
         start = time.monotonic()
         tower = self._loaded_tower()
-        with self._stream.encoding(sum(item.num_pixels for item in batch)):
+        num_pixels, loaded = sum(item.num_pixels for item in batch), time.monotonic()
+        with self._stream.encoding(num_pixels):
             features = tower.encode([item.inputs for item in batch])
         end = time.monotonic()
+        self._on_encoded(num_pixels, end - loaded)
         self._on_batch(len(batch), start, end)
         return features, (start, end)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import time
 from collections.abc import Callable
@@ -28,6 +29,8 @@ from epd_serve.instance.language_stages import LanguageStages, Surroundings
 from epd_serve.instance.metrics import InstanceMetrics
 from epd_serve.instance.peers import Peers
 from epd_serve.instance.prefill import PrefillService
+from epd_serve.instance.rates import StageRates
+from epd_serve.instance.reports import Reporter
 from epd_serve.instance.request_processor import RequestProcessor
 from epd_serve.instance.status import StatusCalls
 from epd_serve.media import MediaLimits
@@ -39,6 +42,7 @@ from epd_serve.protocol import wire
 from epd_serve.protocol.addresses import url_of
 from epd_serve.sched.encode import EncodeGate
 from epd_serve.sched.language import ScheduleOutput
+from epd_serve.transfer.shared_memory import host_id
 from epd_serve.worker.batching import Batching, measurements
 from epd_serve.worker.dual_stream import DualStream
 from epd_serve.worker.sizing import check_dtype, resolve_dtype
@@ -46,6 +50,8 @@ from epd_serve.worker.sizing import check_dtype, resolve_dtype
 logger = logging.getLogger(__name__)
 
 _HOUSEKEEPING_S = 0.25
+#: Pixels of an image for which tokens per pixel are given.
+_TYPICAL_SIZE = (448, 448)
 _ASK_AGAIN_S = 0.01
 _MAX_MEDIA_THREADS = 8
 #: The gateway applies the operator's limits; an instance only guards itself.
@@ -69,6 +75,8 @@ class Instance:
         stores = dict.fromkeys(("embedded", options.feature_store))
         self.metrics = InstanceMetrics(self.trace, stores=tuple(stores))
         self.pulls = Pulls()
+        self.rates = StageRates(time.monotonic)
+        self.reports = Reporter(self.load, self.check_ready)
 
     async def start(self) -> None:
         """Load what the role needs. Raises ValueError for a model or device that cannot serve it."""
@@ -103,6 +111,7 @@ class Instance:
             processor=self._processor,
             on_delivered=self.metrics.timeline.encoded,
             on_batch=self.metrics.encoded_batch,
+            on_encoded=self.rates.encoded,
             url=self.url,
             deliver_here=self._deliver_here if options.role.has_language_model else None,
             stream=self._streams.tower,
@@ -135,6 +144,7 @@ class Instance:
             streams=self._streams,
             batching=self._batching,
             metrics=self.metrics,
+            rates=self.rates,
             spawn=self._spawn,
             stepped=self._stepped,
         )
@@ -160,7 +170,7 @@ class Instance:
 
     def routes(self) -> list[tuple[str, str, Callable[[bytes], Any]]]:
         """(method, path, handler) of the control server; see :mod:`epd_serve.protocol.wire`."""
-        return [*StatusCalls(self).routes(), *StageCalls(self).routes()]
+        return [*StatusCalls(self).routes(), *self.reports.routes(), *StageCalls(self).routes()]
 
     def check_ready(self) -> None:
         """Raise Unavailable while the model is being loaded."""
@@ -192,11 +202,24 @@ class Instance:
             },
             share=self._streams.share,
             budgets=self._batching.summary(),
+            host_id=host_id(),
+            block_size=self.options.tokens_per_block if self.language else 0,
+            kv_token_bytes=self.language.kv_token_bytes if self.language else 0,
+            tokens_per_pixel=self._family.num_image_tokens(_TYPICAL_SIZE) / math.prod(_TYPICAL_SIZE),
+            feature_token_bytes=self._dtype.itemsize * self._family.config.get_text_config().hidden_size,
         )
 
     def load(self) -> wire.Load:
-        load = self.language.engine.load() if self.language else wire.Load()
-        return msgspec.structs.replace(load, num_waiting_encodes=self._encode.num_waiting)
+        """As of now. The instance must be ready."""
+        load = self.language.load() if self.language else wire.Load()
+        return msgspec.structs.replace(
+            load,
+            num_waiting_encodes=self._encode.num_waiting,
+            num_waiting_pixels=self._encode.num_waiting_pixels,
+            mean_output_tokens=self.rates.mean_output_tokens,
+            tokens_per_character=self.rates.tokens_per_character,
+            rates=self.rates.report(),
+        )
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the books of all caches balance."""
@@ -253,6 +276,7 @@ class Instance:
 
     def _stepped(self, output: ScheduleOutput, seconds: float) -> None:
         self.metrics.stepped(output, seconds)
+        self.rates.stepped(output, seconds)
         assert self.language is not None
         self._streams.language.stepped(output, seconds, self.language.engine.load().num_running)
         self._batching.stepped(output, seconds)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from device.base import Device
@@ -25,6 +26,7 @@ from epd_serve.instance.metrics import InstanceMetrics
 from epd_serve.instance.peers import Peers
 from epd_serve.instance.prefill import PrefillService
 from epd_serve.instance.prompt import PromptProcessor
+from epd_serve.instance.rates import StageRates
 from epd_serve.instance.request_processor import RequestProcessor
 from epd_serve.models.family import Family
 from epd_serve.models.language import LanguageModel
@@ -76,6 +78,7 @@ class Surroundings:
     streams: DualStream
     batching: Batching
     metrics: InstanceMetrics
+    rates: StageRates
     spawn: Callable[[asyncio.Task[None]], None]
     stepped: Callable[[ScheduleOutput, float], None]
 
@@ -206,6 +209,7 @@ class LanguageStages:
             self._language.inner,
             max_model_len=self.max_model_len,
             block_size=options.tokens_per_block,
+            on_prompt=around.rates.prompted,
             eos_token_ids=self._eos_token_ids,
         )
         self.prefill = PrefillService(
@@ -221,6 +225,7 @@ class LanguageStages:
             listen=self.listeners.listen,
             spawn=around.spawn,
             delivered=around.metrics.kv_delivered,
+            tokens_per_character=lambda: around.rates.tokens_per_character,
         )
         self.decode = DecodeService(
             engine,
@@ -240,6 +245,19 @@ class LanguageStages:
     @property
     def num_parameters(self) -> int:
         return self._language.num_parameters
+
+    @property
+    def kv_token_bytes(self) -> int:
+        return block_nbytes(self._layout) // self._layout.block_size
+
+    def load(self) -> wire.Load:
+        """The engine's, with what has not come to it yet."""
+        load = self.engine.load()
+        return msgspec.structs.replace(
+            load,
+            num_waiting_tokens=load.num_waiting_tokens + self.prefill.num_preparing_tokens,
+            num_expected=self.decode.num_expected,
+        )
 
     def start(self) -> None:
         """Begin to step."""

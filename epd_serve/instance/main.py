@@ -59,7 +59,7 @@ async def _serve(options: InstanceOptions) -> None:
     )
     server = _Server(config)
     for signum in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(signum, server.exit)
+        asyncio.get_running_loop().add_signal_handler(signum, _stop, instance, server)
     serving = asyncio.create_task(server.serve())
     starting = asyncio.create_task(_start(instance))
     try:
@@ -75,15 +75,18 @@ async def _serve(options: InstanceOptions) -> None:
             await instance.close()
 
 
+def _stop(instance: Instance, server: uvicorn.Server) -> None:
+    """No more reports: the server waits for the end of every answer."""
+    instance.reports.close()
+    server.should_exit = True
+
+
 class _Server(uvicorn.Server):
     """uvicorn without its signal handling, which would end the process before the instance is closed."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-    def exit(self) -> None:
-        self.should_exit = True
 
 
 async def _start(instance: Instance) -> None:

@@ -70,6 +70,7 @@ class PrefillService:
         timeline: told what becomes of each request, for metrics.
         listen: directs a request's engine events to a function; None ends that.
         spawn: runs a clean-up in the background, owned by the instance.
+        tokens_per_character: of prompts, for the load.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class PrefillService:
         spawn: Callable[[asyncio.Task[None]], None],
         delivered: Callable[[OutgoingTransfer], None] = lambda transfer: None,
         timeline: Timeline | None = None,
+        tokens_per_character: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self._engine = engine
         self._prompts = prompts
@@ -94,6 +96,7 @@ class PrefillService:
         self._timeline = Timeline(time.monotonic, lambda span: None) if timeline is None else timeline
         self._inbox = inbox
         self._deliver = deliver
+        self._tokens_per_character = tokens_per_character
         self._delivered = delivered
         self._layout = layout
         self._feature_timeout_s = feature_timeout_s
@@ -101,6 +104,12 @@ class PrefillService:
         self._listen = listen
         self._spawn = spawn
         self._active: set[str] = set()
+        self._preparing: dict[str, int] = {}
+
+    @property
+    def num_preparing_tokens(self) -> int:
+        """Of prompts that the engine does not know yet, about."""
+        return sum(self._preparing.values())
 
     async def prefill(self, request: wire.PrefillRequest) -> Reply:
         """Compute the prompt and answer with the first token as soon as there is one.
@@ -111,6 +120,7 @@ class PrefillService:
         if request_id in self._active:
             raise InvalidRequest(f"request {request_id} is being served already", param="request_id")
         self._active.add(request_id)
+        self._preparing[request_id] = self._prompts.estimate(request, self._tokens_per_character())
         try:
             self._inbox.expect(request_id, request.items)  # before all else: features may be here already
             self._timeline.prefill_received(
@@ -171,6 +181,7 @@ class PrefillService:
         if request_id not in self._active:
             return
         self._active.discard(request_id)
+        self._preparing.pop(request_id, None)
         self._listen(request_id, None)
         self._engine.abort(request_id)
         self._timeline.drop(request_id)
@@ -198,6 +209,7 @@ class PrefillService:
 
         self._listen(request.request_id, feed)
         self._engine.submit(sequence)
+        self._preparing.pop(request.request_id, None)
         await self._started(request, started, features)
         return await generation.reply(
             stream=request.output.stream, headers=(NEXT_NONE,), on_close=lambda: self._end(request.request_id)
@@ -247,6 +259,7 @@ class PrefillService:
         try:
             self._listen(request.request_id, feed)
             self._engine.submit(sequence, work.delivery.transfer)
+            self._preparing.pop(request.request_id, None)
             await self._started(request, started, features)
             event = await work.first
             check_constraint(event.sequence)

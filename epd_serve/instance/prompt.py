@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,9 @@ class PromptProcessor:
         max_model_len: int,
         block_size: int,
         eos_token_ids: frozenset[int] = frozenset(),
+        on_prompt: Callable[[int, int], None] = lambda num_characters, num_tokens: None,
     ) -> None:
+        """``on_prompt`` is told of each prompt's text: its characters, and its tokens without media."""
         self.tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
         self.grammars = Grammars(self.tokenizer, eos_token_ids)
         self._template = ChatTemplate(self.tokenizer, path)
@@ -63,19 +65,29 @@ class PromptProcessor:
         self._language_model = language_model
         self._max_model_len = max_model_len
         self._block_size = block_size
+        self._on_prompt = on_prompt
 
     def cost_s(self, request: PrefillRequest | TokenizeRequest) -> float:
         """About how long :meth:`process` takes."""
-        texts = [part.text for message in request.messages or () for part in message.content]
-        return S_PER_CHARACTER * sum(map(len, (*texts, request.prompt or "")))
+        return S_PER_CHARACTER * _num_characters(request)
+
+    def estimate(self, request: PrefillRequest, tokens_per_character: float) -> int:
+        """About how many tokens the prompt will have."""
+        if isinstance(request.prompt, list):
+            return len(request.prompt)
+        media = sum(self._family.num_image_tokens((item.width, item.height)) for item in request.items)
+        return media + round(_num_characters(request) * tokens_per_character)
 
     def process(self, request: PrefillRequest) -> Prompt:
         """Raises InvalidRequest for what the template, the context length or the vocabulary refuses."""
         ids, spans = self._encode(request)
         if not ids:
             raise InvalidRequest("the prompt is empty; it needs one token at least", param="prompt")
+        if not isinstance(request.prompt, list):
+            self._on_prompt(_num_characters(request), len(ids) - sum(span.length for span in spans))
         sampling = self._complete(request.sampling)
-        max_tokens = self._max_tokens(len(ids), sampling.max_tokens)
+        max_model_len = min(self._max_model_len, request.max_model_len or self._max_model_len)
+        max_tokens = _max_tokens(len(ids), sampling.max_tokens, max_model_len)
         sizes = [(item.width, item.height) for item in request.items]
         positions, delta = self._family.positions(ids, sizes, self._language_model)
         return Prompt(
@@ -162,20 +174,26 @@ class PromptProcessor:
             expanded += [placeholder] * count
         return expanded, tuple(spans)
 
-    def _max_tokens(self, num_prompt_tokens: int, asked: int | None) -> int:
-        room = self._max_model_len - num_prompt_tokens
-        if room < 1:
-            raise InvalidRequest(
-                f"the prompt has {num_prompt_tokens} tokens, images included, and the context holds "
-                f"{self._max_model_len}; shorten it",
-                param="messages",
-                code="context_length_exceeded",
-            )
-        if asked is not None and asked > room:
-            raise InvalidRequest(
-                f"the prompt has {num_prompt_tokens} tokens, so max_tokens can be at most {room}, not {asked}: "
-                f"the context holds {self._max_model_len}",
-                param="max_tokens",
-                code="context_length_exceeded",
-            )
-        return room if asked is None else asked
+
+def _num_characters(request: PrefillRequest | TokenizeRequest) -> int:
+    texts = [part.text for message in request.messages or () for part in message.content]
+    return sum(map(len, (*texts, request.prompt or "")))
+
+
+def _max_tokens(num_prompt_tokens: int, asked: int | None, max_model_len: int) -> int:
+    room = max_model_len - num_prompt_tokens
+    if room < 1:
+        raise InvalidRequest(
+            f"the prompt has {num_prompt_tokens} tokens, images included, and the context holds "
+            f"{max_model_len}; shorten it",
+            param="messages",
+            code="context_length_exceeded",
+        )
+    if asked is not None and asked > room:
+        raise InvalidRequest(
+            f"the prompt has {num_prompt_tokens} tokens, so max_tokens can be at most {room}, not {asked}: "
+            f"the context holds {max_model_len}",
+            param="max_tokens",
+            code="context_length_exceeded",
+        )
+    return room if asked is None else asked

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import ErrorDetails
 
 from epd_serve.errors import InvalidRequest
+from epd_serve.protocol import strict_json
 
 MAX_STOP_STRINGS = 16
 #: What an instance can be told: msgpack knows no longer integers.
@@ -37,8 +37,8 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 def decode_object(body: bytes | bytearray) -> dict[str, Any]:
     """JSON object → dict. Raises InvalidRequest that says where the text stops being one."""
     try:
-        fields = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        fields = strict_json.decode(body)
+    except strict_json.JSONRefused as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}", code="invalid_json") from error
     if not isinstance(fields, dict):
         raise InvalidRequest('the body must be a JSON object, such as {"messages": [...]}', code="invalid_json")

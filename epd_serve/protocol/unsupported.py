@@ -42,6 +42,24 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "cache_salt": ((), "the prefix cache cannot be salted; leave the field out"),
 }
 
+#: The same for ``/v1/responses``.
+_NOT_STORED = "answers are not stored; send the conversation as input"
+RESPONSES_NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
+    "store": ((False,), _NOT_STORED),
+    "previous_response_id": ((), _NOT_STORED),
+    "conversation": ((), _NOT_STORED),
+    "prompt": ((), "prompts are not stored; send instructions and input"),
+    "background": ((False,), "answers are not stored, so none can be fetched later; leave the field out"),
+    "truncation": (("disabled",), "prompts are never cut; shorten the input"),
+    "reasoning": (
+        ({}, {"effort": "none"}),
+        "the models served here have no reasoning effort; leave the field out",
+    ),
+    "max_tool_calls": ((), "the client calls the tools, and counts its calls; leave the field out"),
+    "service_tier": (("auto", "default"), "there is one service tier; use 'auto' or leave the field out"),
+    "prompt_cache_retention": ((), "the prefix cache keeps no entry by time; leave the field out"),
+}
+
 #: The same for a message of a chat.
 MESSAGE_NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "name": ((), "the chat template shows no names; put the name into the content"),

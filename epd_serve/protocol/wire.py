@@ -18,6 +18,8 @@ call                    from, to   body                  answer
 ``/prompt/tokenize``    gateway,P  TokenizeRequest       TokenizeReply
 ``/prompt/detokenize``  gateway,P  DetokenizeRequest     DetokenizeReply
 ``/info``               any        (GET)                 InstanceInfo, as JSON
+``/reports``            gateway,   (GET)                 Report after Report, each a line of JSON, until the caller
+                        any                              closes the connection
 ======================  =========  ====================  ==========================================================
 
 An answer is OpenAI's JSON, or where it is streamed OpenAI's events in frames (:mod:`epd_serve.protocol.frames`).
@@ -30,7 +32,7 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-from epd_serve.types import SamplingParams
+from epd_serve.types import SamplingParams, StageRate
 
 CONTENT_TYPE = "application/msgpack"
 REQUEST_ID_HEADER = "x-request-id"
@@ -134,6 +136,7 @@ class PrefillRequest(Message, frozen=True):
     control URL, or None when the same instance decodes.
 
     Attributes:
+        max_model_len: D's, where it may hold less than P.
         generated: output tokens of a streamed answer that its client has already, from an instance that was lost;
             the answer goes on behind them. Only for ``sampling.n == 1``.
     """
@@ -145,6 +148,7 @@ class PrefillRequest(Message, frozen=True):
     messages: list[ChatMessage] | None = None
     prompt: str | list[int] | None = None
     decode_url: str | None = None
+    max_model_len: int | None = None
     generated: list[int] = []
     prompting: PromptOptions = PromptOptions()
 
@@ -315,14 +319,43 @@ class PullRequest(Message, frozen=True):
 
 
 class Load(Message, frozen=True):
-    """What an instance reports of itself, for routing."""
+    """What an instance reports of itself, for routing. It counts all that was received, from whichever gateway.
+
+    Attributes:
+        num_waiting_tokens: of prompts, not computed yet; of prompts that are still text an estimate.
+        num_waiting_encodes: open encode calls; equal items count for each of them.
+        num_waiting_pixels: of distinct items that are not encoded yet.
+        num_expected: sequences that will be decoded here once their prompts are computed elsewhere.
+        mean_output_tokens: of sequences that ended here lately; 0: none has.
+        tokens_per_character: of prompts lately; 0: there was none.
+        rates: what was measured, by stage ("E", "P", "D"); a stage that has not worked yet is missing.
+    """
 
     num_running: int = 0
     num_waiting: int = 0
     num_waiting_tokens: int = 0
     num_waiting_encodes: int = 0
+    num_waiting_pixels: int = 0
+    num_expected: int = 0
     free_blocks: int = 0
     total_blocks: int = 0
+    mean_output_tokens: float = 0.0
+    tokens_per_character: float = 0.0
+    rates: dict[str, StageRate] = {}
+
+
+class Report(Message, frozen=True):
+    """An instance's state at one moment.
+
+    Attributes:
+        received: stage and request id (``"P" + request_id``) of each stage call that came since the last report to
+            this caller, in the first report of all that are open: the load contains them, so that the caller need
+            not count them itself any more.
+    """
+
+    load: Load
+    ready: bool = True
+    received: list[str] = []
 
 
 class AppliedShare(Message, frozen=True):
@@ -342,6 +375,10 @@ class InstanceInfo(Message, frozen=True):
         parameters: number of parameters held, by part ("tower", "language_model").
         share: of the device, that the instance keeps to; None: no limit.
         budgets: of a step, in tokens, sequences, pixels and milliseconds; found from the SLO where there is one.
+        host_id: of the machine; equal where instances share memory.
+        block_size: tokens per KV block; 0 where there is no KV cache.
+        kv_token_bytes: of the KV of one token, likewise.
+        tokens_per_pixel: of the model's features, about; a feature has ``feature_token_bytes`` for each token.
     """
 
     name: str
@@ -359,6 +396,11 @@ class InstanceInfo(Message, frozen=True):
     parameters: dict[str, int] = {}
     share: AppliedShare | None = None
     budgets: dict[str, float] = {}
+    host_id: str = ""
+    block_size: int = 0
+    kv_token_bytes: int = 0
+    tokens_per_pixel: float = 0.0
+    feature_token_bytes: int = 0
 
 
 M = TypeVar("M", bound=Message)

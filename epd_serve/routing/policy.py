@@ -1,26 +1,56 @@
-"""Least-loaded choice of the instances for a request, by modality: text → P, D; image → E per item, P, D."""
+"""What a policy decides, what it is told of a request, and what two instances would cost it."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import Protocol
 
+from epd_serve.cost.links import link_between
+from epd_serve.cost.work import NONE, Work
 from epd_serve.errors import Unavailable
+from epd_serve.protocol.wire import MediaRef
+from epd_serve.routing.estimates import PRIOR_TOKENS_PER_PIXEL, tokens_per_character
 from epd_serve.routing.table import InstanceRecord, InstanceTable
 from epd_serve.types import Stage
 
 _STAGE_NAMES = {Stage.ENCODE: "encode", Stage.PREFILL: "prefill", Stage.DECODE: "decode"}
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Demand:
+    """What is known of a request before it is tokenised.
+
+    Attributes:
+        num_tokens: of a prompt that came as token ids.
+        max_tokens: of each of ``num_sequences`` answers; None: open-ended.
+        prefix: beginnings of the prompt, shorter ones first: (characters, hash of these and the media in them).
+        prefix_characters: of all of the prompt, in which media count as their names.
+    """
+
+    num_characters: int = 0
+    num_tokens: int = 0
+    num_pixels: int = 0
+    max_tokens: int | None = None
+    num_sequences: int = 1
+    prefix: tuple[tuple[int, bytes], ...] = ()
+    prefix_characters: int = 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class Route:
-    """Where a request's language-model stages run. ``decode is prefill`` where one instance does both."""
+    """Where a request's language-model stages run. ``decode is prefill`` where one instance does both.
+
+    Attributes:
+        prefill_work, decode_work: what the request is for each of them.
+        prefix: what ``prefill`` will have in its cache.
+    """
 
     prefill: InstanceRecord
     decode: InstanceRecord
+    prefill_work: Work = NONE
+    decode_work: Work = NONE
+    prefix: tuple[bytes, ...] = ()
 
     @property
     def fused(self) -> bool:
@@ -30,11 +60,27 @@ class Route:
     def names(self) -> frozenset[str]:
         return frozenset({self.prefill.name, self.decode.name})
 
+    @property
+    def num_chosen(self) -> int:
+        """How often its instances were."""
+        return self.prefill.num_chosen[Stage.PREFILL] + self.decode.num_chosen[Stage.DECODE]
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Of the decode instance, where it says so."""
+        return None if self.decode.info is None else self.decode.info.max_model_len
+
 
 class Policy(Protocol):
     """Chooses instances; changes nothing."""
 
-    def choose_route(self, table: InstanceTable, model: str, *, exclude: Collection[str] = ()) -> Route:
+    @property
+    def uses_prefix(self) -> bool:
+        """Whether it looks at :attr:`Demand.prefix`."""
+
+    def choose_route(
+        self, table: InstanceTable, model: str, *, exclude: Collection[str] = (), demand: Demand = ...
+    ) -> Route:
         """P and D for one request of a model, none of them in ``exclude``.
 
         Raises Unavailable that names the stage without a ready instance.
@@ -44,75 +90,73 @@ class Policy(Protocol):
         self,
         table: InstanceTable,
         prefill: InstanceRecord,
-        mm_hashes: Sequence[str],
+        items: Sequence[MediaRef],
         *,
         exclude: Collection[str] = (),
     ) -> list[InstanceRecord]:
         """An instance for each of a request's distinct items; ``prefill`` itself where no other is left."""
 
 
-class LeastLoaded:
-    """The instance with the least load wins; ties go to the one chosen least often so far."""
+ANY = Demand()
 
-    def choose_route(self, table: InstanceTable, model: str, *, exclude: Collection[str] = ()) -> Route:
-        prefills = _ready(table, Stage.PREFILL, model, exclude)
-        decodes = _ready(table, Stage.DECODE, model, exclude)
-        # An instance that covers both decodes what it prefilled: its KV cache need not move.
-        routes = [
-            Route(prefill=prefill, decode=decode)
-            for prefill in prefills
-            for decode in ([prefill] if prefill.covers(Stage.DECODE) else decodes)
-        ]
-        return min(routes, key=_route_cost)
 
-    def choose_encoders(
-        self,
-        table: InstanceTable,
-        prefill: InstanceRecord,
-        mm_hashes: Sequence[str],
-        *,
-        exclude: Collection[str] = (),
-    ) -> list[InstanceRecord]:
-        """For each item the instance that is encoding it right now, else ``prefill`` if it can, else the one that
-        the item's hash points to, so that equal items of several requests, and of several gateways, meet in one
-        place and are encoded once; another where that one has its equal share of the load already (consistent
-        hashing with bounded loads: Mirrokni, Thorup, Zadimoghaddam 2018)."""
-        fingerprint = prefill.info.media_fingerprint if prefill.info is not None else None
-        candidates = [
-            record
-            for record in table.ready(Stage.ENCODE)
-            # An encoder of another model revision or processor would make features under names of its own.
-            if record.name not in exclude
-            and record.info is not None
-            and record.info.media_fingerprint == fingerprint
-        ]
-        if not candidates:
-            return [prefill] * len(mm_hashes)
-        load = {record.name: record.load for record in candidates}
-        chosen: list[InstanceRecord] = []
-        for mm_hash in mm_hashes:
-            most = math.ceil((sum(load.values()) + 1) / len(candidates))
-            # min() finds the first: one that is encoding the item is chosen whatever its load
-            record = min(
-                candidates,
-                key=lambda one, item=mm_hash, limit=most: (  # type: ignore[misc]
-                    item not in one.encoding,
-                    load[one.name] >= limit,
-                    one is not prefill,
-                    _weight(item, one.name),
-                ),
+def possible_routes(
+    table: InstanceTable, model: str, exclude: Collection[str], demand: Demand, *, cached: bool = False
+) -> list[Route]:
+    """All pairs of ready instances, with the work that the request is for them.
+
+    An instance that covers both stages decodes what it prefilled: its KV cache need not move. Where some decode
+    instances are too small for the prompt and others are not, the former are left out.
+
+    Args:
+        cached: whether beginnings of the prompt that went to an instance before are no work there.
+
+    Raises Unavailable that names the stage without a ready instance.
+    """
+    prefills = ready(table, Stage.PREFILL, model, exclude)
+    decodes = ready(table, Stage.DECODE, model, exclude)
+    num_tokens = _num_tokens(table, prefills, demand)
+    decodes = [one for one in decodes if _holds(one, num_tokens)] or decodes
+    answer = Work(num_sequences=demand.num_sequences, num_kv_tokens=num_tokens)
+    routes: list[Route] = []
+    for prefill in prefills:
+        part = _cached_part(prefill, demand) if cached else 0.0
+        prompt = Work(num_tokens=max(num_tokens * (1 - part), 1))
+        prefix = tuple(digest for _, digest in demand.prefix)
+        for decode in [prefill] if prefill.covers(Stage.DECODE) else decodes:
+            fused = decode is prefill
+            routes.append(
+                Route(
+                    prefill=prefill,
+                    decode=decode,
+                    prefill_work=prompt + answer if fused else prompt,
+                    decode_work=NONE if fused else answer,
+                    prefix=prefix,
+                )
             )
-            load[record.name] += 1
-            chosen.append(record)
-        return chosen
+    return routes
 
 
-def _weight(mm_hash: str, name: str) -> bytes:
-    """The lowest of all names' weights is where the item belongs (rendezvous hashing)."""
-    return blake2b(f"{mm_hash} {name}".encode(), digest_size=8).digest()
+def route_s(route: Route, demand: Demand) -> tuple[float, float]:
+    """Seconds that a route costs until the first token and after it.
+
+    Prefill after what waits there, encodes on the same instance included, and the KV's way to D; then until D has
+    room for it, and decode beside what D decodes, with what that holds up the others.
+    """
+    prefill, decode = route.prefill, route.decode
+    tokens = route.prefill_work.num_tokens
+    seconds = prefill.encode_s + prefill.costs.prefill_s(prefill.pending.num_tokens + tokens)
+    answer = route.prefill_work if route.fused else route.decode_work
+    if not route.fused:
+        nbytes = answer.num_kv_tokens * (prefill.info.kv_token_bytes if prefill.info else 0)
+        seconds += link_between(prefill.place, decode.place).seconds(nbytes)
+    after = decode.room_s(answer.num_kv_tokens)
+    after += decode.costs.decode_s(answer.num_sequences, decode.pending.num_sequences, demand.max_tokens)
+    return seconds, after if route.fused else after + decode.encode_s
 
 
-def _ready(table: InstanceTable, stage: Stage, model: str, exclude: Collection[str]) -> list[InstanceRecord]:
+def ready(table: InstanceTable, stage: Stage, model: str, exclude: Collection[str]) -> list[InstanceRecord]:
+    """Raises Unavailable where there is none."""
     records = [record for record in table.ready(stage, model) if record.name not in exclude]
     if not records:
         known = [record.name for record in table if record.covers(stage)]
@@ -121,5 +165,42 @@ def _ready(table: InstanceTable, stage: Stage, model: str, exclude: Collection[s
     return records
 
 
-def _route_cost(route: Route) -> tuple[int, int]:
-    return (route.prefill.load + route.decode.load, route.prefill.num_chosen + route.decode.num_chosen)
+def _num_tokens(table: InstanceTable, prefills: Sequence[InstanceRecord], demand: Demand) -> float:
+    info = prefills[0].info
+    per_pixel = (info.tokens_per_pixel if info is not None else 0.0) or PRIOR_TOKENS_PER_PIXEL
+    text = demand.num_characters * tokens_per_character(one.load for one in prefills)
+    return demand.num_tokens + text + demand.num_pixels * per_pixel
+
+
+def _holds(record: InstanceRecord, num_tokens: float) -> bool:
+    return record.info is None or num_tokens < record.info.max_model_len
+
+
+def _cached_part(record: InstanceRecord, demand: Demand) -> float:
+    """Of a prompt, what the instance has computed lately, as far as this gateway knows."""
+    matched = 0
+    for num_characters, digest in demand.prefix:
+        if digest not in record.prefixes:
+            break
+        matched = num_characters
+    return matched / max(demand.prefix_characters, 1)
+
+
+#: Costs that differ by no more seconds count as equal: estimates are no better.
+_NEAR_S = 1e-3
+
+
+def near_best(routes: Sequence[Route], demand: Demand) -> list[Route]:
+    """The cheapest route and those about equal to it, before the first token and after it."""
+    seconds = [route_s(route, demand) for route in routes]
+    best_first, best_rest = min(seconds, key=sum)
+    return [
+        route
+        for route, (first, rest) in zip(routes, seconds, strict=True)
+        if first <= best_first + _NEAR_S and rest <= best_rest + _NEAR_S
+    ]
+
+
+def in_turn(route: Route) -> tuple[float, int]:
+    """The lowest is next among about equal routes: that with the fewest sequences, or chosen least often."""
+    return route.decode.pending.num_sequences, route.num_chosen

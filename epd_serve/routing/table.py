@@ -1,13 +1,18 @@
-"""What the gateway knows of its instances. No I/O and no clock: a poller feeds it, policies read it."""
+"""What the gateway knows of its instances. No I/O and no clock: reports feed it, policies read it."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from epd_serve.protocol.wire import InstanceInfo
+from epd_serve.cost.links import Place
+from epd_serve.cost.stages import StageCosts
+from epd_serve.cost.work import NONE, Work
+from epd_serve.protocol.wire import InstanceInfo, Load, MediaRef, Report
+from epd_serve.routing.estimates import resolve_costs, work_of
+from epd_serve.routing.recent import Recent
 from epd_serve.types import Role, Stage
 
 
@@ -21,9 +26,15 @@ class InstanceRecord:
         info: its last answer to ``/info``; None until the first.
         role: from that answer; None until the first.
         ready: whether it may be given work.
+        is_stale: it has been silent for longer than it should; it gets work only where no other can take it.
+        load: as last reported.
+        costs: of its stages, by its own measurements where there are any.
+        pending: what it has to do: as reported, with the calls of this gateway that the report does not contain.
         in_flight: this gateway's open calls, by stage.
         encoding: how many of them, by the mm_hash that is encoded.
-        num_chosen: how often this gateway has opened a call; breaks ties, so that equal instances take turns.
+        features: mm_hashes of what was encoded there for this gateway.
+        prefixes: beginnings of the prompts that went there.
+        num_chosen: how often this gateway has opened a call, by stage; breaks ties, so that equals take turns.
     """
 
     name: str
@@ -31,21 +42,100 @@ class InstanceRecord:
     info: InstanceInfo | None = None
     role: Role | None = None
     ready: bool = False
+    is_stale: bool = False
+    load: Load = field(default_factory=Load)
+    costs: StageCosts = field(default_factory=StageCosts)
+    pending: Work = NONE
     in_flight: dict[Stage, int] = field(default_factory=lambda: dict.fromkeys(Stage, 0))
     encoding: Counter[str] = field(default_factory=Counter)
-    num_chosen: int = 0
+    features: Recent[str] = field(default_factory=lambda: Recent(8192))
+    prefixes: Recent[bytes] = field(default_factory=lambda: Recent(16384))
+    num_chosen: dict[Stage, int] = field(default_factory=lambda: dict.fromkeys(Stage, 0))
+    _reported: Work = NONE
+    _own: Work = NONE  # of calls that the report does not contain
+    _ended: Work = NONE  # of calls that it contains and that have ended since
+    _unreported: dict[str, list[_Call]] = field(default_factory=dict)
 
     @property
-    def load(self) -> int:
-        """Requests and encodes at the instance: what it reported, plus this gateway's open calls."""
-        own = sum(self.in_flight.values())
-        if self.info is None:
-            return own
-        reported = self.info.load
-        return own + reported.num_running + reported.num_waiting + reported.num_waiting_encodes
+    def place(self) -> Place:
+        return Place() if self.info is None else Place(host_id=self.info.host_id, device=self.info.device)
+
+    @property
+    def encode_s(self) -> float:
+        """Seconds of encoding to do."""
+        return self.costs.encode_s(self.pending.num_pixels)
+
+    @property
+    def prefill_s(self) -> float:
+        """Seconds of prefilling to do."""
+        return self.costs.prefill_s(self.pending.num_tokens)
+
+    @property
+    def room_tokens(self) -> float:
+        """KV that is free and not spoken for."""
+        block_size = 0 if self.info is None else self.info.block_size
+        return self.load.free_blocks * block_size - self.pending.num_kv_tokens
+
+    def room_s(self, num_tokens: float) -> float:
+        """Until there is room for a prompt's KV; 0 where it is there, or nothing is known of it."""
+        if self.info is None or not self.load.total_blocks:
+            return 0.0
+        held = (self.load.total_blocks - self.load.free_blocks) * self.info.block_size + self.pending.num_kv_tokens
+        return self.costs.room_s(num_tokens - self.room_tokens, held, self.pending.num_sequences)
 
     def covers(self, stage: Stage) -> bool:
         return self.role is not None and stage in self.role.stages
+
+    def _recount(self) -> None:
+        self.pending = self._reported - self._ended + self._own
+
+    def _contain(self, calls: Iterable[_Call]) -> None:
+        for call in calls:
+            call.is_reported = True
+            self._own -= call.work
+
+    def _take_over(self, load: Load, received: Iterable[str]) -> None:
+        self.load = load
+        self._reported, self._ended = work_of(load), NONE
+        for key in received:
+            if calls := self._unreported.get(key):
+                self._contain([calls.pop(0)])
+                if not calls:
+                    del self._unreported[key]
+        if not self._unreported:
+            self._own = NONE  # floating point leaves crumbs
+        self._recount()
+
+    def _open(self, key: str, call: _Call) -> None:
+        self._unreported.setdefault(key, []).append(call)
+        self._own += call.work
+        self._recount()
+
+    def _close(self, key: str, call: _Call) -> None:
+        if call.is_reported:
+            self._ended += call.work
+        else:
+            calls = self._unreported[key]
+            calls.remove(call)
+            if not calls:
+                del self._unreported[key]
+            self._own -= call.work
+        self._recount()
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    work: Work
+    number: int
+    is_reported: bool = False
+
+
+@dataclass(slots=True)
+class Encoding:
+    """An encode call: whether this gateway thought that the instance had the feature, and whether it had."""
+
+    was_known: bool
+    was_cached: bool = True
 
 
 class InstanceTable:
@@ -56,6 +146,7 @@ class InstanceTable:
         self._records = {name: InstanceRecord(name=name, url=url) for name, url in instances}
         if len(self._records) != len(instances):
             raise ValueError(f"instance names must be unique, got {[name for name, _ in instances]}")
+        self.num_calls = 0
 
     def __iter__(self) -> Iterator[InstanceRecord]:
         return iter(self._records.values())
@@ -66,26 +157,77 @@ class InstanceTable:
     def get(self, name: str) -> InstanceRecord | None:
         return self._records.get(name)
 
-    def update(self, name: str, info: InstanceInfo) -> None:
-        """Take over what an instance says of itself. Raises ValueError for a role that is none."""
+    # ------------------------------------------------------------------ what instances say
+
+    def update(self, name: str, info: InstanceInfo, *, contains: int | None = None) -> None:
+        """Take over what an instance says of itself. Raises ValueError for a role that is none.
+
+        Args:
+            contains: :attr:`num_calls` when it was asked: its load contains the calls up to that one. None: its
+                load is not looked at, because it makes reports.
+        """
         record = self._records[name]
         record.role = Role.parse(info.role)
+        if info.pid != (record.info.pid if record.info else info.pid):
+            record.features.clear()  # another process, with nothing in its caches
+            record.prefixes.clear()
         record.info = info
-        record.ready = info.ready
+        if contains is not None:
+            before = [key for key, calls in record._unreported.items() for c in calls if c.number <= contains]
+            self._report(record, Report(load=info.load, ready=info.ready, received=before))
+        else:
+            self._set_ready(record, info.ready)
+
+    def report(self, name: str, report: Report) -> None:
+        """Take over a report of an instance whose info is known."""
+        self._report(self._records[name], report)
+
+    def _report(self, record: InstanceRecord, report: Report) -> None:
+        record._take_over(report.load, report.received)
+        others = [one for one in self if one is not record and one.role == record.role]
+        assert record.info is not None
+        record.costs = resolve_costs(report.load, record.info.budgets, [one.load for one in others])
+        record.is_stale = False
+        self._set_ready(record, report.ready)
+
+    def _set_ready(self, record: InstanceRecord, ready: bool) -> None:
+        if ready and not record.ready:
+            for stage in Stage:  # else it would get all work until it has caught up with its peers
+                peers = [one.num_chosen[stage] for one in self if one.ready and one.covers(stage)]
+                record.num_chosen[stage] = max([record.num_chosen[stage], *peers])
+        record.ready = ready
 
     def mark_lost(self, name: str) -> None:
         """No work for this instance until it answers ``/info`` again."""
         self._records[name].ready = False
 
+    def mark_stale(self, name: str) -> None:
+        """No work for this instance, where another can take it, until its next report."""
+        self._records[name].is_stale = True
+
+    # ------------------------------------------------------------------ what policies and pages ask
+
     def ready(self, stage: Stage, model: str | None = None) -> list[InstanceRecord]:
-        """Ready instances that cover a stage (of one model, where given), in the order of the deployment."""
-        return [
+        """Ready instances that cover a stage (of one model, where given), in the order of the deployment.
+
+        Stale ones are among them only where there are no others.
+        """
+        records = [
             record
             for record in self
             if record.ready
             and record.covers(stage)
             and (model is None or (record.info is not None and record.info.model == model))
         ]
+        return [record for record in records if not record.is_stale] or records
+
+    def wait_s(self, model: str) -> float:
+        """Estimate of what a small request of a model would wait now before it is computed; 0 where it cannot be
+        known. Prompts wait for prefills before them, and for KV room where they are decoded."""
+        prefills, decodes = self.ready(Stage.PREFILL, model), self.ready(Stage.DECODE, model)
+        if not prefills or not decodes:
+            return 0.0
+        return max(min(one.prefill_s for one in prefills), min(one.room_s(1) for one in decodes))
 
     def models(self) -> dict[str, InstanceInfo]:
         """Model name → info of an instance that prefills it, ready or not, in the order of the deployment."""
@@ -99,17 +241,53 @@ class InstanceTable:
         """Of P and D, the stages that no ready instance covers. E is no must: P can encode in its place."""
         return [stage for stage in (Stage.PREFILL, Stage.DECODE) if not self.ready(stage)]
 
+    # ------------------------------------------------------------------ what this gateway does
+
     @contextmanager
-    def in_flight(self, record: InstanceRecord, stage: Stage, mm_hash: str | None = None) -> Iterator[None]:
-        """Count one open call at ``record`` for as long as the context lasts; an encode's with what it encodes."""
+    def in_flight(
+        self,
+        record: InstanceRecord,
+        stage: Stage,
+        *,
+        request_id: str = "",
+        work: Work = NONE,
+        prefix: Iterable[bytes] = (),
+    ) -> Iterator[None]:
+        """Count one open call at ``record``, and its work, for as long as the context lasts.
+
+        Args:
+            request_id: by which the instance reports the call as received.
+            prefix: beginnings of the prompt that it will have in its cache.
+        """
+        self.num_calls += 1
+        key, call = stage.value + request_id, _Call(work, self.num_calls)
         record.in_flight[stage] += 1
-        record.num_chosen += 1
-        if mm_hash is not None:
-            record.encoding[mm_hash] += 1
+        record.num_chosen[stage] += 1
+        record._open(key, call)
+        for beginning in prefix:
+            record.prefixes.add(beginning)
         try:
             yield
         finally:
             record.in_flight[stage] -= 1
-            if mm_hash is not None:
-                record.encoding[mm_hash] -= 1
-                record.encoding = +record.encoding  # without those at zero
+            record._close(key, call)
+
+    @contextmanager
+    def encoding(self, record: InstanceRecord, ref: MediaRef, request_id: str = "") -> Iterator[Encoding]:
+        """The same for an encode: an item that is encoded there already, or was, is no work."""
+        encoding = Encoding(was_known=ref.mm_hash in record.features)
+        is_work = not encoding.was_known and ref.mm_hash not in record.encoding
+        work = Work(num_pixels=ref.width * ref.height) if is_work else NONE
+        record.encoding[ref.mm_hash] += 1
+        try:
+            with self.in_flight(record, Stage.ENCODE, request_id=request_id, work=work):
+                yield encoding
+            if encoding.was_known and not encoding.was_cached:
+                record.features.forget_half()  # it keeps fewer than we thought
+            record.features.add(ref.mm_hash)
+        except Exception:
+            record.features.discard(ref.mm_hash)
+            raise
+        finally:
+            record.encoding[ref.mm_hash] -= 1
+            record.encoding = +record.encoding  # without those at zero

@@ -107,11 +107,13 @@ async def test_a_public_gateway_fetches_nothing_from_private_ranges(deployment: 
         answer = await client.post("/v1/chat/completions", json=body)
         assert answer.status_code == 200, answer.text
     urls = {name: handle.url for name, handle in deployment.instances.items()}
-    with gateway(urls, config={"gateway": {"media": {"allow_private": False}}}) as url:
-        async with httpx.AsyncClient(base_url=url, timeout=30) as client:
-            answer = await client.post("/v1/chat/completions", json=body)
-            assert answer.status_code == 400, answer.text
-            assert "no public address" in answer.json()["error"]["message"]
+    async with (
+        gateway(urls, config={"gateway": {"media": {"allow_private": False}}}) as url,
+        httpx.AsyncClient(base_url=url, timeout=30) as client,
+    ):
+        answer = await client.post("/v1/chat/completions", json=body)
+        assert answer.status_code == 400, answer.text
+        assert "no public address" in answer.json()["error"]["message"]
     server.close()
     await server.wait_closed()
 

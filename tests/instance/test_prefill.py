@@ -52,6 +52,9 @@ class Engine:
 class Prompts:
     delay_s = 0.0
 
+    def estimate(self, request: wire.PrefillRequest, tokens_per_character: float) -> int:
+        return 0
+
     def cost_s(self, request: wire.PrefillRequest) -> float:
         return 0.0
 

@@ -54,6 +54,7 @@ class FakeInstance:
     """An ASGI application that answers like an instance.
 
     ``scripts`` maps a path to a function from the message to a script; without one it answers as it should.
+    ``report`` makes its next report, if it makes any; while that returns None it is silent.
     ``calls`` and ``cancelled`` record (path, message) of what came in and what the gateway broke off.
     """
 
@@ -63,6 +64,7 @@ class FakeInstance:
         self.info = info
         self.url = ""
         self.loading = False
+        self.report: Callable[[], wire.Report | None] | None = None
         self.scripts: dict[str, Callable[[Any], Script]] = {}
         self.calls: list[tuple[str, Any]] = []
         self.cancelled: list[tuple[str, Any]] = []
@@ -80,6 +82,9 @@ class FakeInstance:
             loading = fail(503, "the instance is loading its model")
             await self._play(loading if self.loading else [(200, {}), wire.to_json(self._info())], send)
             return
+        if path == "/reports":
+            await self._report(receive, send)
+            return
         message: Any = wire.decode(body, MESSAGES[path])
         self.calls.append((path, message))
         script = self.scripts.get(path, self._regular)(message)
@@ -93,6 +98,17 @@ class FakeInstance:
         await asyncio.gather(gone, return_exceptions=True)
         with contextlib.suppress(asyncio.CancelledError):
             await play
+
+    async def _report(self, receive: Any, send: Any) -> None:
+        if self.report is None:
+            await self._play(fail(404, "there is no GET /reports"), send)
+            return
+        gone = asyncio.create_task(receive())
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        while not gone.done():
+            if report := self.report():
+                await send({"type": "http.response.body", "body": wire.to_json(report) + b"\n", "more_body": True})
+            await asyncio.wait({gone}, timeout=0.05)
 
     async def _play(self, script: Script, send: Any) -> None:
         for step in script:

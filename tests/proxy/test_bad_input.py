@@ -196,6 +196,15 @@ async def test_images_count_together_as_if_sent_in_the_body(start, kit, tmp_path
     assert "together" in error["message"]
 
 
+async def test_a_request_has_so_many_images_at_most(start, kit):
+    gateway = await start("pd0:PD", max_items=2)
+    picture = kit.data_url(kit.picture())
+    assert await gateway.answer(kit.chat(picture, picture)) == (200, kit.WHOLE)
+    status, error = await gateway.error(kit.chat(*[picture] * 3))
+    assert (status, error["param"]) == (400, "messages[0].content[2].image_url.url")
+    assert "at most 2" in error["message"]
+
+
 async def test_slow_headers_do_not_stop_the_other_requests(gateway, kit):
     """A few kilobytes of compressed text that take a second to read are read beside the event loop."""
 

@@ -6,6 +6,7 @@ import logging
 
 import pytest
 
+from epd_serve.errors import InvalidRequest
 from epd_serve.protocol.wire import EncodeReply, InstanceInfo, Load, encode
 from epd_serve.routing.table import InstanceTable
 from proxy.poller import Poller
@@ -254,6 +255,8 @@ async def test_a_piece_of_an_event_is_forgotten_with_its_attempt(start, kit):
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_fault_of_the_gateway_is_a_counted_500_that_ends_the_connection(start, kit, stream):
     class Broken:
+        uses_prefix = False
+
         def choose_route(self, *_, **__):
             raise LookupError("a bug")
 
@@ -276,12 +279,17 @@ async def test_a_loss_reported_during_a_poll_is_asked_about_at_once():
             asked.append(True)
             return await replies.get()
 
-    info = dict.fromkeys(InstanceInfo.__struct_fields__, "") | {"role": "P", "max_model_len": 1, "pid": 1}
+        async def reports(self):
+            raise InvalidRequest("it makes none")
+            yield  # a generator
+
+    texts = ["name", "url", "model", "model_path", "media_fingerprint", "device", "dtype"]
+    info = dict.fromkeys(texts, "") | {"role": "P", "max_model_len": 1, "pid": 1}
     poller = Poller(table, {"p0": Calls()}, interval_s=60, startup_wait_s=60)
     polling = asyncio.create_task(poller.run())
     await asyncio.sleep(0.01)
     poller.report_lost("p0")
-    replies.put_nowait(InstanceInfo(**info | {"ready": True, "load": Load(), "parameters": {}}))
+    replies.put_nowait(InstanceInfo(**info | {"ready": True, "load": Load()}))
     await asyncio.sleep(0.05)
     assert len(asked) == 2
     polling.cancel()

@@ -1,7 +1,9 @@
 """Media by URL: limits, redirects, and the addresses that a URL may lead to."""
 
 import asyncio
+import gzip
 import ipaddress
+from urllib.parse import quote
 
 import pytest
 from aiohttp import web
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 
 from epd_serve.errors import InvalidRequest, TooLarge
 from proxy.addresses import is_public, parse_address
-from proxy.fetch import MAX_REDIRECTS, MediaFetcher
+from proxy.fetch import MAX_REDIRECTS, MediaFetcher, UrlRules
 
 PRIVATE_V4 = [
     "0.0.0.0/8",
@@ -20,11 +22,26 @@ PRIVATE_V4 = [
     "169.254.0.0/16",
     "172.16.0.0/12",
     "192.168.0.0/16",
+    "192.0.0.0/24",
+    "192.88.99.0/24",
     "198.18.0.0/15",
     "224.0.0.0/4",
     "240.0.0.0/4",
 ]
-PRIVATE_V6 = ["::/128", "::1/128", "fc00::/7", "fe80::/10", "fec0::/10", "ff00::/8", "2001:db8::/32"]
+PRIVATE_V6 = [
+    "::/96",
+    "::ffff:0:0:0/96",
+    "64:ff9b:1::/48",
+    "100::/64",
+    "2001::/23",
+    "2001:db8::/32",
+    "3fff::/20",
+    "5f00::/16",
+    "fc00::/7",
+    "fe80::/10",
+    "fec0::/10",
+    "ff00::/8",
+]
 
 
 def inside(networks: list[str]) -> st.SearchStrategy:
@@ -41,6 +58,8 @@ def test_private_ipv4_is_refused_in_every_wrapping(address):
         ipaddress.IPv6Address(number),
         ipaddress.IPv6Address((0x2002 << 112) | (number << 80)),
         ipaddress.IPv6Address((0x20010000 << 96) | (number ^ 0xFFFFFFFF)),
+        ipaddress.IPv6Address(f"2a00:1450::5efe:{address}"),
+        ipaddress.IPv6Address(f"2a00:1450::200:5efe:{address}"),
     ):
         assert not is_public(wrapped), wrapped
 
@@ -73,9 +92,17 @@ async def site():
             case ["hop", _]:
                 return web.Response(body=b"arrived")
             case ["away"]:
-                raise web.HTTPTemporaryRedirect(request.query["to"])
+                return web.Response(status=307, headers={"location": request.query["to"]})
             case ["slow"]:
                 await asyncio.sleep(30)
+            case ["compressed"]:
+                return web.Response(body=gzip.compress(bytes(50_000_000)), headers={"content-encoding": "gzip"})
+            case ["trickle"]:
+                response = web.StreamResponse()
+                await response.prepare(request)
+                for _ in range(100):
+                    await response.write(b"x")
+                    await asyncio.sleep(0.02)
             case ["large"]:
                 response = web.StreamResponse()
                 await response.prepare(request)
@@ -115,6 +142,71 @@ async def test_limits_of_size_and_time(site):
             await fetch.fetch(f"http://127.0.0.1:{port}/large")
         with pytest.raises(InvalidRequest, match=r"/slow' was not fetched within 0\.2 s"):
             await fetch.fetch(f"http://127.0.0.1:{port}/slow")
+        with pytest.raises(InvalidRequest, match=r"/trickle' was not fetched within 0\.2 s"):
+            await fetch.fetch(f"http://127.0.0.1:{port}/trickle")
+
+
+async def test_compressed_answers_are_not_unpacked(site):
+    port, _ = site
+    async with fetcher(max_bytes=100_000_000) as fetch:
+        with pytest.raises(InvalidRequest, match=r"sent it compressed \(gzip\)"):
+            await fetch.fetch(f"http://127.0.0.1:{port}/compressed")
+
+
+async def test_only_allowed_domains_and_ports_are_asked_redirects_included(site):
+    port, hits = site
+    rules = UrlRules(domains=("127.0.0.1", "*.example.com"), ports=(port, 80))
+    async with fetcher(rules=rules) as fetch:
+        assert await fetch.fetch(f"http://127.0.0.1:{port}/image") == b"picture"
+        hits.clear()
+        for url, words in (
+            (f"http://localhost:{port}/image", "may not be fetched from localhost; allowed are 127"),
+            (f"http://127.0.0.1.evil.test:{port}/image", "may not be fetched from"),
+            (f"http://example.com:{port}/image", r"from example\.com"),
+            (f"http://badexample.com:{port}/image", r"from badexample\.com"),
+            (f"http://evil.test\\@127.0.0.1:{port}/image", "the image URL"),
+            (f"http://127.0.0.1:{port + 1}/image", f"port {port + 1} is not allowed"),
+            ("https://127.0.0.1/image", "port 443 is not allowed"),
+        ):
+            with pytest.raises(InvalidRequest, match=words):
+                await fetch.fetch(url)
+        assert hits == []
+        with pytest.raises(InvalidRequest, match="redirects to another place: images may not be fetched from"):
+            await fetch.fetch(f"http://127.0.0.1:{port}/away?to=http://localhost:{port}/image")
+        assert len(hits) == 1
+        with pytest.raises(InvalidRequest, match=r"cannot be fetched|no connection"):  # allowed, and not there
+            await fetch.fetch(f"http://IMG.example.com.:{port}/x")
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("data:image/png;base64,AAAA", "redirects to another place: only data:, http"),
+        ("file:///etc/passwd", "redirects to another place: only data:, http"),
+        ("http://user:pass@127.0.0.1/x", "with a user name or a password"),
+        ("http://127.0.0.1:99999/x", "no URL"),
+        ("/image", ""),
+    ],
+)
+async def test_where_redirects_may_lead(site, target, words):
+    port, _ = site
+    async with fetcher() as fetch:
+        url = f"http://127.0.0.1:{port}/away?to={quote(target)}"
+        if not words:
+            assert await fetch.fetch(url) == b"picture"
+            return
+        with pytest.raises(InvalidRequest, match=words):
+            await fetch.fetch(url)
+
+
+async def test_no_password_is_sent_or_shown(site):
+    port, hits = site
+    async with fetcher() as fetch:
+        with pytest.raises(InvalidRequest, match="user name or a password") as refusal:
+            await fetch.fetch(f"http://alice:s3cret@127.0.0.1:{port}/image")
+        assert "s3cret" not in refusal.value.message and hits == []
+        with pytest.raises(InvalidRequest, match="at most 8192 are accepted"):
+            await fetch.fetch(f"http://127.0.0.1:{port}/" + "x" * 9000)
 
 
 async def test_what_cannot_be_fetched_is_named(site):
@@ -151,7 +243,7 @@ async def test_a_refused_address_is_never_connected_to_however_it_is_spelt(site,
 async def test_a_redirect_to_a_refused_address_is_not_followed(site):
     port, hits = site
     async with fetcher(allowed_address=only_first) as fetch:
-        with pytest.raises(InvalidRequest, match=r"127\.0\.0\.2 is no public address"):
+        with pytest.raises(InvalidRequest, match="leads to an address that is not public"):
             await fetch.fetch(f"http://127.0.0.1:{port}/away?to=http://127.0.0.2:{port}/image")
         with pytest.raises(InvalidRequest, match="only data:, http"):
             await fetch.fetch(f"http://127.0.0.1:{port}/away?to=file:///etc/passwd")
@@ -172,7 +264,7 @@ async def test_what_a_name_resolves_to_is_what_is_checked(site, monkeypatch):
         assert await fetch.fetch(f"http://rebinding.example:{port}/image") == b"picture"
         await fetch._session.connector.close()  # no connection left to be used again
     async with fetcher(allowed_address=only_first) as fetch:
-        with pytest.raises(InvalidRequest, match="no public address"):
+        with pytest.raises(InvalidRequest, match="not public"):
             await fetch.fetch(f"http://rebinding.example:{port}/image")
     assert len(hits) == 1
 

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
+import uvicorn
 from prometheus_client.parser import text_string_to_metric_families
 
-from epd_serve.launch.ports import free_port
+from epd_serve.config import DeploymentConfig
+from epd_serve.protocol.addresses import url_of
+from proxy.app import create_app
+from proxy.main import new_server
+from proxy.settings import GatewaySettings
 
 #: Which instances of the fixture's fleet make up each topology.
 TOPOLOGIES = {
@@ -32,29 +34,32 @@ TOPOLOGIES = {
 FLEET = "2E-P-D-EP-ED-PD-EPD"
 
 
-@contextmanager
-def gateway(instances: Mapping[str, str], *, config: dict[str, Any] | None = None) -> Iterator[str]:
-    """A gateway process in front of instances (name → URL); yields its URL once it is ready."""
-    port = free_port("127.0.0.1")
-    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
-        json.dump(config or {}, file)
-        file.flush()
-        with _gateway_process(port, file.name, instances) as url:
-            yield url
+class _Server(uvicorn.Server):
+    """Leaves the test's signals alone."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
 
 
-@contextmanager
-def _gateway_process(port: int, config_file: str, instances: Mapping[str, str]) -> Iterator[str]:
-    command = [sys.executable, "-m", "epd_serve.cli", "proxy", "--port", str(port), "--config", config_file]
-    for name, url in instances.items():
-        command += ["--instance", f"{name}={url}"]
-    with subprocess.Popen(command) as process:
+@asynccontextmanager
+async def gateway(instances: Mapping[str, str], *, config: dict[str, Any] | None = None) -> AsyncIterator[str]:
+    """One more gateway in front of instances (name → URL), in the test's loop; yields its URL once it is ready."""
+    host = "127.0.0.1"
+    app = create_app(GatewaySettings.of(DeploymentConfig.model_validate(config or {}), host), [*instances.items()])
+    server = new_server(app, host, 0)
+    server.__class__ = _Server
+    async with asyncio.TaskGroup() as group, httpx.AsyncClient(trust_env=False) as client:
+        group.create_task(server.serve())
         try:
-            url = f"http://127.0.0.1:{port}"
-            wait_until(lambda: is_up(url + "/health"), "the gateway is ready")
+            async with asyncio.timeout(60):
+                await asyncio.to_thread(wait_until, lambda: server.started, "the gateway listens")
+                url = url_of(host, server.servers[0].sockets[0].getsockname()[1])
+                while (await client.get(f"{url}/health")).status_code != 200:  # noqa: ASYNC110
+                    await asyncio.sleep(0.02)
             yield url
         finally:
-            process.terminate()
+            server.should_exit = True
 
 
 def is_up(url: str) -> bool:

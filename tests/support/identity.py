@@ -71,14 +71,13 @@ class Fleet:
     async def check_tokens(self, names: Iterable[str]) -> None:
         """These instances behind a gateway answer all questions at once, whole and streamed, as expected."""
         urls = {name: self.urls[name] for name in names}
-        with gateway(urls) as url:
-            async with httpx.AsyncClient(base_url=url, timeout=60) as client:
-                for stream in (False, True):
-                    ask = _stream if stream else _whole
-                    answers = await asyncio.gather(
-                        *(ask(client, q.body(stream=stream, ignore_eos=self.ignore_eos)) for q in QUESTIONS)
-                    )
-                    assert dict(zip(QUESTIONS, answers, strict=True)) == self.expected
+        async with gateway(urls) as url, httpx.AsyncClient(base_url=url, timeout=60) as client:
+            for stream in (False, True):
+                ask = _stream if stream else _whole
+                answers = await asyncio.gather(
+                    *(ask(client, q.body(stream=stream, ignore_eos=self.ignore_eos)) for q in QUESTIONS)
+                )
+                assert dict(zip(QUESTIONS, answers, strict=True)) == self.expected
             await Books(urls).check()
 
 

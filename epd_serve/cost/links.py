@@ -1,0 +1,34 @@
+"""Seconds that bytes take between instances, by how far these are apart."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where an instance is. Unknown hosts ("") are taken for different ones."""
+
+    host_id: str = ""
+    device: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Link:
+    handshake_s: float
+    bytes_per_s: float
+
+    def seconds(self, nbytes: float) -> float:
+        return self.handshake_s + nbytes / self.bytes_per_s
+
+
+#: Orders of magnitude: memory of one device, shared memory of one host, a 10 Gbit/s network.
+SAME_DEVICE = Link(handshake_s=1e-4, bytes_per_s=2e10)
+SAME_HOST = Link(handshake_s=3e-4, bytes_per_s=4e9)
+NETWORK = Link(handshake_s=1e-3, bytes_per_s=1e9)
+
+
+def link_between(one: Place, other: Place) -> Link:
+    if not one.host_id or one.host_id != other.host_id:
+        return NETWORK
+    return SAME_DEVICE if one.device == other.device else SAME_HOST

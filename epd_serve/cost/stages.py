@@ -1,0 +1,76 @@
+"""Seconds of stages in closed form: linear in pixels, tokens and sequences, plus a part for each batch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from epd_serve.types import StageRate
+
+#: Where nothing was measured anywhere: a small model on a slow device. Only ratios to what was measured could be
+#: wrong, and as long as there is none, all instances of a stage are taken for equal.
+PRIOR_ENCODE = StageRate(0.01, 1e-7, is_fresh=False)
+PRIOR_PREFILL = StageRate(0.01, 1e-4, is_fresh=False)
+PRIOR_DECODE = StageRate(0.02, 1e-3, is_fresh=False)
+PRIOR_OUTPUT_TOKENS = 128.0
+MAX_BATCH_PIXELS = 8 * 1024**2
+MAX_BATCH_TOKENS = 2048
+#: Another sequence in a step is never for nothing, whatever a fit to few batch sizes says: a part of the step.
+_LEAST_SEQUENCE = 0.02
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageCosts:
+    """The stages of one instance.
+
+    Attributes:
+        max_batch_pixels, max_batch_tokens: what one encode and one prefill step hold.
+        mean_output_tokens: of a sequence that nobody limits further.
+    """
+
+    encode: StageRate = PRIOR_ENCODE
+    prefill: StageRate = PRIOR_PREFILL
+    decode: StageRate = PRIOR_DECODE
+    max_batch_pixels: float = MAX_BATCH_PIXELS
+    max_batch_tokens: float = MAX_BATCH_TOKENS
+    mean_output_tokens: float = PRIOR_OUTPUT_TOKENS
+
+    def encode_s(self, num_pixels: float) -> float:
+        """Of images together, in batches as large as may be."""
+        return _batched_s(self.encode, num_pixels, self.max_batch_pixels)
+
+    def prefill_s(self, num_tokens: float) -> float:
+        """Of prompts together, in steps as large as may be."""
+        return _batched_s(self.prefill, num_tokens, self.max_batch_tokens)
+
+    def step_s(self, num_sequences: float) -> float:
+        """Of one decode step."""
+        return self.decode.base_s + self._sequence_s * num_sequences
+
+    def decode_s(self, num_sequences: float, num_active: float, num_tokens: float | None = None) -> float:
+        """What sequences of ``num_tokens`` each cost beside ``num_active`` others.
+
+        Their own steps, and what they make those of the others longer: these have half of their tokens to go.
+        """
+        own = self.mean_output_tokens if num_tokens is None else min(num_tokens, self.mean_output_tokens)
+        others = num_active * min(own, self.mean_output_tokens / 2) * self._sequence_s * num_sequences
+        return own * self.step_s(num_active + num_sequences) + others
+
+    def room_s(self, num_missing: float, num_held: float, num_active: float) -> float:
+        """Until so many KV tokens are free, where ``num_held`` are freed as ``num_active`` sequences end."""
+        if num_missing <= 0:
+            return 0.0
+        if num_held <= 0 or num_active <= 0:
+            return math.inf
+        remaining_s = self.mean_output_tokens / 2 * self.step_s(num_active)
+        return remaining_s * num_missing / num_held
+
+    @property
+    def _sequence_s(self) -> float:
+        return max(self.decode.unit_s, _LEAST_SEQUENCE * self.decode.base_s)
+
+
+def _batched_s(rate: StageRate, units: float, max_batch: float) -> float:
+    if units <= 0:
+        return 0.0
+    return rate.base_s * math.ceil(units / max_batch) + rate.unit_s * units

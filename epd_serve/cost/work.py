@@ -1,0 +1,42 @@
+"""How much there is to do, counted before anybody says how fast it goes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """Work of some requests at one instance.
+
+    Attributes:
+        num_pixels: to be encoded.
+        num_tokens: of prompts, to be computed.
+        num_sequences: that are, or will be, decoded.
+        num_kv_tokens: whose KV has no room yet.
+    """
+
+    num_pixels: float = 0
+    num_tokens: float = 0
+    num_sequences: float = 0
+    num_kv_tokens: float = 0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            num_pixels=self.num_pixels + other.num_pixels,
+            num_tokens=self.num_tokens + other.num_tokens,
+            num_sequences=self.num_sequences + other.num_sequences,
+            num_kv_tokens=self.num_kv_tokens + other.num_kv_tokens,
+        )
+
+    def __sub__(self, other: Work) -> Work:
+        """What is left of it, nothing below zero: estimates may take away more than there was."""
+        return Work(
+            num_pixels=max(self.num_pixels - other.num_pixels, 0),
+            num_tokens=max(self.num_tokens - other.num_tokens, 0),
+            num_sequences=max(self.num_sequences - other.num_sequences, 0),
+            num_kv_tokens=max(self.num_kv_tokens - other.num_kv_tokens, 0),
+        )
+
+
+NONE = Work()

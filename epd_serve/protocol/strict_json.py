@@ -1,0 +1,129 @@
+"""JSON as the gateway takes it: not too deep, and no key twice in an object.
+
+Parsers differ in what they make of a repeated key (RFC 8259, section 4); a request that two readers may see in two
+ways is refused. All costs are linear in the text, and for usual bodies a few microseconds: the exact scan runs
+only where cheap counts leave a doubt.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import msgspec
+
+#: Deepest nesting of lists and objects.
+MAX_DEPTH = 64
+#: Shorter texts are scanned whole; from longer ones data URLs, which hold neither brackets nor keys, are cut out.
+_LONG = 4096
+_DATA_URL = b'"data:'
+#: What ends a key, and now and then begins a string; the second form knows escapes.
+_KEY_END = re.compile(rb'"[ \t\r\n]*:')
+_KEY_END_OR_ESCAPE = re.compile(rb'\\.|("[ \t\r\n]*:)', re.DOTALL)
+#: More brackets than this are looked at one by one before anything is decoded: no recursion gets near any limit.
+_SAFE_BRACKETS = 500
+#: A string (with a closing quote or the end of the text: no start is tried twice) or a bracket.
+_TOKEN = re.compile(rb'("[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z))([ \t\r\n]*:)?|[\[{]|([\]}])', re.DOTALL)
+
+
+_NESTED = frozenset({dict, list})
+
+
+class JSONRefused(ValueError):
+    """The text is no JSON, or none that is taken here."""
+
+
+def decode(text: bytes | bytearray) -> Any:
+    """JSON → Python objects. Raises JSONRefused that says what is wrong."""
+    outline = _without_data_urls(text) if len(text) > _LONG else text
+    if outline.count(b"[") + outline.count(b"{") > _SAFE_BRACKETS:
+        _check_depth(outline)
+    try:
+        value = msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise JSONRefused(str(error)) from error
+    num_keys = _count_keys(value)
+    if _count_key_ends(outline) != num_keys and _count_key_tokens(outline) != num_keys:
+        raise JSONRefused(f"the key {_repeated_key(text)!r} occurs twice in one object; send it once")
+    return value
+
+
+def _without_data_urls(text: bytes | bytearray) -> bytes | bytearray:
+    pieces, position = [], 0
+    while (start := text.find(_DATA_URL, position)) >= 0:
+        start += len(_DATA_URL)
+        end = text.find(b'"', start)
+        if end < 0 or text.find(b"\\", start, end) >= 0:  # unfinished, or with escapes: the exact scan's business
+            end = start
+        pieces.append(text[position:start])
+        position = end
+    if not pieces:
+        return text
+    return b"".join([*pieces, text[position:]])
+
+
+def _check_depth(text: bytes | bytearray) -> None:
+    depth = 0
+    for token in _TOKEN.finditer(text):
+        if token[1] is not None:
+            continue
+        depth += 1 if token[3] is None else -1
+        if depth > MAX_DEPTH:
+            raise _too_deep()
+
+
+def _too_deep() -> JSONRefused:
+    return JSONRefused(f"lists and objects are nested more than {MAX_DEPTH} deep")
+
+
+def _count_keys(value: Any) -> int:
+    """Of all objects in a decoded value. Raises JSONRefused where they are nested too deep."""
+    number = depth = 0
+    level = [value] if type(value) in _NESTED else []
+    while level:
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise _too_deep()
+        below: list[Any] = []
+        for one in level:
+            members = one
+            if type(one) is dict:
+                number += len(one)
+                members = one.values()
+            below += [member for member in members if type(member) in _NESTED]
+        level = below
+    return number
+
+
+def _count_key_ends(text: bytes | bytearray) -> int:
+    """At least the number of keys; equal to it unless a string begins with a colon."""
+    if text.find(b"\\") < 0:
+        return len(_KEY_END.findall(text))
+    found = _KEY_END_OR_ESCAPE.findall(text)
+    return len(found) - found.count(b"")
+
+
+def _count_key_tokens(text: bytes | bytearray) -> int:
+    return sum(token[2] is not None for token in _TOKEN.finditer(text))
+
+
+def _repeated_key(text: bytes | bytearray) -> str:
+    """The first key that occurs twice in an object of a valid text that has one."""
+
+    def check(pairs: list[tuple[str, Any]]) -> None:
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise _Found(key)
+            seen.add(key)
+
+    try:
+        json.loads(text, object_pairs_hook=check)
+    except _Found as found:
+        return str(found)[:100]
+    return "?"  # pragma: no cover
+
+
+class _Found(Exception):
+    pass

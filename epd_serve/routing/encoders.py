@@ -1,0 +1,165 @@
+"""Ways to choose the instance that encodes an item, each one small pure class."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from epd_serve.cost.links import link_between
+from epd_serve.protocol.wire import MediaRef
+from epd_serve.routing.estimates import PRIOR_TOKENS_PER_PIXEL
+from epd_serve.routing.routes import weight
+from epd_serve.routing.table import InstanceRecord, InstanceTable
+from epd_serve.types import Stage
+
+#: How much more than the mean an encoder may have to do before its items go elsewhere.
+BOUND = 1.25
+_ROUNDING = 1e-9
+
+
+@dataclass(frozen=True)
+class BoundedHash:
+    """The instance to which an item's hash points: equal items of several requests, and of several gateways, meet
+    in one place and are encoded once. Another where that one has more than ``bound`` times the mean to do, in
+    seconds (consistent hashing with bounded loads: Mirrokni, Thorup, Zadimoghaddam 2018).
+
+    Before that, an instance that is encoding the item right now, or has encoded it for this gateway. Last, where
+    the prefill instance has a tower of its own, the item stays there unless that costs more: its queue, the
+    encode, and the prompts that wait for it, against the other's queue, encode and the feature's way.
+
+    ``bound`` infinite is hashing alone.
+    """
+
+    bound: float = BOUND
+
+    def choose_encoders(
+        self,
+        table: InstanceTable,
+        prefill: InstanceRecord,
+        items: Sequence[MediaRef],
+        *,
+        exclude: Collection[str] = (),
+    ) -> list[InstanceRecord]:
+        candidates = encoders(table, prefill, exclude)
+        if not candidates:
+            return [prefill] * len(items)
+        pending = {record.name: record.pending.num_pixels for record in candidates}
+        chosen: list[InstanceRecord] = []
+        for item in items:
+            record = next((one for one in candidates if item.mm_hash in one.encoding), None)
+            if record is None:
+                remote = self._remote(candidates, prefill, item, pending)
+                record = remote or prefill
+                if remote is not None and prefill in candidates:
+                    remote_s = _encode_s(remote, item, pending) + _transfer_s(remote, prefill, item)
+                    if _local_s(prefill, item, pending) <= remote_s:
+                        record = prefill
+                if item.mm_hash not in record.features:
+                    pending[record.name] += item.width * item.height
+            chosen.append(record)
+        return chosen
+
+    def _remote(
+        self,
+        candidates: Sequence[InstanceRecord],
+        prefill: InstanceRecord,
+        item: MediaRef,
+        pending: dict[str, float],
+    ) -> InstanceRecord | None:
+        others = [one for one in candidates if one is not prefill]
+        if not others:
+            return None
+        own = {one.name: one.costs.encode_s(item.width * item.height) for one in others}
+        to_do = {one.name: one.costs.encode_s(pending[one.name]) for one in others}
+        limit = self._limit(list(to_do.values()), sum(own.values()) / len(own))
+        return min(
+            others,
+            key=lambda one: (
+                item.mm_hash not in one.features,  # it has nothing to do for it, however much else there is
+                to_do[one.name] + own[one.name] > limit,
+                weight(item.mm_hash, one.name),
+            ),
+        )
+
+    def _limit(self, to_do: Sequence[float], own_s: float) -> float:
+        """What an encoder may have to do with the item: ``bound`` times the mean; where that is less than whole
+        items, as many items as there are if none has more than its share; what the least loaded one would have."""
+        mean_s = (sum(to_do) + own_s) / len(to_do)
+        limit = max(self.bound * mean_s, math.ceil(mean_s / own_s - _ROUNDING) * own_s, min(to_do) + own_s)
+        return limit * (1 + _ROUNDING)
+
+
+class RoundRobinEncoders:
+    """The encoder that was chosen least often."""
+
+    def choose_encoders(
+        self,
+        table: InstanceTable,
+        prefill: InstanceRecord,
+        items: Sequence[MediaRef],
+        *,
+        exclude: Collection[str] = (),
+    ) -> list[InstanceRecord]:
+        candidates = encoders(table, prefill, exclude) or [prefill]
+        counts = {one.name: one.num_chosen[Stage.ENCODE] for one in candidates}
+        chosen: list[InstanceRecord] = []
+        for _ in items:
+            chosen.append(min(candidates, key=lambda one: counts[one.name]))
+            counts[chosen[-1].name] += 1
+        return chosen
+
+
+@dataclass(frozen=True)
+class RandomOfTwoEncoders:
+    """The one with less to do of two drawn at random; ``draw`` gives numbers in [0, 1)."""
+
+    draw: Callable[[], float]
+
+    def choose_encoders(
+        self,
+        table: InstanceTable,
+        prefill: InstanceRecord,
+        items: Sequence[MediaRef],
+        *,
+        exclude: Collection[str] = (),
+    ) -> list[InstanceRecord]:
+        candidates = encoders(table, prefill, exclude) or [prefill]
+        pending = {one.name: one.pending.num_pixels for one in candidates}
+        chosen: list[InstanceRecord] = []
+        for item in items:
+            left = list(candidates)
+            drawn = [left.pop(int(self.draw() * len(left))) for _ in range(min(2, len(left)))]
+            chosen.append(min(drawn, key=lambda one: one.costs.encode_s(pending[one.name])))
+            pending[chosen[-1].name] += item.width * item.height
+        return chosen
+
+
+def encoders(table: InstanceTable, prefill: InstanceRecord, exclude: Collection[str]) -> list[InstanceRecord]:
+    """The ready ones whose features P can use: an encoder of another model revision or processor would make
+    features under names of its own."""
+    fingerprint = prefill.info.media_fingerprint if prefill.info is not None else None
+    return [
+        record
+        for record in table.ready(Stage.ENCODE)
+        if record.name not in exclude and record.info is not None and record.info.media_fingerprint == fingerprint
+    ]
+
+
+def _encode_s(record: InstanceRecord, item: MediaRef, pending: dict[str, float]) -> float:
+    """Until an item's feature is there, after what is before it."""
+    own = 0 if item.mm_hash in record.features else item.width * item.height
+    return record.costs.encode_s(pending[record.name] + own) if own else 0.0
+
+
+def _local_s(prefill: InstanceRecord, item: MediaRef, pending: dict[str, float]) -> float:
+    """The same on P itself, where it holds up the prompts that wait there, too."""
+    own_s = 0.0 if item.mm_hash in prefill.features else prefill.costs.encode_s(item.width * item.height)
+    return _encode_s(prefill, item, pending) + min(own_s, prefill.prefill_s)
+
+
+def _transfer_s(record: InstanceRecord, prefill: InstanceRecord, item: MediaRef) -> float:
+    info = record.info
+    assert info is not None, "an encoder has said what it is"
+    num_tokens = item.width * item.height * (info.tokens_per_pixel or PRIOR_TOKENS_PER_PIXEL)
+    return link_between(record.place, prefill.place).seconds(num_tokens * info.feature_token_bytes)

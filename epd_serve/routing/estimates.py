@@ -1,0 +1,78 @@
+"""From what instances report to work and to costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import median
+
+from epd_serve.cost.stages import (
+    MAX_BATCH_PIXELS,
+    MAX_BATCH_TOKENS,
+    PRIOR_DECODE,
+    PRIOR_ENCODE,
+    PRIOR_OUTPUT_TOKENS,
+    PRIOR_PREFILL,
+    StageCosts,
+)
+from epd_serve.cost.work import Work
+from epd_serve.protocol.wire import Load
+from epd_serve.types import Stage, StageRate
+
+#: Of languages in Latin letters, about, where no prompt was seen yet.
+PRIOR_TOKENS_PER_CHARACTER = 0.25
+#: Of patches of 28 pixels square.
+PRIOR_TOKENS_PER_PIXEL = 1 / 784
+
+_PRIORS = {Stage.ENCODE: PRIOR_ENCODE, Stage.PREFILL: PRIOR_PREFILL, Stage.DECODE: PRIOR_DECODE}
+
+
+def work_of(load: Load) -> Work:
+    """What a report says there is to do. KV that is held or reserved is not in ``free_blocks`` any more."""
+    return Work(
+        num_pixels=load.num_waiting_pixels,
+        num_tokens=load.num_waiting_tokens,
+        num_sequences=load.num_running + load.num_waiting + load.num_expected,
+    )
+
+
+def resolve_costs(load: Load, budgets: Mapping[str, float], peers: Sequence[Load]) -> StageCosts:
+    """An instance's costs: as it measured them lately, else as peers of its role did, else as it once did.
+
+    So one that is new or was idle is taken for one like the others, and is tried again; one that was slow in an
+    unlucky moment is not avoided for ever.
+    """
+
+    def rate(stage: Stage) -> StageRate:
+        own = load.rates.get(stage.value)
+        if own is not None and own.is_fresh:
+            return own
+        known = [one.rates[stage.value] for one in peers if stage.value in one.rates]
+        fresh = [one for one in known if one.is_fresh]
+        if not fresh and own is not None:
+            return own
+        known = fresh or known
+        if not known:
+            return _PRIORS[stage]
+        return StageRate(median(one.base_s for one in known), median(one.unit_s for one in known), is_fresh=False)
+
+    return StageCosts(
+        encode=rate(Stage.ENCODE),
+        prefill=rate(Stage.PREFILL),
+        decode=rate(Stage.DECODE),
+        max_batch_pixels=budgets.get("image_budget_pixels") or MAX_BATCH_PIXELS,
+        max_batch_tokens=budgets.get("max_num_batched_tokens") or MAX_BATCH_TOKENS,
+        mean_output_tokens=_measured(load, peers, lambda one: one.mean_output_tokens) or PRIOR_OUTPUT_TOKENS,
+    )
+
+
+def tokens_per_character(loads: Iterable[Load]) -> float:
+    """Of the prompts that instances saw lately."""
+    known = [load.tokens_per_character for load in loads if load.tokens_per_character]
+    return median(known) if known else PRIOR_TOKENS_PER_CHARACTER
+
+
+def _measured(load: Load, peers: Sequence[Load], value: Callable[[Load], float]) -> float:
+    if own := value(load):
+        return own
+    known = [value(one) for one in peers if value(one)]
+    return median(known) if known else 0.0

@@ -1,0 +1,165 @@
+"""/v1/responses, by the openai client: the same tokens as a chat, in the events that its documentation lists."""
+
+from __future__ import annotations
+
+import json
+
+import openai
+import pytest
+from chat import data_url
+from pictures import noise, png
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+PICTURE = data_url(png(noise(3)))
+SCHEMA = {
+    "type": "object",
+    "properties": {"size": {"type": "integer", "minimum": 1, "maximum": 99}, "ok": {"type": "boolean"}},
+    "required": ["size", "ok"],
+    "additionalProperties": False,
+}
+TOOL = {"type": "function", "name": "measure", "parameters": SCHEMA, "strict": True}
+
+
+@pytest.fixture
+def client(api):
+    return openai.AsyncOpenAI(base_url=f"{api.url}/v1", api_key="none", max_retries=0)
+
+
+async def test_a_response_has_the_text_of_the_chat(api, client):
+    question = [{"type": "input_image", "image_url": PICTURE}, {"type": "input_text", "text": "What is it?"}]
+    response = await client.responses.create(
+        model="demo",
+        instructions="Be brief.",
+        input=[{"role": "user", "content": question}],
+        max_output_tokens=6,
+        temperature=0,
+        store=False,
+        metadata={"a": "b"},
+    )
+    chat = await client.chat.completions.create(
+        model="demo",
+        messages=[
+            {"role": "system", "content": "Be brief."},
+            {
+                "role": "user",
+                "content": [
+                    {"type": "image_url", "image_url": {"url": PICTURE}},
+                    {"type": "text", "text": "What is it?"},
+                ],
+            },
+        ],
+        max_completion_tokens=6,
+        temperature=0,
+    )
+    assert response.output_text == chat.choices[0].message.content != ""
+    assert response.usage.input_tokens == chat.usage.prompt_tokens > 20
+    assert response.usage.output_tokens == 6
+    assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert response.metadata == {"a": "b"} and response.store is False and response.id.startswith("resp_")
+    await client.close()
+
+
+async def test_the_events_of_a_stream_build_the_response(client):
+    fields = {"model": "demo", "input": "Count!", "max_output_tokens": 5, "temperature": 0}
+    whole = await client.responses.create(**fields)
+    stream = await client.responses.create(**fields, stream=True)
+    events = [event async for event in stream]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    names = [event.type for event in events]
+    assert names[:4] == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+    ]
+    assert set(names[4:-4]) == {"response.output_text.delta"}
+    assert names[-4:] == [
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.incomplete",
+    ]
+    text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    assert text == events[-4].text == whole.output_text == events[-1].response.output_text
+    assert events[-1].response.usage == whole.usage
+    assert events[0].response.id == events[-1].response.id and events[0].response.output == []
+    await client.close()
+
+
+async def test_a_conversation_is_sent_whole(api, client):
+    turns = [
+        {"role": "user", "content": "How large?"},
+        {"type": "function_call", "call_id": "c1", "name": "measure", "arguments": '{"size": 3, "ok": true}'},
+        {"type": "function_call_output", "call_id": "c1", "output": "3 m"},
+        {"role": "assistant", "content": [{"type": "output_text", "text": "3 m", "annotations": []}]},
+        {"role": "user", "content": "And now?"},
+    ]
+    fields = {"model": "demo", "temperature": 0, "max_output_tokens": 4}
+    full = await client.responses.create(input=turns, **fields)
+    short = await client.responses.create(input=turns[-1:], **fields)
+    assert full.usage.input_tokens > short.usage.input_tokens + 20
+    await client.close()
+
+
+async def test_a_response_follows_its_schema(client):
+    text = {"format": {"type": "json_schema", "name": "size", "schema": SCHEMA, "strict": True}}
+    response = await client.responses.create(model="demo", input="Size?", text=text, extra_body={"seed": 5})
+    answer = json.loads(response.output_text)
+    assert response.status == "completed" and 1 <= answer["size"] <= 99 and answer["ok"] in (True, False)
+    await client.close()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_required_tool_is_called(client, stream):
+    fields = {"model": "demo", "input": "Size?", "tools": [TOOL], "tool_choice": "required"}
+    fields |= {"parallel_tool_calls": False, "extra_body": {"seed": 7}}
+    if stream:
+        events = [e async for e in await client.responses.create(stream=True, **fields)]
+        response = events[-1].response
+        pieces = [e.delta for e in events if e.type == "response.function_call_arguments.delta"]
+        assert len(pieces) > 3 and "".join(pieces) == response.output[0].arguments
+        assert [e.type for e in events if "function_call" not in e.type] == [
+            "response.created",
+            "response.in_progress",
+            "response.output_item.added",
+            "response.output_item.done",
+            "response.completed",
+        ]
+    else:
+        response = await client.responses.create(**fields)
+    [call] = response.output
+    assert (call.type, call.name) == ("function_call", "measure") and call.call_id.startswith("call_")
+    assert set(json.loads(call.arguments)) == {"size", "ok"}
+    await client.close()
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"store": True}, "store"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"background": True}, "background"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"reasoning": {"effort": "high"}}, "reasoning"),
+        ({"input": []}, "input"),
+        ({"input": [{"role": "user"}]}, "input[0].content"),
+        ({"input": [{"type": "function_call", "call_id": "x"}]}, "input[0].name"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].image_url"),
+        ({"input": [{"type": "reasoning"}]}, "input[0].type"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
+        ({"max_tokens": 3}, "max_tokens"),
+    ],
+)
+async def test_what_cannot_be_is_refused_by_name(api, fields, param):
+    status, answer = await api.post("/v1/responses", {"input": "x", **fields})
+    assert (status, answer["error"]["param"]) == (400, param), answer
+
+
+async def test_a_bad_image_is_named_by_its_place_in_the_input(api):
+    part = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
+    status, answer = await api.post("/v1/responses", {"input": [{"role": "user", "content": [part]}]})
+    assert (status, answer["error"]["param"]) == (400, "input[0].content[0].image_url")

@@ -1,0 +1,55 @@
+"""The lock files say what pyproject.toml and constraints.txt say, with hashes, and name no index."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[2]
+EXTRAS = {"base": (), "full": ("native", "dev", "mooncake-cpu")}
+STALE = "run: python requirements/lock.py (see CONTRIBUTING.md)"
+
+
+def pins(text: str) -> dict[str, str]:
+    """Canonical name → version of the lines ``name==version``, without local parts as in 2.13.0+cpu."""
+    return {
+        canonicalize_name(name): version.partition("+")[0]
+        for name, version in re.findall(r"^([A-Za-z0-9][\w.-]*)==([^\s;\\]+)", text, re.MULTILINE)
+    }
+
+
+@pytest.mark.parametrize("name", EXTRAS)
+def test_a_lock_is_current(name: str) -> None:
+    text = (ROOT / "requirements" / f"{name}.lock").read_text()
+    locked, constrained = pins(text), pins((ROOT / "constraints.txt").read_text())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = list(project["dependencies"])
+    for extra in EXTRAS[name]:
+        wanted += project["optional-dependencies"][extra]
+    for requirement in map(Requirement, wanted):
+        version = locked.get(canonicalize_name(requirement.name))
+        assert version is not None and version in requirement.specifier, f"{requirement}: {STALE}"
+    assert {
+        name: version for name, version in locked.items() if constrained.get(name, version) != version
+    } == {}, STALE
+
+
+@pytest.mark.parametrize("name", EXTRAS)
+def test_every_entry_has_hashes_and_no_address(name: str) -> None:
+    text = (ROOT / "requirements" / f"{name}.lock").read_text()
+    entries = re.split(r"^(?=[A-Za-z0-9])", text, flags=re.MULTILINE)[1:]
+    assert len(entries) > 20
+    for entry in entries:
+        assert re.search(r"--hash=sha256:[0-9a-f]{64}", entry), entry
+    assert not re.search(r"://|--(extra-)?index|--find-links", text)
+
+
+def test_the_build_is_locked_as_pyproject_has_it() -> None:
+    build = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
+    lines = (ROOT / "requirements" / "build.in").read_text().splitlines()
+    assert [line for line in lines if not line.startswith("#")] == build

@@ -1,0 +1,129 @@
+"""One process that has loaded the engine for all tests; the deployments' fork servers are forked from it.
+
+A deployment in the tests' own process then starts its instances at once. What users start as a program of its own
+(``epd-serve up``, the benchmarks) and what is not to be forked is as it is without this.
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import fcntl
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import pytest
+
+from epd_serve.launch import deployment, fork_server
+from epd_serve.launch.commands import HEAP_TUNABLES
+from epd_serve.launch.forking import ForkServer
+from epd_serve.launch.lifeline import die_with_parent
+
+_MESSAGE_BYTES = 1 << 17
+#: Above every number that a test's process has for a descriptor.
+_HIGH = 4096
+
+
+class _ForkedServer:
+    """A fork server that the zygote has forked, as ``asyncio.subprocess.Process`` would be."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._pidfd = os.pidfd_open(pid)
+        self._ended = asyncio.Event()
+        asyncio.get_running_loop().add_reader(self._pidfd, self._has_ended)
+
+    def _has_ended(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        self._ended.set()
+
+    async def wait(self) -> int:
+        await self._ended.wait()
+        return 0
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+
+
+@contextmanager
+def zygote() -> Iterator[None]:
+    """Within, :class:`ForkServer` forks its servers instead of spawning them."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    environment = {"GLIBC_TUNABLES": HEAP_TUNABLES, **os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, __file__, str(theirs.fileno()), str(os.getpid()), *deployment._PRELOADED]
+    with theirs:
+        process = subprocess.Popen([*command, " " * 4096], env=environment, pass_fds=(theirs.fileno(),))
+
+    async def spawn(server: ForkServer, connection: socket.socket) -> Any:
+        descriptors = [connection.fileno(), *server._descriptors]
+        wanted = {
+            "environment": server._environment,
+            "log": os.fspath(server._log_file),
+            "numbers": descriptors,
+            "command": [],
+        }
+        assert server._modules == deployment._PRELOADED
+        await asyncio.to_thread(socket.send_fds, ours, [json.dumps(wanted).encode()], descriptors)
+        return _ForkedServer(int(await asyncio.to_thread(ours.recv, 64)))
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(deployment, "ForkServer", type("ZygoteForkServer", (ForkServer,), {"_spawn": spawn}))
+    try:
+        yield
+    finally:
+        patch.undo()
+        ours.close()
+        process.wait(10)
+
+
+def _serve(connection: socket.socket, usable: bool) -> None:
+    parent = os.getpid()
+    while True:
+        data, ancillary, _, _ = connection.recvmsg(_MESSAGE_BYTES, socket.CMSG_SPACE(64 * 4))
+        with suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG if data else 0)[0]:
+                pass
+        if not data:
+            os._exit(0)
+        descriptors = array.array("i")
+        for _, _, content in ancillary:
+            descriptors.frombytes(content)
+        wanted = json.loads(data)
+        pid = os.fork()
+        if pid == 0:
+            connection.close()
+            _become(wanted, list(descriptors), parent, usable)
+            return
+        for descriptor in descriptors:
+            os.close(descriptor)
+        connection.send(str(pid).encode())
+
+
+def _become(wanted: dict[str, Any], descriptors: list[int], parent: int, usable: bool) -> None:
+    high = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, _HIGH) for descriptor in descriptors]
+    for descriptor in descriptors:
+        os.close(descriptor)
+    for source, number in zip(high, wanted["numbers"], strict=True):
+        os.dup2(source, number)
+        os.close(source)
+    fork_server._become(wanted, parent)
+    die_with_parent(parent)
+    server = socket.socket(fileno=wanted["numbers"][0])
+    fork_server._send(server, {"usable": usable})
+    command = fork_server.serve(server)
+    if command is None:
+        os._exit(0)
+    fork_server.run(command)
+
+
+if __name__ == "__main__":
+    die_with_parent(int(sys.argv[2]))
+    _serve(socket.socket(fileno=int(sys.argv[1])), fork_server.preload(sys.argv[3:-1]))
