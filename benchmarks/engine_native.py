@@ -73,7 +73,7 @@ class NativeEngine:
         )
         self._transport = EmbeddedTransport(path="shm")
         memory = KVMemory(layout, num_blocks, device, self._transport)
-        kv = memory.tensor
+        kv = memory.tensor.zero_()  # its pages are the system's to clear when first written: not during a case
         self.executor = TimedExecutor(
             model,
             device,

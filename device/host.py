@@ -18,10 +18,19 @@ def usable_cores() -> list[int]:
 
 def processor_name() -> str:
     """The processor's name in the vendor's words, as Linux gives it; its architecture where it gives none."""
+    return _processor("model name") or os.uname().machine
+
+
+def processor_features() -> str:
+    """The names of the processor's instruction sets, as Linux lists them; empty where it does not."""
+    return _processor("flags")
+
+
+def _processor(field: str) -> str:
     for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
+        if line.startswith(field):
             return line.partition(":")[2].strip()
-    return os.uname().machine
+    return ""
 
 
 def set_threads(threads: int, cores: Sequence[int] | None = None) -> None:

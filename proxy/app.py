@@ -29,6 +29,7 @@ from proxy.failover import Losses
 from proxy.fetch import MediaFetcher, UrlRules
 from proxy.generation import Generator
 from proxy.media import MediaLoader
+from proxy.openapi import openapi_router
 from proxy.poller import Poller
 from proxy.settings import GatewaySettings
 from proxy.sink import retry_headers
@@ -104,6 +105,7 @@ def create_app(
         app.state.endpoints[path.encode()] = endpoint
     app.include_router(models_router(table, poller, gate.authenticator))
     app.include_router(health_router(table, metrics, gate.authenticator, settings))
+    app.include_router(openapi_router())
     app.add_exception_handler(ServeError, _serve_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _unexpected_error)

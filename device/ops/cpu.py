@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from device.base import AttentionPlan, AttnMeta
+from device.ops.cpu_kernels import CpuKernels, cpu_kernels
 from device.ops.plain import PlainOps
 
 #: Of a norm's input that is taken through all its passes at once, per thread: stays in a core's cache.
@@ -131,6 +132,8 @@ class CpuOps(PlainOps):
 
     def _decode_all(self, query: Tensor, kv_layer: Tensor, plan: CpuPlan, scale: float) -> Tensor:
         """[B, Hq, D], tile by tile: what a tile gathers is still in the cache when it is read."""
+        if (kernels := _kernels(query)) is not None and kernels.takes_decodes(query, kv_layer):
+            return kernels.decode(query, kv_layer, plan.meta, scale)
         _, _, block_size, kv_heads, head_dim = kv_layer.shape
         block_bytes = 2 * block_size * kv_heads * head_dim * kv_layer.element_size()
         tiles = plan.tiles.get(block_bytes)
@@ -161,6 +164,8 @@ class CpuOps(PlainOps):
         return output.to(query.dtype)
 
     def rms_norm(self, hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        if (kernels := _kernels(hidden)) is not None and kernels.takes_norm(hidden, weight):
+            return kernels.rms_norm(hidden, weight, epsilon)
         rows = _NORM_BYTES * torch.get_num_threads() // (hidden.shape[1:].numel() * hidden.element_size())
         if len(hidden) <= rows:
             return super().rms_norm(hidden, weight, epsilon)
@@ -168,7 +173,17 @@ class CpuOps(PlainOps):
             [super(CpuOps, self).rms_norm(part, weight, epsilon) for part in torch.split(hidden, rows)]
         )
 
+    def add_rms_norm(
+        self, hidden: Tensor, residual: Tensor, weight: Tensor, epsilon: float
+    ) -> tuple[Tensor, Tensor]:
+        if (kernels := _kernels(hidden)) is not None and kernels.takes_norm(hidden, weight):
+            return kernels.add_rms_norm(hidden, residual, weight, epsilon)
+        return super().add_rms_norm(hidden, residual, weight, epsilon)
+
     def rotary(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        kernels = _kernels(query)
+        if kernels is not None and kernels.takes_rotary(query, cos) and kernels.takes_rotary(key, cos):
+            return kernels.rotary(query, cos, sin), kernels.rotary(key, cos, sin)
         # One pass over both: in a decode step the number of operators counts, not their size.
         states = torch.cat((query, key), dim=1)
         factor, turn = self._turns(cos, sin, states.dtype)
@@ -229,6 +244,10 @@ def _tile(plan: CpuPlan, rows: slice, width: int) -> DecodeTile:
         mask = torch.zeros(hidden.shape, dtype=plan.dtype).masked_fill_(hidden, float("-inf"))[:, None, None]
     blocks = plan.block_table[rows, :width].reshape(-1)
     return DecodeTile(rows=rows, blocks=blocks, context_len=longest, mask=mask)
+
+
+def _kernels(states: Tensor) -> CpuKernels | None:
+    return cpu_kernels() if states.dtype == torch.bfloat16 else None
 
 
 def _inner(dtype: torch.dtype) -> torch.dtype:

@@ -8,42 +8,102 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from device.ops.cpu_kernels import cpu_kernels
 from device.ops.shared_weights import pack_shared
 
 Linear = Callable[[Tensor], Tensor]
+Activation = Literal["none", "swish", "gelu_tanh"]
 #: Rows of the product that the blocks of a packed weight are laid out for: good from 1 to some hundreds.
 _PACKED_FOR_ROWS = 64
+_ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "none": lambda states: states,
+    "swish": F.silu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
+_FUSED: dict[Activation, tuple[str, str]] = {
+    "none": ("none", ""),
+    "swish": ("swish", ""),
+    "gelu_tanh": ("gelu", "tanh"),
+}
 
 
-def linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
+class Product:
     """``states @ weight.T + bias`` of states [..., in], by a weight [out, in] and a bias [out]."""
-    if not _packs(weight):
-        return partial(F.linear, weight=weight, bias=bias)
-    packed, multiply = _pack(weight), torch.ops.mkldnn._linear_pointwise.default
-    return lambda states: multiply(states, packed, bias, "none", [], "")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self._bias = bias
+        self._width = len(weight)
+        self._is_packed = _packs(weight)
+        self._weight = _pack(weight) if self._is_packed else weight
+        kernels = cpu_kernels() if self._is_packed and weight.dtype == torch.bfloat16 else None
+        self._address = None if kernels is None else kernels.packed_address(self._weight, weight)
+        self._kernels = kernels
+
+    def __call__(
+        self,
+        states: Tensor,
+        activation: Activation = "none",
+        *,
+        add: Tensor | None = None,
+        multiply: Tensor | None = None,
+    ) -> Tensor:
+        """The product, ``activation`` of it, and that plus ``add`` or times ``multiply`` [..., out].
+
+        Where it can, this happens while results are still in registers.
+        """
+        assert add is None or multiply is None
+        other = multiply if add is None else add
+        kernels, address = self._kernels, self._address
+        if kernels is not None and address is not None and kernels.takes_rows(states):
+            return kernels.linear(
+                states, address, self._width, self._bias, activation, other, multiply is not None
+            )
+        if not self._is_packed:
+            product = _ACTIVATIONS[activation](F.linear(states, self._weight, self._bias))
+            if other is None:
+                return product
+            return product + other if multiply is None else product * other
+        operator = torch.ops.mkldnn._linear_pointwise
+        if other is not None and activation == "none":
+            combine = "add" if multiply is None else "mul"
+            result: Tensor = operator.binary(states, other, self._weight, self._bias, combine)
+            return result
+        name, algorithm = _FUSED[activation]
+        result = operator.default(states, self._weight, self._bias, name, [], algorithm)
+        if other is not None:
+            return result + other if multiply is None else result * other
+        return result
 
 
-def gated_linear(gate: Tensor, up: Tensor, swiglu: Callable[[Tensor], Tensor]) -> Linear:
+def linear(weight: Tensor, bias: Tensor | None = None) -> Product:
+    """A product with a weight that the caller should let go of."""
+    return Product(weight, bias)
+
+
+def gated_linear(
+    gate: Tensor,
+    up: Tensor,
+    swiglu: Callable[[Tensor], Tensor],
+    biases: tuple[Tensor, Tensor] | None = None,
+) -> Linear:
     """``silu(states @ gate.T) * (states @ up.T)``, both weights [out, in].
 
     Args:
+        biases: of both products, [out] each.
         swiglu: does the same to both products side by side, [..., 2 * out]; used where they are one product.
     """
     if not _packs(gate):
-        both = linear(torch.cat((gate, up)))
+        both = linear(torch.cat((gate, up)), None if biases is None else torch.cat(biases))
         return lambda states: swiglu(both(states))
-    packed_gate, packed_up = _pack(gate), _pack(up)
-    multiply = torch.ops.mkldnn._linear_pointwise
-    activate, gated = multiply.default, multiply.binary
-    # silu and the product are taken while a block of results is still in registers
-    return lambda states: gated(
-        states, activate(states, packed_gate, None, "swish", [], ""), packed_up, None, "mul"
-    )
+    gate_bias, up_bias = biases or (None, None)
+    gate_product, up_product = linear(gate, gate_bias), linear(up, up_bias)
+    return lambda states: up_product(states, multiply=gate_product(states, "swish"))
 
 
 class PackedLinear(nn.Module):

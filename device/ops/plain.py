@@ -117,7 +117,7 @@ class PlainOps:
     def encode(
         self, query: Tensor, key: Tensor, value: Tensor, cu_seqlens_host: Sequence[int], scale: float
     ) -> Tensor:
-        output = query.new_empty(query.shape)
+        outputs: list[Tensor] = []
         start = 0
         # Neighbours of one length (video frames, windows) are one batch.
         lengths = [end - begin for begin, end in pairwise(cu_seqlens_host)]
@@ -129,9 +129,11 @@ class PlainOps:
                 for states in (query, key, value)
             )
             attended = F.scaled_dot_product_attention(queries, keys, values, scale=scale)
-            output[tokens] = attended.transpose(1, 2).flatten(0, 1)
+            outputs.append(attended.transpose(1, 2).flatten(0, 1))
             start += count * length
-        return output
+        if len(outputs) == 1:
+            return outputs[0].contiguous()
+        return torch.cat(outputs) if outputs else query.new_empty(query.shape)
 
     def rms_norm(self, hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         return F.rms_norm(hidden, (hidden.shape[-1],), weight, epsilon)

@@ -52,7 +52,7 @@ class TowerAttention:
         if cu_seq_lens_q is None:
             borders = list(range(0, batch * length + 1, length))
         else:
-            borders = self._host_borders(cu_seq_lens_q)
+            borders = self.borders(cu_seq_lens_q)
         scale = head_dim**-0.5 if scaling is None else scaling
         # transformers has swapped tokens and heads: for one row this only swaps them back
         query, key, value = (
@@ -61,8 +61,8 @@ class TowerAttention:
         output = self._ops.encode(query, key, value, borders, scale)
         return output.view(batch, length, heads, head_dim), None
 
-    def _host_borders(self, borders: Tensor) -> list[int]:
-        """All layers get the same tensor: it is read back once."""
+    def borders(self, borders: Tensor) -> list[int]:
+        """Borders of segments, on the host. All layers get the same tensor: it is read back once."""
         if borders not in self._borders:
             self._borders[borders] = borders.tolist()
         host: list[int] = self._borders[borders]

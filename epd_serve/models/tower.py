@@ -15,6 +15,7 @@ from device.ops.shared_weights import shared_weights
 from epd_serve.models.attention import TowerAttention
 from epd_serve.models.family import TowerInputs
 from epd_serve.models.loader import ModelPart, load_part, num_parameters
+from epd_serve.models.vision_block import replace_blocks
 
 
 class Tower:
@@ -33,17 +34,20 @@ class Tower:
     ) -> None:
         """``before_layer`` is called on the thread that encodes, before each layer of the tower is computed."""
         model = load_part(path, ModelPart.TOWER, dtype).to(device.torch_device)
-        TowerAttention(device.ops).install(model)
+        attention = TowerAttention(device.ops)
+        attention.install(model)
         self._model: Any = model
+        self.num_parameters = num_parameters(model)
+        with shared_weights(ModelPart.TOWER.value, f"{path} {dtype}"):
+            if device.type == "cpu":
+                replace_blocks(model, device.ops, attention)
+            pack_modules(model)
         if before_layer is not None:
             stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-            for layer in max(stacks, key=num_parameters, default=()):
+            for layer in max(stacks, key=len, default=()):
                 layer.register_forward_pre_hook(lambda module, arguments: before_layer())
         self._device = device.torch_device
         self.dtype = dtype
-        self.num_parameters = num_parameters(model)
-        with shared_weights(ModelPart.TOWER.value, f"{path} {dtype}"):
-            pack_modules(model)
 
     @torch.inference_mode()
     def encode(self, batch: Sequence[TowerInputs]) -> list[Tensor]:

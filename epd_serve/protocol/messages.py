@@ -64,9 +64,8 @@ class Message(RequestModel):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[
-        list[ContentPart] | None,
+        Annotated[list[ContentPart], Field(min_length=1)] | None,
         BeforeValidator(_as_parts, json_schema_input_type=str | list[ContentPart] | None),
-        Field(min_length=1),
     ] = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None

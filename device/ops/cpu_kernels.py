@@ -1,0 +1,280 @@
+"""``cpu_kernels.cpp``, compiled where it can run: x86 with AMX and a C++ compiler. Elsewhere torch does the work.
+
+The library is compiled when the first model in bfloat16 is loaded (two seconds) and kept in the cache directory,
+named by its source, flags and processor. ``EPD_SERVE_CPU_KERNELS=0`` does without.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from device.base import AttnMeta
+from device.host import processor_features
+
+_log = logging.getLogger(__name__)
+
+_FLAGS = ("-O3", "-march=native", "-shared", "-fPIC", "-fopenmp", "-w")
+_COMPILE_TIMEOUT_S = 120.0
+_STRIP, _DEPTH = 32, 32
+_MAX_GROUP, _MAX_HEAD_DIM = 16, 256
+#: Rows of a product beyond which oneDNN's is faster: then the multiplications take longer than the weights' way.
+MAX_ROWS = 32
+ACTIVATIONS = {"none": 0, "swish": 1, "gelu_tanh": 2}
+
+
+class _Product(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "weight", "bias", "other", "out")),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("x_stride", "rows", "width", "depth", "activation", "multiplies", "threads")
+        ),
+    )
+
+
+class _Decode(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("query", "keys", "values", "tables", "lengths", "out")),
+        *(
+            (name, ctypes.c_int64)
+            for name in (
+                "query_stride",
+                "table_stride",
+                "batch",
+                "query_heads",
+                "kv_heads",
+                "dim",
+                "block_size",
+            )
+        ),
+        ("scale", ctypes.c_float),
+        ("threads", ctypes.c_int64),
+    )
+
+
+class CpuKernels:
+    """The compiled operators, over bfloat16 tensors on the CPU. Each ``takes_…`` says whether its operator can."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        pointer, integer = ctypes.c_void_p, ctypes.c_int64
+        library.epd_rms_norm.argtypes = [
+            *(pointer, integer, pointer, pointer, pointer, pointer),
+            *(integer, integer, integer, ctypes.c_float, integer),
+        ]
+        library.epd_rotary.argtypes = [pointer, integer, *(pointer,) * 3, *(integer,) * 4]
+        self._library = library
+
+    def packed_address(self, packed: Tensor, weight: Tensor) -> int | None:
+        """Where the bytes of oneDNN's packed weight lie, if they lie as :meth:`linear` reads them; else None."""
+        width, depth = weight.shape
+        strips, depths = -(-width // _STRIP), -(-depth // _DEPTH)
+        strip_bytes = _STRIP * depths * _DEPTH * 2
+        if depth % _DEPTH or width < _STRIP or torch.ops.mkldnn._nbytes(packed) != strips * strip_bytes:
+            return None
+        address: int = torch.ops.mkldnn.data_ptr(packed)
+        for strip in {0, width // _STRIP - 1}:
+            rows = weight[strip * _STRIP : (strip + 1) * _STRIP]
+            laid_out = rows.reshape(_STRIP, depths, _DEPTH // 2, 2).permute(1, 2, 0, 3).contiguous()
+            found = (ctypes.c_char * strip_bytes).from_address(address + strip * strip_bytes)
+            if bytes(found) != laid_out.view(torch.uint8).numpy().tobytes():
+                return None
+        return address
+
+    def takes_rows(self, states: Tensor) -> bool:
+        return 0 < len(states) <= MAX_ROWS and _is_packed(states, 1)
+
+    def linear(
+        self,
+        states: Tensor,
+        address: int,
+        width: int,
+        bias: Tensor | None,
+        activation: str,
+        other: Tensor | None,
+        multiplies: bool,
+    ) -> Tensor:
+        """``activation(states @ weight.T + bias)``, then plus or times ``other``; [T, depth] → [T, width]."""
+        output = states.new_empty(len(states), width)
+        product = _Product(
+            states.data_ptr(),
+            address,
+            _address(bias),
+            None if other is None else other.contiguous().data_ptr(),
+            output.data_ptr(),
+            states.stride(0),
+            len(states),
+            width,
+            states.shape[1],
+            ACTIVATIONS[activation],
+            multiplies,
+            torch.get_num_threads(),
+        )
+        self._library.epd_linear(ctypes.byref(product))
+        return output
+
+    def takes_norm(self, hidden: Tensor, weight: Tensor) -> bool:
+        return _is_packed(hidden, hidden.dim() - 1) and weight.dtype == torch.bfloat16
+
+    def rms_norm(self, hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        output = hidden.new_empty(hidden.shape)
+        self._norm(hidden, None, weight, output, None, epsilon)
+        return output
+
+    def add_rms_norm(
+        self, hidden: Tensor, residual: Tensor, weight: Tensor, epsilon: float
+    ) -> tuple[Tensor, Tensor]:
+        output, total = hidden.new_empty(hidden.shape), hidden.new_empty(hidden.shape)
+        self._norm(hidden, residual.contiguous(), weight, output, total, epsilon)
+        return output, total
+
+    def _norm(
+        self,
+        hidden: Tensor,
+        residual: Tensor | None,
+        weight: Tensor,
+        output: Tensor,
+        total: Tensor | None,
+        epsilon: float,
+    ) -> None:
+        width = hidden.shape[-1]
+        self._library.epd_rms_norm(
+            hidden.data_ptr(),
+            hidden.stride(0),
+            _address(residual),
+            weight.data_ptr(),
+            output.data_ptr(),
+            _address(total),
+            len(hidden),
+            hidden.shape[1] if hidden.dim() == 3 else 1,
+            width,
+            epsilon,
+            torch.get_num_threads(),
+        )
+
+    def takes_rotary(self, states: Tensor, cos: Tensor) -> bool:
+        return (
+            _is_packed(states, 2)
+            and states.shape[-1] % 2 == 0
+            and cos.dtype == torch.float32
+            and cos.shape == (len(states), states.shape[-1])
+        )
+
+    def rotary(self, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """[T, H, D] by contiguous tables [T, D], in float32 inside."""
+        tokens, heads, head_dim = states.shape
+        output = states.new_empty(states.shape)
+        self._library.epd_rotary(
+            states.data_ptr(),
+            states.stride(0),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            output.data_ptr(),
+            tokens,
+            heads,
+            head_dim,
+            torch.get_num_threads(),
+        )
+        return output
+
+    def takes_decodes(self, query: Tensor, kv_layer: Tensor) -> bool:
+        query_heads, kv_heads, head_dim = query.shape[1], *kv_layer.shape[3:]
+        return (
+            _is_packed(query, 2)
+            and kv_layer.dtype == torch.bfloat16
+            and kv_layer[0].is_contiguous()
+            and head_dim % 32 == 0
+            and head_dim <= _MAX_HEAD_DIM
+            and query_heads // kv_heads <= _MAX_GROUP
+        )
+
+    def decode(self, query: Tensor, kv_layer: Tensor, meta: AttnMeta, scale: float) -> Tensor:
+        """The last token of each sequence [B, Hq, D] over its pages, which are read where they lie."""
+        output = query.new_empty(query.shape)
+        _, _, block_size, kv_heads, head_dim = kv_layer.shape
+        table, lengths = meta.decode_block_table.contiguous(), meta.decode_context_lens.contiguous()
+        call = _Decode(
+            query.data_ptr(),
+            kv_layer[0].data_ptr(),
+            kv_layer[1].data_ptr(),
+            table.data_ptr(),
+            lengths.data_ptr(),
+            output.data_ptr(),
+            query.stride(0),
+            table.shape[1],
+            len(query),
+            query.shape[1],
+            kv_heads,
+            head_dim,
+            block_size,
+            scale,
+            torch.get_num_threads(),
+        )
+        self._library.epd_decode(ctypes.byref(call))
+        return output
+
+
+@cache
+def cpu_kernels() -> CpuKernels | None:
+    """The kernels, compiled if need be; None where they cannot run, which the log explains."""
+    if os.environ.get("EPD_SERVE_CPU_KERNELS") == "0" or not torch.cpu._is_amx_tile_supported():
+        return None
+    if not (torch.cpu._is_avx512_bf16_supported() and torch.cpu._init_amx()):
+        return None
+    compiler = shutil.which("g++")
+    if compiler is None:
+        _log.warning("no g++ here: decodes in bfloat16 take about a sixth longer than with compiled CPU kernels")
+        return None
+    try:
+        return CpuKernels(ctypes.CDLL(str(_compile(compiler))))
+    except (OSError, subprocess.SubprocessError) as error:
+        reason = getattr(error, "stderr", None) or error
+        _log.warning("CPU kernels do not compile, torch's operators take their place: %s", reason)
+        return None
+
+
+def _compile(compiler: str) -> Path:
+    source = Path(__file__).with_suffix(".cpp")
+    key = hashlib.sha256(source.read_bytes() + " ".join((*_FLAGS, processor_features())).encode()).hexdigest()
+    library = _cache_dir() / f"cpu_kernels-{key[:32]}.so"
+    if not library.exists():
+        library.parent.mkdir(parents=True, exist_ok=True)
+        # several instances may compile at once: each into a file of its own, and the last one stays
+        with tempfile.TemporaryDirectory(dir=library.parent) as directory:
+            built = Path(directory) / library.name
+            command = [compiler, *_FLAGS, str(source), "-o", str(built)]
+            subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S)
+            built.replace(library)
+    return library
+
+
+def _cache_dir() -> Path:
+    if own := os.environ.get("EPD_SERVE_CACHE"):
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "epd-serve"
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _is_packed(states: Tensor, dims: int) -> bool:
+    """bfloat16 [T, ...] whose last ``dims`` dimensions, 1 or 2, lie without gaps; tokens may lie apart."""
+    return (
+        states.dim() == dims + 1
+        and 1 <= dims <= 2
+        and states.dtype == torch.bfloat16
+        and states.device.type == "cpu"
+        and states.stride(-1) == 1
+        and (dims == 1 or states.stride(-2) == states.shape[-1])
+    )

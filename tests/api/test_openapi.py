@@ -1,0 +1,87 @@
+"""The OpenAPI document is true: its schemas are valid, and real answers are what it says."""
+
+from __future__ import annotations
+
+import json
+
+import jsonschema
+import pytest
+from chat import chat
+from pictures import noise
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+TOOL = {
+    "type": "function",
+    "function": {"name": "now", "parameters": {"type": "object", "additionalProperties": False}},
+}
+CASES = [
+    ("/v1/chat/completions", {**chat("Hi", noise(1)), "max_tokens": 2, "logprobs": True, "top_logprobs": 2}),
+    ("/v1/chat/completions", {**chat("Hi"), "tools": [TOOL], "tool_choice": "required", "max_tokens": 60}),
+    ("/v1/completions", {"prompt": ["a", "b"], "max_tokens": 2, "logprobs": 1}),
+    ("/v1/responses", {"input": "Hi", "max_output_tokens": 2}),
+    ("/tokenize", {"prompt": "Hi", "return_token_strs": True}),
+    ("/detokenize", {"tokens": [40]}),
+]
+
+
+async def get(api, path):
+    async with api.session.get(api.url + path) as response:
+        return response.status, await response.text()
+
+
+@pytest.fixture(scope="session")
+def check(api):
+    """Checks an answer against what the document says of it."""
+
+    async def check_answer(path, method, status, answer):
+        document = json.loads((await get(api, "/openapi.json"))[1])
+        content = document["paths"][path][method]["responses"][str(status)]["content"]
+        schema = {**content["application/json"]["schema"], "components": document["components"]}
+        jsonschema.validate(answer, schema, jsonschema.Draft202012Validator)
+
+    return check_answer
+
+
+async def test_the_document_is_valid_and_names_every_route(api):
+    status, text = await get(api, "/openapi.json")
+    document = json.loads(text)
+    assert status == 200 and document["openapi"] == "3.1.0"
+    for schema in document["components"]["schemas"].values():
+        jsonschema.Draft202012Validator.check_schema(schema)
+    posts = {path for route in api.app.routes if (path := getattr(route, "path", "")).startswith(("/v1", "/tok"))}
+    assert len(posts) >= 4 and posts <= set(document["paths"])
+    properties = document["components"]["schemas"]["ChatCompletionRequest"]["properties"]
+    assert {"messages", "tools", "response_format", "store", "user", "chat_template"} <= set(properties)
+
+
+@pytest.mark.parametrize(("path", "body"), CASES)
+async def test_answers_are_what_it_says(api, check, path, body):
+    status, answer = await api.post(path, body)
+    assert status == 200, answer
+    await check(path, "post", status, answer)
+    status, answer = await api.post(path, {**body, "colour": 1})
+    assert status == 400
+    await check(path, "post", status, answer)
+
+
+async def test_requests_of_the_tests_are_valid_by_it(api):
+    document = json.loads((await get(api, "/openapi.json"))[1])
+    for path, body in CASES:
+        schema = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        jsonschema.validate(
+            body, {**schema, "components": document["components"]}, jsonschema.Draft202012Validator
+        )
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/demo", "/v1/models/x", "/health", "/health/live"])
+async def test_pages_are_what_it_says(api, check, path):
+    status, text = await get(api, path)
+    known = "/v1/models/{name}" if path.startswith("/v1/models/") else path
+    await check(known, "get", status, json.loads(text))
+
+
+async def test_the_page_for_people_loads_nothing_from_elsewhere(api):
+    status, page = await get(api, "/docs")
+    assert status == 200 and "POST /v1/responses" in page
+    assert "http://" not in page and "https://" not in page and "<script" not in page

@@ -1,0 +1,116 @@
+"""The compiled CPU kernels against exact arithmetic; and torch in their place where they cannot be compiled."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from device.base import AttnMeta
+from device.ops.cpu import CpuOps
+from device.ops.cpu_kernels import cpu_kernels
+from device.ops.linear import Product
+from device.ops.reference import ReferenceOps
+
+needs_kernels = pytest.mark.skipif(cpu_kernels() is None, reason="no AMX or no g++")
+
+
+def _close(actual: Tensor, exact: Tensor) -> None:
+    assert actual.dtype == torch.bfloat16
+    assert float((actual.double() - exact).abs().max()) <= 1e-2 * float(exact.abs().max())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", [1, 16, 17, 32, 33])
+@pytest.mark.parametrize("activation", ["none", "swish", "gelu_tanh"])
+def test_products_with_what_follows_them(dtype: torch.dtype, rows: int, activation: str) -> None:
+    torch.manual_seed(0)
+    # rows of the input that lie apart, and a width that fills no last strip
+    states = torch.randn(rows, 200).to(dtype)[:, :160]
+    weight, bias, other = (torch.randn(*shape).to(dtype) for shape in ((150, 160), (150,), (rows, 150)))
+    product = Product(weight, bias)
+    exact = F.linear(states.double(), weight.double(), bias.double())
+    exact = {"none": exact, "swish": F.silu(exact), "gelu_tanh": F.gelu(exact, approximate="tanh")}[activation]
+    for result, wanted in (
+        (product(states, activation), exact),
+        (product(states, activation, add=other), exact + other),
+        (product(states, activation, multiply=other), exact * other),
+    ):
+        _close(result.bfloat16(), wanted)
+
+
+@needs_kernels
+def test_weights_in_another_layout_are_left_to_onednn() -> None:
+    kernels = cpu_kernels()
+    assert kernels is not None
+    weight = torch.randn(96, 64).bfloat16()
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, 64)
+    assert kernels.packed_address(packed, weight) is not None
+    assert kernels.packed_address(packed, weight.flip(0)) is None
+    for_one_row = torch.ops.mkldnn._reorder_linear_weight(weight, 1)
+    assert kernels.packed_address(for_one_row, weight) is None
+    assert kernels.packed_address(packed, torch.randn(96, 48).bfloat16()) is None
+
+
+@needs_kernels
+@pytest.mark.parametrize("head_dim", [32, 80, 128])
+def test_norms_and_rotation_of_states_inside_a_wider_product(head_dim: int) -> None:
+    torch.manual_seed(0)
+    ops, exact = CpuOps(), ReferenceOps()
+    states = torch.randn(5, 9, head_dim).bfloat16()
+    query, key, _ = torch.split(states, [4, 3, 2], dim=1)
+    weight, angles = torch.randn(head_dim).bfloat16(), torch.rand(5, head_dim // 2).repeat(1, 2)
+    _close(ops.rms_norm(key, weight, 1e-6), exact.rms_norm(key, weight, 1e-6).double())
+    for rotated, wanted in zip(
+        ops.rotary(query, key, angles.cos(), angles.sin()),
+        exact.rotary(query, key, angles.cos(), angles.sin()),
+        strict=True,
+    ):
+        _close(rotated, wanted.double())
+    flat = states.flatten(1)
+    wide, residual = torch.randn(flat.shape[1]).bfloat16(), torch.randn_like(flat)
+    normed, total = ops.add_rms_norm(flat, residual, wide, 1e-6)
+    assert torch.equal(total, flat + residual)
+    _close(normed, exact.rms_norm(total, wide, 1e-6).double())
+
+
+@needs_kernels
+@pytest.mark.parametrize(("query_heads", "kv_heads", "head_dim"), [(14, 2, 64), (4, 4, 32), (16, 1, 256)])
+def test_decodes_read_pages_where_they_lie(query_heads: int, kv_heads: int, head_dim: int) -> None:
+    torch.manual_seed(0)
+    lengths = [1, 300, 16, 129, 128]
+    width = -(-max(lengths) // 16)
+    table = torch.randperm(len(lengths) * width).view(len(lengths), width) + 1
+    kv = torch.randn(2, len(lengths) * width + 1, 16, kv_heads, head_dim).bfloat16()
+    kv[:, 0] = float("nan")  # nobody's block
+    query = torch.randn(len(lengths), query_heads + 2 * kv_heads, head_dim).bfloat16()[:, :query_heads]
+    meta = AttnMeta(
+        block_size=16,
+        slot_mapping=torch.zeros(len(lengths), dtype=torch.long),
+        num_decodes=len(lengths),
+        decode_block_table=table,
+        decode_context_lens=torch.tensor(lengths),
+        decode_context_lens_host=lengths,
+        prefill_query_lens=[],
+        prefill_context_lens=[],
+        prefill_block_table=torch.zeros(0, 1, dtype=torch.long),
+    )
+    scale = head_dim**-0.5
+    ops, exact = CpuOps(), ReferenceOps()
+    assert cpu_kernels().takes_decodes(query, kv)  # type: ignore[union-attr]
+    result = ops.attend(query, query, query, kv, ops.prepare(meta, torch.bfloat16), scale)
+    wanted = exact.attend(query, query, query, kv, exact.prepare(meta, torch.bfloat16), scale)
+    _close(result, wanted.double())
+
+
+def test_without_a_compiler_torch_does_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    code = (
+        "import torch; from device.ops.cpu_kernels import cpu_kernels; from device.ops.linear import linear;"
+        "assert cpu_kernels() is None; x = torch.eye(32).bfloat16(); assert torch.equal(linear(x)(x), x)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
