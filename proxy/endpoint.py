@@ -28,6 +28,7 @@ from proxy.generation import Generator
 from proxy.interruption import Interruption
 from proxy.limits import estimate_tokens
 from proxy.media import MediaItem, MediaLoader
+from proxy.payloads import ParsedBody
 from proxy.poller import Poller
 from proxy.several import stream_several, whole_several
 from proxy.sink import EventSink, ResponseAborted, send_error, send_json
@@ -187,25 +188,23 @@ class GenerationEndpoint(Endpoint):
     """An endpoint whose answer is generated."""
 
     def __init__(
-        self, *, parse: Callable[[bytearray], GenerationRequest], generator: Generator, **shared: Any
+        self, *, parse: Callable[[bytes | bytearray], GenerationRequest], generator: Generator, **shared: Any
     ) -> None:
         super().__init__(**shared)
         self._parse = parse
         self._generator = generator
 
     async def _generate(self, exchange: Exchange, visit: Visit, body: bytearray, sink: EventSink) -> None:
-        request = self._parse(body)
-        sources = request.media()
-        text_bytes = len(body) - sum(len(source.url) for source in sources)
-        body.clear()
+        parsed = ParsedBody(self._parse, body)
+        request = parsed.request
         await self._poller.started()
         model = self._model(request.model)
         num_choices = (request.n or 1) * max(1, len(request.prompts()))
-        num_tokens = estimate_tokens(text_bytes, request.token_limit(), num_choices)
+        num_tokens = estimate_tokens(parsed.text_bytes, request.token_limit(), num_choices)
         waiting = visit.admit(priority=request.priority or 0, num_tokens=num_tokens)
         if waiting is not None:
             await waiting
-        items = await self._media(exchange, sources)
+        items = await parsed.load(lambda sources: self._media(exchange, sources))
         jobs = self._jobs(exchange, request, model, items)
         if request.stream:
             translation = self._translation(request, jobs[0], exchange.send)
