@@ -22,7 +22,8 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,7 @@ class Chaos:
     Attributes:
         results: of the requests asked under faults.
         hang_share: of the faults, those that stop a process (SIGSTOP) and leave killing it to the supervisor.
+        num_spared: processes of a kind that must be ready beside one that is killed.
         kills: by name of the process, of either kind.
         hangs: those of the other kind.
         leaks: what was still held in the end.
@@ -65,6 +67,7 @@ class Chaos:
     rng: random.Random
     interval_s: float
     hang_share: float = 0.0
+    num_spared: int = 0
     expected: dict[str, str] = field(default_factory=dict)
     results: list[tuple[Request, Result]] = field(default_factory=list)
     kills: Counter[str] = field(default_factory=Counter)
@@ -113,7 +116,8 @@ class Chaos:
                 is_up = process.state is ProcessState.READY and process.pid not in stopped
                 if is_up and process.spec.name != "gateway":
                     alive[kind_of(process.spec.name)].append(process)
-            turn = [kind for kind in turn if kind in alive] or self.rng.sample(sorted(alive), len(alive))
+            kinds = sorted(kind for kind, processes in alive.items() if len(processes) > self.num_spared)
+            turn = [kind for kind in turn if kind in kinds] or self.rng.sample(kinds, len(kinds))
             if turn:
                 victim = self.rng.choice(alive[turn.pop()])
                 hangs = self.rng.random() < self.hang_share
@@ -185,11 +189,11 @@ async def _in_parallel(work: list[Any], concurrency: int) -> None:
     await asyncio.gather(*(one(task) for task in work))
 
 
-def deployment_config(arguments: argparse.Namespace) -> DeploymentConfig:
+def deployment_config(arguments: argparse.Namespace, **gateway: Any) -> DeploymentConfig:
     return DeploymentConfig(
         topology=arguments.topology,
         hang_timeout_s=HANG_TIMEOUT_S,
-        gateway={"port": 0, "request_timeout_s": DEADLINE_S * 0.75},
+        gateway={"port": 0, "request_timeout_s": DEADLINE_S * 0.75, **gateway},
         feature_store=arguments.store,
         instances={
             "base_port": 0,
@@ -206,23 +210,29 @@ def deployment_config(arguments: argparse.Namespace) -> DeploymentConfig:
     )
 
 
-async def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    requests = make_requests(arguments.requests, arguments.seed)
-    log_dir = Path(tempfile.mkdtemp(prefix="epd-serve-chaos-"))
+@asynccontextmanager
+async def started(arguments: argparse.Namespace, config: DeploymentConfig, log_dir: Path) -> AsyncIterator[Chaos]:
+    """The deployment, whose processes are started again at once, and a client of its gateway."""
     async with (
         LocalDeployment(
-            deployment_config(arguments),
+            config,
             log_dir=log_dir,
             ready_timeout_s=180,
             backoff=lambda: Backoff(first_s=0.2, limit_s=0.2),  # many deaths are wanted here
         ) as deployment,
         httpx.AsyncClient(base_url=deployment.gateway_url, timeout=None, limits=httpx.Limits()) as client,
     ):
-        chaos = Chaos(deployment, client, random.Random(arguments.seed), arguments.interval, arguments.hangs)
+        yield Chaos(deployment, client, random.Random(arguments.seed), arguments.interval, arguments.hangs)
+
+
+async def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    requests = make_requests(arguments.requests, arguments.seed)
+    log_dir = Path(tempfile.mkdtemp(prefix="epd-serve-chaos-"))
+    async with started(arguments, deployment_config(arguments), log_dir) as chaos:
         await chaos.learn(requests, arguments.concurrency)
-        started = time.monotonic()
+        began = time.monotonic()
         await chaos.run(requests, arguments.concurrency)
-        seconds = time.monotonic() - started
+        seconds = time.monotonic() - began
         await chaos.settle()
         return {
             "command": "python -m benchmarks.chaos " + shlex.join(sys.argv[1:]),
@@ -239,9 +249,10 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
         }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=1000)
+def new_parser(description: str, *, num_requests: int) -> argparse.ArgumentParser:
+    """The options of a run under faults."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=num_requests)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--concurrency", type=int, default=8)
     parser.add_argument("--interval", type=float, default=8.0, help="mean seconds between two kills")
@@ -250,6 +261,11 @@ def main() -> int:
     parser.add_argument("--store", choices=("embedded", "mooncake"), default="embedded")
     parser.add_argument("--transport", choices=("auto", "tcp", "mooncake"), default="auto")
     parser.add_argument("--mode", choices=("grouped", "layerwise", "oneshot", "pull"), default="grouped")
+    return parser
+
+
+def main() -> int:
+    parser = new_parser(__doc__ or "", num_requests=1000)
     parser.add_argument("--output", type=Path, help="default: benchmarks/results/chaos-cpu[-mooncake].json")
     arguments = parser.parse_args()
     report = asyncio.run(run(arguments))

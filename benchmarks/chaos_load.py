@@ -7,8 +7,10 @@ import base64
 import io
 import json
 import random
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from hashlib import blake2b
 from typing import Any
 
 import httpx
@@ -49,17 +51,29 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """``detail``: what was wrong, or the status of a clear error."""
+    """``detail``: what was wrong, or the status of a clear error; ``seconds``: until that was known."""
 
     outcome: Outcome
     text: str = ""
     detail: str = ""
+    seconds: float = 0.0
 
 
 def make_requests(count: int, seed: int) -> list[Request]:
     """Texts, pictures (few enough that most are asked about again), two pictures, streams, impatient clients."""
     rng = random.Random(seed)
     return [_make_request(rng) for _ in range(count)]
+
+
+def make_streams(count: int, seed: int) -> list[Request]:
+    """Streams of patient clients, long enough that a fault meets many in their middle."""
+    rng = random.Random(seed)
+    streams = []
+    for request in make_requests(count, seed):
+        body = request.body | {"stream": True, "max_tokens": rng.choice((48, 120, 250))}
+        key = json.dumps(body)
+        streams.append(Request(key=blake2b(key.encode(), digest_size=8).hexdigest(), body=body, patience_s=None))
+    return streams
 
 
 def _make_request(rng: random.Random) -> Request:
@@ -102,6 +116,12 @@ async def ask(client: httpx.AsyncClient, request: Request, expected: str | None,
     Before the deadline there must be the whole answer or an error that says what happened; a stream that breaks
     off must say so too, and what came before must be the beginning of the right answer.
     """
+    started = time.monotonic()
+    result = await _ask(client, request, expected, deadline_s)
+    return replace(result, seconds=time.monotonic() - started)
+
+
+async def _ask(client: httpx.AsyncClient, request: Request, expected: str | None, deadline_s: float) -> Result:
     limit_s = deadline_s if request.patience_s is None else request.patience_s
     try:
         async with asyncio.timeout(limit_s):

@@ -1,4 +1,6 @@
-"""(E-D): what encodes on the device of decodes cost their time per token, with and without shares and the guard.
+"""(E-D), ED and (E-PD): what encodes on the device of decodes cost their time per token.
+
+E and D as two instances, with and without shares and the guard; as one instance; E beside an instance of P and D.
 
 Run as ``python -m benchmarks.colocation`` from the root of the repository; writes results/colocation-cpu.json.
 Each deployment serves text requests alone and beside a stream of encodes, in turns: what else happens on the
@@ -33,6 +35,7 @@ from epd_serve.protocol import wire
 
 RESULT = Path(__file__).parents[1] / "benchmarks" / "results" / "colocation-cpu.json"
 PATH = "/v1/chat/completions"
+DEFAULT_TOPOLOGY = "(E-D)-P"
 SIDE = 448
 CONCURRENCY, TOKENS, REQUESTS = 4, 48, 8
 ENCODES_AT_ONCE = 2
@@ -57,7 +60,7 @@ def model(path: Path) -> Path:
 
 
 def settings(cores: int, tpot_ms: float | None) -> dict[str, dict[str, Any]]:
-    """Deployments by name: ``instances``, ``roles`` and ``slo`` of each."""
+    """Deployments by name: ``topology``, ``roles``, ``slo``, ``share`` and the rest of ``instances`` of each."""
     half = {"threads": max(1, cores // 2)}
     guard = {"tpot_ms": tpot_ms}
     return {
@@ -66,6 +69,12 @@ def settings(cores: int, tpot_ms: float | None) -> dict[str, dict[str, Any]]:
         "all cores, encoder nice, no guard": {"threads": cores, "roles": {"E": {"stream_priority": 19}}},
         "half of the cores each": {**half, "share": 0.5},
         "half of the cores each, guard": {**half, "share": 0.5, "slo": guard},
+        "one instance, no guard": {"topology": "ED-P", "threads": cores},
+        "one instance, guard": {"topology": "ED-P", "threads": cores, "slo": guard},
+        "beside PD, all cores, no guard": {"topology": "(E-PD)", "threads": cores},
+        "beside PD, all cores, guard": {"topology": "(E-PD)", "threads": cores, "slo": guard},
+        "beside PD, half of the cores each": {"topology": "(E-PD)", **half, "share": 0.5},
+        "beside PD, half of the cores each, guard": {"topology": "(E-PD)", **half, "share": 0.5, "slo": guard},
     }
 
 
@@ -73,13 +82,15 @@ async def measure(path: Path, setting: dict[str, Any], rounds: int) -> dict[str,
     """Text requests alone and beside encodes, ``rounds`` times in turns."""
     setting = dict(setting)
     slo, roles = setting.pop("slo", {}), setting.pop("roles", {})
-    share = setting.pop("share", None)
-    roles = {"P": {"threads": 1}, **roles}
+    share, topology = setting.pop("share", None), setting.pop("topology", DEFAULT_TOPOLOGY)
     if share is not None:
-        roles = {role: {**roles.get(role, {}), "share": share} for role in "ED"} | {"P": roles["P"]}
+        shared = [role for role in ("E", "D", "PD") if role in topology.strip("()").replace(")", "").split("-")]
+        roles = {role: {**roles.get(role, {}), "share": share} for role in shared}
+    if topology.endswith("-P"):
+        roles = {**roles, "P": {"threads": 1}}
     times: dict[str, list[list[float]]] = {"alone": [], "beside": []}
     encodes, encoding_s, others = 0, 0.0, list[float]()
-    async with deployed("(E-D)-P", path, setting, roles=roles, slo=slo) as deployment:
+    async with deployed(topology, path, setting, roles=roles, slo=slo) as deployment:
         await text(deployment, 1)
         encoder = Encoder(deployment)
         await encoder.encode()
@@ -99,6 +110,7 @@ async def measure(path: Path, setting: dict[str, Any], rounds: int) -> dict[str,
         "beside": figures(times["beside"]),
         "encodes_per_s": encodes / encoding_s,
         "load_of_others": others,
+        "topology": topology,
     }
 
 
@@ -130,7 +142,9 @@ class Encoder:
 
     def __init__(self, deployment: LocalDeployment) -> None:
         self._peers = Peers()
-        self._encoder, self._prefill = (deployment.instances[name].url for name in ("e0", "p0"))
+        names = deployment.instances
+        self._encoder = next(names[name].url for name in ("e0", "ed0") if name in names)
+        self._prefill = next(names[name].url for name in ("p0", "pd0") if name in names)
         self._random = np.random.default_rng(0)
         self.num_done = 0
 
@@ -175,22 +189,23 @@ async def run(rounds: int, names: list[str], known: dict[str, Any], console: Con
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as directory:
         path = model(Path(directory) / "model")
-        limits: dict[int, float] = {}  # by threads: the time per token that D has alone with so many
+        # by topology and threads: the time per token that D has alone
+        limits: dict[tuple[str, int], float] = {}
         for name in settings(cores, None):
-            threads = settings(cores, None)[name]["threads"]
+            setting = settings(cores, None)[name]
+            key = (setting.get("topology", DEFAULT_TOPOLOGY), setting["threads"])
             if name in names:
-                limit = LIMIT * limits[threads] if threads in limits else None
+                limit = LIMIT * limits[key] if key in limits else None
                 results[name] = await measure(path, settings(cores, limit)[name], rounds)
                 results[name]["limit_ms"] = limit if name.endswith(", guard") else None
                 console.print(name, results[name])
             elif name in known:
                 results[name] = known[name]
             if name in results:
-                limits.setdefault(threads, results[name]["alone"]["tpot_ms_p50"])
+                limits.setdefault(key, results[name]["alone"]["tpot_ms_p50"])
     return {
         "command": "python -m benchmarks.colocation",
         "machine": machine(),
-        "topology": "(E-D)-P",
         "image": f"{SIDE}x{SIDE}",
         "encodes_at_once": ENCODES_AT_ONCE,
         "concurrency": CONCURRENCY,
@@ -201,11 +216,20 @@ async def run(rounds: int, names: list[str], known: dict[str, Any], console: Con
 
 def show(data: dict[str, Any], console: Console) -> None:
     table = Table(
-        "deployment", "limit ms", "TPOT p50 alone", "beside", "TPOT p99 alone", "beside", "", "encodes/s"
+        "topology",
+        "deployment",
+        "limit ms",
+        "TPOT p50 alone",
+        "beside",
+        "TPOT p99 alone",
+        "beside",
+        "",
+        "encodes/s",
     )
     for name, result in data["deployments"].items():
         alone, beside = result["alone"], result["beside"]
         table.add_row(
+            result.get("topology", DEFAULT_TOPOLOGY),
             name,
             f"{result['limit_ms']:.1f}" if result["limit_ms"] else "",
             f"{alone['tpot_ms_p50']:.1f}",
@@ -224,7 +248,7 @@ def main() -> None:
     every = list(settings(len(os.sched_getaffinity(0)), None))
     parser.add_argument("--only", nargs="*", default=every, choices=every, help="measure these anew")
     arguments = parser.parse_args()
-    console = Console(width=130)
+    console = Console(width=150)
     known = json.loads(RESULT.read_text())["deployments"] if RESULT.exists() else {}
     data = asyncio.run(run(arguments.rounds, arguments.only, known, console))
     RESULT.write_text(json.dumps(data, indent=1) + "\n")

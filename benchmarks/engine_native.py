@@ -33,7 +33,7 @@ from epd_serve.worker.events import EngineEvent, FailureEvent, TokenEvent
 from epd_serve.worker.kv_memory import KVMemory
 from epd_serve.worker.runner import LanguageRunner
 from epd_serve.worker.step import StepExecutor
-from epd_serve.worker.step_inputs import StepInputs
+from epd_serve.worker.step_inputs import Fed, StepInputs
 
 BLOCK_SIZE = 16
 MAX_TOKENS_PER_STEP = 4096
@@ -45,9 +45,11 @@ class TimedExecutor(StepExecutor):
     model_s = 0.0
     steps = 0
 
-    def compute(self, inputs: StepInputs, on_layer: Callable[[int], None] | None = None) -> Tensor:
+    def compute(
+        self, inputs: StepInputs, on_layer: Callable[[int], None] | None = None, fed: Fed | None = None
+    ) -> Tensor:
         start = time.thread_time()
-        logits = super().compute(inputs, on_layer)
+        logits = super().compute(inputs, on_layer, fed)
         self.model_s += time.thread_time() - start
         self.steps += 1
         return logits

@@ -31,6 +31,7 @@ from epd_serve.config.options import (
     FeatureStoreKind,
     KVTransport,
     MooncakeProtocol,
+    Switch,
 )
 from epd_serve.cost.interference import Clock, Isolation
 from epd_serve.errors import needs_native
@@ -152,6 +153,7 @@ def instance(
     max_num_seqs: Annotated[
         int, typer.Option(min=1, help="Most sequences in a step.")
     ] = InstanceOptions.max_num_seqs,
+    async_scheduling: Annotated[Switch, typer.Option(help="Launch early.")] = InstanceOptions.async_scheduling,
     max_model_len: Annotated[int | None, typer.Option(min=1, help="Longest prompt and answer, in tokens.")] = None,
     image_budget_pixels: Annotated[
         int, typer.Option(min=1, help="Most pixels encoded in a step.")
@@ -171,12 +173,11 @@ def instance(
     lease_s: Annotated[
         float, typer.Option(min=0.001, help="How long unconfirmed memory is kept.")
     ] = InstanceOptions.lease_s,
-    kv_transport: Annotated[
-        KVTransport, typer.Option(help="How KV moves from P to D.")
-    ] = InstanceOptions.kv_transport,
-    feature_store: Annotated[
-        FeatureStoreKind, typer.Option(help="Where E's features lie.")
-    ] = InstanceOptions.feature_store,
+    drain_s: Annotated[
+        float, typer.Option(min=0.001, help="How long requests may go on after SIGTERM.")
+    ] = InstanceOptions.drain_s,
+    kv_transport: Annotated[KVTransport, typer.Option(help="From P to D.")] = InstanceOptions.kv_transport,
+    feature_store: Annotated[FeatureStoreKind, typer.Option(help="Of E.")] = InstanceOptions.feature_store,
     mooncake_master: Annotated[
         str | None, typer.Option(help="host:port of the master, for --feature-store mooncake.")
     ] = None,
@@ -199,9 +200,7 @@ def instance(
     batching_alpha: Annotated[
         float, typer.Option(help="Share of --slo-ttft-ms for a step, where nothing is decoded.")
     ] = InstanceOptions.batching_alpha,
-    batching_order: Annotated[
-        BatchingOrder, typer.Option(help="Of waiting prompts.")
-    ] = InstanceOptions.batching_order,
+    batching_order: Annotated[BatchingOrder, typer.Option(help="Of prompts.")] = InstanceOptions.batching_order,
     batching_policy: Annotated[
         BatchingPolicy, typer.Option(help="Bound steps by the SLO, or not.")
     ] = InstanceOptions.batching_policy,
@@ -245,6 +244,7 @@ def instance(
         kv_cache_bytes=kv_cache_bytes,
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=max_num_seqs,
+        async_scheduling=async_scheduling,
         max_model_len=max_model_len,
         image_budget_pixels=image_budget_pixels,
         feature_store_bytes=feature_store_bytes,
@@ -252,6 +252,7 @@ def instance(
         feature_timeout_s=feature_timeout_s,
         queue_timeout_s=queue_timeout_s,
         lease_s=lease_s,
+        drain_s=drain_s,
         kv_transport=kv_transport,
         feature_store=feature_store,
         mooncake_master=mooncake_master,

@@ -104,6 +104,10 @@ class StageTimeout(ServeError):
 
 #: Code of the Unavailable of an instance that has no thread left to prepare a request: another may have one.
 PREPARATION_FULL = "preparation_full"
+#: Code of the error of an instance that answers and computes nothing.
+WEDGED = "wedged"
+#: Code of the Unavailable of an instance that finishes what it has and takes nothing new.
+DRAINING = "draining"
 #: Code of the Unavailable of a decode instance without blocks for a request's KV.
 NO_ROOM = "no_room"
 

@@ -21,6 +21,8 @@ from PIL import Image, UnidentifiedImageError
 from epd_serve.errors import InvalidRequest, TooLarge
 
 #: What Pillow may try; a file of any other format is refused before a decoder sees it.
+#: Width and height that a picture has at most when it is read with ``detail: "low"``, as in OpenAI's API.
+LOW_DETAIL_PIXELS = 512
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 _ORIENTATION_TAG = 0x0112
 _TRANSPOSE = {
@@ -65,6 +67,12 @@ def pixel_size(data: bytes, limits: MediaLimits) -> tuple[int, int]:
     with _readable(data, limits) as image:
         width, height = image.size
         return (height, width) if _orientation(image) in _QUARTER_TURNS else (width, height)
+
+
+def low_detail_size(size: tuple[int, int]) -> tuple[int, int]:
+    """Width and height of a picture read with ``detail: "low"``: scaled down to fit LOW_DETAIL_PIXELS squared."""
+    scale = min(1.0, LOW_DETAIL_PIXELS / max(size))
+    return max(1, round(size[0] * scale)), max(1, round(size[1] * scale))
 
 
 def open_image(data: bytes, limits: MediaLimits) -> Image.Image:

@@ -10,6 +10,8 @@ from typing import Any, Literal
 from epd_serve.types import MediaSpan, SamplingParams
 
 FinishReason = Literal["stop", "length"]
+#: In an output: a token that the device has chosen, or will, and the host does not know yet. Only ever the last.
+PLACEHOLDER = -1
 
 
 class SequenceState(Enum):
@@ -36,7 +38,7 @@ _ALLOWED: dict[SequenceState, frozenset[SequenceState]] = {
 }
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, kw_only=True, eq=False, weakref_slot=True)
 class Sequence:
     """One prompt and what was generated after it.
 
@@ -112,6 +114,21 @@ class Sequence:
         return bool(self.output_ids) and not self.hand_off and self.num_uncomputed == 1
 
     @property
+    def is_complete(self) -> bool:
+        """Whether its last token is on its way."""
+        return self.output_ids[-1:] == [PLACEHOLDER] and len(self.output_ids) >= self.max_tokens
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether its tokens are still wanted here."""
+        return self.state in (SequenceState.RUNNING, SequenceState.WAITING)
+
+    @property
+    def yields_one_token(self) -> bool:
+        """Whether the step that has computed all its tokens yields one, after which it decodes here."""
+        return not self.num_uncomputed and self.num_sampled == 1 and not self.hand_off
+
+    @property
     def recomputable(self) -> bool:
         """Whether all its tokens can be computed here again. Features are held until the first token only."""
         return not self.output_ids or (self.positions is not None and not self.spans)
@@ -140,6 +157,13 @@ class Sequence:
         """The one place where a state changes. Raises AssertionError for a transition the table lacks."""
         assert state in _ALLOWED[self.state], f"{self.request_id}: {self.state.name} -> {state.name}"
         self.state = state
+
+    def take(self, token_id: int) -> None:
+        """Append a token, or put it where its placeholder stands."""
+        if self.output_ids[-1:] == [PLACEHOLDER]:
+            self.output_ids[-1] = token_id
+        else:
+            self.output_ids.append(token_id)
 
     def finish_reason(self, token_id: int, count: int, eos_token_ids: frozenset[int]) -> FinishReason | None:
         """Why generation ends with ``token_id`` as the ``count``-th output token; None where it goes on."""

@@ -5,34 +5,32 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
-from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse
-from starlette.exceptions import HTTPException
+from fastapi import FastAPI
 from starlette.routing import Route
 
 from epd_serve.backends.base import StageCalls
 from epd_serve.backends.native import NativeConnections, NativeInstance
-from epd_serve.errors import InvalidRequest, ServeError
 from epd_serve.metrics.gateway import GatewayMetrics
 from epd_serve.metrics.trace import TraceWriter
 from epd_serve.routing.choice import router_of
 from epd_serve.routing.policy import Policy
 from epd_serve.routing.table import InstanceTable
 from proxy.addresses import is_public
+from proxy.admin import create_admin_app, running_admin
 from proxy.attempt import Instances
 from proxy.endpoints import endpoints
 from proxy.entrance import new_gate
-from proxy.failover import Losses
+from proxy.errors import install_error_handlers
 from proxy.fetch import MediaFetcher, UrlRules
 from proxy.generation import Generator
+from proxy.health import Health
 from proxy.media import MediaLoader
 from proxy.openapi import openapi_router
 from proxy.poller import Poller
 from proxy.settings import GatewaySettings
-from proxy.sink import retry_headers
 from proxy.views import health_router, models_router
 
 
@@ -41,8 +39,8 @@ def create_app(
 ) -> FastAPI:
     """The gateway for ``instances``, given as (name, control URL).
 
-    ``app.state.table`` is its instance table, ``app.state.gate`` its admission. Connections and polling live as
-    long as the application's lifespan.
+    ``app.state.table`` is its instance table, ``app.state.gate`` its admission, ``app.state.admin_url`` its
+    admin plane, where it has one. Connections and polling live as long as the application's lifespan.
     """
     table = InstanceTable(instances)
     metrics = GatewayMetrics()
@@ -58,7 +56,7 @@ def create_app(
     )
     trace = TraceWriter(settings.trace, "gateway") if settings.trace else None
     poller = Poller(table, calls, settings.poll_interval_s, settings.startup_wait_s)
-    losses = Losses()
+    health = Health(table, calls, settings.health)
     generator = Generator(
         Instances(
             table=table,
@@ -67,7 +65,7 @@ def create_app(
             poller=poller,
             metrics=metrics,
             encode_timeout_s=settings.encode_timeout_s,
-            losses=losses,
+            health=health,
             failover=settings.failover,
             trace=trace,
         )
@@ -76,8 +74,13 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        async with connections, fetcher:
-            polling = asyncio.create_task(poller.run())
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(connections)
+            await stack.enter_async_context(fetcher)
+            if settings.admin is not None:
+                admin = create_admin_app(table, gate, settings.admin.key)
+                app.state.admin_url = await stack.enter_async_context(running_admin(admin, settings.admin))
+            polling = asyncio.gather(poller.run(), health.run())
             try:
                 yield
             finally:
@@ -88,15 +91,18 @@ def create_app(
 
     app = FastAPI(title="epd-serve gateway", lifespan=lifespan, openapi_url=None)
     app.state.table = table
+    app.state.health = health
     app.state.gate = gate
     #: Path → endpoint, for the server's own short way (proxy/connection.py).
     app.state.endpoints = {}
+    app.state.arrival = settings.arrival
     shared: dict[str, Any] = {
         "table": table,
         "poller": poller,
         "loader": loader,
         "metrics": metrics,
         "gate": gate,
+        "arrival": settings.arrival,
         "max_body_bytes": settings.max_body_bytes,
         "timeout_s": settings.request_timeout_s,
     }
@@ -106,25 +112,5 @@ def create_app(
     app.include_router(models_router(table, poller, gate.authenticator))
     app.include_router(health_router(table, metrics, gate.authenticator, settings))
     app.include_router(openapi_router())
-    app.add_exception_handler(ServeError, _serve_error)
-    app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(Exception, _unexpected_error)
+    install_error_handlers(app)
     return app
-
-
-async def _serve_error(_: Request, error: Exception) -> Response:
-    assert isinstance(error, ServeError)
-    return JSONResponse(error.body(), error.status, retry_headers(error.status, error.retry_after_s))
-
-
-async def _http_error(request: Request, error: Exception) -> Response:
-    """What the router refuses: unknown paths and methods."""
-    assert isinstance(error, HTTPException)
-    problem = InvalidRequest(f"{request.method} {request.url.path}: {error.detail}")
-    return JSONResponse(problem.body(), error.status_code, error.headers)
-
-
-async def _unexpected_error(_: Request, error: Exception) -> Response:
-    problem = ServeError(f"an error inside the gateway: {type(error).__name__}")
-    # The server closes the connection after such an error: the client must not send its next request there.
-    return JSONResponse(problem.body(), 500, {"connection": "close"})

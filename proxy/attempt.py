@@ -11,7 +11,15 @@ from types import TracebackType
 from typing import Any, Self
 
 from epd_serve.backends.base import Answer, InstanceLost, StageCall, StageCalls
-from epd_serve.errors import NO_ROOM, PREPARATION_FULL, InstanceFailed, InvalidRequest, ServeError, StageTimeout
+from epd_serve.errors import (
+    NO_ROOM,
+    PREPARATION_FULL,
+    InstanceFailed,
+    InvalidRequest,
+    ServeError,
+    StageTimeout,
+    Unavailable,
+)
 from epd_serve.metrics.breakdown import GATEWAY_RECEIVE, GATEWAY_SERVE
 from epd_serve.metrics.gateway import GatewayMetrics
 from epd_serve.metrics.trace import TraceWriter
@@ -27,7 +35,8 @@ from epd_serve.protocol.wire import (
 from epd_serve.routing.policy import Policy, Route
 from epd_serve.routing.table import InstanceRecord, InstanceTable
 from epd_serve.types import SamplingParams, Stage
-from proxy.failover import Failover, Losses
+from proxy.failover import Failover
+from proxy.health import Health
 from proxy.media import MediaItem
 from proxy.poller import Poller
 
@@ -67,7 +76,7 @@ class Instances:
     poller: Poller
     metrics: GatewayMetrics
     encode_timeout_s: float
-    losses: Losses
+    health: Health
     failover: Failover
     trace: TraceWriter | None = None
 
@@ -269,6 +278,7 @@ class Attempt:
                     async with asyncio.timeout(None if encoder is prefill else patience_s):
                         reply = await instances.calls[encoder.name].encode(request, trace_id=self._job.trace_id)
                     encoding.was_cached = reply.cached
+                instances.health.ended((encoder.name,))
                 return
             except InvalidRequest as error:
                 error.param = error.param or item.param
@@ -283,6 +293,8 @@ class Attempt:
             except ServeError as error:
                 failure = error
             tried.add(encoder.name)
+            if not isinstance(failure, Unavailable):
+                instances.health.ended((encoder.name,), (encoder.name,))
             if num_stalled < _MAX_STALLED:
                 choice = instances.policy.choose_encoders(instances.table, prefill, [ref], exclude=tried)
                 [encoder] = choice

@@ -37,6 +37,10 @@ class Outlet(Protocol):
 class Client(Outlet, Protocol):
     """One request's connection."""
 
+    @property
+    def has_body(self) -> bool:
+        """Whether :meth:`body` need not wait."""
+
     async def body(self, max_bytes: int) -> bytearray:
         """The whole body. Raises TooLarge as soon as it is known to be, ClientLeft where it ends early."""
 
@@ -95,6 +99,10 @@ class AsgiClient(SendOutlet):
         self._headers = Headers(scope=scope)
         self._receive = receive
         self._watcher: asyncio.Task[None] | None = None
+
+    @property
+    def has_body(self) -> bool:
+        return False
 
     async def body(self, max_bytes: int) -> bytearray:
         declared = self._headers.get("content-length", "")

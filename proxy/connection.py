@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from uvicorn.protocols.utils import get_local_addr, get_remote_addr, is_ssl
 
-from proxy.http import MAX_HEADER_BYTES, BoundedHttp
+from proxy.arrival import HeadWatch
+from proxy.http import MAX_HEADER_BYTES, BoundedHttp, arrival_limits
 from proxy.raw_client import RawClient
 
 if TYPE_CHECKING:
@@ -60,6 +61,8 @@ class GatewayConnection(asyncio.BufferedProtocol):
         self._timer: asyncio.TimerHandle | None = None
         self._reading_paused = False
         self._stopping = False
+        self._arrival = arrival_limits(config.app)
+        self._head = HeadWatch(self._loop, self._arrival.header_s, self._close)
 
     # Of uvicorn's server.
 
@@ -87,9 +90,11 @@ class GatewayConnection(asyncio.BufferedProtocol):
             "query_string": b"",
         }
         self._state.connections.add(cast(Any, self))
+        self._head.begin()
 
     def connection_lost(self, error: Exception | None) -> None:
         self._state.connections.discard(cast(Any, self))
+        self._head.stop()
         if self._timer is not None:
             self._timer.cancel()
         if self._client is not None:
@@ -102,6 +107,8 @@ class GatewayConnection(asyncio.BufferedProtocol):
         taken = 0 if self._client is None else self._client.received(nbytes)
         if taken == nbytes:
             return
+        if self._client is None and not self._pending:
+            self._head.begin()
         self._pending += _scratch_view[taken:nbytes]
         if self._client is None:
             self._begin()
@@ -169,6 +176,7 @@ class GatewayConnection(asyncio.BufferedProtocol):
             "state": self._app_state.copy(),
             "extensions": client.extensions,
         }
+        self._head.complete()
         self._state.total_requests += 1
         task = self._loop.create_task(client.serve(endpoint, scope))
         self._state.tasks.add(task)
@@ -187,11 +195,16 @@ class GatewayConnection(asyncio.BufferedProtocol):
             # The rest of a body that was refused is read and forgotten, as the next request comes behind it.
             self._client = client
             client.on_skipped = self._next
+            self._timer = self._loop.call_later(self._arrival.time_for_body(client.unread_bytes), self._close)
             return
         self._next()
 
     def _next(self) -> None:
-        self._client = None
+        if self._client is not None:
+            self._client = None
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
         if self._stopping:
             self._transport.close()
             return
@@ -202,7 +215,12 @@ class GatewayConnection(asyncio.BufferedProtocol):
         if self._timer is None:
             self._timer = self._loop.call_later(self._config.timeout_keep_alive, self._close_if_idle)
         if self._pending:
+            self._head.begin()
             self._begin()
+
+    def _close(self) -> None:
+        if not self._transport.is_closing():
+            self._transport.close()
 
     def _close_if_idle(self) -> None:
         self._timer = None
@@ -220,6 +238,7 @@ class GatewayConnection(asyncio.BufferedProtocol):
         if self._uvicorn is None:
             self._uvicorn = _ReturningHttp(self._config, self._state, self._app_state, self._loop)
             self._uvicorn.owner = self
+        self._head.stop()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -233,6 +252,7 @@ class GatewayConnection(asyncio.BufferedProtocol):
         """A plain POST begins on a connection that uvicorn had."""
         self._state.connections.add(cast(Any, self))
         self._transport.set_protocol(self)
+        self._head.begin()
         self._pending += data
         self._begin()
 
@@ -262,6 +282,7 @@ class _ReturningHttp(BoundedHttp):
         ):
             self._unset_keepalive_if_required()
             self.connections.discard(self)
+            self._head.stop()
             self.owner.take_back(data)
         else:
             self.feed(data)

@@ -21,12 +21,13 @@ from epd_serve.protocol.messages import MediaSource
 from epd_serve.protocol.openai import GenerationRequest
 from epd_serve.protocol.wire import REQUEST_ID_HEADER
 from epd_serve.routing.table import InstanceTable
+from proxy.arrival import ArrivalLimits
 from proxy.attempt import Job
 from proxy.client import Client, ClientLeft, SendOutlet, client_of
 from proxy.gate import Gate, Visit
 from proxy.generation import Generator
 from proxy.interruption import Interruption
-from proxy.limits import estimate_tokens
+from proxy.limits import BYTES_PER_TOKEN, estimate_tokens
 from proxy.media import MediaItem, MediaLoader
 from proxy.payloads import ParsedBody
 from proxy.poller import Poller
@@ -57,6 +58,7 @@ class Endpoint:
         loader: MediaLoader,
         metrics: GatewayMetrics,
         gate: Gate,
+        arrival: ArrivalLimits,
         max_body_bytes: int,
         timeout_s: float,
     ) -> None:
@@ -66,6 +68,7 @@ class Endpoint:
         self._loader = loader
         self._metrics = metrics
         self._gate = gate
+        self._arrival = arrival
         self.max_body_bytes = max_body_bytes
         self._timeout_s = timeout_s
 
@@ -121,7 +124,16 @@ class Endpoint:
                     param=REQUEST_ID_HEADER,
                 )
             exchange.trace_id = trace_id
-        return await exchange.client.body(self.max_body_bytes)
+        client = exchange.client
+        if client.has_body:
+            return await client.body(self.max_body_bytes)
+        length = exchange.headers.get("content-length", "")
+        declared = int(length) if length.isdigit() else None
+        try:
+            async with asyncio.timeout(self._arrival.time_for_body(declared)):
+                return await client.body(self.max_body_bytes)
+        except TimeoutError:
+            raise self._arrival.too_slow(declared) from None
 
     async def _answer(self, exchange: Exchange, visit: Visit, body: bytearray) -> None:
         sink = EventSink(exchange.client, exchange.trace_id, lambda: self._first_token(exchange))
@@ -201,7 +213,12 @@ class GenerationEndpoint(Endpoint):
         model = self._model(request.model)
         num_choices = (request.n or 1) * max(1, len(request.prompts()))
         num_tokens = estimate_tokens(parsed.text_bytes, request.token_limit(), num_choices)
-        waiting = visit.admit(priority=request.priority or 0, num_tokens=num_tokens)
+        waiting = visit.admit(
+            priority=request.priority or 0,
+            num_tokens=num_tokens,
+            num_prompt_tokens=parsed.text_bytes // BYTES_PER_TOKEN,
+            has_media=parsed.has_media,
+        )
         if waiting is not None:
             await waiting
         items = await parsed.load(lambda sources: self._media(exchange, sources))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from epd_serve.config.gateway import ApiKeyConfig
 from epd_serve.config.keys import hash_key
 from epd_serve.metrics.gateway import GatewayMetrics
+from epd_serve.routing.first_token import first_token_s
 from epd_serve.routing.table import InstanceTable
 from proxy.admission import AdmissionQueue
 from proxy.auth import Authenticator
@@ -43,4 +44,7 @@ def _limits(key: ApiKeyConfig) -> KeyLimits:
 def _shedding(settings: GatewaySettings, table: InstanceTable) -> Shedding | None:
     if settings.shed_ttft_s is None:
         return None
-    return Shedding(ttft_s=settings.shed_ttft_s, pending_s=lambda: 0.0)
+    return Shedding(
+        ttft_s=settings.shed_ttft_s,
+        pending_s=lambda num_tokens, has_media: first_token_s(table, num_tokens, has_media=has_media),
+    )

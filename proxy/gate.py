@@ -20,15 +20,16 @@ class Shedding:
 
     Attributes:
         ttft_s: the longest time to first token of the SLO.
-        pending_s: estimated seconds until the least loaded instances could give a new request its first token.
+        pending_s: estimated seconds until the least loaded instances could give a request its first token; of the
+            number of tokens of its prompt and whether it has media.
     """
 
     ttft_s: float
-    pending_s: Callable[[], float]
+    pending_s: Callable[[int, bool], float]
 
-    def check(self, spent_s: float) -> None:
+    def check(self, spent_s: float, num_prompt_tokens: int, has_media: bool) -> None:
         """Raises Overloaded where a first token cannot come within the SLO any more, ``spent_s`` after arrival."""
-        late_s = spent_s + self.pending_s() - self.ttft_s
+        late_s = spent_s + self.pending_s(num_prompt_tokens, has_media) - self.ttft_s
         if late_s > 0:
             raise Overloaded(
                 f"the first token would come {late_s:.3g} s after this deployment's limit of {self.ttft_s:g} s; "
@@ -79,7 +80,7 @@ class Gate:
 class Visit:
     """One request between arrival and end."""
 
-    __slots__ = ("_entered_s", "_gate", "_left", "_ticket", "_timer", "_waiting", "client")
+    __slots__ = ("_entered_s", "_gate", "_left", "_prompt", "_ticket", "_timer", "_waiting", "client")
 
     def __init__(self, gate: Gate, client: Client, entered_s: float) -> None:
         self.client = client
@@ -89,10 +90,15 @@ class Visit:
         self._waiting: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._left = False
+        self._prompt = (0, False)
 
-    def admit(self, *, priority: int = 0, num_tokens: int = 0) -> asyncio.Future[None] | None:
+    def admit(
+        self, *, priority: int = 0, num_tokens: int = 0, num_prompt_tokens: int = 0, has_media: bool = False
+    ) -> asyncio.Future[None] | None:
         """Ask to run, once the request is known. None: at once. Else a future to await: done when it may run, or
         Overloaded after the queue's time limit. It may be cancelled, or simply left.
+
+        ``num_tokens`` is what the key is charged; the prompt's tokens and media say how long instances will take.
 
         Raises Overloaded where the queue is full, the key's tokens are used up, or the SLO is out of reach, and
         InvalidRequest for a priority above the key's.
@@ -107,9 +113,11 @@ class Visit:
                 param="priority",
             )
         now_s = gate.clock()
+        self._prompt = (num_prompt_tokens, has_media)
         try:
             if gate.shedding is not None:
-                gate.shedding.check(now_s - self._entered_s + (gate.queue.estimated_wait_s() or 0.0))
+                spent_s = now_s - self._entered_s + (gate.queue.estimated_wait_s() or 0.0)
+                gate.shedding.check(spent_s, *self._prompt)
             client.charge(num_tokens, now_s)
             ticket = self._ticket = gate.queue.enter(client, priority, now_s, self._on_admitted)
         except Overloaded as error:
@@ -149,7 +157,7 @@ class Visit:
             return  # cancelled: the request is on its way out, and leave() frees the place
         try:
             if gate.shedding is not None:
-                gate.shedding.check(now_s - self._entered_s)
+                gate.shedding.check(now_s - self._entered_s, *self._prompt)
         except Overloaded as error:
             self._refuse(error)
             # Not now: the queue is in the middle of admitting.

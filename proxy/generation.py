@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from itertools import count
 from typing import TypeVar
 
 from epd_serve.backends.base import Answer, InstanceLost
-from epd_serve.errors import InstanceFailed, ServeError
-from epd_serve.routing.policy import Route
+from epd_serve.errors import InstanceFailed, ServeError, Unavailable
+from epd_serve.routing.policy import Demand, Route
 from proxy.attempt import Attempt, Instances, Job
 from proxy.demand import demand_of
 from proxy.failover import InstanceStalled, Suspects, may_help, substitute
@@ -72,17 +73,20 @@ class Generator:
         """What ``use`` makes of an attempt; after a failure of another one, which goes on behind ``generated``."""
         instances = self._instances
         demand = await demand_of(job, instances)
-        route = instances.policy.choose_route(instances.table, job.model, demand=demand)
+        route = self._first_route(job.model, demand)
         suspects = Suspects(instances.table)
         for number in count(1):
             attempt = await self._attempt_of(job, route, number, generated)
             try:
-                with instances.losses.unless_lost(route.names):
+                with instances.health.losses.unless_lost(route.names):
                     async with attempt:
-                        return await use(attempt)
+                        result = await use(attempt)
+                instances.health.ended(route.names)
+                return result
             except ServeError as failure:
                 if isinstance(failure, InstanceStalled):
                     attempt.suspects.add(failure.name)
+                instances.health.ended(route.names, () if isinstance(failure, Unavailable) else attempt.suspects)
                 if not may_help(failure) or not may_go_on() or not attempt.suspects & route.names:
                     raise
                 if number >= instances.failover.max_attempts:
@@ -92,6 +96,13 @@ class Generator:
                 route = await substitute(table, policy, job.model, suspects, failure, wait_s, demand)
             (instances.metrics.request_continuations if generated else instances.metrics.request_retries).inc()
         raise AssertionError("count() has no end")
+
+    def _first_route(self, model: str, demand: Demand) -> Route:
+        policy, table = self._instances.policy, self._instances.table
+        if held_back := self._instances.health.held_back():
+            with suppress(Unavailable):
+                return policy.choose_route(table, model, exclude=held_back, demand=demand)
+        return policy.choose_route(table, model, demand=demand)
 
     async def _attempt_of(self, job: Job, route: Route, number: int, generated: array[int] | tuple[()]) -> Attempt:
         assert route.prefill.info is not None, "a ready instance has said what it is"

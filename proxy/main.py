@@ -13,6 +13,7 @@ from fastapi import FastAPI
 from epd_serve.config import DeploymentConfig
 from proxy.app import create_app
 from proxy.connection import GatewayConnection
+from proxy.redaction import redact_logs
 from proxy.settings import GatewaySettings
 from proxy.sink import ResponseAborted
 
@@ -27,7 +28,9 @@ def run_gateway(config: DeploymentConfig, instances: list[tuple[str, str]], host
 
     Blocks; must run in the main thread, for the signals. ``instances`` are (name, control URL).
     """
-    server = new_server(create_app(GatewaySettings.of(config, host), instances), host, port)
+    settings = GatewaySettings.of(config, host)
+    redact_logs([settings.api_key, settings.admin.key if settings.admin else None])
+    server = new_server(create_app(settings, instances), host, port)
     # uvicorn raises the signal that stopped it again when it is done; for us that is the regular end.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _stop_quietly)

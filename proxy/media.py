@@ -10,7 +10,14 @@ from typing import ParamSpec, TypeVar
 
 from epd_serve.errors import InvalidRequest, TooLarge
 from epd_serve.image_header import plain_size
-from epd_serve.media import MediaLimits, decode_data_url, mm_hash, parse_data_url, pixel_size
+from epd_serve.media import (
+    MediaLimits,
+    decode_data_url,
+    low_detail_size,
+    mm_hash,
+    parse_data_url,
+    pixel_size,
+)
 from epd_serve.protocol.messages import MediaSource
 from epd_serve.protocol.wire import MediaRef
 from proxy.fetch import MediaFetcher
@@ -24,17 +31,22 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MediaItem:
-    """A checked media item; ``param`` is its place in the request."""
+    """A checked media item; ``param`` is its place in the request.
+
+    ``low_detail``: width and height are those to which it is scaled down.
+    """
 
     data: bytes
     width: int
     height: int
     param: str
+    low_detail: bool = False
 
     async def name(self, fingerprint: str) -> MediaRef:
         """The item as P knows it, under a model's ``media_fingerprint``."""
-        name = await _off_loop(len(self.data), mm_hash, self.data, "image", fingerprint)
-        return MediaRef(mm_hash=name, width=self.width, height=self.height)
+        kind = "image/low" if self.low_detail else "image"
+        name = await _off_loop(len(self.data), mm_hash, self.data, kind, fingerprint)
+        return MediaRef(mm_hash=name, width=self.width, height=self.height, low_detail=self.low_detail)
 
 
 class MediaLoader:
@@ -95,7 +107,7 @@ class MediaLoader:
         with _telling_place(source):
             data = _decode(source, self._limits.max_bytes)
         size = self._plain_size(data)
-        return None if size is None else MediaItem(data=data, width=size[0], height=size[1], param=source.param)
+        return None if size is None else _item(source, data, size)
 
     async def _load(self, source: MediaSource) -> MediaItem:
         with _telling_place(source):
@@ -107,12 +119,18 @@ class MediaLoader:
             if size is None:
                 # Always in a thread: a small file can have megabytes of compressed text before its pixels.
                 size = await asyncio.to_thread(pixel_size, data, self._limits)
-        return MediaItem(data=data, width=size[0], height=size[1], param=source.param)
+        return _item(source, data, size)
 
     def _plain_size(self, data: bytes) -> tuple[int, int] | None:
         """Within the limits; what is not is Pillow's to explain."""
         size = plain_size(data) if len(data) <= self._limits.max_bytes else None
         return size if size is not None and size[0] * size[1] <= self._limits.max_pixels else None
+
+
+def _item(source: MediaSource, data: bytes, size: tuple[int, int]) -> MediaItem:
+    width, height = low_detail_size(size) if source.low_detail else size
+    scaled = (width, height) != size
+    return MediaItem(data=data, width=width, height=height, param=source.param, low_detail=scaled)
 
 
 def _is_inline(source: MediaSource) -> bool:

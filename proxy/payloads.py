@@ -54,6 +54,10 @@ class ParsedBody(Generic[R]):
         if not self._is_cut:
             body.clear()
 
+    @property
+    def has_media(self) -> bool:
+        return bool(self._sources)
+
     async def load(self, load: Callable[[list[MediaSource]], Awaitable[list[Item]]]) -> list[Item]:
         """What ``load`` makes of the media; the body is let go of. Raises what ``load`` does."""
         if not self._is_cut:

@@ -129,6 +129,10 @@ class RawClient:
 
     # Of proxy.client.Client.
 
+    @property
+    def has_body(self) -> bool:
+        return self._body is None or not self.unread_bytes
+
     async def body(self, max_bytes: int) -> bytearray:
         if self._body is None:
             raise too_large(max_bytes)
@@ -173,6 +177,8 @@ class RawClient:
     async def send(self, message: MutableMapping[str, Any]) -> None:
         if message["type"] == "http.response.start":
             headers = list(message["headers"])
+            if message["status"] == HTTPStatus.REQUEST_TIMEOUT:
+                self.keep_alive = False  # nobody knows when the rest of the body comes
             self._chunked = not any(name.lower() == b"content-length" for name, _ in headers)
             if self._chunked:
                 headers.append((b"transfer-encoding", b"chunked"))

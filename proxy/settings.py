@@ -6,10 +6,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from epd_serve.config import DeploymentConfig
-from epd_serve.config.gateway import ApiKeyConfig, is_loopback, read_secret
+from epd_serve.config.gateway import AdminConfig, ApiKeyConfig, is_loopback, read_secret
 from epd_serve.media import MediaLimits
 from epd_serve.types import Routing
+from proxy.arrival import ArrivalLimits
+from proxy.breaker import BreakerLimits
 from proxy.failover import Failover
+from proxy.health import HealthSettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdminSettings:
+    """Where the admin plane listens; ``key`` None lets in whoever reaches it."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    key: str | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,6 +29,8 @@ class GatewaySettings:
     """The gateway's part of a deployment, with every default resolved.
 
     Attributes:
+        admin: where the admin plane listens; None: there is none.
+        arrival: how long a request may take to arrive.
         allow_private: whether media URLs may lead to addresses that are not public.
         max_items: most media items of a request.
         allowed_domains, allowed_ports: what media URLs may name; None: any.
@@ -29,6 +43,7 @@ class GatewaySettings:
         encode_timeout_s: how long an instance may take to encode an item before another is asked. P must still
             be waiting for the feature then.
         failover: what a request may try that lost its instance.
+        health: how instances are watched.
         trace: directory for the file that says what the gateway did when; None: none is written.
         routing: how P and D are chosen.
         startup_wait_s: how long after the gateway's start requests wait for instances that are still loading.
@@ -36,7 +51,8 @@ class GatewaySettings:
 
     max_body_bytes: int = 64 * 1024 * 1024
     request_timeout_s: float = 600.0
-    api_key: str | None = None
+    arrival: ArrivalLimits = field(default_factory=ArrivalLimits)
+    api_key: str | None = field(default=None, repr=False)
     api_keys: tuple[ApiKeyConfig, ...] = ()
     max_in_flight: int = 1024
     max_queue: int = 4096
@@ -55,7 +71,9 @@ class GatewaySettings:
     startup_wait_s: float = 60.0
     encode_timeout_s: float = 15.0
     failover: Failover = field(default_factory=Failover)
+    health: HealthSettings = field(default_factory=HealthSettings)
     trace: Path | None = None
+    admin: AdminSettings | None = None
     routing: Routing = "least_loaded"
 
     @classmethod
@@ -65,6 +83,11 @@ class GatewaySettings:
         return cls(
             max_body_bytes=gateway.max_body_bytes,
             request_timeout_s=gateway.request_timeout_s,
+            arrival=ArrivalLimits(
+                header_s=gateway.header_timeout_s,
+                body_s=gateway.body_timeout_s,
+                min_body_rate=gateway.min_body_rate,
+            ),
             api_key=read_secret(gateway.api_key, "gateway.api_key"),
             api_keys=gateway.api_keys,
             max_in_flight=gateway.max_in_flight,
@@ -81,7 +104,24 @@ class GatewaySettings:
             allow_private=is_loopback(host) if media.allow_private is None else media.allow_private,
             encode_timeout_s=config.settings_for("P").feature_timeout_s / 2,
             failover=Failover(**gateway.failover.model_dump()),
+            health=HealthSettings(
+                probe_interval_s=gateway.health.probe_interval_s,
+                probe_timeout_s=gateway.health.probe_timeout_s,
+                breaker=BreakerLimits(
+                    num_consecutive=gateway.health.max_failures,
+                    failure_rate=gateway.health.max_failure_rate,
+                    slow_start_s=gateway.health.slow_start_s,
+                ),
+            ),
             trace=config.trace,
+            admin=_admin(gateway.admin),
             routing=gateway.routing,
             allowed_file_dirs=tuple(Path(folder).expanduser().resolve() for folder in media.allowed_file_dirs),
         )
+
+
+def _admin(config: AdminConfig) -> AdminSettings | None:
+    if config.port is None:
+        return None
+    key = read_secret(config.key, "gateway.admin.key")
+    return AdminSettings(host=config.host, port=config.port, key=key)

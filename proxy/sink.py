@@ -48,6 +48,8 @@ async def send_json(
         (REQUEST_ID_HEADER.encode(), trace_id.encode()),
     ]
     headers += [(name.encode(), value.encode()) for name, value in retry_headers(status, retry_after_s).items()]
+    if status == 408:  # the rest of the body may still come, and is no request
+        headers.append((b"connection", b"close"))
     if status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
     await send({"type": "http.response.start", "status": status, "headers": headers})

@@ -11,10 +11,14 @@ import msgspec
 
 from epd_serve.backends.base import InstanceLost
 from epd_serve.backends.http_client import HttpCall, HttpPool
+from epd_serve.errors import InvalidRequest, StageTimeout
 from epd_serve.protocol import frames, wire
+from epd_serve.protocol.media_message import encode_in_parts
 from epd_serve.protocol.prompt_calls import DetokenizeReply, DetokenizeRequest, TokenizeReply, TokenizeRequest
 
 INFO_TIMEOUT_S = 10.0
+#: Beyond the time that a probe gives the instance.
+PROBE_MARGIN_S = 0.5
 _MAX_REPORT_BYTES = 1 << 20
 _HEADERS = f"content-type: {wire.CONTENT_TYPE}\r\n{wire.REQUEST_ID_HEADER}: "
 _NEXT = wire.NEXT_HEADER.encode()
@@ -77,6 +81,16 @@ class NativeInstance:
         except msgspec.MsgspecError as error:
             raise InstanceLost(f"{self.url}/info is no answer of an instance ({error})") from error
 
+    async def probe(self, timeout_s: float) -> None:
+        """An instance without that call counts as one that computes. Raises ServeError."""
+        try:
+            async with asyncio.timeout(timeout_s + PROBE_MARGIN_S):
+                await _body(self._call("/probe", [wire.encode(wire.ProbeRequest(timeout_s))], "probe"))
+        except InvalidRequest:
+            return
+        except TimeoutError as error:
+            raise StageTimeout(f"instance {self.name} does not answer within {timeout_s:g} s") from error
+
     async def reports(self) -> AsyncGenerator[wire.Report, None]:
         call = HttpCall(self._pool, "GET", "/reports")
         call.send()
@@ -95,7 +109,7 @@ class NativeInstance:
             call.close()
 
     async def encode(self, request: wire.EncodeRequest, *, trace_id: str) -> wire.EncodeReply:
-        return await self._ask("/stage/encode", wire.encode_in_parts(request), wire.EncodeReply, trace_id)
+        return await self._ask("/stage/encode", encode_in_parts(request), wire.EncodeReply, trace_id)
 
     async def tokenize(self, request: TokenizeRequest, *, trace_id: str) -> TokenizeReply:
         return await self._ask("/prompt/tokenize", [wire.encode(request)], TokenizeReply, trace_id)

@@ -49,7 +49,7 @@ def measure(
         threads = max(1, len(os.sched_getaffinity(0)) // 2)
     if clock == "cpu" and threads != 1:
         raise ValueError("clock cpu counts the time of one thread of a CPU: use it with --device cpu --threads 1")
-    skipped = _skipped(device, isolation, clock)
+    skipped = _skipped(device, isolation)
     chosen = [name for name in names or WORKLOADS if name not in skipped]
     setting = Setting(device=device.name, dtype=dtype, threads=threads, clock=clock)
     make: type[ProcessSide] | type[StreamSide] = ProcessSide if isolation == "process" else StreamSide
@@ -116,11 +116,9 @@ def _typical(times: Sequence[float]) -> float:
     return sorted(times)[len(times) // 4]
 
 
-def _skipped(device: Device, isolation: Isolation, clock: Clock) -> dict[str, str]:
+def _skipped(device: Device, isolation: Isolation) -> dict[str, str]:
     if device.type != "cpu":
         return {COLLECTIVE: f"{device.transport.distributed_backend} takes one rank for each device"}
-    if clock == "cpu":
-        return {COLLECTIVE: "it waits, which costs no CPU time: use clock wall"}
     if isolation == "stream":
         return {COLLECTIVE: "a process can be in one group only: use isolation process"}
     return {}

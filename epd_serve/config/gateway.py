@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from epd_serve.config.resilience import FailoverConfig
+from epd_serve.config.resilience import FailoverConfig, HealthConfig
 from epd_serve.config.sections import Port, Seconds, Section
 from epd_serve.config.sizes import Bytes, BytesPerSecond
 from epd_serve.types import Routing
@@ -221,7 +221,7 @@ class GatewayConfig(Section):
     )
     body_timeout_s: Seconds = Field(default=120.0, description="Longest time for a body to arrive.")
     min_body_rate: BytesPerSecond = Field(
-        default=1024, description="Slowest body, on average after 10 s; a slower one is cut off."
+        default=1024, description="Slowest body: one of N bytes may take 10 s and N / min_body_rate."
     )
     request_timeout_s: Seconds = Field(default=600.0, description="Longest time for one request.")
     max_in_flight: int = Field(
@@ -243,6 +243,7 @@ class GatewayConfig(Section):
         "round_robin: in turn. Images always go where equal ones went, unless that encoder has too much to do.",
     )
     failover: FailoverConfig = FailoverConfig()
+    health: HealthConfig = HealthConfig()
     media: MediaConfig = MediaConfig()
     api_key: Secret | None = Field(
         default=None,

@@ -16,6 +16,7 @@ FeaturePrefetch = Literal["async", "sync"]
 BatchingOrder = Literal["fcfs", "sjf", "slack"]
 BatchingPolicy = Literal["stage-level", "unlimited"]
 BatchingEncodes = Literal["concurrent", "after-prefill"]
+Switch = Literal["auto", "on", "off"]
 
 MEBIBYTE = 1024**2
 #: What a process must lend to Mooncake Store at least.
@@ -45,13 +46,17 @@ class InstanceOptions:
             chooses.
         max_num_batched_tokens: token budget of a step.
         max_num_seqs: most sequences in a step.
+        async_scheduling: whether a step is launched before the tokens of the one before are known; ``auto``: on an
+            accelerator. The ranks of a tensor-parallel instance cannot.
         max_model_len: longest prompt and answer together, in tokens; None: what the model allows.
-        image_budget_pixels: most pixels encoded in a step; a larger image is encoded alone.
+        image_budget_pixels: most pixels encoded in a step, as the model's processor leaves them; a larger image
+            is encoded alone.
         feature_store_bytes: what E keeps of its encoder output, for P to fetch.
         feature_cache_bytes: what P keeps of the features it has fetched.
         feature_timeout_s: how long P waits for a feature before it computes it itself.
         queue_timeout_s: how long a request waits for room in D's KV cache before it is refused.
         lease_s: how long memory that a peer has not confirmed is kept for it.
+        drain_s: how long requests in progress may go on after SIGTERM.
         kv_transport: how KV moves from P to D; ``auto`` is shared memory on one host, else TCP.
         feature_store: where E's features lie: in its own memory, or in Mooncake Store for all instances to find.
         mooncake_master: ``host:port`` of the store's master; needed with feature_store ``mooncake``.
@@ -92,6 +97,7 @@ class InstanceOptions:
     kv_cache_bytes: int | None = None
     max_num_batched_tokens: int = 2048
     max_num_seqs: int = 64
+    async_scheduling: Switch = "auto"
     max_model_len: int | None = None
     image_budget_pixels: int = 8 * MEBIBYTE
     feature_store_bytes: int = 256 * MEBIBYTE
@@ -99,6 +105,7 @@ class InstanceOptions:
     feature_timeout_s: float = 30.0
     queue_timeout_s: float = 60.0
     lease_s: float = 30.0
+    drain_s: float = 30.0
     kv_transport: KVTransport = "auto"
     feature_store: FeatureStoreKind = "embedded"
     mooncake_master: str | None = None
@@ -127,6 +134,18 @@ class InstanceOptions:
     def tokens_per_block(self) -> int:
         """``block_size``, or 128 on an NPU, whose paged prefill takes no less, and 16 elsewhere."""
         return self.block_size or (128 if self.device.startswith("npu") else 16)
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Raises ValueError where it is to be on and cannot."""
+        if self.async_scheduling == "on" and len(self.devices) > 1:
+            raise ValueError(
+                "async_scheduling: on needs one device for each instance, as the tokens of a step are fed to the "
+                "next on the device that chose them; write auto or off for tensor-parallel instances"
+            )
+        if self.async_scheduling == "auto":
+            return len(self.devices) == 1 and self.device != "cpu"
+        return self.async_scheduling == "on"
 
     def to_arguments(self) -> list[str]:
         """The flags of ``epd-serve instance`` that mean the same as this object."""

@@ -25,6 +25,7 @@ from epd_serve.config.options import (
     InstanceOptions,
     KVTransport,
     MooncakeProtocol,
+    Switch,
 )
 from epd_serve.config.sizes import Bytes, BytesPerSecond
 from epd_serve.types import KVMode
@@ -190,13 +191,20 @@ class InstanceSettings(Section):
         default=InstanceOptions.max_num_batched_tokens, ge=1, description="Token budget of a step."
     )
     max_num_seqs: int = Field(default=InstanceOptions.max_num_seqs, ge=1, description="Most sequences in a step.")
+    async_scheduling: Switch = Field(
+        default=InstanceOptions.async_scheduling,
+        description="on: a step is launched before the tokens of the one before are known, so that an accelerator "
+        "never waits for the host. auto: on accelerators, unless several share a language model.",
+    )
     max_model_len: int | None = Field(
         default=None,
         ge=1,
         description="Longest prompt and answer together, in tokens; null: what the model allows.",
     )
     image_budget_pixels: int = Field(
-        default=InstanceOptions.image_budget_pixels, ge=1, description="Most pixels encoded in a step."
+        default=InstanceOptions.image_budget_pixels,
+        ge=1,
+        description="Most pixels encoded in a step, as resized.",
     )
     feature_store_bytes: Bytes = Field(
         default=InstanceOptions.feature_store_bytes, description="Encoder output that E keeps for P to fetch."
@@ -214,6 +222,10 @@ class InstanceSettings(Section):
     )
     lease_s: Seconds = Field(
         default=InstanceOptions.lease_s, description="How long memory is kept for a peer that does not confirm."
+    )
+    drain_s: Seconds = Field(
+        default=InstanceOptions.drain_s,
+        description="How long requests in progress may go on after SIGTERM; new ones are refused.",
     )
     feature_prefetch: FeaturePrefetch = Field(
         default=InstanceOptions.feature_prefetch,

@@ -53,7 +53,8 @@ class InterferenceMatrix(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     ``increase[i][j]`` is how much longer workload ``i`` takes while workload ``j`` runs beside it, as a share of
     its time alone: 0.25 is a quarter longer, a small negative number is noise. None was not measured: operators
     are paired with operators, stages with stages. ``clock`` cpu: times are CPU seconds of the calling thread,
-    which on a machine that others use too are what wall seconds would be without them. ``findings``: the
+    which on a machine that others use too are what wall seconds would be without them; those of a collective are
+    of all its process's threads, and leave out what it waits for the other rank. ``findings``: the
     comparisons of like and unlike pairs in words, for readers of the file.
     """
 

@@ -28,6 +28,8 @@ class Stages(Protocol):
     pulls: Pulls
     reports: Reporter
 
+    def check_accepting(self) -> None: ...
+
     def encodes(self) -> EncodeService: ...
 
     def prefills(self) -> PrefillService: ...
@@ -61,6 +63,7 @@ class StageCalls:
         ]
 
     async def _encode(self, body: bytes) -> Reply:
+        self._stages.check_accepting()
         request = wire.decode(body, wire.EncodeRequest)
         with self._stages.reports.call(Stage.ENCODE, request.request_id):
             reply = await self._stages.encodes().encode(request)
@@ -68,11 +71,13 @@ class StageCalls:
         return Reply(body=wire.encode(reply))
 
     async def _prefill(self, body: bytes) -> Reply:
+        self._stages.check_accepting()
         request = wire.decode(body, wire.PrefillRequest)
         with self._stages.reports.call(Stage.PREFILL, request.request_id):
             return await self._stages.prefills().prefill(request)
 
     async def _decode(self, body: bytes) -> Reply:
+        self._stages.check_accepting()
         request = wire.decode(body, wire.DecodeRequest)
         with self._stages.reports.call(Stage.DECODE, request.request_id):
             return await self._stages.decodes().decode(request)

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 
 import msgspec
 import torch
+from PIL import Image
 from torch import Tensor
 
-from epd_serve.errors import PREPARATION_FULL, InstanceFailed, InvalidRequest, ServeError
+from epd_serve.errors import PREPARATION_FULL, WEDGED, InstanceFailed, InvalidRequest, ServeError
 from epd_serve.instance.peers import Peers
 from epd_serve.instance.request_processor import S_PER_PIXEL, RequestProcessor
-from epd_serve.media import MediaLimits, open_image
+from epd_serve.media import MediaLimits, low_detail_size, open_image
 from epd_serve.models.family import Family, TowerInputs
 from epd_serve.models.tower import Tower
 from epd_serve.protocol.wire import EncodeReply, EncodeRequest, MediaRef
@@ -29,15 +30,22 @@ logger = logging.getLogger(__name__)
 
 _RETRY_ROOM_S = 0.02
 _ANNOUNCE_TIMEOUT_S = 60.0
+_PROBE_SIZE = (56, 56)
+_PROBE_TICK_S = 0.02
 
 
 @dataclass(eq=False, slots=True)
 class _Item:
-    """One distinct media item on its way through the tower, for all requests that want it."""
+    """One distinct media item on its way through the tower, for all requests that want it.
+
+    Attributes:
+        num_pixels: that the tower sees. num_original_pixels: that the image has.
+    """
 
     mm_hash: str
     inputs: TowerInputs
     num_pixels: int
+    num_original_pixels: int
     feature: asyncio.Future[_Encoded]
 
 
@@ -112,6 +120,7 @@ class EncodeService:
         self.num_waiting_pixels = 0
         self._changed = asyncio.Event()
         self._is_held = False
+        self._num_batches = 0
         self._loop_task = asyncio.create_task(self._run())
 
     @property
@@ -129,6 +138,29 @@ class EncodeService:
         tower = await loop.run_in_executor(self._tower_thread, self._loaded_tower)
         if find_budget is not None:
             self._budget = await loop.run_in_executor(self._tower_thread, find_budget, tower)
+
+    async def probe(self, timeout_s: float) -> None:
+        """Raises ServeError with code ``wedged`` where the tower, once loaded, encodes nothing in that time."""
+        if self._tower is None:
+            return
+        before, loop = self._num_batches, asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        proof = loop.run_in_executor(self._tower_thread, self._encode_nothing, self._tower)
+        while not proof.done() and self._num_batches == before:  # a batch of others proves as much
+            if loop.time() >= deadline:
+                proof.cancel()
+                raise ServeError(f"the tower encoded nothing in {timeout_s:g} s", code=WEDGED)
+            await asyncio.sleep(_PROBE_TICK_S)
+        if not proof.done():
+            proof.cancel()
+        elif (error := proof.exception()) is not None:
+            raise ServeError(f"the tower cannot encode: {error}", code=WEDGED)
+
+    def _encode_nothing(self, tower: Tower) -> None:
+        """A picture of the smallest size there is."""
+        inputs = self._family.preprocess(Image.new("RGB", _PROBE_SIZE))
+        with self._stream.encoding(_PROBE_SIZE[0] * _PROBE_SIZE[1]):
+            tower.encode([inputs])
 
     def reconsider(self) -> None:
         """Ask ``may_start`` again, if items wait for it. Any thread, before the event loop is closed."""
@@ -206,7 +238,13 @@ class EncodeService:
         self.num_waiting_pixels += num_pixels
         try:
             inputs = await self._processor.run("media", num_pixels * S_PER_PIXEL, self._prepare, request)
-            item = _Item(request.ref.mm_hash, inputs, num_pixels, asyncio.get_running_loop().create_future())
+            item = _Item(
+                request.ref.mm_hash,
+                inputs,
+                self._family.num_pixels((request.ref.width, request.ref.height)),
+                num_pixels,
+                asyncio.get_running_loop().create_future(),
+            )
             self._waiting.append(item)
             self._changed.set()
             return await item.feature
@@ -217,6 +255,8 @@ class EncodeService:
 
     def _prepare(self, request: EncodeRequest) -> TowerInputs:
         image = open_image(request.media, self._limits)
+        if request.ref.low_detail:
+            image = image.resize(low_detail_size(image.size), Image.Resampling.BICUBIC)
         if image.size != (request.ref.width, request.ref.height):
             raise InvalidRequest(
                 f"the image decodes to {image.size[0]}x{image.size[1]} pixels and its header says "
@@ -266,11 +306,12 @@ class EncodeService:
     def _encode(self, batch: list[_Item]) -> tuple[list[Tensor], tuple[float, float]]:
         start = time.monotonic()
         tower = self._loaded_tower()
-        num_pixels, loaded = sum(item.num_pixels for item in batch), time.monotonic()
-        with self._stream.encoding(num_pixels):
+        loaded = time.monotonic()
+        with self._stream.encoding(sum(item.num_pixels for item in batch)):
             features = tower.encode([item.inputs for item in batch])
         end = time.monotonic()
-        self._on_encoded(num_pixels, end - loaded)
+        self._num_batches += 1
+        self._on_encoded(sum(item.num_original_pixels for item in batch), end - loaded)
         self._on_batch(len(batch), start, end)
         return features, (start, end)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from device.base import Device
 from device.registry import get_device
 from epd_serve.config import InstanceOptions
-from epd_serve.errors import Unavailable
+from epd_serve.errors import DRAINING, Unavailable
 from epd_serve.instance.calls import StageCalls
 from epd_serve.instance.data_plane import start_feature_store, start_transport
 from epd_serve.instance.decode import DecodeService
@@ -65,6 +65,7 @@ class Instance:
         self.options = options
         self.url = url_of(options.host, options.port)
         self.ready = False
+        self.draining = False
         self.language: LanguageStages | None = None
         self._path = Path(options.model)
         self._device: Device = get_device(options.devices[0])
@@ -177,6 +178,26 @@ class Instance:
         if not self.ready:
             raise Unavailable("the instance is loading its model")
 
+    def check_accepting(self) -> None:
+        """Raise Unavailable while the instance takes no new requests."""
+        self.check_ready()
+        if self.draining:
+            raise Unavailable(f"instance {self.options.name} is being shut down", code=DRAINING)
+
+    async def drained(self) -> None:
+        """Take no new requests; return when those that are here have ended."""
+        self.draining = True
+        self.reports.close()
+        while any(self.in_use().values()):  # noqa: ASYNC110 - many parts would have to tell
+            await asyncio.sleep(_ASK_AGAIN_S)
+
+    async def probe(self, timeout_s: float) -> None:
+        """Compute something with each part. Raises ServeError with code ``wedged`` where one does not."""
+        checks = [self._encode.probe(timeout_s)]
+        if self.language is not None:
+            checks.append(self.language.probe.check(timeout_s))
+        await asyncio.gather(*checks)
+
     def info(self) -> wire.InstanceInfo:
         """What the instance is and does. Raises Unavailable while it is loading."""
         self.check_ready()
@@ -194,7 +215,7 @@ class Instance:
             device=self.options.device,
             dtype=str(self._dtype).removeprefix("torch."),
             pid=os.getpid(),
-            ready=self.ready,
+            ready=self.ready and not self.draining,
             load=self.load(),
             parameters={
                 "tower": self._encode.num_parameters,
@@ -241,6 +262,7 @@ class Instance:
     def render_metrics(self) -> bytes:
         """Prometheus text."""
         links = self.language.sender.sizer.known_links() if self.language else {}
+        self.metrics.paced(self._streams.figures())
         return self.metrics.render(self.load(), (self._store.num_owners, self._store.num_bytes), links)
 
     def encodes(self) -> EncodeService:
@@ -278,7 +300,7 @@ class Instance:
         self.metrics.stepped(output, seconds)
         self.rates.stepped(output, seconds)
         assert self.language is not None
-        self._streams.language.stepped(output, seconds, self.language.engine.load().num_running)
+        self._streams.language.stepped(output, seconds, self.language.engine.num_running)
         self._batching.stepped(output, seconds)
         self._encode.reconsider()
 

@@ -25,6 +25,7 @@ from epd_serve.instance.kv_delivery import Delivery, PullDelivery, Pulls, PushDe
 from epd_serve.instance.metrics import InstanceMetrics
 from epd_serve.instance.peers import Peers
 from epd_serve.instance.prefill import PrefillService
+from epd_serve.instance.probe import EngineProbe
 from epd_serve.instance.prompt import PromptProcessor
 from epd_serve.instance.rates import StageRates
 from epd_serve.instance.request_processor import RequestProcessor
@@ -199,6 +200,7 @@ class LanguageStages:
             on_idle=around.streams.language.idle,
             on_death=_end_process,
             order=around.batching.order(pool),
+            runs_ahead=options.runs_ahead,
         )
 
     def _start_services(self) -> None:
@@ -227,6 +229,7 @@ class LanguageStages:
             delivered=around.metrics.kv_delivered,
             tokens_per_character=lambda: around.rates.tokens_per_character,
         )
+        self.probe = EngineProbe(engine, around.family.num_position_axes, self.listeners.listen)
         self.decode = DecodeService(
             engine,
             self._memory,

@@ -58,8 +58,17 @@ async def _serve(options: InstanceOptions) -> None:
         timeout_graceful_shutdown=_GRACE_S,
     )
     server = _Server(config)
+    draining: list[asyncio.Task[None]] = []
+
+    def stop() -> None:
+        """Finish what is here first; at once when asked again."""
+        if draining or not instance.ready:
+            _stop(instance, server)
+        else:
+            draining.append(asyncio.create_task(_drain(instance, server)))
+
     for signum in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(signum, _stop, instance, server)
+        asyncio.get_running_loop().add_signal_handler(signum, stop)
     serving = asyncio.create_task(server.serve())
     starting = asyncio.create_task(_start(instance))
     try:
@@ -70,7 +79,8 @@ async def _serve(options: InstanceOptions) -> None:
             starting.result()
         await serving
     finally:
-        starting.cancel()
+        for task in (starting, *draining):
+            task.cancel()
         if instance.ready:
             await instance.close()
 
@@ -87,6 +97,15 @@ class _Server(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+async def _drain(instance: Instance, server: _Server) -> None:
+    try:
+        async with asyncio.timeout(instance.options.drain_s):
+            await instance.drained()
+    except TimeoutError:
+        logger.warning("not all requests ended within %g s", instance.options.drain_s)
+    _stop(instance, server)
 
 
 async def _start(instance: Instance) -> None:

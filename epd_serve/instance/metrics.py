@@ -17,6 +17,7 @@ from epd_serve.metrics.timeline import FEATURE_WAIT, STAGES, StageSpan, Timeline
 from epd_serve.metrics.trace import TraceWriter
 from epd_serve.protocol.wire import Load
 from epd_serve.sched.language import ScheduleOutput
+from epd_serve.sched.pace import PaceFigures
 from epd_serve.transfer.kv_sender import OutgoingTransfer
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -53,6 +54,7 @@ class InstanceMetrics:
         self.registry = CollectorRegistry()
         self.trace = trace
         self._clock = clock
+        self._paused_s = 0.0
         self.timeline = Timeline(clock, self._passed)
         self._stages = self._histogram(
             "stage_seconds",
@@ -129,6 +131,15 @@ class InstanceMetrics:
         self._step_tokens = self._counter("step_tokens", "Tokens computed", stage=("decode", "prefill"))
         self._preemptions = self._counter(
             "preemptions", "Sequences that gave their blocks to older ones for a while"
+        )
+        self._encode_paused = self._counter(
+            "encode_paused_seconds", "Time for which encodes waited in their middle for decodes"
+        )
+        self._token_time = self._gauge(
+            "token_time_seconds",
+            "Decodes under a limit. limit: of the time per token; credit: what steps may still take beyond it; "
+            "alone, beside: mean time per token without and beside an encode, 0 while there was none",
+            part=(),
         )
         self._load = {
             name: self._gauge(name, text)
@@ -228,6 +239,20 @@ class InstanceMetrics:
         if self.trace is not None:
             item = {"item": span.item} if span.item else {}
             self.trace.span(span.request_id, span.stage, span.start_s, span.end_s, **item)
+
+    def paced(self, figures: PaceFigures) -> None:
+        """Before :meth:`render`."""
+        self._encode_paused.inc(max(figures.paused_s - self._paused_s, 0.0))
+        self._paused_s = figures.paused_s
+        if (slack := figures.slack) is not None:
+            parts = {
+                "limit": slack.limit_s,
+                "credit": slack.credit_s,
+                "alone": slack.alone_s,
+                "beside": slack.beside_s,
+            }
+            for part, seconds in parts.items():
+                self._token_time.labels(part).set(seconds)
 
     # ------------------------------------------------------------------ asked for
 

@@ -153,6 +153,8 @@ class PromptProcessor:
 
     def _expand(self, ids: list[int], items: Sequence[MediaRef]) -> tuple[list[int], tuple[MediaSpan, ...]]:
         """Replace the template's one placeholder for each item by as many as the item has tokens."""
+        if not items:
+            return ids, ()  # a placeholder in a text without images is a token like any other
         placeholder = self._family.image_token_id
         found = ids.count(placeholder)
         if found != len(items):

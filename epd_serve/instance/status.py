@@ -25,6 +25,8 @@ class Subject(Protocol):
 
     def render_metrics(self) -> bytes: ...
 
+    async def probe(self, timeout_s: float) -> None: ...
+
 
 class StatusCalls:
     """See the table in :mod:`epd_serve.protocol.wire`."""
@@ -39,6 +41,7 @@ class StatusCalls:
             ("GET", "/info", self._info),
             ("GET", "/integrity", self._integrity),
             ("GET", "/metrics", self._metrics),
+            ("POST", "/probe", self._probe),
         ]
 
     async def _health(self, body: bytes) -> Reply:
@@ -56,6 +59,12 @@ class StatusCalls:
         except AssertionError as error:
             raise ServeError(f"the books do not balance: {error}", code="integrity") from error
         return Reply(headers=(JSON,), body=msgspec.json.encode(self._subject.in_use()))
+
+    async def _probe(self, body: bytes) -> Reply:
+        """Compute something; 500 where that does not come to pass."""
+        self._subject.check_ready()
+        await self._subject.probe(wire.decode(body, wire.ProbeRequest).timeout_s)
+        return Reply(status=204)
 
     async def _metrics(self, body: bytes) -> Reply:
         self._subject.check_ready()

@@ -30,6 +30,10 @@ class Family(Protocol):
         """Placeholder tokens that stand for an image. Raises InvalidRequest for a size the model cannot take."""
         ...
 
+    def num_pixels(self, size: tuple[int, int]) -> int:
+        """Pixels of an image that the tower sees, once it is resized. Raises as :meth:`num_image_tokens`."""
+        ...
+
     def preprocess(self, image: Image.Image) -> TowerInputs:
         """RGB image → tower inputs."""
         ...
@@ -74,6 +78,11 @@ class QwenVL:
         frames, rows, columns = self.grid(size)
         return frames * rows * columns // self._merge_area
 
+    def num_pixels(self, size: tuple[int, int]) -> int:
+        frames, rows, columns = self.grid(size)
+        patch: int = self._processor.patch_size
+        return frames * rows * columns * patch**2
+
     def preprocess(self, image: Image.Image) -> TowerInputs:
         batch = self._processor(images=[image], return_tensors="pt")
         return {name: batch[name] for name in ("pixel_values", "image_grid_thw")}
@@ -102,11 +111,15 @@ class Llava:
         self._processor = image_processor
         crop = getattr(image_processor, "crop_size", None) or image_processor.size
         patch = config.vision_config.patch_size
+        self._num_pixels: int = crop["height"] * crop["width"]
         class_token = 0 if config.vision_feature_select_strategy == "default" else 1
         self._num_tokens: int = (crop["height"] // patch) * (crop["width"] // patch) + class_token
 
     def num_image_tokens(self, size: tuple[int, int]) -> int:
         return self._num_tokens
+
+    def num_pixels(self, size: tuple[int, int]) -> int:
+        return self._num_pixels
 
     def preprocess(self, image: Image.Image) -> TowerInputs:
         return {"pixel_values": self._processor(images=[image], return_tensors="pt")["pixel_values"]}

@@ -17,6 +17,7 @@ call                    from, to   body                  answer
 ``/kv/pulled``          D, P       TransferRef           204 where P has kept what D read, and may drop it now
 ``/prompt/tokenize``    gateway,P  TokenizeRequest       TokenizeReply
 ``/prompt/detokenize``  gateway,P  DetokenizeRequest     DetokenizeReply
+``/probe``              gateway    ProbeRequest          204 once the instance has computed something
 ``/info``               any        (GET)                 InstanceInfo, as JSON
 ``/reports``            gateway,   (GET)                 Report after Report, each a line of JSON, until the caller
                         any                              closes the connection
@@ -28,91 +29,28 @@ Errors of any call are OpenAI error objects as JSON with a 4xx or 5xx status (:m
 
 from __future__ import annotations
 
-from typing import Literal, TypeVar
+from typing import Literal
 
 import msgspec
 
+from epd_serve.protocol.codec import M as M
+from epd_serve.protocol.codec import Message as Message
+from epd_serve.protocol.codec import decode as decode
+from epd_serve.protocol.codec import encode as encode
+from epd_serve.protocol.codec import from_json as from_json
+from epd_serve.protocol.codec import to_json as to_json
+from epd_serve.protocol.prompt_parts import CalledFunction as CalledFunction
+from epd_serve.protocol.prompt_parts import ChatMessage as ChatMessage
+from epd_serve.protocol.prompt_parts import MediaRef as MediaRef
+from epd_serve.protocol.prompt_parts import OutputOptions as OutputOptions
+from epd_serve.protocol.prompt_parts import Part as Part
+from epd_serve.protocol.prompt_parts import PromptOptions as PromptOptions
 from epd_serve.types import SamplingParams, StageRate
 
 CONTENT_TYPE = "application/msgpack"
 REQUEST_ID_HEADER = "x-request-id"
 #: Header of ``/stage/prefill``'s answer: "decode" when D's bytes follow, "none" when these are all.
 NEXT_HEADER = "x-epd-next"
-
-
-class Message(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Base of all wire messages."""
-
-
-class MediaRef(Message, frozen=True):
-    """A media item without its bytes.
-
-    Attributes:
-        mm_hash: full-width blake3 hex over media bytes, modality and the model's ``media_fingerprint``.
-        width, height: pixels as displayed (EXIF orientation applied), read from the header alone.
-    """
-
-    mm_hash: str
-    width: int
-    height: int
-    modality: Literal["image"] = "image"
-
-
-class Part(Message, frozen=True):
-    """A piece of a message's content: text, or the next media item in order (``type == "image"``)."""
-
-    type: Literal["text", "image"]
-    text: str = ""
-
-
-class CalledFunction(Message, frozen=True):
-    """A call in a chat's history; ``arguments`` is the text of a JSON object."""
-
-    id: str
-    name: str
-    arguments: str
-
-
-class ChatMessage(Message, frozen=True):
-    role: str
-    content: list[Part]
-    tool_calls: list[CalledFunction] = []
-    tool_call_id: str = ""
-
-
-class PromptOptions(Message, frozen=True):
-    """How messages or a prompt become tokens.
-
-    Attributes:
-        add_special_tokens: None leaves it to the tokenizer for a prompt, and adds none to a rendered chat.
-        truncate: keep so many of the last tokens; None: all.
-        tools, template_kwargs: JSON for the chat template, or "".
-    """
-
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    add_special_tokens: bool | None = None
-    truncate: int | None = None
-    tools: str = ""
-    template_kwargs: str = ""
-
-
-class OutputOptions(Message, frozen=True):
-    """The shape in which the client wants its answer.
-
-    ``kind`` chooses between chat.completion and text_completion objects; ``id``, ``created`` and ``model``
-    appear in every object. ``first_index`` is that of the first choice; ``echo`` puts the prompt before each.
-    """
-
-    kind: Literal["chat", "completion"]
-    id: str
-    created: int
-    model: str
-    stream: bool = False
-    include_usage: bool = False
-    continuous_usage: bool = False
-    first_index: int = 0
-    echo: bool = False
 
 
 class EncodeRequest(Message, frozen=True):
@@ -149,7 +87,7 @@ class PrefillRequest(Message, frozen=True):
     prompt: str | list[int] | None = None
     decode_url: str | None = None
     max_model_len: int | None = None
-    generated: list[int] = []
+    generated: list[int] = msgspec.field(default_factory=list)
     prompting: PromptOptions = PromptOptions()
 
 
@@ -265,7 +203,7 @@ class TokenLogprob(Message, frozen=True):
 
     token_id: int
     logprob: float
-    top: list[tuple[int, float]] = []
+    top: list[tuple[int, float]] = msgspec.field(default_factory=list)
 
 
 class FirstToken(Message, frozen=True):
@@ -290,7 +228,7 @@ class Handoff(Message, frozen=True):
     max_tokens: int
     output: OutputOptions
     first: list[FirstToken]
-    generated: list[int] = []
+    generated: list[int] = msgspec.field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
@@ -318,6 +256,12 @@ class PullRequest(Message, frozen=True):
     lease_s: float
 
 
+class ProbeRequest(Message, frozen=True):
+    """Asks for proof that the instance computes; a 500 within about ``timeout_s`` says that it does not."""
+
+    timeout_s: float
+
+
 class Load(Message, frozen=True):
     """What an instance reports of itself, for routing. It counts all that was received, from whichever gateway.
 
@@ -341,7 +285,7 @@ class Load(Message, frozen=True):
     total_blocks: int = 0
     mean_output_tokens: float = 0.0
     tokens_per_character: float = 0.0
-    rates: dict[str, StageRate] = {}
+    rates: dict[str, StageRate] = msgspec.field(default_factory=dict)
 
 
 class Report(Message, frozen=True):
@@ -355,7 +299,7 @@ class Report(Message, frozen=True):
 
     load: Load
     ready: bool = True
-    received: list[str] = []
+    received: list[str] = msgspec.field(default_factory=list)
 
 
 class AppliedShare(Message, frozen=True):
@@ -393,48 +337,11 @@ class InstanceInfo(Message, frozen=True):
     pid: int
     ready: bool
     load: Load
-    parameters: dict[str, int] = {}
+    parameters: dict[str, int] = msgspec.field(default_factory=dict)
     share: AppliedShare | None = None
-    budgets: dict[str, float] = {}
+    budgets: dict[str, float] = msgspec.field(default_factory=dict)
     host_id: str = ""
     block_size: int = 0
     kv_token_bytes: int = 0
     tokens_per_pixel: float = 0.0
     feature_token_bytes: int = 0
-
-
-M = TypeVar("M", bound=Message)
-
-_encoder = msgspec.msgpack.Encoder()
-
-
-def encode(message: Message) -> bytes:
-    """Message → msgpack."""
-    return _encoder.encode(message)
-
-
-_NO_MEDIA = b"\xa5media\xc4\x00"
-
-
-def encode_in_parts(request: EncodeRequest) -> list[bytes]:
-    """What :func:`encode` gives, with the media's bytes as they are instead of a copy of them."""
-    size = len(request.media)
-    if size < 1 << 8:
-        return [_encoder.encode(request)]
-    head, found, tail = _encoder.encode(msgspec.structs.replace(request, media=b"")).partition(_NO_MEDIA)
-    assert found and _NO_MEDIA not in tail, "a media item has no text of its own in the message"
-    length = b"\xc5" + size.to_bytes(2) if size < 1 << 16 else b"\xc6" + size.to_bytes(4)
-    return [head + _NO_MEDIA[:-2] + length, request.media, tail]
-
-
-def decode(data: bytes | bytearray | memoryview, message_type: type[M]) -> M:
-    """msgpack → message. Raises ``ValueError`` (msgspec.ValidationError) that names the wrong field."""
-    return msgspec.msgpack.decode(data, type=message_type)
-
-
-def to_json(message: Message) -> bytes:
-    return msgspec.json.encode(message)
-
-
-def from_json(data: bytes, message_type: type[M]) -> M:
-    return msgspec.json.decode(data, type=message_type)

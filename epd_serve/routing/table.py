@@ -25,7 +25,8 @@ class InstanceRecord:
         url: its control URL.
         info: its last answer to ``/info``; None until the first.
         role: from that answer; None until the first.
-        ready: whether it may be given work.
+        ready: whether it answers and is ready to work.
+        accepting: whether this gateway gives it any.
         is_stale: it has been silent for longer than it should; it gets work only where no other can take it.
         load: as last reported.
         costs: of its stages, by its own measurements where there are any.
@@ -42,6 +43,7 @@ class InstanceRecord:
     info: InstanceInfo | None = None
     role: Role | None = None
     ready: bool = False
+    accepting: bool = True
     is_stale: bool = False
     load: Load = field(default_factory=Load)
     costs: StageCosts = field(default_factory=StageCosts)
@@ -216,6 +218,7 @@ class InstanceTable:
             record
             for record in self
             if record.ready
+            and record.accepting
             and record.covers(stage)
             and (model is None or (record.info is not None and record.info.model == model))
         ]

@@ -6,6 +6,7 @@ from collections.abc import Sequence as AbstractSequence
 from typing import Any, Protocol
 
 from epd_serve.cache.block_pool import BlockPool, num_blocks_for
+from epd_serve.errors import InvalidRequest
 from epd_serve.request import Sequence
 
 
@@ -29,6 +30,22 @@ class BlockTables:
     def __init__(self, pool: BlockPool, memory: BlockMemory) -> None:
         self._pool = pool
         self._memory = memory
+
+    def check_fits(self, num_prompt_tokens: int, max_tokens: int, num_sequences: int) -> None:
+        """Raise InvalidRequest for a request that could not come to its end if it had all of the pool.
+
+        Its choices can wait for each other, but each needs its first block at once.
+        """
+        needed = max(
+            self._pool.num_needed(num_prompt_tokens, max_tokens),
+            self._pool.num_needed(num_prompt_tokens, min(max_tokens, 1), num_sequences),
+        )
+        if needed > self._pool.capacity:
+            raise InvalidRequest(
+                f"the request needs {needed} KV blocks of {self._pool.block_size} tokens and the instance has "
+                f"{self._pool.capacity}; ask for fewer max_tokens, a shorter prompt or a smaller n",
+                param="max_tokens",
+            )
 
     def num_needed(self, sequence: Sequence) -> int:
         """Blocks that a sequence takes from the pool to be admitted, or, where it has some, to go on."""

@@ -47,6 +47,10 @@ class ScheduleOutput:
     def num_tokens(self) -> int:
         return len(self.decodes) + sum(count for _, count in self.prefills)
 
+    @property
+    def sequences(self) -> list[Sequence]:
+        return [*self.decodes, *(sequence for sequence, _ in self.prefills)]
+
     def __bool__(self) -> bool:
         return bool(self.decodes or self.prefills)
 
@@ -83,7 +87,7 @@ def schedule(
     unfinished: list[Sequence] = []
     youngest = reversed(running)
     for sequence in running:
-        if output.preempted and sequence in output.preempted:
+        if sequence.is_complete or (output.preempted and sequence in output.preempted):
             continue
         if not sequence.is_decoding:
             unfinished.append(sequence)
@@ -117,7 +121,7 @@ def schedule(
         if not tokens or not seqs:
             break
         ready = ready_tokens(sequence) - sequence.num_computed
-        if not ready:
+        if not ready or sequence.is_complete:
             continue  # its first tokens are an image that is still being encoded; nothing behind it has to wait
         needed = blocks_needed(sequence)
         if needed + (watermark if running or output.admitted else 0) > free_blocks:

@@ -68,8 +68,9 @@ class Queues:
 
     @property
     def num_waiting_tokens(self) -> int:
-        """Tokens to be computed, of all sequences."""
-        return sum(s.num_uncomputed for s in (*self._waiting, *self._preempted, *self._running))
+        """Tokens to be computed, of all sequences; not those that the cache holds for them now."""
+        held = (*self._preempted, *self._running)
+        return sum(s.num_uncomputed for s in held) + sum(s.num_tokens - self._num_cached(s) for s in self._waiting)
 
     def submit(self, sequence: Sequence) -> None:
         self._waiting.append(sequence)
@@ -101,11 +102,15 @@ class Queues:
     ) -> RequestBlocks | None:
         """Blocks for a prompt whose KV comes from elsewhere, and for the token after it; None: not now.
 
-        Then prompts that come after ``arrival_s`` wait behind it until :meth:`stop_reserving`.
+        Then prompts that come after ``arrival_s`` wait behind it until :meth:`stop_reserving`. What would not fit
+        into a step beside the others has no room either.
         """
         pace = self._budget.pace
-        reserved = chain.from_iterable(self._reserved.values())
-        if pace is not None and not pace.has_room((*self._running, *self._preempted), num_prompt_tokens, reserved):
+        here, reserved = (*self._running, *self._preempted), list(chain.from_iterable(self._reserved.values()))
+        num_before = len(here) + len(reserved)
+        if (num_before and num_before + num_sequences > self._budget.max_num_seqs) or (
+            pace is not None and not pace.has_room(here, num_prompt_tokens, reserved)
+        ):
             self._reserving_since = arrival_s
             return None
         ahead = [s for s in self._waiting if s.arrival_s < arrival_s and self._ready_tokens(s)]
@@ -185,14 +190,18 @@ class Queues:
             logger.exception("the KV of request %s is lost", sequence.request_id)
             self._on_lost(sequence.request_id, error)
 
+    def _num_cached(self, sequence: Sequence) -> int:
+        """Leading tokens that a sequence without blocks would find computed."""
+        usable = sequence.block_hashes[: (sequence.num_tokens - 1) // self._pool.block_size]
+        return len(self._pool.match(usable)) * self._pool.block_size
+
     def _ready_tokens(self, sequence: Sequence) -> int:
         """Leading tokens that can be computed now: up to the first feature that is needed and not here."""
         if not sequence.spans or sequence.saved is not None:
             return sequence.num_tokens
         computed = sequence.num_computed
         if sequence.state is SequenceState.WAITING:
-            usable = sequence.block_hashes[: (sequence.num_tokens - 1) // self._pool.block_size]
-            computed = len(self._pool.match(usable)) * self._pool.block_size
+            computed = self._num_cached(sequence)
         span = missing_span(sequence, computed, sequence.num_tokens, self._has_feature)
         if span is None:
             return sequence.num_tokens

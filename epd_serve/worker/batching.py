@@ -65,7 +65,7 @@ class Batching:
 
     def find_image_budget(self, tower: Tower, family: Family) -> int:
         """The largest batch of images within the limit, in pixels; one image at least."""
-        area = IMAGE_SIDE**2
+        area = family.num_pixels((IMAGE_SIDE, IMAGE_SIDE))
         if self.limit_s is not None:
             found = search_budget(
                 lambda count: self._known.get(f"encode {count}", lambda: encode_seconds(tower, family, count)),

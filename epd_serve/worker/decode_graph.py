@@ -10,7 +10,7 @@ from torch import Tensor
 from device.base import AttnMeta, Device, GraphRunner
 from epd_serve.models.decoder import StepContext
 from epd_serve.models.language import LanguageModel
-from epd_serve.worker.step_inputs import StepInputs
+from epd_serve.worker.step_inputs import Fed, StepInputs
 
 
 class DecodeGraphs:
@@ -60,13 +60,15 @@ class DecodeGraphs:
             and max(map(len, inputs.decode_blocks)) <= self._max_blocks
         )
 
-    def run(self, inputs: StepInputs) -> Tensor:
+    def run(self, inputs: StepInputs, fed: Fed | None = None) -> Tensor:
         """Logits [decodes, vocab]; overwritten by the next run."""
         count = len(inputs.ids)
         size = next(size for size in self._sizes if size >= count)
         padding = [0] * (size - count)
         context_lens = inputs.decode_context_lens + [1] * (size - count)
         self._fill(self._ids[:size], inputs.ids + padding)
+        if fed is not None:
+            fed.put(self._ids)
         self._fill(self._slots[:size], inputs.slots + padding)
         self._fill(self._context_lens[:size], context_lens)
         self._positions[:, :count].copy_(inputs.positions, non_blocking=True)

@@ -16,7 +16,7 @@ from pathlib import Path
 from device.base import Device
 from epd_serve.config import InstanceOptions
 from epd_serve.sched.language import ScheduleOutput
-from epd_serve.sched.pace import TokenTimeAccount, pause_s
+from epd_serve.sched.pace import PaceFigures, Slack, TokenTimeAccount, pause_s
 from epd_serve.worker.device_board import DeviceBoard
 from epd_serve.worker.share import apply_share, rank_share
 
@@ -120,6 +120,11 @@ class TowerStream:
 
     # ------------------------------------------------------------------ asked on the event loop
 
+    @property
+    def paused_s(self) -> float:
+        """Seconds for which encodes have waited in their middle for decodes."""
+        return self._paused_s
+
     def max_pixels(self) -> int:
         """The largest batch that fits the free memory, and under a limit also the time, as far as was measured."""
         if self._pixel_bytes is None or self._pixel_layer_s is None:
@@ -208,6 +213,11 @@ class LanguageStream:
             self._last_s = None
             self._board.decodes_end()
 
+    @property
+    def slack(self) -> Slack | None:
+        """What the decodes leave to encodes; None without a limit."""
+        return None if self._account is None else self._account.slack
+
     def idle(self) -> None:
         """Nothing can be computed for now: what runs waits for features or blocks, or is gone."""
         if self.is_busy:
@@ -240,6 +250,9 @@ class DualStream:
             is_busy=lambda: self.language.is_busy,
             clock=clock,
         )
+
+    def figures(self) -> PaceFigures:
+        return PaceFigures(paused_s=self.tower.paused_s, slack=self.language.slack)
 
 
 def _parted(threads: int | None) -> tuple[int, int] | None:

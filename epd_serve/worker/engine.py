@@ -5,25 +5,24 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from torch import Tensor
 
 from epd_serve.cache.block_pool import BlockPool, RequestBlocks
-from epd_serve.errors import InvalidRequest, ServeError
+from epd_serve.errors import ServeError
 from epd_serve.protocol.wire import Load
-from epd_serve.request import Sequence, SequenceState
+from epd_serve.request import PLACEHOLDER, Sequence, SequenceState
 from epd_serve.sched.block_tables import BlockMemory
 from epd_serve.sched.language import Budget, ScheduleOutput
 from epd_serve.sched.queues import Order, Queues
 from epd_serve.transfer.kv_sender import KVSender, OutgoingTransfer
 from epd_serve.types import KVMode
 from epd_serve.worker.events import EngineEvent, FailureEvent, PromptEvent, TokenEvent
-from epd_serve.worker.layer_groups import LayerGroups
 from epd_serve.worker.runner import LanguageRunner, StepResult
 from epd_serve.worker.sampler import SampledToken
-from epd_serve.worker.step_features import with_features
+from epd_serve.worker.stepper import Flight, Stepper
 
 logger = logging.getLogger(__name__)
 
@@ -34,15 +33,19 @@ class Engine:
     All methods may be called from any thread. ``emit`` is called on the engine's thread, once after each step, and
     must not block. ``on_free`` is called on whichever thread gave blocks back.
 
+    An engine that runs ahead launches a step before it knows the tokens of the one before: the device feeds them
+    from one to the other, and placeholders stand for them here. A token beyond an end that only a token told of is
+    dropped. Blocks stay with a sequence until no launched step uses them.
+
     Args:
         feature_of: a feature as it is needed for a step; it may fetch it first. None: it is not to be had now.
         has_feature: whether ``feature_of`` is worth asking; must not block.
         around_step, on_step: what each step's computation runs in; told of each step and the seconds it took.
         on_idle, on_death: told when nothing can be computed for now; when nothing ever will.
+        runs_ahead: whether a step is launched before the tokens of the one before are known.
         order: of admission; first come, first served by itself.
         on_starved: told of a feature that holds up a sequence which could be computed otherwise; must not block.
-        kv_mode: how KV goes out.
-        clock: monotonic seconds, the sender's clock.
+        kv_mode, clock: how KV goes out; monotonic seconds, the sender's clock.
     """
 
     def __init__(
@@ -69,12 +72,10 @@ class Engine:
         on_death: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
         order: Order = lambda waiting, now: list(waiting),
+        runs_ahead: bool = False,
     ) -> None:
-        self._runner = runner
         self._pool = pool
-        self._num_layers = num_layers
         self.eos_token_ids = eos_token_ids
-        self._feature_of = feature_of
         self._queues = Queues(
             pool,
             memory,
@@ -85,13 +86,10 @@ class Engine:
             on_lost=self._lose,
         )
         self._tables = self._queues.tables
-        self._block_nbytes = block_nbytes
-        self._record_event = record_event
+        self.check_fits = self._tables.check_fits
         self._sender = sender
-        self._kv_mode = kv_mode
         self._emit = emit
         self._on_free = on_free
-        self._around_step = around_step
         self._on_step = on_step
         self._on_idle = on_idle
         self._on_death = on_death
@@ -99,9 +97,23 @@ class Engine:
         self._changed = threading.Condition()
         self._leaving: dict[Sequence, None] = {}  # ABORTED, but a step or a copy may still use their blocks
         self._transfers: dict[Sequence, OutgoingTransfer] = {}
+        self._stepper = Stepper(
+            runner,
+            feature_of=feature_of,
+            transfers=self._transfers,
+            sender=sender,
+            kv_mode=kv_mode,
+            num_layers=num_layers,
+            block_size=pool.block_size,
+            layer_bytes=block_nbytes // num_layers,
+            record_event=record_event,
+            around_step=around_step,
+            clock=clock,
+        )
+        self._runs_ahead = runs_ahead
+        self._flying: Flight | None = None  # launched, its tokens unknown
         self._stepping: frozenset[Sequence] = frozenset()
-        self.is_prefilling = False
-        self._closing = False
+        self.num_steps, self.is_prefilling, self._closing = 0, False, False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -118,22 +130,6 @@ class Engine:
             self._sender.close()
 
     # ------------------------------------------------------------------ requests in
-
-    def check_fits(self, num_prompt_tokens: int, max_tokens: int, num_sequences: int) -> None:
-        """Raise InvalidRequest for a request that could not come to its end if it had all of the pool.
-
-        Its choices can wait for each other, but each needs its first block at once.
-        """
-        needed = max(
-            self._pool.num_needed(num_prompt_tokens, max_tokens),
-            self._pool.num_needed(num_prompt_tokens, min(max_tokens, 1), num_sequences),
-        )
-        if needed > self._pool.capacity:
-            raise InvalidRequest(
-                f"the request needs {needed} KV blocks of {self._pool.block_size} tokens and the instance has "
-                f"{self._pool.capacity}; ask for fewer max_tokens, a shorter prompt or a smaller n",
-                param="max_tokens",
-            )
 
     def submit(self, sequence: Sequence, transfer: OutgoingTransfer | None = None) -> None:
         """Queue a prompt; ``transfer`` says where its KV goes if another instance decodes."""
@@ -198,10 +194,7 @@ class Engine:
     def reserve(
         self, num_prompt_tokens: int, num_sequences: int, hashes: list[bytes], arrival_s: float
     ) -> RequestBlocks | None:
-        """Blocks for a prompt whose KV a peer will write, and for the first token after it; None: not now.
-
-        Then prompts that come after ``arrival_s`` (monotonic) wait behind it until :meth:`stop_reserving`.
-        """
+        """Blocks for a prompt whose KV a peer will write: see :meth:`~epd_serve.sched.queues.Queues.reserve`."""
         with self._changed:
             return self._queues.reserve(num_prompt_tokens, num_sequences, hashes, arrival_s)
 
@@ -216,6 +209,11 @@ class Engine:
             self._queues.settle(blocks)
             self._pool.release(blocks.all())
             self._tell_free()
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that hold blocks and are computed."""
+        return self._queues.num_running
 
     def load(self) -> Load:
         with self._changed:
@@ -244,7 +242,7 @@ class Engine:
     def _loop(self) -> None:
         while True:
             with self._changed:
-                while not self._closing and not (output := self._begin()):
+                while not self._closing and not (output := self._begin()) and self._flying is None:
                     self._on_idle()
                     self._changed.wait()
                 if self._closing:
@@ -252,102 +250,101 @@ class Engine:
             self._compute(output)
 
     def step(self) -> bool:
-        """One step, where no thread runs: for tests. False if there was nothing to compute."""
+        """One step, where no thread runs: for tests. False if there was nothing to compute or to wait for."""
         with self._changed:
-            output = self._begin()
-        if output:
-            self._compute(output)
-        return bool(output)
+            output, flying = self._begin(), self._flying
+        self._compute(output)
+        return bool(output) or flying is not None
 
     def _begin(self) -> ScheduleOutput:
         """The next step; its sequences keep their blocks until it has ended."""
-        output = self._queues.plan(self._clock())
-        self._stepping = frozenset((*output.decodes, *(s for s, _ in output.prefills)))
-        self.is_prefilling = bool(output.prefills)
+        output, flying = (
+            self._queues.plan(self._clock()),
+            self._flying.output if self._flying else ScheduleOutput(),
+        )
+        self._stepping = frozenset((*output.sequences, *flying.sequences))
+        self.is_prefilling = bool(output.prefills or flying.prefills)
         if output.admitted:
             self._on_free()  # no block, but a place in the queue for them
         return output
 
     def _compute(self, output: ScheduleOutput) -> None:
-        output, features = with_features(output, self._feature_of)
-        if events := self._step(output, features):
-            self._emit(events)
-
-    def _step(self, output: ScheduleOutput, features: dict[str, Tensor]) -> list[EngineEvent]:
-        groups = self._layer_groups(output)
-        start = self._clock()
-        try:
-            result = StepResult([], [])
-            if output:
-                with self._around_step():
-                    result = self._runner.step(output, features, groups.on_layer if groups else None)
-            if groups is not None:
-                groups.on_computed()
-            events = self._finish_step(output, result)
-        except Exception as error:  # a failed step must fail its requests, not the instance
-            logger.exception("a step of %d tokens failed", output.num_tokens)
-            return self._fail_step(f"the engine failed in the middle of a step: {error}")
+        """Launch a step and end the one before, if that still flies; end both unless the engine runs ahead."""
+        before, self._flying = self._flying, None
+        flight: Flight | None = None
         if output:
-            seconds = self._clock() - start
+            with self._failing(output, before):
+                flight = self._stepper.launch(output, before)
+        if before is not None:
+            self._land(before, flight)
+        if flight is not None:
+            with self._failing(flight.output, None):
+                self._sample(flight)
+                self._flying = flight
+        if not self._runs_ahead and (flight := self._flying) is not None:
+            self._flying = None
+            self._land(flight, None)
+
+    def _sample(self, flight: Flight) -> None:
+        """Let the device choose the step's tokens, and take it for computed."""
+        self._stepper.sample(flight)
+        with self._changed:
+            for sequence, count in (*((s, 1) for s in flight.output.decodes), *flight.output.prefills):
+                sequence.num_computed += count
+                if self._runs_ahead and sequence.yields_one_token:
+                    sequence.output_ids.append(PLACEHOLDER)
+
+    def _land(self, flight: Flight, after: Flight | None) -> None:
+        """Wait for a step's tokens and hand them out; ``after`` is the step that was launched since."""
+        events: list[EngineEvent] = []
+        with self._failing(flight.output, after):
+            events = self._finish_step(flight.output, self._stepper.read(flight), after)
+            seconds = self._stepper.landed(flight)
             try:
-                self._on_step(output, seconds)
+                if flight.output:
+                    self._on_step(flight.output, seconds)
             except Exception:  # what is told of a step must not take its tokens along
                 logger.exception("a step could not be accounted for")
-            if output.prefills and self._sender is not None:
-                self._sender.sizer.observe_compute(output.num_tokens, seconds)
-        return events
+        self.num_steps += 1
+        if events:
+            self._emit(events)
 
-    def _layer_groups(self, output: ScheduleOutput) -> LayerGroups | None:
-        if self._sender is None:
-            return None
-        return LayerGroups(
-            output,
-            self._transfers,
-            self._sender,
-            mode=self._kv_mode,
-            num_layers=self._num_layers,
-            block_size=self._pool.block_size,
-            layer_bytes=self._block_nbytes // self._num_layers,
-            record_event=self._record_event,
-            clock=self._clock,
-        )
-
-    def _finish_step(self, output: ScheduleOutput, result: StepResult) -> list[EngineEvent]:
+    def _finish_step(self, output: ScheduleOutput, result: StepResult, after: Flight | None) -> list[EngineEvent]:
         with self._changed:
-            for sequence, count in output.prefills:
-                sequence.num_computed += count
-                self._tables.register(sequence)
-            for sequence in output.decodes:
-                sequence.num_computed += 1
-            events = self._advance(result)
-            self._stepping = frozenset()
+            self._stepping = frozenset(after.output.sequences if after else ())
+            for sequence, _ in output.prefills:
+                if sequence.blocks:  # it may have lost them to an older one since
+                    self._tables.register(sequence)
+            events: list[EngineEvent] = []
+            for sequence, tokens in (*((s, [token]) for s, token in result.decoded), *result.first):
+                if sequence.goes_on:
+                    events += self._hand_out(sequence, tokens)
             self._let_go()
         return events
 
-    def _advance(self, result: StepResult) -> list[EngineEvent]:
-        events: list[EngineEvent] = []
-        for sequence, tokens in (*((s, [token]) for s, token in result.decoded), *result.first):
-            if sequence.state is not SequenceState.RUNNING:
-                continue
-            if sequence.hand_off:
-                self._queues.stop(sequence)
-                sequence.move_to(SequenceState.TRANSFERRING)
-                count = len(sequence.output_ids) + 1
-                ends = [(t, sequence.finish_reason(t.token_id, count, self.eos_token_ids)) for t in tokens]
-                events.append(PromptEvent(sequence, ends))
-                continue
-            choices = [sequence] if sequence.output_ids else self._tables.fork(sequence)
-            for choice in choices[1:]:
-                self._queues.run(choice)
-            events += map(self._append, choices, tokens)
-        return events
+    def _hand_out(self, sequence: Sequence, tokens: list[SampledToken]) -> list[EngineEvent]:
+        """A sequence's next token, or the first one of each choice."""
+        if sequence.hand_off:
+            self._queues.stop(sequence)
+            sequence.move_to(SequenceState.TRANSFERRING)
+            count = len(sequence.output_ids) + 1
+            ends = [(t, sequence.finish_reason(t.token_id, count, self.eos_token_ids)) for t in tokens]
+            return [PromptEvent(sequence, ends)]
+        if sequence.output_ids:
+            return [self._append(sequence, *tokens)]
+        if sequence.num_uncomputed:
+            return []  # it was preempted since, and its prompt is computed again
+        choices = self._tables.fork(sequence)
+        for choice in choices[1:]:
+            self._queues.run(choice)
+        return [self._append(choice, token) for choice, token in zip(choices, tokens, strict=True)]
 
     def _append(self, sequence: Sequence, token: SampledToken) -> TokenEvent:
-        sequence.output_ids.append(token.token_id)
+        sequence.take(token.token_id)
         reason = sequence.finish_reason(token.token_id, len(sequence.output_ids), self.eos_token_ids)
         if reason is not None:
             self._queues.stop(sequence)
-            self._retire(sequence)
+            self._leave(sequence)
         return TokenEvent(sequence, token, reason)
 
     # ------------------------------------------------------------------ leaving
@@ -367,31 +364,36 @@ class Engine:
                 self._retire(sequence)
             else:
                 transfer.cancelled = True
-                self._sender.fence(transfer, lambda _, s=sequence: self._retire_later(s))  # type: ignore[misc]
-
-    def _retire_later(self, sequence: Sequence) -> None:
-        with self._changed:
-            self._retire(sequence)
+                self._sender.fence(transfer, lambda _, s=sequence: self._retire(s))  # type: ignore[misc]
 
     def _retire(self, sequence: Sequence) -> None:
-        sequence.move_to(SequenceState.FINISHED)
-        self._transfers.pop(sequence, None)
-        sequence.saved = None
-        self._tables.release(sequence)
-        self._tell_free()
+        with self._changed:
+            sequence.move_to(SequenceState.FINISHED)
+            self._transfers.pop(sequence, None)
+            sequence.saved = None
+            self._tables.release(sequence)
+            self._tell_free()
 
     def _tell_free(self) -> None:
         self._changed.notify_all()
         self._on_free()
 
-    def _fail_step(self, message: str) -> list[EngineEvent]:
-        with self._changed:
-            failed = {sequence.request_id for sequence in self._stepping}
-            self._stepping = frozenset()
-            self._let_go()
-        for request_id in failed:
-            self.abort(request_id)
-        return [FailureEvent(request_id, ServeError(message)) for request_id in failed]
+    @contextmanager
+    def _failing(self, output: ScheduleOutput, other: Flight | None) -> Iterator[None]:
+        """A failed step must fail its requests, not the instance. ``other`` is one that still flies."""
+        try:
+            yield
+        except Exception as error:
+            logger.exception("a step of %d tokens failed", output.num_tokens)
+            self._on_idle()
+            with self._changed:
+                failed = {sequence.request_id for sequence in output.sequences}
+                self._stepping = frozenset(other.output.sequences if other else ())
+                self._let_go()
+            for request_id in failed:
+                self.abort(request_id)
+            failure = ServeError(f"the engine failed in the middle of a step: {error}")
+            self._emit([FailureEvent(request_id, failure) for request_id in failed])
 
     def _lose(self, request_id: str, error: Exception) -> None:
         self.abort(request_id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import threading
 from collections.abc import Sequence
 
 import torch
@@ -46,6 +47,7 @@ class KVCache:
         self._host = host if heads is None else host[..., heads.start : heads.stop, :]
         self._is_slab = device.type == "cpu" and heads is None
         self._copies = device.stream()
+        self._staging = threading.Lock()  # torch before 2.13 forgets which stream a second thread came from
         self.tensor: Tensor = self._host
         if not self._is_slab:
             self.tensor = torch.zeros(self._host.shape, dtype=dtype, device=device.torch_device)
@@ -60,7 +62,7 @@ class KVCache:
         """
         if not self._is_slab:
             host_blocks = torch.tensor(blocks)
-            with self._copies:
+            with self._staging, self._copies:
                 part = self.tensor[layers.start : layers.stop, :, host_blocks.to(self.tensor.device)]
                 self._host[layers.start : layers.stop, :, host_blocks] = part.cpu()
 

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from device.base import AttentionOps
-from epd_serve.request import Sequence
+from epd_serve.request import PLACEHOLDER, Sequence
 from epd_serve.sched.language import ScheduleOutput
+from epd_serve.worker.drawing import Row
 from epd_serve.worker.followers import Followers
-from epd_serve.worker.sampler import Row, SampledToken, sample
+from epd_serve.worker.sampler import SampledToken, Sampler, Sampling
 from epd_serve.worker.step import StepExecutor
-from epd_serve.worker.step_inputs import StepInputs
+from epd_serve.worker.step_inputs import Fed, StepInputs, on_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,23 +46,30 @@ class LanguageRunner:
         followers: Followers | None = None,
     ) -> None:
         self._executor = executor
-        self._ops = ops
+        self._sampler = Sampler(ops, eos_token_ids)
         self._block_size = block_size
         self._num_position_axes = num_position_axes
-        self._eos_token_ids = eos_token_ids
         self._followers = followers
 
-    def step(
+    def step(self, output: ScheduleOutput, features_by_hash: Mapping[str, Tensor]) -> StepResult:
+        """A step from its launch to its tokens."""
+        step = self.launch(output, features_by_hash)
+        step.sample()
+        return step.read()
+
+    def launch(
         self,
         output: ScheduleOutput,
         features_by_hash: Mapping[str, Tensor],
         on_layer: Callable[[int], None] | None = None,
-    ) -> StepResult:
-        """Compute the scheduled tokens.
+        before: LaunchedStep | None = None,
+    ) -> LaunchedStep:
+        """Let the device compute the scheduled tokens; does not wait for it.
 
         Args:
             features_by_hash: the features of all media that the chunks overlap.
             on_layer: called on this thread when a layer's KV is in the cache.
+            before: has chosen the tokens for which placeholders stand.
         """
         batch = _Batch(self._block_size)
         for sequence in output.decodes:
@@ -69,22 +77,50 @@ class LanguageRunner:
         for sequence, count in output.prefills:
             batch.add_prefill(sequence, count, features_by_hash)
         inputs = batch.inputs(self._num_position_axes)
+        fed = None
+        if batch.fed:
+            assert before is not None and self._followers is None, "nobody can feed the other ranks"
+            fed = Fed(rows=list(batch.fed), tokens=before.tokens_of(list(batch.fed.values())))
         with self._followers.together(inputs) if self._followers else nullcontext():
-            logits = self._executor.compute(inputs, on_layer)
-        return self._sample(logits, output)
-
-    def _sample(self, logits: Tensor, output: ScheduleOutput) -> StepResult:
+            logits = self._executor.compute(inputs, on_layer, fed)
         finished = [s for s, count in output.prefills if s.num_computed + count == s.num_tokens]
-        sampled = [*output.decodes, *finished]
-        if not sampled:
-            return StepResult([], [])
-        rows = [Row(s, index) for s in sampled for index in range(s.index, s.index + s.num_sampled)]
-        if len(rows) > len(sampled):
-            logits = logits[[i for i, s in enumerate(sampled) for _ in range(s.num_sampled)]]
-        tokens = iter(sample(logits, rows, self._ops, self._eos_token_ids))
+        return LaunchedStep(self._sampler, logits, [*output.decodes, *finished])
+
+
+class LaunchedStep:
+    """A step that the device computes: :meth:`sample`, then :meth:`read`."""
+
+    def __init__(self, sampler: Sampler, logits: Tensor, sampled: list[Sequence]) -> None:
+        self._sampler = sampler
+        self._logits = logits
+        self._decoding = [bool(sequence.output_ids) for sequence in sampled]
+        self._sampled = sampled
+        self._rows = [Row(s, index) for s in sampled for index in range(s.index, s.index + s.num_sampled)]
+        self._places = {row.sequence: place for place, row in enumerate(self._rows)}
+        self._sampling: Sampling | None = None
+
+    def sample(self) -> None:
+        """Let the device choose the tokens; those before them must be known."""
+        if not self._rows:
+            return
+        logits = self._logits
+        if len(self._rows) > len(self._sampled):
+            place = {sequence: i for i, sequence in enumerate(self._sampled)}
+            logits = logits[on_device(logits, [place[row.sequence] for row in self._rows])]
+        self._sampling = self._sampler.sample(logits, self._rows)
+
+    def tokens_of(self, sequences: list[Sequence]) -> Tensor:
+        """[len(sequences)] on the device, which may not have chosen them yet."""
+        assert self._sampling is not None, "sample() comes first"
+        tokens = self._sampling.tokens
+        return tokens.index_select(0, on_device(tokens, [self._places[sequence] for sequence in sequences]))
+
+    def read(self) -> StepResult:
+        """Wait for the tokens."""
+        tokens = iter([] if self._sampling is None else self._sampling.read())
         result = StepResult([], [])
-        for sequence in sampled:
-            if sequence.output_ids:
+        for sequence, is_decoding in zip(self._sampled, self._decoding, strict=True):
+            if is_decoding:
                 result.decoded.append((sequence, next(tokens)))
             else:
                 result.first.append((sequence, list(islice(tokens, sequence.num_sequences))))
@@ -97,6 +133,7 @@ class _Batch:
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self.ids: list[int] = []
+        self.fed: dict[int, Sequence] = {}  # rows whose tokens the host does not know
         self.rows: list[int] = []
         self._slots: list[int] = []
         self._decode_positions: list[int] = []
@@ -110,6 +147,7 @@ class _Batch:
         index = sequence.num_tokens - 1
         self.rows.append(len(self.ids))
         self.ids.append(sequence.output_ids[-1])
+        self._mark_fed(sequence)
         self._decode_positions.append(index + sequence.position_delta)
         self._add_slots(sequence, index, index + 1)
         self._decodes.append(sequence)
@@ -129,6 +167,7 @@ class _Batch:
             self.ids += sequence.output_ids[max(start - length, 0) : end - length]
             index = torch.arange(max(start, length), end) + sequence.position_delta
             self._prompt_positions.append(index.expand(len(sequence.positions), -1))
+            self._mark_fed(sequence)
         self._add_slots(sequence, start, end)
         self._prefills.append((sequence, end))
         if end == sequence.num_tokens:
@@ -152,6 +191,11 @@ class _Batch:
 
     def _used(self, sequence: Sequence, num_tokens: int) -> list[int]:
         return sequence.blocks[: -(-num_tokens // self._block_size)]
+
+    def _mark_fed(self, sequence: Sequence) -> None:
+        if self.ids[-1] == PLACEHOLDER:
+            self.ids[-1] = 0
+            self.fed[len(self.ids) - 1] = sequence
 
     def _add_slots(self, sequence: Sequence, start: int, end: int) -> None:
         size = self._block_size

@@ -11,7 +11,7 @@ from epd_serve.models.decoder import StepContext
 from epd_serve.models.language import LanguageModel
 from epd_serve.worker.commands import CreateCache
 from epd_serve.worker.decode_graph import DecodeGraphs
-from epd_serve.worker.step_inputs import StepInputs, integers
+from epd_serve.worker.step_inputs import Fed, StepInputs, integers, move
 
 
 class StepExecutor:
@@ -61,20 +61,24 @@ class StepExecutor:
             max_model_len=cache.max_model_len,
         )
 
-    def compute(self, inputs: StepInputs, on_layer: Callable[[int], None] | None = None) -> Tensor:
+    def compute(
+        self, inputs: StepInputs, on_layer: Callable[[int], None] | None = None, fed: Fed | None = None
+    ) -> Tensor:
         """Logits [len(rows), vocab]; the step's K and V are in the cache afterwards.
 
         Args:
             on_layer: called when a layer's K and V are in the cache, in steps with prefills.
         """
         if self._graphs is not None and self._graphs.fits(inputs):
-            return self._graphs.run(inputs)
+            return self._graphs.run(inputs, fed)
         target = self._device.torch_device
         plan = self._device.ops.prepare(inputs.meta(self._kv.shape[3], target), self._model.dtype)
-        features = inputs.features
+        features, ids = inputs.features, integers(inputs.ids, target)
+        if fed is not None:
+            fed.put(ids)
         return self._model.forward(
-            integers(inputs.ids, target),
-            inputs.positions.to(target),
+            ids,
+            move(inputs.positions, target),
             StepContext(plan=plan, kv=self._kv, on_layer=on_layer),
             integers(inputs.rows, target),
             None if features is None else features.to(target),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import msgspec
 import torch
 from torch import Tensor
@@ -47,12 +49,33 @@ class StepInputs(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Fed:
+    """Tokens [len(rows)] on the device that take the places of some of a step's ids."""
+
+    rows: list[int]
+    tokens: Tensor
+
+    def put(self, ids: Tensor) -> None:
+        ids.index_copy_(0, on_device(ids, self.rows), self.tokens)
+
+
+def move(tensor: Tensor, device: torch.device) -> Tensor:
+    """A host tensor on the device, for which the host does not wait."""
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def on_device(like: Tensor, values: list[int] | list[float], dtype: torch.dtype = torch.long) -> Tensor:
+    """Numbers on a tensor's device."""
+    return move(torch.tensor(values, dtype=dtype), like.device)
+
+
 def integers(values: list[int], device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=torch.long, device=device)
+    return move(torch.tensor(values, dtype=torch.long), device)
 
 
 def _table(rows: list[list[int]], device: torch.device) -> Tensor:
     """[len(rows), longest row], padded with 0."""
     width = max(map(len, rows), default=0)
     padded = [row + [0] * (width - len(row)) for row in rows]
-    return torch.tensor(padded, dtype=torch.long, device=device).view(len(rows), width)
+    return move(torch.tensor(padded, dtype=torch.long).view(len(rows), width), device)

@@ -7,6 +7,7 @@ import json
 import pytest
 from chat import chat
 from pictures import noise
+from PIL import Image
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -167,3 +168,25 @@ async def test_what_cannot_be_is_refused_by_name(api, path, fields, param):
     body = {"prompt": "x"} if path == "/v1/completions" else chat("x")
     status, answer = await api.post(path, {**body, "max_tokens": 1, **fields})
     assert (status, answer["error"]["param"]) == (400, param), answer
+
+
+async def test_low_detail_reads_the_picture_scaled_down(api):
+    """As if the client had scaled it: the same size, and its own entry in the caches."""
+    large = Image.effect_mandelbrot((1024, 64), (-2, -1, 1, 1), 50).convert("RGB")
+    fields = {**GREEDY, "max_tokens": 1, "logprobs": True, "top_logprobs": 5}
+
+    async def first_token(picture, detail):
+        body = chat("What is it?", picture)
+        body["messages"][0]["content"][0]["image_url"]["detail"] = detail
+        status, answer = await api.post("/v1/chat/completions", {**body, **fields})
+        assert status == 200, answer
+        return answer["usage"]["prompt_tokens"], answer["choices"][0]["logprobs"]["content"][0]["logprob"]
+
+    low, high = await first_token(large, "low"), await first_token(large, "high")
+    scaled = await first_token(large.resize((512, 32), Image.Resampling.BICUBIC), "auto")
+    assert low == pytest.approx(scaled) and low[1] != pytest.approx(high[1], abs=1e-6)
+
+
+async def test_a_placeholder_in_a_text_without_images_is_text(api):
+    status, answer = await api.post("/v1/completions", {"prompt": "a <|image_pad|> b", **GREEDY})
+    assert status == 200 and answer["usage"]["completion_tokens"] == 8

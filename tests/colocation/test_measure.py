@@ -64,10 +64,10 @@ def test_streams_of_one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert msgspec.json.decode(printed.stdout, type=InterferenceMatrix) == matrix
 
 
-def test_processes_and_a_collective() -> None:
-    matrix = measure(
-        "cpu", isolation="process", dtype="float32", seconds=0.1, threads=1, names=["norm", "all-reduce"]
-    )
+@pytest.mark.parametrize("clock", get_args(Clock))
+def test_processes_and_a_collective(clock: Clock) -> None:
+    names = ["norm", "all-reduce"]
+    matrix = measure("cpu", isolation="process", dtype="float32", seconds=0.1, threads=1, clock=clock, names=names)
     assert [workload.name for workload in matrix.workloads] == ["norm", "all-reduce"]
     assert all(value is not None for row in matrix.increase for value in row)
     assert not matrix.skipped

@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import jsonschema
@@ -6,6 +7,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from epd_serve.config import DeploymentConfig, InstanceSettings, deployment_schema, load_config, parse_config
+from epd_serve.config.options import Switch
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 FILES = sorted(DEPLOY.glob("*.yaml"), key=lambda file: file.name)
@@ -79,6 +81,7 @@ def test_every_setting_reaches_the_instance() -> None:
         "num_blocks": 7,
         "max_num_batched_tokens": 99,
         "max_num_seqs": 9,
+        "async_scheduling": "on",
         "max_model_len": 777,
         "image_budget_pixels": 1000,
         "feature_store_bytes": 2000,
@@ -86,6 +89,7 @@ def test_every_setting_reaches_the_instance() -> None:
         "feature_timeout_s": 1.5,
         "queue_timeout_s": 3.5,
         "lease_s": 2.5,
+        "drain_s": 12,
         "feature_prefetch": "sync",
         "memory_share": 0.25,
         "stream_priority": 3,
@@ -101,3 +105,23 @@ def test_every_setting_reaches_the_instance() -> None:
     assert (options.kv_transport, options.kv_group_layers) == ("shm", 4)
     assert (options.name, str(options.role), options.port, options.dtype) == ("p0", "P", 9001, "float32")
     assert options.served_model_name == "demo"
+
+
+@pytest.mark.parametrize(
+    ("device", "switch", "ahead"),
+    [
+        ("cpu", "auto", False),
+        ("cpu", "on", True),
+        ("cuda:0", "auto", True),
+        ("npu:0", "off", False),
+        ("cuda:0,cuda:1", "auto", False),
+    ],
+)
+def test_accelerators_launch_steps_ahead(device: str, switch: Switch, ahead: bool) -> None:
+    options = DeploymentConfig().options_for(DeploymentConfig().placement()[2], device=device, port=1, threads=1)
+    assert replace(options, async_scheduling=switch).runs_ahead is ahead
+
+
+def test_ranks_cannot_launch_steps_ahead() -> None:
+    with pytest.raises(ValueError, match=r"(?s)async_scheduling is on for D.*write auto"):
+        parse_config("topology: E-P-D@tp2\nroles: {D: {async_scheduling: on}}")

@@ -29,7 +29,10 @@ async def test_no_block_and_no_feature_leaks() -> None:
     rng = random.Random(20)
     config = DeploymentConfig(
         topology="E-P-D",
-        gateway={"port": 0},
+        gateway={
+            "port": 0,
+            "max_in_flight": 10,
+        },  # of the 24 that come at once: the others wait, and some leave then
         # few blocks and a small store, so that requests wait for each other at every stage
         instances={
             "base_port": 0,
@@ -69,5 +72,9 @@ async def test_no_block_and_no_feature_leaks() -> None:
         assert len(outcomes) == NUM_REQUESTS
         assert outcomes.count("cancelled") > NUM_REQUESTS // 10
         assert outcomes.count("answered") > NUM_REQUESTS // 4
+        exposition = (await client.get("/metrics")).text
+        samples = dict(line.rsplit(" ", 1) for line in exposition.splitlines() if not line.startswith("#"))
+        assert float(samples["epd_serve_queue_wait_seconds_count"]) > NUM_REQUESTS // 10
+        assert float(samples["epd_serve_requests_running"]) == float(samples["epd_serve_requests_waiting"]) == 0
         last = await client.post("/v1/chat/completions", json=chat("Say apple"))
         assert last.status_code == 200

@@ -27,9 +27,13 @@ CASES: dict[str, dict[str, Any]] = {
             "feature_prefetch": "sync",
         },
     },
-    "budgets, encodes beside decodes, layer by layer, shared weights": {
+    "budgets, encodes beside decodes, layer by layer, shared weights, steps launched ahead": {
         "slo": {"tpot_ms": 400},
-        "instances": {"kv_transfer": {"mode": "layerwise"}, "share_weights": True},
+        "instances": {
+            "kv_transfer": {"mode": "layerwise"},
+            "share_weights": True,
+            "async_scheduling": "on",
+        },
     },
 }
 TOPOLOGIES = {"EPD": ("epd0",), "E-P-D": ("e0", "p0", "d0"), "ED-P": ("ed0", "p0")}

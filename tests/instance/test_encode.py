@@ -29,6 +29,11 @@ from epd_serve.worker.dual_stream import TowerStream
 
 
 class Family:
+    """Its processor makes every image one pixel."""
+
+    def num_pixels(self, size: tuple[int, int]) -> int:
+        return 1
+
     def preprocess(self, image: Image.Image) -> TowerInputs:
         return {"pixel_values": torch.zeros(1, 1)}
 
@@ -96,10 +101,10 @@ class Bench:
     ) -> tuple[EncodeService, EmbeddedFeatureStore]:
         store = EmbeddedFeatureStore(self.transport, 1 << 12)
         settings.setdefault("stream", TowerStream(get_device("cpu"), DeviceBoard(None, 0, time.monotonic)))
+        settings.setdefault("image_budget_pixels", 1)
         parts: list[Any] = [lambda: tower, Family(), store, peers]
         service = EncodeService(
             *parts,
-            image_budget_pixels=1,
             limits=MediaLimits(),
             processor=RequestProcessor(2, queue_timeout_s=5),
             url=HERE,
@@ -213,6 +218,31 @@ async def test_a_batch_waits_until_it_may_start_and_is_not_asked_for_meanwhile(b
     service.reconsider()
     await asyncio.sleep(0.05)
     assert gate.num_asked == 3, "nothing waits: nothing to ask"
+
+
+async def test_a_batch_counts_the_pixels_that_the_tower_sees(bench: Bench) -> None:
+    """Images of hundreds of pixels, of which the processor leaves one each."""
+    sizes: list[int] = []
+    tower, gate = SlowTower(), Gate()
+    tower.go.set()
+    service, _ = bench.service(
+        tower,
+        Peers(),
+        may_start=gate.may_start,
+        image_budget_pixels=2,
+        on_batch=lambda count, start, end: sizes.append(count),
+    )
+    calls = [
+        wire.EncodeRequest("r", wire.MediaRef(letter * 64, *PICTURE.size), png(PICTURE), "http://there")
+        for letter in "abc"
+    ]
+    asked = [asyncio.create_task(service.encode(call)) for call in calls]
+    while len(service._waiting) < 3:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    gate.is_open = True
+    service.reconsider()
+    await asyncio.wait_for(asyncio.gather(*asked), 5)
+    assert sizes == [1, 2], "the first one alone, to be measured"
 
 
 async def test_a_change_in_the_middle_of_the_question_is_not_lost(bench: Bench) -> None:

@@ -12,6 +12,7 @@ from epd_serve.instance.request_processor import Preparation
 from epd_serve.protocol.wire import Load
 from epd_serve.request import Sequence
 from epd_serve.sched.language import ScheduleOutput
+from epd_serve.sched.pace import PaceFigures, Slack
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.feature_store import EmbeddedFeatureStore
 from epd_serve.transfer.kv_sender import OutgoingTransfer
@@ -51,11 +52,19 @@ def test_all_that_is_told_is_rendered() -> None:
     metrics.store_did("mooncake", "hit")
     metrics.stepped(ScheduleOutput(decodes=[sequence()], prefills=[(sequence(), 9)]), 0.25)
     metrics.stepped(ScheduleOutput(decodes=[sequence()], preempted=[sequence(), sequence()]), 0.5)
+    for paused_s in (1.5, 4.0):
+        slack = Slack(credit_s=-0.2, limit_s=0.1, alone_s=0.05, beside_s=0.3)
+        metrics.paced(PaceFigures(paused_s=paused_s, slack=slack))
     metrics.timeline.encoded("r", "h", 1.0, (2.0, 4.0))
     metrics.prepared(Preparation(kind="text", thread="text_0", queued_at=1.0, started_at=2.0, ended_at=4.0))
     found = values(metrics.render(Load(num_running=3, free_blocks=4), (2, 500), {"d": (0.01, 1e9)}))
     expected = {
         "preemptions_total": 2,
+        "encode_paused_seconds_total": 4.0,
+        "token_time_seconds[credit]": -0.2,
+        "token_time_seconds[limit]": 0.1,
+        "token_time_seconds[alone]": 0.05,
+        "token_time_seconds[beside]": 0.3,
         "kv_bytes_total[out]": 100,
         "kv_bytes_total[in]": 50,
         "kv_seconds_total[out]": 2,
@@ -100,7 +109,11 @@ def test_all_that_is_told_is_rendered() -> None:
         "free_blocks": 4,
     }
     assert {name: found[name] for name in expected} == pytest.approx(expected)
-    assert found.keys() - untold.keys() == {"kv_handshake_seconds[d]", "kv_bandwidth_bytes_per_second[d]"}
+    assert {name.partition("[")[0] for name in found.keys() - untold.keys()} == {
+        "kv_handshake_seconds",
+        "kv_bandwidth_bytes_per_second",
+        "token_time_seconds",
+    }
     assert not any(value for name, value in untold.items() if not name.partition("[")[0].endswith("_created"))
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import tiny_models
 import torch
+from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
@@ -42,6 +43,14 @@ def test_a_missing_weight_is_an_error(tmp_path: Path, part: ModelPart) -> None:
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match="lacks 1 weights"):
         load_part(path, part, torch.float32)
+
+
+@pytest.mark.parametrize("size", [(448, 448), (50, 200), (1000, 30)])
+def test_pixels_are_counted_as_the_tower_sees_them(tiny_model: Path, size: tuple[int, int]) -> None:
+    family = load_family(tiny_model)
+    values = family.preprocess(Image.new("RGB", size))["pixel_values"]
+    frames = getattr(family.config.vision_config, "temporal_patch_size", 1)  # a picture is all of them
+    assert family.num_pixels(size) == values.numel() // 3 // frames
 
 
 def test_a_text_model_is_refused(tmp_path: Path) -> None:

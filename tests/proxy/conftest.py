@@ -40,7 +40,8 @@ REST = b'data: {"choices":[{"index":0,"delta":{"content":"b"}}]}\n\n'
 DONE = b"data: [DONE]\n\n"
 WHOLE = b'{"object":"chat.completion"}'
 
-#: Steps of a script: seconds to wait, (status, headers) to start the answer, bytes of its body, or one of these.
+#: Steps of a script: seconds to wait, (status, headers) to start the answer, bytes of its body, a
+#: function that makes one of these, or one of these words.
 DIE, FOREVER = "die", "forever"
 Script = list[Any]
 
@@ -64,6 +65,7 @@ class FakeInstance:
         self.info = info
         self.url = ""
         self.loading = False
+        self.num_probes = 0
         self.report: Callable[[], wire.Report | None] | None = None
         self.scripts: dict[str, Callable[[Any], Script]] = {}
         self.calls: list[tuple[str, Any]] = []
@@ -81,6 +83,12 @@ class FakeInstance:
         if path == "/info":
             loading = fail(503, "the instance is loading its model")
             await self._play(loading if self.loading else [(200, {}), wire.to_json(self._info())], send)
+            return
+        if path == "/probe":
+            self.num_probes += 1
+            script = self.scripts.get(path, lambda _: [(204, {})])(None)
+            with contextlib.suppress(Exception):  # the gateway may have left
+                await self._play(script, send)
             return
         if path == "/reports":
             await self._report(receive, send)
@@ -112,6 +120,8 @@ class FakeInstance:
 
     async def _play(self, script: Script, send: Any) -> None:
         for step in script:
+            if callable(step):
+                step = step()  # as late as that
             if step == DIE:
                 await asyncio.sleep(0.01)  # what was sent before leaves the socket first
                 send.__self__.transport.abort()
@@ -192,6 +202,7 @@ class Gateway:
     def __init__(self, url: str, app: Any, session: aiohttp.ClientSession, fakes: list[FakeInstance]) -> None:
         self.url = url
         self.fakes = {fake.name: fake for fake in fakes}
+        self.app = app
         self.table = app.state.table
         self.gate = app.state.gate
         self.session = session

@@ -27,17 +27,13 @@ def prefill(kit, *after):
 def decode(kit, gateway, name, *, until=None, end=()):
     """D goes on behind P's token, up to ``until``, then with ``end``."""
 
-    def script(message):
-        [asked] = [
-            one
-            for fake in gateway.fakes.values()
-            for one in fake.got("/stage/prefill")
-            if one.request_id == message.request_id
-        ] or [None]
-        start = len(asked.generated) + 2 if asked else 2
-        last = until or TOKENS[-1]
-        tokens = [kit.frame(number) for number in range(start, last + 1)]
-        return [0.05, kit.FRAMES, *tokens, *(end if until else [kit.frame(0, end=True)])]
+    def tokens(message):
+        asked = {one.request_id: one for fake in gateway.fakes.values() for one in fake.got("/stage/prefill")}
+        start = len(asked[message.request_id].generated) + 2
+        return b"".join(kit.frame(number) for number in range(start, (until or TOKENS[-1]) + 1))
+
+    def script(message):  # the prefill call may come after this one
+        return [0.05, kit.FRAMES, lambda: tokens(message), *(end if until else [kit.frame(0, end=True)])]
 
     gateway[name].scripts["/stage/decode"] = script
 

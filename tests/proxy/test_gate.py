@@ -8,6 +8,7 @@ import pytest
 from epd_serve.config.gateway import ApiKeyConfig
 from epd_serve.config.keys import hash_key, new_key
 from epd_serve.errors import Overloaded
+from epd_serve.protocol import wire
 from proxy.admission import AdmissionQueue
 from proxy.auth import Authenticator, Unauthorized
 from proxy.gate import Gate, Shedding
@@ -75,18 +76,19 @@ async def test_a_key_pays_for_the_tokens_it_asks_for(start, kit):
 
 
 class Crowd:
-    """Streams that hold their places until they are let go."""
+    """Requests of which the one called "first" holds its place until its client leaves."""
 
     def __init__(self, gateway, kit):
         self.gateway, self.kit = gateway, kit
         self.served = []
         self.tasks = []
-        self.go = asyncio.Event()
         gateway["pd0"].scripts["/stage/prefill"] = self._script
 
     def _script(self, message):
         self.served.append(message.prompt)
-        return [0.05, self.kit.NONE, b'{"object":"text_completion"}']
+        if message.prompt == "first":
+            return [self.kit.FOREVER]
+        return [0.01, self.kit.NONE, b'{"object":"text_completion"}']
 
     def send(self, prompt, **fields):
         body = {"prompt": prompt, **fields}
@@ -100,7 +102,7 @@ class Crowd:
 async def test_the_queue_goes_by_priority_and_is_bounded(start, kit):
     gateway = await start("pd0:PD", max_in_flight=1, max_queue=3)
     crowd = Crowd(gateway, kit)
-    crowd.send("first")
+    first = crowd.send("first")
     await gateway.until(lambda: crowd.served == ["first"])
     for number, (prompt, priority) in enumerate([("later", 5), ("usual", 0), ("urgent", -1)], start=1):
         crowd.send(prompt, priority=priority)
@@ -109,7 +111,8 @@ async def test_the_queue_goes_by_priority_and_is_bounded(start, kit):
         assert response.status == 429
         assert int(response.headers["retry-after"]) >= 1
         assert json.loads(await response.read())["error"]["code"] == "overloaded"
-    assert {status for status, _ in await asyncio.gather(*crowd.tasks)} == {200}
+    first.cancel()
+    assert {status for status, _ in await asyncio.gather(*crowd.tasks[1:])} == {200}
     assert crowd.served == ["first", "urgent", "usual", "later"]
     await gateway.until(lambda: not gateway.gate.queue.num_in_flight)
     assert (gateway.gate.queue.num_in_flight, gateway.gate.queue.num_waiting) == (0, 0)
@@ -170,7 +173,7 @@ async def test_a_key_may_be_kept_from_pushing_ahead(start, kit):
 
 
 def new_gate(pending: list[float], **options) -> Gate:
-    shedding = Shedding(ttft_s=1.0, pending_s=lambda: pending[0])
+    shedding = Shedding(ttft_s=1.0, pending_s=lambda num_tokens, has_media: pending[0])
     options = {"queue_timeout_s": 9.0, "shedding": shedding, "clock": lambda: pending[1]} | options
     return Gate(Authenticator([]), AdmissionQueue(1, 9), **options)
 
@@ -212,6 +215,20 @@ async def test_a_visit_that_leaves_while_it_is_let_in_gives_its_place_back():
     await waits[1]
     third.leave()
     assert gate.queue.num_in_flight == 0
+
+
+async def test_a_gateway_sheds_by_what_its_instances_report(start, kit):
+    idle, busy = wire.Load(), wire.Load(num_waiting=90, num_waiting_tokens=9_000_000)
+    gateway = await start("p0:P", "d0:D", shed_ttft_s=5.0)
+    assert await gateway.answer(kit.chat()) == (200, kit.WHOLE)
+    gateway["p0"].info["load"] = busy
+    await gateway.until(lambda: gateway.table["p0"].prefill_s > 5)
+    async with gateway.post(kit.chat()) as response:
+        assert response.status == 429 and int(response.headers["retry-after"]) > 1
+        assert json.loads(await response.read())["error"]["code"] == "slo_unattainable"
+    gateway["p0"].info["load"] = idle
+    await gateway.until(lambda: gateway.table["p0"].prefill_s < 5)
+    assert await gateway.answer(kit.chat()) == (200, kit.WHOLE)
 
 
 async def test_health_and_metrics_may_ask_for_a_key(start, kit):

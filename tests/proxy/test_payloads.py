@@ -15,6 +15,7 @@ from PIL import Image
 from epd_serve.errors import InvalidRequest, ServeError
 from epd_serve.media import MediaLimits
 from epd_serve.protocol import wire
+from epd_serve.protocol.media_message import encode_in_parts
 from epd_serve.protocol.openai import ChatCompletionRequest
 from proxy import payloads
 from proxy.media import MediaLoader
@@ -68,7 +69,7 @@ async def _upstream(body: bytes, *, cut: bool) -> list[bytes] | str:
         for ref, item in zip(refs, items, strict=True)
     ]
     for one in encodes:
-        assert b"".join(wire.encode_in_parts(one)) == wire.encode(one)
+        assert b"".join(encode_in_parts(one)) == wire.encode(one)
     return [wire.encode(prefill), *map(wire.encode, encodes)]
 
 
@@ -190,4 +191,4 @@ def _image(url: str) -> dict[str, object]:
 def test_a_media_item_is_sent_as_it_would_be_encoded(size):
     ref = wire.MediaRef(mm_hash="00" * 32, width=1, height=2)
     request = wire.EncodeRequest(request_id="r", ref=ref, media=bytes(size), announce_to="http://p")
-    assert b"".join(wire.encode_in_parts(request)) == wire.encode(request)
+    assert b"".join(encode_in_parts(request)) == wire.encode(request)

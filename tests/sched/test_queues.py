@@ -166,3 +166,28 @@ def test_reservations_on_their_way_count_like_what_decodes() -> None:
     bench.queues.settle(blocks[0])
     assert bench.queues.reserve(10, 1, [], 0.0) is not None
     assert bench.queues.reserve(10, 1, [], 0.0) is None
+
+
+def test_reservations_leave_no_more_sequences_than_a_step_takes() -> None:
+    bench = Bench(100)
+    bench.submit("r", 1.0, 2)
+    bench.step()
+    taken = [bench.queues.reserve(1, 4, [], 2.0), bench.queues.reserve(1, 5, [], 2.0)]
+    assert None not in taken
+    assert bench.queues.reserve(1, 1, [], 2.0) is None, "11 sequences, of which a step takes 10"
+    assert taken[0] is not None
+    bench.queues.settle(taken[0])
+    assert bench.queues.reserve(1, 4, [], 2.0) is not None
+    assert Bench(100).queues.reserve(1, 12, [], 1.0) is not None, "alone, its choices take turns"
+
+
+def test_what_the_cache_holds_of_a_waiting_prompt_is_no_work() -> None:
+    bench = Bench(10)
+    hashes = [bytes([i]) * 32 for i in range(6)]
+    block = bench.pool.allocate(1)
+    for name, known in (("cold", []), ("warm", hashes)):
+        sequence = bench.submit(name, 1.0, 6)
+        sequence.block_hashes = known
+    assert bench.queues.num_waiting_tokens == 12
+    bench.pool.register(block[0], hashes[0])
+    assert bench.queues.num_waiting_tokens == 11

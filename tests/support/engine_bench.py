@@ -41,6 +41,7 @@ class EngineBench:
     budget: Budget
     num_blocks: int = 200
     device: Device = field(default_factory=lambda: get_device("cpu"))
+    runs_ahead: bool = False
     events: queue.Queue[EngineEvent] = field(default_factory=queue.Queue)
     features: dict[str, torch.Tensor] = field(default_factory=dict)
 
@@ -100,6 +101,7 @@ class EngineBench:
             emit=lambda events: [self.events.put(event) for event in events] and None,
             on_free=lambda: None,
             on_step=self.count,
+            runs_ahead=self.runs_ahead,
         )
         self.engine.start()
 

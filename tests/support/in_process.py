@@ -83,6 +83,7 @@ async def deployment(model: Path, *roles: str, **settings: Any) -> AsyncIterator
                 threads=1,
                 num_blocks=256,
                 block_size=16,
+                max_model_len=768,
             )
             instance = Instance(options)
             config = uvicorn.Config(

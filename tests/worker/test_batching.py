@@ -37,6 +37,10 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
+#: What the test model's processor leaves of an image of 448 x 448 pixels.
+IMAGE_PIXELS = 140 * 140
+
+
 def options(model: Path, role: str, **changes: Any) -> InstanceOptions:
     defaults = InstanceOptions(
         name="i0",
@@ -47,7 +51,7 @@ def options(model: Path, role: str, **changes: Any) -> InstanceOptions:
         num_blocks=64,
         max_num_seqs=8,
         max_num_batched_tokens=256,
-        image_budget_pixels=4 * 448 * 448,
+        image_budget_pixels=4 * IMAGE_PIXELS,
     )
     return replace(defaults, **changes)
 
@@ -122,7 +126,7 @@ async def test_without_an_slo_nothing_is_measured(
             assert await budgets(instance) == {
                 "max_num_batched_tokens": 256,
                 "max_num_seqs": 8,
-                "image_budget_pixels": 4 * 448 * 448,
+                "image_budget_pixels": 4 * IMAGE_PIXELS,
             }
     assert measured == []
     assert not any(cache.parent.glob("*"))
@@ -137,7 +141,7 @@ async def test_budgets_come_from_the_slo_and_answers_stay(
         expected = [await answer(instance, f"a{length}", length) for length in (5, 200)]
         idle = await integrity(instance)
     assert (loose["max_num_batched_tokens"], loose["max_num_seqs"], loose["limit_ms"]) == (256, 8, 10_000)
-    assert loose["image_budget_pixels"] == 4 * 448 * 448
+    assert loose["image_budget_pixels"] == 4 * IMAGE_PIXELS
     assert set(idle.values()) == {0}, "the profile left something behind"
     assert measured
     measured.clear()
@@ -147,7 +151,7 @@ async def test_budgets_come_from_the_slo_and_answers_stay(
         assert [await answer(instance, f"a{length}", length) for length in (5, 200)] == expected
         tight = await budgets(instance)
     assert all(f"step {shape}" not in known for shape in measured), "what is on disk was measured again"
-    assert tight["image_budget_pixels"] == 2 * 448 * 448
+    assert tight["image_budget_pixels"] == 2 * IMAGE_PIXELS
     assert tight["correction"] != 1, "nothing was learnt from real steps"
 
 
@@ -162,7 +166,7 @@ async def test_a_limit_that_cannot_be_met_gives_the_smallest_and_says_what_could
             assert found["max_num_seqs"] == 1
             assert b'"completion_tokens":6' in await answer(instance, "a", 40), "it serves all the same"
         if role == "E":
-            assert found["image_budget_pixels"] == 448 * 448
+            assert found["image_budget_pixels"] == IMAGE_PIXELS
         else:
             assert found["max_num_batched_tokens"] == 16
     assert f"slo.{slo}_ms" in caplog.text

@@ -23,10 +23,13 @@ from epd_serve.sched.language import Budget, ScheduleOutput
 from epd_serve.worker.events import FailureEvent
 
 
-@pytest.fixture(params=[(7, 3), (2048, 64)], ids=["tiny-budget", "large-budget"])
+@pytest.fixture(
+    params=[(7, 3, False), (2048, 64, False), (7, 3, True), (2048, 64, True)],
+    ids=["tiny-budget", "large-budget", "tiny-budget-ahead", "large-budget-ahead"],
+)
 def bench(request: pytest.FixtureRequest, tiny_model: Path) -> Iterator[Bench]:
-    tokens, seqs = request.param
-    bench = Bench(tiny_model, Budget(max_num_tokens=tokens, max_num_seqs=seqs))
+    tokens, seqs, runs_ahead = request.param
+    bench = Bench(tiny_model, Budget(max_num_tokens=tokens, max_num_seqs=seqs), runs_ahead=runs_ahead)
     yield bench
     bench.close()
 
@@ -59,10 +62,11 @@ class CapturingCpu(CpuDevice):
         return self.graphs
 
 
-def test_decode_graphs_change_no_token(tiny_model: Path) -> None:
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_decode_graphs_change_no_token(tiny_model: Path, runs_ahead: bool) -> None:
     """Batches of one to six rows in graphs of one, two, four and six, between steps with prefills."""
     device = CapturingCpu()
-    bench = Bench(tiny_model, Budget(max_num_tokens=64, max_num_seqs=6), device=device)
+    bench = Bench(tiny_model, Budget(max_num_tokens=64, max_num_seqs=6), device=device, runs_ahead=runs_ahead)
     assert sorted(device.graphs.outputs) == [1, 2, 4, 6]
     reference = Reference(tiny_model)
     answers: dict[str, list[int]] = {}

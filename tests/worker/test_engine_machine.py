@@ -7,11 +7,11 @@ step finds all tokens before its own there or fails, and the next token is a fun
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
 from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from engine_cells import BLOCK_SIZE, Cells, Runner, contents, next_token
 from hypothesis import HealthCheck, event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -24,91 +24,9 @@ from epd_serve.sched.language import Budget, ScheduleOutput
 from epd_serve.types import MediaSpan, SamplingParams
 from epd_serve.worker.engine import Engine
 from epd_serve.worker.events import EngineEvent, FailureEvent, PromptEvent, TokenEvent
-from epd_serve.worker.runner import StepResult
-from epd_serve.worker.sampler import SampledToken
 
-BLOCK_SIZE = 2
 EOS = 0
 IMAGE = 50
-
-
-def next_token(tokens: AbstractSequence[int], index: int) -> int:
-    return (sum((i + 1) * token for i, token in enumerate(tokens)) * 7 + index * 3 + len(tokens)) % 40
-
-
-class Cells:
-    """What was computed into each place of each block."""
-
-    def __init__(self, num_blocks: int) -> None:
-        self.blocks: list[list[Any]] = [[None] * BLOCK_SIZE for _ in range(num_blocks)]
-        self.broken = False
-
-    def copy_block(self, source: int, target: int) -> None:
-        self.blocks[target] = list(self.blocks[source])
-
-    def save(self, blocks: AbstractSequence[int]) -> list[list[Any]]:
-        if self.broken:
-            self.broken = False
-            raise MemoryError("no room for it")
-        return [list(self.blocks[block]) for block in blocks]
-
-    def restore(self, saved: list[list[Any]], first: int, blocks: AbstractSequence[int]) -> None:
-        for block, content in zip(blocks, saved[first : first + len(blocks)], strict=True):
-            self.blocks[block] = list(content)
-
-    def write(self, blocks: AbstractSequence[int], position: int, content: Any) -> None:
-        self.blocks[blocks[position // BLOCK_SIZE]][position % BLOCK_SIZE] = (position, content)
-
-    def check(self, blocks: AbstractSequence[int], contents: AbstractSequence[Any]) -> None:
-        for position, content in enumerate(contents):
-            found = self.blocks[blocks[position // BLOCK_SIZE]][position % BLOCK_SIZE]
-            assert found == (position, content), f"position {position}: {found} instead of {content}"
-
-
-def contents(tokens: AbstractSequence[int], spans: AbstractSequence[MediaSpan]) -> list[Any]:
-    """The tokens, an image's with their image."""
-    found: list[Any] = list(tokens)
-    for span in spans:
-        found[span.start : span.end] = [span.mm_hash] * span.length
-    return found
-
-
-class Runner:
-    """Computes into cells."""
-
-    def __init__(self, cells: Cells, spans: Mapping[str, AbstractSequence[MediaSpan]]) -> None:
-        self._cells = cells
-        self._spans = spans
-
-    def step(
-        self, output: ScheduleOutput, features: Mapping[str, Any], on_layer: Callable[[int], None] | None = None
-    ) -> StepResult:
-        result = StepResult([], [])
-        for sequence in output.decodes:
-            self._compute(sequence, sequence.num_tokens - 1, sequence.num_tokens)
-            result.decoded.append((sequence, self._sample(sequence, sequence.index)))
-        for sequence, count in output.prefills:
-            start, end = sequence.num_computed, sequence.num_computed + count
-            for span in sequence.spans:
-                assert span.end <= start or span.start >= end or span.mm_hash in features
-            self._compute(sequence, start, end)
-            if end < sequence.num_tokens:
-                continue
-            if sequence.output_ids:
-                result.decoded.append((sequence, self._sample(sequence, sequence.index)))
-            else:
-                first = [self._sample(sequence, index) for index in range(sequence.num_sequences)]
-                result.first.append((sequence, first))
-        return result
-
-    def _compute(self, sequence: Sequence, start: int, end: int) -> None:
-        known = contents(sequence.prompt_ids + sequence.output_ids, self._spans[sequence.request_id])
-        for position in range(start, end):
-            self._cells.write(sequence.blocks, position, known[position])
-        self._cells.check(sequence.blocks, known[:end])
-
-    def _sample(self, sequence: Sequence, index: int) -> SampledToken:
-        return SampledToken(next_token(sequence.prompt_ids + sequence.output_ids, index))
 
 
 @dataclass
@@ -152,6 +70,9 @@ SUBMISSIONS = st.tuples(
 
 
 class EngineMachine(RuleBasedStateMachine):
+    runs_ahead = False
+    may_hold = frozenset({SequenceState.TRANSFERRING})
+
     def __init__(self) -> None:
         super().__init__()
         num_blocks = 13
@@ -179,6 +100,7 @@ class EngineMachine(RuleBasedStateMachine):
             on_free=lambda: None,
             on_step=self.count,
             clock=lambda: float(next(self.clock)),
+            runs_ahead=self.runs_ahead,
         )
 
     def count(self, output: ScheduleOutput, seconds: float) -> None:
@@ -378,7 +300,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert (
             load.num_running
             or load.num_waiting
-            or not any(s.blocks for s in self.roots() if s.state is not SequenceState.TRANSFERRING)
+            or not any(s.blocks for s in self.roots() if s.state not in self.may_hold)
         )
 
     def teardown(self) -> None:
@@ -395,12 +317,24 @@ class EngineMachine(RuleBasedStateMachine):
             if not self.live():
                 break
         assert not self.live(), "somebody waits for ever"
+        while self.engine.step():  # what was given up may still be computed
+            pass
         assert self.reserving is None
         assert self.pool.num_free == self.pool.capacity, "blocks leaked"
         event(f"preempted: {min(self.num_preemptions, 5)}")
 
 
-TestEngine = EngineMachine.TestCase
-TestEngine.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+class AheadMachine(EngineMachine):
+    """Each step is launched before the tokens of the one before are known."""
+
+    runs_ahead = True
+    may_hold = frozenset({SequenceState.TRANSFERRING, SequenceState.ABORTED})  # a launched step may use its blocks
+
+
+SETTINGS = settings(
+    max_examples=50, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
+TestEngine = EngineMachine.TestCase
+TestEngine.settings = SETTINGS
+TestAhead = AheadMachine.TestCase
+TestAhead.settings = SETTINGS

@@ -3,13 +3,18 @@
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from device.registry import get_device
 from epd_serve.request import Sequence
 from epd_serve.types import SamplingParams
-from epd_serve.worker.sampler import Row, sample
+from epd_serve.worker.drawing import Row, RowDrawer, draw_from_largest, largest
+from epd_serve.worker.drawing import draw as draw_sorted
+from epd_serve.worker.sampler import SampledToken, Sampler
 
 OPS = get_device("cpu").ops
 VOCAB = 50
@@ -26,9 +31,13 @@ def sequence(output: list[int] | None = None, prompt: list[int] | None = None, *
     )
 
 
+def sample(logits: torch.Tensor, rows: list[Row], eos: frozenset[int] = frozenset()) -> list[SampledToken]:
+    return Sampler(OPS, eos).sample(logits, rows).read()
+
+
 def draw(logits: torch.Tensor, *sequences: Sequence, eos: frozenset[int] = frozenset()) -> list[int]:
     rows = [Row(s, s.index) for s in sequences]
-    return [token.token_id for token in sample(logits.expand(len(rows), -1), rows, OPS, eos)]
+    return [token.token_id for token in sample(logits.expand(len(rows), -1), rows, eos)]
 
 
 @pytest.fixture
@@ -101,7 +110,7 @@ def test_min_tokens_holds_eos_back() -> None:
 
 def test_logprobs_are_those_of_the_model(logits: torch.Tensor) -> None:
     chosen = sequence(temperature=0.3, logprobs=4)
-    token = sample(logits, [Row(chosen, 0)], OPS, frozenset())[0]
+    token = sample(logits, [Row(chosen, 0)])[0]
     reference = logits[0].log_softmax(-1)
     assert token.logprob is not None
     assert token.logprob.logprob == pytest.approx(float(reference[token.token_id]))
@@ -135,10 +144,8 @@ def test_no_row_depends_on_its_batch_however_it_is_drawn() -> None:
     logits = torch.randn(len(KINDS), 1000, generator=torch.Generator().manual_seed(5))
     for seed in range(20):
         rows = [Row(sequence(seed=seed, **kind), 0) for kind in KINDS]
-        together = sample(logits, rows, OPS, frozenset())
-        assert together == [
-            sample(logits[i : i + 1], rows[i : i + 1], OPS, frozenset())[0] for i in range(len(rows))
-        ]
+        together = sample(logits, rows)
+        assert together == [sample(logits[i : i + 1], rows[i : i + 1])[0] for i in range(len(rows))]
         assert [token.logprob and len(token.logprob.top) for token in together] == [
             kind.get("logprobs") for kind in KINDS
         ]
@@ -163,7 +170,7 @@ def test_a_large_vocabulary_is_drawn_from_as_its_distribution_says(
         allowed = probabilities >= 0.3 * probabilities[0]
     assert allowed.sum() > 128 or "min_p" in params
     rows = [Row(sequence(temperature=1.0, seed=seed, **params), 0) for seed in range(count)]
-    drawn = torch.tensor([t.token_id for t in sample(logits.expand(count, -1), rows, OPS, frozenset())])
+    drawn = torch.tensor([t.token_id for t in sample(logits.expand(count, -1), rows)])
     place = torch.empty(vocab, dtype=torch.long).index_copy_(0, order, rank)[drawn]
     assert bool(allowed[place].all())
     expected = (probabilities * allowed) / (probabilities * allowed).sum()
@@ -172,3 +179,94 @@ def test_a_large_vocabulary_is_drawn_from_as_its_distribution_says(
         exact = float(expected[:until].sum())
         deviation = (exact * (1 - exact) / count) ** 0.5
         assert abs(float((place < until).float().mean()) - exact) < 5 * deviation + 1e-9
+
+
+@given(
+    seed=st.integers(0, 2**63 - 1), index=st.integers(0, 9), position=st.integers(0, 9), attempt=st.integers(0, 3)
+)
+def test_random_numbers_are_those_of_philox(seed: int, index: int, position: int, attempt: int) -> None:
+    generator = np.random.Philox(key=[seed, index], counter=[position, attempt, 0, 0])
+    row = Row(sequence(seed=seed, output=[1] * position), index)
+    assert row.uniform(attempt) == float((generator.random_raw() >> 11) * 2.0**-53)
+
+
+@given(seed=st.integers(0, 99), rows=st.integers(1, 3), runs=st.integers(8, 40), count=st.integers(0, 12))
+def test_the_largest_are_found_in_the_runs_of_the_largest_maxima(
+    seed: int, rows: int, runs: int, count: int
+) -> None:
+    values = torch.randn(rows, 64 * runs, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    best, indices = largest(values, count)
+    assert torch.equal(best, values.topk(count).values)
+    assert torch.equal(values.gather(1, indices), best)
+    assert all(len(set(row)) == count for row in indices.tolist())
+
+
+def left(logits: torch.Tensor, params: dict[str, Any], slack: float = 0.0) -> torch.Tensor:
+    """What sorting all tokens leaves of a distribution, equals together; with slack a little more is left."""
+    values = logits.double() / params["temperature"]
+    if top_k := params.get("top_k"):
+        values = values.masked_fill(values < values.topk(top_k).values[-1], float("-inf"))
+    probabilities, order = values.softmax(-1).sort(descending=True)
+    likelier = torch.tensor([float(probabilities[probabilities > p].sum()) for p in probabilities])
+    kept = likelier < params.get("top_p", 1.0) + slack
+    kept &= probabilities >= params.get("min_p", 0.0) * probabilities[0] * (1 - slack)
+    kept[0] = True
+    return torch.zeros_like(probabilities).index_copy_(0, order, probabilities * kept)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 999),
+    spread=st.sampled_from([0.01, 0.7, 5.0, 60.0]),
+    temperature=st.sampled_from([0.05, 0.3, 1.0, 1.7]),
+    params=st.fixed_dictionaries(
+        {},
+        optional={
+            "top_p": st.floats(0.001, 0.999),
+            "min_p": st.floats(0.0, 1.0),
+            "top_k": st.integers(1, 40),
+        },
+    ),
+)
+def test_draws_keep_to_what_a_sorted_vocabulary_leaves(
+    seed: int, spread: float, temperature: float, params: dict[str, Any]
+) -> None:
+    """Support and, coarsely, shares: of the likelier half of the mass."""
+    vocab, count = 320, 200
+    logits = (torch.randn(vocab, generator=torch.Generator().manual_seed(seed)) * spread).bfloat16()
+    params = {"temperature": temperature, **params}
+    allowed, certain = left(logits, params, slack=1e-4), left(logits, params)
+    rows = [Row(sequence(seed=1000 * seed + i, **params), 0) for i in range(count)]
+    scores = logits.float().expand(count, -1).contiguous()
+    ways = {"sorted": draw_sorted(scores, rows)}
+    if "top_k" in params:
+        ways["largest"] = draw_from_largest(scores, rows)
+    else:
+        drawer = RowDrawer(vocab)
+        ways["rows"] = torch.tensor([drawer.draw(logits, row) for row in rows])
+    expected = certain / certain.sum()
+    best = expected.sort(descending=True)
+    half = best.indices[: int((best.values.cumsum(-1) < 0.5).sum()) + 1]
+    exact = float(expected[half].sum())
+    deviation = (exact * (1 - exact) / count) ** 0.5
+    for name, tokens in ways.items():
+        assert bool((allowed[tokens] > 0).all()), name
+        if "top_k" not in params:  # which of equals top-k takes is its own affair
+            share = float(torch.isin(tokens, half).float().mean())
+            assert abs(share - exact) <= 6 * deviation + 2e-3, name
+
+
+def test_penalties_follow_a_sequence_that_grows() -> None:
+    """As if all of its output was counted anew for each token."""
+    generator = torch.Generator().manual_seed(2)
+    kinds = [{"repetition_penalty": 1.3}, {"presence_penalty": 0.7, "frequency_penalty": 0.4}]
+    growing = [sequence(prompt=[5, 5, 9], temperature=0.0, **kind) for kind in kinds]
+    sampler = Sampler(OPS, frozenset())
+    for _ in range(80):
+        logits = torch.randn(2, VOCAB, generator=generator)
+        rows = [Row(s, 0) for s in growing]
+        together = sampler.sample(logits, rows).read()
+        assert together == sample(logits, rows)
+        for s, token in zip(growing, together, strict=True):
+            s.output_ids.append(token.token_id)
+    assert len(set(growing[1].output_ids)) > 10

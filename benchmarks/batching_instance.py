@@ -1,0 +1,172 @@
+"""An instance as the batching benchmark's worker: reads loads from standard input, answers with their figures."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import io
+import json
+import logging
+import random
+import sys
+import time
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import uvicorn
+from PIL import Image
+
+from epd_serve.config import InstanceOptions
+from epd_serve.instance.http import ControlApp
+from epd_serve.instance.instance import Instance
+from epd_serve.launch.ports import free_port
+from epd_serve.protocol import wire
+from epd_serve.sched.language import ScheduleOutput
+from epd_serve.types import Role, SamplingParams
+
+#: Of each kind of request: prompt tokens, and the most answer tokens. A question has an image besides.
+TOKENS = {"chat": (64, 96), "document": (1600, 32), "question": (32, 48)}
+SIDE = 336
+
+#: A request and, if it has an image, what encodes that.
+Asked = tuple[wire.PrefillRequest, Coroutine[Any, Any, wire.EncodeReply] | None]
+
+
+async def run(model: Path, role: str, policy: str, tpot_ms: float | None) -> None:
+    """Serve the load named on each line of stdin; print its figures as a line of JSON."""
+    options = InstanceOptions(
+        name=f"{role.lower()}0",
+        role=Role.parse(role),
+        port=free_port("127.0.0.1"),
+        model=model,
+        served_model_name="benchmark",
+        dtype="float32",
+        threads=1,
+        max_num_seqs=32,
+        num_blocks=4096,
+        slo_tpot_ms=tpot_ms,
+        batching_policy=policy,  # type: ignore[arg-type]
+    )
+    instance = Instance(options)
+    steps: list[dict[str, float]] = []
+    cpu_s = 0.0
+    stepped = instance.metrics.stepped
+
+    def record(output: ScheduleOutput, seconds: float) -> None:
+        nonlocal cpu_s
+        stepped(output, seconds)
+        decodes, before, cpu_s = len(output.decodes), cpu_s, time.thread_time()
+        # the engine's thread computes all of a step itself, and sleeps between two
+        step = {"seconds": seconds, "cpu_s": cpu_s - before}
+        steps.append({**step, "decodes": decodes, "prefill_tokens": output.num_tokens - decodes})
+
+    instance.metrics.stepped = record  # type: ignore[method-assign]
+    start = time.perf_counter()
+    await instance.start()
+    async with control_server(instance, options.port):
+        started = {"start_s": time.perf_counter() - start, "budgets": instance.info().budgets}
+        print(json.dumps(started), flush=True)
+        while line := await asyncio.to_thread(sys.stdin.readline):
+            load = json.loads(line)
+            steps.clear()
+            start = time.perf_counter()
+            answers = await serve(instance, **load)
+            figures = {"seconds": time.perf_counter() - start, "steps": list(steps), "answers": answers}
+            print(json.dumps({**figures, "budgets": instance.info().budgets}), flush=True)
+    await instance.close()
+
+
+@asynccontextmanager
+async def control_server(instance: Instance, port: int) -> AsyncIterator[None]:
+    """Where the instance's encoder announces features to its prefill stage."""
+    config = uvicorn.Config(
+        ControlApp(instance.routes()),
+        port=port,
+        http="httptools",
+        lifespan="off",
+        access_log=False,
+        log_config=None,
+    )
+    server = uvicorn.Server(config)
+    serving = asyncio.create_task(server.serve())
+    while not server.started:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    yield
+    server.should_exit = True
+    await serving
+
+
+async def serve(instance: Instance, seed: int, load: dict[str, tuple[int, int]]) -> list[dict[str, Any]]:
+    """All requests; for each its kind and its tokens' times, from its start on.
+
+    Args:
+        load: by kind of request how many, and by how many clients; each asks again when it has its answer.
+    """
+    rng = random.Random(seed)
+    answers: list[dict[str, Any]] = []
+
+    async def client(kind: str, waiting: Iterator[Asked]) -> None:
+        for request, encoding in waiting:
+            start = time.perf_counter()
+            encoded = None if encoding is None else asyncio.create_task(encoding)
+            reply = await instance.prefills().prefill(request)
+            times: list[float] = []
+            async for piece in reply.stream:
+                times += [time.perf_counter() - start] * piece.count(b'"text"')
+            reply.on_close()
+            if encoded is not None:
+                await encoded
+            answers.append({"kind": kind, "tokens_s": times})
+
+    async with asyncio.TaskGroup() as group:
+        for kind, (count, num_clients) in load.items():
+            waiting = requests(instance, rng, f"{kind}-{seed}", kind, count)
+            for _ in range(num_clients):
+                group.create_task(client(kind, waiting))
+    return answers
+
+
+def requests(instance: Instance, rng: random.Random, name: str, kind: str, count: int) -> Iterator[Asked]:
+    num_prompt, num_answer = TOKENS[kind]
+    for index in range(count):
+        request_id = f"{name}-{index}"
+        # the first tokens of a vocabulary are its special ones
+        prompt = [rng.randrange(100, 700) for _ in range(num_prompt)]
+        items: list[wire.MediaRef] = []
+        encoding = None
+        if kind == "question":
+            data = io.BytesIO()
+            Image.frombytes("RGB", (SIDE, SIDE), rng.randbytes(3 * SIDE * SIDE)).save(data, "BMP")
+            items = [wire.MediaRef(rng.randbytes(32).hex(), SIDE, SIDE)]
+            prompt.insert(0, instance._family.image_token_id)
+            encode = wire.EncodeRequest(request_id, items[0], data.getvalue(), instance.url)
+            encoding = instance.encodes().encode(encode)
+        request = wire.PrefillRequest(
+            request_id=request_id,
+            output=wire.OutputOptions(kind="completion", id="c", created=0, model="benchmark", stream=True),
+            prompt=prompt,
+            sampling=SamplingParams(
+                seed=0, temperature=0.0, max_tokens=rng.randint(num_answer // 2, num_answer), ignore_eos=True
+            ),
+            items=items,
+        )
+        yield request, encoding
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--role", required=True)
+    parser.add_argument("--policy", required=True)
+    parser.add_argument("--tpot-ms", type=float)
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    torch.set_num_threads(1)
+    asyncio.run(run(arguments.model, arguments.role, arguments.policy, arguments.tpot_ms))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""The admin plane: what operators ask and order, on an address and with a key of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+import uvicorn
+from fastapi import APIRouter, Depends, FastAPI
+from fastapi.responses import JSONResponse
+
+from epd_serve.config.keys import hash_key
+from epd_serve.protocol.addresses import url_of
+from epd_serve.routing.table import InstanceRecord, InstanceTable
+from proxy.auth import Authenticator
+from proxy.errors import install_error_handlers
+from proxy.gate import Gate
+from proxy.http import BoundedHttp
+from proxy.limits import Client
+from proxy.settings import AdminSettings
+from proxy.views import key_required
+
+logger = logging.getLogger(__name__)
+
+
+def create_admin_app(
+    table: InstanceTable, gate: Gate, key: str | None, routers: Sequence[APIRouter] = ()
+) -> FastAPI:
+    """``GET /instances`` and ``/requests``, and the routes of ``routers``, all of them behind ``key``."""
+    keys = [] if key is None else [(hash_key(key), Client("admin"))]
+    router = APIRouter()
+
+    @router.get("/instances")
+    async def instances() -> JSONResponse:
+        """Every instance as the gateway sees it."""
+        return JSONResponse({"instances": [_describe(record) for record in table]})
+
+    @router.get("/requests")
+    async def requests() -> JSONResponse:
+        """Who runs and who waits, in all and for each API key."""
+        queue = gate.queue
+        clients = [
+            {"key": client.name, "active": client.num_active, "refused": client.num_refused}
+            for client in gate.authenticator.clients
+        ]
+        return JSONResponse(
+            {
+                "running": queue.num_in_flight,
+                "waiting": queue.num_waiting,
+                "estimated_wait_s": queue.estimated_wait_s(),
+                "keys": clients,
+            }
+        )
+
+    app = FastAPI(title="epd-serve admin", openapi_url=None)
+    for one in (router, *routers):
+        app.include_router(one, dependencies=[Depends(key_required(Authenticator(keys)))])
+    install_error_handlers(app)
+    return app
+
+
+def _describe(record: InstanceRecord) -> dict[str, Any]:
+    info = record.info
+    return {
+        "name": record.name,
+        "url": record.url,
+        "role": str(record.role) if record.role else None,
+        "ready": record.ready,
+        "in_flight": {stage.value: count for stage, count in record.in_flight.items() if count},
+        "device": info.device if info else None,
+        "load": {name: getattr(info.load, name) for name in info.load.__struct_fields__} if info else None,
+    }
+
+
+@asynccontextmanager
+async def running_admin(app: FastAPI, settings: AdminSettings) -> AsyncIterator[str]:
+    """Serve ``app`` while the context lasts; yields its URL. Raises ValueError where the port is taken."""
+    try:
+        listener = socket.create_server((settings.host, settings.port), family=_family(settings.host))
+    except OSError as error:
+        raise ValueError(
+            f"gateway.admin: cannot listen on {settings.host}:{settings.port}: {error.strerror}"
+        ) from error
+    config = uvicorn.Config(
+        app,
+        http=BoundedHttp,
+        ws="none",
+        lifespan="off",
+        access_log=False,
+        log_level="warning",
+        server_header=False,
+    )
+    server = _Server(config)
+    url = url_of(settings.host, listener.getsockname()[1])
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    logger.info("the admin plane is at %s", url)
+    try:
+        yield url
+    finally:
+        server.should_exit = server.force_exit = True
+        await serving
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handling, which is the gateway's own server's."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield

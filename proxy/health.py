@@ -1,0 +1,190 @@
+"""Which instances take work: breakers fed by calls and by probes that make them compute, slow start, drains."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+
+from epd_serve.backends.base import InstanceLost, StageCalls
+from epd_serve.errors import ServeError, Unavailable
+from epd_serve.routing.table import InstanceRecord, InstanceTable
+from epd_serve.types import Stage
+from proxy.breaker import Breaker, BreakerLimits, BreakerState
+from proxy.failover import Losses
+
+logger = logging.getLogger(__name__)
+
+_TICK_S = 0.1
+_ASK_AGAIN_S = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class HealthSettings:
+    """How instances are watched.
+
+    Attributes:
+        probe_interval_s: between two probes of an instance that works; None: only others are probed.
+        probe_timeout_s: how long one may take; then the instance is as good as dead and its requests go elsewhere.
+    """
+
+    probe_interval_s: float | None = 3.0
+    probe_timeout_s: float = 6.0
+    breaker: BreakerLimits = field(default_factory=BreakerLimits)
+
+
+@dataclass(slots=True, eq=False)
+class _Watched:
+    breaker: Breaker
+    pid: int | None = None
+    probe_at: float = 0.0
+    probing: bool = False
+    draining: bool = False
+
+
+class Health:
+    """Keeps ``InstanceRecord.accepting`` true for instances whose breaker is closed and that are not drained."""
+
+    def __init__(
+        self,
+        table: InstanceTable,
+        calls: Mapping[str, StageCalls],
+        settings: HealthSettings,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        rng: random.Random | None = None,
+    ) -> None:
+        self.losses = Losses()
+        self._table = table
+        self._calls = calls
+        self._settings = settings
+        self._clock = clock
+        self._rng = rng or random.Random()
+        self._watched: dict[str, _Watched] = {}
+
+    # ------------------------------------------------------------------ from requests
+
+    def ended(self, names: Collection[str], failed: Collection[str] = ()) -> None:
+        """A request has left these instances; ``failed`` are those among them that failed it."""
+        now = self._clock()
+        for name in names:
+            watched = self._of(name)
+            if watched.breaker.record(name in failed, now):
+                logger.warning("instance %s gets no work for now: too many requests have failed there", name)
+                watched.probe_at = 0.0
+                self._apply(name, watched)
+
+    def held_back(self) -> set[str]:
+        """Instances that this request should rather avoid: those that are just coming back get few at first."""
+        now, held = self._clock(), set()
+        for name, watched in self._watched.items():
+            share = watched.breaker.share(now)
+            if 0.0 < share < 1.0 and self._rng.random() >= share and self._has_other(name):
+                held.add(name)
+        return held
+
+    def _has_other(self, name: str) -> bool:
+        """Whether each stage of the instance has another that takes all its share."""
+        record, now = self._table[name], self._clock()
+        return all(
+            any(
+                other.name != name and self._of(other.name).breaker.share(now) == 1.0
+                for other in self._table.ready(stage)
+            )
+            for stage in Stage
+            if record.covers(stage)
+        )
+
+    # ------------------------------------------------------------------ from the operator
+
+    def drain(self, name: str, on: bool = True) -> None:
+        """No new requests for an instance; those that it has go on. Raises KeyError."""
+        watched = self._of(self._table[name].name)
+        watched.draining = on
+        self._apply(name, watched)
+
+    def describe(self, name: str) -> dict[str, object]:
+        """Of an instance, for people: its breaker's state, whether it is drained, its share."""
+        watched = self._of(name)
+        return {
+            "breaker": watched.breaker.state.name.lower(),
+            "draining": watched.draining,
+            "share": round(watched.breaker.share(self._clock()), 3),
+        }
+
+    def forget(self, name: str) -> None:
+        """The instance is no part of the deployment any more."""
+        self._watched.pop(name, None)
+
+    # ------------------------------------------------------------------ probes
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        async with asyncio.TaskGroup() as probes:
+            while True:
+                for record in list(self._table):
+                    if self._is_due(record):
+                        watched = self._of(record.name)
+                        watched.probing = True
+                        probes.create_task(self._probe(record, watched))
+                await asyncio.sleep(_TICK_S)
+
+    def _is_due(self, record: InstanceRecord) -> bool:
+        watched, now = self._of(record.name), self._clock()
+        if record.info is not None and record.info.pid != watched.pid:
+            if watched.pid is not None:
+                watched.breaker.restarted()
+                self._apply(record.name, watched)
+                watched.probe_at = 0.0
+            watched.pid = record.info.pid
+        if not record.ready or watched.probing or now < watched.probe_at or not watched.breaker.may_probe(now):
+            return False
+        return self._settings.probe_interval_s is not None or watched.breaker.state is not BreakerState.CLOSED
+
+    async def _probe(self, record: InstanceRecord, watched: _Watched) -> None:
+        name, was_closed = record.name, watched.breaker.state is BreakerState.CLOSED
+        try:
+            passed = await self._passes(name)
+        finally:
+            watched.probing = False
+            interval_s = self._settings.probe_interval_s or _ASK_AGAIN_S
+            watched.probe_at = self._clock() + interval_s * self._rng.uniform(0.8, 1.2)
+        if passed is None:
+            return
+        watched.breaker.probed(passed, self._clock())
+        self._apply(name, watched)
+        if not passed:
+            watched.probe_at = 0.0  # the breaker says when
+            self.losses.report(name)
+        elif not was_closed and watched.breaker.state is BreakerState.CLOSED:
+            logger.info("instance %s computes again; it gets its share of work bit by bit", name)
+
+    async def _passes(self, name: str) -> bool | None:
+        """None where the probe says nothing: the instance is gone, which others notice, or not ready."""
+        calls = self._calls.get(name)
+        if calls is None:
+            return None
+        try:
+            await calls.probe(self._settings.probe_timeout_s)
+        except (InstanceLost, Unavailable):
+            return None
+        except ServeError as error:
+            logger.warning("instance %s gets no work for now: %s", name, error.message)
+            return False
+        return True
+
+    # ------------------------------------------------------------------ inside
+
+    def _of(self, name: str) -> _Watched:
+        if name not in self._watched:
+            self._watched[name] = _Watched(Breaker(self._settings.breaker))
+        return self._watched[name]
+
+    def _apply(self, name: str, watched: _Watched) -> None:
+        with contextlib.suppress(KeyError):  # it was removed meanwhile
+            closed = watched.breaker.state is BreakerState.CLOSED
+            self._table[name].accepting = closed and not watched.draining

@@ -1,0 +1,65 @@
+"""A probe passes where something is computed, and says so where nothing is."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+
+import httpx
+import pytest
+import tiny_models
+from fleet import Books, wait_until
+from services import serving
+
+from epd_serve.errors import WEDGED, ServeError
+from epd_serve.protocol import wire
+
+
+async def test_a_probe_finds_what_an_answering_port_hides(tmp_path: Path) -> None:
+    path = tiny_models.make_tiny_model("qwen2_5_vl", tmp_path / "model")
+    async with serving(path, "EPD") as instance:
+        engine, tower = instance.language.engine, instance._encode  # type: ignore[union-attr]
+        before = engine.num_steps
+        await instance.probe(5)
+        assert engine.num_steps > before
+        async with httpx.AsyncClient() as client:
+            asked = await client.post(f"{instance.url}/probe", content=wire.encode(wire.ProbeRequest(5.0)))
+        assert asked.status_code == 204
+        let_go = threading.Event()
+        whole_step, engine._step = engine._step, lambda *_: (let_go.wait(), [])[1]
+        with pytest.raises(ServeError, match="no step") as error:
+            await instance.probe(0.3)
+        assert error.value.code == WEDGED
+        engine._step = whole_step
+        let_go.set()
+        await instance.probe(5)
+        let_go.clear()
+        tower._tower_thread.submit(let_go.wait)
+        with pytest.raises(ServeError, match="tower"):
+            await instance.probe(0.3)
+        let_go.set()
+        await instance.probe(5)
+        await Books({"epd": instance.url}).check()
+
+
+async def test_draining_refuses_what_is_new_and_waits_for_the_rest(tmp_path: Path) -> None:
+    path = tiny_models.make_tiny_model("qwen2_5_vl", tmp_path / "model")
+    async with serving(path, "EPD") as instance, httpx.AsyncClient(base_url=instance.url) as client:
+        request = wire.PrefillRequest(
+            request_id="r",
+            output=wire.OutputOptions(kind="completion", id="r", created=0, model="tiny", stream=True),
+            sampling=wire.SamplingParams(seed=0, max_tokens=200, ignore_eos=True),
+            items=[],
+            prompt="apple",
+        )
+        running = asyncio.create_task(client.post("/stage/prefill", content=wire.encode(request)))
+        await asyncio.to_thread(wait_until, lambda: instance.in_use()["sequences"] > 0, "it runs")
+        drained = asyncio.create_task(instance.drained())
+        await asyncio.sleep(0)
+        refused = await client.post("/stage/prefill", content=wire.encode(request))
+        assert refused.status_code == 503 and refused.json()["error"]["code"] == "draining"
+        assert not instance.info().ready
+        await drained
+        answer = await running
+        assert answer.status_code == 200 and answer.content.endswith(b"data: [DONE]\n\n")

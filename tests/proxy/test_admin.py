@@ -1,0 +1,77 @@
+"""The admin plane: another address, another key, and nothing of it where clients are."""
+
+import asyncio
+import socket
+
+import pytest
+from fastapi import APIRouter, FastAPI
+
+from epd_serve.config import parse_config
+from proxy.admin import create_admin_app, running_admin
+from proxy.settings import AdminSettings, GatewaySettings
+
+KEY = {"authorization": "Bearer admin-secret"}
+
+
+async def test_operators_see_instances_and_requests_with_their_own_key(start, kit):
+    admin = AdminSettings(key="admin-secret")
+    gateway = await start("e0:E", "p0:P", "d0:D", api_key="client-secret", admin=admin)
+    url = gateway.app.state.admin_url
+    assert url != gateway.url
+    for headers in ({}, {"authorization": "Bearer client-secret"}):
+        for path in ("/instances", "/requests"):
+            async with gateway.session.get(url + path, headers=headers) as response:
+                assert response.status == 401
+                assert (await response.json())["error"]["code"] == "invalid_api_key"
+    async with gateway.session.get(f"{gateway.url}/instances", headers=KEY) as response:
+        assert response.status == 404
+    client = {"authorization": "Bearer client-secret"}
+    gateway["p0"].scripts["/stage/prefill"] = lambda _: [kit.FOREVER]
+    waiting = asyncio.create_task(gateway.answer(kit.chat(), headers=client))
+    await gateway.until(lambda: gateway["p0"].got("/stage/prefill"))
+    async with gateway.session.get(f"{url}/instances", headers=KEY) as response:
+        seen = {one["name"]: one for one in (await response.json())["instances"]}
+    assert set(seen) == {"e0", "p0", "d0"}
+    assert seen["p0"]["role"] == "P" and seen["p0"]["ready"] and seen["p0"]["in_flight"] == {"P": 1}
+    async with gateway.session.get(f"{url}/requests", headers=KEY) as response:
+        requests = await response.json()
+    assert (requests["running"], requests["waiting"]) == (1, 0)
+    assert requests["keys"] == [{"key": "default", "active": 1, "refused": 0}]
+    waiting.cancel()
+    await gateway.settle()
+    async with gateway.session.get(f"{url}/nothing", headers=KEY) as response:
+        assert response.status == 404 and (await response.json())["error"]["type"] == "invalid_request_error"
+
+
+async def test_routes_of_others_are_behind_the_same_key(start):
+    gateway = await start("pd0:PD")
+    router = APIRouter()
+
+    @router.post("/instances/{name}/drain")
+    async def drain(name: str) -> dict[str, str]:
+        return {"draining": name}
+
+    app = create_admin_app(gateway.table, gateway.gate, "admin-secret", [router])
+    async with running_admin(app, AdminSettings()) as url:
+        async with gateway.session.post(f"{url}/instances/pd0/drain") as response:
+            assert response.status == 401
+        async with gateway.session.post(f"{url}/instances/pd0/drain", headers=KEY) as response:
+            assert await response.json() == {"draining": "pd0"}
+
+
+async def test_a_port_that_is_taken_is_named():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ValueError, match=f"cannot listen on 127.0.0.1:{port}: Address already in use"):
+            async with running_admin(FastAPI(), AdminSettings(port=port)):
+                pass
+
+
+def test_there_is_none_unless_the_deployment_has_one(monkeypatch):
+    assert GatewaySettings.of(parse_config(""), "127.0.0.1").admin is None
+    monkeypatch.setenv("ADMIN_KEY", "one")
+    settings = GatewaySettings.of(
+        parse_config("gateway: {admin: {host: 0.0.0.0, port: 8001, key: {env: ADMIN_KEY}}}"), "127.0.0.1"
+    )
+    assert settings.admin == AdminSettings(host="0.0.0.0", port=8001, key="one")
+    assert "'one'" not in repr(settings)

@@ -1,0 +1,87 @@
+"""Slow senders: heads and bodies have their time, and the others do not notice."""
+
+import asyncio
+import contextlib
+
+import pytest
+
+from proxy.arrival import ArrivalLimits
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
+
+
+async def trickle(url: str, begin: bytes, drop: bytes, limit_s: float = 3.0) -> tuple[bytes, float]:
+    """Send ``begin``, then ``drop`` every 20 ms; what came back until the connection closed, and when that was."""
+    host, port = url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    loop = asyncio.get_running_loop()
+    started = loop.time()
+    writer.write(begin)
+
+    async def keep_sending() -> None:
+        with contextlib.suppress(ConnectionError):
+            while drop:
+                await asyncio.sleep(0.02)
+                writer.write(drop)
+                await writer.drain()
+
+    sending = asyncio.create_task(keep_sending())
+    answer = b""
+    try:
+        with contextlib.suppress(ConnectionResetError):  # the gateway closes while bytes are on their way
+            async with asyncio.timeout(limit_s):
+                while piece := await reader.read(4096):
+                    answer += piece
+    finally:
+        sending.cancel()
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+    return answer, loop.time() - started
+
+
+@pytest.mark.parametrize(
+    ("begin", "drop"),
+    [(b"", b""), (b"GE", b""), (HEAD, b"x: y\r\n"), (b"GET /health/live HTTP/1.1\r\nhost: x\r\n\r\nGET", b"")],
+    ids=["nothing", "cut", "trickling", "second"],
+)
+async def test_a_head_that_does_not_come_ends_its_connection(start, kit, begin, drop):
+    gateway = await start("pd0:PD", arrival=ArrivalLimits(header_s=0.3))
+    answer, seconds = await trickle(gateway.url, begin, drop)
+    assert answer == b"" or (answer.startswith(b"HTTP/1.1 200") and answer.endswith(b'{"status":"live"}'))
+    assert 0.25 < seconds < 2.5
+    assert await gateway.answer(kit.chat()) == (200, kit.WHOLE)
+
+
+@pytest.mark.parametrize(
+    "framing",
+    [
+        (b"content-length: 100000\r\n\r\n{", b"  "),
+        (b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\n", b"1\r\n \r\n"),
+    ],
+    ids=["length", "chunks"],
+)
+async def test_a_body_that_trickles_is_a_408(start, kit, framing):
+    gateway = await start("pd0:PD", arrival=ArrivalLimits(body_s=0.3))
+    answer, seconds = await trickle(gateway.url, HEAD + framing[0], framing[1])
+    assert answer.startswith(b"HTTP/1.1 408 ") and b'"request_timeout"' in answer
+    assert seconds < 2.5
+    [client] = gateway.gate.authenticator.clients
+    assert client.num_active == 0
+    assert await gateway.answer(kit.chat()) == (200, kit.WHOLE)
+
+
+async def test_requests_may_take_longer_than_their_heads(start, kit):
+    gateway = await start("pd0:PD", arrival=ArrivalLimits(header_s=0.1, body_s=0.1))
+    gateway["pd0"].scripts["/stage/prefill"] = lambda _: [0.4, kit.NONE, kit.WHOLE]
+    for _ in range(2):
+        assert await gateway.answer(kit.chat()) == (200, kit.WHOLE)
+        await asyncio.sleep(0.2)  # an idle connection is the keep-alive timeout's business
+
+
+def test_the_time_for_a_body_follows_its_length():
+    limits = ArrivalLimits(body_s=60, min_body_rate=1000)
+    assert limits.time_for_body(0) == 10
+    assert limits.time_for_body(20_000) == 30
+    assert limits.time_for_body(10**9) == limits.time_for_body(None) == 60
+    assert "within 30 s" in limits.too_slow(20_000).message
