@@ -91,6 +91,7 @@ class RawClient:
         finally:
             self._body = None
             self._on_left = None
+            self.extensions.clear()  # no cycle is left for the collector
 
     def buffer(self) -> memoryview | None:
         """Where the next bytes of the body belong; None: they are not kept."""
