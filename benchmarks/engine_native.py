@@ -108,13 +108,16 @@ class NativeEngine:
         )
         self._engine.start()
 
-    def generate(self, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
-        """Greedy tokens of a batch, ``num_tokens`` each."""
+    def generate(
+        self, prompts: list[list[int]], num_tokens: int, sampling: SamplingParams | None = None
+    ) -> list[list[int]]:
+        """Tokens of a batch, ``num_tokens`` each; greedy unless ``sampling`` says how."""
+        greedy = SamplingParams(temperature=0.0, seed=0, ignore_eos=True)
         sequences = [
             Sequence(
                 request_id=str(index),
                 prompt_ids=prompt,
-                sampling=SamplingParams(temperature=0.0, seed=0, ignore_eos=True),
+                sampling=sampling or greedy,
                 max_tokens=num_tokens,
                 positions=torch.arange(len(prompt)).expand(self._axes, -1),
             )

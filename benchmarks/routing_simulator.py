@@ -83,6 +83,7 @@ class SimulatedInstance:
     _busy: set[Stage] = field(default_factory=set)
     _decoding: dict[str, tuple[float, Callable[[bool], None]]] = field(default_factory=dict)
     received: dict[int, list[str]] = field(default_factory=dict)
+    made: dict[int, list[str]] = field(default_factory=dict)
 
     def load(self) -> Load:
         waiting = {stage: sum(job.units for job in queue) for stage, queue in self._queues.items()}
@@ -133,6 +134,8 @@ class SimulatedInstance:
             flight.done = lambda cached: (first(cached), done(False))[0]
             return
         self.num_encodes += 1
+        for made in self.made.values():
+            made.append(item.mm_hash)
         self.encoded_units += item.width * item.height
 
         def encoded(cached: bool) -> None:
@@ -195,7 +198,7 @@ class Gateway:
         self.policy = policy
         self.table = InstanceTable([(name, "") for name in self.instances])
         for one in self.instances.values():
-            one.received[number] = []
+            one.received[number], one.made[number] = [], []
             self.table.update(one.name, one.info(), contains=0)
         self.num_done = 0
         self.waits_s: list[float] = []
@@ -204,7 +207,9 @@ class Gateway:
     def report(self) -> None:
         for one in self.instances.values():
             received, one.received[self.number] = one.received[self.number], []
-            self.table.report(one.name, Report(load=one.load(), ready=one.ready, received=received))
+            made, one.made[self.number] = one.made[self.number], []
+            report = Report(load=one.load(), ready=one.ready, received=received, encoded=made)
+            self.table.report(one.name, report)
 
     def serve(self, clock: Clock, request: Request) -> None:
         """Encodes and prefill start at once; the prompt is computed when its features are there."""
@@ -283,7 +288,7 @@ def simulate(
     policies: list[Policy],
     requests: Iterable[Request],
     *,
-    report_s: float = 0.2,
+    report_s: float = 0.1,
     watch: Callable[[list[Gateway]], None] = lambda gateways: None,
 ) -> Outcome:
     """Requests go to the gateways, one for each policy, in turn. ``watch`` is called after each report."""

@@ -104,10 +104,19 @@ def proxy(
     names = [name for name, _ in instances]
     if twice := {name for name in names if names.count(name) > 1}:
         raise ValueError(f"instance {', '.join(sorted(twice))} is named twice; names must differ")
-    from proxy.main import run_gateway
+    from proxy.main import Reread, run_gateway
+
+    def reread() -> tuple[DeploymentConfig, list[tuple[str, str]]]:
+        assert config is not None
+        changed = load_config(config)
+        return changed, [name_and_url(text) for text in instance or ()] or instance_urls(changed)
 
     run_gateway(
-        deployment, instances, host or deployment.gateway.host, deployment.gateway.port if port is None else port
+        deployment,
+        instances,
+        host or deployment.gateway.host,
+        deployment.gateway.port if port is None else port,
+        Reread(config, reread) if config else None,
     )
 
 

@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI
@@ -21,6 +22,7 @@ from epd_serve.routing.table import InstanceTable
 from proxy.addresses import is_public
 from proxy.admin import create_admin_app, running_admin
 from proxy.attempt import Instances
+from proxy.control import Control
 from proxy.endpoints import endpoints
 from proxy.entrance import new_gate
 from proxy.errors import install_error_handlers
@@ -28,7 +30,9 @@ from proxy.fetch import MediaFetcher, UrlRules
 from proxy.generation import Generator
 from proxy.health import Health
 from proxy.media import MediaLoader
+from proxy.members import Members
 from proxy.openapi import openapi_router
+from proxy.operations import operations_router
 from proxy.poller import Poller
 from proxy.settings import GatewaySettings
 from proxy.views import health_router, models_router
@@ -78,9 +82,11 @@ def create_app(
             await stack.enter_async_context(connections)
             await stack.enter_async_context(fetcher)
             if settings.admin is not None:
-                admin = create_admin_app(table, gate, settings.admin.key)
+                routers = [operations_router(table, health)]
+                admin = create_admin_app(table, gate, settings.admin.key, routers)
                 app.state.admin_url = await stack.enter_async_context(running_admin(admin, settings.admin))
-            polling = asyncio.gather(poller.run(), health.run())
+            reloading = [app.state.reloader.run()] if app.state.reloader is not None else []
+            polling = asyncio.gather(poller.run(), health.run(), *reloading)
             try:
                 yield
             finally:
@@ -106,9 +112,13 @@ def create_app(
         "max_body_bytes": settings.max_body_bytes,
         "timeout_s": settings.request_timeout_s,
     }
-    for path, endpoint in endpoints(generator, calls, shared):
+    served = dict(endpoints(generator, calls, shared))
+    for path, endpoint in served.items():
         app.router.routes.append(Route(path, endpoint=endpoint, methods=["POST"]))
         app.state.endpoints[path.encode()] = endpoint
+    members = Members(table, calls, poller, health, partial(NativeInstance, connections))
+    app.state.control = Control(settings, members, gate, generator, health, served.values())
+    app.state.reloader = None
     app.include_router(models_router(table, poller, gate.authenticator))
     app.include_router(health_router(table, metrics, gate.authenticator, settings))
     app.include_router(openapi_router())

@@ -72,6 +72,11 @@ class Endpoint:
         self.max_body_bytes = max_body_bytes
         self._timeout_s = timeout_s
 
+    def reconfigure(self, *, max_body_bytes: int, timeout_s: float) -> None:
+        """For the next requests."""
+        self.max_body_bytes = max_body_bytes
+        self._timeout_s = timeout_s
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         client = client_of(scope, receive, send)
         exchange = Exchange(Headers(scope=scope), client, send)

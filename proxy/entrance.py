@@ -26,7 +26,7 @@ def new_gate(settings: GatewaySettings, table: InstanceTable, metrics: GatewayMe
         queue,
         queue_timeout_s=settings.queue_timeout_s,
         shedding=_shedding(settings, table),
-        refused=lambda reason: metrics.refused.labels(reason).inc(),
+        refused=lambda reason, key: metrics.refused.labels(reason, key).inc(),
         waited=metrics.queue_wait.observe,
     )
 

@@ -49,11 +49,12 @@ class Gate:
         *,
         queue_timeout_s: float,
         shedding: Shedding | None = None,
-        refused: Callable[[str], None] = lambda reason: None,
+        refused: Callable[[str, str], None] = lambda reason, key: None,
         waited: Callable[[float], None] = lambda seconds: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``refused`` is told the code of each Overloaded, ``waited`` the seconds of each wait in the queue."""
+        """``refused`` is told the code of each Overloaded and the name of the key, ``waited`` the seconds of each
+        wait in the queue."""
         self.authenticator = authenticator
         self.queue = queue
         self.queue_timeout_s = queue_timeout_s
@@ -72,7 +73,7 @@ class Gate:
         try:
             client.enter(now_s)
         except Overloaded as error:
-            self.refused(error.code or "")
+            self.refused(error.code or "", client.name)
             raise
         return Visit(self, client, now_s)
 
@@ -121,7 +122,7 @@ class Visit:
             client.charge(num_tokens, now_s)
             ticket = self._ticket = gate.queue.enter(client, priority, now_s, self._on_admitted)
         except Overloaded as error:
-            gate.refused(error.code or "")
+            gate.refused(error.code or "", client.name)
             raise
         if ticket.state is TicketState.ADMITTED:
             return None
@@ -179,6 +180,6 @@ class Visit:
 
     def _refuse(self, error: Overloaded) -> None:
         assert self._waiting is not None
-        self._gate.refused(error.code or "")
+        self._gate.refused(error.code or "", self.client.name)
         if not self._waiting.done():
             self._waiting.set_exception(error)

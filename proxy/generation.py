@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
+from dataclasses import replace
 from itertools import count
 from typing import TypeVar
 
@@ -13,7 +14,7 @@ from epd_serve.errors import InstanceFailed, ServeError, Unavailable
 from epd_serve.routing.policy import Demand, Route
 from proxy.attempt import Attempt, Instances, Job
 from proxy.demand import demand_of
-from proxy.failover import InstanceStalled, Suspects, may_help, substitute
+from proxy.failover import Failover, InstanceStalled, Suspects, may_help, substitute
 from proxy.progress import Progress
 from proxy.sink import EventSink
 
@@ -23,6 +24,10 @@ T = TypeVar("T")
 class Generator:
     def __init__(self, instances: Instances) -> None:
         self._instances = instances
+
+    def reconfigure(self, failover: Failover) -> None:
+        """For the next requests."""
+        self._instances = replace(self._instances, failover=failover)
 
     async def stream(self, job: Job, sink: EventSink) -> None:
         """Write the answer's events to ``sink``. Raises ServeError, before or after ``sink.started``."""

@@ -89,8 +89,8 @@ class Health:
 
     def _has_other(self, name: str) -> bool:
         """Whether each stage of the instance has another that takes all its share."""
-        record, now = self._table[name], self._clock()
-        return all(
+        record, now = self._table.get(name), self._clock()
+        return record is not None and all(
             any(
                 other.name != name and self._of(other.name).breaker.share(now) == 1.0
                 for other in self._table.ready(stage)
@@ -100,6 +100,10 @@ class Health:
         )
 
     # ------------------------------------------------------------------ from the operator
+
+    def reconfigure(self, settings: HealthSettings) -> None:
+        """For the next probes, and the breakers of instances that are new."""
+        self._settings = settings
 
     def drain(self, name: str, on: bool = True) -> None:
         """No new requests for an instance; those that it has go on. Raises KeyError."""

@@ -5,6 +5,9 @@ from __future__ import annotations
 import gc
 import logging
 import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Any, cast
 
@@ -15,25 +18,49 @@ from epd_serve.config import DeploymentConfig
 from proxy.app import create_app
 from proxy.connection import GatewayConnection
 from proxy.redaction import redact_logs
+from proxy.reload import Reloader
+from proxy.server import GatewayServer, mark_stopping
 from proxy.settings import GatewaySettings
 from proxy.sink import ResponseAborted
 
-#: How long requests in progress may go on after SIGTERM or Ctrl-C.
-SHUTDOWN_GRACE_S = 5
 #: Longer than any client's own, so that no client sends into a connection that is just being closed.
 KEEP_ALIVE_S = 75
 #: New containers between two collections of young ones; a request leaves some hundred.
 _COLLECT_EVERY = 10_000
 
 
-def run_gateway(config: DeploymentConfig, instances: list[tuple[str, str]], host: str, port: int) -> None:
-    """Serve until SIGTERM or SIGINT, then finish what is in progress (SHUTDOWN_GRACE_S) and return.
+@dataclass(frozen=True)
+class Reread:
+    """Where a configuration comes from: ``read`` gives what ``file`` says now, or raises ValueError."""
 
-    Blocks; must run in the main thread, for the signals. ``instances`` are (name, control URL).
+    file: Path
+    read: Callable[[], tuple[DeploymentConfig, list[tuple[str, str]]]]
+
+
+def run_gateway(
+    config: DeploymentConfig,
+    instances: list[tuple[str, str]],
+    host: str,
+    port: int,
+    reread: Reread | None = None,
+) -> None:
+    """Serve until SIGTERM or SIGINT, then finish what is in progress (``gateway.shutdown_grace_s``) and return.
+
+    Blocks; must run in the main thread, for the signals. ``instances`` are (name, control URL). With ``reread``,
+    SIGHUP or a change of the file makes the gateway take it over.
     """
     settings = GatewaySettings.of(config, host)
     redact_logs([settings.api_key, settings.admin.key if settings.admin else None])
-    server = new_server(create_app(settings, instances), host, port)
+    app = create_app(settings, instances)
+    if reread is not None:
+
+        def apply() -> None:
+            changed, members = reread.read()
+            app.state.control.apply(GatewaySettings.of(changed, host), members)
+
+        app.state.reloader = Reloader(reread.file, apply)
+    gateway = config.gateway
+    server = new_server(app, host, port, delay_s=gateway.shutdown_delay_s, grace_s=gateway.shutdown_grace_s)
     # uvicorn raises the signal that stopped it again when it is done; for us that is the regular end.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _stop_quietly)
@@ -44,9 +71,11 @@ def run_gateway(config: DeploymentConfig, instances: list[tuple[str, str]], host
     server.run()
 
 
-def new_server(app: FastAPI, host: str, port: int) -> uvicorn.Server:
-    """A uvicorn server as the gateway runs it; port 0 chooses a free one."""
-    server = uvicorn.Server(
+def new_server(
+    app: FastAPI, host: str, port: int, *, delay_s: float = 0.0, grace_s: float = 30.0
+) -> uvicorn.Server:
+    """A uvicorn server as the gateway runs it; port 0 chooses a free one. The rest as in GatewayServer."""
+    server = GatewayServer(
         uvicorn.Config(
             app,
             host=host,
@@ -59,8 +88,10 @@ def new_server(app: FastAPI, host: str, port: int) -> uvicorn.Server:
             log_level="warning",
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=SHUTDOWN_GRACE_S,
-        )
+        ),
+        stopping=mark_stopping(app.state),
+        delay_s=delay_s,
+        grace_s=grace_s,
     )
     logger = logging.getLogger("uvicorn.error")
     if _told_already not in logger.filters:

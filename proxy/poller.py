@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 
 from epd_serve.backends.base import StageCalls
@@ -16,8 +17,18 @@ logger = logging.getLogger(__name__)
 
 #: Instances report five times a second. One that has been silent for so long gets no work that others can take.
 STALE_S = 0.8
+#: Silence is counted in this many parts, so that what came while this process itself stood still is read first.
+_NUM_TICKS = 4
 #: How often an instance that reports is asked for what its reports do not contain.
 INFO_INTERVAL_S = 5.0
+
+
+@dataclass(slots=True)
+class _Silence:
+    """How long an instance may still be silent, and what ends then."""
+
+    scope: asyncio.Timeout
+    ticks_left: int = _NUM_TICKS
 
 
 class Poller:
@@ -43,12 +54,28 @@ class Poller:
         self._stale_s = stale_s
         self._started = asyncio.Event()
         self._mute: set[str] = set()
+        self._silences: dict[str, _Silence] = {}
         self._wake = {name: asyncio.Event() for name in calls}
+        self._group: asyncio.TaskGroup | None = None
+        self._watching: dict[str, asyncio.Task[None]] = {}
 
     def report_lost(self, name: str) -> None:
         """A connection to the instance failed: no work for it until it answers again; it is asked at once."""
         self._table.mark_lost(name)
-        self._wake[name].set()
+        if name in self._wake:
+            self._wake[name].set()
+
+    def add(self, name: str) -> None:
+        """Listen to another instance; its calls must be there."""
+        self._wake[name] = asyncio.Event()
+        if self._group is not None:
+            self._watching[name] = self._group.create_task(self._watch(name))
+
+    def remove(self, name: str) -> None:
+        """Listen no more."""
+        del self._wake[name]
+        if (watching := self._watching.pop(name, None)) is not None:
+            watching.cancel()
 
     async def started(self) -> None:
         """Wait until the deployment can serve, or has had its time to start.
@@ -61,8 +88,18 @@ class Poller:
         """Until cancelled; a slow instance delays no other."""
         asyncio.get_running_loop().call_later(self._startup_wait_s, self._started.set)
         async with asyncio.TaskGroup() as group:
-            for name in self._calls:
-                group.create_task(self._watch(name))
+            self._group = group
+            self._watching = {name: group.create_task(self._watch(name)) for name in self._calls}
+            await self._tick()
+
+    async def _tick(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(self._stale_s / _NUM_TICKS)
+            for silence in self._silences.values():
+                silence.ticks_left -= 1
+                if silence.ticks_left == 0:
+                    silence.scope.reschedule(loop.time())
 
     async def _watch(self, name: str) -> None:
         wake = self._wake[name]
@@ -96,13 +133,14 @@ class Poller:
         loop, table, calls = asyncio.get_running_loop(), self._table, self._calls[name]
         reports, ask_at = calls.reports(), loop.time() + INFO_INTERVAL_S
         try:
-            async with asyncio.timeout(self._stale_s) as deadline:
+            async with asyncio.timeout(None) as scope:
+                silence = self._silences[name] = _Silence(scope)
                 async for report in reports:
+                    silence.ticks_left = _NUM_TICKS
                     self._heard(name, partial(table.report, name, report))
                     if loop.time() >= ask_at:
                         self._heard(name, partial(table.update, name, await calls.info()))
                         ask_at = loop.time() + INFO_INTERVAL_S
-                    deadline.reschedule(loop.time() + self._stale_s)
         except TimeoutError:
             table.mark_stale(name)
             logger.warning("instance %s has not reported for %g s", name, self._stale_s)
@@ -111,6 +149,7 @@ class Poller:
         except ServeError as error:
             self._lost(name, error)
         finally:
+            self._silences.pop(name, None)
             await reports.aclose()
 
     def _heard(self, name: str, take_over: Callable[[], None]) -> bool:

@@ -91,8 +91,11 @@ def health_router(
             for record in table
         }
         status = "waiting for " + " and ".join(missing) if missing else "ready"
+        stopping = getattr(request.app.state, "stopping", False)
+        if stopping:
+            status = "shutting down"
         shown = {"instances": instances} if not settings.guard_health or may_see(request) else {}
-        return JSONResponse({"status": status, **shown}, 503 if missing else 200)
+        return JSONResponse({"status": status, **shown}, 503 if missing or stopping else 200)
 
     @router.get("/health/live")
     async def live() -> JSONResponse:

@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from epd_serve.config.resilience import FailoverConfig, HealthConfig
+from epd_serve.config.resilience import FailoverConfig, HealthConfig, InstanceName, InstanceUrl, NotNegative
 from epd_serve.config.sections import Port, Seconds, Section
 from epd_serve.config.sizes import Bytes, BytesPerSecond
 from epd_serve.types import Routing
@@ -157,7 +157,7 @@ class AdminConfig(Section):
     """The admin plane: a server of its own, apart from what clients reach."""
 
     host: str = Field(default="127.0.0.1", min_length=1, description="Address to listen on.")
-    port: Port | None = Field(default=None, description="null: there is none; 0 chooses a free one.")
+    port: int | None = Field(default=None, ge=1, le=65535, description="null: there is none.")
     key: Secret | None = Field(
         default=None,
         repr=False,
@@ -241,6 +241,19 @@ class GatewayConfig(Section):
         "of waiting, computing and transfer. random_of_two: the cheaper of two pairs drawn at random. "
         "prefix_affinity: the cheapest, where a beginning of the prompt that P has computed before costs nothing. "
         "round_robin: in turn. Images always go where equal ones went, unless that encoder has too much to do.",
+    )
+    instances: dict[InstanceName, InstanceUrl] | None = Field(
+        default=None,
+        description="Control URLs of instances that were started elsewhere, by name; null: those of the topology. "
+        "When the file changes, a running gateway takes its instances and limits from it.",
+    )
+    shutdown_delay_s: NotNegative = Field(
+        default=0.0,
+        description="After SIGTERM, how long the gateway serves on while /health/ready says 503, so that load "
+        "balancers look away.",
+    )
+    shutdown_grace_s: Seconds = Field(
+        default=30.0, description="Then it takes nothing new; how long requests in progress may go on."
     )
     failover: FailoverConfig = FailoverConfig()
     health: HealthConfig = HealthConfig()

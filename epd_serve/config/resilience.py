@@ -2,11 +2,30 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from epd_serve.config.sections import Seconds, Section
+
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+def _check_name(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", name):
+        raise ValueError(f"{name!r} is no name for an instance; use up to 64 of A-Z, a-z, 0-9, '_', '-' and '.'")
+    return name
+
+
+def _check_url(url: str) -> str:
+    if not re.fullmatch(r"https?://[^/?#\s@]+", url.rstrip("/")):
+        raise ValueError(f"{url!r} is no control URL; write one as in http://127.0.0.1:8100")
+    return url.rstrip("/")
+
+
+InstanceName = Annotated[str, AfterValidator(_check_name)]
+InstanceUrl = Annotated[str, AfterValidator(_check_url)]
 
 
 class FailoverConfig(Section):
@@ -15,7 +34,7 @@ class FailoverConfig(Section):
     max_attempts: int = Field(
         default=5, ge=1, le=100, description="Of one request, the first and all continuations included."
     )
-    wait_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
+    wait_s: NotNegative = Field(
         default=10.0,
         description="How long such a request waits for an instance to be started again where no other is left.",
     )
@@ -38,6 +57,6 @@ class HealthConfig(Section):
     max_failure_rate: float = Field(
         default=0.5, gt=0, le=1, description="So does this share of the last 30 s, where there were 20 requests."
     )
-    slow_start_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
+    slow_start_s: NotNegative = Field(
         default=10.0, description="Over so long an instance that comes back gets its share of work bit by bit."
     )

@@ -65,8 +65,16 @@ class StageCalls:
     async def _encode(self, body: bytes) -> Reply:
         self._stages.check_accepting()
         request = wire.decode(body, wire.EncodeRequest)
-        with self._stages.reports.call(Stage.ENCODE, request.request_id):
-            reply = await self._stages.encodes().encode(request)
+        reports, mm_hash = self._stages.reports, request.ref.mm_hash
+        with reports.call(Stage.ENCODE, request.request_id):
+            is_named = reports.will_have(mm_hash)
+            try:
+                reply = await self._stages.encodes().encode(request)
+            except BaseException:
+                reports.will_not_have(mm_hash)
+                raise
+        if not reply.cached and not is_named:
+            reports.has_again(mm_hash)
         self._stages.metrics.encoded(reply.cached, instead=not self._stages.options.role.encodes)
         return Reply(body=wire.encode(reply))
 

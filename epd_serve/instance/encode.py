@@ -73,7 +73,7 @@ class EncodeService:
         on_delivered: told of each item that its consumer has: request id, mm_hash, when the call came, when the
             batch began and ended, for metrics.
         on_batch: told of each batch: images, begin, end; on the tower's thread.
-        on_encoded: told of each batch: pixels and the seconds of its computation; on the tower's thread.
+        on_encoded: told of each batch: images, pixels and the seconds of its computation; likewise.
 
     Attributes:
         num_waiting_pixels: of distinct items that are not encoded yet.
@@ -95,7 +95,7 @@ class EncodeService:
         stream: TowerStream,
         on_delivered: Callable[[str, str, float, tuple[float, float]], None] = lambda *_: None,
         on_batch: Callable[[int, float, float], None] = lambda *_: None,
-        on_encoded: Callable[[int, float], None] = lambda *_: None,
+        on_encoded: Callable[[int, int, float], None] = lambda *_: None,
     ) -> None:
         self._load_tower = load_tower
         self._family = family
@@ -311,7 +311,7 @@ class EncodeService:
             features = tower.encode([item.inputs for item in batch])
         end = time.monotonic()
         self._num_batches += 1
-        self._on_encoded(sum(item.num_original_pixels for item in batch), end - loaded)
+        self._on_encoded(len(batch), sum(item.num_original_pixels for item in batch), end - loaded)
         self._on_batch(len(batch), start, end)
         return features, (start, end)
 

@@ -112,7 +112,7 @@ class Instance:
             processor=self._processor,
             on_delivered=self.metrics.timeline.encoded,
             on_batch=self.metrics.encoded_batch,
-            on_encoded=self.rates.encoded,
+            on_encoded=self._tower_computed,
             url=self.url,
             deliver_here=self._deliver_here if options.role.has_language_model else None,
             stream=self._streams.tower,
@@ -303,6 +303,10 @@ class Instance:
         self._streams.language.stepped(output, seconds, self.language.engine.num_running)
         self._batching.stepped(output, seconds)
         self._encode.reconsider()
+
+    def _tower_computed(self, num_images: int, num_pixels: int, seconds: float) -> None:
+        self.metrics.tower_computed(num_images, num_pixels, seconds)
+        self.rates.encoded(num_pixels, seconds)
 
     def _may_encode(self) -> bool:
         if self.options.batching_encodes == "concurrent" or self._gate.may_start():

@@ -105,6 +105,9 @@ class InstanceMetrics:
         self._encodes = self._counter(
             "encodes", "Encode calls; cached: the store had the feature", cached=("false", "true")
         )
+        self._tower_images = self._counter("tower_images", "Images that went through the tower")
+        self._tower_pixels = self._counter("tower_pixels", "Their pixels")
+        self._tower_seconds = self._counter("tower_seconds", "Time of their computation")
         self._store_owners = self._gauge("store_owners", "Requests that hold features in the store")
         self._store_held = self._gauge("store_held_bytes", "Bytes of this instance's features in the store")
         self._store_counts = {
@@ -224,6 +227,11 @@ class InstanceMetrics:
                 prefills=len(output.prefills),
                 prefill_tokens=num_prefill_tokens,
             )
+
+    def tower_computed(self, num_images: int, num_pixels: int, seconds: float) -> None:
+        self._tower_images.inc(num_images)
+        self._tower_pixels.inc(num_pixels)
+        self._tower_seconds.inc(seconds)
 
     def encoded_batch(self, num_images: int, start_s: float, end_s: float) -> None:
         if self.trace is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager, suppress
 
@@ -17,15 +17,18 @@ INTERVAL_S = 0.18
 _LEAST_INTERVAL_S = 0.02
 #: Calls that came or went since the last report, of which one more is "much": so many, or this part of all.
 _MANY, _MANY_PART = 4, 0.25
-#: Names of received calls in one report; the next one has the rest.
-_MAX_RECEIVED = 500
+#: Names of calls and of features in one report; the next one has the rest.
+_MAX_NAMES = 300
+#: Features that a new listener is told of.
+_MAX_ENCODED = 4096
 
 NDJSON = (b"content-type", b"application/x-ndjson")
 
 
 class _Listener:
-    def __init__(self, received: list[str]) -> None:
+    def __init__(self, received: list[str], encoded: list[str]) -> None:
         self.received = received
+        self.encoded = encoded
         self.num_changes = 0
         self.much_changed = asyncio.Event()
 
@@ -46,6 +49,7 @@ class Reporter:
         self._is_closed = False
         self._interval_s = interval_s
         self._open: Counter[str] = Counter()
+        self._encoded: OrderedDict[str, None] = OrderedDict()
         self._listeners: set[_Listener] = set()
 
     def routes(self) -> list[tuple[str, str, Handler]]:
@@ -76,6 +80,26 @@ class Reporter:
             if is_turn or listener.num_changes >= much:
                 listener.much_changed.set()
 
+    def will_have(self, mm_hash: str) -> bool:
+        """A feature is here, or is being made: it is best asked for here. False where that was said before."""
+        if mm_hash in self._encoded:
+            self._encoded.move_to_end(mm_hash)
+            return False
+        self.has_again(mm_hash)
+        return True
+
+    def will_not_have(self, mm_hash: str) -> None:
+        """It could not be made. Who was told otherwise finds out by asking."""
+        self._encoded.pop(mm_hash, None)
+
+    def has_again(self, mm_hash: str) -> None:
+        """It had been evicted meanwhile."""
+        self._encoded[mm_hash] = None
+        if len(self._encoded) > _MAX_ENCODED:
+            self._encoded.popitem(last=False)
+        for listener in self._listeners:
+            listener.encoded.append(mm_hash)
+
     def close(self) -> None:
         """End all streams, each with a last report that says so."""
         self._is_closed = True
@@ -87,19 +111,23 @@ class Reporter:
         return Reply(headers=(NDJSON,), stream=self._stream())
 
     async def _stream(self) -> AsyncGenerator[bytes, None]:
-        listener = _Listener(list(self._open.elements()))
+        listener = _Listener(list(self._open.elements()), list(self._encoded))
         self._listeners.add(listener)
         try:
             while True:
-                received, left = listener.received[:_MAX_RECEIVED], listener.received[_MAX_RECEIVED:]
-                listener.received, listener.num_changes = left, 0
+                received, listener.received = listener.received[:_MAX_NAMES], listener.received[_MAX_NAMES:]
+                encoded, listener.encoded = listener.encoded[:_MAX_NAMES], listener.encoded[_MAX_NAMES:]
+                has_more = bool(listener.received or listener.encoded)
+                listener.num_changes = 0
                 listener.much_changed.clear()
-                report = wire.Report(load=self._load(), ready=not self._is_closed, received=received)
+                report = wire.Report(
+                    load=self._load(), ready=not self._is_closed, received=received, encoded=encoded
+                )
                 yield wire.to_json(report) + b"\n"
                 if self._is_closed:
                     return
                 await asyncio.sleep(_LEAST_INTERVAL_S)
-                if not left:
+                if not has_more:
                     with suppress(TimeoutError):
                         async with asyncio.timeout(self._interval_s - _LEAST_INTERVAL_S):
                             await listener.much_changed.wait()

@@ -146,6 +146,7 @@ def gateway_spec(
         environment=_common(environment),
         url=url_of(config.gateway.host, ports.gateway),
         stops="first",
+        grace_s=config.gateway.shutdown_delay_s + config.gateway.shutdown_grace_s + 1.5,
     )
 
 

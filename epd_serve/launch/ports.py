@@ -82,6 +82,8 @@ def name_and_url(text: str) -> tuple[str, str]:
 
 def instance_urls(deployment: DeploymentConfig) -> list[tuple[str, str]]:
     """Name and URL of each instance of a deployment with fixed ports. Raises ValueError where they are not."""
+    if deployment.gateway.instances is not None:
+        return list(deployment.gateway.instances.items())
     settings = deployment.instances
     if not settings.base_port:
         raise ValueError(

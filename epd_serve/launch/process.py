@@ -57,6 +57,7 @@ class ProcessSpec:
         environment: all variables of the process.
         url: base URL of its HTTP server.
         stops: when it is stopped. Those before it have ended by then.
+        grace_s: how long it may take to end; None: as others that stop then.
         descriptors: open files that it inherits.
         can_fork: whether it may be forked from a process that has loaded its modules (launch/forking).
     """
@@ -67,6 +68,7 @@ class ProcessSpec:
     environment: Mapping[str, str] = field(repr=False)
     url: str
     stops: Literal["first", "then", "last"] = "then"
+    grace_s: float | None = None
     descriptors: tuple[int, ...] = ()
     can_fork: bool = False
 

@@ -119,11 +119,12 @@ class Supervisor:
         return next(watch for watch in self._watches if watch in done).result()
 
     async def stop(self) -> None:
-        """End all processes within 10 s: those that stop first, then the others together, then the last."""
+        """End all processes: those that stop first, then the others together, then the last. It takes up to 10 s,
+        or as long as one has that has a time of its own."""
         await self._end_watches()
         for turn, grace_s in GRACES_S.items():
             chosen = [process for process in self._processes if process.spec.stops == turn]
-            await asyncio.gather(*(process.stop(grace_s) for process in chosen))
+            await asyncio.gather(*(process.stop(process.spec.grace_s or grace_s) for process in chosen))
 
     def kill(self) -> None:
         """End all processes at once, without a chance to finish anything. :meth:`stop` must still be awaited."""

@@ -60,8 +60,8 @@ class GatewayMetrics:
         )
         self.refused = Counter(
             "epd_serve_refused",
-            "Requests turned away before they ran, by the error's code",
-            ("reason",),
+            "Requests turned away before they ran, by the error's code and the name of the API key",
+            ("reason", "key"),
             registry=self.registry,
         )
         self.queue_wait = Histogram(

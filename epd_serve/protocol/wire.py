@@ -295,11 +295,13 @@ class Report(Message, frozen=True):
         received: stage and request id (``"P" + request_id``) of each stage call that came since the last report to
             this caller, in the first report of all that are open: the load contains them, so that the caller need
             not count them itself any more.
+        encoded: mm_hashes of features that came to be made here since then, in the first of the latest ones.
     """
 
     load: Load
     ready: bool = True
     received: list[str] = msgspec.field(default_factory=list)
+    encoded: list[str] = msgspec.field(default_factory=list)
 
 
 class AppliedShare(Message, frozen=True):

@@ -15,6 +15,8 @@ from epd_serve.types import Stage
 
 #: How much more than the mean an encoder may have to do before its items go elsewhere.
 BOUND = 1.25
+#: How much more than the mean it may have got lately: new items are as good elsewhere as long as all know where.
+EVEN = 1.1
 _ROUNDING = 1e-9
 
 
@@ -22,16 +24,18 @@ _ROUNDING = 1e-9
 class BoundedHash:
     """The instance to which an item's hash points: equal items of several requests, and of several gateways, meet
     in one place and are encoded once. Another where that one has more than ``bound`` times the mean to do, in
-    seconds (consistent hashing with bounded loads: Mirrokni, Thorup, Zadimoghaddam 2018).
+    seconds, or got more than ``even`` times the mean lately (consistent hashing with bounded loads: Mirrokni,
+    Thorup, Zadimoghaddam 2018).
 
-    Before that, an instance that is encoding the item right now, or has encoded it for this gateway. Last, where
-    the prefill instance has a tower of its own, the item stays there unless that costs more: its queue, the
-    encode, and the prompts that wait for it, against the other's queue, encode and the feature's way.
+    Before that, an instance that is encoding the item right now, or has encoded it lately. Last, where the
+    prefill instance has a tower of its own, the item stays there unless that costs more: its queue, the encode,
+    and the prompts that wait for it, against the other's queue, encode and the feature's way.
 
-    ``bound`` infinite is hashing alone.
+    Both infinite is hashing alone.
     """
 
     bound: float = BOUND
+    even: float = EVEN
 
     def choose_encoders(
         self,
@@ -45,18 +49,20 @@ class BoundedHash:
         if not candidates:
             return [prefill] * len(items)
         pending = {record.name: record.pending.num_pixels for record in candidates}
+        lately = {record.name: record.recent_pixels for record in candidates}
         chosen: list[InstanceRecord] = []
         for item in items:
             record = next((one for one in candidates if item.mm_hash in one.encoding), None)
             if record is None:
-                remote = self._remote(candidates, prefill, item, pending)
+                remote = self._remote(candidates, prefill, item, pending, lately)
                 record = remote or prefill
                 if remote is not None and prefill in candidates:
                     remote_s = _encode_s(remote, item, pending) + _transfer_s(remote, prefill, item)
                     if _local_s(prefill, item, pending) <= remote_s:
                         record = prefill
-                if item.mm_hash not in record.features:
+                if item.mm_hash not in record.features and record in candidates:
                     pending[record.name] += item.width * item.height
+                    lately[record.name] += item.width * item.height
             chosen.append(record)
         return chosen
 
@@ -66,28 +72,25 @@ class BoundedHash:
         prefill: InstanceRecord,
         item: MediaRef,
         pending: dict[str, float],
+        lately: dict[str, float],
     ) -> InstanceRecord | None:
         others = [one for one in candidates if one is not prefill]
         if not others:
             return None
         own = {one.name: one.costs.encode_s(item.width * item.height) for one in others}
         to_do = {one.name: one.costs.encode_s(pending[one.name]) for one in others}
-        limit = self._limit(list(to_do.values()), sum(own.values()) / len(own))
+        got = {one.name: one.costs.encode_s(lately[one.name]) for one in others}
+        own_s = sum(own.values()) / len(own)
+        to_do_limit, got_limit = _limit(to_do, own_s, self.bound), _limit(got, own_s, self.even)
         return min(
             others,
             key=lambda one: (
                 item.mm_hash not in one.features,  # it has nothing to do for it, however much else there is
-                to_do[one.name] + own[one.name] > limit,
+                to_do[one.name] + own[one.name] > to_do_limit,
+                got[one.name] + own[one.name] > got_limit,
                 weight(item.mm_hash, one.name),
             ),
         )
-
-    def _limit(self, to_do: Sequence[float], own_s: float) -> float:
-        """What an encoder may have to do with the item: ``bound`` times the mean; where that is less than whole
-        items, as many items as there are if none has more than its share; what the least loaded one would have."""
-        mean_s = (sum(to_do) + own_s) / len(to_do)
-        limit = max(self.bound * mean_s, math.ceil(mean_s / own_s - _ROUNDING) * own_s, min(to_do) + own_s)
-        return limit * (1 + _ROUNDING)
 
 
 class RoundRobinEncoders:
@@ -163,3 +166,11 @@ def _transfer_s(record: InstanceRecord, prefill: InstanceRecord, item: MediaRef)
     assert info is not None, "an encoder has said what it is"
     num_tokens = item.width * item.height * (info.tokens_per_pixel or PRIOR_TOKENS_PER_PIXEL)
     return link_between(record.place, prefill.place).seconds(num_tokens * info.feature_token_bytes)
+
+
+def _limit(seconds: dict[str, float], own_s: float, bound: float) -> float:
+    """What an encoder may have with the item: ``bound`` times the mean; where that is less than whole items, as
+    many items as there are if none has more than its share; in any case what the one with the least would have."""
+    mean_s = (sum(seconds.values()) + own_s) / len(seconds)
+    limit = max(bound * mean_s, math.ceil(mean_s / own_s - _ROUNDING) * own_s, min(seconds.values()) + own_s)
+    return limit * (1 + _ROUNDING)

@@ -23,6 +23,11 @@ PRIOR_TOKENS_PER_CHARACTER = 0.25
 #: Of patches of 28 pixels square.
 PRIOR_TOKENS_PER_PIXEL = 1 / 784
 
+#: Pixels, tokens and sequences of a batch by which rates are compared.
+_TYPICAL_SIZES = {Stage.ENCODE: 448.0**2, Stage.PREFILL: 256.0, Stage.DECODE: 8.0}
+#: Rates that differ by no more than this factor are about the same.
+_LIKE = 2.0
+
 _PRIORS = {Stage.ENCODE: PRIOR_ENCODE, Stage.PREFILL: PRIOR_PREFILL, Stage.DECODE: PRIOR_DECODE}
 
 
@@ -36,24 +41,26 @@ def work_of(load: Load) -> Work:
 
 
 def resolve_costs(load: Load, budgets: Mapping[str, float], peers: Sequence[Load]) -> StageCosts:
-    """An instance's costs: as it measured them lately, else as peers of its role did, else as it once did.
+    """An instance's costs: as it and its peers of one role measured them lately, else as it once did.
 
-    So one that is new or was idle is taken for one like the others, and is tried again; one that was slow in an
-    unlucky moment is not avoided for ever.
+    Instances whose times differ by less than measurements do are taken for equal; one that is new or was idle, for
+    one like the others. So it is tried again: one that was slow in an unlucky moment is not avoided for ever.
     """
 
     def rate(stage: Stage) -> StageRate:
         own = load.rates.get(stage.value)
-        if own is not None and own.is_fresh:
-            return own
-        known = [one.rates[stage.value] for one in peers if stage.value in one.rates]
+        known = [one.rates[stage.value] for one in (load, *peers) if stage.value in one.rates]
         fresh = [one for one in known if one.is_fresh]
-        if not fresh and own is not None:
-            return own
-        known = fresh or known
         if not known:
             return _PRIORS[stage]
-        return StageRate(median(one.base_s for one in known), median(one.unit_s for one in known), is_fresh=False)
+        if own is not None and not fresh:
+            return own
+        size = _TYPICAL_SIZES[stage]
+        middle = sorted(fresh or known, key=lambda one: one.seconds(size))[(len(fresh or known) - 1) // 2]
+        if own is None or not own.is_fresh:
+            return StageRate(middle.base_s, middle.unit_s, is_fresh=False)
+        is_like = 1 / _LIKE < own.seconds(size) / middle.seconds(size) < _LIKE
+        return middle if is_like else own
 
     return StageCosts(
         encode=rate(Stage.ENCODE),

@@ -15,6 +15,9 @@ from epd_serve.routing.estimates import resolve_costs, work_of
 from epd_serve.routing.recent import Recent
 from epd_serve.types import Role, Stage
 
+#: What an encode weighs in ``recent_pixels`` after the next one: about the last 200 count.
+_RECENT_MEMORY = 0.995
+
 
 @dataclass(slots=True, eq=False)
 class InstanceRecord:
@@ -33,7 +36,9 @@ class InstanceRecord:
         pending: what it has to do: as reported, with the calls of this gateway that the report does not contain.
         in_flight: this gateway's open calls, by stage.
         encoding: how many of them, by the mm_hash that is encoded.
-        features: mm_hashes of what was encoded there for this gateway.
+        recent_pixels: that this gateway has sent there to be encoded, older ones counting less.
+        features: mm_hashes of what was encoded there lately, as far as is known.
+        kept: those of them that were complete when this gateway last asked; others may still be in the making.
         prefixes: beginnings of the prompts that went there.
         num_chosen: how often this gateway has opened a call, by stage; breaks ties, so that equals take turns.
     """
@@ -50,7 +55,9 @@ class InstanceRecord:
     pending: Work = NONE
     in_flight: dict[Stage, int] = field(default_factory=lambda: dict.fromkeys(Stage, 0))
     encoding: Counter[str] = field(default_factory=Counter)
+    recent_pixels: float = 0.0
     features: Recent[str] = field(default_factory=lambda: Recent(8192))
+    kept: Recent[str] = field(default_factory=lambda: Recent(8192))
     prefixes: Recent[bytes] = field(default_factory=lambda: Recent(16384))
     num_chosen: dict[Stage, int] = field(default_factory=lambda: dict.fromkeys(Stage, 0))
     _reported: Work = NONE
@@ -141,7 +148,7 @@ class Encoding:
 
 
 class InstanceTable:
-    """The instances of one deployment, by name; their number is fixed."""
+    """The instances of one deployment, by name."""
 
     def __init__(self, instances: list[tuple[str, str]]) -> None:
         """``instances`` are (name, control URL). Raises ValueError for a name that occurs twice."""
@@ -159,6 +166,14 @@ class InstanceTable:
     def get(self, name: str) -> InstanceRecord | None:
         return self._records.get(name)
 
+    def add(self, name: str, url: str) -> None:
+        assert name not in self._records
+        self._records[name] = InstanceRecord(name=name, url=url)
+
+    def remove(self, name: str) -> None:
+        """Nothing new for this instance; whoever holds its record may go on to use it."""
+        del self._records[name]
+
     # ------------------------------------------------------------------ what instances say
 
     def update(self, name: str, info: InstanceInfo, *, contains: int | None = None) -> None:
@@ -171,6 +186,7 @@ class InstanceTable:
         record = self._records[name]
         record.role = Role.parse(info.role)
         if info.pid != (record.info.pid if record.info else info.pid):
+            record.kept.clear()
             record.features.clear()  # another process, with nothing in its caches
             record.prefixes.clear()
         record.info = info
@@ -186,6 +202,8 @@ class InstanceTable:
 
     def _report(self, record: InstanceRecord, report: Report) -> None:
         record._take_over(report.load, report.received)
+        for mm_hash in report.encoded:
+            record.features.add(mm_hash)
         others = [one for one in self if one is not record and one.role == record.role]
         assert record.info is not None
         record.costs = resolve_costs(report.load, record.info.budgets, [one.load for one in others])
@@ -201,7 +219,8 @@ class InstanceTable:
 
     def mark_lost(self, name: str) -> None:
         """No work for this instance until it answers ``/info`` again."""
-        self._records[name].ready = False
+        if name in self._records:
+            self._records[name].ready = False
 
     def mark_stale(self, name: str) -> None:
         """No work for this instance, where another can take it, until its next report."""
@@ -278,18 +297,25 @@ class InstanceTable:
     @contextmanager
     def encoding(self, record: InstanceRecord, ref: MediaRef, request_id: str = "") -> Iterator[Encoding]:
         """The same for an encode: an item that is encoded there already, or was, is no work."""
-        encoding = Encoding(was_known=ref.mm_hash in record.features)
-        is_work = not encoding.was_known and ref.mm_hash not in record.encoding
+        encoding = Encoding(was_known=ref.mm_hash in record.kept)
+        is_work = ref.mm_hash not in record.features and ref.mm_hash not in record.encoding
         work = Work(num_pixels=ref.width * ref.height) if is_work else NONE
+        if is_work:
+            for one in self:
+                one.recent_pixels *= _RECENT_MEMORY
+            record.recent_pixels += work.num_pixels
         record.encoding[ref.mm_hash] += 1
         try:
             with self.in_flight(record, Stage.ENCODE, request_id=request_id, work=work):
                 yield encoding
             if encoding.was_known and not encoding.was_cached:
                 record.features.forget_half()  # it keeps fewer than we thought
+                record.kept.forget_half()
             record.features.add(ref.mm_hash)
+            record.kept.add(ref.mm_hash)
         except Exception:
             record.features.discard(ref.mm_hash)
+            record.kept.discard(ref.mm_hash)
             raise
         finally:
             record.encoding[ref.mm_hash] -= 1

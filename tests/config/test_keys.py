@@ -25,7 +25,7 @@ def test_a_new_key_fits_into_a_deployment_file() -> None:
 
 def test_secrets_come_from_the_environment_or_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "deployment.yaml"
-    file.write_text("gateway: {api_key: {env: A_KEY}, admin: {port: 0, key: {file: admin.key}}}")
+    file.write_text("gateway: {api_key: {env: A_KEY}, admin: {port: 8001, key: {file: admin.key}}}")
     gateway = load_config(file).gateway
     with pytest.raises(ValueError, match=r"gateway\.api_key: the environment variable A_KEY holds nothing"):
         read_secret(gateway.api_key, "gateway.api_key")
@@ -67,5 +67,5 @@ def test_what_is_wrong_is_said_without_the_secret(text: str, problem: str) -> No
 
 
 def test_no_secret_in_the_text_of_a_deployment() -> None:
-    config = parse_config("gateway: {api_key: s3cret-a, admin: {port: 0, key: s3cret-b}}")
+    config = parse_config("gateway: {api_key: s3cret-a, admin: {port: 8001, key: s3cret-b}}")
     assert "s3cret" not in repr(config)

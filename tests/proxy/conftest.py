@@ -55,7 +55,8 @@ class FakeInstance:
     """An ASGI application that answers like an instance.
 
     ``scripts`` maps a path to a function from the message to a script; without one it answers as it should.
-    ``report`` makes its next report, if it makes any; while that returns None it is silent.
+    ``report`` makes its next report, if it makes any. While it ``hangs`` it is silent, and does not answer
+    ``/info``.
     ``calls`` and ``cancelled`` record (path, message) of what came in and what the gateway broke off.
     """
 
@@ -65,8 +66,9 @@ class FakeInstance:
         self.info = info
         self.url = ""
         self.loading = False
+        self.hangs = False
         self.num_probes = 0
-        self.report: Callable[[], wire.Report | None] | None = None
+        self.report: Callable[[], wire.Report] | None = None
         self.scripts: dict[str, Callable[[Any], Script]] = {}
         self.calls: list[tuple[str, Any]] = []
         self.cancelled: list[tuple[str, Any]] = []
@@ -81,6 +83,8 @@ class FakeInstance:
             body += event.get("body", b"")
             more = event.get("more_body", False)
         if path == "/info":
+            while self.hangs:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
             loading = fail(503, "the instance is loading its model")
             await self._play(loading if self.loading else [(200, {}), wire.to_json(self._info())], send)
             return
@@ -114,8 +118,9 @@ class FakeInstance:
         gone = asyncio.create_task(receive())
         await send({"type": "http.response.start", "status": 200, "headers": []})
         while not gone.done():
-            if report := self.report():
-                await send({"type": "http.response.body", "body": wire.to_json(report) + b"\n", "more_body": True})
+            if not self.hangs:
+                line = wire.to_json(self.report()) + b"\n"
+                await send({"type": "http.response.body", "body": line, "more_body": True})
             await asyncio.wait({gone}, timeout=0.05)
 
     async def _play(self, script: Script, send: Any) -> None:
@@ -263,11 +268,13 @@ async def start() -> AsyncIterator[Callable[..., Any]]:
         stack.push_async_callback(servers.stop)
 
         async def start_gateway(
-            *instances: str, loading: bool = False, policy: Any = None, **settings: Any
+            *instances: str, loading: bool = False, reporting: bool = False, policy: Any = None, **settings: Any
         ) -> Gateway:
             fakes = [FakeInstance(*instance.split(":")) for instance in instances]
             for fake in fakes:
                 fake.loading = loading
+                if reporting:
+                    fake.report = lambda: wire.Report(load=wire.Load())
                 config = uvicorn.Config(
                     fake, port=0, lifespan="off", log_level="critical", timeout_graceful_shutdown=1
                 )

@@ -118,7 +118,7 @@ async def test_the_queue_goes_by_priority_and_is_bounded(start, kit):
     assert (gateway.gate.queue.num_in_flight, gateway.gate.queue.num_waiting) == (0, 0)
     async with gateway.session.get(f"{gateway.url}/metrics") as response:
         text = await response.text()
-    assert 'epd_serve_refused_total{reason="overloaded"} 1.0' in text
+    assert 'epd_serve_refused_total{key="anonymous",reason="overloaded"} 1.0' in text
     assert "epd_serve_queue_wait_seconds_count 3.0" in text and "epd_serve_requests_waiting 0.0" in text
 
 
@@ -180,7 +180,7 @@ def new_gate(pending: list[float], **options) -> Gate:
 
 async def test_what_comes_too_late_is_shed_before_and_behind_the_queue():
     pending, refused = [1.5, 0.0], []
-    gate = new_gate(pending, refused=refused.append)
+    gate = new_gate(pending, refused=lambda reason, key: refused.append((reason, key)))
     visit = gate.enter(None)
     with pytest.raises(Overloaded, match="this deployment's limit of 1 s") as refusal:
         visit.admit()
@@ -199,7 +199,7 @@ async def test_what_comes_too_late_is_shed_before_and_behind_the_queue():
         with pytest.raises(Overloaded):
             await late
         visit.leave()
-    assert refused == ["slo_unattainable"] * 3
+    assert refused == [("slo_unattainable", "anonymous")] * 3
     assert gate.queue.num_in_flight == gate.queue.num_waiting == 0
     gate.queue.check_integrity()
 

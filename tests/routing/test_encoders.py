@@ -145,3 +145,17 @@ def test_random_of_two_takes_the_one_with_less_to_do(build):
     table = build("e0:E:pixels=900", "e1:E", "e2:E:pixels=900", "p0:P")
     draws = iter([0.0, 0.0])
     assert chosen(table, build.item("a"), policy=RandomOfTwoEncoders(lambda: next(draws))) == ["e1"]
+
+
+def test_over_time_all_get_about_the_same(build):
+    """Where each item is done before the next one comes, and no queue says who has got more."""
+    table = build("e0:E", "e1:E", "e2:E", "e3:E", "p0:P")
+    sizes = [1_000 * (1 + number % 5) for number in range(400)]
+    for policy, most in ((POLICY, 1.12), (BoundedHash(bound=float("inf"), even=float("inf")), 1.5)):
+        got = dict.fromkeys(("e0", "e1", "e2", "e3"), 0)
+        for number, size in enumerate(sizes):
+            item = build.item(f"{policy} {number}", size)
+            [name] = chosen(table, item, policy=policy)
+            with table.encoding(table[name], item):
+                got[name] += size
+        assert max(got.values()) * 4 / sum(got.values()) <= most

@@ -1,0 +1,271 @@
+"""Repeated images over several encoders: how many features are found again, and how evenly the encoders work.
+
+    python -m benchmarks.affinity [--encoders 4] [--gateways 1]
+
+A deployment of real processes, with a random Qwen2.5-VL whose tower takes time by pixels, gets requests with one
+image each: with 60 % probability one of those before, else a new one, of different sizes. *Ideal* is the share of
+requests whose image came before: an encoder may compute each image once. *Imbalance* is the largest encoder's part
+over the mean's, in pixels and in seconds of the tower.
+
+Then the simulator runs the same kind of requests through the policy that the gateway has, and through those that
+it could have: in turn, the better of two at random, hashing alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import base64
+import io
+import json
+import random
+import sys
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+from PIL import Image
+
+from benchmarks.deployed import Figures, ask, deployed, figures, growth, machine
+from benchmarks.routing_simulator import Request, SimulatedInstance, simulate
+from benchmarks.transfer_models import make_model
+from epd_serve.launch import LocalDeployment
+from epd_serve.launch.ports import free_port
+from epd_serve.routing.choice import EncoderChoice, Router
+from epd_serve.routing.encoders import BoundedHash, RandomOfTwoEncoders, RoundRobinEncoders
+from epd_serve.types import StageRate
+
+RESULT = Path(__file__).parent / "results" / "affinity-cpu.json"
+REPEATED = 0.6
+#: Sides of the images, in pixels.
+SIDES = (224, 336, 448, 672)
+PATH = "/v1/chat/completions"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Picture:
+    seed: int
+    side: int
+
+    def url(self) -> str:
+        pixels = np.random.default_rng(self.seed).integers(0, 256, (self.side, self.side, 3), dtype=np.uint8)
+        buffer = io.BytesIO()
+        Image.fromarray(pixels).save(buffer, "JPEG")
+        return "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode()
+
+
+def workload(num_requests: int, seed: int) -> list[Picture]:
+    """One picture for each request."""
+    rng, known, chosen = random.Random(seed), [], []
+    for _ in range(num_requests):
+        if not known or rng.random() >= REPEATED:
+            known.append(Picture(seed=1000 * seed + len(known), side=rng.choice(SIDES)))
+            chosen.append(known[-1])
+        else:
+            chosen.append(rng.choice(known))
+    return chosen
+
+
+def ideal_hit_rate(pictures: list[Picture]) -> float:
+    return 1 - len(set(pictures)) / len(pictures)
+
+
+def body(picture: Picture) -> dict[str, Any]:
+    image = {"type": "image_url", "image_url": {"url": picture.url()}}
+    content = [image, {"type": "text", "text": "What is it?"}]
+    return {
+        "messages": [{"role": "user", "content": content}],
+        "max_tokens": 2,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
+
+
+@asynccontextmanager
+async def gateways(deployment: LocalDeployment, number: int) -> AsyncIterator[list[str]]:
+    """URLs of the deployment's gateway and of others beside it, which know nothing of each other."""
+    urls, processes = [deployment.gateway_url], []
+    try:
+        for _ in range(number - 1):
+            port = free_port("127.0.0.1")
+            command = [sys.executable, "-m", "epd_serve.cli", "proxy", "--port", str(port)]
+            for name, handle in deployment.instances.items():
+                command += ["--instance", f"{name}={handle.url}"]
+            processes.append(await asyncio.create_subprocess_exec(*command))
+            urls.append(f"http://127.0.0.1:{port}")
+        async with httpx.AsyncClient() as client:
+            for url in urls:
+                while not await _is_ready(client, url):  # noqa: ASYNC110
+                    await asyncio.sleep(0.1)
+        yield urls
+    finally:
+        for process in processes:
+            process.terminate()
+            await process.wait()
+
+
+async def _is_ready(client: httpx.AsyncClient, url: str) -> bool:
+    try:
+        return (await client.get(f"{url}/health")).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+async def send_all(urls: list[str], pictures: list[Picture], concurrency: int) -> list[float]:
+    """Seconds to the first token of each; the gateways take turns."""
+    waiting = iter(enumerate(pictures))
+    waits: list[float] = []
+
+    async def work() -> None:
+        for number, picture in waiting:
+            timing = await ask(clients[number % len(clients)], PATH, body(picture))
+            waits.append(timing.first_s)
+
+    clients = [httpx.AsyncClient(base_url=url, timeout=120) for url in urls]
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(concurrency):
+                group.create_task(work())
+    finally:
+        for client in clients:
+            await client.aclose()
+    return sorted(waits)
+
+
+async def measure(
+    model: Path, num_encoders: int, num_gateways: int, pictures: list[Picture], concurrency: int
+) -> dict[str, Any]:
+    async with (
+        deployed(f"{num_encoders}E-P-D", model, {}) as deployment,
+        gateways(deployment, num_gateways) as urls,
+    ):
+        names = [f"e{number}" for number in range(num_encoders)]
+        before = [await figures(deployment, name) for name in names]
+        waits = await send_all(urls, pictures, concurrency)
+        done = [growth(old, await figures(deployment, name)) for name, old in zip(names, before, strict=True)]
+        async with httpx.AsyncClient() as client:
+            infos = [(await client.get(f"{deployment.instances[name].url}/info")).json() for name in names]
+    images = sum(one["tower_images_total"] for one in done)
+    hit_rate, ideal = 1 - images / len(pictures), ideal_hit_rate(pictures)
+    return {
+        "encoders": num_encoders,
+        "gateways": num_gateways,
+        "requests": len(pictures),
+        "concurrency": concurrency,
+        "ideal_hit_rate": ideal,
+        "hit_rate": hit_rate,
+        "of_ideal": hit_rate / ideal,
+        "imbalance_pixels": _imbalance(done, "tower_pixels_total"),
+        "imbalance_seconds": _imbalance(done, "tower_seconds_total"),
+        "pixels": [one["tower_pixels_total"] for one in done],
+        "first_token_s": {"median": waits[len(waits) // 2], "p99": waits[int(0.99 * (len(waits) - 1))]},
+        "rates": [info["load"]["rates"].get("E") for info in infos],
+    }
+
+
+def _imbalance(done: list[Figures], key: str) -> float:
+    values = [one[key] for one in done]
+    return max(values) * len(values) / sum(values)
+
+
+#: What a simulated instance takes: an image of 672 x 672 pixels 47 ms.
+RATES = {"E": StageRate(0.002, 1e-7), "P": StageRate(0.002, 2e-5), "D": StageRate(0.01, 2e-4)}
+
+
+def compare(pictures: list[Picture], num_encoders: int, num_gateways: int, use: float) -> list[dict[str, Any]]:
+    """The simulator's figures for each policy; new images alone would keep the encoders busy for ``use`` of the
+    time."""
+    rng = random.Random(0)
+    mean_s = sum(RATES["E"].seconds(side**2) for side in SIDES) / len(SIDES)
+    rate = use * num_encoders / (mean_s * (1 - REPEATED))
+    at_s, requests = 0.0, []
+    for picture in pictures:
+        at_s += rng.expovariate(rate)
+        requests.append(Request(at_s=at_s, images=((str(picture.seed), picture.side**2),)))
+    policies: dict[str, EncoderChoice] = {
+        "bounded hashing": BoundedHash(),
+        "hashing alone": BoundedHash(bound=float("inf"), even=float("inf")),
+        "random of two": RandomOfTwoEncoders(random.Random(1).random),
+        "round robin": RoundRobinEncoders(),
+    }
+    rows = []
+    for name, encoders in policies.items():
+        outcome = simulate(fleet(num_encoders), [Router(encoders=encoders)] * num_gateways, requests)
+        rows.append(
+            {
+                "policy": name,
+                "encoders": num_encoders,
+                "gateways": num_gateways,
+                "use": use,
+                "of_ideal": outcome.hit_rate / ideal_hit_rate(pictures),
+                **asdict(outcome),
+            }
+        )
+    return rows
+
+
+def fleet(num_encoders: int) -> list[SimulatedInstance]:
+    encoders = [SimulatedInstance(name=f"e{number}", role="E", rates=RATES) for number in range(num_encoders)]
+    return [
+        *encoders,
+        SimulatedInstance(name="p0", role="P", rates=RATES),
+        SimulatedInstance(name="d0", role="D", rates=RATES),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=500, help="of each run")
+    parser.add_argument("--concurrency", type=int, default=8, help="requests at a time")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--encoders", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--gateways", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--out", type=Path, default=RESULT)
+    options = parser.parse_args()
+    pictures = workload(options.requests, options.seed)
+    real: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_model(
+            Path(folder) / "model",
+            hidden=64,
+            layers=2,
+            heads=2,
+            kv_heads=1,
+            intermediate=128,
+            vision_layers=4,
+            vision_hidden=128,
+        )
+        for num_encoders in options.encoders:
+            for num_gateways in options.gateways:
+                run = measure(model, num_encoders, num_gateways, pictures, options.concurrency)
+                real.append(asyncio.run(run))
+                print("real     ", _line(real[-1]))
+    simulated = [
+        row
+        for num_encoders in options.encoders
+        for num_gateways in options.gateways
+        for use in (0.3, 0.7)
+        for row in compare(workload(2000, options.seed), num_encoders, num_gateways, use)
+    ]
+    for row in simulated:
+        print(f"simulated use {row['use']} {row['policy']:16}", _line(row))
+    command = "python -m benchmarks.affinity " + " ".join(sys.argv[1:])
+    report = {"command": command.strip(), "machine": machine(), "real": real, "simulated": simulated}
+    options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+def _line(row: dict[str, Any]) -> str:
+    imbalance = row.get("imbalance_pixels", row.get("imbalance"))
+    return (
+        f"{row['encoders']} E, {row['gateways']} gateways: {row['of_ideal']:.1%} of the ideal hit rate, "
+        f"imbalance {imbalance:.3f}" + (f" (seconds {row['imbalance_seconds']:.3f})" if "pixels" in row else "")
+    )
+
+
+if __name__ == "__main__":
+    main()

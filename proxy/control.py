@@ -1,0 +1,69 @@
+"""Takes a changed configuration over while requests run."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import fields, replace
+
+from proxy.endpoint import Endpoint
+from proxy.gate import Gate
+from proxy.generation import Generator
+from proxy.health import Health
+from proxy.members import Members
+from proxy.settings import GatewaySettings
+
+logger = logging.getLogger(__name__)
+
+#: What a running gateway takes over; the rest needs another start.
+RELOADED = frozenset(
+    {
+        "max_body_bytes",
+        "request_timeout_s",
+        "max_in_flight",
+        "max_queue",
+        "queue_timeout_s",
+        "failover",
+        "health",
+    }
+)
+
+
+class Control:
+    """Of one gateway."""
+
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        members: Members,
+        gate: Gate,
+        generator: Generator,
+        health: Health,
+        endpoints: Iterable[Endpoint],
+    ) -> None:
+        self.settings = settings
+        self._members = members
+        self._gate = gate
+        self._generator = generator
+        self._health = health
+        self._endpoints = list(endpoints)
+
+    def apply(self, settings: GatewaySettings, instances: Sequence[tuple[str, str]]) -> None:
+        """From now on. Raises ValueError for instances that cannot be, and changes nothing then."""
+        self._members.replace(instances)
+        old = self.settings
+        changed = [one.name for one in fields(old) if getattr(old, one.name) != getattr(settings, one.name)]
+        if left := [name for name in changed if name not in RELOADED]:
+            logger.warning("a change of %s needs another start of the gateway", ", ".join(left))
+        taken = {name: getattr(settings, name) for name in changed if name in RELOADED}
+        if not taken:
+            return
+        logger.info("changed: %s", ", ".join(f"{name} = {value}" for name, value in taken.items()))
+        now = self.settings = replace(old, **taken)
+        self._gate.queue.resize(now.max_in_flight, now.max_queue, time.monotonic())
+        self._gate.queue_timeout_s = now.queue_timeout_s
+        self._generator.reconfigure(now.failover)
+        self._health.reconfigure(now.health)
+        for endpoint in self._endpoints:
+            endpoint.reconfigure(max_body_bytes=now.max_body_bytes, timeout_s=now.request_timeout_s)

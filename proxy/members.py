@@ -1,0 +1,54 @@
+"""Instances that come and go while the gateway runs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, MutableMapping, Sequence
+
+from epd_serve.backends.base import StageCalls
+from epd_serve.routing.table import InstanceTable
+from proxy.health import Health
+from proxy.poller import Poller
+
+logger = logging.getLogger(__name__)
+
+
+class Members:
+    """Adds instances to a running gateway and takes them out; requests that are there go on to their end."""
+
+    def __init__(
+        self,
+        table: InstanceTable,
+        calls: MutableMapping[str, StageCalls],
+        poller: Poller,
+        health: Health,
+        connect: Callable[[str, str], StageCalls],
+    ) -> None:
+        """``connect`` makes the calls to an instance of a name at a URL."""
+        self._table = table
+        self._calls = calls
+        self._poller = poller
+        self._health = health
+        self._connect = connect
+
+    def replace(self, instances: Sequence[tuple[str, str]]) -> None:
+        """From now on these are the instances: (name, control URL). One with another URL is another instance.
+
+        Raises ValueError for a name that occurs twice, and changes nothing then.
+        """
+        wanted = dict(instances)
+        if len(wanted) != len(instances):
+            raise ValueError(f"instance names must be unique, got {[name for name, _ in instances]}")
+        here = {record.name: record.url for record in self._table}
+        for name in [name for name, url in here.items() if wanted.get(name) != url]:
+            logger.info("instance %s at %s is no longer part of the deployment", name, here[name])
+            self._poller.remove(name)
+            self._table.remove(name)
+            self._health.forget(name)
+            del self._calls[name]
+        for name, url in wanted.items():
+            if here.get(name) != url:
+                logger.info("instance %s at %s is part of the deployment now", name, url)
+                self._calls[name] = self._connect(name, url)
+                self._table.add(name, url)
+                self._poller.add(name)

@@ -1,0 +1,53 @@
+"""uvicorn's server with an end that drops no stream."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import uvicorn
+
+
+class GatewayServer(uvicorn.Server):
+    """After SIGTERM or SIGINT it is not ready, for ``delay_s`` it still serves what comes, then it takes nothing
+    new and finishes what it has. A second signal ends it at once.
+
+    Args:
+        stopping: told that it is going to stop, so that ``/health/ready`` can say so; any thread.
+        grace_s: how long requests in progress may go on.
+    """
+
+    def __init__(
+        self, config: uvicorn.Config, *, stopping: Callable[[], None], delay_s: float, grace_s: float
+    ) -> None:
+        config.timeout_graceful_shutdown = math.ceil(grace_s)
+        super().__init__(config)
+        self._stopping = stopping
+        self._delay_s = delay_s
+        self._exit_at: float | None = None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self._exit_at is not None or not self._delay_s:
+            self._stopping()
+            super().handle_exit(sig, frame)
+            return
+        self._captured_signals.append(sig)
+        self._exit_at = time.monotonic() + self._delay_s
+        self._stopping()
+
+    async def on_tick(self, counter: int) -> bool:
+        if self._exit_at is not None and time.monotonic() >= self._exit_at:
+            self.should_exit = True
+        return await super().on_tick(counter)
+
+
+def mark_stopping(state: Any) -> Callable[[], None]:
+    """For ``stopping``: sets the flag that the application's health pages look at."""
+
+    def mark() -> None:
+        state.stopping = True
+
+    return mark

@@ -1,0 +1,132 @@
+"""Gateways that are killed, stopped and reconfigured, side by side over the same instances."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+import pytest_asyncio
+from chat import chat
+from fleet import Books, gateway, is_up, wait_until
+
+from epd_serve.config import DeploymentConfig
+from epd_serve.launch import LocalDeployment
+from epd_serve.launch.ports import free_port
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+BODY = chat("Count to 9.", max_tokens=450, ignore_eos=True, stream=True)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def urls() -> AsyncIterator[dict[str, str]]:
+    config = DeploymentConfig(
+        topology="P-D", restart="never", gateway={"port": 0}, instances={"base_port": 0, "threads": 1}
+    )
+    async with LocalDeployment(config, ready_timeout_s=120) as deployment:
+        yield {name: handle.url for name, handle in deployment.instances.items()}
+
+
+@asynccontextmanager
+async def gateway_process(
+    config: Path, instances: Mapping[str, str]
+) -> AsyncIterator[tuple[str, subprocess.Popen[bytes]]]:
+    """A gateway of its own process; its URL once it is ready."""
+    port = free_port("127.0.0.1")
+    command = [sys.executable, "-m", "epd_serve.cli", "proxy", "--port", str(port), "--config", str(config)]
+    for name, url in instances.items():
+        command += ["--instance", f"{name}={url}"]
+    with subprocess.Popen(command) as process:  # noqa: ASYNC220 - nothing else runs yet
+        try:
+            url = f"http://127.0.0.1:{port}"
+            await asyncio.to_thread(wait_until, lambda: is_up(url + "/health"), "the gateway is ready")
+            yield url, process
+        finally:
+            process.kill()
+
+
+class Stream:
+    """One answer as it comes."""
+
+    def __init__(self, url: str) -> None:
+        self.text = ""
+        self.begun = asyncio.Event()
+        self.task = asyncio.create_task(self._read(url))
+
+    async def _read(self, url: str) -> str:
+        async with (
+            httpx.AsyncClient(timeout=60) as client,
+            client.stream("POST", f"{url}/v1/chat/completions", json=BODY) as answer,
+        ):
+            async for piece in answer.aiter_text():
+                self.text += piece
+                self.begun.set()
+        return self.text
+
+
+async def test_one_gateway_dies_and_the_other_does_not_notice(urls: dict[str, str], tmp_path: Path) -> None:
+    config = tmp_path / "deployment.yaml"
+    config.write_text("{}")
+    async with gateway_process(config, urls) as (one, process), gateway(urls) as other:
+        dying, living = [Stream(one) for _ in range(3)], [Stream(other) for _ in range(3)]
+        await asyncio.gather(*(stream.begun.wait() for stream in (*dying, *living)))
+        process.kill()
+        cut = await asyncio.gather(*(stream.task for stream in dying), return_exceptions=True)
+        assert all(isinstance(error, httpx.TransportError) for error in cut)
+        texts = await asyncio.gather(*(stream.task for stream in living))
+        assert all(text.endswith("data: [DONE]\n\n") for text in texts)
+        ids = {json.loads(stream.text[6:].split("\n")[0])["id"] for stream in (*dying, *living)}
+        assert len(ids) == 6
+        await Books(urls).check()
+
+
+async def test_a_stream_outlives_new_instances_and_sigterm(urls: dict[str, str], tmp_path: Path) -> None:
+    config = tmp_path / "deployment.yaml"
+
+    def write(members: dict[str, str], **changes: object) -> None:
+        times = {"shutdown_delay_s": 0.6, "shutdown_grace_s": 20}
+        config.write_text(json.dumps({"gateway": {"instances": members, **times, **changes}}))
+
+    write(urls)
+    async with (
+        gateway_process(config, {}) as (url, process),
+        httpx.AsyncClient(base_url=url, timeout=60) as client,
+    ):
+
+        async def become(names: set[str]) -> None:
+            async with asyncio.timeout(20):
+                while set((await client.get("/health")).json()["instances"]) != names:  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+
+        stream = Stream(url)
+        await stream.begun.wait()
+        write({**urls, "d9": "http://127.0.0.1:9"})
+        process.send_signal(signal.SIGHUP)
+        await become({"p0", "d0", "d9"})
+        config.write_text("gateway: {instances: {no url}}")
+        process.send_signal(signal.SIGHUP)
+        await asyncio.sleep(0.3)
+        await become({"p0", "d0", "d9"})
+        write(urls, max_body_bytes=100)
+        await become({"p0", "d0"})  # without a signal
+        assert (await client.post("/v1/chat/completions", json=BODY)).status_code == 413
+        assert (await stream.task).endswith("data: [DONE]\n\n")
+        write({"d0": urls["d0"], "p0": urls["p0"] + "/"})
+        process.send_signal(signal.SIGHUP)
+        await asyncio.sleep(0.3)
+        stream = Stream(url)
+        await stream.begun.wait()
+        process.send_signal(signal.SIGTERM)
+        await asyncio.sleep(0.2)
+        assert (await client.get("/health/ready")).status_code == 503
+        assert (await client.get("/health/live")).status_code == 200
+        assert (await stream.task).endswith("data: [DONE]\n\n")
+        assert await asyncio.to_thread(process.wait, 20) == 0
+        await Books(urls).check()

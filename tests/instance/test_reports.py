@@ -1,0 +1,176 @@
+"""Reports as callers of an instance get them, over a real socket."""
+
+import asyncio
+import contextlib
+import json
+import time
+
+import aiohttp
+import pytest
+import uvicorn
+
+from epd_serve.backends.base import InstanceLost
+from epd_serve.backends.native import NativeConnections, NativeInstance
+from epd_serve.errors import InvalidRequest, Unavailable
+from epd_serve.instance.http import ControlApp
+from epd_serve.instance.rates import StageRates
+from epd_serve.instance.reports import INTERVAL_S, Reporter
+from epd_serve.protocol.wire import Load
+from epd_serve.request import Sequence, SequenceState
+from epd_serve.sched.language import ScheduleOutput
+from epd_serve.types import SamplingParams, Stage
+
+
+class Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self):
+        yield
+
+
+@contextlib.asynccontextmanager
+async def serving(routes):
+    """URL of an instance with these routes."""
+    server = Server(uvicorn.Config(ControlApp(routes), port=0, lifespan="off", log_level="critical"))
+    task = asyncio.create_task(server.serve())
+    while not server.started:  # noqa: ASYNC110
+        await asyncio.sleep(0.005)
+    try:
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        await task
+
+
+@contextlib.asynccontextmanager
+async def listening(reporter):
+    """An iterator over an instance's reports."""
+    async with (
+        serving(reporter.routes()) as url,
+        NativeConnections() as connections,
+        contextlib.aclosing(NativeInstance(connections, "p0", url).reports()) as reports,
+    ):
+        yield reports
+
+
+def ready():
+    pass
+
+
+async def test_an_idle_instance_reports_five_times_a_second():
+    times = []
+    async with listening(Reporter(lambda: Load(num_running=3), ready)) as reports:
+        async for report in reports:
+            assert report.ready
+            assert report.load.num_running == 3
+            times.append(time.monotonic())
+            if len(times) == 6:
+                break
+    assert times[-1] - times[0] < 5 * 0.2 + 0.2
+    assert INTERVAL_S < 0.2
+
+
+async def test_calls_are_named_once_to_each_caller_and_much_change_at_once():
+    reporter = Reporter(Load, ready, interval_s=60)
+    async with listening(reporter) as one:
+        assert (await anext(one)).received == []
+        with contextlib.ExitStack() as stack:
+            for number in range(10):
+                stack.enter_context(reporter.call(Stage.PREFILL, f"r{number}"))
+            received = []
+            while len(received) < 10:
+                received += (await anext(one)).received
+            assert received == [f"Pr{number}" for number in range(10)]
+            async with listening(reporter) as other:
+                assert (await anext(other)).received == received, "what is open"
+        assert (await anext(one)).received == [], "from busy to idle"
+
+
+async def test_features_are_named_to_all_and_the_latest_to_who_comes_later():
+    reporter = Reporter(Load, ready, interval_s=0.03)
+    for number in range(700):
+        assert reporter.will_have(f"old {number}")
+    async with listening(reporter) as reports:
+        names = []
+        while len(names) < 700:
+            names += (await anext(reports)).encoded
+        assert names == [f"old {number}" for number in range(700)]
+        assert not reporter.will_have("old 1"), "that was said"
+        reporter.will_have("new")
+        reporter.has_again("old 2")
+        while not (encoded := (await anext(reports)).encoded):
+            pass
+        assert encoded == ["new", "old 2"]
+    reporter.will_not_have("old 3")
+    async with listening(reporter) as reports:
+        assert "old 3" not in (await anext(reports)).encoded + (await anext(reports)).encoded
+
+
+async def test_an_instance_that_stops_says_so_and_ends_its_reports():
+    reporter = Reporter(Load, ready, interval_s=60)
+    async with listening(reporter) as reports:
+        assert (await anext(reports)).ready
+        reporter.close()
+        assert not (await anext(reports)).ready
+        with pytest.raises(StopAsyncIteration):
+            await anext(reports)
+
+
+async def test_errors_of_reports():
+    def loading():
+        raise Unavailable("the instance is loading its model")
+
+    async with listening(Reporter(Load, loading)) as reports:
+        with pytest.raises(Unavailable, match="loading"):
+            await anext(reports)
+    async with serving([]) as url, NativeConnections() as connections:
+        with pytest.raises(InvalidRequest, match="no GET /reports"):
+            await anext(NativeInstance(connections, "p0", url).reports())
+    with pytest.raises(InstanceLost):
+        async with NativeConnections() as connections:
+            await anext(NativeInstance(connections, "p0", url).reports())
+
+
+async def test_a_caller_that_leaves_is_forgotten():
+    reporter = Reporter(Load, ready, interval_s=0.01)
+    async with serving(reporter.routes()) as url:
+        async with aiohttp.ClientSession() as session, session.get(f"{url}/reports") as response:
+            assert json.loads(await response.content.readline())["load"] == {}
+            assert len(reporter._listeners) == 1
+        while reporter._listeners:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+def sequence(*output, state=SequenceState.RUNNING):
+    made = Sequence(
+        request_id="r", prompt_ids=[1], sampling=SamplingParams(seed=0), max_tokens=9, positions=None, state=state
+    )
+    made.output_ids += output
+    return made
+
+
+def test_rates_are_what_steps_and_encodes_took():
+    now = 0.0
+    rates = StageRates(lambda: now)
+    assert rates.report() == {}
+    for count in (1, 2, 4, 8) * 3:
+        rates.stepped(ScheduleOutput(decodes=[sequence()] * count, prefills=[]), 0.01 + 0.001 * count)
+        rates.stepped(ScheduleOutput(decodes=[sequence()] * 4, prefills=[(sequence(), 100 * count)]), 0.1 * count)
+        rates.encoded(count * 1000, 0.5 * count)
+    report = rates.report()
+    assert report["D"].seconds(4) == pytest.approx(0.014, rel=0.05)
+    assert report["P"].seconds(400) == pytest.approx(0.396, rel=0.05), "what the decodes took is not the prompt's"
+    assert report["E"].seconds(2000) == pytest.approx(1.0, rel=0.05)
+    assert report["E"].is_fresh
+    now = 100.0
+    assert not rates.report()["E"].is_fresh
+
+
+def test_lengths_of_answers_and_prompts():
+    rates = StageRates(lambda: 0.0)
+    ended = sequence(1, 2, 3, state=SequenceState.FINISHED)
+    rates.stepped(ScheduleOutput(decodes=[ended, sequence(1)], prefills=[]), 0.1)
+    assert rates.mean_output_tokens == 3
+    rates.prompted(0, 5)
+    assert rates.tokens_per_character == 0
+    rates.prompted(100, 30)
+    assert rates.tokens_per_character == pytest.approx(0.3)

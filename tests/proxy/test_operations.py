@@ -1,0 +1,99 @@
+"""Instances that are drained, added and removed, limits that change, all under requests that go on."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import replace
+
+import pytest
+
+from proxy.reload import Reloader
+from proxy.settings import AdminSettings
+
+
+async def test_a_drained_instance_finishes_what_it_has(start, kit):
+    admin = AdminSettings()
+    gateway = await start("a0:EPD", "a1:EPD", admin=admin)
+    gateway["a0"].scripts["/stage/prefill"] = lambda _: [0.3, kit.NONE, kit.WHOLE]
+    gateway["a1"].scripts["/stage/prefill"] = lambda _: [0.3, kit.NONE, kit.WHOLE]
+    running = [asyncio.create_task(gateway.answer(kit.chat())) for _ in range(4)]
+    await gateway.until(lambda: len(gateway["a0"].calls) + len(gateway["a1"].calls) == 4)
+    before = len(gateway["a0"].calls)
+
+    async def order(what: str) -> tuple[int, dict]:
+        async with gateway.session.post(f"{gateway.app.state.admin_url}/admin/instances/{what}") as response:
+            return response.status, await response.json()
+
+    status, state = await order("a0/drain")
+    assert (status, state["draining"], state["in_flight"]) == (200, True, before)
+    answers = await asyncio.gather(*running, *(gateway.answer(kit.chat()) for _ in range(4)))
+    assert answers == [(200, kit.WHOLE)] * 8
+    assert len(gateway["a0"].calls) == before > 0
+    status, state = await order("a9/drain")
+    assert status == 404 and "there are: a0, a1" in state["error"]["message"]
+    await order("a1/drain")
+    assert (await gateway.error(kit.chat()))[0] == 503
+    assert (await order("a0/undrain"))[1]["draining"] is False
+    assert await gateway.answer(kit.chat()) == (200, kit.WHOLE)
+
+
+async def test_instances_come_and_go_without_a_dropped_stream(start, kit):
+    gateway = await start("a0:EPD", "a1:EPD")
+    both = [("a0", gateway["a0"].url), ("a1", gateway["a1"].url)]
+    settings = gateway.app.state.control.settings
+    gateway.app.state.control.apply(settings, both[:1])
+    gateway["a0"].scripts["/stage/prefill"] = lambda _: [kit.NONE, kit.FIRST, 0.4, kit.REST + kit.DONE]
+    stream = asyncio.create_task(gateway.answer(kit.chat(stream=True)))
+    await gateway.until(lambda: bool(gateway["a0"].calls))
+    gateway.app.state.control.apply(settings, both[1:])
+    await gateway.until(lambda: gateway.table["a1"].ready)
+    assert await gateway.answer(kit.chat()) == (200, kit.WHOLE)
+    assert gateway["a1"].calls and [record.name for record in gateway.table] == ["a1"]
+    assert await stream == (200, kit.FIRST + kit.REST + kit.DONE)
+    with pytest.raises(ValueError, match="unique"):
+        gateway.app.state.control.apply(settings, [both[0], both[0]])
+    assert [record.name for record in gateway.table] == ["a1"]
+    assert await gateway.answer(kit.chat()) == (200, kit.WHOLE)
+
+
+async def test_limits_change_for_the_next_requests(start, kit, caplog):
+    gateway = await start("a0:EPD")
+    control, members = gateway.app.state.control, [("a0", gateway["a0"].url)]
+    before = control.settings
+    with caplog.at_level(logging.INFO):
+        control.apply(replace(before, max_body_bytes=64, poll_interval_s=9), members)
+    assert "poll_interval_s needs another start" in caplog.text
+    status, error = await gateway.error(kit.chat())
+    assert status == 413 and "64 bytes" in error["message"]
+    control.apply(replace(before, request_timeout_s=0.2), members)
+    gateway["a0"].scripts["/stage/prefill"] = lambda _: [kit.FOREVER]
+    assert (await gateway.error(kit.chat()))[0] == 504
+
+
+async def test_a_refused_file_changes_nothing(tmp_path, caplog):
+    file = tmp_path / "deployment.yaml"
+    file.write_text("good: 1")
+    taken = []
+
+    def apply() -> None:
+        text = file.read_text()
+        if "good" not in text:
+            raise ValueError("line 1: no such key")
+        taken.append(text)
+
+    reloader = Reloader(file, apply, look_s=0.02)
+    running = asyncio.create_task(reloader.run())
+    await asyncio.sleep(0.1)
+    assert taken == [], "it has not changed"
+    with caplog.at_level(logging.INFO):
+        for text in ("good: 22", "bad: 333", "good: 4444"):
+            file.write_text(text)
+            await asyncio.sleep(0.15)
+    assert taken == ["good: 22", "good: 4444"]
+    assert "is refused" in caplog.text and "no such key" in caplog.text
+    reloader.ask()
+    await asyncio.sleep(0.1)
+    assert taken[-2:] == ["good: 4444"] * 2
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)

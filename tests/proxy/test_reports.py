@@ -1,0 +1,98 @@
+"""The gateway listens to instances over real sockets."""
+
+import asyncio
+import time
+
+from epd_serve.protocol.wire import Load, Report
+from epd_serve.types import Stage
+
+
+def reporting(gateway, name, **load):
+    gateway[name].report = lambda: Report(load=Load(**load))
+
+
+async def test_reports_arrive_while_info_is_not_asked(start, kit):
+    gateway = await start("p0:P", "d0:D", poll_interval_s=60, reporting=True)
+    reporting(gateway, "p0", num_waiting_tokens=7)
+    await gateway.until(lambda: gateway.table["p0"].pending.num_tokens == 7)
+    reporting(gateway, "p0", num_waiting_tokens=9)
+    await gateway.until(lambda: gateway.table["p0"].pending.num_tokens == 9)
+
+
+async def test_a_silent_instance_gets_no_work_within_a_second(start, kit):
+    """As one that is stopped or hangs: its connections are open and nothing comes."""
+    gateway = await start("p0:P", "p1:P", "d0:D", reporting=True)
+    await asyncio.sleep(0.2)
+    gateway["p1"].hangs = True
+    silent = time.monotonic()
+    await gateway.until(lambda: gateway.table["p1"].is_stale)
+    assert time.monotonic() - silent < 1.5
+    assert not gateway.table["p0"].is_stale
+    for _ in range(4):
+        assert (await gateway.answer(kit.chat()))[0] == 200
+    assert not gateway["p1"].got("/stage/prefill")
+    gateway["p1"].hangs = False
+    await gateway.until(lambda: not gateway.table["p1"].is_stale)
+
+
+async def test_an_instance_that_stops_gets_no_work_at_once(start, kit):
+    gateway = await start("p0:P", "d0:D", poll_interval_s=60, reporting=True)
+    gateway["p0"].report = lambda: Report(load=Load(), ready=False)
+    await gateway.until(lambda: not gateway.table["p0"].ready)
+
+
+async def test_received_calls_are_not_counted_twice(start, kit):
+    gateway = await start("p0:P", "d0:D", reporting=True)
+    p0 = gateway["p0"]
+    p0.scripts["/stage/prefill"] = lambda _: [1.0, kit.NONE, kit.WHOLE]
+    answer = asyncio.create_task(gateway.answer(kit.chat()))
+    await gateway.until(lambda: p0.got("/stage/prefill"))
+    alone = gateway.table["p0"].pending.num_tokens
+    assert alone > 0, "estimated from the text"
+    [request] = p0.got("/stage/prefill")
+    named = []
+
+    def report():
+        names = [] if named else ["P" + request.request_id]
+        named.append(True)
+        return Report(load=Load(num_waiting_tokens=1000), received=names)
+
+    p0.report = report
+    await gateway.until(lambda: len(named) > 2)
+    assert gateway.table["p0"].pending.num_tokens == 1000
+    assert (await answer)[0] == 200
+    await gateway.settle()
+    assert gateway.table["p0"].in_flight[Stage.PREFILL] == 0
+
+
+async def test_d_says_how_long_an_answer_may_be(start, kit):
+    gateway = await start("p0:P", "d0:D")
+    gateway["d0"].info["max_model_len"] = 77
+    await gateway.until(lambda: gateway.table["d0"].info.max_model_len == 77)
+    assert (await gateway.answer(kit.chat()))[0] == 200
+    assert gateway["p0"].got("/stage/prefill")[0].max_model_len == 77
+
+
+async def test_a_p_without_room_for_text_passes_the_request_on(start, kit):
+    gateway = await start("p0:P", "p1:P", "d0:D")
+    gateway["p0"].scripts["/stage/prefill"] = lambda _: kit.fail(503, "no thread is free", code="preparation_full")
+    for _ in range(2):
+        assert (await gateway.answer(kit.chat()))[0] == 200
+    assert len(gateway["p1"].got("/stage/prefill")) == 2
+    gateway["p1"].scripts["/stage/prefill"] = lambda _: kit.fail(503, "no thread is free", code="preparation_full")
+    status, error = await gateway.error(kit.chat())
+    assert (status, error["code"]) == (503, "preparation_full")
+
+
+async def test_prompts_with_one_beginning_go_to_one_place(start, kit):
+    gateway = await start("p0:P", "p1:P", "p2:P", "d0:D", routing="prefix_affinity")
+    text = "You are a helpful assistant. " * 40
+    picture = kit.data_url(kit.picture())
+    for number in range(6):
+        body = kit.chat(picture) | {"max_tokens": 3}
+        body["messages"].insert(0, {"role": "system", "content": text})
+        body["messages"].append({"role": "user", "content": f"question {number}"})
+        assert (await gateway.answer(body))[0] == 200
+        await gateway.settle()
+    counts = sorted(len(gateway[name].got("/stage/prefill")) for name in ("p0", "p1", "p2"))
+    assert counts == [0, 0, 6]

@@ -1,0 +1,173 @@
+"""No work is counted twice, none is forgotten."""
+
+from contextlib import ExitStack
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from epd_serve.cost.work import NONE, Work
+from epd_serve.protocol.wire import InstanceInfo, Load, Report
+from epd_serve.routing.recent import Recent
+from epd_serve.routing.table import InstanceTable
+from epd_serve.types import Stage
+
+
+def prompt(num_tokens):
+    return Work(num_tokens=num_tokens)
+
+
+def test_a_call_counts_once_before_and_after_it_is_reported(build):
+    table = build("p0:P", "d0:D")
+    p0 = table["p0"]
+    with table.in_flight(p0, Stage.PREFILL, request_id="r", work=prompt(100)):
+        assert p0.pending.num_tokens == 100
+        table.report("p0", Report(load=build.load("tokens=30")))
+        assert p0.pending.num_tokens == 130, "another gateway's 30, and ours are on their way"
+        table.report("p0", Report(load=build.load("tokens=150"), received=["Pother", "Pr"]))
+        assert p0.pending.num_tokens == 150
+    assert p0.pending.num_tokens == 50, "it has ended, and the report does not know yet"
+    table.report("p0", Report(load=build.load("tokens=40")))
+    assert p0.pending.num_tokens == 40
+
+
+def test_items_of_one_request_are_reported_one_by_one(build):
+    table = build("e0:E", "p0:P")
+    with (
+        table.encoding(table["e0"], build.item("a", 100), "r"),
+        table.encoding(table["e0"], build.item("b", 100), "r"),
+    ):
+        table.report("e0", Report(load=build.load("pixels=100"), received=["Er"]))
+        assert table["e0"].pending.num_pixels == 200
+        table.report("e0", Report(load=build.load("pixels=200"), received=["Er"]))
+        assert table["e0"].pending.num_pixels == 200
+    assert table["e0"].pending.num_pixels == 0
+
+
+def test_an_answer_to_info_contains_the_calls_before_the_question(build):
+    table = build("p0:P", "d0:D")
+    with table.in_flight(table["p0"], Stage.PREFILL, request_id="a", work=prompt(100)):
+        asked = table.num_calls
+        with table.in_flight(table["p0"], Stage.PREFILL, request_id="b", work=prompt(10)):
+            table.update("p0", table["p0"].info, contains=asked)
+            assert table["p0"].pending.num_tokens == 10
+
+
+def test_features_of_all_gateways_are_known(build):
+    table = build("e0:E", "e1:E", "p0:P")
+    table.report("e1", Report(load=build.load("pixels=90000"), encoded=["picture"]))
+    assert "picture" in table["e1"].features
+
+
+def test_a_feature_in_the_making_is_no_feature_that_was_evicted(build):
+    """Who asks for it meanwhile is told that it was not there, and nothing follows from that."""
+    table = build("e0:E", "p0:P")
+    e0 = table["e0"]
+    for number in range(10):
+        with table.encoding(e0, build.item(f"old {number}")):
+            pass
+    with table.encoding(e0, build.item("new")) as first:
+        table.report("e0", Report(load=build.load("pixels=1000"), encoded=["new"]))
+        with table.encoding(e0, build.item("new")) as second:
+            first.was_cached = second.was_cached = False
+    assert all(f"old {number}" in e0.features for number in range(10))
+    with table.encoding(e0, build.item("new")) as third:
+        third.was_cached = False
+    assert "old 1" not in e0.features, "it was there, and is not: it keeps fewer than was thought"
+
+
+def test_recent_forgets_the_oldest():
+    recent = Recent(3)
+    for key in "abcad":
+        recent.add(key)
+    assert [key for key in "abcd" if key in recent] == ["a", "c", "d"]
+    recent.forget_half()
+    assert [key for key in "abcd" if key in recent] == ["a", "d"]
+    recent.discard("a")
+    recent.discard("a")
+    assert len(recent) == 1
+
+
+class Accounts(RuleBasedStateMachine):
+    """A gateway, an instance and the wires between: what is pending is what the instance has to do, plus what is
+    on its way to it, minus what ended since it last reported."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = InstanceTable([("p0", "")])
+        texts = ["name", "url", "model", "model_path", "media_fingerprint", "device", "dtype"]
+        info = dict.fromkeys(texts, "") | {"role": "P", "max_model_len": 9, "pid": 1, "ready": True}
+        self.table.update("p0", InstanceInfo(**info, load=Load()), contains=0)
+        self.calls = {}  # request id → (stack, tokens)
+        self.on_the_way = []
+        self.at_instance = {}
+        self.unreported_arrivals = []
+        self.ended_since = 0
+        self.reported = 0
+        self.acknowledged = set()
+        self.number = 0
+
+    @rule(tokens=st.integers(1, 1000))
+    def call(self, tokens):
+        self.number += 1
+        request_id = str(self.number)
+        stack = ExitStack()
+        stack.enter_context(
+            self.table.in_flight(self.table["p0"], Stage.PREFILL, request_id=request_id, work=prompt(tokens))
+        )
+        self.calls[request_id] = (stack, tokens)
+        self.on_the_way.append(request_id)
+
+    @rule()
+    def arrive(self):
+        if self.on_the_way:
+            request_id = self.on_the_way.pop(0)
+            self.at_instance[request_id] = self.calls[request_id][1] if request_id in self.calls else 0
+            self.unreported_arrivals.append(request_id)
+
+    @rule()
+    def report(self):
+        self.reported = sum(self.at_instance.values())
+        received = ["P" + one for one in self.unreported_arrivals]
+        self.table.report("p0", Report(load=Load(num_waiting_tokens=self.reported), received=received))
+        self.acknowledged |= set(self.unreported_arrivals)
+        self.unreported_arrivals = []
+        self.ended_since = 0
+
+    @rule(data=st.data())
+    def end(self, data):
+        if self.calls:
+            request_id = data.draw(st.sampled_from(sorted(self.calls)))
+            stack, tokens = self.calls.pop(request_id)
+            stack.close()
+            self.at_instance.pop(request_id, None)
+            if request_id in self.acknowledged:
+                self.ended_since += tokens
+
+    @invariant()
+    def adds_up(self):
+        unknown = sum(tokens for one, (_, tokens) in self.calls.items() if one not in self.acknowledged)
+        expected = self.reported - self.ended_since + unknown
+        assert self.table["p0"].pending.num_tokens == pytest.approx(expected)
+        if not self.calls:
+            assert self.table["p0"].in_flight[Stage.PREFILL] == 0
+
+
+TestAccounts = Accounts.TestCase
+TestAccounts.settings = settings(max_examples=25, stateful_step_count=25)
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 1000)), max_size=20))
+def test_nothing_is_left_when_all_calls_have_ended(build, calls):
+    table = build("p0:P", "d0:D")
+    with ExitStack() as stack:
+        for number, (is_reported, tokens) in enumerate(calls):
+            stack.enter_context(
+                table.in_flight(table["p0"], Stage.PREFILL, request_id=str(number), work=prompt(tokens))
+            )
+            if is_reported:
+                table.report("p0", Report(load=Load(num_waiting_tokens=tokens), received=[f"P{number}"]))
+    table.report("p0", Report(load=Load()))
+    assert table["p0"].pending == NONE
+    assert table["p0"].in_flight == dict.fromkeys(Stage, 0)
