@@ -39,6 +39,7 @@ from proxy.failover import Failover
 from proxy.health import Health
 from proxy.media import MediaItem
 from proxy.poller import Poller
+from proxy.trail import ENCODED, RECOMPUTED, STORED, Trail
 
 #: Encoders that may leave one item without an answer before P encodes it itself.
 _MAX_STALLED = 2
@@ -63,6 +64,7 @@ class Job:
     prompt: str | list[int] | None
     items: list[MediaItem]
     arrived_s: float
+    trail: Trail
     prompting: PromptOptions
 
 
@@ -128,11 +130,13 @@ class Attempt:
         self._prefill: _Call
         self._decode: _Call | None = None
         self.suspects: set[str] = set()
+        self.trail = job.trail
 
     async def __aenter__(self) -> Self:
         table, calls, route, job = self._instances.table, self._instances.calls, self._route, self._job
         distinct = {ref.mm_hash: (ref, item) for ref, item in zip(self._refs, job.items, strict=True)}
         items = [ref for ref, _ in distinct.values()]
+        hop = job.trail.sent(route.prefill.name, [ref.mm_hash for ref in self._refs])
         encoders = self._instances.policy.choose_encoders(table, route.prefill, items)
         prefill = PrefillRequest(
             request_id=self._id,
@@ -145,6 +149,7 @@ class Attempt:
             decode_url=None if route.fused else calls[route.decode.name].url,
             max_model_len=route.max_model_len,
             generated=self._generated,
+            traceparent=job.trail.traceparent(hop),
         )
         call = calls[route.prefill.name].prefill(prefill, trace_id=job.trace_id)
         counted = table.in_flight(
@@ -152,7 +157,8 @@ class Attempt:
         )
         self._prefill = _Call(route.prefill, call, counted)
         if not route.fused:
-            expected = DecodeRequest(request_id=self._id, stream=job.output.stream)
+            traceparent = job.trail.traceparent()
+            expected = DecodeRequest(request_id=self._id, stream=job.output.stream, traceparent=traceparent)
             try:
                 call = calls[route.decode.name].decode(expected, trace_id=job.trace_id)
             except BaseException:
@@ -204,7 +210,11 @@ class Attempt:
                 encode.result()
         if self._decode is not None and self._decode.opened.done() and not opened.done():
             self._result(self._decode)
-        return self._result(self._prefill)
+        answer, route = self._result(self._prefill), self._route
+        follows = answer.decode_follows and not route.fused
+        next_one = route.decode if follows else route.prefill
+        self.trail.prefilled(answer.prompt_note, next_one.name, follows=follows)
+        return answer
 
     async def rest(self) -> Answer:
         """D's answer, once it begins."""
@@ -241,6 +251,10 @@ class Attempt:
     def route(self) -> Route:
         return self._route
 
+    def record(self, name: str) -> InstanceRecord:
+        """One of the route's two, which need not be in the table any more."""
+        return self._route.prefill if name == self._route.prefill.name else self._route.decode
+
     def _result(self, call: _Call) -> Answer:
         try:
             return call.opened.result()
@@ -267,17 +281,23 @@ class Attempt:
         says when it is over.
         """
         instances, prefill = self._instances, self._route.prefill
-        request = EncodeRequest(
-            request_id=self._id, ref=ref, media=item.data, announce_to=instances.calls[prefill.name].url
-        )
         tried: set[str] = set()
         patience_s, num_stalled = instances.encode_timeout_s, 0
         while True:
+            hop = self.trail.encode(encoder.name, ref.mm_hash)
+            request = EncodeRequest(
+                request_id=self._id,
+                ref=ref,
+                media=item.data,
+                announce_to=instances.calls[prefill.name].url,
+                traceparent=self.trail.traceparent(hop),
+            )
             try:
                 with instances.table.encoding(encoder, ref, self._id) as encoding:
                     async with asyncio.timeout(None if encoder is prefill else patience_s):
                         reply = await instances.calls[encoder.name].encode(request, trace_id=self._job.trace_id)
                     encoding.was_cached = reply.cached
+                hop.end(STORED if reply.cached else ENCODED if encoder.covers(Stage.ENCODE) else RECOMPUTED)
                 instances.health.ended((encoder.name,))
                 return
             except InvalidRequest as error:
@@ -292,6 +312,7 @@ class Attempt:
                 patience_s /= 2
             except ServeError as error:
                 failure = error
+            hop.fail()
             tried.add(encoder.name)
             if not isinstance(failure, Unavailable):
                 instances.health.ended((encoder.name,), (encoder.name,))
@@ -304,4 +325,5 @@ class Attempt:
                 raise failure  # P does not take over what encoders are only too busy for
             if encoder.name in tried:
                 raise InstanceFailed(f"the image could not be encoded: {failure.message}", param=item.param)
+            self.trail.encode_retries += 1
             instances.metrics.encode_retries.inc()

@@ -29,10 +29,12 @@ from proxy.generation import Generator
 from proxy.interruption import Interruption
 from proxy.limits import BYTES_PER_TOKEN, estimate_tokens
 from proxy.media import MediaItem, MediaLoader
+from proxy.observer import Observer
 from proxy.payloads import ParsedBody
 from proxy.poller import Poller
 from proxy.several import stream_several, whole_several
 from proxy.sink import EventSink, ResponseAborted, send_error, send_json
+from proxy.trail import Trail
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +60,7 @@ class Endpoint:
         loader: MediaLoader,
         metrics: GatewayMetrics,
         gate: Gate,
+        observer: Observer,
         arrival: ArrivalLimits,
         max_body_bytes: int,
         timeout_s: float,
@@ -68,6 +71,7 @@ class Endpoint:
         self._loader = loader
         self._metrics = metrics
         self._gate = gate
+        self._observer = observer
         self._arrival = arrival
         self.max_body_bytes = max_body_bytes
         self._timeout_s = timeout_s
@@ -78,14 +82,15 @@ class Endpoint:
         self._timeout_s = timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        client = client_of(scope, receive, send)
-        exchange = Exchange(Headers(scope=scope), client, send)
+        client, headers = client_of(scope, receive, send), Headers(scope=scope)
+        exchange = Exchange(headers, client, send, self._observer.begin(self._kind, headers))
         try:
             visit = self._gate.enter(exchange.headers.get("authorization"))
         except ServeError as error:
-            await send_error(send, error, exchange.trace_id)
-            self._count(exchange, error.status)
+            await send_error(send, error, exchange.trail)
+            self._count(exchange, error.status, error)
             return
+        exchange.trail.key = visit.client.name
         try:
             await self._serve(exchange, visit)
         finally:
@@ -96,8 +101,8 @@ class Endpoint:
         try:
             body = await self._receive(exchange)
         except ServeError as error:
-            await send_error(exchange.send, error, exchange.trace_id)
-            self._count(exchange, error.status)
+            await send_error(exchange.send, error, exchange.trail)
+            self._count(exchange, error.status, error)
             return
         except ClientLeft:
             self._count(exchange, CLIENT_LEFT)
@@ -128,7 +133,7 @@ class Endpoint:
                     f"the header {REQUEST_ID_HEADER} takes 1 to 256 printable ASCII characters without spaces",
                     param=REQUEST_ID_HEADER,
                 )
-            exchange.trace_id = trace_id
+            exchange.trail.request_id = trace_id
         client = exchange.client
         if client.has_body:
             return await client.body(self.max_body_bytes)
@@ -141,8 +146,8 @@ class Endpoint:
             raise self._arrival.too_slow(declared) from None
 
     async def _answer(self, exchange: Exchange, visit: Visit, body: bytearray) -> None:
-        sink = EventSink(exchange.client, exchange.trace_id, lambda: self._first_token(exchange))
-        status = 200
+        sink = EventSink(exchange.client, exchange.trail, lambda: self._first_token(exchange))
+        status, failure = 200, None
         try:
             with Interruption() as interruption:
                 timer = asyncio.get_running_loop().call_later(self._timeout_s, self._time_out, interruption)
@@ -151,12 +156,12 @@ class Endpoint:
                 finally:
                     timer.cancel()
         except ServeError as error:
-            status = BROKEN_OFF if sink.started else error.status
+            status, failure = BROKEN_OFF if sink.started else error.status, error
             if error.status >= 500:
-                logger.warning("request %s: %s", exchange.trace_id, error.message)
+                logger.warning("request %s: %s", exchange.trail.request_id, error.message)
             exchange.answered = True
             if not sink.started:
-                await send_error(exchange.send, error, exchange.trace_id)
+                await send_error(exchange.send, error, exchange.trail)
                 return
             await sink.fail(error)
             raise ResponseAborted(error.message) from error
@@ -167,7 +172,7 @@ class Endpoint:
             raise
         finally:
             if exchange.answered:
-                self._count(exchange, status)
+                self._count(exchange, status, failure)
 
     def _time_out(self, interruption: Interruption) -> None:
         reason = f"the request took longer than {self._timeout_s:g} s, this gateway's limit"
@@ -178,9 +183,9 @@ class Endpoint:
         raise NotImplementedError
 
     async def _media(self, exchange: Exchange, sources: list[MediaSource]) -> list[MediaItem]:
-        exchange.modality = "image" if sources else "text"
         items = await self._loader.load(sources) if sources else []
-        self._metrics.media_bytes.labels("image").inc(sum(len(item.data) for item in items))
+        exchange.trail.media(len(items), sum(len(item.data) for item in items))
+        self._metrics.media_bytes.labels("image").inc(exchange.trail.media_bytes)
         return items
 
     def _model(self, wanted: str | None) -> str:
@@ -195,10 +200,10 @@ class Endpoint:
         return wanted
 
     def _first_token(self, exchange: Exchange) -> None:
-        self._metrics.ttft.labels(self._kind, exchange.modality).observe(time.monotonic() - exchange.arrived_s)
+        self._observer.first_token(exchange.trail)
 
-    def _count(self, exchange: Exchange, status: int) -> None:
-        self._metrics.requests.labels(self._kind, str(status), exchange.modality).inc()
+    def _count(self, exchange: Exchange, status: int, error: ServeError | None = None) -> None:
+        self._observer.finish(exchange.trail, status, "" if error is None else error.code or error.type)
 
 
 class GenerationEndpoint(Endpoint):
@@ -215,7 +220,7 @@ class GenerationEndpoint(Endpoint):
         parsed = ParsedBody(self._parse, body)
         request = parsed.request
         await self._poller.started()
-        model = self._model(request.model)
+        model = exchange.trail.model = self._model(request.model)
         num_choices = (request.n or 1) * max(1, len(request.prompts()))
         num_tokens = estimate_tokens(parsed.text_bytes, request.token_limit(), num_choices)
         waiting = visit.admit(
@@ -225,9 +230,12 @@ class GenerationEndpoint(Endpoint):
             has_media=parsed.has_media,
         )
         if waiting is not None:
+            since_s = time.monotonic()
             await waiting
+            exchange.trail.queued(since_s)
         items = await parsed.load(lambda sources: self._media(exchange, sources))
         jobs = self._jobs(exchange, request, model, items)
+        exchange.trail.streamed = bool(request.stream)
         if request.stream:
             translation = self._translation(request, jobs[0], exchange.send)
             if translation is not exchange.send:
@@ -243,10 +251,10 @@ class GenerationEndpoint(Endpoint):
                 answer = await self._generator.whole(jobs[0])
             else:
                 answer = await whole_several(self._generator, jobs)
+            exchange.trail.answered(answer)
             answer = self._translate(request, jobs[0], answer)
             exchange.answered = True
-            await send_json(exchange.send, 200, answer, exchange.trace_id)
-        self._metrics.e2e.labels(self._kind, exchange.modality).observe(time.monotonic() - exchange.arrived_s)
+            await send_json(exchange.send, 200, answer, exchange.trail)
 
     def _jobs(
         self, exchange: Exchange, request: GenerationRequest, model: str, items: list[MediaItem]
@@ -259,7 +267,8 @@ class GenerationEndpoint(Endpoint):
         return [
             Job(
                 id=answer_id if index == 0 else new_id(),
-                trace_id=exchange.trace_id,
+                trace_id=exchange.trail.request_id,
+                trail=exchange.trail,
                 model=model,
                 output=output if index == 0 else replace(output, first_index=index * (request.n or 1)),
                 sampling=request.sampling(secrets.randbits(63)),
@@ -267,7 +276,7 @@ class GenerationEndpoint(Endpoint):
                 messages=chat,
                 prompt=prompt,
                 items=items,
-                arrived_s=exchange.arrived_s,
+                arrived_s=exchange.trail.arrived_s,
             )
             for index, prompt in enumerate(prompts)
         ]
@@ -287,14 +296,12 @@ class Exchange:
     Attributes:
         client: of a streamed answer; ``send`` is for one in one piece.
         answered: the last word is on its way; a client that leaves from now on has left nothing.
-        modality: "text" until media are found.
+        trail: what is noted of it.
     """
 
-    def __init__(self, headers: Headers, client: Client, send: Send) -> None:
+    def __init__(self, headers: Headers, client: Client, send: Send, trail: Trail) -> None:
         self.headers = headers
         self.client = client
         self.send = send
-        self.arrived_s = time.monotonic()
-        self.trace_id = new_id()
+        self.trail = trail
         self.answered = False
-        self.modality = "text"

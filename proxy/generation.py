@@ -39,13 +39,17 @@ class Generator:
                 attempt.close_decode()
             await self._relay(attempt, record.name, answer, progress, sink)
             if answer.decode_follows:
+                job.trail.handed_over(attempt.route.decode.name)
                 answer, record = await attempt.rest(), attempt.route.decode
                 await self._relay(attempt, record.name, answer, progress, sink)
             if not progress.complete:
                 attempt.suspects.add(record.name)
                 raise InstanceFailed(f"instance {record.name} ended its answer before it was complete")
 
-        await self._try(job, forward, lambda: not sink.started or progress.resumable, progress.tokens)
+        try:
+            await self._try(job, forward, lambda: not sink.started or progress.resumable, progress.tokens)
+        finally:
+            job.trail.streamed_all(len(progress.tokens))
 
     async def whole(self, job: Job) -> bytes:
         """The answer's JSON. Raises ServeError."""
@@ -57,6 +61,7 @@ class Generator:
                 # P's empty body ends when it has handed over; a break in it must not leave us waiting for D.
                 async for _ in self._chunks(attempt, name, answer.chunks()):
                     raise InstanceFailed(f"instance {name} answered although decode follows")
+                job.trail.handed_over(attempt.route.decode.name)
                 answer = await attempt.rest()
                 name = attempt.route.decode.name
             else:
@@ -99,6 +104,7 @@ class Generator:
                 suspects.add(attempt.suspects)
                 table, policy, wait_s = instances.table, instances.policy, instances.failover.wait_s
                 route = await substitute(table, policy, job.model, suspects, failure, wait_s, demand)
+            job.trail.again(continued=bool(generated))
             (instances.metrics.request_continuations if generated else instances.metrics.request_retries).inc()
         raise AssertionError("count() has no end")
 
@@ -123,6 +129,8 @@ class Generator:
 
         def relay(chunk: bytes) -> bool:
             events = read(chunk)
+            if events:
+                attempt.trail.forwarded(events)
             ready = sink.write(events, last=progress.complete) if events else True
             return ready and progress.failure is None
 
@@ -143,5 +151,5 @@ class Generator:
             async for chunk in chunks:
                 yield chunk
         except InstanceLost:
-            await attempt.broken_off(self._instances.table[name])
+            await attempt.broken_off(attempt.record(name))
             raise

@@ -62,7 +62,7 @@ class _Strand:
 
     def __init__(self, job: Job, into: EventSink) -> None:
         self.job = job
-        self.sink = EventSink(self, job.trace_id)
+        self.sink = EventSink(self, job.trail)
         self.usage = (0, 0)
         self._into = into
 

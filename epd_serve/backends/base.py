@@ -33,6 +33,10 @@ class Answer(Protocol):
     def decode_follows(self) -> bool:
         """Whether D's bytes come after these (``x-epd-next: decode``)."""
 
+    @property
+    def prompt_note(self) -> str:
+        """What P says of the prompt (:mod:`epd_serve.protocol.prompt_note`); "" for nothing."""
+
     def chunks(self) -> AsyncIterator[bytes]:
         """The body as it arrives, never empty pieces. Raises InstanceLost where it breaks off."""
 

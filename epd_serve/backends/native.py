@@ -12,7 +12,7 @@ import msgspec
 from epd_serve.backends.base import InstanceLost
 from epd_serve.backends.http_client import HttpCall, HttpPool
 from epd_serve.errors import InvalidRequest, StageTimeout
-from epd_serve.protocol import frames, wire
+from epd_serve.protocol import frames, prompt_note, wire
 from epd_serve.protocol.media_message import encode_in_parts
 from epd_serve.protocol.prompt_calls import DetokenizeReply, DetokenizeRequest, TokenizeReply, TokenizeRequest
 
@@ -23,6 +23,7 @@ _MAX_REPORT_BYTES = 1 << 20
 _HEADERS = f"content-type: {wire.CONTENT_TYPE}\r\n{wire.REQUEST_ID_HEADER}: "
 _NEXT = wire.NEXT_HEADER.encode()
 _FRAMES = frames.CONTENT_TYPE.encode()
+_NOTE = prompt_note.HEADER.lower().encode()
 
 
 class NativeConnections:
@@ -58,6 +59,10 @@ class _StageCall(HttpCall):
     @property
     def framed(self) -> bool:
         return self.headers.get(b"content-type") == _FRAMES
+
+    @property
+    def prompt_note(self) -> str:
+        return self.headers.get(_NOTE, b"").decode("latin-1")
 
 
 class NativeInstance:
