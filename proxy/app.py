@@ -103,6 +103,8 @@ def create_app(
     app.state.table = table
     app.state.health = health
     app.state.gate = gate
+    #: Path → endpoint, for the server's own short way (proxy/connection.py).
+    app.state.endpoints = {}
     app.state.arrival = settings.arrival
     shared: dict[str, Any] = {
         "table": table,
@@ -118,6 +120,7 @@ def create_app(
     served = dict(endpoints(generator, calls, shared))
     for path, endpoint in served.items():
         app.router.routes.append(Route(path, endpoint=endpoint, methods=["POST"]))
+        app.state.endpoints[path.encode()] = endpoint
     members = Members(table, calls, poller, health, partial(NativeInstance, connections))
     app.state.control = Control(settings, members, gate, generator, health, served.values())
     app.state.reloader = None

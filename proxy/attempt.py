@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, AsyncExitStack
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
-from epd_serve.backends.base import Answer, InstanceLost, StageCalls
+from epd_serve.backends.base import Answer, InstanceLost, StageCall, StageCalls
 from epd_serve.errors import (
     NO_ROOM,
     PREPARATION_FULL,
@@ -86,23 +86,21 @@ class Instances:
 class _Call:
     """An open call to P or D, counted as in flight until it is closed."""
 
-    def __init__(
-        self,
-        record: InstanceRecord,
-        opening: AbstractAsyncContextManager[Answer],
-        counted: AbstractContextManager[None],
-    ) -> None:
+    def __init__(self, record: InstanceRecord, call: StageCall, counted: AbstractContextManager[None]) -> None:
         self.record = record
-        self._stack = AsyncExitStack()
-        self._stack.enter_context(counted)
-        self.opened = asyncio.create_task(self._stack.enter_async_context(opening))
+        self.opened = call.opened
+        self._call = call
+        self._counted = counted
+        self._counted.__enter__()
+        self._open = True
 
-    async def close(self) -> None:
-        self.opened.cancel()
-        try:
-            await asyncio.gather(self.opened, return_exceptions=True)
-        finally:
-            await self._stack.aclose()
+    def close(self) -> None:
+        if self._open:
+            self._open = False
+            try:
+                self._call.close()
+            finally:
+                self._counted.__exit__(None, None, None)
 
 
 class Attempt:
@@ -153,17 +151,21 @@ class Attempt:
             generated=self._generated,
             traceparent=job.trail.traceparent(hop),
         )
-        opening = calls[route.prefill.name].prefill(prefill, trace_id=job.trace_id)
+        call = calls[route.prefill.name].prefill(prefill, trace_id=job.trace_id)
         counted = table.in_flight(
             route.prefill, Stage.PREFILL, request_id=self._id, work=route.prefill_work, prefix=route.prefix
         )
-        self._prefill = _Call(route.prefill, opening, counted)
+        self._prefill = _Call(route.prefill, call, counted)
         if not route.fused:
             traceparent = job.trail.traceparent()
             expected = DecodeRequest(request_id=self._id, stream=job.output.stream, traceparent=traceparent)
-            opening = calls[route.decode.name].decode(expected, trace_id=job.trace_id)
+            try:
+                call = calls[route.decode.name].decode(expected, trace_id=job.trace_id)
+            except BaseException:
+                self._prefill.close()
+                raise
             counted = table.in_flight(route.decode, Stage.DECODE, request_id=self._id, work=route.decode_work)
-            self._decode = _Call(route.decode, opening, counted)
+            self._decode = _Call(route.decode, call, counted)
         self._encodes = [
             asyncio.create_task(self._encode(ref, item, encoder))
             for (ref, item), encoder in zip(distinct.values(), encoders, strict=True)
@@ -177,30 +179,37 @@ class Attempt:
         if kind is None and (trace_writer := self._instances.trace) is not None:
             trace_writer.span(self._id, GATEWAY_RECEIVE, self._job.arrived_s, self._sent_at)
             trace_writer.span(self._id, GATEWAY_SERVE, self._sent_at, time.monotonic())
-        for task in self._encodes:
-            task.cancel()
         try:
-            await asyncio.gather(*self._encodes, return_exceptions=True)
+            if self._encodes:
+                for task in self._encodes:
+                    task.cancel()
+                await asyncio.gather(*self._encodes, return_exceptions=True)
         finally:
-            try:
-                await self._prefill.close()
-            finally:
-                await self.close_decode()
+            self._prefill.close()
+            self.close_decode()
 
     async def first(self) -> Answer:
         """P's answer, once the first token is there. Raises what any of the calls failed with before that."""
         opened = self._prefill.opened
-        waiting: set[asyncio.Task[None] | asyncio.Task[Answer]] = {opened, *self._encodes}
+        news = asyncio.get_running_loop().create_future()
+
+        def tell(done: asyncio.Future[Any]) -> None:
+            """Of P's answer, or of what makes it pointless to wait for it."""
+            if not news.done() and (done is opened or done.cancelled() or done.exception() is not None):
+                news.set_result(None)
+
+        waiting: list[asyncio.Future[Any]] = [opened, *self._encodes]
         if self._decode is not None:
-            waiting.add(self._decode.opened)
-        while not opened.done():
-            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            # An encode's failure explains that of P, and P's that of D.
-            for encode in self._encodes:
-                if encode in done:
-                    encode.result()
-            if self._decode is not None and self._decode.opened in done and not opened.done():
-                self._result(self._decode)
+            waiting.append(self._decode.opened)
+        for one in waiting:
+            one.add_done_callback(tell)
+        await news
+        # An encode's failure explains that of P, and P's that of D.
+        for encode in self._encodes:
+            if encode.done():
+                encode.result()
+        if self._decode is not None and self._decode.opened.done() and not opened.done():
+            self._result(self._decode)
         answer, route = self._result(self._prefill), self._route
         follows = answer.decode_follows and not route.fused
         next_one = route.decode if follows else route.prefill
@@ -213,13 +222,14 @@ class Attempt:
             raise InstanceFailed(
                 f"instance {self._route.prefill.name} left the answer to a decode instance; it has none"
             )
-        await asyncio.wait({self._decode.opened})
+        if not self._decode.opened.done():
+            await asyncio.wait({self._decode.opened})
         return self._result(self._decode)
 
-    async def close_decode(self) -> None:
+    def close_decode(self) -> None:
         """Take back what D was told to expect."""
         if self._decode is not None:
-            await self._decode.close()
+            self._decode.close()
 
     async def broken_off(self, record: InstanceRecord) -> None:
         """An instance broke off its answer: it is lost, or it is P, alive, whose hand-over to D has failed.

@@ -36,7 +36,7 @@ class Generator:
         async def forward(attempt: Attempt) -> None:
             answer, record = await attempt.first(), attempt.route.prefill
             if not answer.decode_follows:
-                await attempt.close_decode()
+                attempt.close_decode()
             await self._relay(attempt, record.name, answer, progress, sink)
             if answer.decode_follows:
                 job.trail.handed_over(attempt.route.decode.name)
@@ -65,7 +65,7 @@ class Generator:
                 answer = await attempt.rest()
                 name = attempt.route.decode.name
             else:
-                await attempt.close_decode()
+                attempt.close_decode()
             body = b"".join([chunk async for chunk in self._chunks(attempt, name, answer.chunks())])
             if not body:
                 raise InstanceFailed(f"instance {name} gave an empty answer")
@@ -88,8 +88,9 @@ class Generator:
         for number in count(1):
             attempt = await self._attempt_of(job, route, number, generated)
             try:
-                async with instances.health.losses.unless_lost(route.names), attempt:
-                    result = await use(attempt)
+                with instances.health.losses.unless_lost(route.names):
+                    async with attempt:
+                        result = await use(attempt)
                 instances.health.ended(route.names)
                 return result
             except ServeError as failure:
@@ -125,13 +126,24 @@ class Generator:
     ) -> None:
         """Forward the whole events of an answer as they come."""
         read = progress.reader(framed=answer.framed)
-        async for chunk in self._chunks(attempt, name, answer.chunks()):
-            if events := read(chunk):
+
+        def relay(chunk: bytes) -> bool:
+            events = read(chunk)
+            if events:
                 attempt.trail.forwarded(events)
-                await sink.write(events)
-            if progress.failure is not None:
-                attempt.suspects.add(name)
-                raise progress.failure
+            ready = sink.write(events, last=progress.complete) if events else True
+            return ready and progress.failure is None
+
+        try:
+            while not await answer.forward(relay) and progress.failure is None:
+                await sink.drain()
+        except InstanceLost:
+            await attempt.broken_off(self._instances.table[name])
+            raise
+        if progress.failure is not None:
+            await sink.drain()
+            attempt.suspects.add(name)
+            raise progress.failure
 
     async def _chunks(self, attempt: Attempt, name: str, chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         """An answer's bytes. A connection that breaks means a lost instance."""
