@@ -57,6 +57,7 @@ class Chaos:
         results: of the requests asked under faults.
         hang_share: of the faults, those that stop a process (SIGSTOP) and leave killing it to the supervisor.
         num_spared: processes of a kind that must be ready beside one that is killed.
+        answers_between: answers that must come between two faults, so that a slow machine is not killed faster.
         kills: by name of the process, of either kind.
         hangs: those of the other kind.
         leaks: what was still held in the end.
@@ -68,6 +69,7 @@ class Chaos:
     interval_s: float
     hang_share: float = 0.0
     num_spared: int = 0
+    answers_between: int = 0
     expected: dict[str, str] = field(default_factory=dict)
     results: list[tuple[Request, Result]] = field(default_factory=list)
     kills: Counter[str] = field(default_factory=Counter)
@@ -109,8 +111,12 @@ class Chaos:
         """Each kind of process in its turn, so that a short run kills some of each too."""
         turn: list[str] = []
         stopped: set[int] = set()
+        enough = 0
         while True:
             await asyncio.sleep(self.interval_s * self.rng.uniform(0.5, 1.5))
+            while len(self.results) < enough:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+            enough = len(self.results) + self.answers_between
             alive = defaultdict(list)
             for process in self.deployment.processes:
                 is_up = process.state is ProcessState.READY and process.pid not in stopped

@@ -32,6 +32,8 @@ RESULT = ROOT / "benchmarks" / "results" / "kill-streams-cpu.json"
 LEAST_COMPLETE = 0.99
 #: An instance of the built-in model is there again after a few seconds, however busy the machine.
 WAIT_S = 30.0
+#: However slow the machine, a stream is not to be hit again and again.
+ANSWERS_BETWEEN = 4
 _COUNTERS = re.compile(r"^epd_serve_request_(retries|continuations)_total (\S+)$", re.MULTILINE)
 
 
@@ -40,7 +42,7 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
     log_dir = Path(tempfile.mkdtemp(prefix="epd-serve-kills-"))
     config = deployment_config(arguments, failover={"wait_s": WAIT_S})
     async with started(arguments, config, log_dir) as chaos:
-        chaos.num_spared = 1
+        chaos.num_spared, chaos.answers_between = 1, ANSWERS_BETWEEN
         await chaos.learn(streams, arguments.concurrency)
         began = time.monotonic()
         await chaos.run(streams, arguments.concurrency)

@@ -161,11 +161,16 @@ def parse_data_url(url: str, max_bytes: int) -> tuple[str, bytes]:
     where the text is too long for ``max_bytes``.
     """
     header, comma, text = url.partition(",")
-    if header[:5].lower() != "data:" or not comma:
+    return decode_data_url(header + comma, text, max_bytes)
+
+
+def decode_data_url(header: str, text: str | memoryview, max_bytes: int) -> tuple[str, bytes]:
+    """The same for a data URL in two parts: up to its first comma, and the rest."""
+    if header[:5].lower() != "data:" or not header.endswith(","):
         raise InvalidRequest(
-            f"{url[:40]!r} is no data URL; it should look like 'data:image/png;base64,iVBORw0...'"
+            f"{header[:40]!r} is no data URL; it should look like 'data:image/png;base64,iVBORw0...'"
         )
-    media_type, *parameters = header[5:].split(";")
+    media_type, *parameters = header[5:-1].split(";")
     if not parameters or parameters[-1].strip().lower() != "base64":
         raise InvalidRequest("the data URL is not base64; it should look like 'data:image/png;base64,iVBORw0...'")
     media_type = media_type.strip().lower()

@@ -23,6 +23,7 @@ from proxy.addresses import is_public
 from proxy.admin import create_admin_app, running_admin
 from proxy.attempt import Instances
 from proxy.control import Control
+from proxy.dashboard import dashboard_router
 from proxy.endpoints import endpoints
 from proxy.entrance import new_gate
 from proxy.errors import install_error_handlers
@@ -31,6 +32,7 @@ from proxy.generation import Generator
 from proxy.health import Health
 from proxy.media import MediaLoader
 from proxy.members import Members
+from proxy.observer import new_observer
 from proxy.openapi import openapi_router
 from proxy.operations import operations_router
 from proxy.poller import Poller
@@ -59,6 +61,7 @@ def create_app(
         rules=UrlRules(domains=settings.allowed_domains, ports=settings.allowed_ports),
     )
     trace = TraceWriter(settings.trace, "gateway") if settings.trace else None
+    observer = new_observer(settings, metrics)
     poller = Poller(table, calls, settings.poll_interval_s, settings.startup_wait_s)
     health = Health(table, calls, settings.health)
     generator = Generator(
@@ -94,17 +97,21 @@ def create_app(
                 await asyncio.gather(polling, return_exceptions=True)
                 if trace is not None:
                     trace.close()
+                await asyncio.to_thread(observer.close)
 
     app = FastAPI(title="epd-serve gateway", lifespan=lifespan, openapi_url=None)
     app.state.table = table
     app.state.health = health
     app.state.gate = gate
+    #: Path → endpoint, for the server's own short way (proxy/connection.py).
+    app.state.endpoints = {}
     app.state.arrival = settings.arrival
     shared: dict[str, Any] = {
         "table": table,
         "poller": poller,
         "loader": loader,
         "metrics": metrics,
+        "observer": observer,
         "gate": gate,
         "arrival": settings.arrival,
         "max_body_bytes": settings.max_body_bytes,
@@ -113,11 +120,14 @@ def create_app(
     served = dict(endpoints(generator, calls, shared))
     for path, endpoint in served.items():
         app.router.routes.append(Route(path, endpoint=endpoint, methods=["POST"]))
+        app.state.endpoints[path.encode()] = endpoint
     members = Members(table, calls, poller, health, partial(NativeInstance, connections))
     app.state.control = Control(settings, members, gate, generator, health, served.values())
     app.state.reloader = None
     app.include_router(models_router(table, poller, gate.authenticator))
     app.include_router(health_router(table, metrics, gate.authenticator, settings))
     app.include_router(openapi_router())
+    if settings.dashboard:
+        app.include_router(dashboard_router(table, observer, gate, settings.topology))
     install_error_handlers(app)
     return app

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, AsyncExitStack
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
-from epd_serve.backends.base import Answer, InstanceLost, StageCalls
+from epd_serve.backends.base import Answer, InstanceLost, StageCall, StageCalls
 from epd_serve.errors import (
     NO_ROOM,
     PREPARATION_FULL,
@@ -39,6 +39,7 @@ from proxy.failover import Failover
 from proxy.health import Health
 from proxy.media import MediaItem
 from proxy.poller import Poller
+from proxy.trail import ENCODED, RECOMPUTED, STORED, Trail
 
 #: Encoders that may leave one item without an answer before P encodes it itself.
 _MAX_STALLED = 2
@@ -63,6 +64,7 @@ class Job:
     prompt: str | list[int] | None
     items: list[MediaItem]
     arrived_s: float
+    trail: Trail
     prompting: PromptOptions
 
 
@@ -84,23 +86,21 @@ class Instances:
 class _Call:
     """An open call to P or D, counted as in flight until it is closed."""
 
-    def __init__(
-        self,
-        record: InstanceRecord,
-        opening: AbstractAsyncContextManager[Answer],
-        counted: AbstractContextManager[None],
-    ) -> None:
+    def __init__(self, record: InstanceRecord, call: StageCall, counted: AbstractContextManager[None]) -> None:
         self.record = record
-        self._stack = AsyncExitStack()
-        self._stack.enter_context(counted)
-        self.opened = asyncio.create_task(self._stack.enter_async_context(opening))
+        self.opened = call.opened
+        self._call = call
+        self._counted = counted
+        self._counted.__enter__()
+        self._open = True
 
-    async def close(self) -> None:
-        self.opened.cancel()
-        try:
-            await asyncio.gather(self.opened, return_exceptions=True)
-        finally:
-            await self._stack.aclose()
+    def close(self) -> None:
+        if self._open:
+            self._open = False
+            try:
+                self._call.close()
+            finally:
+                self._counted.__exit__(None, None, None)
 
 
 class Attempt:
@@ -130,11 +130,13 @@ class Attempt:
         self._prefill: _Call
         self._decode: _Call | None = None
         self.suspects: set[str] = set()
+        self.trail = job.trail
 
     async def __aenter__(self) -> Self:
         table, calls, route, job = self._instances.table, self._instances.calls, self._route, self._job
         distinct = {ref.mm_hash: (ref, item) for ref, item in zip(self._refs, job.items, strict=True)}
         items = [ref for ref, _ in distinct.values()]
+        hop = job.trail.sent(route.prefill.name, [ref.mm_hash for ref in self._refs])
         encoders = self._instances.policy.choose_encoders(table, route.prefill, items)
         prefill = PrefillRequest(
             request_id=self._id,
@@ -147,17 +149,23 @@ class Attempt:
             decode_url=None if route.fused else calls[route.decode.name].url,
             max_model_len=route.max_model_len,
             generated=self._generated,
+            traceparent=job.trail.traceparent(hop),
         )
-        opening = calls[route.prefill.name].prefill(prefill, trace_id=job.trace_id)
+        call = calls[route.prefill.name].prefill(prefill, trace_id=job.trace_id)
         counted = table.in_flight(
             route.prefill, Stage.PREFILL, request_id=self._id, work=route.prefill_work, prefix=route.prefix
         )
-        self._prefill = _Call(route.prefill, opening, counted)
+        self._prefill = _Call(route.prefill, call, counted)
         if not route.fused:
-            expected = DecodeRequest(request_id=self._id, stream=job.output.stream)
-            opening = calls[route.decode.name].decode(expected, trace_id=job.trace_id)
+            traceparent = job.trail.traceparent()
+            expected = DecodeRequest(request_id=self._id, stream=job.output.stream, traceparent=traceparent)
+            try:
+                call = calls[route.decode.name].decode(expected, trace_id=job.trace_id)
+            except BaseException:
+                self._prefill.close()
+                raise
             counted = table.in_flight(route.decode, Stage.DECODE, request_id=self._id, work=route.decode_work)
-            self._decode = _Call(route.decode, opening, counted)
+            self._decode = _Call(route.decode, call, counted)
         self._encodes = [
             asyncio.create_task(self._encode(ref, item, encoder))
             for (ref, item), encoder in zip(distinct.values(), encoders, strict=True)
@@ -171,31 +179,42 @@ class Attempt:
         if kind is None and (trace_writer := self._instances.trace) is not None:
             trace_writer.span(self._id, GATEWAY_RECEIVE, self._job.arrived_s, self._sent_at)
             trace_writer.span(self._id, GATEWAY_SERVE, self._sent_at, time.monotonic())
-        for task in self._encodes:
-            task.cancel()
         try:
-            await asyncio.gather(*self._encodes, return_exceptions=True)
+            if self._encodes:
+                for task in self._encodes:
+                    task.cancel()
+                await asyncio.gather(*self._encodes, return_exceptions=True)
         finally:
-            try:
-                await self._prefill.close()
-            finally:
-                await self.close_decode()
+            self._prefill.close()
+            self.close_decode()
 
     async def first(self) -> Answer:
         """P's answer, once the first token is there. Raises what any of the calls failed with before that."""
         opened = self._prefill.opened
-        waiting: set[asyncio.Task[None] | asyncio.Task[Answer]] = {opened, *self._encodes}
+        news = asyncio.get_running_loop().create_future()
+
+        def tell(done: asyncio.Future[Any]) -> None:
+            """Of P's answer, or of what makes it pointless to wait for it."""
+            if not news.done() and (done is opened or done.cancelled() or done.exception() is not None):
+                news.set_result(None)
+
+        waiting: list[asyncio.Future[Any]] = [opened, *self._encodes]
         if self._decode is not None:
-            waiting.add(self._decode.opened)
-        while not opened.done():
-            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            # An encode's failure explains that of P, and P's that of D.
-            for encode in self._encodes:
-                if encode in done:
-                    encode.result()
-            if self._decode is not None and self._decode.opened in done and not opened.done():
-                self._result(self._decode)
-        return self._result(self._prefill)
+            waiting.append(self._decode.opened)
+        for one in waiting:
+            one.add_done_callback(tell)
+        await news
+        # An encode's failure explains that of P, and P's that of D.
+        for encode in self._encodes:
+            if encode.done():
+                encode.result()
+        if self._decode is not None and self._decode.opened.done() and not opened.done():
+            self._result(self._decode)
+        answer, route = self._result(self._prefill), self._route
+        follows = answer.decode_follows and not route.fused
+        next_one = route.decode if follows else route.prefill
+        self.trail.prefilled(answer.prompt_note, next_one.name, follows=follows)
+        return answer
 
     async def rest(self) -> Answer:
         """D's answer, once it begins."""
@@ -203,13 +222,14 @@ class Attempt:
             raise InstanceFailed(
                 f"instance {self._route.prefill.name} left the answer to a decode instance; it has none"
             )
-        await asyncio.wait({self._decode.opened})
+        if not self._decode.opened.done():
+            await asyncio.wait({self._decode.opened})
         return self._result(self._decode)
 
-    async def close_decode(self) -> None:
+    def close_decode(self) -> None:
         """Take back what D was told to expect."""
         if self._decode is not None:
-            await self._decode.close()
+            self._decode.close()
 
     async def broken_off(self, record: InstanceRecord) -> None:
         """An instance broke off its answer: it is lost, or it is P, alive, whose hand-over to D has failed.
@@ -230,6 +250,10 @@ class Attempt:
     @property
     def route(self) -> Route:
         return self._route
+
+    def record(self, name: str) -> InstanceRecord:
+        """One of the route's two, which need not be in the table any more."""
+        return self._route.prefill if name == self._route.prefill.name else self._route.decode
 
     def _result(self, call: _Call) -> Answer:
         try:
@@ -257,17 +281,23 @@ class Attempt:
         says when it is over.
         """
         instances, prefill = self._instances, self._route.prefill
-        request = EncodeRequest(
-            request_id=self._id, ref=ref, media=item.data, announce_to=instances.calls[prefill.name].url
-        )
         tried: set[str] = set()
         patience_s, num_stalled = instances.encode_timeout_s, 0
         while True:
+            hop = self.trail.encode(encoder.name, ref.mm_hash)
+            request = EncodeRequest(
+                request_id=self._id,
+                ref=ref,
+                media=item.data,
+                announce_to=instances.calls[prefill.name].url,
+                traceparent=self.trail.traceparent(hop),
+            )
             try:
                 with instances.table.encoding(encoder, ref, self._id) as encoding:
                     async with asyncio.timeout(None if encoder is prefill else patience_s):
                         reply = await instances.calls[encoder.name].encode(request, trace_id=self._job.trace_id)
                     encoding.was_cached = reply.cached
+                hop.end(STORED if reply.cached else ENCODED if encoder.covers(Stage.ENCODE) else RECOMPUTED)
                 instances.health.ended((encoder.name,))
                 return
             except InvalidRequest as error:
@@ -282,6 +312,7 @@ class Attempt:
                 patience_s /= 2
             except ServeError as error:
                 failure = error
+            hop.fail()
             tried.add(encoder.name)
             if not isinstance(failure, Unavailable):
                 instances.health.ended((encoder.name,), (encoder.name,))
@@ -294,4 +325,5 @@ class Attempt:
                 raise failure  # P does not take over what encoders are only too busy for
             if encoder.name in tried:
                 raise InstanceFailed(f"the image could not be encoded: {failure.message}", param=item.param)
+            self.trail.encode_retries += 1
             instances.metrics.encode_retries.inc()

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import re
 import secrets
 import time
-import uuid
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from msgspec.structs import replace
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
-from epd_serve.errors import InvalidRequest, ModelNotFound, ServeError, StageTimeout, TooLarge, Unavailable
+from epd_serve.errors import InvalidRequest, ModelNotFound, ServeError, StageTimeout, Unavailable
 from epd_serve.metrics.gateway import GatewayMetrics
 from epd_serve.protocol.messages import MediaSource
 from epd_serve.protocol.openai import GenerationRequest
@@ -23,13 +23,18 @@ from epd_serve.protocol.wire import REQUEST_ID_HEADER
 from epd_serve.routing.table import InstanceTable
 from proxy.arrival import ArrivalLimits
 from proxy.attempt import Job
+from proxy.client import Client, ClientLeft, SendOutlet, client_of
 from proxy.gate import Gate, Visit
 from proxy.generation import Generator
+from proxy.interruption import Interruption
 from proxy.limits import BYTES_PER_TOKEN, estimate_tokens
 from proxy.media import MediaItem, MediaLoader
+from proxy.observer import Observer
+from proxy.payloads import ParsedBody
 from proxy.poller import Poller
 from proxy.several import stream_several, whole_several
 from proxy.sink import EventSink, ResponseAborted, send_error, send_json
+from proxy.trail import Trail
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +44,8 @@ CLIENT_LEFT = 499
 BROKEN_OFF = 599
 
 
-class ClientLeft(Exception):
-    """The client closed its connection before its request was complete."""
+def new_id() -> str:
+    return os.urandom(16).hex()
 
 
 class Endpoint:
@@ -55,6 +60,7 @@ class Endpoint:
         loader: MediaLoader,
         metrics: GatewayMetrics,
         gate: Gate,
+        observer: Observer,
         arrival: ArrivalLimits,
         max_body_bytes: int,
         timeout_s: float,
@@ -65,55 +71,61 @@ class Endpoint:
         self._loader = loader
         self._metrics = metrics
         self._gate = gate
+        self._observer = observer
         self._arrival = arrival
-        self._max_body_bytes = max_body_bytes
+        self.max_body_bytes = max_body_bytes
         self._timeout_s = timeout_s
 
     def reconfigure(self, *, max_body_bytes: int, timeout_s: float) -> None:
         """For the next requests."""
-        self._max_body_bytes = max_body_bytes
+        self.max_body_bytes = max_body_bytes
         self._timeout_s = timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = Exchange(Headers(scope=scope), send)
+        client, headers = client_of(scope, receive, send), Headers(scope=scope)
+        exchange = Exchange(headers, client, send, self._observer.begin(self._kind, headers))
         try:
             visit = self._gate.enter(exchange.headers.get("authorization"))
         except ServeError as error:
-            await send_error(send, error, exchange.trace_id)
-            self._count(exchange, error.status)
+            await send_error(send, error, exchange.trail)
+            self._count(exchange, error.status, error)
             return
+        exchange.trail.key = visit.client.name
         try:
-            await self._serve(exchange, visit, receive)
+            await self._serve(exchange, visit)
         finally:
+            client.close()
             visit.leave()
 
-    async def _serve(self, exchange: Exchange, visit: Visit, receive: Receive) -> None:
+    async def _serve(self, exchange: Exchange, visit: Visit) -> None:
         try:
-            body = await self._receive(exchange, receive)
+            body = await self._receive(exchange)
         except ServeError as error:
-            await send_error(exchange.send, error, exchange.trace_id)
-            self._count(exchange, error.status)
+            await send_error(exchange.send, error, exchange.trail)
+            self._count(exchange, error.status, error)
             return
         except ClientLeft:
             self._count(exchange, CLIENT_LEFT)
             return
-        work = asyncio.create_task(self._answer(exchange, visit, body))
-        leaving = asyncio.create_task(_disconnected(receive))
-        try:
-            await asyncio.wait({work, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if not work.done() and not exchange.answered:
-                work.cancel()
-                await asyncio.wait({work})
-            if work.cancelled():
-                self._count(exchange, CLIENT_LEFT)
-            else:
-                await work
-        finally:
-            work.cancel()
-            leaving.cancel()
-            await asyncio.gather(work, leaving, return_exceptions=True)
+        task = asyncio.current_task()
+        assert task is not None
+        left = False
 
-    async def _receive(self, exchange: Exchange, receive: Receive) -> bytearray:
+        def leave() -> None:
+            nonlocal left
+            if not exchange.answered:
+                left = True
+                task.cancel()
+
+        exchange.client.watch(leave)
+        try:
+            await self._answer(exchange, visit, body)
+        except asyncio.CancelledError:
+            if not left or task.uncancel():
+                raise
+            self._count(exchange, CLIENT_LEFT)
+
+    async def _receive(self, exchange: Exchange) -> bytearray:
         trace_id = exchange.headers.get(REQUEST_ID_HEADER)
         if trace_id:
             if not _TRACE_ID.fullmatch(trace_id):
@@ -121,33 +133,35 @@ class Endpoint:
                     f"the header {REQUEST_ID_HEADER} takes 1 to 256 printable ASCII characters without spaces",
                     param=REQUEST_ID_HEADER,
                 )
-            exchange.trace_id = trace_id
+            exchange.trail.request_id = trace_id
+        client = exchange.client
+        if client.has_body:
+            return await client.body(self.max_body_bytes)
         length = exchange.headers.get("content-length", "")
         declared = int(length) if length.isdigit() else None
         try:
             async with asyncio.timeout(self._arrival.time_for_body(declared)):
-                return await _read_body(exchange.headers, receive, self._max_body_bytes)
+                return await client.body(self.max_body_bytes)
         except TimeoutError:
             raise self._arrival.too_slow(declared) from None
 
     async def _answer(self, exchange: Exchange, visit: Visit, body: bytearray) -> None:
-        sink = EventSink(exchange.stream_send(self._first_token), exchange.trace_id)
-        status = 200
+        sink = EventSink(exchange.client, exchange.trail, lambda: self._first_token(exchange))
+        status, failure = 200, None
         try:
-            try:
-                async with asyncio.timeout(self._timeout_s):
+            with Interruption() as interruption:
+                timer = asyncio.get_running_loop().call_later(self._timeout_s, self._time_out, interruption)
+                try:
                     await self._generate(exchange, visit, body, sink)
-            except TimeoutError as error:
-                raise StageTimeout(
-                    f"the request took longer than {self._timeout_s:g} s, this gateway's limit"
-                ) from error
+                finally:
+                    timer.cancel()
         except ServeError as error:
-            status = BROKEN_OFF if sink.started else error.status
+            status, failure = BROKEN_OFF if sink.started else error.status, error
             if error.status >= 500:
-                logger.warning("request %s: %s", exchange.trace_id, error.message)
+                logger.warning("request %s: %s", exchange.trail.request_id, error.message)
             exchange.answered = True
             if not sink.started:
-                await send_error(exchange.send, error, exchange.trace_id)
+                await send_error(exchange.send, error, exchange.trail)
                 return
             await sink.fail(error)
             raise ResponseAborted(error.message) from error
@@ -158,16 +172,20 @@ class Endpoint:
             raise
         finally:
             if exchange.answered:
-                self._count(exchange, status)
+                self._count(exchange, status, failure)
+
+    def _time_out(self, interruption: Interruption) -> None:
+        reason = f"the request took longer than {self._timeout_s:g} s, this gateway's limit"
+        interruption.fire(StageTimeout(reason))
 
     async def _generate(self, exchange: Exchange, visit: Visit, body: bytearray, sink: EventSink) -> None:
         """Answer a request, through ``sink`` or in one piece. Raises ServeError, even after the first byte."""
         raise NotImplementedError
 
     async def _media(self, exchange: Exchange, sources: list[MediaSource]) -> list[MediaItem]:
-        exchange.modality = "image" if sources else "text"
         items = await self._loader.load(sources) if sources else []
-        self._metrics.media_bytes.labels("image").inc(sum(len(item.data) for item in items))
+        exchange.trail.media(len(items), sum(len(item.data) for item in items))
+        self._metrics.media_bytes.labels("image").inc(exchange.trail.media_bytes)
         return items
 
     def _model(self, wanted: str | None) -> str:
@@ -182,43 +200,46 @@ class Endpoint:
         return wanted
 
     def _first_token(self, exchange: Exchange) -> None:
-        self._metrics.ttft.labels(self._kind, exchange.modality).observe(time.monotonic() - exchange.arrived_s)
+        self._observer.first_token(exchange.trail)
 
-    def _count(self, exchange: Exchange, status: int) -> None:
-        self._metrics.requests.labels(self._kind, str(status), exchange.modality).inc()
+    def _count(self, exchange: Exchange, status: int, error: ServeError | None = None) -> None:
+        self._observer.finish(exchange.trail, status, "" if error is None else error.code or error.type)
 
 
 class GenerationEndpoint(Endpoint):
     """An endpoint whose answer is generated."""
 
     def __init__(
-        self, *, parse: Callable[[bytearray], GenerationRequest], generator: Generator, **shared: Any
+        self, *, parse: Callable[[bytes | bytearray], GenerationRequest], generator: Generator, **shared: Any
     ) -> None:
         super().__init__(**shared)
         self._parse = parse
         self._generator = generator
 
     async def _generate(self, exchange: Exchange, visit: Visit, body: bytearray, sink: EventSink) -> None:
-        request = self._parse(body)
-        sources = request.media()
-        text_bytes = len(body) - sum(len(source.url) for source in sources)
-        body.clear()
+        parsed = ParsedBody(self._parse, body)
+        request = parsed.request
         await self._poller.started()
-        model = self._model(request.model)
+        model = exchange.trail.model = self._model(request.model)
         num_choices = (request.n or 1) * max(1, len(request.prompts()))
-        num_tokens = estimate_tokens(text_bytes, request.token_limit(), num_choices)
+        num_tokens = estimate_tokens(parsed.text_bytes, request.token_limit(), num_choices)
         waiting = visit.admit(
             priority=request.priority or 0,
             num_tokens=num_tokens,
-            num_prompt_tokens=text_bytes // BYTES_PER_TOKEN,
-            has_media=bool(sources),
+            num_prompt_tokens=parsed.text_bytes // BYTES_PER_TOKEN,
+            has_media=parsed.has_media,
         )
         if waiting is not None:
+            since_s = time.monotonic()
             await waiting
-        items = await self._media(exchange, sources)
+            exchange.trail.queued(since_s)
+        items = await parsed.load(lambda sources: self._media(exchange, sources))
         jobs = self._jobs(exchange, request, model, items)
+        exchange.trail.streamed = bool(request.stream)
         if request.stream:
-            exchange.translate = self._translation(request, jobs[0], exchange.send)
+            translation = self._translation(request, jobs[0], exchange.send)
+            if translation is not exchange.send:
+                sink.redirect(SendOutlet(translation))
             if len(jobs) == 1:
                 await self._generator.stream(jobs[0], sink)
             else:
@@ -230,23 +251,24 @@ class GenerationEndpoint(Endpoint):
                 answer = await self._generator.whole(jobs[0])
             else:
                 answer = await whole_several(self._generator, jobs)
+            exchange.trail.answered(answer)
             answer = self._translate(request, jobs[0], answer)
             exchange.answered = True
-            await send_json(exchange.send, 200, answer, exchange.trace_id)
-        self._metrics.e2e.labels(self._kind, exchange.modality).observe(time.monotonic() - exchange.arrived_s)
+            await send_json(exchange.send, 200, answer, exchange.trail)
 
     def _jobs(
         self, exchange: Exchange, request: GenerationRequest, model: str, items: list[MediaItem]
     ) -> list[Job]:
         """One job for each of the request's prompts."""
-        answer_id = uuid.uuid4().hex
+        answer_id = new_id()
         output = request.output(id=answer_id, created=int(time.time()), model=model)
         chat = request.chat()
         prompts: Sequence[str | list[int] | None] = request.prompts() if chat is None else [None]
         return [
             Job(
-                id=answer_id if index == 0 else uuid.uuid4().hex,
-                trace_id=exchange.trace_id,
+                id=answer_id if index == 0 else new_id(),
+                trace_id=exchange.trail.request_id,
+                trail=exchange.trail,
                 model=model,
                 output=output if index == 0 else replace(output, first_index=index * (request.n or 1)),
                 sampling=request.sampling(secrets.randbits(63)),
@@ -254,7 +276,7 @@ class GenerationEndpoint(Endpoint):
                 messages=chat,
                 prompt=prompt,
                 items=items,
-                arrived_s=exchange.arrived_s,
+                arrived_s=exchange.trail.arrived_s,
             )
             for index, prompt in enumerate(prompts)
         ]
@@ -272,51 +294,14 @@ class Exchange:
     """One request and its answer.
 
     Attributes:
+        client: of a streamed answer; ``send`` is for one in one piece.
         answered: the last word is on its way; a client that leaves from now on has left nothing.
-        modality: "text" until media are found.
-        translate: what a streamed answer goes through, where it goes through anything.
+        trail: what is noted of it.
     """
 
-    def __init__(self, headers: Headers, send: Send) -> None:
+    def __init__(self, headers: Headers, client: Client, send: Send, trail: Trail) -> None:
         self.headers = headers
+        self.client = client
         self.send = send
-        self.arrived_s = time.monotonic()
-        self.trace_id = uuid.uuid4().hex
+        self.trail = trail
         self.answered = False
-        self.modality = "text"
-        self.translate: Send | None = None
-
-    def stream_send(self, first_token: Callable[[Exchange], None]) -> Send:
-        """``send`` that reports the start of a streamed answer, which comes with the first token."""
-
-        async def send(message: MutableMapping[str, Any]) -> None:
-            if message["type"] == "http.response.start":
-                first_token(self)
-            await (self.translate or self.send)(message)
-
-        return send
-
-
-async def _read_body(headers: Headers, receive: Receive, max_bytes: int) -> bytearray:
-    """The whole body. Raises TooLarge as soon as it is known to be, ClientLeft where it ends early."""
-    too_large = TooLarge(f"the body has more than {max_bytes} bytes, the limit of this gateway")
-    declared = headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > max_bytes:
-        raise too_large
-    body = bytearray()
-    more = True
-    while more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientLeft
-        body += message.get("body", b"")
-        if len(body) > max_bytes:
-            raise too_large
-        more = message.get("more_body", False)
-    return body
-
-
-async def _disconnected(receive: Receive) -> None:
-    """Returns when the client is gone (or, says ASGI, when the answer is complete)."""
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Collection, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from epd_serve.backends.base import InstanceLost
@@ -13,6 +13,7 @@ from epd_serve.errors import Overloaded, ServeError, Unavailable
 from epd_serve.routing.policy import ANY, Demand, Policy, Route
 from epd_serve.routing.table import InstanceTable
 from epd_serve.types import Stage
+from proxy.interruption import Interruption
 
 _LOOK_AGAIN_S = 0.05
 
@@ -104,33 +105,21 @@ class Losses:
             watcher(name)
 
     @contextmanager
-    def _watch(self, names: Collection[str], watcher: Callable[[str], None]) -> Iterator[None]:
+    def unless_lost(self, names: Collection[str]) -> Iterator[None]:
+        """Ends the block with InstanceStalled as soon as one of the instances is reported."""
+        interruption = Interruption()
+
+        def give_up(name: str) -> None:
+            interruption.fire(InstanceStalled(name))
+
         for name in names:
-            self._watchers[name].add(watcher)
+            self._watchers[name].add(give_up)
         try:
-            yield
+            with interruption:
+                yield
         finally:
             for name in names:
-                self._watchers[name].discard(watcher)
-                if not self._watchers[name]:
+                watchers = self._watchers[name]
+                watchers.discard(give_up)
+                if not watchers:
                     del self._watchers[name]
-
-    @asynccontextmanager
-    async def unless_lost(self, names: Collection[str]) -> AsyncIterator[None]:
-        """Ends the block with InstanceStalled as soon as one of the instances is reported."""
-        lost: list[str] = []
-        loop = asyncio.get_running_loop()
-        try:
-            async with asyncio.timeout(None) as scope:
-
-                def give_up(name: str) -> None:
-                    if not lost and not scope.expired():
-                        lost.append(name)
-                        scope.reschedule(loop.time())
-
-                with self._watch(names, give_up):
-                    yield
-        except TimeoutError as error:
-            if not scope.expired():
-                raise
-            raise InstanceStalled(lost[0]) from error

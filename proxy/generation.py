@@ -36,16 +36,20 @@ class Generator:
         async def forward(attempt: Attempt) -> None:
             answer, record = await attempt.first(), attempt.route.prefill
             if not answer.decode_follows:
-                await attempt.close_decode()
+                attempt.close_decode()
             await self._relay(attempt, record.name, answer, progress, sink)
             if answer.decode_follows:
+                job.trail.handed_over(attempt.route.decode.name)
                 answer, record = await attempt.rest(), attempt.route.decode
                 await self._relay(attempt, record.name, answer, progress, sink)
             if not progress.complete:
                 attempt.suspects.add(record.name)
                 raise InstanceFailed(f"instance {record.name} ended its answer before it was complete")
 
-        await self._try(job, forward, lambda: not sink.started or progress.resumable, progress.tokens)
+        try:
+            await self._try(job, forward, lambda: not sink.started or progress.resumable, progress.tokens)
+        finally:
+            job.trail.streamed_all(len(progress.tokens))
 
     async def whole(self, job: Job) -> bytes:
         """The answer's JSON. Raises ServeError."""
@@ -57,10 +61,11 @@ class Generator:
                 # P's empty body ends when it has handed over; a break in it must not leave us waiting for D.
                 async for _ in self._chunks(attempt, name, answer.chunks()):
                     raise InstanceFailed(f"instance {name} answered although decode follows")
+                job.trail.handed_over(attempt.route.decode.name)
                 answer = await attempt.rest()
                 name = attempt.route.decode.name
             else:
-                await attempt.close_decode()
+                attempt.close_decode()
             body = b"".join([chunk async for chunk in self._chunks(attempt, name, answer.chunks())])
             if not body:
                 raise InstanceFailed(f"instance {name} gave an empty answer")
@@ -83,8 +88,9 @@ class Generator:
         for number in count(1):
             attempt = await self._attempt_of(job, route, number, generated)
             try:
-                async with instances.health.losses.unless_lost(route.names), attempt:
-                    result = await use(attempt)
+                with instances.health.losses.unless_lost(route.names):
+                    async with attempt:
+                        result = await use(attempt)
                 instances.health.ended(route.names)
                 return result
             except ServeError as failure:
@@ -98,6 +104,7 @@ class Generator:
                 suspects.add(attempt.suspects)
                 table, policy, wait_s = instances.table, instances.policy, instances.failover.wait_s
                 route = await substitute(table, policy, job.model, suspects, failure, wait_s, demand)
+            job.trail.again(continued=bool(generated))
             (instances.metrics.request_continuations if generated else instances.metrics.request_retries).inc()
         raise AssertionError("count() has no end")
 
@@ -119,12 +126,24 @@ class Generator:
     ) -> None:
         """Forward the whole events of an answer as they come."""
         read = progress.reader(framed=answer.framed)
-        async for chunk in self._chunks(attempt, name, answer.chunks()):
-            if events := read(chunk):
-                await sink.write(events)
-            if progress.failure is not None:
-                attempt.suspects.add(name)
-                raise progress.failure
+
+        def relay(chunk: bytes) -> bool:
+            events = read(chunk)
+            if events:
+                attempt.trail.forwarded(events)
+            ready = sink.write(events, last=progress.complete) if events else True
+            return ready and progress.failure is None
+
+        try:
+            while not await answer.forward(relay) and progress.failure is None:
+                await sink.drain()
+        except InstanceLost:
+            await attempt.broken_off(self._instances.table[name])
+            raise
+        if progress.failure is not None:
+            await sink.drain()
+            attempt.suspects.add(name)
+            raise progress.failure
 
     async def _chunks(self, attempt: Attempt, name: str, chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         """An answer's bytes. A connection that breaks means a lost instance."""
@@ -132,5 +151,5 @@ class Generator:
             async for chunk in chunks:
                 yield chunk
         except InstanceLost:
-            await attempt.broken_off(self._instances.table[name])
+            await attempt.broken_off(attempt.record(name))
             raise

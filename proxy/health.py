@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import random
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -21,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 _TICK_S = 0.1
 _ASK_AGAIN_S = 0.5
+_STOOD_STILL_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +67,7 @@ class Health:
         self._clock = clock
         self._rng = rng or random.Random()
         self._watched: dict[str, _Watched] = {}
+        self._stood_still_at = -math.inf
 
     # ------------------------------------------------------------------ from requests
 
@@ -129,7 +132,12 @@ class Health:
     async def run(self) -> None:
         """Until cancelled."""
         async with asyncio.TaskGroup() as probes:
+            ticked_at = self._clock()
             while True:
+                now = self._clock()
+                if now - ticked_at > _STOOD_STILL_S:
+                    self._stood_still_at = now
+                ticked_at = now
                 for record in list(self._table):
                     if self._is_due(record):
                         watched = self._of(record.name)
@@ -151,14 +159,15 @@ class Health:
 
     async def _probe(self, record: InstanceRecord, watched: _Watched) -> None:
         name, was_closed = record.name, watched.breaker.state is BreakerState.CLOSED
+        began = self._clock()
         try:
             passed = await self._passes(name)
         finally:
             watched.probing = False
             interval_s = self._settings.probe_interval_s or _ASK_AGAIN_S
             watched.probe_at = self._clock() + interval_s * self._rng.uniform(0.8, 1.2)
-        if passed is None:
-            return
+        if passed is None or (not passed and self._stood_still_at >= began):
+            return  # where this gateway stood still, that the answer is late says nothing
         watched.breaker.probed(passed, self._clock())
         self._apply(name, watched)
         if not passed:

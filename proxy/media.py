@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
 from epd_serve.errors import InvalidRequest, TooLarge
-from epd_serve.media import MediaLimits, low_detail_size, mm_hash, parse_data_url, pixel_size
+from epd_serve.image_header import plain_size
+from epd_serve.media import (
+    MediaLimits,
+    decode_data_url,
+    low_detail_size,
+    mm_hash,
+    parse_data_url,
+    pixel_size,
+)
 from epd_serve.protocol.messages import MediaSource
 from epd_serve.protocol.wire import MediaRef
 from proxy.fetch import MediaFetcher
 
 #: Larger items are decoded and hashed in a thread; a smaller one takes less time than the thread switch is worth.
-INLINE_BYTES = 256 * 1024
+INLINE_BYTES = 512 * 1024
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -60,39 +69,91 @@ class MediaLoader:
             )
         total = 0
 
-        async def load_one(source: MediaSource) -> MediaItem:
+        def checked(item: MediaItem) -> MediaItem:
             nonlocal total
-            item = await self._load(source)
             total += len(item.data)
             if total > self._max_total_bytes:
                 raise TooLarge(
                     f"the images of the request have more than {self._max_total_bytes} bytes together; "
                     "send fewer or smaller ones",
-                    param=source.param,
+                    param=item.param,
                 )
             return item
 
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(load_one(source)) for source in sources]
-        except ExceptionGroup as failures:
-            raise failures.exceptions[0] from None
-        return [task.result() for task in tasks]
+        async def load_one(source: MediaSource) -> MediaItem:
+            return checked(await self._load(source))
+
+        items: dict[int, MediaItem] = {}
+        for index, source in enumerate(sources):
+            if (item := self._load_small(source)) is not None:
+                items[index] = checked(item)
+        if len(items) < len(sources):
+            try:
+                async with asyncio.TaskGroup() as group:
+                    tasks = {
+                        index: group.create_task(load_one(source))
+                        for index, source in enumerate(sources)
+                        if index not in items
+                    }
+            except ExceptionGroup as failures:
+                raise failures.exceptions[0] from None
+            items.update((index, task.result()) for index, task in tasks.items())
+        return [items[index] for index in range(len(sources))]
+
+    def _load_small(self, source: MediaSource) -> MediaItem | None:
+        """An item that is little work; None for one that needs a thread or the network."""
+        if not _is_inline(source) or _num_characters(source) > INLINE_BYTES:
+            return None
+        with _telling_place(source):
+            data = _decode(source, self._limits.max_bytes)
+        size = self._plain_size(data)
+        return None if size is None else _item(source, data, size)
 
     async def _load(self, source: MediaSource) -> MediaItem:
-        try:
-            if source.url[:5].lower() == "data:":
-                _, data = await _off_loop(len(source.url), parse_data_url, source.url, self._limits.max_bytes)
+        with _telling_place(source):
+            if _is_inline(source):
+                data = await _off_loop(_num_characters(source), _decode, source, self._limits.max_bytes)
             else:
                 data = await self._fetcher.fetch(source.url)
-            # Always in a thread: a small file can have megabytes of compressed text before its pixels.
-            size = await asyncio.to_thread(pixel_size, data, self._limits)
-        except InvalidRequest as error:
-            error.param = source.param
-            raise
-        width, height = low_detail_size(size) if source.low_detail else size
-        scaled = (width, height) != size
-        return MediaItem(data=data, width=width, height=height, param=source.param, low_detail=scaled)
+            size = self._plain_size(data)
+            if size is None:
+                # Always in a thread: a small file can have megabytes of compressed text before its pixels.
+                size = await asyncio.to_thread(pixel_size, data, self._limits)
+        return _item(source, data, size)
+
+    def _plain_size(self, data: bytes) -> tuple[int, int] | None:
+        """Within the limits; what is not is Pillow's to explain."""
+        size = plain_size(data) if len(data) <= self._limits.max_bytes else None
+        return size if size is not None and size[0] * size[1] <= self._limits.max_pixels else None
+
+
+def _item(source: MediaSource, data: bytes, size: tuple[int, int]) -> MediaItem:
+    width, height = low_detail_size(size) if source.low_detail else size
+    scaled = (width, height) != size
+    return MediaItem(data=data, width=width, height=height, param=source.param, low_detail=scaled)
+
+
+def _is_inline(source: MediaSource) -> bool:
+    return source.url[:5].lower() == "data:"
+
+
+def _num_characters(source: MediaSource) -> int:
+    return len(source.url) if source.payload is None else len(source.payload)
+
+
+def _decode(source: MediaSource, max_bytes: int) -> bytes:
+    if source.payload is None:
+        return parse_data_url(source.url, max_bytes)[1]
+    return decode_data_url(source.url, source.payload, max_bytes)[1]
+
+
+@contextmanager
+def _telling_place(source: MediaSource) -> Iterator[None]:
+    try:
+        yield
+    except InvalidRequest as error:
+        error.param = source.param
+        raise
 
 
 async def _off_loop(nbytes: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from epd_serve.errors import ErrorBody, ErrorEnvelope, InstanceFailed
-from epd_serve.protocol.frames import END, ERROR, FrameError, FrameReader
+from epd_serve.protocol.frames import END, ERROR, FrameError, FrameReader, skim
 
 Events = bytes | memoryview
 #: Takes an answer's bytes as they come; returns the whole events among them.
@@ -67,7 +67,15 @@ class _Frames:
         self._progress = progress
 
     def read(self, chunk: bytes) -> Events:
-        progress, pieces = self._progress, []
+        progress = self._progress
+        pieces: list[Events] = []
+        if self._frames.is_between_frames:
+            skimmed, tokens, start = skim(chunk)
+            progress.tokens.frombytes(b"".join(tokens))
+            if start == len(chunk):
+                return b"".join(skimmed)
+            pieces += skimmed
+            chunk = chunk[start:]
         try:
             for choice, token_ids, events in self._frames.feed(chunk):
                 if choice == ERROR:

@@ -8,6 +8,7 @@ from pathlib import Path
 from epd_serve.config import DeploymentConfig
 from epd_serve.config.gateway import AdminConfig, ApiKeyConfig, is_loopback, read_secret
 from epd_serve.media import MediaLimits
+from epd_serve.topology.notation import Topology
 from epd_serve.types import Routing
 from proxy.arrival import ArrivalLimits
 from proxy.breaker import BreakerLimits
@@ -45,6 +46,9 @@ class GatewaySettings:
         failover: what a request may try that lost its instance.
         health: how instances are watched.
         trace: directory for the file that says what the gateway did when; None: none is written.
+        access_log: file that gets a line for each request, "-" for the standard output; None: none is written.
+        dashboard: whether there is a live page.
+        topology: that the instances make up, where it is known.
         routing: how P and D are chosen.
         startup_wait_s: how long after the gateway's start requests wait for instances that are still loading.
     """
@@ -73,6 +77,9 @@ class GatewaySettings:
     failover: Failover = field(default_factory=Failover)
     health: HealthSettings = field(default_factory=HealthSettings)
     trace: Path | None = None
+    access_log: str | None = None
+    dashboard: bool = True
+    topology: Topology | None = None
     admin: AdminSettings | None = None
     routing: Routing = "least_loaded"
 
@@ -114,6 +121,9 @@ class GatewaySettings:
                 ),
             ),
             trace=config.trace,
+            access_log=gateway.access_log,
+            dashboard=gateway.dashboard,
+            topology=config.topology,
             admin=_admin(gateway.admin),
             routing=gateway.routing,
             allowed_file_dirs=tuple(Path(folder).expanduser().resolve() for folder in media.allowed_file_dirs),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Iterable, MutableMapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Iterable, Sequence
+from typing import TypeVar
 
 import msgspec
 
 from epd_serve.protocol import chunks
 from proxy.attempt import Job
+from proxy.client import Header
 from proxy.generation import Generator
 from proxy.sink import EventSink
 
@@ -25,7 +26,7 @@ async def stream_several(generator: Generator, jobs: Sequence[Job], sink: EventS
     await _all(generator.stream(strand.job, strand.sink) for strand in strands)
     options = jobs[0].output
     usage = chunks.Usage(sum(s.usage[0] for s in strands), sum(s.usage[1] for s in strands))
-    await sink.write((chunks.usage_event(options, usage) if options.include_usage else b"") + chunks.DONE)
+    sink.write((chunks.usage_event(options, usage) if options.include_usage else b"") + chunks.DONE)
 
 
 async def whole_several(generator: Generator, jobs: Sequence[Job]) -> bytes:
@@ -54,24 +55,29 @@ async def _all(work: Iterable[Awaitable[T]]) -> list[T]:
 
 
 class _Strand:
-    """One job's stream on its way into the common one: its usage and end are kept back.
+    """One job's stream on its way into the common one, as an Outlet: its usage and end are kept back.
 
     ``usage`` counts tokens of the prompt and of the answer.
     """
 
     def __init__(self, job: Job, into: EventSink) -> None:
         self.job = job
-        self.sink = EventSink(self._send, job.trace_id)
+        self.sink = EventSink(self, job.trail)
         self.usage = (0, 0)
         self._into = into
 
-    async def _send(self, message: MutableMapping[str, Any]) -> None:
-        events = bytes(message.get("body", b""))
+    def start(self, headers: list[Header]) -> None:
+        """The common stream has headers of its own."""
+
+    def write(self, data: bytes | memoryview, *, last: bool = False) -> bool:
+        events = bytes(data)
         if chunks.DONE in events or _NO_CHOICES in events:
             kept = [event for event in events.split(_END_OF_EVENT) if event and not self._take(event)]
             events = b"".join(event + _END_OF_EVENT for event in kept)
-        if events:
-            await self._into.write(events)
+        return self._into.write(events) if events else True
+
+    async def drain(self) -> None:
+        await self._into.drain()
 
     def _take(self, event: bytes) -> bool:
         """Whether the event is for this strand alone."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from starlette.types import Send
 
 from epd_serve.errors import ServeError
-from epd_serve.protocol.wire import REQUEST_ID_HEADER
+from proxy.client import Outlet
+from proxy.trail import Trail
 
 
 class ResponseAborted(Exception):
@@ -31,19 +33,19 @@ def retry_headers(status: int, retry_after_s: float | None = None) -> dict[str, 
     return {"retry-after": str(max(1, seconds))}
 
 
-async def send_error(send: Send, error: ServeError, trace_id: str) -> None:
+async def send_error(send: Send, error: ServeError, trail: Trail) -> None:
     """An error as the whole answer."""
-    await send_json(send, error.status, error.to_json(), trace_id, error.retry_after_s)
+    await send_json(send, error.status, error.to_json(), trail, error.retry_after_s)
 
 
 async def send_json(
-    send: Send, status: int, body: bytes, trace_id: str, retry_after_s: float | None = None
+    send: Send, status: int, body: bytes, trail: Trail, retry_after_s: float | None = None
 ) -> None:
     """A whole answer in JSON."""
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", str(len(body)).encode()),
-        (REQUEST_ID_HEADER.encode(), trace_id.encode()),
+        *trail.headers,
     ]
     headers += [(name.encode(), value.encode()) for name, value in retry_headers(status, retry_after_s).items()]
     if status == 408:  # the rest of the body may still come, and is no request
@@ -57,31 +59,44 @@ async def send_json(
 class EventSink:
     """Forwards whole server-sent events, unparsed; status and headers go out with the first of them."""
 
-    def __init__(self, send: Send, trace_id: str) -> None:
-        self._send = send
-        self._trace_id = trace_id
+    def __init__(self, outlet: Outlet, trail: Trail, on_start: Callable[[], None] = lambda: None) -> None:
+        """``on_start`` is called with the first event."""
+        self._outlet = outlet
+        self._trail = trail
+        self._on_start = on_start
+        self._ended = False
         self.started = False
 
-    async def write(self, events: bytes | memoryview) -> None:
+    def redirect(self, outlet: Outlet) -> None:
+        assert not self.started
+        self._outlet = outlet
+
+    def write(self, events: bytes | memoryview, *, last: bool = False) -> bool:
+        """Returns False where :meth:`drain` has to come before the next events. ``last``: these are all."""
         if not self.started:
             self.started = True
-            await self._send(
-                {
-                    "type": "http.response.start",
-                    "status": 200,
-                    "headers": [
-                        (b"content-type", b"text/event-stream; charset=utf-8"),
-                        (b"cache-control", b"no-cache"),
-                        (b"x-accel-buffering", b"no"),  # nginx would hold events back
-                        (REQUEST_ID_HEADER.encode(), self._trace_id.encode()),
-                    ],
-                }
-            )
-        await self._send({"type": "http.response.body", "body": events, "more_body": True})
+            self._on_start()
+            self._outlet.start([*_HEADERS, *self._trail.headers])
+        self._ended = last
+        return self._outlet.write(events, last=last)
+
+    async def drain(self) -> None:
+        """Wait until the client can take more."""
+        await self._outlet.drain()
 
     async def finish(self) -> None:
-        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+        if not self._ended:
+            self._outlet.write(b"", last=True)
+        await self._outlet.drain()
 
     async def fail(self, error: ServeError) -> None:
         """Tell the client what happened. The caller aborts the connection."""
-        await self.write(b"data: " + error.to_json() + b"\n\n")
+        self.write(b"data: " + error.to_json() + b"\n\n")
+        await self._outlet.drain()
+
+
+_HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would hold events back
+)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -41,10 +40,9 @@ class TokenizingEndpoint(Endpoint):
         model = self._model(request.model)
         items = await self._media(exchange, request.media())
         refs = [MediaRef(mm_hash="", width=item.width, height=item.height) for item in items]
-        answer = await self._ask(request, refs, model, exchange.trace_id)
+        answer = await self._ask(request, refs, model, exchange.trail.request_id)
         exchange.answered = True
-        await send_json(exchange.send, 200, answer, exchange.trace_id)
-        self._metrics.e2e.labels(self._kind, exchange.modality).observe(time.monotonic() - exchange.arrived_s)
+        await send_json(exchange.send, 200, answer, exchange.trail)
 
     async def _ask(
         self, request: TokenizeBody | DetokenizeBody, refs: list[MediaRef], model: str, trace_id: str

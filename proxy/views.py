@@ -10,9 +10,10 @@ from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse
 
 from epd_serve.errors import ModelNotFound, Unavailable
-from epd_serve.metrics.gateway import CONTENT_TYPE, GatewayMetrics
+from epd_serve.metrics.gateway import CONTENT_TYPE, GatewayMetrics, InstanceFigures
 from epd_serve.protocol.wire import InstanceInfo
-from epd_serve.routing.table import InstanceTable
+from epd_serve.routing.table import InstanceRecord, InstanceTable
+from epd_serve.types import Stage
 from proxy.auth import Authenticator, Unauthorized
 from proxy.poller import Poller
 from proxy.settings import GatewaySettings
@@ -103,10 +104,31 @@ def health_router(
 
     @router.get("/metrics", dependencies=guard if settings.guard_metrics else [])
     async def exposition() -> Response:
-        instances = (
-            (record.name, record.ready, [(stage.value, count) for stage, count in record.in_flight.items()])
-            for record in table
-        )
-        return Response(metrics.render(instances), media_type=CONTENT_TYPE)
+        return Response(metrics.render(map(_figures, table)), media_type=CONTENT_TYPE)
 
     return router
+
+
+def _figures(record: InstanceRecord) -> InstanceFigures:
+    load = record.load
+    return InstanceFigures(
+        name=record.name,
+        ready=record.ready,
+        in_flight=[(stage.value, count) for stage, count in record.in_flight.items()],
+        pending_s=[(stage.value, seconds) for stage, seconds in pending_s(record).items()],
+        kv_usage=kv_usage(record),
+        num_running=load.num_running,
+        num_waiting=load.num_waiting + load.num_waiting_encodes,
+    )
+
+
+def pending_s(record: InstanceRecord) -> dict[Stage, float]:
+    """Estimates of an instance's work before it, by stage; of D: until there is room for KV."""
+    seconds = {Stage.ENCODE: record.encode_s, Stage.PREFILL: record.prefill_s, Stage.DECODE: record.room_s(1)}
+    return {stage: value for stage, value in seconds.items() if record.covers(stage)}
+
+
+def kv_usage(record: InstanceRecord) -> float | None:
+    """Share of an instance's KV blocks that are in use; None where it has none."""
+    total = record.load.total_blocks
+    return round((total - record.load.free_blocks) / total, 4) if total else None

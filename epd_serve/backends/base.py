@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import AbstractAsyncContextManager
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Protocol
 
 from epd_serve.errors import InstanceFailed
@@ -33,17 +33,38 @@ class Answer(Protocol):
     def decode_follows(self) -> bool:
         """Whether D's bytes come after these (``x-epd-next: decode``)."""
 
+    @property
+    def prompt_note(self) -> str:
+        """What P says of the prompt (:mod:`epd_serve.protocol.prompt_note`); "" for nothing."""
+
     def chunks(self) -> AsyncIterator[bytes]:
         """The body as it arrives, never empty pieces. Raises InstanceLost where it breaks off."""
+
+    async def forward(self, write: Callable[[bytes], bool]) -> bool:
+        """Hand the body to ``write`` as it arrives, until that returns False; returns whether it is complete.
+
+        ``write`` is called out of the event loop's callbacks; what it raises is raised here. Raises InstanceLost
+        where the body breaks off.
+        """
+
+
+class StageCall(Protocol):
+    """A call that is under way. It must be closed."""
+
+    @property
+    def opened(self) -> asyncio.Future[Answer]:
+        """Done when the answer's head is there, or with the exception that came in its place."""
+
+    def close(self) -> None:
+        """Break the call off, which cancels the work, unless its answer has been read to the end. Idempotent."""
 
 
 class StageCalls(Protocol):
     """One instance's stage calls.
 
     Every call raises InstanceLost for a failed connection, and the instance's own error
-    (:func:`epd_serve.errors.error_from_response`) for an answer with status 400 or above. Leaving the context of
-    ``prefill`` or ``decode`` closes the call's connection, and with it cancels the work; so does cancelling the
-    task that waits in ``encode``.
+    (:func:`epd_serve.errors.error_from_response`) for an answer with status 400 or above. Closing a call
+    closes its connection, and with it cancels the work; so does cancelling the task that waits in ``encode``.
     """
 
     @property
@@ -70,8 +91,8 @@ class StageCalls(Protocol):
     async def detokenize(self, request: DetokenizeRequest, *, trace_id: str) -> DetokenizeReply:
         """The text of tokens."""
 
-    def prefill(self, request: PrefillRequest, *, trace_id: str) -> AbstractAsyncContextManager[Answer]:
-        """Entered once the first token is there."""
+    def prefill(self, request: PrefillRequest, *, trace_id: str) -> StageCall:
+        """Opened once the first token is there."""
 
-    def decode(self, request: DecodeRequest, *, trace_id: str) -> AbstractAsyncContextManager[Answer]:
-        """Entered once the second token is there, or the whole answer where it is not streamed."""
+    def decode(self, request: DecodeRequest, *, trace_id: str) -> StageCall:
+        """Opened once the second token is there, or the whole answer where it is not streamed."""

@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import io
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator
 from types import TracebackType
 from typing import Self
 
-import aiohttp
 import msgspec
 
 from epd_serve.backends.base import InstanceLost
-from epd_serve.errors import InvalidRequest, StageTimeout, error_from_response
-from epd_serve.protocol import frames, wire
+from epd_serve.backends.http_client import HttpCall, HttpPool
+from epd_serve.errors import InvalidRequest, StageTimeout
+from epd_serve.protocol import frames, prompt_note, wire
+from epd_serve.protocol.media_message import encode_in_parts
 from epd_serve.protocol.prompt_calls import DetokenizeReply, DetokenizeRequest, TokenizeReply, TokenizeRequest
 
 INFO_TIMEOUT_S = 10.0
-CONNECT_TIMEOUT_S = 5.0
 #: Beyond the time that a probe gives the instance.
 PROBE_MARGIN_S = 0.5
-#: Below the keep-alive time of the instances' server (5 s), so that a call never meets a connection that is just
-#: being closed.
-KEEP_ALIVE_S = 3.0
-LARGE_BODY_BYTES = 256 * 1024
+_MAX_REPORT_BYTES = 1 << 20
+_HEADERS = f"content-type: {wire.CONTENT_TYPE}\r\n{wire.REQUEST_ID_HEADER}: "
+_NEXT = wire.NEXT_HEADER.encode()
+_FRAMES = frames.CONTENT_TYPE.encode()
+_NOTE = prompt_note.HEADER.lower().encode()
 
 
 class NativeConnections:
@@ -35,155 +33,121 @@ class NativeConnections:
     """
 
     def __init__(self) -> None:
-        self._session: aiohttp.ClientSession | None = None
+        self._pools: list[HttpPool] = []
+
+    def pool(self, name: str, url: str) -> HttpPool:
+        pool = HttpPool(name, url)
+        self._pools.append(pool)
+        return pool
 
     async def __aenter__(self) -> Self:
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            auto_decompress=False,
-        )
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self.session.close()
-
-    @property
-    def session(self) -> aiohttp.ClientSession:
-        assert self._session is not None, "used before its context was entered"
-        return self._session
+        await asyncio.gather(*(pool.close() for pool in self._pools))
 
 
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    response: aiohttp.ClientResponse
-    origin: str
+class _StageCall(HttpCall):
+    """:class:`epd_serve.backends.base.StageCall`, and the Answer that it opens with."""
 
     @property
     def decode_follows(self) -> bool:
-        return self.response.headers.get(wire.NEXT_HEADER) == "decode"
+        return self.headers.get(_NEXT) == b"decode"
 
     @property
     def framed(self) -> bool:
-        return self.response.headers.get("content-type") == frames.CONTENT_TYPE
+        return self.headers.get(b"content-type") == _FRAMES
 
-    async def chunks(self) -> AsyncIterator[bytes]:
-        try:
-            async for chunk in self.response.content.iter_any():
-                yield chunk
-        except (aiohttp.ClientError, OSError) as error:
-            raise InstanceLost(f"instance {self.origin} broke off its answer ({error})") from error
+    @property
+    def prompt_note(self) -> str:
+        return self.headers.get(_NOTE, b"").decode("latin-1")
 
 
 class NativeInstance:
     """:class:`epd_serve.backends.base.StageCalls` of one worker process."""
 
     def __init__(self, connections: NativeConnections, name: str, url: str) -> None:
-        self._connections = connections
+        self._pool = connections.pool(name, url)
         self.name = name
-        self.url = url.rstrip("/")
+        self.url = self._pool.url
 
     async def info(self) -> wire.InstanceInfo:
         """Raises InstanceLost also for an answer that is no InstanceInfo or takes over INFO_TIMEOUT_S."""
         try:
-            async with (
-                asyncio.timeout(INFO_TIMEOUT_S),
-                self._connections.session.get(f"{self.url}/info") as response,
-            ):
-                body = await response.read()
-                await self._check(response, body)
-                return wire.from_json(body, wire.InstanceInfo)
-        except (aiohttp.ClientError, OSError) as error:
-            raise self._lost(error) from error
+            async with asyncio.timeout(INFO_TIMEOUT_S):
+                body = await _body(HttpCall(self._pool, "GET", "/info"))
+            return wire.from_json(body, wire.InstanceInfo)
+        except TimeoutError as error:
+            raise InstanceLost(
+                f"instance {self.name} at {self.url} said nothing in {INFO_TIMEOUT_S:g} s"
+            ) from error
         except msgspec.MsgspecError as error:
             raise InstanceLost(f"{self.url}/info is no answer of an instance ({error})") from error
 
     async def probe(self, timeout_s: float) -> None:
         """An instance without that call counts as one that computes. Raises ServeError."""
         try:
-            async with (
-                asyncio.timeout(timeout_s + PROBE_MARGIN_S),
-                self._post("/probe", wire.ProbeRequest(timeout_s), "probe") as response,
-            ):
-                await response.read()
+            async with asyncio.timeout(timeout_s + PROBE_MARGIN_S):
+                await _body(self._call("/probe", [wire.encode(wire.ProbeRequest(timeout_s))], "probe"))
         except InvalidRequest:
             return
         except TimeoutError as error:
             raise StageTimeout(f"instance {self.name} does not answer within {timeout_s:g} s") from error
 
     async def reports(self) -> AsyncGenerator[wire.Report, None]:
+        call = HttpCall(self._pool, "GET", "/reports")
+        call.send()
+        line = b""
         try:
-            async with self._connections.session.get(f"{self.url}/reports") as response:
-                if response.status >= 400:
-                    await self._check(response, await response.read())
-                async for line in response.content:
-                    yield wire.from_json(line, wire.Report)
-        except (aiohttp.ClientError, OSError) as error:
-            raise self._lost(error) from error
-        except ValueError as error:  # of msgspec's too, and of aiohttp's for a line that has no end
+            await call.opened
+            async for chunk in call.chunks():
+                *lines, line = (line + chunk).split(b"\n")
+                if len(line) > _MAX_REPORT_BYTES:
+                    raise ValueError(f"a line of more than {_MAX_REPORT_BYTES} bytes")
+                for one in lines:
+                    yield wire.from_json(one, wire.Report)
+        except ValueError as error:  # of msgspec's too
             raise InstanceLost(f"{self.url}/reports are no reports of an instance ({error})") from error
+        finally:
+            call.close()
 
     async def encode(self, request: wire.EncodeRequest, *, trace_id: str) -> wire.EncodeReply:
-        return await self._ask("/stage/encode", request, wire.EncodeReply, trace_id)
+        return await self._ask("/stage/encode", encode_in_parts(request), wire.EncodeReply, trace_id)
 
     async def tokenize(self, request: TokenizeRequest, *, trace_id: str) -> TokenizeReply:
-        return await self._ask("/prompt/tokenize", request, TokenizeReply, trace_id)
+        return await self._ask("/prompt/tokenize", [wire.encode(request)], TokenizeReply, trace_id)
 
     async def detokenize(self, request: DetokenizeRequest, *, trace_id: str) -> DetokenizeReply:
-        return await self._ask("/prompt/detokenize", request, DetokenizeReply, trace_id)
+        return await self._ask("/prompt/detokenize", [wire.encode(request)], DetokenizeReply, trace_id)
 
-    async def _ask(self, path: str, request: wire.Message, reply_type: type[wire.M], trace_id: str) -> wire.M:
-        async with self._post(path, request, trace_id) as response:
-            try:
-                return wire.decode(await response.read(), reply_type)
-            except (aiohttp.ClientError, OSError) as error:
-                raise self._lost(error) from error
-            except msgspec.MsgspecError as error:
-                raise InstanceLost(f"instance {self.name} gave an unreadable answer ({error})") from error
-
-    @asynccontextmanager
-    async def prefill(self, request: wire.PrefillRequest, *, trace_id: str) -> AsyncIterator[_Answer]:
-        async with self._post("/stage/prefill", request, trace_id) as response:
-            yield _Answer(response, self.name)
-
-    @asynccontextmanager
-    async def decode(self, request: wire.DecodeRequest, *, trace_id: str) -> AsyncIterator[_Answer]:
-        async with self._post("/stage/decode", request, trace_id) as response:
-            yield _Answer(response, self.name)
-
-    @asynccontextmanager
-    async def _post(
-        self, path: str, message: wire.Message, trace_id: str
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
-        headers = {"content-type": wire.CONTENT_TYPE, wire.REQUEST_ID_HEADER: trace_id}
+    async def _ask(self, path: str, request: list[bytes], reply_type: type[wire.M], trace_id: str) -> wire.M:
+        body = await _body(self._call(path, request, trace_id))
         try:
-            body = wire.encode(message)
-            # As a file, a large body goes out piece by piece, and other requests get their turn in between.
-            data = body if len(body) < LARGE_BODY_BYTES else io.BytesIO(body)
-            response = await self._connections.session.post(self.url + path, data=data, headers=headers)
-        except (aiohttp.ClientError, OSError) as error:
-            raise self._lost(error) from error
-        try:
-            if response.status >= 400:
-                try:
-                    body = await response.read()
-                except (aiohttp.ClientError, OSError) as error:
-                    raise self._lost(error) from error
-                raise error_from_response(response.status, body, origin=f"instance {self.name}")
-            yield response
-        finally:
-            # Gives the connection back where the answer was read to its end; otherwise closes it, which is how the
-            # instance learns that nobody waits any more.
-            response.close() if not response.content.at_eof() else response.release()
+            return wire.decode(body, reply_type)
+        except msgspec.MsgspecError as error:
+            raise InstanceLost(f"instance {self.name} gave an unreadable answer ({error})") from error
 
-    async def _check(self, response: aiohttp.ClientResponse, body: bytes) -> None:
-        if response.status >= 400:
-            raise error_from_response(response.status, body, origin=f"instance {self.name}")
+    def prefill(self, request: wire.PrefillRequest, *, trace_id: str) -> _StageCall:
+        return self._post("/stage/prefill", [wire.encode(request)], trace_id)
 
-    def _lost(self, error: Exception) -> InstanceLost:
-        return InstanceLost(
-            f"instance {self.name} at {self.url} is not reachable ({error or type(error).__name__})"
-        )
+    def decode(self, request: wire.DecodeRequest, *, trace_id: str) -> _StageCall:
+        return self._post("/stage/decode", [wire.encode(request)], trace_id)
+
+    def _post(self, path: str, body: list[bytes], trace_id: str) -> _StageCall:
+        call = self._call(path, body, trace_id)
+        call.send()
+        return call
+
+    def _call(self, path: str, body: list[bytes], trace_id: str) -> _StageCall:
+        return _StageCall(self._pool, "POST", path, f"{_HEADERS}{trace_id}\r\n", body)
+
+
+async def _body(call: HttpCall) -> bytes:
+    try:
+        call.send()
+        await call.opened
+        return await call.read()
+    finally:
+        call.close()

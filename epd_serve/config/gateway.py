@@ -271,6 +271,14 @@ class GatewayConfig(Section):
     )
     guard_metrics: bool = Field(default=False, description="Whether /metrics asks for an API key, too.")
     admin: AdminConfig = AdminConfig()
+    access_log: Annotated[str, Field(min_length=1)] | None = Field(
+        default=None,
+        description="File, relative to this one, that gets a line of JSON for each request; '-' is the standard "
+        "output. It may be moved away at any time. null: there is none.",
+    )
+    dashboard: bool = Field(
+        default=True, description="Whether /dashboard shows the deployment live; its data ask for an API key, too."
+    )
 
     @property
     def needs_key(self) -> bool:

@@ -89,6 +89,8 @@ def _gateway_paths(gateway: GatewayConfig, here: Path) -> dict[str, Any]:
         changes["api_key"] = {"file": str(here / gateway.api_key.file.expanduser())}
     if isinstance(gateway.admin.key, SecretSource) and gateway.admin.key.file is not None:
         changes["admin"] = {"key": {"file": str(here / gateway.admin.key.file.expanduser())}}
+    if gateway.access_log not in (None, "-"):
+        changes["access_log"] = str(here / Path(gateway.access_log).expanduser())
     return changes
 
 

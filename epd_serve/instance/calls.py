@@ -65,6 +65,7 @@ class StageCalls:
     async def _encode(self, body: bytes) -> Reply:
         self._stages.check_accepting()
         request = wire.decode(body, wire.EncodeRequest)
+        self._stages.metrics.received(request.request_id, request.traceparent, request.ref.mm_hash)
         reports, mm_hash = self._stages.reports, request.ref.mm_hash
         with reports.call(Stage.ENCODE, request.request_id):
             is_named = reports.will_have(mm_hash)
@@ -81,12 +82,14 @@ class StageCalls:
     async def _prefill(self, body: bytes) -> Reply:
         self._stages.check_accepting()
         request = wire.decode(body, wire.PrefillRequest)
+        self._stages.metrics.received(request.request_id, request.traceparent)
         with self._stages.reports.call(Stage.PREFILL, request.request_id):
             return await self._stages.prefills().prefill(request)
 
     async def _decode(self, body: bytes) -> Reply:
         self._stages.check_accepting()
         request = wire.decode(body, wire.DecodeRequest)
+        self._stages.metrics.received(request.request_id, request.traceparent)
         with self._stages.reports.call(Stage.DECODE, request.request_id):
             return await self._stages.decodes().decode(request)
 

@@ -33,7 +33,9 @@ from epd_serve.instance.rates import StageRates
 from epd_serve.instance.reports import Reporter
 from epd_serve.instance.request_processor import RequestProcessor
 from epd_serve.instance.status import StatusCalls
+from epd_serve.instance.tracing import StageTracing
 from epd_serve.media import MediaLimits
+from epd_serve.metrics.otel import span_recorder
 from epd_serve.metrics.trace import TraceWriter
 from epd_serve.models.family import Family, load_family
 from epd_serve.models.loader import media_fingerprint
@@ -74,7 +76,9 @@ class Instance:
         self.trace = TraceWriter(options.trace, options.name) if options.trace else None
         # where Mooncake takes nothing, an instance's own store does
         stores = dict.fromkeys(("embedded", options.feature_store))
-        self.metrics = InstanceMetrics(self.trace, stores=tuple(stores))
+        recorder = span_recorder(options.name)
+        self._tracing = None if recorder is None else StageTracing(recorder, options.name)
+        self.metrics = InstanceMetrics(self.trace, stores=tuple(stores), tracing=self._tracing)
         self.pulls = Pulls()
         self.rates = StageRates(time.monotonic)
         self.reports = Reporter(self.load, self.check_ready)
@@ -166,6 +170,8 @@ class Instance:
         self._streams.board.close()
         if self.trace is not None:
             self.trace.close()
+        if self._tracing is not None:
+            await asyncio.to_thread(self._tracing.close)
 
     # ------------------------------------------------------------------ calls
 

@@ -13,6 +13,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from epd_serve.config.options import FeatureStoreKind
 from epd_serve.instance.feature_supply import FetchTiming
 from epd_serve.instance.request_processor import Kind, Preparation
+from epd_serve.instance.tracing import StageTracing
 from epd_serve.metrics.timeline import FEATURE_WAIT, STAGES, StageSpan, Timeline
 from epd_serve.metrics.trace import TraceWriter
 from epd_serve.protocol.wire import Load
@@ -39,6 +40,7 @@ class InstanceMetrics:
     Args:
         trace: where the same is written as it happens; None: nowhere.
         stores: the feature stores that will tell what they do.
+        tracing: what is told of each stage for OpenTelemetry; None: nothing.
 
     Attributes:
         timeline: is told what becomes of each request.
@@ -50,9 +52,11 @@ class InstanceMetrics:
         clock: Callable[[], float] = time.monotonic,
         *,
         stores: tuple[FeatureStoreKind, ...] = ("embedded",),
+        tracing: StageTracing | None = None,
     ) -> None:
         self.registry = CollectorRegistry()
         self.trace = trace
+        self._tracing = tracing
         self._clock = clock
         self._paused_s = 0.0
         self.timeline = Timeline(clock, self._passed)
@@ -228,6 +232,11 @@ class InstanceMetrics:
                 prefill_tokens=num_prefill_tokens,
             )
 
+    def received(self, request_id: str, traceparent: str, item: str = "") -> None:
+        """A stage call has come; ``item`` is an encode's mm_hash."""
+        if self._tracing is not None and traceparent:
+            self._tracing.received(request_id, traceparent, item)
+
     def tower_computed(self, num_images: int, num_pixels: int, seconds: float) -> None:
         self._tower_images.inc(num_images)
         self._tower_pixels.inc(num_pixels)
@@ -247,6 +256,8 @@ class InstanceMetrics:
         if self.trace is not None:
             item = {"item": span.item} if span.item else {}
             self.trace.span(span.request_id, span.stage, span.start_s, span.end_s, **item)
+        if self._tracing is not None:
+            self._tracing.passed(span)
 
     def paced(self, figures: PaceFigures) -> None:
         """Before :meth:`render`."""

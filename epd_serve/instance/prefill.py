@@ -7,7 +7,7 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -20,7 +20,7 @@ from epd_serve.instance.kv_delivery import Delivery
 from epd_serve.instance.prompt import Prompt, PromptProcessor
 from epd_serve.instance.request_processor import S_PER_CHARACTER, RequestProcessor
 from epd_serve.metrics.timeline import Timeline
-from epd_serve.protocol import frames, prompt_calls, wire
+from epd_serve.protocol import frames, prompt_calls, prompt_note, wire
 from epd_serve.request import Sequence
 from epd_serve.transfer.kv_sender import OutgoingTransfer
 from epd_serve.worker.engine import Engine
@@ -29,6 +29,7 @@ from epd_serve.worker.events import EngineEvent, FailureEvent, PromptEvent
 logger = logging.getLogger(__name__)
 
 _NEXT = wire.NEXT_HEADER.encode()
+_NOTE = prompt_note.HEADER.encode()
 NEXT_NONE = (_NEXT, b"none")
 NEXT_DECODE = (_NEXT, b"decode")
 
@@ -123,10 +124,9 @@ class PrefillService:
         self._preparing[request_id] = self._prompts.estimate(request, self._tokens_per_character())
         try:
             self._inbox.expect(request_id, request.items)  # before all else: features may be here already
+            had = [i for i, item in enumerate(request.items) if self._inbox.get(item.mm_hash) is not None]
             self._timeline.prefill_received(
-                request_id,
-                hand_off=request.decode_url is not None,
-                lacks_features=any(self._inbox.get(item.mm_hash) is None for item in request.items),
+                request_id, hand_off=request.decode_url is not None, lacks_features=len(had) < len(request.items)
             )
             features = asyncio.create_task(self._features(request))
             try:
@@ -134,10 +134,13 @@ class PrefillService:
                     "text", self._prompts.cost_s(request), self._prepare, request
                 )
                 if answer.finished:  # the client lacks nothing but the end
-                    return self._ended(request, answer)
-                if request.decode_url is None:
-                    return await self._serve(request, prompt, answer, features)
-                return await self._hand_over(request, prompt, answer, request.decode_url, features)
+                    reply = self._ended(request, answer)
+                elif request.decode_url is None:
+                    reply = await self._serve(request, prompt, answer, features)
+                else:
+                    reply = await self._hand_over(request, prompt, answer, request.decode_url, features)
+                note = prompt_note.write_prompt_note(len(prompt.ids), had)
+                return replace(reply, headers=(*reply.headers, (_NOTE, note.encode())))
             finally:
                 features.cancel()
         except BaseException:

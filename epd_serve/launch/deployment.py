@@ -72,6 +72,9 @@ class LocalDeployment:
         """
         if config.trace is not None:  # the gateway reads a copy of the file that lies elsewhere
             config = change_config(config, {"trace": str(config.trace.absolute())})
+        if config.gateway.access_log not in (None, "-"):
+            path = str(Path(config.gateway.access_log).absolute())
+            config = change_config(config, {"gateway": {"access_log": path}})
         self.config = config
         model_path(config.model)  # the first thing to get right, whichever ports are taken
         ports = choose_ports(config)

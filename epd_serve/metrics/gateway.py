@@ -2,102 +2,249 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
+from prometheus_client import Counter as PrometheusCounter
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from epd_serve.metrics.tally import Counter, Histogram
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 #: Seconds; from a cached answer of a tiny model to a long generation on a busy device.
 _BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+_TOKEN_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0)
+_TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 131072)
+_STAGES = ("queue", "encode", "prefill", "kv_transfer", "decode")
+_SOURCES = ("encoded", "store", "recomputed", "prefill")
+_REASONS = ("stop", "length", "tool_calls", "abort", "error")
+#: Of the client that left (proxy/endpoint.py).
+_CLIENT_LEFT = 499
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InstanceFigures:
+    """One instance as the gateway sees it.
+
+    Attributes:
+        in_flight: (stage, open calls of this gateway).
+        pending_s: (stage, estimated seconds of work that it has before it).
+        kv_usage: share of its KV blocks that are in use; None where it has none.
+    """
+
+    name: str
+    ready: bool
+    in_flight: Sequence[tuple[str, int]] = ()
+    pending_s: Sequence[tuple[str, float]] = ()
+    kv_usage: float | None = None
+    num_running: int = 0
+    num_waiting: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Tallies(Collector):
+    families: list[Histogram | Counter] = field(default_factory=list)
+
+    def collect(self) -> Iterator[Metric]:
+        for family in self.families:
+            yield from family.collect()
 
 
 class GatewayMetrics:
-    """Names start with ``epd_serve_``; times are in seconds, as the client would see them at the gateway."""
+    """Names start with ``epd_serve_``; times are in seconds, as the client would see them at the gateway.
+
+    Behind the prefix, vLLM's names (``vllm:time_to_first_token_seconds`` and so on) mean what they mean there.
+    """
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.requests = Counter(
-            "epd_serve_requests",
+        self._tallies = _Tallies()
+        endpoint = ("endpoint", "modality")
+        self.requests = self._counter(
+            "requests",
             "Finished requests; status 499: the client left, 599: broken off after the first token",
             ("endpoint", "status", "modality"),
-            registry=self.registry,
         )
-        self.ttft = Histogram(
-            "epd_serve_ttft_seconds",
+        self._success = self._counter(
+            "request_success",
+            "Finished generations by the reason: as the client was told; abort: it left; error: it got an error",
+            ("finished_reason",),
+            [(reason,) for reason in _REASONS],
+        )
+        self._ttft = self._histogram(
+            ("time_to_first_token_seconds", "ttft_seconds"),
             "From the request's arrival to the first token of a streamed answer",
-            ("endpoint", "modality"),
-            buckets=_BUCKETS,
-            registry=self.registry,
+            _BUCKETS,
+            endpoint,
         )
-        self.e2e = Histogram(
-            "epd_serve_e2e_seconds",
+        self._e2e = self._histogram(
+            ("e2e_request_latency_seconds", "e2e_seconds"),
             "From the request's arrival to the end of a complete answer",
-            ("endpoint", "modality"),
-            buckets=_BUCKETS,
-            registry=self.registry,
+            _BUCKETS,
+            endpoint,
         )
-        self.encode_retries = Counter(
-            "epd_serve_encode_retries",
-            "Encode calls that were sent to another instance after a failure",
-            registry=self.registry,
+        self._tpot = self._histogram(
+            ("request_time_per_output_token_seconds", "time_per_output_token_seconds"),
+            "Mean time of a streamed answer's tokens after the first",
+            _TOKEN_SECONDS,
+            endpoint,
         )
-        self.request_retries = Counter(
-            "epd_serve_request_retries",
-            "Requests that were sent to other instances after a failure before the first token",
-            registry=self.registry,
+        self.inter_token = self._histogram(
+            "inter_token_latency_seconds",
+            "Between the arrivals of streamed tokens at the gateway, of one answer in eight",
+            _TOKEN_SECONDS,
+        ).series()
+        self._stages = self._histogram(
+            "stage_seconds",
+            "From a stage's call to its answer, waiting at the instance included; queue: before the first call",
+            _BUCKETS,
+            ("stage",),
         )
-        self.request_continuations = Counter(
-            "epd_serve_request_continuations",
-            "Streamed answers that went on at other instances after a failure in their middle",
-            registry=self.registry,
+        for stage in _STAGES:
+            self._stages.series(stage)
+        self._prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts, media included")
+        self._generation_tokens = self._counter("generation_tokens", "Tokens of answers")
+        self._request_prompt_tokens = self._histogram("request_prompt_tokens", "Of each request", _TOKENS)
+        self._request_generation_tokens = self._histogram("request_generation_tokens", "Of each request", _TOKENS)
+        self._features = self._counter(
+            "features",
+            "Media items by where their features came from: encoded, store (of the encoder), prefill (it had "
+            "them), recomputed (at P, for want of an encoder)",
+            ("source",),
+            [(source,) for source in _SOURCES],
         )
-        self.media_bytes = Counter(
-            "epd_serve_media_bytes",
-            "Bytes of decoded media received or fetched",
-            ("modality",),
-            registry=self.registry,
-        )
-        self.refused = Counter(
-            "epd_serve_refused",
-            "Requests turned away before they ran, by the error's code and the name of the API key",
-            ("reason", "key"),
-            registry=self.registry,
-        )
-        self.queue_wait = Histogram(
-            "epd_serve_queue_wait_seconds",
+        self._mm_queries = self._counter("mm_cache_queries", "Media items asked for")
+        self._mm_hits = self._counter("mm_cache_hits", "Those whose features were in some cache")
+        self.queue_wait = self._histogram(
+            ("request_queue_time_seconds", "queue_wait_seconds"),
             "Time in the admission queue of the requests that had to wait",
-            buckets=_BUCKETS,
-            registry=self.registry,
+            _BUCKETS,
         )
-        self._admitted = Gauge(
-            "epd_serve_requests_running", "Requests that were let to the instances", registry=self.registry
+        self.registry.register(self._tallies)
+        self.encode_retries = self._plain(
+            "encode_retries", "Encode calls that were sent to another instance after a failure"
         )
-        self._queued = Gauge(
-            "epd_serve_requests_waiting", "Requests in the admission queue", registry=self.registry
+        self.request_retries = self._plain(
+            "request_retries", "Requests that were sent to other instances after a failure before the first token"
         )
-        self._in_flight = Gauge(
-            "epd_serve_in_flight_calls",
-            "Open stage calls of this gateway",
-            ("instance", "stage"),
-            registry=self.registry,
+        self.request_continuations = self._plain(
+            "request_continuations",
+            "Streamed answers that went on at other instances after a failure",
         )
-        self._ready = Gauge(
-            "epd_serve_instance_ready",
-            "1 where the instance takes work",
-            ("instance",),
-            registry=self.registry,
+        self.media_bytes = self._plain("media_bytes", "Bytes of decoded media received or fetched", "modality")
+        self.refused = self._plain(
+            "refused",
+            "Requests turned away before they ran, by error code and key's name",
+            "reason",
+            "key",
         )
+        self._running = self._gauges("Requests that were let to the instances", "running")
+        self._waiting = self._gauges("Requests in the admission queue", "waiting")
+        self._in_flight = self._gauge("in_flight_calls", "Open stage calls of this gateway", "instance", "stage")
+        self._ready = self._gauge("instance_ready", "1 where the instance takes work", "instance")
+        self._pending = self._gauge(
+            "pending_seconds", "Estimate of the work that an instance has before it", "instance", "stage"
+        )
+        self._kv_usage = self._gauge("kv_cache_usage_perc", "KV blocks in use; 1 means all", "instance")
+        self._sequences = self._gauge(
+            "instance_requests", "Sequences at an instance, from all gateways", "instance", "state"
+        )
+        self._log_lines = self._gauge("access_log_lines", "Lines written to the access log")
+        self._log_dropped = self._gauge("access_log_dropped_lines", "Lines that it had no room for")
+
+    # ------------------------------------------------------------------ told
+
+    def first_token(self, endpoint: str, modality: str, seconds: float) -> None:
+        self._ttft.observe(seconds, endpoint, modality)
+
+    def finished(
+        self,
+        *,
+        endpoint: str,
+        modality: str,
+        status: int,
+        finish_reason: str,
+        duration_s: float,
+        tpot_s: float | None,
+        prompt_tokens: int | None,
+        output_tokens: int | None,
+        stages: Iterable[tuple[str, float, str]],
+    ) -> None:
+        """A request is over. ``stages``: (name, seconds, source of the feature or "")."""
+        self.requests.add(1.0, endpoint, str(status), modality)
+        if status == 200:
+            self._e2e.observe(duration_s, endpoint, modality)
+            if finish_reason:
+                self._success.add(1.0, finish_reason)
+        elif status == _CLIENT_LEFT:
+            self._success.add(1.0, "abort")
+        elif status >= 500:
+            self._success.add(1.0, "error")
+        if tpot_s is not None:
+            self._tpot.observe(tpot_s, endpoint, modality)
+        if prompt_tokens is not None:
+            self._prompt_tokens.add(prompt_tokens)
+            self._request_prompt_tokens.observe(prompt_tokens)
+        if output_tokens is not None:
+            self._generation_tokens.add(output_tokens)
+            self._request_generation_tokens.observe(output_tokens)
+        for stage, seconds, source in stages:
+            self._stages.observe(seconds, stage)
+            if source:
+                self._features.add(1.0, source)
+                self._mm_queries.add(1.0)
+                if source in ("store", "prefill"):
+                    self._mm_hits.add(1.0)
 
     def watch_admission(self, num_running: Callable[[], float], num_waiting: Callable[[], float]) -> None:
         """Where the gauges of the admission queue look when they are asked."""
-        self._admitted.set_function(num_running)
-        self._queued.set_function(num_waiting)
+        for gauges, look in ((self._running, num_running), (self._waiting, num_waiting)):
+            for gauge in gauges:
+                gauge.set_function(look)
 
-    def render(self, instances: Iterable[tuple[str, bool, Iterable[tuple[str, int]]]]) -> bytes:
-        """The exposition text; ``instances`` gives (name, ready, [(stage, open calls), ...]) as of now."""
-        for name, ready, stages in instances:
-            self._ready.labels(name).set(ready)
-            for stage, value in stages:
-                self._in_flight.labels(name, stage).set(value)
+    def watch_access_log(self, num_written: Callable[[], float], num_dropped: Callable[[], float]) -> None:
+        self._log_lines.set_function(num_written)
+        self._log_dropped.set_function(num_dropped)
+
+    # ------------------------------------------------------------------ asked
+
+    def render(self, instances: Iterable[InstanceFigures]) -> bytes:
+        """The exposition text with ``instances`` as of now."""
+        for one in instances:
+            self._ready.labels(one.name).set(one.ready)
+            for stage, count in one.in_flight:
+                self._in_flight.labels(one.name, stage).set(count)
+            for stage, seconds in one.pending_s:
+                self._pending.labels(one.name, stage).set(seconds)
+            if one.kv_usage is not None:
+                self._kv_usage.labels(one.name).set(one.kv_usage)
+            self._sequences.labels(one.name, "running").set(one.num_running)
+            self._sequences.labels(one.name, "waiting").set(one.num_waiting)
         return generate_latest(self.registry)
+
+    def _counter(self, name: str, text: str, *more: Any) -> Counter:
+        counter = Counter(f"epd_serve_{name}", text, *more)
+        self._tallies.families.append(counter)
+        return counter
+
+    def _histogram(
+        self, names: str | Sequence[str], text: str, bounds: Sequence[float], labels: Sequence[str] = ()
+    ) -> Histogram:
+        names = [names] if isinstance(names, str) else names
+        histogram = Histogram([f"epd_serve_{name}" for name in names], text, bounds, labels)
+        self._tallies.families.append(histogram)
+        return histogram
+
+    def _plain(self, name: str, text: str, *labels: str) -> PrometheusCounter:
+        return PrometheusCounter(f"epd_serve_{name}", text, labels, registry=self.registry)
+
+    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        return Gauge(f"epd_serve_{name}", text, labels, registry=self.registry)
+
+    def _gauges(self, text: str, state: str) -> tuple[Gauge, Gauge]:
+        """Under vLLM's name and under the one that it had here before."""
+        return self._gauge(f"num_requests_{state}", text), self._gauge(f"requests_{state}", text)

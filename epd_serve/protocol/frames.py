@@ -66,6 +66,27 @@ class FrameReader:
         self._rest = bytes(view[start:])
 
 
+def skim(data: bytes) -> tuple[list[bytes], list[bytes], int]:
+    """The token frames at the start of ``data``, many of them at a time.
+
+    Returns their events, their token ids (as in :meth:`FrameReader.feed`), and the index of the first byte that is
+    not of these frames: what stands there is for a FrameReader.
+    """
+    events, token_ids, start, size = [], [], 0, len(data)
+    unpack, head_size = HEAD.unpack_from, HEAD.size
+    while size - start >= head_size:
+        nbytes, choice, num_tokens = unpack(data, start)
+        tokens_start = start + head_size
+        tokens_end = tokens_start + _TOKEN_NBYTES * num_tokens
+        end = start + _LENGTH_NBYTES + nbytes
+        if end > size or end < tokens_end or choice >= ERROR:
+            break
+        token_ids.append(data[tokens_start:tokens_end])
+        events.append(data[tokens_end:end])
+        start = end
+    return events, token_ids, start
+
+
 def events_of(frames: Iterable[bytes]) -> bytes:
     """The server-sent events of an answer, for those that do not care about tokens."""
     reader = FrameReader()

@@ -18,12 +18,14 @@ from epd_serve.protocol.wire import CalledFunction, ChatMessage, Part
 class MediaSource:
     """A media item as the request names it; ``param`` is its place in the request, for error messages.
 
-    ``low_detail``: it is to be read scaled down (see :data:`epd_serve.media.LOW_DETAIL_PIXELS`).
+    ``low_detail``: it is to be read scaled down (see :data:`epd_serve.media.LOW_DETAIL_PIXELS`). ``payload``: the
+    base64 text behind ``url``, a view of the body, where it was left there (proxy/payloads.py).
     """
 
     url: str
     param: str
     low_detail: bool = False
+    payload: memoryview | None = None
 
 
 class ImageUrl(RequestModel):

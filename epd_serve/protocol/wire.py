@@ -54,12 +54,16 @@ NEXT_HEADER = "x-epd-next"
 
 
 class EncodeRequest(Message, frozen=True):
-    """Encode one media item for a request and announce the feature to ``announce_to`` (P's control URL)."""
+    """Encode one media item for a request and announce the feature to ``announce_to`` (P's control URL).
+
+    ``traceparent``, here and below, is W3C's header of that name; "" where the request is in no trace.
+    """
 
     request_id: str
     ref: MediaRef
     media: bytes
     announce_to: str
+    traceparent: str = ""
 
 
 class EncodeReply(Message, frozen=True):
@@ -89,6 +93,7 @@ class PrefillRequest(Message, frozen=True):
     max_model_len: int | None = None
     generated: list[int] = msgspec.field(default_factory=list)
     prompting: PromptOptions = PromptOptions()
+    traceparent: str = ""
 
 
 class DecodeRequest(Message, frozen=True):
@@ -96,6 +101,7 @@ class DecodeRequest(Message, frozen=True):
 
     request_id: str
     stream: bool
+    traceparent: str = ""
 
 
 class Region(Message, frozen=True):

@@ -51,6 +51,14 @@ async def test_instances_come_and_go_without_a_dropped_stream(start, kit):
     assert await gateway.answer(kit.chat()) == (200, kit.WHOLE)
     assert gateway["a1"].calls and [record.name for record in gateway.table] == ["a1"]
     assert await stream == (200, kit.FIRST + kit.REST + kit.DONE)
+    gateway["a1"].scripts["/stage/prefill"] = lambda _: [kit.NONE, kit.FIRST, 0.3, kit.DIE]
+    stream = asyncio.create_task(gateway.raw(kit.chat(stream=True)))
+    await gateway.until(lambda: len(gateway["a1"].calls) == 2)
+    gateway.app.state.control.apply(settings, [])
+    assert b'"error"' in await stream, "it dies after it was taken out"
+    gateway.app.state.control.apply(settings, both[1:])
+    gateway["a1"].scripts.clear()
+    await gateway.until(lambda: gateway.table["a1"].ready)
     with pytest.raises(ValueError, match="unique"):
         gateway.app.state.control.apply(settings, [both[0], both[0]])
     assert [record.name for record in gateway.table] == ["a1"]

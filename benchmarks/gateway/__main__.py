@@ -1,0 +1,139 @@
+"""What a gateway costs: ``python -m benchmarks.gateway [--vllm-proxy FILE] [--vllm-router PROGRAM]``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import urllib.request
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.deployed import machine
+from benchmarks.gateway import peers
+from benchmarks.gateway.answers import write_answers
+from benchmarks.gateway.cells import CELLS, TOKENS, Cell, write_bodies
+from benchmarks.gateway.programs import compile_programs, free_ports, load, running, usage, wait_until_served
+from benchmarks.gateway.report import table
+
+RESULTS = Path(__file__).parent.parent / "results"
+DIRECT = "direct"
+Figures = dict[str, float]
+
+
+def main() -> None:
+    options = _options()
+    chosen = [peers.ours()]
+    if options.vllm_proxy is not None:
+        chosen.append(peers.vllm_epd(options.vllm_proxy, options.python))
+    if options.vllm_router is not None:
+        chosen.append(peers.vllm_router(options.vllm_router))
+    if (nginx := peers.nginx()) is not None:
+        chosen.append(nginx)
+    cells = [cell for cell in CELLS if options.cells is None or any(part in cell.name for part in options.cells)]
+    chosen = [peer for peer in chosen if options.peers is None or peer.name in options.peers]
+    with tempfile.TemporaryDirectory(prefix="epd-serve-gateway-") as directory:
+        report = measure(chosen, cells, Path(directory), options.rounds)
+    print(table(report))
+    if options.out is not None:
+        options.out.with_suffix(".json").write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+        options.out.with_suffix(".md").write_text(table(report))
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gateway", description=__doc__)
+    parser.add_argument("--vllm-proxy", type=Path, help="disagg_epd_proxy.py from the examples of vLLM's sources")
+    parser.add_argument(
+        "--python", default=sys.executable, help="that runs it; needs aiohttp, fastapi, msgspec, uvloop"
+    )
+    parser.add_argument("--vllm-router", help="program of the package vllm-router")
+    parser.add_argument("--rounds", type=int, default=3, help="interleaved; medians are taken")
+    parser.add_argument("--cells", nargs="+", help="only those whose name has one of these parts")
+    parser.add_argument("--peers", nargs="+", help="only these")
+    parser.add_argument("--out", type=Path, help="data goes to OUT.json, the table to OUT.md")
+    return parser.parse_args()
+
+
+def measure(chosen: list[peers.Peer], cells: list[Cell], directory: Path, rounds: int) -> dict[str, Any]:
+    """Run every cell on every gateway in turn, ``rounds`` times; medians by cell and gateway."""
+    compile_programs(directory)
+    bodies = write_bodies(directory)
+    stage_ports = free_ports(6)
+    stages = peers.Stages(encode=stage_ports[:2], prefill=stage_ports[2:4], decode=stage_ports[4:])
+    write_answers(directory, stages.all)
+    with ExitStack() as stack:
+        command = [str(directory / "stage"), str(directory), str(TOKENS)]
+        stack.enter_context(
+            running([*command, *(f"{role}:{port}" for role, port in stages.all)], directory / "stage.log")
+        )
+        running_peers: dict[str, tuple[int, psutil.Process | None]] = {DIRECT: (stages.decode[0], None)}
+        for peer in chosen:
+            [port] = free_ports(1)
+            log = directory / f"{peer.name}.log"
+            tree = stack.enter_context(running(peer.command(stages, port, directory), log))
+            wait_until_served(port, bodies["1 image"].read_bytes(), log)
+            running_peers[peer.name] = (port, tree)
+        runs: dict[str, dict[str, list[Figures]]] = {}
+        for number in range(rounds):
+            for cell in cells:
+                for name, (port, tree) in running_peers.items():
+                    _set_gap(stages.decode[0], cell.gap_ms)
+                    figures = _run(cell, port, tree, directory, bodies[cell.body])
+                    runs.setdefault(cell.name, {}).setdefault(name, []).append(figures)
+                    _progress(number, cell, name, figures)
+    return {
+        "machine": machine(),
+        "rounds": rounds,
+        "tokens": TOKENS,
+        "gateways": {peer.name: peer.what for peer in chosen},
+        "cells": {cell: {name: _medians(many) for name, many in by.items()} for cell, by in runs.items()},
+    }
+
+
+def _run(cell: Cell, port: int, tree: psutil.Process | None, directory: Path, body: Path) -> Figures:
+    before = None if tree is None else usage(tree)
+    seen = load(directory / "load", port, body, cell.connections, cell.seconds, TOKENS, cell.rate)
+    if seen["failed"]:
+        print(f"{cell.name}: {seen['failed']} requests failed, the first with {seen['failure']}", file=sys.stderr)
+    figures = {
+        "requests": float(seen["ok"]),
+        "failed": float(seen["failed"]),
+        "requests_per_s": seen["ok"] / seen["seconds"],
+        "most_in_flight": float(seen["most_in_flight"]),
+        **{
+            name: seen[name]
+            for name in ("ttft_p50_ms", "ttft_p99_ms", "latency_p50_ms", "delay_p50_ms", "delay_p99_ms")
+        },
+    }
+    if tree is not None and before is not None:
+        after = usage(tree)
+        figures["cpu_ms"] = 1000 * (after.cpu_s - before.cpu_s) / max(1, seen["ok"])
+        figures["rss_mib"] = after.rss_bytes / 2**20
+    return figures
+
+
+def _medians(many: list[Figures]) -> Figures:
+    return {name: round(statistics.median(one[name] for one in many), 4) for name in many[0]}
+
+
+def _set_gap(port: int, gap_ms: int) -> None:
+    urllib.request.urlopen(f"http://127.0.0.1:{port}/gap/{gap_ms}").read()
+
+
+def _progress(number: int, cell: Cell, name: str, figures: Figures) -> None:
+    cpu = f"{figures['cpu_ms']:.3f} ms CPU" if "cpu_ms" in figures else ""
+    print(
+        f"round {number + 1}  {cell.name:32} {name:12} {figures['requests']:6.0f} requests  {cpu:15}"
+        f" TTFT {figures['ttft_p50_ms']:.2f} ms, token delay p99 {figures['delay_p99_ms']:.1f} ms",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,392 @@
+"""HTTP/1.1 to one instance over kept-alive connections, for calls by the thousand per second.
+
+A call costs no task: its request is written at once where a connection is idle, and what comes back is handed on
+from the event loop's own callbacks. Parsing is llhttp's (httptools).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+from urllib.parse import urlsplit
+
+import httptools
+
+from epd_serve.backends.base import InstanceLost
+from epd_serve.errors import error_from_response
+
+CONNECT_TIMEOUT_S = 5.0
+#: Below the keep-alive time of the instances' server (5 s), so that a call never meets a connection that is just
+#: being closed.
+KEEP_ALIVE_S = 3.0
+MAX_HEAD_BYTES = 64 * 1024
+#: An answer that nobody reads yet is held up to here; then the instance has to wait.
+MAX_UNREAD_BYTES = 256 * 1024
+
+
+class HttpPool:
+    """The connections to one address; there are as many as there are calls."""
+
+    def __init__(self, name: str, url: str) -> None:
+        """``name`` is the instance's, for error messages. Raises ValueError for a URL that is not http(s)."""
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"{url!r} is no URL of an instance; it should look like 'http://10.0.0.1:9000'")
+        self.name = name
+        self.url = url.rstrip("/")
+        self._host = parts.hostname
+        self._tls = parts.scheme == "https"
+        self._port = parts.port or (443 if self._tls else 80)
+        self._prefix = parts.path.rstrip("/")
+        self._host_header = parts.netloc.rpartition("@")[2]
+        self._idle: list[_Connection] = []
+        self._connections: set[_Connection] = set()
+        self._connecting: set[asyncio.Task[None]] = set()
+        self._all_closed = asyncio.Event()
+        self._all_closed.set()
+
+    def head(self, method: str, path: str, headers: str, size: int) -> bytes:
+        """Of a request with a body of ``size`` bytes. ``headers`` are lines that end with CR LF."""
+        text = (
+            f"{method} {self._prefix}{path} HTTP/1.1\r\nhost: {self._host_header}\r\n{headers}"
+            f"content-length: {size}\r\n\r\n"
+        )
+        return text.encode("latin-1")
+
+    def send(self, call: HttpCall) -> None:
+        """On an idle connection at once, else on a new one."""
+        connection = self._take_idle()
+        if connection is not None:
+            connection.begin(call)
+        else:
+            call.connecting = asyncio.get_running_loop().create_task(self._connect(call))
+            self._connecting.add(call.connecting)
+            call.connecting.add_done_callback(self._connecting.discard)
+
+    async def close(self) -> None:
+        for task in self._connecting:
+            task.cancel()
+        await asyncio.gather(*self._connecting, return_exceptions=True)
+        for connection in list(self._connections):
+            connection.abort()
+        await self._all_closed.wait()
+
+    def _take_idle(self) -> _Connection | None:
+        if not self._idle:
+            return None
+        oldest_s = asyncio.get_running_loop().time() - KEEP_ALIVE_S
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.idle_since_s >= oldest_s and not connection.is_closing:
+                return connection
+            connection.abort()
+        return None
+
+    async def _connect(self, call: HttpCall) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                _, connection = await loop.create_connection(
+                    lambda: _Connection(self), self._host, self._port, ssl=self._tls or None
+                )
+        except OSError as error:  # TimeoutError is one
+            call.fail(call.lost(str(error) or f"no connection in {CONNECT_TIMEOUT_S:g} s"))
+            return
+        if call.closed:
+            connection.abort()
+        else:
+            connection.begin(call)
+
+    def put_back(self, connection: _Connection) -> None:
+        connection.idle_since_s = asyncio.get_running_loop().time()
+        if not self._idle:
+            asyncio.get_running_loop().call_later(KEEP_ALIVE_S, self._close_old)
+        self._idle.append(connection)
+
+    def _close_old(self) -> None:
+        oldest_s = asyncio.get_running_loop().time() - KEEP_ALIVE_S
+        for connection in [one for one in self._idle if one.idle_since_s <= oldest_s]:
+            self._idle.remove(connection)
+            connection.abort()
+        if self._idle:
+            asyncio.get_running_loop().call_later(max(0.1, self._idle[0].idle_since_s - oldest_s), self._close_old)
+
+    def opened(self, connection: _Connection) -> None:
+        self._connections.add(connection)
+        self._all_closed.clear()
+
+    def lost(self, connection: _Connection) -> None:
+        self._connections.discard(connection)
+        if not self._connections:
+            self._all_closed.set()
+        if connection in self._idle:
+            self._idle.remove(connection)
+
+
+class HttpCall:
+    """One request and its answer. After :meth:`send`, :meth:`close` must be called; before the answer's end it
+    breaks the call off.
+
+    Attributes:
+        opened: done when the answer's head is there. An answer with status 400 or above is an error, which is set
+            here once its body is complete (:func:`epd_serve.errors.error_from_response`); a connection that fails
+            is InstanceLost.
+        headers: of the answer, names in lower case.
+    """
+
+    def __init__(
+        self, pool: HttpPool, method: str, path: str, headers: str = "", body: Sequence[bytes] = ()
+    ) -> None:
+        self._pool = pool
+        self.request = [pool.head(method, path, headers, sum(map(len, body))), *body]
+        self.connecting: asyncio.Task[None] | None = None
+        self.connection: _Connection | None = None
+        self.opened: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self.status = 0
+        self.headers: dict[bytes, bytes] = {}
+        self.closed = False
+        self._complete = False
+        self._failure: Exception | None = None
+        self._pieces: list[bytes] = []
+        self._unread_bytes = 0
+        self._write: Callable[[bytes], bool] | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    def send(self) -> None:
+        self._pool.send(self)
+
+    async def read(self) -> bytes:
+        """The whole body. Raises InstanceLost where it breaks off."""
+        while not self._complete:
+            if self._failure is not None:
+                raise self._failure
+            self._resume()
+            await self._wait()
+        return self._take()
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        """The body as it comes, never empty pieces. Raises InstanceLost where it breaks off."""
+        while True:
+            if self._pieces:
+                chunk = self._take()
+                self._resume()
+                yield chunk
+            elif self._complete:
+                return
+            elif self._failure is not None:
+                raise self._failure
+            else:
+                await self._wait()
+
+    async def forward(self, write: Callable[[bytes], bool]) -> bool:
+        """Hand the body to ``write`` as it comes, from the event loop's callbacks, until it returns False.
+
+        Returns whether the body is complete; where it is not, no more is handed on until the next call of this
+        method. What ``write`` raises is raised here. Raises InstanceLost where the body breaks off.
+        """
+        if self._pieces and not write(self._take()):
+            return self._complete
+        if not self._complete and self._failure is None:
+            self._write = write
+            self._resume()
+            try:
+                await self._wait()
+            finally:
+                self._write = None
+        if self._failure is not None and not self._pieces:
+            raise self._failure
+        return self._complete and not self._pieces
+
+    def close(self) -> None:
+        """Break the call off unless its answer is complete; closing its connection tells the instance."""
+        self.closed = True
+        if self.connecting is not None and not self.connecting.done():
+            self.connecting.cancel()
+        if self.connection is not None:
+            self.connection.abort()
+            self.connection = None
+        if not self.opened.done():
+            self.opened.cancel()
+        elif not self.opened.cancelled():
+            self.opened.exception()  # nobody has to ask for it
+        self._pieces.clear()
+
+    def lost(self, reason: str) -> InstanceLost:
+        if self.status:
+            return InstanceLost(f"instance {self._pool.name} broke off its answer ({reason})")
+        return InstanceLost(f"instance {self._pool.name} at {self._pool.url} is not reachable ({reason})")
+
+    # What follows is called by the connection.
+
+    def begin(self, status: int, headers: dict[bytes, bytes]) -> None:
+        self.status = status
+        self.headers = headers
+        if status < 400 and not self.opened.done():
+            self.opened.set_result(self)
+
+    def feed(self, pieces: list[bytes]) -> None:
+        """Take pieces of the body; empties the list."""
+        if self._write is not None:
+            data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+            pieces.clear()
+            try:
+                more = self._write(data)
+            except Exception as error:  # noqa: BLE001 - the one who waits in forward() gets it
+                more = False
+                self._failure = error
+            if not more:
+                self._write = None
+                self._wake()
+            return
+        self._unread_bytes += sum(map(len, pieces))
+        self._pieces += pieces
+        pieces.clear()
+        self._wake()
+        if self._unread_bytes > MAX_UNREAD_BYTES and self.connection is not None:
+            self.connection.pause()
+
+    def end(self) -> None:
+        self._complete = True
+        self.connection = None
+        if self.status >= 400 and not self.opened.done():
+            body = self._take()
+            self.opened.set_exception(error_from_response(self.status, body, origin=f"instance {self._pool.name}"))
+        self._wake()
+
+    def fail(self, error: Exception) -> None:
+        self.connection = None
+        if self._complete or self.closed:
+            return
+        self._failure = error
+        if not self.opened.done():
+            self.opened.set_exception(error)
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def _wait(self) -> None:
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _take(self) -> bytes:
+        data = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
+        self._pieces.clear()
+        self._unread_bytes = 0
+        return data
+
+    def _resume(self) -> None:
+        if self.connection is not None:
+            self.connection.resume()
+
+
+class _Connection(asyncio.Protocol):
+    """Parses answers; one call at a time."""
+
+    def __init__(self, pool: HttpPool) -> None:
+        self._pool = pool
+        self._transport: asyncio.Transport
+        self.idle_since_s = 0.0
+        self._call: HttpCall | None = None
+        self._headers: dict[bytes, bytes] = {}
+        self._pieces: list[bytes] = []
+        self._head_bytes = 0
+        self._begun = self._ended = self._reusable = self._paused = False
+        # A namespace of their own, where the parser finds them without a frame of Python for each piece.
+        self._parser = httptools.HttpResponseParser(
+            SimpleNamespace(
+                on_header=self._on_header,
+                on_headers_complete=self._on_headers_complete,
+                on_body=self._pieces.append,
+                on_message_complete=self._on_message_complete,
+            )
+        )
+
+    def begin(self, call: HttpCall) -> None:
+        self._call = call
+        call.connection = self
+        self._head_bytes = 0
+        self._begun = self._ended = False
+        request, call.request = call.request, []
+        self._transport.writelines(request)
+
+    @property
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
+
+    def abort(self) -> None:
+        self._transport.abort()
+
+    def pause(self) -> None:
+        if not self._paused and not self._transport.is_closing():
+            self._paused = True
+            self._transport.pause_reading()
+
+    def resume(self) -> None:
+        if self._paused and not self._transport.is_closing():
+            self._paused = False
+            self._transport.resume_reading()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by name
+        self._pool.opened(self)
+
+    def data_received(self, data: bytes) -> None:
+        call = self._call
+        if call is None:  # nobody has asked: the server wants to end the connection, or is not in its senses
+            self._transport.abort()
+            return
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self._give_up(f"no HTTP answer: {error}")
+            return
+        if not self._begun:
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self._give_up(f"the head of its answer has more than {MAX_HEAD_BYTES} bytes")
+            return
+        if self._pieces:
+            call.feed(self._pieces)
+        if self._ended and self._call is call:
+            self._call = None
+            call.end()
+            # An answer before its request was out leaves the rest of the request on the connection.
+            if self._reusable and not self._transport.get_write_buffer_size():
+                self.resume()
+                self._pool.put_back(self)
+            else:
+                self._transport.abort()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._pool.lost(self)
+        call, self._call = self._call, None
+        if call is not None:
+            call.fail(call.lost(str(error) if error else "the connection was closed"))
+
+    def _give_up(self, reason: str) -> None:
+        call, self._call = self._call, None
+        self._transport.abort()
+        if call is not None:
+            call.fail(call.lost(reason))
+
+    def _on_header(self, name: bytes, value: bytes) -> None:
+        self._headers[name.lower()] = value
+
+    def _on_headers_complete(self) -> None:
+        status = self._parser.get_status_code()
+        headers, self._headers = self._headers, {}
+        if status >= 200 and self._call is not None:
+            self._begun = True
+            self._call.begin(status, headers)
+
+    def _on_message_complete(self) -> None:
+        if self._begun:
+            self._ended = True
+            self._reusable = self._parser.should_keep_alive()

@@ -1,0 +1,90 @@
+"""The size of a plain JPEG or PNG from its first bytes, without opening the file.
+
+Only files about which nothing is left to find out are answered: no EXIF or XMP, which may turn the picture, no
+unusual coding, no damage in what is read. All others are Pillow's (:func:`epd_serve.media.pixel_size`), which
+gives the same sizes for those that are answered here.
+"""
+
+from __future__ import annotations
+
+import zlib
+
+#: What is looked at of a file.
+HEADER_BYTES = 64 * 1024
+
+_PNG = b"\x89PNG\r\n\x1a\n"
+#: Chunks before the pixels that say nothing of size or orientation.
+_PLAIN_CHUNKS = frozenset({b"sRGB", b"gAMA", b"pHYs", b"cHRM", b"sBIT", b"bKGD", b"tIME"})
+#: (bit depth, colour type)
+_PNG_KINDS = frozenset({(8, 0), (8, 2), (8, 4), (8, 6), (1, 0), (2, 0), (4, 0)})
+_JPEG = b"\xff\xd8\xff"
+_JFIF, _COMMENT, _DQT, _DHT, _DRI, _SOS = 0xE0, 0xFE, 0xDB, 0xC4, 0xDD, 0xDA
+#: Baseline, extended sequential and progressive frames, all of Huffman codes.
+_FRAMES = frozenset({0xC0, 0xC1, 0xC2})
+
+
+def plain_size(data: bytes) -> tuple[int, int] | None:
+    """(width, height) in pixels, or None where Pillow should look."""
+    if data[:3] == _JPEG:
+        return _jpeg_size(data[:HEADER_BYTES])
+    if data[:8] == _PNG:
+        return _png_size(data[:HEADER_BYTES])
+    return None
+
+
+def _jpeg_size(head: bytes) -> tuple[int, int] | None:
+    """Of a file whose segments up to the first scan are all here and plain."""
+    size: tuple[int, int] | None = None
+    position = 2
+    while position + 4 <= len(head) and head[position] == 0xFF:
+        marker = head[position + 1]
+        length = int.from_bytes(head[position + 2 : position + 4])
+        segment = head[position + 4 : position + 2 + length]
+        if len(segment) != length - 2:
+            return None
+        if marker == _SOS:
+            return size
+        if marker in _FRAMES:
+            if size is not None or len(segment) < 6 or segment[0] != 8 or segment[5] not in (1, 3):
+                return None
+            if len(segment) != 6 + 3 * segment[5]:
+                return None
+            height, width = int.from_bytes(segment[1:3]), int.from_bytes(segment[3:5])
+            if not width or not height:
+                return None
+            size = width, height
+        elif marker == _JFIF:
+            if segment[:5] != b"JFIF\x00" or len(segment) < 14:
+                return None
+        elif marker == _DQT:
+            if not segment or any(table >> 4 for table in segment[:: 1 + 64]) or len(segment) % 65:
+                return None
+        elif marker not in (_DHT, _DRI, _COMMENT):
+            return None
+        position += 2 + length
+    return None
+
+
+def _png_size(head: bytes) -> tuple[int, int] | None:
+    """Of a file whose chunks up to the first of pixels are all here and plain."""
+    size: tuple[int, int] | None = None
+    position = 8
+    while position + 8 <= len(head):
+        length, name = int.from_bytes(head[position : position + 4]), head[position + 4 : position + 8]
+        if name == b"IDAT":
+            return size
+        end = position + 12 + length
+        if end > len(head) or zlib.crc32(head[position + 4 : end - 4]) != int.from_bytes(head[end - 4 : end]):
+            return None
+        if size is None:
+            header = head[position + 8 : end - 4]
+            if name != b"IHDR" or length != 13 or (header[8], header[9]) not in _PNG_KINDS or any(header[10:13]):
+                return None
+            width, height = int.from_bytes(header[:4]), int.from_bytes(header[4:8])
+            if not width or not height or (width | height) >> 31:
+                return None
+            size = width, height
+        elif name not in _PLAIN_CHUNKS:
+            return None
+        position = end
+    return None

@@ -1,0 +1,300 @@
+"""A client's connection: requests for generated text are served here, everything else by uvicorn.
+
+Generation is nearly all that a gateway does, and a general server costs more than the rest of the work on it. So a
+plain ``POST`` to one of the application's endpoints (``app.state.endpoints``) is read into one buffer and answered
+straight from the event loop's callbacks. A connection with anything else in front, or with a head that is not the
+plainest HTTP/1.1, goes to uvicorn's protocol and comes back when another plain POST begins.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import TYPE_CHECKING, Any, cast
+
+from uvicorn.protocols.utils import get_local_addr, get_remote_addr, is_ssl
+
+from proxy.arrival import HeadWatch
+from proxy.http import MAX_HEADER_BYTES, BoundedHttp, arrival_limits
+from proxy.raw_client import RawClient
+
+if TYPE_CHECKING:
+    from uvicorn.config import Config
+    from uvicorn.server import ServerState
+
+_START = b"POST /"
+_HEAD = re.compile(
+    rb"POST (/[!-~]*) HTTP/1\.1\r\n((?:[!#$%&'*+.^_`|~0-9A-Za-z-]+:[\t\x20-\x7e\x80-\xff]*\r\n)+)\r\n"
+)
+_HEADER = re.compile(rb"([^:]+):[ \t]*(.*?)[ \t]*\r\n")
+_LENGTH = re.compile(rb"[0-9]{1,15}")
+#: Headers that ask for more than is done here.
+_UNUSUAL = frozenset({b"transfer-encoding", b"expect", b"upgrade", b"trailer", b"te"})
+
+#: What is not a body is received here and taken out at once; all connections share it.
+_scratch = bytearray(64 * 1024)
+_scratch_view = memoryview(_scratch)
+
+
+class GatewayConnection(asyncio.BufferedProtocol):
+    """uvicorn's ``http=`` protocol class of the gateway."""
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        self._config = config
+        self._state = server_state
+        self._app_state = app_state
+        self._loop = _loop or asyncio.get_event_loop()
+        self._endpoints = getattr(getattr(config.app, "state", None), "endpoints", {})
+        self._transport: asyncio.Transport
+        self._scope: dict[str, Any]
+        self._uvicorn: _ReturningHttp | None = None
+        #: Received and not yet looked at: a head, or what comes behind the request in progress.
+        self._pending = bytearray()
+        self._client: RawClient | None = None
+        self._active_s = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self._reading_paused = False
+        self._stopping = False
+        self._arrival = arrival_limits(config.app)
+        self._head = HeadWatch(self._loop, self._arrival.header_s, self._close)
+
+    # Of uvicorn's server.
+
+    def shutdown(self) -> None:
+        """Close the connection, after the request in progress if there is one."""
+        self._stopping = True
+        if self._client is None:
+            self._transport.close()
+        else:
+            self._client.keep_alive = False
+
+    # Of the transport.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by name
+        self._scope = {
+            "type": "http",
+            "asgi": {"version": self._config.asgi_version, "spec_version": "2.3"},
+            "http_version": "1.1",
+            "method": "POST",
+            "server": get_local_addr(self._transport),
+            "client": get_remote_addr(self._transport),
+            "scheme": "https" if is_ssl(self._transport) else "http",
+            "root_path": "",
+            "query_string": b"",
+        }
+        self._state.connections.add(cast(Any, self))
+        self._head.begin()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._state.connections.discard(cast(Any, self))
+        self._head.stop()
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._client is not None:
+            self._client.lost()
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return _scratch_view if self._client is None else self._client.buffer() or _scratch_view
+
+    def buffer_updated(self, nbytes: int) -> None:
+        taken = 0 if self._client is None else self._client.received(nbytes)
+        if taken == nbytes:
+            return
+        if self._client is None and not self._pending:
+            self._head.begin()
+        self._pending += _scratch_view[taken:nbytes]
+        if self._client is None:
+            self._begin()
+        elif len(self._pending) > MAX_HEADER_BYTES:  # requests sent ahead have to wait for their turn
+            self._reading_paused = True
+            self._transport.pause_reading()
+
+    def eof_received(self) -> None:
+        pass
+
+    def pause_writing(self) -> None:
+        if self._client is not None:
+            self._client.pause()
+
+    def resume_writing(self) -> None:
+        if self._client is not None:
+            self._client.resume()
+
+    # Requests.
+
+    def _begin(self) -> None:
+        """Serve the request at the start of what is pending, if it is there."""
+        pending = self._pending
+        head = _HEAD.match(pending)
+        if head is None:
+            plain = pending.startswith(_START) if len(pending) >= len(_START) else _START.startswith(pending)
+            if not plain or b"\r\n\r\n" in pending or len(pending) > MAX_HEADER_BYTES:
+                self._hand_over()
+            return
+        path = head[1]
+        headers = [(name.lower(), value) for name, value in _HEADER.findall(head[2])]
+        names = {}
+        for name, value in headers:
+            names[name] = None if name in names else value
+        length = names.get(b"content-length")
+        connection = names.get(b"connection", b"keep-alive")
+        endpoint = self._endpoints.get(path)
+        if (
+            endpoint is None
+            or length is None
+            or _LENGTH.fullmatch(length) is None
+            or connection is None
+            or connection.lower() not in (b"keep-alive", b"close")
+            or not _UNUSUAL.isdisjoint(names)
+        ):
+            self._hand_over()
+            return
+        size, end = int(length), head.end()
+        del head
+        client = self._client = RawClient(
+            self._transport,
+            size,
+            memoryview(pending)[end : end + size],
+            max_bytes=endpoint.max_body_bytes,
+            default_headers=self._state.default_headers,
+        )
+        client.keep_alive = connection.lower() == b"keep-alive" and not self._stopping
+        self._pending = pending[end + size :]
+        text = path.decode()
+        scope = {
+            **self._scope,
+            "path": text,
+            "raw_path": path,
+            "headers": headers,
+            "state": self._app_state.copy(),
+            "extensions": client.extensions,
+        }
+        self._head.complete()
+        self._state.total_requests += 1
+        task = self._loop.create_task(client.serve(endpoint, scope))
+        self._state.tasks.add(task)
+        task.add_done_callback(self._finish)
+
+    def _finish(self, task: asyncio.Task[None]) -> None:
+        self._state.tasks.discard(task)
+        client, self._client = self._client, None
+        assert client is not None
+        if self._transport.is_closing():
+            return
+        if not client.is_complete or not client.keep_alive:
+            self._transport.abort() if not client.is_complete else self._transport.close()
+            return
+        if client.unread_bytes:
+            # The rest of a body that was refused is read and forgotten, as the next request comes behind it.
+            self._client = client
+            client.on_skipped = self._next
+            self._timer = self._loop.call_later(self._arrival.time_for_body(client.unread_bytes), self._close)
+            return
+        self._next()
+
+    def _next(self) -> None:
+        if self._client is not None:
+            self._client = None
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+        if self._stopping:
+            self._transport.close()
+            return
+        if self._reading_paused:
+            self._reading_paused = False
+            self._transport.resume_reading()
+        self._active_s = self._loop.time()
+        if self._timer is None:
+            self._timer = self._loop.call_later(self._config.timeout_keep_alive, self._close_if_idle)
+        if self._pending:
+            self._head.begin()
+            self._begin()
+
+    def _close(self) -> None:
+        if not self._transport.is_closing():
+            self._transport.close()
+
+    def _close_if_idle(self) -> None:
+        self._timer = None
+        left_s = self._active_s + self._config.timeout_keep_alive - self._loop.time()
+        if self._client is not None:
+            return  # the next timer starts behind the request
+        if left_s <= 0:
+            self._transport.close()
+        else:
+            self._timer = self._loop.call_later(left_s, self._close_if_idle)
+
+    # uvicorn.
+
+    def _hand_over(self) -> None:
+        if self._uvicorn is None:
+            self._uvicorn = _ReturningHttp(self._config, self._state, self._app_state, self._loop)
+            self._uvicorn.owner = self
+        self._head.stop()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        data, self._pending = bytes(self._pending), bytearray()
+        self._state.connections.discard(cast(Any, self))
+        self._transport.set_protocol(self._uvicorn)
+        self._uvicorn.take_over(self._transport)
+        self._uvicorn.feed(data)
+
+    def take_back(self, data: bytes) -> None:
+        """A plain POST begins on a connection that uvicorn had."""
+        self._state.connections.add(cast(Any, self))
+        self._transport.set_protocol(self)
+        self._head.begin()
+        self._pending += data
+        self._begin()
+
+
+class _ReturningHttp(BoundedHttp):
+    """Gives the connection back where it may."""
+
+    owner: GatewayConnection
+    _made = False
+    #: Between two requests.
+    _between = True
+
+    def take_over(self, transport: asyncio.Transport) -> None:
+        if self._made:
+            self.connections.add(self)
+        else:
+            self._made = True
+            self.connection_made(transport)
+
+    def data_received(self, data: bytes) -> None:
+        if (
+            self._between
+            and data.startswith(_START)
+            and (self.cycle is None or self.cycle.response_complete)
+            and not self.pipeline
+            and _HEAD.match(data) is not None
+        ):
+            self._unset_keepalive_if_required()
+            self.connections.discard(self)
+            self._head.stop()
+            self.owner.take_back(data)
+        else:
+            self.feed(data)
+
+    def feed(self, data: bytes) -> None:
+        self._between = False
+        super().data_received(data)
+
+    def on_message_begin(self) -> None:
+        self._between = False
+        super().on_message_begin()
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._between = True

@@ -1,0 +1,47 @@
+"""Ending what a task does, for a reason that is found outside of it."""
+
+from __future__ import annotations
+
+import asyncio
+from types import TracebackType
+from typing import Self
+
+
+class Interruption:
+    """A block that other code can end with an exception of its choice, by :meth:`fire`.
+
+    Like ``asyncio.timeout``, without a timer of its own: the task is cancelled, and the cancellation leaves the
+    block as the reason. A cancellation from elsewhere stays one.
+    """
+
+    __slots__ = ("_num_cancels", "_reason", "_task")
+
+    def __init__(self) -> None:
+        self._task: asyncio.Task[object] | None = None
+        self._reason: Exception | None = None
+        self._num_cancels = 0
+
+    def fire(self, reason: Exception) -> None:
+        """Raise ``reason`` out of the block; only the first counts, and only while the block runs."""
+        if self._task is not None and self._reason is None:
+            self._reason = reason
+            self._task.cancel()
+
+    def __enter__(self) -> Self:
+        self._task = asyncio.current_task()
+        assert self._task is not None
+        self._num_cancels = self._task.cancelling()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        task, self._task = self._task, None
+        assert task is not None
+        if (
+            self._reason is not None
+            and task.uncancel() <= self._num_cancels
+            and kind is not None
+            and issubclass(kind, asyncio.CancelledError)
+        ):
+            raise self._reason from error

@@ -1,0 +1,99 @@
+"""Where requests are seen to begin and end: metrics, access log, traces and the live page get what they show."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import replace
+
+from epd_serve.metrics.gateway import GatewayMetrics
+from epd_serve.metrics.otel import span_recorder
+from epd_serve.metrics.trace_context import TRACEPARENT_HEADER, TRACESTATE_HEADER, join
+from proxy.access_log import AccessLog
+from proxy.figures import Figures
+from proxy.settings import GatewaySettings
+from proxy.tracing import RequestTracing
+from proxy.trail import Pace, Trail
+
+#: A clock read at every token of every answer would cost more than the rest of what is observed.
+_PACED_EVERY = 8
+
+
+class Observer:
+    """For one event loop; plain objects, for any kind of server. ``begin`` and ``finish`` take a few microseconds.
+
+    Args:
+        access_log: None: there is none.
+        tracing: None: no spans are recorded here; trace contexts are passed on all the same.
+    """
+
+    def __init__(
+        self,
+        metrics: GatewayMetrics,
+        *,
+        access_log: AccessLog | None = None,
+        tracing: RequestTracing | None = None,
+    ) -> None:
+        self.metrics = metrics
+        self.figures = Figures()
+        self.access_log = access_log
+        self.tracing = tracing
+        self._num_begun = 0
+        self.started_s = time.monotonic()
+        if access_log is not None:
+            metrics.watch_access_log(lambda: access_log.num_written, lambda: access_log.num_dropped)
+
+    def begin(self, endpoint: str, headers: Mapping[str, str]) -> Trail:
+        """A request has come."""
+        parent, state = headers.get(TRACEPARENT_HEADER), headers.get(TRACESTATE_HEADER)
+        context = join(parent, state)
+        if self.tracing is not None and self.tracing.samples(context, endpoint) != context.sampled:
+            context = replace(context, sampled=not context.sampled)
+        trail = Trail(endpoint, context, uuid.uuid4().hex, time.monotonic())
+        self._num_begun += 1
+        if not self._num_begun % _PACED_EVERY:
+            trail.pace = Pace(self.metrics.inter_token.observe)
+        return trail
+
+    def first_token(self, trail: Trail) -> None:
+        """A streamed answer begins."""
+        trail.first_s = time.monotonic()
+        self.metrics.first_token(trail.endpoint, trail.modality, trail.first_s - trail.arrived_s)
+
+    def finish(self, trail: Trail, status: int, error: str = "") -> None:
+        """It is over, however it went."""
+        trail.finish(status, error)
+        self.metrics.finished(
+            endpoint=trail.endpoint,
+            modality=trail.modality,
+            status=status,
+            finish_reason=trail.finish_reason,
+            duration_s=trail.duration_s,
+            tpot_s=trail.tpot_s,
+            prompt_tokens=trail.prompt_tokens,
+            output_tokens=trail.output_tokens,
+            stages=[(hop.stage, (hop.end_s or hop.start_s) - hop.start_s, hop.source) for hop in trail.hops],
+        )
+        self.figures.add(trail)
+        if self.access_log is not None:
+            self.access_log.put(trail)
+        if self.tracing is not None and trail.context.sampled:
+            self.tracing.put(trail)
+
+    def close(self) -> None:
+        """Write what is waiting. Blocks, for some seconds where a collector of spans does not answer."""
+        if self.access_log is not None:
+            self.access_log.close()
+        if self.tracing is not None:
+            self.tracing.close()
+
+
+def new_observer(settings: GatewaySettings, metrics: GatewayMetrics) -> Observer:
+    """As the settings, and for spans the environment (:mod:`epd_serve.metrics.otel`), have it."""
+    recorder = span_recorder("gateway")
+    return Observer(
+        metrics,
+        access_log=AccessLog(settings.access_log) if settings.access_log else None,
+        tracing=None if recorder is None else RequestTracing(recorder),
+    )

@@ -1,0 +1,155 @@
+"""The gateway's own server for generation requests, beside uvicorn on the same connections."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+BODY = json.dumps({"messages": [{"role": "user", "content": "hello"}]}).encode()
+
+
+def post(
+    body: bytes = BODY, *headers: str, path: str = "/v1/chat/completions", length: int | None = None
+) -> bytes:
+    lines = [f"POST {path} HTTP/1.1", "Host: test", *headers]
+    if length != -1:
+        lines.append(f"Content-Length: {len(body) if length is None else length}")
+    return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+class Peer:
+    """A client that writes what it likes."""
+
+    def __init__(self, reader, writer):
+        self.reader, self.writer = reader, writer
+
+    async def answer(self):
+        """(status, headers, body) of the next answer; the body without chunk framing."""
+        async with asyncio.timeout(5):
+            head = (await self.reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+            if head[0].split()[1] == "100":
+                return await self.answer()
+            headers = dict(line.lower().split(": ", 1) for line in head[1:] if line)
+            if "content-length" in headers:
+                body = await self.reader.readexactly(int(headers["content-length"]))
+            else:
+                body = b""
+                while size := int(await self.reader.readline(), 16):
+                    body += await self.reader.readexactly(size)
+                    await self.reader.readexactly(2)
+                await self.reader.readexactly(2)
+        return int(head[0].split()[1]), headers, body
+
+    async def ask(self, *pieces, pause_s=0.01):
+        for piece in pieces:
+            self.writer.write(piece)
+            await asyncio.sleep(pause_s if len(pieces) > 1 else 0)
+        return await self.answer()
+
+    async def is_closed(self):
+        async with asyncio.timeout(5):
+            return await self.reader.read() == b""
+
+
+@pytest.fixture
+async def connect():
+    """``await connect(gateway)`` → Peer."""
+    peers = []
+
+    async def open_one(gateway):
+        host, port = gateway.url.removeprefix("http://").split(":")
+        peers.append(Peer(*await asyncio.open_connection(host, int(port))))
+        return peers[-1]
+
+    yield open_one
+    for peer in peers:
+        peer.writer.close()
+        await asyncio.gather(peer.writer.wait_closed(), return_exceptions=True)
+
+
+async def test_one_connection_serves_all_kinds_of_requests(start, kit, connect):
+    gateway = await start("pd0:PD")
+    peer = await connect(gateway)
+    stream = json.dumps({**json.loads(BODY), "stream": True}).encode()
+    get = b"GET /health/live HTTP/1.1\r\nHost: test\r\n\r\n"
+    for _ in range(2):
+        assert (await peer.ask(post()))[::2] == (200, kit.WHOLE)
+        assert (await peer.ask(get))[0] == 200
+        assert (await peer.ask(post(stream)))[::2] == (200, kit.FIRST + kit.REST + kit.DONE)
+        assert (await peer.ask(post(b"{", path="/v1/completions")))[0] == 400
+        assert (await peer.ask(post(path="/nowhere")))[0] == 404
+        assert (await peer.ask(post(BODY, "Expect: 100-continue")))[0] == 200
+    await gateway.settle()
+
+
+async def test_heads_and_bodies_may_come_in_pieces(start, kit, connect):
+    gateway = await start("pd0:PD")
+    peer = await connect(gateway)
+    whole = post()
+    for cuts in ((1, 3), (5, 30), (len(whole) - len(BODY) - 1, len(whole) - 2)):
+        pieces = (whole[: cuts[0]], whole[cuts[0] : cuts[1]], whole[cuts[1] :])
+        assert (await peer.ask(*pieces))[::2] == (200, kit.WHOLE)
+
+
+async def test_requests_sent_ahead_are_answered_in_order(start, kit, connect):
+    gateway = await start("pd0:PD")
+    peer = await connect(gateway)
+    peer.writer.write(post() + post(b"[]") + b"GET /health/live HTTP/1.1\r\nHost: test\r\n\r\n" + post())
+    assert [(await peer.answer())[0] for _ in range(4)] == [200, 400, 200, 200]
+
+
+async def test_a_refused_body_is_read_to_its_end(start, kit, connect):
+    gateway = await start("pd0:PD", max_body_bytes=1000)
+    peer = await connect(gateway)
+    status, _, body = await peer.ask(post(bytes(3_000_000)) + post())
+    assert status == 413 and json.loads(body)["error"]["code"] == "request_too_large"
+    assert (await peer.answer())[::2] == (200, kit.WHOLE)
+
+
+async def test_unusual_heads_are_uvicorns(start, kit, connect):
+    gateway = await start("pd0:PD")
+    chunked = b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY)
+    peer = await connect(gateway)
+    assert (await peer.ask(post(chunked, "Transfer-Encoding: chunked", length=-1)))[::2] == (200, kit.WHOLE)
+    assert (await peer.ask(post()))[0] == 200
+    for wrong in (
+        post(BODY, "Content-Length: 3"),
+        post(BODY, "Transfer-Encoding: chunked"),
+        post(BODY, "Na me: x"),
+        post().replace(b"Content-Length", b"Content-Length "),
+        b"POST /v1/chat/completions HTTP/1.1\r\nX: " + b"x" * 70_000,
+    ):
+        peer = await connect(gateway)
+        assert (await peer.ask(wrong))[0] == 400
+
+
+async def test_connection_close_is_kept_to(start, kit, connect):
+    gateway = await start("pd0:PD")
+    peer = await connect(gateway)
+    status, headers, body = await peer.ask(post(BODY, "Connection: close"))
+    assert (status, headers["connection"], body) == (200, "close", kit.WHOLE)
+    assert await peer.is_closed()
+
+
+async def test_a_client_that_leaves_within_its_body_leaves_nothing(start, kit, connect):
+    gateway = await start("pd0:PD")
+    peer = await connect(gateway)
+    peer.writer.write(post()[:-5])
+    await asyncio.sleep(0.05)
+    peer.writer.close()
+    await gateway.until(lambda: gateway.gate.queue.num_in_flight == 0)
+    assert not gateway["pd0"].got("/stage/prefill")
+
+
+async def test_a_slow_reader_slows_its_instance_down(start, kit, connect):
+    gateway = await start("pd0:PD")
+    event = b"data: " + b"x" * 60_000 + b"\n\n"
+    gateway["pd0"].scripts["/stage/prefill"] = lambda message: [kit.NONE, *[event] * 400, kit.DONE]
+    peer = await connect(gateway)
+    stream = json.dumps({**json.loads(BODY), "stream": True}).encode()
+    peer.writer.write(post(stream))
+    await asyncio.sleep(0.3)
+    status, _, body = await peer.answer()
+    assert status == 200 and body == event * 400 + kit.DONE
