@@ -152,7 +152,7 @@ def _request(trail: Trail, now_s: float) -> dict[str, Any]:
         "prompt_tokens": trail.prompt_tokens,
         "tokens": trail.output_tokens,
         "retries": trail.retries + trail.continuations,
-        "stages": [{name: value for name, value in stage.items() if name != "item"} for stage in stages(trail)],
+        "stages": [msgspec.structs.replace(stage, item="") for stage in stages(trail)],
     }
 
 
