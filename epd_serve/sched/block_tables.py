@@ -30,6 +30,9 @@ class BlockTables:
     def __init__(self, pool: BlockPool, memory: BlockMemory) -> None:
         self._pool = pool
         self._memory = memory
+        #: Tokens of prompts that were looked up among the cached prefixes, and those that were found.
+        self.num_looked_up = 0
+        self.num_found = 0
 
     def check_fits(self, num_prompt_tokens: int, max_tokens: int, num_sequences: int) -> None:
         """Raise InvalidRequest for a request that could not come to its end if it had all of the pool.
@@ -68,6 +71,8 @@ class BlockTables:
         sequence.blocks, sequence.forks = taken.root, taken.forks
         sequence.num_registered = taken.num_cached
         if sequence.saved is None:
+            self.num_looked_up += sequence.num_tokens
+            self.num_found += taken.num_cached * self._pool.block_size
             sequence.num_computed = taken.num_cached * self._pool.block_size
             return
         end = num_blocks_for(sequence.num_computed, self._pool.block_size)

@@ -215,6 +215,11 @@ class Engine:
         """Sequences that hold blocks and are computed."""
         return self._queues.num_running
 
+    @property
+    def prefix_lookups(self) -> tuple[int, int]:
+        """Tokens of prompts looked up among the cached prefixes so far, and tokens found there."""
+        return self._tables.num_looked_up, self._tables.num_found
+
     def load(self) -> Load:
         with self._changed:
             return Load(
