@@ -113,7 +113,7 @@ class InstanceMetrics:
         self._tower_pixels = self._counter("tower_pixels", "Their pixels")
         self._tower_seconds = self._counter("tower_seconds", "Time of their computation")
         self._prefix_queries = self._counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache")
-        self._prefix_hits = self._counter("prefix_cache_hits", "Prompt tokens found there, whose KV was not computed")
+        self._prefix_hits = self._counter("prefix_cache_hits", "Prompt tokens found there")
         self._prefix_told = (0, 0)
         self._store_owners = self._gauge("store_owners", "Requests that hold features in the store")
         self._store_held = self._gauge("store_held_bytes", "Bytes of this instance's features in the store")
