@@ -86,6 +86,7 @@ class Engine:
             on_lost=self._lose,
         )
         self._tables = self._queues.tables
+        self.prefix_lookups = self._tables.prefix_lookups
         self.check_fits = self._tables.check_fits
         self._sender = sender
         self._emit = emit
@@ -214,11 +215,6 @@ class Engine:
     def num_running(self) -> int:
         """Sequences that hold blocks and are computed."""
         return self._queues.num_running
-
-    @property
-    def prefix_lookups(self) -> tuple[int, int]:
-        """Tokens of prompts looked up among the cached prefixes so far, and tokens found there."""
-        return self._tables.num_looked_up, self._tables.num_found
 
     def load(self) -> Load:
         with self._changed:
