@@ -136,6 +136,7 @@ class Attempt:
         table, calls, route, job = self._instances.table, self._instances.calls, self._route, self._job
         distinct = {ref.mm_hash: (ref, item) for ref, item in zip(self._refs, job.items, strict=True)}
         items = [ref for ref, _ in distinct.values()]
+        self._sent_at = time.monotonic()
         hop = job.trail.sent(route.prefill.name, [ref.mm_hash for ref in self._refs])
         encoders = self._instances.policy.choose_encoders(table, route.prefill, items)
         prefill = PrefillRequest(
@@ -170,7 +171,6 @@ class Attempt:
             asyncio.create_task(self._encode(ref, item, encoder))
             for (ref, item), encoder in zip(distinct.values(), encoders, strict=True)
         ]
-        self._sent_at = time.monotonic()
         return self
 
     async def __aexit__(
@@ -238,7 +238,8 @@ class Attempt:
         """
         if self._decode is not None and record is self._route.prefill:
             await asyncio.wait({self._decode.opened}, timeout=_LAST_WORDS_S)
-            if self._decode.opened.done() and isinstance(self._decode.opened.exception(), InstanceFailed):
+            opened = self._decode.opened
+            if opened.done() and not opened.cancelled() and isinstance(opened.exception(), InstanceFailed):
                 self._result(self._decode)
         self.lost(record)
 

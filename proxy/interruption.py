@@ -22,9 +22,14 @@ class Interruption:
         self._num_cancels = 0
 
     def fire(self, reason: Exception) -> None:
-        """Raise ``reason`` out of the block; only the first counts, and only while the block runs."""
-        if self._task is not None and self._reason is None:
+        """Raise ``reason`` out of the block; only the first counts, and only while the block runs.
+
+        Code of the block itself finds out by other means: a task that cancels itself is cancelled at its next
+        await, which may be outside of the block.
+        """
+        if self._task not in (None, asyncio.current_task()) and self._reason is None:
             self._reason = reason
+            assert self._task is not None
             self._task.cancel()
 
     def __enter__(self) -> Self:
