@@ -9,9 +9,8 @@ import threading
 import time
 from collections import deque
 from contextlib import suppress
-from datetime import UTC, datetime
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -24,6 +23,7 @@ MAX_WAITING = 65536
 _INTERVAL_S = 0.2
 _BATCH = 512
 STDOUT = "-"
+_encoder = msgspec.json.Encoder()
 
 
 class AccessLog:
@@ -80,7 +80,7 @@ class AccessLog:
     def _write_all(self) -> None:
         while self._waiting:
             batch = [self._waiting.popleft() for _ in range(min(_BATCH, len(self._waiting)))]
-            data = b"".join(msgspec.json.encode(entry(trail, self._offset_s)) + b"\n" for trail in batch)
+            data = _encoder.encode_lines([line_of(trail, self._offset_s) for trail in batch])
             try:
                 self._write(data)
             except OSError as error:
@@ -116,60 +116,98 @@ class AccessLog:
         self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o640)
 
 
-def entry(trail: Trail, wall_offset_s: float) -> dict[str, Any]:
-    """A line, before it is JSON. ``wall_offset_s`` leads from the monotonic clock to that of the wall.
+class StageLine(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One stage at one instance; ``start_ms`` counts from the request's arrival."""
 
-    Times are in milliseconds; those of stages are counted from the request's arrival. What is not known is null.
-    """
-    return {
-        "time": datetime.fromtimestamp(trail.arrived_s + wall_offset_s, UTC).isoformat(timespec="milliseconds"),
-        "request_id": trail.request_id,
-        "trace_id": trail.context.trace_id,
-        "key": trail.key or None,
-        "endpoint": trail.endpoint,
-        "model": trail.model or None,
-        "modality": trail.modality,
-        "images": trail.num_images,
-        "media_bytes": trail.media_bytes,
-        "stream": trail.streamed,
-        "status": trail.status,
-        "error": trail.error or None,
-        "finish_reason": trail.finish_reason or None,
-        "prompt_tokens": trail.prompt_tokens,
-        "completion_tokens": trail.output_tokens,
-        "ttft_ms": _ms(trail.ttft_s),
-        "tpot_ms": _ms(trail.tpot_s),
-        "duration_ms": _ms(trail.duration_s),
-        "queue_ms": _ms(trail.queue_s),
-        "prefill": trail.instance_of("prefill"),
-        "decode": trail.instance_of("decode", "kv_transfer"),
-        "stages": stages(trail),
-        "retries": trail.retries,
-        "continuations": trail.continuations,
-        "encode_retries": trail.encode_retries,
-    }
+    stage: str
+    start_ms: float
+    ms: float
+    instance: str = ""
+    item: str = ""
+    feature: str = ""
+    failed: bool = False
 
 
-def stages(trail: Trail) -> list[dict[str, Any]]:
+class Line(msgspec.Struct, frozen=True):
+    """A request, as it is logged. Times are in milliseconds. What is not known is null."""
+
+    time: str
+    request_id: str
+    trace_id: str
+    key: str | None
+    endpoint: str
+    model: str | None
+    modality: str
+    images: int
+    media_bytes: int
+    stream: bool
+    status: int
+    error: str | None
+    finish_reason: str | None
+    prompt_tokens: int | None
+    completion_tokens: int | None
+    ttft_ms: float | None
+    tpot_ms: float | None
+    duration_ms: float
+    queue_ms: float
+    prefill: str | None
+    decode: str | None
+    stages: list[StageLine]
+    retries: int
+    continuations: int
+    encode_retries: int
+
+
+@lru_cache(4)
+def _second(second: int) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(second))
+
+
+def line_of(trail: Trail, wall_offset_s: float) -> Line:
+    """``wall_offset_s`` leads from the monotonic clock to that of the wall."""
+    arrived_ms = int((trail.arrived_s + wall_offset_s) * 1e3)
+    ttft_s, tpot_s = trail.ttft_s, trail.tpot_s
+    return Line(
+        f"{_second(arrived_ms // 1000)}.{arrived_ms % 1000:03d}Z",
+        trail.request_id,
+        trail.context.trace_id,
+        trail.key or None,
+        trail.endpoint,
+        trail.model or None,
+        trail.modality,
+        trail.num_images,
+        trail.media_bytes,
+        trail.streamed,
+        trail.status,
+        trail.error or None,
+        trail.finish_reason or None,
+        trail.prompt_tokens,
+        trail.output_tokens,
+        None if ttft_s is None else round(1e3 * ttft_s, 3),
+        None if tpot_s is None else round(1e3 * tpot_s, 3),
+        round(1e3 * trail.duration_s, 3),
+        round(1e3 * trail.queue_s, 3),
+        trail.instance_of("prefill"),
+        trail.instance_of("decode", "kv_transfer"),
+        stages(trail),
+        trail.retries,
+        trail.continuations,
+        trail.encode_retries,
+    )
+
+
+def stages(trail: Trail) -> list[StageLine]:
     """What was done where, in the order in which it began."""
-    found = []
-    for hop in trail.hops:
-        stage: dict[str, Any] = {
-            "stage": hop.stage,
-            "start_ms": _ms(hop.start_s - trail.arrived_s),
-            "ms": _ms((hop.end_s or hop.start_s) - hop.start_s),
-        }
-        if hop.instance:
-            stage["instance"] = hop.instance
-        if hop.item:
-            stage["item"] = hop.item
-        if hop.source:
-            stage["feature"] = hop.source
-        if hop.failed:
-            stage["failed"] = True
-        found.append(stage)
-    return found
-
-
-def _ms(seconds: float | None) -> float | None:
-    return None if seconds is None else round(1e3 * seconds, 3)
+    arrived_s = trail.arrived_s
+    return [
+        StageLine(
+            hop.stage,
+            round(1e3 * (hop.start_s - arrived_s), 3),
+            round(1e3 * ((hop.end_s or hop.start_s) - hop.start_s), 3),
+            hop.instance,
+            hop.item,
+            hop.source,
+            hop.failed,
+        )
+        for hop in trail.hops
+    ]

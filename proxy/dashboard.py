@@ -95,7 +95,7 @@ def snapshot(
         "running": gate.queue.num_in_flight,
         "waiting": gate.queue.num_waiting,
         "series": observer.figures.series(now_s),
-        "window": observer.figures.window(now_s),
+        "window": observer.figures.window(now_s, min(60, max(1, round(now_s - observer.started_s)))),
         "units": _units(table, topology),
         "instances": [_instance(record) for record in records],
         "links": [
@@ -152,7 +152,7 @@ def _request(trail: Trail, now_s: float) -> dict[str, Any]:
         "prompt_tokens": trail.prompt_tokens,
         "tokens": trail.output_tokens,
         "retries": trail.retries + trail.continuations,
-        "stages": [{name: value for name, value in stage.items() if name != "item"} for stage in stages(trail)],
+        "stages": [msgspec.structs.replace(stage, item="") for stage in stages(trail)],
     }
 
 

@@ -269,6 +269,8 @@ class Instance:
         """Prometheus text."""
         links = self.language.sender.sizer.known_links() if self.language else {}
         self.metrics.paced(self._streams.figures())
+        if self.language is not None:
+            self.metrics.looked_up(*self.language.engine.prefix_lookups())
         return self.metrics.render(self.load(), (self._store.num_owners, self._store.num_bytes), links)
 
     def encodes(self) -> EncodeService:

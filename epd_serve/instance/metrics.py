@@ -112,6 +112,9 @@ class InstanceMetrics:
         self._tower_images = self._counter("tower_images", "Images that went through the tower")
         self._tower_pixels = self._counter("tower_pixels", "Their pixels")
         self._tower_seconds = self._counter("tower_seconds", "Time of their computation")
+        self._prefix_queries = self._counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache")
+        self._prefix_hits = self._counter("prefix_cache_hits", "Prompt tokens found there")
+        self._prefix_told = (0, 0)
         self._store_owners = self._gauge("store_owners", "Requests that hold features in the store")
         self._store_held = self._gauge("store_held_bytes", "Bytes of this instance's features in the store")
         self._store_counts = {
@@ -241,6 +244,13 @@ class InstanceMetrics:
         self._tower_images.inc(num_images)
         self._tower_pixels.inc(num_pixels)
         self._tower_seconds.inc(seconds)
+
+    def looked_up(self, num_tokens: int, num_found: int) -> None:
+        """Prompt tokens looked up in the prefix cache, and found there, in all."""
+        queries, hits = self._prefix_told
+        self._prefix_queries.inc(num_tokens - queries)
+        self._prefix_hits.inc(num_found - hits)
+        self._prefix_told = (num_tokens, num_found)
 
     def encoded_batch(self, num_images: int, start_s: float, end_s: float) -> None:
         if self.trace is not None:

@@ -95,7 +95,7 @@ class GatewayMetrics:
         )
         self.inter_token = self._histogram(
             "inter_token_latency_seconds",
-            "Between the arrivals of streamed tokens at the gateway, of one answer in eight",
+            "Between the arrivals of streamed tokens at the gateway, of one answer in 32",
             _TOKEN_SECONDS,
         ).series()
         self._stages = self._histogram(

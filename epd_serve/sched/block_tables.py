@@ -30,6 +30,8 @@ class BlockTables:
     def __init__(self, pool: BlockPool, memory: BlockMemory) -> None:
         self._pool = pool
         self._memory = memory
+        self._num_looked_up = 0
+        self._num_found = 0
 
     def check_fits(self, num_prompt_tokens: int, max_tokens: int, num_sequences: int) -> None:
         """Raise InvalidRequest for a request that could not come to its end if it had all of the pool.
@@ -68,6 +70,8 @@ class BlockTables:
         sequence.blocks, sequence.forks = taken.root, taken.forks
         sequence.num_registered = taken.num_cached
         if sequence.saved is None:
+            self._num_looked_up += sequence.num_tokens
+            self._num_found += taken.num_cached * self._pool.block_size
             sequence.num_computed = taken.num_cached * self._pool.block_size
             return
         end = num_blocks_for(sequence.num_computed, self._pool.block_size)
@@ -75,6 +79,10 @@ class BlockTables:
             self._memory.restore(sequence.saved, taken.num_cached, sequence.blocks[taken.num_cached : end])
         sequence.saved = None
         self.register(sequence)
+
+    def prefix_lookups(self) -> tuple[int, int]:
+        """Tokens of prompts looked up among the cached prefixes so far, and tokens found there."""
+        return self._num_looked_up, self._num_found
 
     def grow(self, sequence: Sequence) -> None:
         """Let a sequence have a block for its newest token."""

@@ -86,7 +86,7 @@ class Engine:
             on_lost=self._lose,
         )
         self._tables = self._queues.tables
-        self.check_fits = self._tables.check_fits
+        self.check_fits, self.prefix_lookups = self._tables.check_fits, self._tables.prefix_lookups
         self._sender = sender
         self._emit = emit
         self._on_free = on_free

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 async def send(api, case):
     headers = {"content-type": "application/json", **case.headers}
     try:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(90):
             async with api.session.post(api.url + case.path, data=case.body, headers=headers) as response:
                 return answer_problem(response.status, response.content_type, await response.read())
     except ValueError:  # a header that the client does not send

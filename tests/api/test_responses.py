@@ -60,6 +60,15 @@ async def test_a_response_has_the_text_of_the_chat(api, client):
     await client.close()
 
 
+async def test_the_client_completes_text_whole_and_streamed(api, client):
+    asked = {"model": "demo", "prompt": "What is 2 + 3?", "max_tokens": 5, "temperature": 0}
+    whole = await client.completions.create(**asked)
+    events = [event async for event in await client.completions.create(**asked, stream=True)]
+    assert whole.choices[0].text == "".join(event.choices[0].text for event in events if event.choices) != ""
+    assert whole.usage.completion_tokens == 5
+    await client.close()
+
+
 async def test_the_events_of_a_stream_build_the_response(client):
     fields = {"model": "demo", "input": "Count!", "max_output_tokens": 5, "temperature": 0}
     whole = await client.responses.create(**fields)

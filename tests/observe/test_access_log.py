@@ -1,0 +1,153 @@
+"""The access log outlives its file being moved away, a full queue and a full disk; contexts by themselves."""
+
+from __future__ import annotations
+
+import json
+import resource
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from epd_serve.metrics.trace_context import join, new_context, parse_traceparent
+from epd_serve.protocol.prompt_note import read_prompt_note, write_prompt_note
+from proxy.access_log import AccessLog
+from proxy.trail import Trail
+
+
+def trail(name: str) -> Trail:
+    made = Trail("chat", new_context(), name, time.monotonic())
+    made.finish(200)
+    return made
+
+
+def names(path: Path) -> list[str]:
+    return [json.loads(line)["request_id"] for line in path.read_bytes().splitlines()] if path.exists() else []
+
+
+def until_written(log: AccessLog, number: int) -> None:
+    deadline = time.monotonic() + 10
+    while log.num_written + log.num_dropped < number:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_file_that_is_moved_away_is_opened_anew(tmp_path: Path) -> None:
+    path = tmp_path / "access.jsonl"
+    log = AccessLog(path)
+    log.put(trail("one"))
+    until_written(log, 1)
+    path.rename(tmp_path / "access.jsonl.1")
+    log.put(trail("two"))
+    until_written(log, 2)
+    path.unlink()
+    log.put(trail("three"))
+    log.close()
+    log.close()
+    assert names(tmp_path / "access.jsonl.1") == ["one"]
+    assert names(path) == ["three"]
+    assert (log.num_written, log.num_dropped) == (3, 0)
+
+
+def test_what_does_not_fit_is_counted(tmp_path: Path) -> None:
+    log = AccessLog(tmp_path / "log", max_waiting=2)
+    held = threading.Event()
+    write = log._write
+    log._write = lambda data: (held.wait(), write(data))[1]  # type: ignore[method-assign]
+    for number in range(3):
+        log.put(trail(str(number)))
+    dropped = log.num_dropped
+    held.set()
+    log.close()
+    assert dropped == 1 and names(tmp_path / "log") == ["0", "1"]
+
+
+def test_a_full_disk_costs_lines_and_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    log = AccessLog(tmp_path / "log")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, before[1]))
+    try:
+        for number in range(3):
+            log.put(trail(str(number)))
+            until_written(log, number + 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    log.put(trail("after"))
+    log.close()
+    assert (log.num_dropped, log.num_written) == (3, 1)
+    assert caplog.text.count("the access log") == 1
+
+
+def test_a_place_that_is_none_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"gateway\.access_log: .* cannot be written: No such file"):
+        AccessLog(tmp_path / "nowhere" / "log")
+
+
+def test_the_standard_output(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    log = AccessLog("-")
+    log.put(trail("shown"))
+    log.close()
+    assert json.loads(capfdbinary.readouterr().out)["request_id"] == "shown"
+
+
+TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+
+
+@pytest.mark.parametrize(
+    ("header", "sampled"),
+    [
+        (f"00-{TRACE}-{SPAN}-01", True),
+        (f"00-{TRACE}-{SPAN}-00", False),
+        (f"00-{TRACE}-{SPAN}-03", True),
+        (f"cc-{TRACE}-{SPAN}-01-of-the-future", True),
+        (f"00-{TRACE}-{SPAN}-01-more", None),
+        (f"ff-{TRACE}-{SPAN}-01", None),
+        (f"00-{TRACE.upper()}-{SPAN}-01", None),
+        (f"00-{'0' * 32}-{SPAN}-01", None),
+        (f"00-{TRACE}-{'0' * 16}-01", None),
+        (f"00-{TRACE}-{SPAN}", None),
+        ("", None),
+        (None, None),
+    ],
+)
+def test_traceparent_as_the_specification_has_it(header: str | None, sampled: bool | None) -> None:
+    found = parse_traceparent(header, "vendor=1")
+    assert (None if found is None else found.sampled) is sampled
+    joined = join(header, "vendor=1")
+    if found is None:
+        assert joined.trace_id != TRACE and (joined.parent_id, joined.state) == ("", "")
+    else:
+        assert (joined.trace_id, joined.parent_id, joined.state) == (TRACE, SPAN, "vendor=1")
+        assert joined.span_id != SPAN
+        assert parse_traceparent(joined.traceparent) is not None
+
+
+@given(st.text(max_size=80))
+def test_no_header_is_too_strange(header: str) -> None:
+    found = parse_traceparent(header)
+    assert found is None or parse_traceparent(found.traceparent) is not None
+    read_prompt_note(header)
+
+
+@given(st.integers(0, 1 << 40), st.sets(st.integers(0, 99)))
+def test_a_prompt_note_round_trips(num_tokens: int, had: set[int]) -> None:
+    assert read_prompt_note(write_prompt_note(num_tokens, sorted(had))) == (num_tokens, had)
+
+
+def test_children_of_a_span_have_ids_of_their_own() -> None:
+    context = new_context(sampled=True)
+    children = [context.child(number) for number in range(1, 50)]
+    assert len({child.span_id for child in (context, *children)}) == 50
+    assert {child.parent_id for child in children} == {context.span_id}
+
+
+def test_events_of_a_stream_tell_its_end() -> None:
+    made = Trail("chat", new_context(), "r", time.monotonic())
+    made.forwarded(b'data: {"choices":[{"delta":{"content":"a"},"finish_reason":null}]}\n\n')
+    made.forwarded(b'data: {"choices":[{"delta":{},"finish_reason":"stop"}]}\n\n')
+    made.forwarded(b'data: {"choices":[],"usage":{"prompt_tokens":7,"completion_tokens":2}}\n\ndata: [DONE]\n\n')
+    made.streamed_all(0)
+    assert (made.finish_reason, made.prompt_tokens, made.output_tokens) == ("stop", 7, 2)

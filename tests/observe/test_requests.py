@@ -1,0 +1,127 @@
+"""What operators see of a request: access log, trace context, metrics under names that people know."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import in_process
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+TRACE = "0af7651916cd43dd8448eb211c80319c"
+ROOT = Path(__file__).parents[2]
+
+
+def text_of(log: Path) -> str:
+    return log.read_text()
+
+
+async def line_of(log: Path, request_id: str) -> Any:
+    for _ in range(100):
+        lines = [json.loads(line) for line in text_of(log).splitlines()]
+        found = [line for line in lines if line["request_id"] == request_id]
+        if found:
+            [line] = found
+            return line
+        await asyncio.sleep(0.05)
+    raise AssertionError(f"no line of {request_id}")
+
+
+async def test_a_streamed_request_with_an_image_leaves_a_line_with_its_stages(log: Path, ask: Any) -> None:
+    headers = {"x-request-id": "seen", "traceparent": f"00-{TRACE}-b7ad6b7169203331-01"}
+    _, answered = await ask("maroon", stream=True, max_tokens=5, headers=headers)
+    assert answered["x-request-id"] == "seen"
+    assert re.fullmatch(rf"00-{TRACE}-(?!b7ad6b7169203331)[0-9a-f]{{16}}-01", answered["traceparent"])
+    line = await line_of(log, "seen")
+    assert line["trace_id"] == TRACE
+    assert (line["key"], line["endpoint"], line["modality"], line["status"]) == ("alice", "chat", "image", 200)
+    assert (line["images"], line["completion_tokens"], line["finish_reason"]) == (1, 5, "length")
+    assert line["media_bytes"] > 50 and line["prompt_tokens"] > 10 and line["error"] is None
+    assert 0 < line["ttft_ms"] < line["duration_ms"] and line["tpot_ms"] > 0
+    assert (line["prefill"], line["decode"], line["retries"]) == ("p1", "d2", 0)
+    stages = {stage["stage"]: stage for stage in line["stages"]}
+    assert set(stages) == {"encode", "prefill", "kv_transfer", "decode"}
+    assert (stages["encode"]["instance"], stages["encode"]["feature"]) == ("e0", "encoded")
+    assert all(stage["ms"] >= 0 for stage in line["stages"])
+    assert "sk-observed" not in text_of(log)
+
+
+async def test_a_feature_that_is_there_is_told_apart(log: Path, ask: Any) -> None:
+    await ask("teal", max_tokens=2)
+    answer, _ = await ask("teal", max_tokens=3, headers={"x-request-id": "again"})
+    line = await line_of(log, "again")
+    usage = json.loads(answer)["usage"]
+    assert (line["prompt_tokens"], line["completion_tokens"]) == (usage["prompt_tokens"], 3)
+    [encode] = [stage for stage in line["stages"] if stage["stage"] == "encode"]
+    assert encode["feature"] in ("store", "prefill")
+    assert line["stream"] is False and line["ttft_ms"] is None
+
+
+async def test_what_is_refused_is_logged_without_the_key(log: Path, observed: in_process.Deployment) -> None:
+    headers = {"authorization": "Bearer sk-wrong", "x-request-id": "ignored-before-the-key"}
+    async with observed.session.post(f"{observed.url}/v1/completions", json={}, headers=headers) as response:
+        assert response.status == 401
+        request_id = response.headers["x-request-id"]
+    line = await line_of(log, request_id)
+    assert (line["status"], line["key"], line["stages"]) == (401, None, [])
+    assert "sk-wrong" not in text_of(log)
+
+
+async def test_every_metric_of_the_board_is_in_metrics(observed: in_process.Deployment, ask: Any) -> None:
+    await ask("navy", stream=True, max_tokens=4)
+    names: set[str] = set()
+    for url in (observed.url, *(instance.url for instance in observed.instances.values())):
+        async with observed.session.get(f"{url}/metrics") as response:
+            text = await response.text()
+        for family in text_string_to_metric_families(text):
+            names |= {sample.name for sample in family.samples} | {family.name}
+            if family.type == "counter":
+                names.add(f"{family.name}_total")
+    board = (ROOT / "deploy" / "grafana" / "epd-serve.json").read_text()
+    asked = set(re.findall(r"epd_serve_[a-z0-9_]+", board))
+    assert len(asked) > 20
+    assert asked - names == set()
+
+
+async def test_metrics_follow_a_request(observed: in_process.Deployment, ask: Any) -> None:
+    async def figures() -> dict[str, float]:
+        async with observed.session.get(f"{observed.url}/metrics") as response:
+            families = text_string_to_metric_families(await response.text())
+            sums: dict[str, float] = {}
+            for family in families:
+                for sample in family.samples:
+                    sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
+            return sums
+
+    before = await figures()
+    await ask(stream=True, max_tokens=6)
+    after = await figures()
+    assert after["epd_serve_generation_tokens_total"] - before["epd_serve_generation_tokens_total"] == 6
+    for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds", "ttft_seconds"):
+        assert after[f"epd_serve_{name}_count"] - before[f"epd_serve_{name}_count"] == 1
+    name = "epd_serve_request_time_per_output_token_seconds_count"
+    assert after[name] - before[name] == 1
+    assert after["epd_serve_prompt_tokens_total"] > before["epd_serve_prompt_tokens_total"]
+
+
+async def test_a_prompt_that_comes_again_is_a_hit_of_the_prefix_cache(
+    observed: in_process.Deployment, ask: Any
+) -> None:
+    async def hits() -> float:
+        async with observed.session.get(f"{observed.instances['p1'].url}/metrics") as response:
+            text = await response.text()
+        families = text_string_to_metric_families(text)
+        samples = {sample.name: sample.value for family in families for sample in family.samples}
+        assert samples["epd_serve_instance_prefix_cache_queries_total"] > 0
+        return float(samples["epd_serve_instance_prefix_cache_hits_total"])
+
+    await ask("olive", max_tokens=2)
+    before = await hits()
+    await ask("olive", max_tokens=2)
+    assert await hits() - before >= 16

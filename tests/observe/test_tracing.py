@@ -1,0 +1,116 @@
+"""Spans of gateway and instances meet in one trace at a collector that speaks OTLP/HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import in_process
+import pytest
+from aiohttp import web
+
+from epd_serve.metrics.otel import span_recorder
+
+otlp = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
+TRACE, CALLER = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+
+
+class Collector:
+    """``spans``: (service.instance.id, span) of everything that was exported."""
+
+    def __init__(self) -> None:
+        self.spans: list[tuple[str, Any]] = []
+
+    async def take(self, request: web.Request) -> web.Response:
+        body = await request.read()
+        if request.headers.get("content-encoding") == "gzip" and body[:2] == b"\x1f\x8b":
+            body = gzip.decompress(body)
+        message = otlp.ExportTraceServiceRequest.FromString(body)
+        for resource in message.resource_spans:
+            about = {one.key: one.value.string_value for one in resource.resource.attributes}
+            assert about["service.name"] == "epd-serve"
+            self.spans += [
+                (about["service.instance.id"], span) for scope in resource.scope_spans for span in scope.spans
+            ]
+        return web.Response()
+
+
+@asynccontextmanager
+async def collecting() -> AsyncIterator[tuple[Collector, str]]:
+    collector, app = Collector(), web.Application()
+    app.router.add_post("/v1/traces", collector.take)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield collector, f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+async def test_one_request_is_one_trace_over_all_instances(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with collecting() as (collector, url):
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", url)
+        monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
+        model = Path(__file__).parents[2] / "epd_serve" / "demo" / "weights"
+        async with in_process.deployment(model, "E", "P", "D") as running:
+            content = [{"type": "image_url", "image_url": {"url": PICTURE}}, {"type": "text", "text": "What?"}]
+            body = {"messages": [{"role": "user", "content": content}], "max_tokens": 4, "stream": True}
+            headers = {"traceparent": f"00-{TRACE}-{CALLER}-01", "tracestate": "vendor=7"}
+            async with running.session.post(
+                f"{running.url}/v1/chat/completions", json={**body, "ignore_eos": True}, headers=headers
+            ) as response:
+                await response.read()
+                assert response.headers["traceparent"].startswith(f"00-{TRACE}-")
+            quiet = {"traceparent": f"00-{TRACE[::-1]}-{CALLER}-00"}
+            await running.post("/v1/completions", {"model": "demo", "prompt": "a", "max_tokens": 2}, headers=quiet)
+            async with asyncio.timeout(15):
+                while not {"decode_execute", "gateway chat"} <= {span.name for _, span in collector.spans}:  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+            await running.settle()
+    by_name = {span.name: (source, span) for source, span in collector.spans}
+    assert {span.trace_id.hex() for _, span in collector.spans} == {TRACE}, "the other caller wants no spans"
+    source, root = by_name["gateway chat"]
+    assert (source, root.parent_span_id.hex(), root.trace_state) == ("gateway", CALLER, "vendor=7")
+    for name in ("gateway receive", "encode e0", "prefill p1", "kv_transfer d2", "decode d2"):
+        assert by_name[name][1].parent_span_id == root.span_id
+        assert root.start_time_unix_nano <= by_name[name][1].start_time_unix_nano
+        assert by_name[name][1].end_time_unix_nano <= root.end_time_unix_nano
+    for name, at, below in (
+        ("encode_execute", "e0", "encode e0"),
+        ("prefill_execute", "p1", "prefill p1"),
+        ("decode_execute", "d2", "gateway chat"),
+    ):
+        assert by_name[name][0] == at and by_name[name][1].parent_span_id == by_name[below][1].span_id
+    about = {one.key: one.value for one in root.attributes}
+    assert about["gen_ai.usage.output_tokens"].int_value == 4
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {},
+        {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1", "OTEL_SDK_DISABLED": "true"},
+        {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1", "OTEL_TRACES_EXPORTER": "none"},
+    ],
+)
+def test_nobody_asks_and_nothing_is_recorded(environment: dict[str, str]) -> None:
+    assert span_recorder("gateway", environment) is None
+
+
+def test_what_cannot_be_exported_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    environment = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1", "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}
+    assert span_recorder("gateway", environment) is None
+    assert "http/protobuf, got 'grpc'" in caplog.text
+    assert "OTEL_EXPORTER_OTLP_ENDPOINT" not in os.environ
+
+
+PICTURE = "data:image/png;base64," + (
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNkYPhfDwAChwGA60e6kgAAAABJRU5ErkJggg=="
+)
