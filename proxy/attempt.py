@@ -133,7 +133,7 @@ class Attempt:
         self.trail = job.trail
 
     async def __aenter__(self) -> Self:
-        table, calls, route, job = self._instances.table, self._instances.calls, self._route, self._job
+        table, route, job = self._instances.table, self._route, self._job
         distinct = {ref.mm_hash: (ref, item) for ref, item in zip(self._refs, job.items, strict=True)}
         items = [ref for ref, _ in distinct.values()]
         hop = job.trail.sent(route.prefill.name, [ref.mm_hash for ref in self._refs])
@@ -146,12 +146,12 @@ class Attempt:
             messages=job.messages,
             prompt=job.prompt,
             prompting=job.prompting,
-            decode_url=None if route.fused else calls[route.decode.name].url,
+            decode_url=None if route.fused else self._calls(route.decode).url,
             max_model_len=route.max_model_len,
             generated=self._generated,
             traceparent=job.trail.traceparent(hop),
         )
-        call = calls[route.prefill.name].prefill(prefill, trace_id=job.trace_id)
+        call = self._calls(route.prefill).prefill(prefill, trace_id=job.trace_id)
         counted = table.in_flight(
             route.prefill, Stage.PREFILL, request_id=self._id, work=route.prefill_work, prefix=route.prefix
         )
@@ -160,7 +160,7 @@ class Attempt:
             traceparent = job.trail.traceparent()
             expected = DecodeRequest(request_id=self._id, stream=job.output.stream, traceparent=traceparent)
             try:
-                call = calls[route.decode.name].decode(expected, trace_id=job.trace_id)
+                call = self._calls(route.decode).decode(expected, trace_id=job.trace_id)
             except BaseException:
                 self._prefill.close()
                 raise
@@ -255,6 +255,14 @@ class Attempt:
         """One of the route's two, which need not be in the table any more."""
         return self._route.prefill if name == self._route.prefill.name else self._route.decode
 
+    def _calls(self, record: InstanceRecord) -> StageCalls:
+        """Raises InstanceLost where the instance was taken out of the deployment meanwhile."""
+        calls = self._instances.calls.get(record.name)
+        if calls is None:
+            self.suspects.add(record.name)
+            raise InstanceLost(f"instance {record.name} is no longer part of the deployment")
+        return calls
+
     def _result(self, call: _Call) -> Answer:
         try:
             return call.opened.result()
@@ -289,13 +297,13 @@ class Attempt:
                 request_id=self._id,
                 ref=ref,
                 media=item.data,
-                announce_to=instances.calls[prefill.name].url,
+                announce_to=self._calls(prefill).url,
                 traceparent=self.trail.traceparent(hop),
             )
             try:
                 with instances.table.encoding(encoder, ref, self._id) as encoding:
                     async with asyncio.timeout(None if encoder is prefill else patience_s):
-                        reply = await instances.calls[encoder.name].encode(request, trace_id=self._job.trace_id)
+                        reply = await self._calls(encoder).encode(request, trace_id=self._job.trace_id)
                     encoding.was_cached = reply.cached
                 hop.end(STORED if reply.cached else ENCODED if encoder.covers(Stage.ENCODE) else RECOMPUTED)
                 instances.health.ended((encoder.name,))

@@ -31,6 +31,9 @@ _LENGTH = re.compile(rb"[0-9]{1,15}")
 #: Headers that ask for more than is done here.
 _UNUSUAL = frozenset({b"transfer-encoding", b"expect", b"upgrade", b"trailer", b"te"})
 
+#: A closed connection whose client takes nothing for so long is not waited for.
+_LINGER_S = 30.0
+
 #: What is not a body is received here and taken out at once; all connections share it.
 _scratch = bytearray(64 * 1024)
 _scratch_view = memoryview(_scratch)
@@ -60,6 +63,8 @@ class GatewayConnection(asyncio.BufferedProtocol):
         self._active_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._reading_paused = False
+        #: The client does not read what it has got; its next request waits until it does.
+        self._writing_paused = False
         self._stopping = False
         self._arrival = arrival_limits(config.app)
         self._head = HeadWatch(self._loop, self._arrival.header_s, self._close)
@@ -70,7 +75,7 @@ class GatewayConnection(asyncio.BufferedProtocol):
         """Close the connection, after the request in progress if there is one."""
         self._stopping = True
         if self._client is None:
-            self._transport.close()
+            self._close()
         else:
             self._client.keep_alive = False
 
@@ -107,10 +112,10 @@ class GatewayConnection(asyncio.BufferedProtocol):
         taken = 0 if self._client is None else self._client.received(nbytes)
         if taken == nbytes:
             return
-        if self._client is None and not self._pending:
+        if self._client is None and not self._pending and not self._writing_paused:
             self._head.begin()
         self._pending += _scratch_view[taken:nbytes]
-        if self._client is None:
+        if self._client is None and not self._writing_paused:
             self._begin()
         elif len(self._pending) > MAX_HEADER_BYTES:  # requests sent ahead have to wait for their turn
             self._reading_paused = True
@@ -120,12 +125,16 @@ class GatewayConnection(asyncio.BufferedProtocol):
         pass
 
     def pause_writing(self) -> None:
+        self._writing_paused = True
         if self._client is not None:
             self._client.pause()
 
     def resume_writing(self) -> None:
+        self._writing_paused = False
         if self._client is not None:
             self._client.resume()
+        elif not self._transport.is_closing():
+            self._next()
 
     # Requests.
 
@@ -189,12 +198,14 @@ class GatewayConnection(asyncio.BufferedProtocol):
         if self._transport.is_closing():
             return
         if not client.is_complete or not client.keep_alive:
-            self._transport.abort() if not client.is_complete else self._transport.close()
+            self._close()
             return
         if client.unread_bytes:
             # The rest of a body that was refused is read and forgotten, as the next request comes behind it.
             self._client = client
             client.on_skipped = self._next
+            if self._timer is not None:
+                self._timer.cancel()
             self._timer = self._loop.call_later(self._arrival.time_for_body(client.unread_bytes), self._close)
             return
         self._next()
@@ -206,21 +217,28 @@ class GatewayConnection(asyncio.BufferedProtocol):
                 self._timer.cancel()
                 self._timer = None
         if self._stopping:
-            self._transport.close()
+            self._close()
+            return
+        self._active_s = self._loop.time()
+        if self._timer is None:
+            self._timer = self._loop.call_later(self._config.timeout_keep_alive, self._close_if_idle)
+        if self._writing_paused:
             return
         if self._reading_paused:
             self._reading_paused = False
             self._transport.resume_reading()
-        self._active_s = self._loop.time()
-        if self._timer is None:
-            self._timer = self._loop.call_later(self._config.timeout_keep_alive, self._close_if_idle)
         if self._pending:
             self._head.begin()
             self._begin()
 
-    def _close(self) -> None:
-        if not self._transport.is_closing():
-            self._transport.close()
+    def _close(self, unsent_before: int = 0) -> None:
+        """Close the connection once its client has all that was written, or has stopped to take it."""
+        self._transport.close()
+        unsent = self._transport.get_write_buffer_size()
+        if unsent and unsent == unsent_before:
+            self._transport.abort()
+        elif unsent:
+            self._loop.call_later(_LINGER_S, self._close, unsent)
 
     def _close_if_idle(self) -> None:
         self._timer = None
@@ -228,7 +246,7 @@ class GatewayConnection(asyncio.BufferedProtocol):
         if self._client is not None:
             return  # the next timer starts behind the request
         if left_s <= 0:
-            self._transport.close()
+            self._close()
         else:
             self._timer = self._loop.call_later(left_s, self._close_if_idle)
 
@@ -278,6 +296,7 @@ class _ReturningHttp(BoundedHttp):
             and data.startswith(_START)
             and (self.cycle is None or self.cycle.response_complete)
             and not self.pipeline
+            and not self.flow.write_paused  # that it may write again is told to who has the connection
             and _HEAD.match(data) is not None
         ):
             self._unset_keepalive_if_required()

@@ -9,6 +9,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from msgspec.structs import replace
@@ -42,6 +43,8 @@ _TRACE_ID = re.compile(r"[\x21-\x7e]{1,256}")
 #: Statuses of our own, for metrics only.
 CLIENT_LEFT = 499
 BROKEN_OFF = 599
+#: How long a client may take to receive why its stream breaks off.
+_LAST_WORDS_S = 1.0
 
 
 def new_id() -> str:
@@ -159,11 +162,16 @@ class Endpoint:
             status, failure = BROKEN_OFF if sink.started else error.status, error
             if error.status >= 500:
                 logger.warning("request %s: %s", exchange.trail.request_id, error.message)
+            if exchange.answered or sink.ended:  # by now an error would be read as the next answer
+                exchange.answered = True
+                raise ResponseAborted(error.message) from error
             exchange.answered = True
             if not sink.started:
                 await send_error(exchange.send, error, exchange.trail)
                 return
-            await sink.fail(error)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LAST_WORDS_S):
+                    await sink.fail(error)
             raise ResponseAborted(error.message) from error
         except Exception:
             # A fault of the gateway's own: the application answers it, or the server cuts the stream off.

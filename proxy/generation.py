@@ -47,7 +47,15 @@ class Generator:
                 raise InstanceFailed(f"instance {record.name} ended its answer before it was complete")
 
         try:
-            await self._try(job, forward, lambda: not sink.started or progress.resumable, progress.tokens)
+            await self._try(
+                job,
+                forward,
+                lambda: not progress.complete and (not sink.started or progress.resumable),
+                progress.tokens if progress.resumable else (),
+            )
+        except ServeError:
+            if not progress.complete:  # else the client has all of its answer
+                raise
         finally:
             job.trail.streamed_all(len(progress.tokens))
 
@@ -138,7 +146,7 @@ class Generator:
             while not await answer.forward(relay) and progress.failure is None:
                 await sink.drain()
         except InstanceLost:
-            await attempt.broken_off(self._instances.table[name])
+            await attempt.broken_off(attempt.record(name))
             raise
         if progress.failure is not None:
             await sink.drain()

@@ -170,6 +170,8 @@ class RawClient:
         return self._can_write
 
     async def drain(self) -> None:
+        if self.is_complete:
+            return  # the connection waits for its reader, the request need not
         if not self._can_write and self._writable is not None and not self._transport.is_closing():
             await self._writable.wait()
 

@@ -57,15 +57,17 @@ async def send_json(
 
 
 class EventSink:
-    """Forwards whole server-sent events, unparsed; status and headers go out with the first of them."""
+    """Forwards whole server-sent events, unparsed; status and headers go out with the first of them.
+
+    ``started`` and ``ended`` say whether the first and the last of them were written.
+    """
 
     def __init__(self, outlet: Outlet, trail: Trail, on_start: Callable[[], None] = lambda: None) -> None:
         """``on_start`` is called with the first event."""
         self._outlet = outlet
         self._trail = trail
         self._on_start = on_start
-        self._ended = False
-        self.started = False
+        self.started = self.ended = False
 
     def redirect(self, outlet: Outlet) -> None:
         assert not self.started
@@ -77,7 +79,7 @@ class EventSink:
             self.started = True
             self._on_start()
             self._outlet.start([*_HEADERS, *self._trail.headers])
-        self._ended = last
+        self.ended = last
         return self._outlet.write(events, last=last)
 
     async def drain(self) -> None:
@@ -85,7 +87,7 @@ class EventSink:
         await self._outlet.drain()
 
     async def finish(self) -> None:
-        if not self._ended:
+        if not self.ended:
             self._outlet.write(b"", last=True)
         await self._outlet.drain()
 

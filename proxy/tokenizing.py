@@ -65,7 +65,9 @@ class TokenizingEndpoint(Endpoint):
         refs: list[MediaRef],
         trace_id: str,
     ) -> bytes:
-        calls = self._calls[record.name]
+        calls = self._calls.get(record.name)
+        if calls is None:
+            raise InstanceLost(f"instance {record.name} is no longer part of the deployment")
         assert record.info is not None, "a ready instance has said what it is"
         if isinstance(request, DetokenizeBody):
             text = (await calls.detokenize(request.message(refs), trace_id=trace_id)).text

@@ -44,6 +44,7 @@ class HttpPool:
         self._idle: list[_Connection] = []
         self._connections: set[_Connection] = set()
         self._connecting: set[asyncio.Task[None]] = set()
+        self._closes_old = False
         self._all_closed = asyncio.Event()
         self._all_closed.set()
 
@@ -101,7 +102,8 @@ class HttpPool:
 
     def put_back(self, connection: _Connection) -> None:
         connection.idle_since_s = asyncio.get_running_loop().time()
-        if not self._idle:
+        if not self._closes_old:  # one timer, however often there is none idle
+            self._closes_old = True
             asyncio.get_running_loop().call_later(KEEP_ALIVE_S, self._close_old)
         self._idle.append(connection)
 
@@ -110,6 +112,7 @@ class HttpPool:
         for connection in [one for one in self._idle if one.idle_since_s <= oldest_s]:
             self._idle.remove(connection)
             connection.abort()
+        self._closes_old = bool(self._idle)
         if self._idle:
             asyncio.get_running_loop().call_later(max(0.1, self._idle[0].idle_since_s - oldest_s), self._close_old)
 

@@ -183,3 +183,20 @@ async def test_no_instance_at_all():
     await pool.close()
     with pytest.raises(ValueError, match="should look like"):
         HttpPool("p0", "10.0.0.1:9000")
+
+
+async def test_one_timer_closes_idle_connections_however_often_there_is_none(server, monkeypatch):
+    monkeypatch.setattr("epd_serve.backends.http_client.KEEP_ALIVE_S", 0.2)
+    num_looks, close_old = 0, HttpPool._close_old
+
+    def look(pool):
+        nonlocal num_looks
+        num_looks += 1
+        close_old(pool)
+
+    monkeypatch.setattr(HttpPool, "_close_old", look)
+    server.answers = [[OK] for _ in range(10)]
+    for _ in range(10):
+        await _whole(sent(server))
+    await asyncio.sleep(0.5)
+    assert num_looks <= 3 and server.num_lost == server.num_connections == 1

@@ -1,0 +1,157 @@
+"""Clients that do not read what they asked for, and answers whose end and failure meet."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+
+import pytest
+
+from epd_serve.protocol import frames
+
+BODY = {"messages": [{"role": "user", "content": "hello"}]}
+
+
+def post(stream=False, **fields):
+    body = json.dumps({**BODY, **fields, "stream": stream}).encode()
+    return b"POST /v1/chat/completions HTTP/1.1\r\nHost: test\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+
+
+@pytest.fixture
+async def connect():
+    """``connect(gateway)`` → a socket that holds little of what comes."""
+    sockets = []
+
+    async def open_one(gateway):
+        one = socket.socket()
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        one.setblocking(False)
+        sockets.append(one)
+        host, port = gateway.url.removeprefix("http://").split(":")
+        await asyncio.get_running_loop().sock_connect(one, (host, int(port)))
+        return one
+
+    yield open_one
+    for one in sockets:
+        one.close()
+
+
+async def read(one, until_s=2.0):
+    """All that comes until the connection's end, or nothing more does."""
+    data = bytearray()
+    one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 22)
+    try:
+        while True:
+            async with asyncio.timeout(until_s):
+                piece = await asyncio.get_running_loop().sock_recv(one, 1 << 20)
+            if not piece:
+                return bytes(data)
+            data += piece
+    except (TimeoutError, ConnectionError):
+        return bytes(data)
+
+
+def is_empty(gateway):
+    return not gateway.gate.queue.num_in_flight and not any(
+        client.num_active for client in gateway.gate.authenticator.clients
+    )
+
+
+async def test_an_unread_stream_gives_its_place_back_at_its_time_limit(start, kit, connect):
+    gateway = await start("pd0:PD", request_timeout_s=0.5)
+    event = b"data: " + b"x" * 60_000 + b"\n\n"
+    gateway["pd0"].scripts["/stage/prefill"] = lambda message: [kit.NONE, *[event] * 400, kit.DONE]
+    peer = await connect(gateway)
+    await asyncio.get_running_loop().sock_sendall(peer, post(True))
+    await gateway.until(lambda: not is_empty(gateway))
+    await gateway.until(lambda: is_empty(gateway))
+
+
+async def test_an_unread_answer_is_not_followed_by_another(start, kit, connect):
+    gateway = await start("pd0:PD", request_timeout_s=0.3)
+    whole = b'{"x":"' + b"x" * 5_000_000 + b'"}'
+    gateway["pd0"].scripts["/stage/prefill"] = lambda message: [kit.NONE, whole]
+    peer = await connect(gateway)
+    await asyncio.get_running_loop().sock_sendall(peer, post())
+    await gateway.until(lambda: not is_empty(gateway))
+    await gateway.until(lambda: is_empty(gateway))
+    await asyncio.sleep(0.5)
+    answer = await read(peer, 0.5)
+    assert answer.count(b"HTTP/1.1 ") == 1 and answer.endswith(whole)
+
+
+async def test_a_late_reader_is_told_why_its_stream_broke_off(start, kit, connect):
+    gateway = await start("pd0:PD", request_timeout_s=0.5)
+    event = b"data: " + b"x" * 60_000 + b"\n\n"
+    gateway["pd0"].scripts["/stage/prefill"] = lambda message: [kit.NONE, *[event] * 50, kit.FOREVER]
+    peer = await connect(gateway)
+    await asyncio.get_running_loop().sock_sendall(peer, post(True))
+    await asyncio.sleep(1.0)
+    answer = await read(peer)
+    assert b"took longer than 0.5 s" in answer and not answer.endswith(b"0\r\n\r\n")
+
+
+async def test_requests_sent_ahead_wait_for_a_reader(start, kit, connect):
+    gateway = await start("pd0:PD")
+    peer = await connect(gateway)
+    whole = b'{"x":"' + b"x" * 4_000_000 + b'"}'
+    gateway["pd0"].scripts["/stage/prefill"] = lambda message: [kit.NONE, whole]
+    await asyncio.get_running_loop().sock_sendall(peer, post() * 5)
+    await asyncio.sleep(0.5)
+    assert len(gateway["pd0"].got("/stage/prefill")) <= 2
+    assert is_empty(gateway)
+    answers = await read(peer, 0.5)
+    assert answers.count(b"HTTP/1.1 200") == 5 and answers.endswith(whole)
+
+
+@pytest.mark.parametrize("end", ["die", "forever"])
+async def test_what_fails_behind_the_end_of_a_stream_changes_nothing(start, kit, end):
+    gateway = await start("pd0:PD", "pd1:PD", request_timeout_s=0.5)
+    for fake in gateway.fakes.values():
+        fake.scripts["/stage/prefill"] = lambda message: [
+            kit.FRAMES,
+            kit.frame(1) + kit.frame(0, end=True),
+            0.05,
+            end,
+        ]
+    answer = await gateway.raw({**BODY, "stream": True})
+    assert answer.count(b"[DONE]") == 1 and answer.endswith(b"0\r\n\r\n") and b"error" not in answer
+    assert sum(len(fake.got("/stage/prefill")) for fake in gateway.fakes.values()) == 1
+    await gateway.settle()
+    assert is_empty(gateway)
+
+
+async def test_tokens_of_several_choices_are_none_to_go_on_from(start, kit):
+    """A token whose text is held back begins no answer: the next attempt begins anew."""
+    gateway = await start("pd0:PD", "pd1:PD", "pd2:PD")
+    asked = []
+
+    def script(message):
+        asked.append(message.generated)
+        if len(asked) == 1:
+            return [kit.FRAMES, frames.pack(0, (7,), b""), 0.05, kit.DIE]
+        return [kit.FRAMES, kit.frame(1) + kit.frame(0, end=True)]
+
+    for fake in gateway.fakes.values():
+        fake.scripts["/stage/prefill"] = script
+    await gateway.answer({**BODY, "stream": True, "n": 2})
+    assert asked == [[], []]
+
+
+async def test_an_instance_that_is_removed_and_dies_is_replaced(start, kit):
+    gateway = await start("pd0:PD", "pd1:PD")
+
+    def script(message):
+        if message.generated:
+            return [kit.FRAMES, kit.frame(2) + kit.frame(0, end=True)]
+        return [kit.FRAMES, kit.frame(1), 0.2, kit.DIE]
+
+    for fake in gateway.fakes.values():
+        fake.scripts["/stage/prefill"] = script
+    asking = asyncio.create_task(gateway.answer({**BODY, "stream": True}))
+    await gateway.until(lambda: any(fake.got("/stage/prefill") for fake in gateway.fakes.values()))
+    await asyncio.sleep(0.05)
+    left = [(fake.name, fake.url) for fake in gateway.fakes.values() if not fake.got("/stage/prefill")]
+    gateway.app.state.control.apply(gateway.app.state.control.settings, left)
+    assert (await asking)[1] == b'data: {"token":1}\n\ndata: {"token":2}\n\ndata: [DONE]\n\n'
