@@ -52,7 +52,7 @@ class Sequence:
             instance computed it.
         position_delta: what M-RoPE adds to the index of a token after the prompt.
         num_sequences: choices that will be forked from this sequence after its prompt (``n``), and sampled there.
-        arrival_s: when this engine got the request, monotonic seconds.
+        arrival_s: when this engine got the request, monotonic seconds; 0 before.
         hand_off: whether another instance decodes; then the sequence needs blocks for its prompt alone.
         blocks: block table. forks: the first own block of each choice to be forked.
         constraint: the grammar of its answer and how far it has come, opaque here; None where there is none.

@@ -106,11 +106,12 @@ class CpuKernels:
     ) -> Tensor:
         """``activation(states @ weight.T + bias)``, then plus or times ``other``; [T, depth] → [T, width]."""
         output = states.new_empty(len(states), width)
+        other = None if other is None else other.contiguous()  # kept until the product is there
         product = _Product(
             states.data_ptr(),
             address,
             _address(bias),
-            None if other is None else other.contiguous().data_ptr(),
+            _address(other),
             output.data_ptr(),
             states.stride(0),
             len(states),
@@ -168,6 +169,7 @@ class CpuKernels:
             and states.shape[-1] % 2 == 0
             and cos.dtype == torch.float32
             and cos.shape == (len(states), states.shape[-1])
+            and cos.is_contiguous()
         )
 
     def rotary(self, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from itertools import count
 
@@ -58,6 +59,7 @@ class EngineProbe:
             sampling=_SAMPLING,
             max_tokens=1,
             positions=torch.zeros(self._num_position_axes, 1, dtype=torch.long),
+            arrival_s=-math.inf,  # before all that wait for more blocks than there are
         )
         self._listen(name, feed)
         engine.submit(sequence)

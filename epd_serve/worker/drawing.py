@@ -92,6 +92,8 @@ class RowDrawer:
         """A token by its logits [width], whatever top-k is."""
         sampling = row.sampling
         total = self._weigh(values, sampling.temperature)
+        if not math.isfinite(total):  # all are forbidden, or the model's logits are no numbers
+            return int(values.argmax())
         if sampling.min_p:
             self._drop(float(np.nextafter(np.float32(sampling.min_p), np.float32(0))))
         token = self._invert(row.uniform())

@@ -132,9 +132,9 @@ class Engine:
     # ------------------------------------------------------------------ requests in
 
     def submit(self, sequence: Sequence, transfer: OutgoingTransfer | None = None) -> None:
-        """Queue a prompt; ``transfer`` says where its KV goes if another instance decodes."""
+        """Queue a prompt, as of now if it has no time; ``transfer``: where its KV goes to be decoded elsewhere."""
         with self._changed:
-            sequence.arrival_s = self._clock()
+            sequence.arrival_s = sequence.arrival_s or self._clock()
             if transfer is not None:
                 self._transfers[sequence] = transfer
             self._queues.submit(sequence)

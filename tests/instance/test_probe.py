@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from pathlib import Path
 
 import httpx
@@ -27,11 +28,12 @@ async def test_a_probe_finds_what_an_answering_port_hides(tmp_path: Path) -> Non
             asked = await client.post(f"{instance.url}/probe", content=wire.encode(wire.ProbeRequest(5.0)))
         assert asked.status_code == 204
         let_go = threading.Event()
-        whole_step, engine._step = engine._step, lambda *_: (let_go.wait(), [])[1]
+        stepper = engine._stepper
+        launch = stepper.launch
+        stepper.launch = lambda *step: (let_go.wait(), launch(*step))[1]  # type: ignore[method-assign]
         with pytest.raises(ServeError, match="no step") as error:
             await instance.probe(0.3)
         assert error.value.code == WEDGED
-        engine._step = whole_step
         let_go.set()
         await instance.probe(5)
         let_go.clear()
@@ -63,3 +65,17 @@ async def test_draining_refuses_what_is_new_and_waits_for_the_rest(tmp_path: Pat
         await drained
         answer = await running
         assert answer.status_code == 200 and answer.content.endswith(b"data: [DONE]\n\n")
+
+
+async def test_what_waits_for_more_blocks_is_no_fault_of_the_engine(tmp_path: Path) -> None:
+    path = tiny_models.make_tiny_model("qwen2_5_vl", tmp_path / "model")
+    async with serving(path, "PD", num_blocks=9) as instance:
+        engine = instance.language.engine  # type: ignore[union-attr]
+        held = engine.reserve(30, 1, [], time.monotonic())  # its KV is on the way: nothing is to be computed
+        assert held is not None and engine.reserve(60, 1, [], time.monotonic()) is None
+        assert engine.load().free_blocks >= 2
+        await instance.probe(5)
+        engine.unreserve(held)
+        engine.stop_reserving()
+        await instance.probe(5)
+        await Books({"pd": instance.url}).check()

@@ -92,6 +92,23 @@ def test_top_p_keeps_the_token_that_crosses_the_limit() -> None:
     assert seen == {0, 1}
 
 
+@pytest.mark.parametrize("broken", [[-torch.inf] * VOCAB, [0.0] * 7 + [torch.nan] * 43, [torch.inf] + [0.0] * 49])
+@pytest.mark.parametrize("way", [{}, {"top_p": 0.5}, {"min_p": 0.1}, {"top_k": 3}, {"temperature": 0.01}], ids=str)
+def test_logits_that_leave_no_token_still_name_one(broken: list[float], way: dict[str, Any]) -> None:
+    drawn = sequence(**{"temperature": 1.0, **way})
+    [token] = draw(torch.tensor([broken]), drawn)
+    assert 0 <= token < VOCAB
+    [token] = draw_sorted(torch.tensor([broken]), [Row(drawn, 0)]).tolist()
+    assert 0 <= token < VOCAB
+
+
+def test_a_request_that_forbids_all_tokens_leaves_its_batch_alone(logits: torch.Tensor) -> None:
+    contradictory = sequence(temperature=1.0, allowed_token_ids=(3,), bad_word_ids=((3,),), top_p=0.9)
+    drawn = sequence(temperature=1.0)
+    token, other = draw(logits, contradictory, drawn)
+    assert 0 <= token < VOCAB and [other] == draw(logits, drawn)
+
+
 def test_penalties_as_the_apis_define_them() -> None:
     logits = torch.tensor([[4.0, 3.0, 2.0, -1.0]])
     assert draw(logits, sequence(prompt=[0], temperature=0.0, repetition_penalty=2.0)) == [1]
