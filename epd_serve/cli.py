@@ -33,8 +33,8 @@ from epd_serve.config.options import (
     MooncakeProtocol,
     Switch,
 )
-from epd_serve.cost.interference import Clock, Isolation
 from epd_serve.errors import needs_native
+from epd_serve.interference_command import interference
 from epd_serve.key_command import key_app
 from epd_serve.launch.ports import instance_urls, name_and_url
 from epd_serve.topology import draw, explain, parse_topology
@@ -71,6 +71,7 @@ def up(
     ] = None,
 ) -> None:
     """Start a deployment on this machine and stay until Ctrl-C."""
+    from epd_serve.launch.progress import Terminal
     from epd_serve.launch.up import run_up
 
     gateway = {key: value for key, value in (("host", host), ("port", port)) if value is not None}
@@ -80,7 +81,7 @@ def up(
     if model is not None:  # relative to where the user stands, not to the file
         changes["model"] = model if model == DEMO_MODEL else str(Path(model).expanduser().resolve())
     config = load_config(file) if file else DeploymentConfig()
-    raise typer.Exit(asyncio.run(run_up(change_config(config, changes), Console())))
+    raise typer.Exit(asyncio.run(run_up(change_config(config, changes), Terminal())))
 
 
 @app.command()
@@ -310,42 +311,7 @@ def devices(
         raise typer.Exit(1)
 
 
-@app.command()
-def interference(
-    device: Annotated[str, typer.Option(help="cpu, cuda:0, npu:0 ...")] = "cpu",
-    isolation: Annotated[
-        Isolation, typer.Option(help="Side by side as processes, or as streams of one process.")
-    ] = "process",
-    dtype: Annotated[
-        str, typer.Option(help="float32, bfloat16 or float16; by default what suits the device.")
-    ] = "",
-    seconds: Annotated[
-        float, typer.Option(min=0.05, help="Length of each measurement; there are 3 a pair.")
-    ] = 1.0,
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="CPU threads of each side; by default half of the cores.")
-    ] = None,
-    clock: Annotated[
-        Clock, typer.Option(help="cpu: CPU time of one thread, for a machine that others use too.")
-    ] = "wall",
-    out: Annotated[
-        Path | None, typer.Option(help="Write the matrix to OUT.json, its heat map to OUT.png.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the matrix as JSON instead of tables.")] = False,
-) -> None:
-    """Measure how much operators and stages slow each other down on one device (EPD-Serve, figure 6)."""
-    with needs_native():
-        from epd_serve.colocation.command import run_interference
-    run_interference(
-        device,
-        isolation=isolation,
-        dtype=dtype,
-        seconds=seconds,
-        threads=threads,
-        clock=clock,
-        out=out,
-        as_json=as_json,
-    )
+app.command()(interference)
 
 
 @app.command()

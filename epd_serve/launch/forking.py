@@ -123,7 +123,7 @@ class ForkServer:
                 self.kill()
                 await self._process.wait()
         if self._reading is not None:
-            await self._reading
+            await asyncio.gather(self._reading, return_exceptions=True)
 
     def kill(self) -> None:
         """End the server, and with it what it has started, at once. :meth:`close` must still be awaited."""
@@ -149,17 +149,22 @@ class ForkServer:
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         assert self._usable is not None
-        with suppress(ConnectionError):
-            while line := await reader.readline():
-                self._told(json.loads(line))
-        if not self._usable.done():
-            self._usable.set_result(False)
-        self._is_gone = True
-        for wanted in self._wanted:
-            if not wanted.done():
-                wanted.set_exception(ForkServerGone("the fork server has ended"))
-        for process in self._running.values():  # the kernel has ended them with the server
-            process.has_ended(-signal.SIGKILL)
+        try:
+            with suppress(ConnectionError):
+                while line := await reader.readline():
+                    self._told(json.loads(line))
+        except asyncio.CancelledError:
+            self.kill()
+            raise
+        finally:  # also where it is cancelled: nobody may wait for what will not be told
+            if not self._usable.done():
+                self._usable.set_result(False)
+            self._is_gone = True
+            for wanted in self._wanted:
+                if not wanted.done():
+                    wanted.set_exception(ForkServerGone("the fork server has ended"))
+            for process in self._running.values():  # the kernel has ended them with the server
+                process.has_ended(-signal.SIGKILL)
 
     def _told(self, message: dict[str, Any]) -> None:
         if "usable" in message:

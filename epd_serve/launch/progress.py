@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -24,6 +26,15 @@ _STYLES = {
     ProcessState.WAITING: "bold red",
 }
 _BUSY = (ProcessState.STARTING, ProcessState.LOADING, ProcessState.STOPPING)
+
+
+class Terminal(Console):
+    """Where a deployment's news go. When nobody reads them any more (``epd-serve up | head``), it runs on unheard."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        with Path(os.devnull).open("wb") as nowhere:
+            os.dup2(nowhere.fileno(), self.file.fileno())
 
 
 class Progress:

@@ -125,6 +125,18 @@ async def test_what_is_forked_ends_with_the_server_and_is_then_spawned(fakes: An
             await running.stop()
 
 
+async def test_nobody_waits_for_a_server_whose_reader_is_cancelled(fakes: Any, tmp_path: Path) -> None:
+    spec = fakes.spec("e0", can_fork=True)
+    async with forking(spec, tmp_path) as server:
+        process = await server.fork(spec, tmp_path / "e0.log")
+        assert server._reading is not None
+        server._reading.cancel()  # what asyncio.run() does when it ends early
+        assert await asyncio.wait_for(process.wait(), 10) == -signal.SIGKILL
+        await until(lambda: not psutil.pid_exists(process.pid))
+        with pytest.raises(ForkServerGone):
+            await server.fork(spec, tmp_path / "e0.log")
+
+
 async def test_a_server_with_threads_forks_nothing(fakes: Any, tmp_path: Path) -> None:
     (tmp_path / "busy.py").write_text(
         "import threading\nthreading.Thread(target=threading.Event().wait).start()\n"

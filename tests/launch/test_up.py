@@ -86,6 +86,19 @@ def test_ready_says_what_to_type_and_a_signal_stops_everything(fakes: Any, numbe
     assert not list(fakes.folder.glob("epd-serve-*")), "the temporary logs stay behind"
 
 
+def test_it_runs_on_when_nobody_reads_its_news(fakes: Any) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with up(fakes, stdout=writer) as process:
+        os.close(writer)
+        fakes.wait_until(lambda: fakes.alive == NAMES)
+        time.sleep(1)
+        assert process.poll() is None and fakes.alive == NAMES
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=20) == 0
+    assert fakes.alive == set()
+
+
 def test_ctrl_c_while_starting(fakes: Any) -> None:
     with up(fakes, p0="never") as process:
         fakes.wait_until(lambda: fakes.alive == NAMES)
