@@ -29,7 +29,7 @@ _BUSY = (ProcessState.STARTING, ProcessState.LOADING, ProcessState.STOPPING)
 
 
 class Terminal(Console):
-    """Where a deployment's news go. When nobody reads them any more (``epd-serve up | head``), it runs on unheard."""
+    """Where a deployment's news go; when nobody reads them any more (``epd-serve up | head``), it runs on."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
