@@ -86,7 +86,7 @@ class Fleet:
 async def running() -> AsyncIterator[Fleet]:
     config = DeploymentConfig(
         topology="E-P-D",
-        gateway={"port": 0},
+        gateway={"port": 0, "failover": {"wait_s": 0}},
         instances={
             "base_port": 0,
             "threads": 1,

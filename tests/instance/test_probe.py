@@ -30,17 +30,20 @@ async def test_a_probe_finds_what_an_answering_port_hides(tmp_path: Path) -> Non
         let_go = threading.Event()
         stepper = engine._stepper
         launch = stepper.launch
-        stepper.launch = lambda *step: (let_go.wait(), launch(*step))[1]  # type: ignore[method-assign]
-        with pytest.raises(ServeError, match="no step") as error:
-            await instance.probe(0.3)
-        assert error.value.code == WEDGED
-        let_go.set()
-        await instance.probe(5)
-        let_go.clear()
-        tower._tower_thread.submit(let_go.wait)
-        with pytest.raises(ServeError, match="tower"):
-            await instance.probe(0.3)
-        let_go.set()
+        try:
+            stepper.launch = lambda *step: (let_go.wait(), launch(*step))[1]  # type: ignore[method-assign]
+            with pytest.raises(ServeError, match="no step") as error:
+                await instance.probe(0.3)
+            assert error.value.code == WEDGED
+            let_go.set()
+            stepper.launch = launch  # type: ignore[method-assign]
+            await instance.probe(5)
+            let_go.clear()
+            tower._tower_thread.submit(let_go.wait)
+            with pytest.raises(ServeError, match="tower"):
+                await instance.probe(0.3)
+        finally:
+            let_go.set()
         await instance.probe(5)
         await Books({"epd": instance.url}).check()
 
