@@ -15,6 +15,7 @@ from epd_serve import __version__, cli
 from epd_serve.config import InstanceOptions
 from epd_serve.demo import weights_dir
 from epd_serve.types import Role
+from proxy.main import Reread
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -25,11 +26,12 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     return ended.value.code
 
 
-def fake_module(monkeypatch: pytest.MonkeyPatch, name: str, function: str) -> list[Any]:
-    """Put a module in place whose ``function`` remembers its arguments."""
+def fake_module(monkeypatch: pytest.MonkeyPatch, name: str, function: str, **more: Any) -> list[Any]:
+    """Put a module in place whose ``function`` remembers its arguments; ``more`` is what else is in it."""
     calls: list[Any] = []
     module = ModuleType(name)
     setattr(module, function, lambda *arguments: calls.append(arguments))
+    vars(module).update(more)
     monkeypatch.setitem(sys.modules, name, module)
     return calls
 
@@ -103,15 +105,18 @@ def test_every_instance_option_is_a_flag(monkeypatch: pytest.MonkeyPatch, tmp_pa
 def test_proxy_passes_configuration_instances_and_address(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     file = tmp_path / "deployment.yaml"
     file.write_text("gateway: {host: 127.0.0.9, port: 1234, request_timeout_s: 5}")
-    calls = fake_module(monkeypatch, "proxy.main", "run_gateway")
+    calls = fake_module(monkeypatch, "proxy.main", "run_gateway", Reread=Reread)
     instances = ("--instance", "e0=http://a:1", "--instance", "pd0=http://b:2/")
     assert run(monkeypatch, "proxy", "--config", str(file), *instances) == 0
     assert run(monkeypatch, "proxy", "--config", str(file), *instances, "--host", "0.0.0.0", "--port", "0") == 0
-    config, named, *address = calls[0]
+    config, named, *address, reread = calls[0]
     assert config.gateway.request_timeout_s == 5
     assert named == [("e0", "http://a:1"), ("pd0", "http://b:2")]
     assert address == ["127.0.0.9", 1234]
-    assert calls[1][2:] == ("0.0.0.0", 0)
+    assert calls[1][2:4] == ("0.0.0.0", 0)
+    file.write_text("gateway: {request_timeout_s: 6}")
+    again, instances_again = reread.read()
+    assert (again.gateway.request_timeout_s, instances_again) == (6, named)
 
 
 def test_proxy_finds_the_instances_of_its_deployment_file(
@@ -119,7 +124,7 @@ def test_proxy_finds_the_instances_of_its_deployment_file(
 ) -> None:
     file = tmp_path / "deployment.yaml"
     file.write_text("{topology: E-PD, instances: {base_port: 7000}}")
-    calls = fake_module(monkeypatch, "proxy.main", "run_gateway")
+    calls = fake_module(monkeypatch, "proxy.main", "run_gateway", Reread=Reread)
     assert run(monkeypatch, "proxy", "--config", str(file)) == 0
     assert calls[0][1] == [("e0", "http://127.0.0.1:7000"), ("pd0", "http://127.0.0.1:7001")]
     file.write_text("{topology: E-PD, instances: {base_port: 0}}")
