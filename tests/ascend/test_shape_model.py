@@ -71,13 +71,16 @@ MODELS: dict[str, Any] = {
 
 
 class TensorsFromHost(TorchFunctionMode):
-    """torch.tensor(..., device="npu:0") would initialise CANN, even for a fake tensor; copying one does not."""
+    """torch.tensor(..., device="npu:0") would initialise CANN, even for a fake tensor; copying one does not.
+    Pinned memory is unknown to fake tensors."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if func is torch.tensor and "device" in kwargs:
             device = kwargs.pop("device")
             return func(*args, **kwargs).to(device)
+        if func is torch.Tensor.pin_memory:
+            return args[0]
         return func(*args, **kwargs)
 
 
