@@ -103,7 +103,7 @@ class Failure(StrEnum):
 
 
 class StageSpan(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """A stage of one request as our gateway saw it: queue, encode (one for each item), prefill, kv_transfer, decode.
+    """A stage of one request as our gateway saw it: queue, encode (one per item), prefill, kv_transfer, decode.
 
     Attributes:
         start_s: from the request's arrival at the gateway.
