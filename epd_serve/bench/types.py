@@ -258,8 +258,9 @@ class RunSettings(msgspec.Struct, kw_only=True):
     """run.json: all that makes a run again.
 
     Attributes:
-        arrivals: as typed, "poisson:8", "constant:8", "gamma:8:0.5", "ramp:1:12", "closed:16", "trace".
-        rate: requests a second that are planned, on average; None in a closed loop.
+        arrivals: as typed: poisson, constant, gamma:0.5, ramp:1:12, closed:16, trace.
+        rate: of poisson, constant and gamma, requests a second.
+        time_scale: of a trace's times.
         max_concurrency: of the client; waiting for a slot counts as latency from the scheduled time.
         num_devices: rates and throughput per device are divided by it.
         fields: of every request's JSON body.
@@ -276,6 +277,7 @@ class RunSettings(msgspec.Struct, kw_only=True):
     seed: int
     arrivals: str
     rate: float | None = None
+    time_scale: float = 1.0
     max_concurrency: int | None = None
     slo: SLO = SLO()
     num_devices: int = 1
