@@ -33,6 +33,7 @@ from epd_serve.config.options import (
     MooncakeProtocol,
     Switch,
 )
+from epd_serve.cost_command import cost
 from epd_serve.errors import needs_native
 from epd_serve.interference_command import interference
 from epd_serve.key_command import key_app
@@ -312,6 +313,7 @@ def devices(
 
 
 app.command()(interference)
+app.command()(cost)
 
 
 @app.command()
