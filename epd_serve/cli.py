@@ -284,8 +284,9 @@ def instance(
         trace=trace,
     )
     with needs_native():
-        from epd_serve.instance.main import run_instance
+        from epd_serve.instance.main import end_process, run_instance
     run_instance(options)
+    end_process()
 
 
 @app.command()
