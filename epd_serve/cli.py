@@ -33,6 +33,7 @@ from epd_serve.config.options import (
     MooncakeProtocol,
     Switch,
 )
+from epd_serve.cost_command import cost
 from epd_serve.errors import needs_native
 from epd_serve.interference_command import interference
 from epd_serve.key_command import key_app
@@ -283,8 +284,9 @@ def instance(
         trace=trace,
     )
     with needs_native():
-        from epd_serve.instance.main import run_instance
+        from epd_serve.instance.main import end_process, run_instance
     run_instance(options)
+    end_process()
 
 
 @app.command()
@@ -312,6 +314,7 @@ def devices(
 
 
 app.command()(interference)
+app.command()(cost)
 
 
 @app.command()

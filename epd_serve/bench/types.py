@@ -102,12 +102,30 @@ class Failure(StrEnum):
     NOT_SENT = "not_sent"  # a turn behind one that failed
 
 
+class StageSpan(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A stage of one request as our gateway saw it: queue, encode (one per item), prefill, kv_transfer, decode.
+
+    Attributes:
+        start_s: from the request's arrival at the gateway.
+        feature: of an encode, where it came from: encoded, store, prefill, recomputed.
+    """
+
+    stage: str
+    start_s: float
+    duration_s: float
+    instance: str = ""
+    feature: str = ""
+    failed: bool = False
+
+
 class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One request as measured; a line of records.jsonl. Times are seconds of the plan's axis, None: never came.
 
     Attributes:
         scheduled_s: when it was to be sent. In a closed loop: when its slot became free; of a later turn: when the
             one before was answered, plus think_s, where that is after the plan's time.
+        slot_wait_s: of the time from then to sent_s, what it waited for one of max_concurrency to end. The rest is
+            what the tester itself was late.
         sent_s: when its first bytes were handed to the kernel. A connection that had to be made first counts
             as waiting behind this: sent_s is before it.
         first_chunk_s: the first event of any kind (what AISBench calls the first token).
@@ -121,7 +139,8 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
         detail: of a failure, in words.
         num_body_bytes: sent.
         request_id: as sent in x-request-id.
-        stages: seconds by stage, where the server is ours and tells (see epd_serve.metrics.timeline).
+        text: the answer.
+        stages: where the server is ours and told of this request; they lie in stages.jsonl.
         segment: 0 in the first process that worked on the run, one more after each --resume.
     """
 
@@ -146,7 +165,9 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
     turn: int = 0
     num_body_bytes: int = 0
     request_id: str = ""
-    stages: dict[str, float] = {}
+    text: str = ""
+    slot_wait_s: float = 0.0
+    stages: list[StageSpan] = []
     segment: int = 0
 
     @property
@@ -212,6 +233,27 @@ class SLO(msgspec.Struct, kw_only=True, frozen=True):
     tpot_ms: float = 50.0
 
 
+class Segment(msgspec.Struct, kw_only=True):
+    """A process's work on a run; a line of segments.jsonl when it begins, and the whole of it when it ends.
+
+    Attributes:
+        started_unix_s: what the clock showed, and plan_offset_s where the plan stood.
+        wall_s, cpu_s: of this process while it sent and received; cpu_s / wall_s near 1 is a tester at its limit.
+        loop_lag_p99_s, loop_lag_max_s: how late the event loop called what was due.
+        ended: "" while it works or where it was killed; "complete", "interrupted".
+    """
+
+    segment: int
+    started_unix_s: float
+    plan_offset_s: float
+    num_requests: int = 0
+    wall_s: float = 0.0
+    cpu_s: float = 0.0
+    loop_lag_p99_s: float = 0.0
+    loop_lag_max_s: float = 0.0
+    ended: str = ""
+
+
 class RunSettings(msgspec.Struct, kw_only=True):
     """run.json: all that makes a run again.
 
@@ -223,7 +265,8 @@ class RunSettings(msgspec.Struct, kw_only=True):
         fields: of every request's JSON body.
         label: what the thing measured is called in tables: a topology, a deployment.
         versions: of this program, Python, and the server where it tells.
-        started_unix_s: of each segment, what the clock showed; and plan_offset_s: where the plan stood.
+        workload_digest: blake3 over all requests' bytes; a resumed run must send the same.
+        topology: as our gateway tells it, "" elsewhere.
     """
 
     base_url: str
@@ -242,8 +285,9 @@ class RunSettings(msgspec.Struct, kw_only=True):
     label: str = ""
     versions: dict[str, str] = {}
     argv: list[str] = []
-    started_unix_s: list[float] = []
-    plan_offset_s: list[float] = []
+    created_unix_s: float = 0.0
+    workload_digest: str = ""
+    topology: str = ""
 
 
 class Distribution(msgspec.Struct, kw_only=True):
@@ -284,7 +328,7 @@ class WindowSummary(msgspec.Struct, kw_only=True):
         duration_s: to the last answer, from the first request; of a stable window its length.
         request_throughput ...: a second, of successes.
         goodput: requests a second that attained the SLO; effective_throughput: their output tokens a second. Both
-            also per device.
+            also per device. prefill_token_throughput: input tokens over the sum of all TTFTs, as AISBench has it.
         achieved_rate, planned_rate: requests a second that were sent, and that were to be.
         mean_concurrency, max_concurrency: requests on their way.
         stages: seconds of each stage of the server, where it tells.
@@ -343,7 +387,7 @@ class Sample(msgspec.Struct, kw_only=True, omit_defaults=True):
     Attributes:
         at_s: on the plan's axis; phase: "before", "during" or "after".
         metrics: name with labels, as Prometheus writes it, to value.
-        devices: by name: utilisation in 0..1, and what else the device layer reads.
+        devices: by name, as cpu or cuda:0: utilisation in 0..1, and what else can be read.
     """
 
     at_s: float
