@@ -17,9 +17,7 @@ def bench(
     base_url: Annotated[str, typer.Option(help="Of the server, any that speaks OpenAI's chat API.")] = "",
     workload: Annotated[str, typer.Option(help=_WORKLOADS)] = "synthetic",
     model: Annotated[str | None, typer.Option(help="Needed where the server has several.")] = None,
-    num_requests: Annotated[
-        int, typer.Option(min=0, help="Of each run; 0 for the whole workload.")
-    ] = 0,
+    num_requests: Annotated[int, typer.Option(min=0, help="Of each run; 0 for the whole workload.")] = 0,
     duration: Annotated[
         float | None, typer.Option(min=0.1, help="Seconds of requests at each rate, over --num-requests.")
     ] = None,

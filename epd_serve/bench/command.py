@@ -133,9 +133,7 @@ def _rate(wanted: Wanted) -> float | None:
 
 
 def _session(console: Console, api_key: str | None) -> Session:
-    return Session(
-        progress=lambda title, number, done: Progress(console, title, number, done), api_key=api_key
-    )
+    return Session(progress=lambda title, number, done: Progress(console, title, number, done), api_key=api_key)
 
 
 def _sweep(
