@@ -67,6 +67,7 @@ class Answer:
         "failure",
         "finish_reason",
         "first_chunk_s",
+        "last_event_s",
         "prompt_tokens",
         "text",
         "token_times_s",
@@ -74,6 +75,7 @@ class Answer:
 
     def __init__(self) -> None:
         self.first_chunk_s: float | None = None
+        self.last_event_s: float | None = None
         self.token_times_s: list[float] = []
         self.text: list[str] = []
         self.finish_reason: str | None = None
@@ -140,22 +142,26 @@ class Answer:
             self._count(chunk.usage)
         has_token = False
         for choice in chunk.choices or ():
-            has_token |= self._choice(choice)
+            has_token |= self._choice(choice, at_s)
         if has_token:
             self.token_times_s.append(at_s)
+            self.last_event_s = at_s
 
-    def _choice(self, choice: _Choice) -> bool:
+    def _choice(self, choice: _Choice, at_s: float) -> bool:
+        """Whether it has a token."""
         self._open.add(choice.index)
         if choice.finish_reason:
             self._finished.add(choice.index)
             self.finish_reason = choice.finish_reason
+            self.last_event_s = at_s
         delta = choice.delta
         content = choice.text if delta is None else delta.content
         if content and choice.index == 0:
             self.text.append(content)
-        return bool(content) or (
-            delta is not None
-            and bool(delta.reasoning_content or delta.reasoning or delta.tool_calls or delta.refusal)
+        if content or (content is not None and self.token_times_s):
+            return True
+        return delta is not None and bool(
+            delta.reasoning_content or delta.reasoning or delta.tool_calls or delta.refusal
         )
 
     def _count(self, usage: _Usage) -> None:

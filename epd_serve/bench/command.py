@@ -15,6 +15,7 @@ from rich.console import Console
 from epd_serve.bench.arrivals import ClosedLoop, Trace, parse_load
 from epd_serve.bench.progress import Progress
 from epd_serve.bench.run_directory import RunDirectory, new_directory
+from epd_serve.bench.sampled import sampled
 from epd_serve.bench.search import parse_rates
 from epd_serve.bench.session import Session
 from epd_serve.bench.sweep import Outcome, SearchRange, Sweep, is_complete, read_sweep
@@ -172,7 +173,7 @@ def _end_run(console: Console, outcome: tuple[RunDirectory, Any], *, as_json: bo
     if summary is None:
         console.print(f"interrupted before any request ended; go on with --resume {run.path}", highlight=False)
         return 130
-    show_summary(console, run.settings, summary)
+    show_summary(console, run.settings, summary, sampled(run.samples()))
     _print_json(as_json, [(run, summary)])
     console.print(f"in {run.path}", highlight=False)
     if not is_complete(run):
@@ -211,5 +212,14 @@ def _say_goodput(console: Console, sweep: Sweep) -> None:
 
 def _print_json(as_json: bool, outcomes: Sequence[Outcome]) -> None:
     if as_json:
-        found = [{"directory": str(run.path), "settings": run.settings, "summary": one} for run, one in outcomes]
+        found = [
+            {
+                "directory": str(run.path),
+                "settings": run.settings,
+                "summary": summary,
+                "server": sampled(run.samples()),
+                "segments": run.segments(),
+            }
+            for run, summary in outcomes
+        ]
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(found), indent=2).decode() + "\n")

@@ -60,7 +60,7 @@ class Progress:
         line = self._line(counters, num_receiving, now_s)
         if self._live is None:
             self._logged_s = now_s
-            self._console.print(line)
+            self._console.print(line, soft_wrap=True, highlight=False)
         else:
             self._live.update(Text(line), refresh=True)
 

@@ -287,6 +287,7 @@ class Runner:
             first_chunk_s=None if answer.first_chunk_s is None else self._on_plan(answer.first_chunk_s),
             first_token_s=times[0] if times else None,
             token_times_s=times,
+            last_event_s=None if answer.last_event_s is None else self._on_plan(answer.last_event_s),
             finish_s=self._on_plan(exchange.finish_s),
             num_prompt_tokens=answer.prompt_tokens,
             num_output_tokens=len(times) if answer.completion_tokens is None else answer.completion_tokens,

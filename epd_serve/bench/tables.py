@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from epd_serve.bench.sampled import Sampled
 from epd_serve.bench.types import Distribution, RunSettings, Share, Summary, WindowSummary
 
 _ROWS = (
     ("TTFT", "ttft", 1e3, "ms"),
-    ("TTFT from schedule", "ttft_scheduled", 1e3, "ms"),
+    ("TTFT scheduled", "ttft_scheduled", 1e3, "ms"),
     ("first chunk", "first_chunk", 1e3, "ms"),
     ("TPOT", "tpot", 1e3, "ms"),
     ("ITL", "itl", 1e3, "ms"),
@@ -22,8 +24,8 @@ _ROWS = (
 )
 
 
-def show_summary(console: Console, settings: RunSettings, summary: Summary) -> None:
-    """Latencies, rates and warnings of one run."""
+def show_summary(console: Console, settings: RunSettings, summary: Summary, sampled: Sampled) -> None:
+    """Latencies, rates, what the server told, and warnings of one run."""
     for name, window in (("all requests", summary.total), ("stable window", summary.stable)):
         if window is not None:
             console.print(_latencies(f"{settings.label or settings.workload}: {name}", window.figures))
@@ -34,13 +36,14 @@ def show_summary(console: Console, settings: RunSettings, summary: Summary) -> N
             f"({distribution.n} requests)",
             highlight=False,
         )
+    _show_sampled(console, sampled)
     for warning in summary.warnings:
         console.print(f"! {warning}", style="yellow", highlight=False, markup=False)
 
 
 def show_sweep(console: Console, runs: Sequence[tuple[RunSettings, Summary]]) -> None:
     """One line for each rate."""
-    table = Table(title="by rate", title_justify="left")
+    table = Table(title="by rate", title_justify="left", box=box.SIMPLE_HEAD)
     for column in ("req/s", "sent", "TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99", "attained", "95 %", "tok/s"):
         table.add_column(column, justify="right")
     table.add_column("effective tok/s per device", justify="right")
@@ -59,9 +62,16 @@ def show_sweep(console: Console, runs: Sequence[tuple[RunSettings, Summary]]) ->
     console.print(table)
 
 
+def _show_sampled(console: Console, sampled: Sampled) -> None:
+    for name, share in sampled.cache_hits.items():
+        console.print(f"  {name} cache: {share.part} hits of {share.whole} ({share.value:.1%})", highlight=False)
+    for name, value in sampled.utilisation.items():
+        console.print(f"  {name}: {value:.1%} busy on average", highlight=False)
+
+
 def _latencies(title: str, figures: dict[str, Distribution]) -> Table:
-    table = Table(title=title, title_justify="left")
-    table.add_column("")
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("", no_wrap=True)
     for column in ("mean", "min", "max", "median", "p75", "p90", "p99", "N"):
         table.add_column(column, justify="right")
     for label, name, scale, unit in _ROWS:
@@ -73,8 +83,8 @@ def _latencies(title: str, figures: dict[str, Distribution]) -> Table:
 
 
 def _rates(settings: RunSettings, summary: Summary) -> Table:
-    table = Table(show_header=True)
-    table.add_column("")
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("", no_wrap=True)
     windows = [("total", summary.total), *([("stable", summary.stable)] if summary.stable else [])]
     windows += list(summary.by_modality.items())
     for name, _ in windows:
@@ -93,7 +103,7 @@ def _rates(settings: RunSettings, summary: Summary) -> Table:
     row("output tok/s", *(f"{one.output_token_throughput:.1f}" for one in each))
     row("concurrency mean (max)", *(f"{one.mean_concurrency:.1f} ({one.max_concurrency})" for one in each))
     attained = (f"{one.attainment.value:.1%} ({_interval(one.attainment)})" for one in each)
-    row(f"SLO TTFT ≤ {slo.ttft_ms:g} ms, TPOT ≤ {slo.tpot_ms:g} ms", *attained)
+    row(f"TTFT ≤ {slo.ttft_ms:g}, TPOT ≤ {slo.tpot_ms:g} ms", *attained)
     row("goodput req/s per device", *(f"{one.goodput_per_device:.3f}" for one in each))
     row("effective tok/s per device", *(f"{one.effective_throughput_per_device:.1f}" for one in each))
     return table
