@@ -68,9 +68,9 @@ def test_figures_are_those_of_the_servers_own_clock(scripted: Scripted, tmp_path
             *(gap - (after - before) for gap, after, before in gaps),
         ]
         if truth["script"] == "stall":
-            assert max(record.itl_s) == pytest.approx(STALL_S, abs=0.1)
+            assert max(record.itl_s) > STALL_S / 2
         if truth["script"] == "early_role":
-            assert record.ttft_s - record.first_chunk_latency_s > FIRST_S - 0.1
+            assert record.ttft_s - record.first_chunk_latency_s > FIRST_S / 2
     assert abs(median(errors)) < LIMIT_S / 4
     assert sum(abs(error) < LIMIT_S for error in errors) > SHARE_WITHIN * len(errors)
 
