@@ -146,7 +146,7 @@ def _run(command: list[str]) -> NoReturn:
         code = 0
     except SystemExit as end:
         code = end.code or 0
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - the interpreter's own last word
         traceback.print_exc()
     atexit._run_exitfuncs()
     sys.stdout.flush()
