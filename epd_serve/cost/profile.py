@@ -1,4 +1,4 @@
-"""What the stages of a model take on a device: closed forms, measured or from data sheets, kept as versioned JSON."""
+"""What the stages of a model take on a device: closed forms in versioned JSON."""
 
 from __future__ import annotations
 

@@ -13,6 +13,8 @@ from epd_serve.topology import Topology, place
 from epd_serve.topology.placement import CPU
 from epd_serve.types import Role, Routing
 
+DEFAULT = Batching()
+
 #: Profiles by device name and tensor-parallel width.
 ProfileOf = Callable[[str, int], Profile]
 
@@ -22,7 +24,7 @@ def build(
     devices: Sequence[str],
     profile_of: ProfileOf,
     *,
-    batching: Batching | Callable[[Role], Batching] = Batching(),
+    batching: Batching | Callable[[Role], Batching] = DEFAULT,
     routing: Routing = "least_loaded",
     host_of: Callable[[str], str] = lambda device: "host0",
     matrix: InterferenceMatrix | None = None,

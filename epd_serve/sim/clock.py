@@ -25,6 +25,11 @@ class Clock:
     def after(self, seconds: float, run: Callable[[], None]) -> None:
         heapq.heappush(self._events, (self.now + seconds, next(self._numbers), run))
 
+    @property
+    def has_events(self) -> bool:
+        """Whether anything is to come."""
+        return bool(self._events)
+
     def run(self, until: Callable[[], bool]) -> None:
         """Until it is so. Raises RuntimeError where nothing happens any more before that."""
         events = self._events

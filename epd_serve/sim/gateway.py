@@ -11,7 +11,7 @@ from itertools import count
 from typing import Any
 
 from epd_serve.cost.links import Link
-from epd_serve.errors import Unavailable
+from epd_serve.errors import InvalidRequest, Unavailable
 from epd_serve.protocol.wire import MediaRef
 from epd_serve.request import Sequence, SequenceState
 from epd_serve.routing.policy import Demand, Policy, Route
@@ -129,7 +129,8 @@ class SimGateway:
             encoders = (
                 self._policy.choose_encoders(self.table, route.prefill, refs, exclude=exclude) if refs else []
             )
-        except Unavailable as error:
+            self._check_fits(job, route)
+        except (Unavailable, InvalidRequest) as error:
             job.failure, job.finish_s = error.message, self._clock.now
             self._on_done(job)
             return
@@ -250,6 +251,8 @@ class SimGateway:
         )
         decode.num_expected -= 1
         attempt.is_expected = False
+        attempt.calls.pop(0).__exit__(None, None, None)  # P's is over
+        attempt.instances = {decode.spec.name}
         decode.is_changed = prefill.is_changed = True
         blocks, attempt.blocks = attempt.blocks, None
         assert decode.language is not None and prefill.language is not None
@@ -273,8 +276,12 @@ class SimGateway:
     def lost(self, name: str) -> None:
         """An instance has died: its requests go elsewhere, with the tokens that they have."""
         self.table.mark_lost(name)
-        for attempt in [one for one in self._attempts.values() if name in one.instances]:
+        ended = [one for one in self._attempts.values() if name in one.instances]
+        for attempt in ended:  # all of them first: what one gives back is for none of the others
+            attempt.close()
+        for attempt in ended:
             self._abandon(attempt, dead=name)
+        for attempt in ended:
             job = attempt.job
             if job.num_retries == _RETRIES:
                 job.failure, job.finish_s = f"{name} died", self._clock.now
@@ -286,8 +293,6 @@ class SimGateway:
     def _abandon(self, attempt: _Attempt, *, dead: str) -> None:
         """Give back what it holds at instances that live."""
         del self._attempts[attempt.id]
-        attempt.close()
-        attempt.job.num_output = attempt.num_before + len(attempt.sequence.output_ids)
         for name in attempt.instances - {dead}:
             instance = self._instances[name]
             instance.inbox.release(attempt.id)
@@ -302,6 +307,7 @@ class SimGateway:
             language = self._instances[attempt.route.decode.name].language
             assert language is not None
             language.unreserve(attempt.blocks)
+        attempt.job.num_output = attempt.num_before + len(attempt.sequence.output_ids)
 
     # ------------------------------------------------------------------ parts
 
@@ -329,6 +335,16 @@ class SimGateway:
             block_hashes=self._hashes(request) if request.prefix else [],
             hand_off=hand_off,
         )
+
+    def _check_fits(self, job: Job, route: Route) -> None:
+        """As instances do. Raises InvalidRequest for what could not come to its end with all of the pool."""
+        request = job.request
+        profile = self._instances[route.prefill.name].spec.profile
+        num_tokens = sum(profile.image_tokens(pixels) for _, pixels in request.images) + request.num_text_tokens
+        for record, num_new in ((route.prefill, 0), (route.decode, request.num_output_tokens)):
+            language = self._instances[record.name].language
+            assert language is not None
+            language.queues.tables.check_fits(num_tokens, num_new, 1)
 
     def _prefix(self, request: SimRequest) -> tuple[tuple[int, bytes], ...]:
         """Each beginning of the prompt in characters, and its name."""

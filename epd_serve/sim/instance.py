@@ -61,7 +61,7 @@ class SimInstance:
             clock,
             device,
             spec,
-            may_start=lambda: not (takes_turns and self.language is not None and self.language.is_busy),
+            may_start=self._tower_may_start,
             on_idle=lambda: self.language.kick() if takes_turns and self.language is not None else None,
         )
         if spec.role.has_language_model:
@@ -157,6 +157,12 @@ class SimInstance:
             one, two = profile.step_s(8, 8, 8 * 1024), profile.step_s(16, 16, 16 * 1024)
             rates[Stage.DECODE.value] = StageRate(max(2 * one - two, 0.0), (two - one) / 8)
         return rates
+
+    def _tower_may_start(self) -> bool:
+        if self.spec.dual_stream or self.language is None or not self.language.is_busy:
+            return True
+        self.language.settle()  # behind the step under way it is the tower's turn
+        return False
 
     # ------------------------------------------------------------------ what it does
 

@@ -4,8 +4,8 @@ Steps of nothing but decodes, in which nothing can change, are taken together. T
 by one: the plan of a step is a function of the queues, the pool and (under the order "slack") the time; while no
 sequence comes, goes or lacks a block, each plan names the same decodes. What would be admitted stays out, because
 contexts grow and free blocks only get fewer; where neither holds for sure, steps are taken singly. Whoever changes
-a queue or the pool from outside first calls :meth:`LanguageSide.settle`, which brings the state to that of the step
-under way.
+a queue or the pool from outside first calls :meth:`LanguageSide.settle`, which brings the state to that of the
+step under way.
 """
 
 from __future__ import annotations
@@ -154,7 +154,8 @@ class LanguageSide:
             self.kick()
 
     def drop_all(self) -> None:
-        """The process has died: nothing is left of what it had, or was to get."""
+        """The process has died: of what it had, the tokens are left that it gave out."""
+        self.settle(cut=False)
         if self._activity is not None:
             self._device.stop(self._activity)
         self._run = self._activity = None

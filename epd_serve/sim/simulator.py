@@ -140,6 +140,8 @@ def simulate(
     def report() -> None:
         nonlocal given_up
         gateway.report()
+        if not clock.has_events and len(done) < len(jobs):
+            raise RuntimeError(f"at {clock.now:.3f} s {len(jobs) - len(done)} requests wait for nothing")
         if progress is not None:
             progress(len(done))
         if clock.now >= until_s or (give_up is not None and give_up(done)):
@@ -163,12 +165,14 @@ def simulate(
         if fault.instance not in instances:
             raise ValueError(f"a fault of {fault.instance!r}; there are {', '.join(instances)}")
         clock.at(fault.at_s, lambda fault=fault: die(fault))  # type: ignore[misc]
-    clock.run(lambda: len(done) == len(jobs) or given_up)
     languages = [one.language for one in instances.values() if one.language is not None]
+    clock.run(lambda: len(done) == len(jobs) or given_up)
+    seconds = clock.now
+    clock.run(lambda: given_up or not any(one.is_busy for one in languages))  # steps of what died in between
     return Outcome(
         jobs=jobs,
-        seconds=clock.now,
-        busy={name: device.busy_s / clock.now if clock.now else 0.0 for name, device in devices.items()},
+        seconds=seconds,
+        busy={name: device.busy_s / seconds if seconds else 0.0 for name, device in devices.items()},
         encoded=sum(one.tower.num_encoded for one in instances.values()),
         hits=sum(one.tower.num_hits for one in instances.values()),
         num_steps=sum(one.num_steps for one in languages),

@@ -1,4 +1,4 @@
-"""Requests to simulate: the papers' data sets by their published sizes, and mixtures; the same seed, the same requests."""
+"""Requests to simulate: the papers' data sets by their published sizes; the same seed, the same requests."""
 
 from __future__ import annotations
 
