@@ -25,8 +25,8 @@ RATES = (2.0, 6.0, 12.0)
 
 
 def comparison() -> list[Measured]:
-    """Two deployments, which carry about 5 and 8 requests a second."""
-    servers = {"EPD": 5.0, "E-P-D": 8.0}
+    """Two deployments, which carry about 3 and 6 requests a second."""
+    servers = {"EPD": 3.0, "E-P-D": 6.0}
     return [loaded(label, rate, capacity=capacity) for label, capacity in servers.items() for rate in RATES]
 
 
@@ -129,7 +129,7 @@ def _browser() -> str | None:
 def test_a_browser_draws_it(tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     write_report(path, comparison())
-    command = [str(_browser()), "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=20000"]
+    command = [str(_browser()), "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=5000"]
     command += [f"--user-data-dir={tmp_path}/profile", "--dump-dom", path.as_uri()]
     done = subprocess.run(command, capture_output=True, timeout=120, check=True)
     page = done.stdout.decode()

@@ -13,8 +13,8 @@ from epd_serve.bench.aisbench import write_aisbench
 from epd_serve.bench.results import Measured
 from epd_serve.bench.vllm_result import vllm_result
 
-#: What ``vllm bench serve --save-result --save-detailed`` of vLLM 0.32 writes for a chat server, without what hangs on
-#: options of its own (probes, speculative decoding, ramps).
+#: What ``vllm bench serve --save-result --save-detailed`` of vLLM 0.32 writes for a chat server, without
+#: what hangs on options of its own (probes, speculative decoding, ramps).
 VLLM_KEYS = {
     *("date", "endpoint_type", "backend", "label", "model_id", "tokenizer_id", "num_prompts", "request_rate"),
     *("burstiness", "max_concurrency", "duration", "completed", "failed", "total_input_tokens"),
@@ -43,7 +43,7 @@ def test_aisbench_lays_its_files_out_like_this(run: Measured, tmp_path: Path) ->
     write_aisbench(tmp_path, run)
     folder = tmp_path / "performances" / "demo-model"
     assert sorted(path.name for path in folder.iterdir()) == ["mine.csv", "mine.json", "mine_details.jsonl"]
-    rows = list(csv.reader((folder / "mine.csv").open()))
+    rows = list(csv.reader((folder / "mine.csv").read_text().splitlines()))
     assert ",".join(rows[0]) == "Performance Parameters,Stage,Average,Min,Max,Median,P75,P90,P99,N"
     total = {row[0]: row[2:] for row in rows[1:] if row[1] == "total"}
     assert list(total)[: len(AISBENCH_ROWS)] == AISBENCH_ROWS
@@ -89,7 +89,8 @@ def test_stages_and_modalities_have_rows_of_their_own(tmp_path: Path) -> None:
     run = loaded("E-P-D", 10, capacity=20, seconds=20)
     assert run.summary.stable is not None
     write_aisbench(tmp_path, run)
-    rows = list(csv.reader((tmp_path / "performances" / "demo-model" / "mine.csv").open()))
+    table = (tmp_path / "performances" / "demo-model" / "mine.csv").read_text()
+    rows = list(csv.reader(table.splitlines()))
     assert {row[1] for row in rows[1:]} >= {"total", "stable", "total/image", "total/text"}
 
 

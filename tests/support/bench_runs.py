@@ -26,7 +26,7 @@ def good(index: int, scheduled_s: float, *, ttft_s: float = 0.1, modality: str =
         first_chunk_s=first_s - 0.02,
         first_token_s=first_s,
         token_times_s=times,
-        finish_s=times[-1] + 0.002,
+        finish_s=times[-1],
         num_prompt_tokens=50,
         num_output_tokens=NUM_TOKENS,
         has_usage=True,

@@ -23,9 +23,10 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class _Column:
-    """``best``: min or max of the values; None: there is no better and worse."""
+    """``best``: min or max of the values, None: there is no better and worse; ``short``: for a terminal."""
 
     name: str
+    short: str
     value: Callable[[Measured], float | None]
     form: str
     more: Callable[[Measured], str] = lambda _: ""
@@ -60,17 +61,21 @@ def _of(value: Callable[[WindowSummary], float]) -> Callable[[Measured], float |
 
 #: Those of the paper's table 5 first.
 _COLUMNS = (
-    _Column(name="devices", value=lambda run: run.settings.num_devices, form="{:.0f}"),
+    _Column(name="devices", short="devices", value=lambda run: run.settings.num_devices, form="{:.0f}"),
     _Column(
         name="TTFT (ms)",
+        short="TTFT ms",
         value=_statistic("ttft_scheduled", "mean"),
         form="",
         more=_p99("ttft_scheduled"),
         best=min,
     ),
-    _Column(name="TPOT (ms)", value=_statistic("tpot", "mean"), form="", more=_p99("tpot"), best=min),
+    _Column(
+        name="TPOT (ms)", short="TPOT ms", value=_statistic("tpot", "mean"), form="", more=_p99("tpot"), best=min
+    ),
     _Column(
         name="SLO attainment (%)",
+        short="good %",
         value=_of(lambda of: 100 * of.attainment.value),
         form="{:.1f}",
         more=_interval,
@@ -78,16 +83,20 @@ _COLUMNS = (
     ),
     _Column(
         name="effective tokens/s per device",
+        short="eff tok/s/dev",
         value=_of(lambda of: of.effective_throughput_per_device),
         form="{:.1f}",
         best=max,
     ),
-    _Column(name="tokens/s", value=_of(lambda of: of.output_token_throughput), form="{:.1f}", best=max),
-    _Column(name="requests", value=_of(lambda of: of.num_requests), form="{:.0f}"),
-    _Column(name="failed", value=_of(lambda of: of.num_failed), form="{:.0f}"),
+    _Column(
+        name="tokens/s", short="tok/s", value=_of(lambda of: of.output_token_throughput), form="{:.1f}", best=max
+    ),
+    _Column(name="requests", short="sent", value=_of(lambda of: of.num_requests), form="{:.0f}"),
+    _Column(name="failed", short="failed", value=_of(lambda of: of.num_failed), form="{:.0f}"),
 )
 
 HEADER = ("deployment", *(column.name for column in _COLUMNS))
+SHORT_HEADER = ("deployment", *(column.short for column in _COLUMNS))
 
 
 def rows(grid: Grid, load: float) -> list[tuple[str, list[Cell]]]:
