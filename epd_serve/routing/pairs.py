@@ -34,8 +34,8 @@ def cheapest_pair(table: InstanceTable, model: str, exclude: Collection[str], de
             rows.append((prefill, _Ways(first_s, first_s, first_s), parts.rest_s(prefill, demand)))
             continue
         nbytes = parts.num_tokens * (prefill.info.kv_token_bytes if prefill.info is not None else 0)
-        ways = (first_s + link.seconds(nbytes) for link in (SAME_DEVICE, SAME_HOST, NETWORK))
-        rows.append((prefill, _Ways(*ways), None))
+        seconds = (first_s + link.seconds(nbytes) for link in (SAME_DEVICE, SAME_HOST, NETWORK))
+        rows.append((prefill, _Ways(*seconds), None))
 
     by_rest = _ByPlace(places, rests, range(len(decodes)))
     costs: list[tuple[float, float]] = []
