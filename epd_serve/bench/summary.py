@@ -82,7 +82,8 @@ def _whole(
     end_s = max(record.finish_s for record in records)
     finished = [record for record in records if record.succeeded]
     tokens = sum(record.num_output_tokens for record in finished)
-    return _summary(settings, records, schedule, name, (begin_s, end_s), len(finished), tokens)
+    curve = load_curve(records)
+    return _summary(settings, records, curve, schedule, name, (begin_s, end_s), len(finished), tokens)
 
 
 def _within(
@@ -101,12 +102,13 @@ def _within(
     for record in finished:
         in_time = sum(begin_s <= at_s < end_s for at_s in record.token_times_s)
         tokens += in_time * record.num_output_tokens / len(record.token_times_s)
-    return _summary(settings, ours, schedule, name, window, num_finished, tokens)
+    return _summary(settings, ours, load_curve(records), schedule, name, window, num_finished, tokens)
 
 
 def _summary(
     settings: RunSettings,
     records: Sequence[Record],
+    curve: Sequence[tuple[float, int]],
     schedule: Mapping[int, float | None],
     name: str,
     window: tuple[float, float],
@@ -123,7 +125,6 @@ def _summary(
     ttft_s = sum(record.ttft_s or 0.0 for record in succeeded)
     goodput = len(good) / duration_s
     effective = sum(record.num_output_tokens for record in good) / duration_s
-    curve = load_curve(records)
     times = [record.sent_s for record in records if record.sent_s is not None]
     planned = [at_s for record in records if (at_s := schedule.get(record.index)) is not None]
     devices = settings.num_devices
@@ -153,7 +154,7 @@ def _summary(
         achieved_rate=_rate(times),
         planned_rate=_rate(planned) if len(planned) == len(records) and len(planned) > 1 else None,
         mean_concurrency=mean_concurrency(curve, begin_s, end_s),
-        max_concurrency=max((number for _, number in curve), default=0),
+        max_concurrency=max((number for at_s, number in curve if begin_s <= at_s < end_s), default=0),
         total_input_tokens=input_tokens,
         total_output_tokens=sum(record.num_output_tokens for record in succeeded),
         stages=_stages(succeeded),
