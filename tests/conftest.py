@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 
@@ -15,6 +16,12 @@ if not torch.cuda.is_available():
 
 import tiny_models
 from zygote import zygote
+
+# How long an example takes is the machine's affair, not the code's.
+hypothesis.settings.register_profile(
+    "suite", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("suite")
 
 _MODELS: dict[str, Path] = {}
 
