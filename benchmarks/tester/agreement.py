@@ -1,6 +1,9 @@
 """One server measured by ``vllm bench serve`` and by ours, in turn.
 
 ``python -m benchmarks.tester.agreement --vllm PROGRAM [--out FILE]``
+
+On a machine that others use the server itself is not the same twice. So it writes down what it did, and TTFT and
+TPOT of each tester are compared as ratios to that too.
 """
 
 from __future__ import annotations
@@ -44,6 +47,8 @@ FIGURES = (
     "request_throughput",
     "output_throughput",
 )
+#: What the server tells of itself.
+TRUTH = ("mean_ttft_ms", "median_ttft_ms", "mean_tpot_ms", "median_tpot_ms")
 #: The three of the promise.
 PROMISED = (
     "mean_ttft_ms",
@@ -66,8 +71,8 @@ class Cell:
 
 
 CELLS = (
-    Cell(name="closed loop, 8 at once", num_requests=80, concurrency=8),
-    Cell(name="6 requests/s at equal gaps", num_requests=90, rate=6.0),
+    Cell(name="closed loop, 8 at once", num_requests=64, concurrency=8),
+    Cell(name="6 requests/s at equal gaps", num_requests=72, rate=6.0),
 )
 
 
@@ -95,6 +100,9 @@ def _measure(url: str, vllm: str, directory: Path, rounds: int) -> dict[str, Any
                 urllib.request.urlopen(f"{url}/reset").close()
                 path = directory / f"{tester}-{number}-{CELLS.index(cell)}"
                 figures = _vllm(vllm, url, cell, path) if tester == "vllm" else _ours(url, cell, path)
+                with urllib.request.urlopen(f"{url}/truth") as answer:
+                    truth = json.load(answer)
+                figures |= {f"{name}, as served": truth[name] for name in TRUTH}
                 found[cell.name][tester].append(figures)
                 print(f"round {number + 1}, {cell.name}, {tester}: {figures}", file=sys.stderr, flush=True)
     version = subprocess.run([vllm, "--version"], capture_output=True, text=True, check=True).stdout.split()[-1]
@@ -116,6 +124,9 @@ def _compare(theirs: list[Figures], ours: list[Figures]) -> dict[str, Figures]:
     for name in FIGURES:
         vllm, our = (median(one[name] for one in some) for some in (theirs, ours))
         found[name] = {"vllm": vllm, "ours": our, "ratio": our / vllm}
+    for name in TRUTH:
+        vllm, our = (median(one[name] / one[f"{name}, as served"] for one in some) for some in (theirs, ours))
+        found[f"{name}, over the server's own"] = {"vllm": vllm, "ours": our, "ratio": our / vllm}
     return found
 
 
