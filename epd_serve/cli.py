@@ -69,6 +69,9 @@ def up(
     model: Annotated[
         str | None, typer.Option(help="Over the file's: 'demo' or a transformers model directory.")
     ] = None,
+    dry: Annotated[
+        bool, typer.Option("--dry-run", help="Print every command line and its environment; start nothing.")
+    ] = False,
 ) -> None:
     """Start a deployment on this machine and stay until Ctrl-C."""
     from epd_serve.launch.progress import Terminal
@@ -80,8 +83,14 @@ def up(
         changes["topology"] = topology
     if model is not None:  # relative to where the user stands, not to the file
         changes["model"] = model if model == DEMO_MODEL else str(Path(model).expanduser().resolve())
-    config = load_config(file) if file else DeploymentConfig()
-    raise typer.Exit(asyncio.run(run_up(change_config(config, changes), Terminal())))
+    config = change_config(load_config(file) if file else DeploymentConfig(), changes)
+    if dry:
+        from epd_serve.launch.dry_run import dry_run
+
+        for line in dry_run(config, file, os.environ):
+            typer.echo(line)
+        return
+    raise typer.Exit(asyncio.run(run_up(config, Terminal())))
 
 
 @app.command()
