@@ -19,17 +19,12 @@ from epd_serve.backends.base import InstanceLost, StageCall
 from epd_serve.backends.native import NativeConnections
 from epd_serve.backends.vllm_answer import PrefillAnswer, VllmCall, Work
 from epd_serve.backends.vllm_command import FEATURE_PORT, KV_PORT
-from epd_serve.backends.vllm_load import VllmFigures, read_figures
+from epd_serve.backends.vllm_server import VllmServer, read
 from epd_serve.backends.vllm_target import VllmTarget
 from epd_serve.errors import InstanceFailed, InvalidRequest, StageTimeout
 from epd_serve.protocol import wire
 from epd_serve.protocol.engine_notices import LENGTH, FeatureWithdrawn, Notice, pack
-from epd_serve.protocol.prompt_calls import DetokenizeReply, DetokenizeRequest, TokenizeReply, TokenizeRequest
-from epd_serve.types import SamplingParams
 
-INFO_TIMEOUT_S = 10.0
-#: The first request of a process compiles and allocates what later ones find.
-WARM_UP_TIMEOUT_S = 300.0
 _NOTICE_TIMEOUT_S = 5.0
 _LOOK_S = 0.1
 
@@ -70,15 +65,12 @@ class VllmInstances:
         return instance
 
 
-class VllmInstance:
+class VllmInstance(VllmServer):
     """:class:`epd_serve.backends.base.StageCalls` of one vLLM server."""
 
     def __init__(self, others: VllmInstances, name: str, url: str) -> None:
-        self._pool = others.connections.pool(name, url)
+        super().__init__(others.connections.pool(name, url), others.targets[name])
         self._others = others
-        self.name = name
-        self.url = self._pool.url
-        self.target = others.targets[name]
         self._warm: float | None = None
         self._prompts: dict[object, int] = {}
         self._encodes: dict[object, int] = {}
@@ -87,15 +79,15 @@ class VllmInstance:
     # ------------------------------------------------------------------ how it is
 
     async def info(self) -> wire.InstanceInfo:
-        """Raises InstanceLost also for an answer that is none of vLLM's. The first one of a process warms it up."""
-        models, figures = await asyncio.gather(self._json("/v1/models"), self._figures())
+        """Raises InstanceLost also for what is no answer of vLLM. The first one of a process warms it up."""
+        models, figures = await asyncio.gather(self.ask_json("/v1/models"), self.figures())
         try:
             model = models["data"][0]
             name, length = str(model["id"]), int(model["max_model_len"] or 0)
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise InstanceLost(f"{self.url}/v1/models is no answer of vLLM ({error!r})") from error
         if self._warm != figures.started_at:
-            await self._warm_up(name)
+            await self.warm_up(name)
             self._warm = figures.started_at
         target = self.target
         return wire.InstanceInfo(
@@ -122,11 +114,11 @@ class VllmInstance:
         """An idle instance computes a token; a busy one shows that it does. Raises ServeError."""
         try:
             async with asyncio.timeout(timeout_s):
-                before = await self._figures()
+                before = await self.figures()
                 if not before.num_running + before.num_waiting:
-                    await self._warm_up((await self._json("/v1/models"))["data"][0]["id"])
+                    await self.compute((await self.ask_json("/v1/models"))["data"][0]["id"], picture=False)
                     return
-                while (now := await self._figures()).num_tokens == before.num_tokens and now.num_running:
+                while (now := await self.figures()).num_tokens == before.num_tokens and now.num_running:  # noqa: ASYNC110
                     await asyncio.sleep(_LOOK_S)
         except TimeoutError as error:
             raise StageTimeout(f"instance {self.name} does not answer within {timeout_s:g} s") from error
@@ -146,7 +138,7 @@ class VllmInstance:
             await self._withdraw(request.request_id, ref.mm_hash)
             self._settle(request)
             return wire.EncodeReply(cached=False, num_tokens=0)
-        model = self._model_of(request) or (await self._json("/v1/models"))["data"][0]["id"]
+        model = self._model_of(request) or (await self.ask_json("/v1/models"))["data"][0]["id"]
         body = vllm_chat.encode_body(model, ref, request.media)
         prefill = self._others.by_url.get(request.announce_to)
         if prefill is not None and prefill.target.features == "store":
@@ -155,7 +147,7 @@ class VllmInstance:
         key = object()
         self._encodes[key] = ref.width * ref.height
         try:
-            answer = await self._ask(vllm_chat.CHAT, body, request.request_id)
+            answer = await self.post(vllm_chat.CHAT, body, request.request_id)
         finally:
             del self._encodes[key]
         self._settle(request)
@@ -206,11 +198,11 @@ class VllmInstance:
             work.holds(call)
             call.send()
             return await call.opened
-        if request.sampling.n > 1:  # one transfer cannot feed several sequences: D computes them all itself
+        if _is_several(request):  # one transfer cannot feed several sequences: D computes them all itself
             exchange.answered.set_result({})
             return PrefillAnswer()
         body["kv_transfer_params"] = self._hand_over(request)
-        answer = await self._ask(vllm_chat.path_of(request), body, request.request_id, work)
+        answer = await self.post(vllm_chat.path_of(request), body, request.request_id, work)
         exchange.answered.set_result(answer.get("kv_transfer_params") or {})
         return PrefillAnswer((answer.get("usage") or {}).get("prompt_tokens"))
 
@@ -222,10 +214,10 @@ class VllmInstance:
 
         async def steps(work: Work) -> Any:
             body = vllm_chat.answer_body(exchange.request, exchange.media)
-            if exchange.request.sampling.n == 1:
-                body["kv_transfer_params"] = await self._take_over(exchange)
-            else:
+            if _is_several(exchange.request):
                 await exchange.answered
+            else:
+                body["kv_transfer_params"] = await self._take_over(exchange)
             call = self._answer_call(exchange.request, body)
             work.holds(call)
             call.send()
@@ -259,7 +251,7 @@ class VllmInstance:
         """What Mooncake's bootstrap server calls this instance."""
         if self._engine_id is None or self._engine_id[0] != self._warm:
             pool = self._others.connections.pool(self.name, f"http://{self.address(KV_PORT)}")
-            answer = msgspec.json.decode(await _read(VllmCall(pool, "GET", "/query")))
+            answer = msgspec.json.decode(await read(VllmCall(pool, "GET", "/query")))
             self._engine_id = (self._warm or 0.0, next(iter(answer.values()))["engine_id"])
         return self._engine_id[1]
 
@@ -295,104 +287,28 @@ class VllmInstance:
         exchange = self._others.exchanges.get(request.request_id)
         return "" if exchange is None else exchange.request.output.model
 
-    # ------------------------------------------------------------------ prompts
-
-    async def tokenize(self, request: TokenizeRequest, *, trace_id: str) -> TokenizeReply:
-        if request.items:
-            raise InvalidRequest("tokenize: vLLM counts the tokens of text alone; leave out the images")
-        prefill = wire.PrefillRequest(
-            request_id=trace_id,
-            output=wire.OutputOptions(
-                kind="chat", id="", created=0, model=(await self._json("/v1/models"))["data"][0]["id"]
-            ),
-            sampling=_GREEDY,
-            items=[],
-            messages=request.messages,
-            prompt=request.prompt,
-            prompting=request.prompting,
-        )
-        if isinstance(request.prompt, list):
-            tokens = request.prompt
-        else:
-            body = vllm_chat.prompt_body(prefill, ())
-            tokens = (await self._ask("/tokenize", body, trace_id))["tokens"]
-        texts = [await self._text([token], trace_id) for token in tokens] if request.with_texts else None
-        return TokenizeReply(tokens=tokens, texts=texts)
-
-    async def detokenize(self, request: DetokenizeRequest, *, trace_id: str) -> DetokenizeReply:
-        return DetokenizeReply(text=await self._text(request.tokens, trace_id))
-
-    async def _text(self, tokens: list[int], trace_id: str) -> str:
-        model = (await self._json("/v1/models"))["data"][0]["id"]
-        return str((await self._ask("/detokenize", {"model": model, "tokens": tokens}, trace_id))["prompt"])
-
-    # ------------------------------------------------------------------ HTTP
-
-    async def _warm_up(self, model: str) -> None:
-        """Compute something small. Raises ServeError."""
-        try:
-            async with asyncio.timeout(WARM_UP_TIMEOUT_S):
-                if self.target.role.prefills or self.target.role.decodes:
-                    body: dict[str, Any] = {"model": model, "prompt": [1], "max_tokens": 2, "temperature": 0}
-                    await self._ask(vllm_chat.COMPLETION, body | {"ignore_eos": True}, "warm-up")
-                if self.target.role.encodes:
-                    await self._ask(vllm_chat.CHAT, vllm_chat.picture_body(model), "warm-up")
-        except TimeoutError as error:
-            raise InstanceLost(f"instance {self.name} computed nothing in {WARM_UP_TIMEOUT_S:g} s") from error
-
-    async def _figures(self) -> VllmFigures:
-        return read_figures((await self._get("/metrics")).decode("utf-8", "replace"))
-
-    async def _json(self, path: str) -> Any:
-        try:
-            return msgspec.json.decode(await self._get(path))
-        except msgspec.MsgspecError as error:
-            raise InstanceLost(f"{self.url}{path} is no answer of vLLM ({error})") from error
-
-    async def _get(self, path: str) -> bytes:
-        try:
-            async with asyncio.timeout(INFO_TIMEOUT_S):
-                return await _read(VllmCall(self._pool, "GET", path))
-        except TimeoutError as error:
-            raise InstanceLost(f"instance {self.name} said nothing in {INFO_TIMEOUT_S:g} s") from error
-
-    async def _ask(
-        self, path: str, body: dict[str, Any], request_id: str, work: Work | None = None
-    ) -> dict[str, Any]:
-        call = self._call(path, body, request_id)
-        if work is not None:
-            work.holds(call)
-        try:
-            answer: dict[str, Any] = msgspec.json.decode(await _read(call))
-        except msgspec.MsgspecError as error:
-            raise InstanceLost(f"instance {self.name} gave an unreadable answer ({error})") from error
-        return answer
-
     def _answer_call(self, request: wire.PrefillRequest, body: dict[str, Any]) -> VllmCall:
         output = request.output
         # vLLM makes the answer's id of this; where it cannot, the id is put right on the way.
-        call = self._call(vllm_chat.path_of(request), body, output.id.partition("-")[2] or request.request_id)
-        if output.first_index:
-
-            def rewrite(answer: dict[str, Any]) -> None:
-                for choice in answer.get("choices", ()):
-                    choice["index"] += output.first_index
-
-            call.rewrite = rewrite
+        call = self.call(vllm_chat.path_of(request), body, output.id.partition("-")[2] or request.request_id)
+        copies = vllm_chat.num_copies(request.sampling)
+        if output.first_index or copies > 1:
+            call.rewrite = lambda answer: _multiply(answer, copies, output.first_index)
         return call
 
-    def _call(self, path: str, body: dict[str, Any], request_id: str) -> VllmCall:
-        headers = f"content-type: application/json\r\n{wire.REQUEST_ID_HEADER}: {request_id}\r\n"
-        return VllmCall(self._pool, "POST", path, headers, [msgspec.json.encode(body)])
+
+def _is_several(request: wire.PrefillRequest) -> bool:
+    """Whether an answer has choices that are drawn apart."""
+    return request.sampling.n > vllm_chat.num_copies(request.sampling)
 
 
-_GREEDY = SamplingParams(seed=0, temperature=0.0)
-
-
-async def _read(call: VllmCall) -> bytes:
-    try:
-        call.send()
-        await call.opened
-        return await call.read()
-    finally:
-        call.close()
+def _multiply(answer: dict[str, Any], copies: int, first_index: int) -> None:
+    """Each choice as often as it was asked for, counted from ``first_index``."""
+    answer["choices"] = [
+        {**choice, "index": first_index + choice["index"] + copy}
+        for copy in range(copies)
+        for choice in answer.get("choices", ())
+    ]
+    if usage := answer.get("usage"):
+        usage["completion_tokens"] *= copies
+        usage["total_tokens"] = usage["prompt_tokens"] + usage["completion_tokens"]

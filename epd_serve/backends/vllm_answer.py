@@ -102,8 +102,9 @@ class PrefillAnswer:
         self.prompt_note = "" if num_prompt_tokens is None else write_prompt_note(num_prompt_tokens, ())
 
     async def chunks(self) -> AsyncIterator[bytes]:
-        return
-        yield b""
+        chunks: tuple[bytes, ...] = ()
+        for chunk in chunks:
+            yield chunk
 
     async def forward(self, write: Callable[[bytes], bool]) -> bool:
         return True

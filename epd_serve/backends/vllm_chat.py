@@ -130,11 +130,18 @@ def _prompting(options: PromptOptions, *, is_chat: bool) -> Body:
     return body
 
 
+def num_copies(sampling: SamplingParams) -> int:
+    """How many choices one answer of vLLM stands for: greedy ones are all the same, and it makes but one."""
+    return sampling.n if sampling.greedy else 1
+
+
 def _sampling(sampling: SamplingParams, *, is_chat: bool) -> Body:
     body: Body = {"seed": sampling.seed}
     for name, neutral in _SAME.items():
         if (value := getattr(sampling, name)) != neutral:
             body[name] = value
+    if num_copies(sampling) > 1:
+        del body["n"]
     if sampling.max_tokens is not None:
         body["max_completion_tokens" if is_chat else "max_tokens"] = sampling.max_tokens
     if sampling.stop:

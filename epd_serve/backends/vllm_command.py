@@ -29,6 +29,7 @@ class Connectors:
         link: (bytes per second or None, seconds of latency) to which epd-serve's connectors are slowed down.
         store_bytes, cache_bytes: encoder output that E keeps, and that P keeps, of ``store``.
         feature_timeout_s: how long P waits for encoder output before it encodes itself.
+        widths: tensor-parallel ranks of P and of D.
         trace: directory for records of KV transfers.
     """
 
@@ -41,6 +42,7 @@ class Connectors:
     store_bytes: int = 256 << 20
     cache_bytes: int = 256 << 20
     feature_timeout_s: float = 30.0
+    widths: tuple[int, int] = (1, 1)
     trace: str | None = None
 
 
@@ -50,6 +52,7 @@ class VllmOptions:
 
     Attributes:
         python: the interpreter of vLLM's environment.
+        number: of the instance in its deployment, from 0.
         kind: of the device: "cpu", "cuda" or "npu".
         visible: value of the variable that shows it its devices; "" where there is none.
         memory_share: part of an accelerator's memory for weights and KV.
@@ -66,6 +69,7 @@ class VllmOptions:
     host: str
     port: int
     kind: Literal["cpu", "cuda", "npu"]
+    number: int = 0
     visible: str = ""
     tensor_parallel: int = 1
     dtype: str = "auto"
@@ -161,7 +165,7 @@ def kv_config(options: VllmOptions) -> dict[str, Any] | None:
         return None
     config: dict[str, Any] = {
         "kv_role": "kv_producer" if role.prefills else "kv_consumer",
-        "engine_id": options.name,
+        "engine_id": str(options.number) if options.kind == "npu" else options.name,
         "kv_load_failure_policy": connectors.kv_load_failure,
     }
     buffer = {"kv_buffer_device": "cpu"} if options.kind == "cpu" else {}
@@ -185,7 +189,12 @@ def kv_config(options: VllmOptions) -> dict[str, Any] | None:
 
 def _mooncake(options: VllmOptions) -> dict[str, Any]:
     if options.kind == "npu":  # vllm-ascend's own, which it registers itself
-        return {"kv_connector": "MooncakeConnectorV1", "kv_port": str(options.port + KV_PORT)}
+        sizes = zip(("prefill", "decode"), options.connectors.widths, strict=True)
+        return {
+            "kv_connector": "MooncakeConnectorV1",
+            "kv_port": str(options.port + KV_PORT),
+            "kv_connector_extra_config": {stage: {"dp_size": 1, "tp_size": width} for stage, width in sizes},
+        }
     protocol = {"mooncake_protocol": "tcp"} if options.kind == "cpu" else {}
     extra = {"kv_connector_extra_config": protocol} if protocol else {}
     if options.kind == "cpu":  # vLLM's asks for the index of an accelerator

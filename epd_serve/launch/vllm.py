@@ -19,6 +19,7 @@ from epd_serve.launch.process import ProcessSpec
 from epd_serve.launch.vllm_probe import VllmFound, check_flags, check_found, probe_vllm
 from epd_serve.protocol.addresses import url_of
 from epd_serve.topology import InstancePlacement
+from epd_serve.types import Stage
 
 Kind = Literal["cpu", "cuda", "npu"]
 #: Keys of ``instances`` and the flags of vllm serve that mean the same.
@@ -60,6 +61,7 @@ def connectors_of(config: DeploymentConfig) -> Connectors:
         store_bytes=config.settings_for("E").feature_store_bytes,
         cache_bytes=prefill.feature_cache_bytes,
         feature_timeout_s=prefill.feature_timeout_s,
+        widths=(_width(config, Stage.PREFILL), _width(config, Stage.DECODE)),
         trace=str(config.trace) if config.trace else None,
     )
 
@@ -79,11 +81,11 @@ def vllm_processes(
     num_ranks = sum(instance.tensor_parallel for instance in placement)
     shares = config.device_shares()
     processes = []
-    for instance, port in zip(placement, ports, strict=True):
+    for number, (instance, port) in enumerate(zip(placement, ports, strict=True)):
         share = shares.get(instance.name)
         settings = config.settings_for(str(instance.role))
         threads = settings.threads or threads_each(num_ranks, environment, share)
-        options = _options(config, settings, instance, port, used, environment, threads, share)
+        options = _options(config, settings, instance, number, port, used, environment, threads, share)
         variables = environment_of(options)
         if plugin_path:
             variables["PYTHONPATH"] = plugin_path
@@ -152,6 +154,7 @@ def _options(
     config: DeploymentConfig,
     settings: InstanceSettings,
     instance: InstancePlacement,
+    number: int,
     port: int,
     used: Connectors,
     environment: Mapping[str, str],
@@ -176,6 +179,7 @@ def _options(
         served_model_name=config.model_name,
         host=config.instances.host,
         port=port,
+        number=number,
         kind=kind,
         visible="".join(shown.values()),
         tensor_parallel=instance.tensor_parallel,
@@ -187,6 +191,11 @@ def _options(
         connectors=used,
         arguments={**given, **settings.engine_args},
     )
+
+
+def _width(config: DeploymentConfig, stage: Stage) -> int:
+    """Tensor-parallel ranks of the widest instance of a stage."""
+    return max([one.tensor_parallel for one in config.placement() if stage in one.role.stages], default=1)
 
 
 def _cores(share: DeviceShare) -> str:

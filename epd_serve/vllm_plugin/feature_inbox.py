@@ -70,7 +70,13 @@ class FeatureInbox:
 
     def hold(self, request_id: str, mm_hash: str) -> bool:
         """Whether the feature is here; then it stays until :meth:`forget`."""
-        return self._memory.acquire(mm_hash, request_id) is not None
+        is_here = self._memory.acquire(mm_hash, request_id) is not None
+        owner = _ARRIVED + mm_hash
+        with self._lock:
+            if self._arrivals.pop(owner, None) is None:
+                return is_here
+        self._memory.release(owner)
+        return is_here
 
     def has(self, mm_hash: str) -> bool:
         return mm_hash in self._memory

@@ -1,14 +1,15 @@
 """Encoder output from E to P through epd-serve's multimodal store: a vLLM EC connector.
 
 E keeps what it has encoded by content hash and announces it to the P that the gateway names; P fetches it while
-the request still waits, and a request is scheduled only once its features are here, so that the step that needs one
-finds it: Model Runner V1 runs nothing of a connector in a step without tokens. P encodes what does not come.
+the request still waits, and a request is scheduled only once its features are here, so that the step that needs
+one finds it: Model Runner V1 runs nothing of a connector in a step without tokens. P encodes what does not come.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
@@ -28,6 +29,7 @@ from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.shaped import ShapedTransport
 from epd_serve.transfer.shared_memory import SharedMemoryPeers
 from epd_serve.transfer.transport import Transport
+from epd_serve.vllm_plugin.feature_figures import FeatureMetrics, FeatureStats
 from epd_serve.vllm_plugin.feature_inbox import FeatureInbox
 from epd_serve.vllm_plugin.feature_memory import FeatureMemory, KeptFeature
 from epd_serve.vllm_plugin.notices import Conversation, NoticeRefused, NoticeServer
@@ -103,6 +105,20 @@ class StoreFeatureConnector(ECConnectorBase):
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         return False, self._side.finished(request)
 
+    def get_ec_connector_stats(self) -> FeatureStats | None:
+        counts = self._side.take_counts()
+        return FeatureStats(data=dict(counts)) if counts else None
+
+    @classmethod
+    def build_ec_connector_stats(cls, data: dict[str, Any] | None = None) -> FeatureStats:
+        return FeatureStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: VllmConfig, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
+    ) -> FeatureMetrics:
+        return FeatureMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
     # ------------------------------------------------------------------ worker
 
     def start_load_caches(self, encoder_cache: dict[str, torch.Tensor], **kwargs: Any) -> None:
@@ -125,6 +141,14 @@ class StoreFeatureConnector(ECConnectorBase):
 
 class _Side:
     """What a connector does where it has nothing to do."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+
+    def take_counts(self) -> Counter[str]:
+        """Of events since the last call."""
+        counts, self.counts = self.counts, Counter()
+        return counts
 
     def has(self, mm_hash: str) -> bool:
         return False
@@ -158,6 +182,7 @@ class _SchedulerOfE(_Side):
     """Knows from the worker what is stored, so that it is not encoded again."""
 
     def __init__(self, host: str, port: int) -> None:
+        super().__init__()
         self._stored: set[str] = set()
         self._hits: dict[str, set[str]] = {}
         self._server = NoticeServer(host, port, self._handle)
@@ -174,11 +199,13 @@ class _SchedulerOfE(_Side):
     def step(self, scheduler_output: SchedulerOutput) -> StepFeatures:
         step = StepFeatures()
         encoded = scheduler_output.scheduled_encoder_inputs
+        self.counts["encoded"] += sum(map(len, encoded.values()))
         for new in scheduler_output.scheduled_new_reqs:
             params = _params(getattr(new.sampling_params, "extra_args", None))
             computed = set(encoded.get(new.req_id, ()))
             hashes = [one.identifier for one in new.mm_features]
             self._hits[new.req_id] = {h for i, h in enumerate(hashes) if i not in computed}
+            self.counts["reused"] += len(self._hits[new.req_id])
             if address := params.get("announce_to"):
                 trace_id = params.get("request_id", "")
                 step.announce += [(trace_id, mm_hash, address) for mm_hash in dict.fromkeys(hashes)]
@@ -196,6 +223,7 @@ class _SchedulerOfP(_Side):
     """Lets a request run when its features are here, or are not to be had."""
 
     def __init__(self, inbox: FeatureInbox, host: str, port: int) -> None:
+        super().__init__()
         self._inbox = inbox
         self._server = NoticeServer(host, port, inbox.handle)
         self._load: dict[str, tuple[Region, KeptFeature]] = {}
@@ -225,6 +253,8 @@ class _SchedulerOfP(_Side):
 
     def step(self, scheduler_output: SchedulerOutput) -> StepFeatures:
         step, self._load = StepFeatures(load=self._load), {}
+        self.counts["encoded"] += sum(map(len, scheduler_output.scheduled_encoder_inputs.values()))
+        self.counts["fetched"] += len(step.load)
         if self._waiting and not scheduler_output.total_num_scheduled_tokens:
             time.sleep(_IDLE_STEP_S)
         self._waiting = False
@@ -239,6 +269,7 @@ class _WorkerOfE(_Side):
     """Stores and announces what the step encodes, and announces what was stored before."""
 
     def __init__(self, memory: FeatureMemory, scheduler: str) -> None:
+        super().__init__()
         self._memory = memory
         self._scheduler = scheduler
         self._pending: dict[str, list[tuple[str, str]]] = {}
@@ -296,6 +327,7 @@ class _WorkerOfP(_Side):
     """Copies the features of a step from shared memory into the encoder cache."""
 
     def __init__(self, device: torch.device) -> None:
+        super().__init__()
         self._device = device
         self._peers = SharedMemoryPeers()
 
