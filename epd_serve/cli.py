@@ -313,14 +313,21 @@ def devices(
     check: Annotated[
         bool, typer.Option("--check", help="Test each device; exit code 1 where something is wrong.")
     ] = False,
+    vllm: Annotated[
+        Path | None, typer.Option(help="With --check: the Python that engine: vllm would use; this one if absent.")
+    ] = None,
 ) -> None:
     """List the devices of this machine, what each can do, and why one is missing."""
     from epd_serve.devices import check_devices, show_devices
 
     console = Console()
     reports = show_devices(console)
-    if check and not check_devices(console, reports):
-        raise typer.Exit(1)
+    if check:
+        from epd_serve.launch.vllm_check import check_vllm_engine
+
+        passed = [check_devices(console, reports), check_vllm_engine(console, vllm)]
+        if not all(passed):
+            raise typer.Exit(1)
 
 
 app.command()(interference)

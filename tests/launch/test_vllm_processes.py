@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shlex
 import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from epd_serve.config import DeploymentConfig, load_config, parse_config
 from epd_serve.launch.dry_run import dry_run
 from epd_serve.launch.vllm import VllmProcess, vllm_processes
+from epd_serve.launch.vllm_check import check_vllm_engine, connectors_of
 from epd_serve.launch.vllm_probe import VllmFound, check_flags, check_found, probe_vllm
 
 ROOT = Path(__file__).parents[2]
@@ -146,6 +149,19 @@ def test_an_unsuitable_vllm_is_refused_with_what_would_do() -> None:
         check_found(good, python="python", own_connectors=False, needs=["nixl"])
     with pytest.raises(ValueError, match="has no flag sed; did you mean seed"):
         check_flags(good, ["sed"])
+
+
+def test_the_check_says_what_can_run(tmp_path: Path) -> None:
+    found = VllmFound(
+        vllm="0.31.0", vllm_ascend="", mooncake=True, nixl=False, epd_serve=True, python="3.11", flags=["seed"]
+    )
+    assert {name for name, missing in connectors_of(found).items() if not missing} == {
+        "features: file",
+        "kv: mooncake",
+    }
+    shown = Console(file=io.StringIO(), width=1000)
+    assert not check_vllm_engine(shown, tmp_path / "nothing")
+    assert "cannot be asked for its vLLM" in shown.file.getvalue()
 
 
 def test_the_probe_asks_the_interpreter_that_is_named(tmp_path: Path) -> None:
