@@ -57,18 +57,35 @@ def bench(
     resume: Annotated[
         Path | None, typer.Option(help="Go on with a run or a sweep; all settings are its own.")
     ] = None,
+    compare: Annotated[
+        str, typer.Option(help="Deployment files, as in A.yaml,B.yaml: each is brought up in turn and measured.")
+    ] = "",
+    redraw: Annotated[
+        str, typer.Option(help="Directories of runs, as in A,B: report on all of them, send nothing.")
+    ] = "",
+    report: Annotated[bool, typer.Option(help="Write report.html.")] = True,
+    png: Annotated[bool, typer.Option("--png", help="Write its plots as pictures too.")] = False,
+    fail_on_slo: Annotated[
+        bool, typer.Option("--fail-on-slo", help="Exit code 3 where fewer requests than --attainment were good.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summaries as JSON.")] = False,
 ) -> None:
     """Measure any OpenAI-compatible server: latencies, SLO attainment, goodput.
 
     Ctrl-C waits for what is under way; --resume goes on. OPENAI_API_KEY is sent where it is set.
     """
-    from epd_serve.bench.command import Wanted, resume_bench, run_bench
+    from epd_serve.bench.command import Wanted, redraw_bench, resume_bench, run_bench
+    from epd_serve.bench.outputs import Outputs
 
     api_key = os.environ.get("OPENAI_API_KEY") or None
+    outputs = Outputs(report=report, png=png, fail_on_slo=fail_on_slo, attainment=attainment)
+    if redraw:
+        raise typer.Exit(redraw_bench(_paths(redraw), outputs=outputs))
     if resume is not None:
-        raise typer.Exit(resume_bench(resume, api_key=api_key, as_json=as_json))
-    if not base_url:
+        raise typer.Exit(resume_bench(resume, api_key=api_key, as_json=as_json, outputs=outputs))
+    if compare and base_url:
+        raise ValueError("--compare brings up what it measures; leave --base-url out")
+    if not base_url and not compare:
         raise ValueError("--base-url is missing, as in --base-url http://127.0.0.1:8000")
     fields = _fields(extra_body)
     if ignore_eos:
@@ -98,7 +115,13 @@ def bench(
         label=label,
         argv=sys.argv[1:],
     )
-    raise typer.Exit(run_bench(wanted, work_dir, api_key=api_key, as_json=as_json))
+    raise typer.Exit(
+        run_bench(wanted, work_dir, api_key=api_key, as_json=as_json, outputs=outputs, compare=_paths(compare))
+    )
+
+
+def _paths(text: str) -> list[Path]:
+    return [Path(part).expanduser() for part in text.split(",") if part]
 
 
 def _fields(text: str) -> dict[str, Any]:

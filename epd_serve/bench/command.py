@@ -13,6 +13,15 @@ import msgspec
 from rich.console import Console
 
 from epd_serve.bench.arrivals import ClosedLoop, Trace, parse_load
+from epd_serve.bench.compare import (
+    CompareFile,
+    Comparison,
+    read_comparison,
+    run_comparison,
+    show_comparison,
+)
+from epd_serve.bench.deployed import read_candidates
+from epd_serve.bench.outputs import Outputs, missed, read_runs, write_run
 from epd_serve.bench.progress import Progress
 from epd_serve.bench.run_directory import RunDirectory, new_directory
 from epd_serve.bench.sampled import sampled
@@ -87,42 +96,100 @@ class Wanted:
         )
 
 
-def run_bench(wanted: Wanted, work_dir: Path, *, api_key: str | None, as_json: bool) -> int:
-    """A run, a sweep or a search. Returns the exit code: 0, or 130 where it was interrupted."""
+def run_bench(
+    wanted: Wanted,
+    work_dir: Path,
+    *,
+    api_key: str | None,
+    as_json: bool,
+    outputs: Outputs,
+    compare: Sequence[Path] = (),
+) -> int:
+    """A run, a sweep, a search or a comparison of deployment files.
+
+    Returns the exit code: 0, 130 where it was interrupted, or that of ``outputs``.
+    """
     rates = None if wanted.rates is None else parse_rates(wanted.rates)
     if rates is not None and (wanted.rate is not None or wanted.find_goodput):
         raise ValueError("--rates names all rates; leave --rate and --find-goodput out")
     workload = load_workload(wanted.workload)  # its faults are told before anything is made
     console = Console(stderr=as_json)
     session = _session(console, api_key)
+    if compare:
+        return _compare(console, session, wanted, rates, work_dir, compare, outputs)
     if rates is None and not wanted.find_goodput:
         settings = wanted.settings(_rate(wanted))
         outcome = session.begin(new_directory(work_dir), settings, workload)
-        return _end_run(console, outcome, as_json=as_json)
+        return _end_run(console, outcome, outputs, as_json=as_json)
     first = rates[0] if rates else wanted.rate or 1.0
     settings = wanted.settings(first)
     sweep = _sweep(console, session, new_directory(work_dir), settings, wanted.duration_s, wanted.attainment)
     if rates is not None:
-        return _end_sweep(console, sweep, sweep.over(rates), len(rates), as_json=as_json)
+        return _end_sweep(console, sweep, sweep.over(rates), len(rates), outputs, as_json=as_json)
     lowest, highest = first * _LOWEST, max(first, wanted.max_rate)
     searched = SearchRange(start=first, lowest=lowest, highest=highest, precision=wanted.precision)
-    return _end_sweep(console, sweep, sweep.find(searched), None, as_json=as_json)
+    return _end_sweep(console, sweep, sweep.find(searched), None, outputs, as_json=as_json)
 
 
-def resume_bench(path: Path, *, api_key: str | None, as_json: bool) -> int:
-    """Go on with a run or a sweep. Returns the exit code."""
+def resume_bench(path: Path, *, api_key: str | None, as_json: bool, outputs: Outputs) -> int:
+    """Go on with a run, a sweep or a comparison. Returns the exit code."""
     console = Console(stderr=as_json)
     session = _session(console, api_key)
+    if (path / "compare.json").exists():
+        compared = read_comparison(path)
+        compared.failed = {}
+        candidates = read_candidates([Path(file) for file in compared.files])
+        return run_comparison(console, _comparison(session, path, compared), candidates, outputs)
     if (path / "sweep.json").exists():
         file = read_sweep(path)
         sweep = _sweep(console, session, path, file.settings, file.duration_s, file.target)
         if file.search is not None:
-            return _end_sweep(console, sweep, sweep.find(file.search), None, as_json=as_json)
-        return _end_sweep(console, sweep, sweep.over(file.rates), len(file.rates), as_json=as_json)
+            return _end_sweep(console, sweep, sweep.find(file.search), None, outputs, as_json=as_json)
+        return _end_sweep(console, sweep, sweep.over(file.rates), len(file.rates), outputs, as_json=as_json)
     run = RunDirectory.open(path)
     if is_complete(run):
         raise ValueError(f"{path} is complete; there is nothing to resume")
-    return _end_run(console, session.resume(run, load_workload(run.settings.workload)), as_json=as_json)
+    outcome = session.resume(run, load_workload(run.settings.workload))
+    return _end_run(console, outcome, outputs, as_json=as_json)
+
+
+def redraw_bench(directories: Sequence[Path], *, outputs: Outputs) -> int:
+    """Reports anew what lies in directories, all in one report, in the first of them. Returns the exit code."""
+    console = Console()
+    runs = [run for path in directories for run in read_runs(path)]
+    show_comparison(console, runs)
+    outputs.write(console, directories[0], runs)
+    return outputs.exit_code(console, runs)
+
+
+def _compare(
+    console: Console,
+    session: Session,
+    wanted: Wanted,
+    rates: list[float] | None,
+    work_dir: Path,
+    files: Sequence[Path],
+    outputs: Outputs,
+) -> int:
+    if wanted.find_goodput:
+        raise ValueError("--compare goes with --rate or --rates, not with --find-goodput")
+    candidates = read_candidates(files)
+    rate = _rate(wanted)
+    if rates is None and rate is not None:
+        rates = [rate]
+    compared = CompareFile(
+        settings=wanted.settings(rates[0] if rates else None),
+        files=[str(file.resolve()) for file in files],
+        rates=rates or [],
+        duration_s=wanted.duration_s,
+    )
+    return run_comparison(console, _comparison(session, new_directory(work_dir), compared), candidates, outputs)
+
+
+def _comparison(session: Session, path: Path, file: CompareFile) -> Comparison:
+    return Comparison(
+        session=session, path=path, file=file, load_workload=lambda: load_workload(file.settings.workload)
+    )
 
 
 def _rate(wanted: Wanted) -> float | None:
@@ -168,34 +235,47 @@ def _sweep(
     )
 
 
-def _end_run(console: Console, outcome: tuple[RunDirectory, Any], *, as_json: bool) -> int:
+def _end_run(console: Console, outcome: tuple[RunDirectory, Any], outputs: Outputs, *, as_json: bool) -> int:
     run, summary = outcome
     if summary is None:
         console.print(f"interrupted before any request ended; go on with --resume {run.path}", highlight=False)
         return 130
     show_summary(console, run.settings, summary, sampled(run.samples()))
     _print_json(as_json, [(run, summary)])
+    runs = [write_run(run, summary)]
+    outputs.write(console, run.path, runs)
     console.print(f"in {run.path}", highlight=False)
     if not is_complete(run):
         console.print(f"interrupted; go on with --resume {run.path}", highlight=False)
         return 130
-    return 0
+    return outputs.exit_code(console, runs)
 
 
 def _end_sweep(
-    console: Console, sweep: Sweep, outcomes: Sequence[Outcome], expected: int | None, *, as_json: bool
+    console: Console,
+    sweep: Sweep,
+    outcomes: Sequence[Outcome],
+    expected: int | None,
+    outputs: Outputs,
+    *,
+    as_json: bool,
 ) -> int:
+    runs = [write_run(run, summary) for run, summary in outcomes]
     if outcomes:
         by_rate = sorted(outcomes, key=lambda outcome: outcome[0].settings.rate or 0.0)
         show_sweep(console, [(run.settings, summary) for run, summary in by_rate])
         _print_json(as_json, by_rate)
+        outputs.write(console, sweep.path, runs)
     if not outcomes or not is_complete(outcomes[-1][0]) or (expected is not None and len(outcomes) < expected):
         console.print(f"interrupted; go on with --resume {sweep.path}", highlight=False)
         return 130
     if expected is None:
         _say_goodput(console, sweep)
+        # a search tries rates that are too high: the best that it found is what counts
+        good = [run for run in runs if not missed(run, outputs.attainment)]
+        runs = good[-1:] or runs
     console.print(f"in {sweep.path}", highlight=False)
-    return 0
+    return outputs.exit_code(console, runs)
 
 
 def _say_goodput(console: Console, sweep: Sweep) -> None:

@@ -124,6 +124,7 @@ class Sweep:
                     summarise(run.settings, run.records(), run.schedule(), run.segments()),
                 )
             else:
+                run.settings.base_url = self.settings.base_url  # a deployment that was brought up again has moved
                 outcome = self.session.resume(run, self.load_workload())
         else:
             settings = msgspec.structs.replace(
