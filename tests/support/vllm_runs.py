@@ -106,7 +106,7 @@ def ask_all(url: str, bodies: list[dict[str, Any]], *, stream: bool = False) -> 
 def figures(url: str) -> dict[str, float]:
     """vLLM's metrics, by name and by source or event where they have one."""
     found: dict[str, float] = {}
-    for family in text_string_to_metric_families(httpx.get(f"{url}/metrics", trust_env=False).text):
+    for family in text_string_to_metric_families(httpx.get(f"{url}/metrics", trust_env=False, timeout=60).text):
         for sample in family.samples:
             key = sample.name.removeprefix("vllm:")
             key += "".join(f" {sample.labels[label]}" for label in ("source", "event") if label in sample.labels)
@@ -185,7 +185,7 @@ class Deployment:
 
     def is_ready(self, name: str) -> bool:
         """Whether the gateway sends work to it."""
-        told = httpx.get(f"{self.url}/health", trust_env=False).json()["instances"]
+        told = httpx.get(f"{self.url}/health", trust_env=False, timeout=60).json()["instances"]
         return bool(told[name]["ready"])
 
     def wait_until(self, condition: Any, what: str, timeout_s: float = READY_TIMEOUT_S) -> None:
