@@ -68,6 +68,10 @@ def test_deployments_are_measured_in_turn_under_one_schedule(tmp_path: Path) -> 
 
     redrawn = bench("--redraw", str(path / "EPD-(first)"), "--fail-on-slo", "--attainment", "0.01", "--no-report")
     assert redrawn.returncode == 3
+    limits = ["--slo-ttft-ms", "60000", "--slo-tpot-ms", "60000"]
+    assert bench("--redraw", str(path / "EPD-(first)"), "--fail-on-slo", "--no-report", *limits).returncode == 0
+    summaries = json.loads((path / "summary.json").read_text())
+    assert [one["total"]["num_requests"] for one in summaries] == [6, 9, 6, 9]
 
 
 @pytest.mark.parametrize(
