@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from epd_serve.bench_command import bench
 from epd_serve.config import (
     DEMO_MODEL,
     DeploymentConfig,
@@ -314,6 +315,7 @@ def devices(
 
 
 app.command()(interference)
+app.command()(bench)
 app.command()(cost)
 
 

@@ -130,7 +130,9 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
             as waiting behind this: sent_s is before it.
         first_chunk_s: the first event of any kind (what AISBench calls the first token).
         first_token_s: the first event with a token: content, reasoning or a tool call that is not empty.
-        token_times_s: one for each event with a token, the first included.
+        token_times_s: one for each event with a token: the first, and behind it each whose content is there, be it
+            empty (a special token, half a character).
+        last_event_s: the last event of the generation: a token or the finish_reason, whichever came last.
         finish_s: the answer's last byte; of a failure: when it was known.
         num_prompt_tokens, num_output_tokens: the server's usage; output without one: events counted.
         has_usage: whether the server gave it.
@@ -152,6 +154,7 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
     first_chunk_s: float | None = None
     first_token_s: float | None = None
     token_times_s: list[float] = []
+    last_event_s: float | None = None
     finish_s: float
     num_prompt_tokens: int | None = None
     num_output_tokens: int = 0
@@ -191,23 +194,19 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     @property
     def e2el_s(self) -> float | None:
-        """From the send to the last token (to the end of the answer where none came)."""
-        return self._since_sent(self.last_token_s if self.token_times_s else self.finish_s)
+        """From the send to the generation's last event (to the end of the answer where none came)."""
+        return self._since_sent(self._end_s)
 
     @property
     def e2el_scheduled_s(self) -> float:
-        return (self.token_times_s[-1] if self.token_times_s else self.finish_s) - self.scheduled_s
-
-    @property
-    def last_token_s(self) -> float | None:
-        return self.token_times_s[-1] if self.token_times_s else None
+        return self._end_s - self.scheduled_s
 
     @property
     def tpot_s(self) -> float | None:
         """Mean time per output token behind the first; None where there is only one."""
         if self.first_token_s is None or self.num_output_tokens < 2:
             return None
-        return (self.token_times_s[-1] - self.first_token_s) / (self.num_output_tokens - 1)
+        return (self._end_s - self.first_token_s) / (self.num_output_tokens - 1)
 
     @property
     def itl_s(self) -> list[float]:
@@ -218,6 +217,15 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
     def send_lag_s(self) -> float | None:
         """How late it was sent: what the tester (or its limit of concurrency) cost."""
         return None if self.sent_s is None else self.sent_s - self.scheduled_s
+
+    @property
+    def last_token_s(self) -> float | None:
+        """The generation's last event; None where no token came."""
+        return self._end_s if self.token_times_s else None
+
+    @property
+    def _end_s(self) -> float:
+        return self.finish_s if self.last_event_s is None else self.last_event_s
 
     def _since_sent(self, at: float | None) -> float | None:
         return None if at is None or self.sent_s is None else at - self.sent_s
@@ -258,8 +266,9 @@ class RunSettings(msgspec.Struct, kw_only=True):
     """run.json: all that makes a run again.
 
     Attributes:
-        arrivals: as typed, "poisson:8", "constant:8", "gamma:8:0.5", "ramp:1:12", "closed:16", "trace".
-        rate: requests a second that are planned, on average; None in a closed loop.
+        arrivals: as typed: poisson, constant, gamma:0.5, ramp:1:12, closed:16, trace.
+        rate: of poisson, constant and gamma, requests a second.
+        time_scale: of a trace's times.
         max_concurrency: of the client; waiting for a slot counts as latency from the scheduled time.
         num_devices: rates and throughput per device are divided by it.
         fields: of every request's JSON body.
@@ -276,6 +285,7 @@ class RunSettings(msgspec.Struct, kw_only=True):
     seed: int
     arrivals: str
     rate: float | None = None
+    time_scale: float = 1.0
     max_concurrency: int | None = None
     slo: SLO = SLO()
     num_devices: int = 1

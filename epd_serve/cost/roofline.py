@@ -6,38 +6,14 @@ their places, which is the same formula for the models that the table is about.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from epd_serve.cost.devices import DeviceSpec
+from epd_serve.cost.profile import EncodeLine, Line, Profile
 from epd_serve.cost.shape import ModelShape, VisionShape
 
+#: Of a device's memory, what weights and KV may have.
+_MEMORY_SHARE = 0.9
 #: Of a layer's activations over the links, once behind attention and once behind the feed-forward, in a ring.
 _REDUCES = 2
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Line:
-    """Seconds as a sum over a step's work; a roofline is the largest of its lines.
-
-    Units are those of :class:`~epd_serve.sched.budget.StepWork`, whose ``prefill_pairs`` are a chunk's tokens
-    times the tokens up to its end.
-    """
-
-    base_s: float = 0.0
-    token_s: float = 0.0
-    sequence_s: float = 0.0
-    context_s: float = 0.0
-    pair_s: float = 0.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EncodeLine:
-    """Seconds as a sum over a batch of images: ``pair_s`` is for each pixel times the pixels it attends to."""
-
-    base_s: float = 0.0
-    image_s: float = 0.0
-    pixel_s: float = 0.0
-    pair_s: float = 0.0
 
 
 def language_lines(shape: ModelShape, device: DeviceSpec, tensor_parallel: int = 1) -> tuple[Line, ...]:
@@ -112,3 +88,31 @@ def _attended(tower: VisionShape, patches: int) -> float:
         return tower.num_layers * patches
     windowed = tower.num_layers - tower.num_full_layers
     return windowed * min(tower.window_patches, patches) + tower.num_full_layers * patches
+
+
+def analytic_profile(shape: ModelShape, device: DeviceSpec, tensor_parallel: int = 1) -> Profile:
+    """What data sheets say; named as such in the profile."""
+    weights = shape.language.parameters + shape.language.hidden * shape.language.vocabulary
+    tower = 0 if shape.vision is None else shape.vision.parameters
+    memory = _MEMORY_SHARE * device.memory_bytes * tensor_parallel
+    return Profile(
+        kind="analytic",
+        device=device.name,
+        description=f"{device.name} by its data sheet: {device.flops / 1e12:.0f} TFLOP/s, "
+        f"{device.bytes_per_s / 1e9:.0f} GB/s",
+        model=shape.name,
+        tensor_parallel=tensor_parallel,
+        step=language_lines(shape, device, tensor_parallel),
+        encode=() if shape.vision is None else encode_lines(shape, device),
+        compute_share=device.compute_share,
+        bandwidth_share=device.bandwidth_share,
+        memory_bytes=memory,
+        language_bytes=float(weights * shape.value_bytes),
+        tower_bytes=float(tower * shape.value_bytes),
+        kv_token_bytes=shape.kv_token_bytes,
+        feature_token_bytes=shape.feature_token_bytes,
+        num_layers=shape.language.num_layers,
+        pixels_per_token=0 if shape.vision is None else shape.vision.pixels_per_token,
+        tokens_per_image=None if shape.vision is None else shape.vision.tokens_per_image,
+        link_bytes_per_s=device.link_bytes_per_s,
+    )

@@ -53,8 +53,9 @@ class StageCosts:
         Their own steps, and what they make those of the others longer: these have half of their tokens to go.
         """
         own = self.mean_output_tokens if num_tokens is None else min(num_tokens, self.mean_output_tokens)
-        others = num_active * min(own, self.mean_output_tokens / 2) * self._sequence_s * num_sequences
-        return own * self.step_s(num_active + num_sequences) + others
+        sequence_s = self._sequence_s
+        others = num_active * min(own, self.mean_output_tokens / 2) * sequence_s * num_sequences
+        return own * (self.decode.base_s + sequence_s * (num_active + num_sequences)) + others
 
     def room_s(self, num_missing: float, num_held: float, num_active: float) -> float:
         """Until so many KV tokens are free, where ``num_held`` are freed as ``num_active`` sequences end."""

@@ -100,6 +100,61 @@ class Policy(Protocol):
 ANY = Demand()
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parts:
+    """The instances from which routes are made, and what the request is for each of them.
+
+    Attributes:
+        num_tokens: of the prompt.
+        prompt: for a P that has none of it; answer: for a D.
+    """
+
+    prefills: Sequence[InstanceRecord]
+    decodes: Sequence[InstanceRecord]
+    num_tokens: float
+    prompt: Work
+    answer: Work
+    prefix: tuple[bytes, ...]
+
+    def route(self, prefill: InstanceRecord, decode: InstanceRecord, prompt: Work | None = None) -> Route:
+        prompt = prompt or self.prompt
+        fused = decode is prefill
+        return Route(
+            prefill=prefill,
+            decode=decode,
+            prefill_work=prompt + self.answer if fused else prompt,
+            decode_work=NONE if fused else self.answer,
+            prefix=self.prefix,
+        )
+
+    def first_s(self, prefill: InstanceRecord) -> float:
+        """Until the first token, the KV's way apart: prefill after what waits there, encodes included."""
+        return first_token_s(prefill, self.prompt.num_tokens)
+
+    def rest_s(self, decode: InstanceRecord, demand: Demand) -> float:
+        """After it, encodes that hold up D apart."""
+        return answer_s(decode, self.answer, demand)
+
+
+def route_parts(table: InstanceTable, model: str, exclude: Collection[str], demand: Demand) -> Parts:
+    """What routes are made of. Where some decode instances are too small for the prompt and others are not, the
+    former are left out.
+
+    Raises Unavailable that names the stage without a ready instance.
+    """
+    prefills = ready(table, Stage.PREFILL, model, exclude)
+    decodes = ready(table, Stage.DECODE, model, exclude)
+    num_tokens = _num_tokens(table, prefills, demand)
+    return Parts(
+        prefills=prefills,
+        decodes=[one for one in decodes if _holds(one, num_tokens)] or decodes,
+        num_tokens=num_tokens,
+        prompt=Work(num_tokens=max(num_tokens, 1)),
+        answer=Work(num_sequences=demand.num_sequences, num_kv_tokens=num_tokens),
+        prefix=tuple(digest for _, digest in demand.prefix),
+    )
+
+
 def possible_routes(
     table: InstanceTable, model: str, exclude: Collection[str], demand: Demand, *, cached: bool = False
 ) -> list[Route]:
@@ -113,27 +168,13 @@ def possible_routes(
 
     Raises Unavailable that names the stage without a ready instance.
     """
-    prefills = ready(table, Stage.PREFILL, model, exclude)
-    decodes = ready(table, Stage.DECODE, model, exclude)
-    num_tokens = _num_tokens(table, prefills, demand)
-    decodes = [one for one in decodes if _holds(one, num_tokens)] or decodes
-    answer = Work(num_sequences=demand.num_sequences, num_kv_tokens=num_tokens)
+    parts = route_parts(table, model, exclude, demand)
     routes: list[Route] = []
-    for prefill in prefills:
+    for prefill in parts.prefills:
         part = _cached_part(prefill, demand) if cached else 0.0
-        prompt = Work(num_tokens=max(num_tokens * (1 - part), 1))
-        prefix = tuple(digest for _, digest in demand.prefix)
-        for decode in [prefill] if prefill.covers(Stage.DECODE) else decodes:
-            fused = decode is prefill
-            routes.append(
-                Route(
-                    prefill=prefill,
-                    decode=decode,
-                    prefill_work=prompt + answer if fused else prompt,
-                    decode_work=NONE if fused else answer,
-                    prefix=prefix,
-                )
-            )
+        prompt = Work(num_tokens=max(parts.num_tokens * (1 - part), 1))
+        others = [prefill] if prefill.covers(Stage.DECODE) else parts.decodes
+        routes += [parts.route(prefill, decode, prompt) for decode in others]
     return routes
 
 
@@ -144,15 +185,22 @@ def route_s(route: Route, demand: Demand) -> tuple[float, float]:
     room for it, and decode beside what D decodes, with what that holds up the others.
     """
     prefill, decode = route.prefill, route.decode
-    tokens = route.prefill_work.num_tokens
-    seconds = prefill.encode_s + prefill.costs.prefill_s(prefill.pending.num_tokens + tokens)
+    seconds = first_token_s(prefill, route.prefill_work.num_tokens)
     answer = route.prefill_work if route.fused else route.decode_work
     if not route.fused:
         nbytes = answer.num_kv_tokens * (prefill.info.kv_token_bytes if prefill.info else 0)
         seconds += link_between(prefill.place, decode.place).seconds(nbytes)
-    after = decode.room_s(answer.num_kv_tokens)
-    after += decode.costs.decode_s(answer.num_sequences, decode.pending.num_sequences, demand.max_tokens)
+    after = answer_s(decode, answer, demand)
     return seconds, after if route.fused else after + decode.encode_s
+
+
+def first_token_s(prefill: InstanceRecord, num_tokens: float) -> float:
+    return prefill.encode_s + prefill.costs.prefill_s(prefill.pending.num_tokens + num_tokens)
+
+
+def answer_s(decode: InstanceRecord, answer: Work, demand: Demand) -> float:
+    after = decode.room_s(answer.num_kv_tokens)
+    return after + decode.costs.decode_s(answer.num_sequences, decode.pending.num_sequences, demand.max_tokens)
 
 
 def ready(table: InstanceTable, stage: Stage, model: str, exclude: Collection[str]) -> list[InstanceRecord]:
@@ -187,7 +235,7 @@ def _cached_part(record: InstanceRecord, demand: Demand) -> float:
 
 
 #: Costs that differ by no more seconds count as equal: estimates are no better.
-_NEAR_S = 1e-3
+NEAR_S = 1e-3
 
 
 def near_best(routes: Sequence[Route], demand: Demand) -> list[Route]:
@@ -197,7 +245,7 @@ def near_best(routes: Sequence[Route], demand: Demand) -> list[Route]:
     return [
         route
         for route, (first, rest) in zip(routes, seconds, strict=True)
-        if first <= best_first + _NEAR_S and rest <= best_rest + _NEAR_S
+        if first <= best_first + NEAR_S and rest <= best_rest + NEAR_S
     ]
 
 

@@ -54,10 +54,10 @@ def test_a_trace_keeps_its_times_lengths_and_shared_prefixes(tmp_path: Path) -> 
     assert words(third)[:BLOCK_TOKENS] != words(first)[:BLOCK_TOKENS]
 
 
-def test_a_trace_can_be_played_faster_and_shortened(tmp_path: Path) -> None:
+def test_a_trace_can_be_shortened(tmp_path: Path) -> None:
     path = written(tmp_path / "chat.jsonl", TRACE)
-    items = items_of("trace", path, ",time_scale=0.5,length_scale=0.1,requests=3")
-    assert [item.arrival_s for item in items] == [0.0, 0.0, 3.0]
+    items = items_of("trace", path, ",length_scale=0.1,requests=3")
+    assert [item.arrival_s for item in items] == [0.0, 0.0, 6.0]
     assert [len(words(item)) for item in items] == [110, 154, 60]
     assert [item.max_tokens for item in items] == [3, 50, 1]
     assert words(items[0])[:102] == words(items[1])[:102], "two blocks of 51"

@@ -26,7 +26,7 @@ from typing import Any
 from epd_serve.bench.types import Item, Media, Message, Part
 from epd_serve.bench.workloads.lengths import parse_lengths
 from epd_serve.bench.workloads.lines import LineError, check_keys, json_lines, number, whole_number
-from epd_serve.bench.workloads.options import Options, parse_factor, parse_switch
+from epd_serve.bench.workloads.options import Options, parse_switch
 
 _KINDS = ("messages", "prompt", "question", "turns")
 _KEYS = (*_KINDS, "images", "max_tokens", "output_tokens", "timestamp", "system", "fields")
@@ -38,7 +38,7 @@ class Custom:
     """The requests of a file, in its order.
 
     Settings: output_tokens (where a line has no max_tokens), ignore_eos (default false: answers end by
-    themselves), time_scale (of timestamps: 0.5 is twice as fast), think_s is 0.
+    themselves).
     """
 
     def __init__(self, file: Path, options: Options) -> None:
@@ -48,7 +48,6 @@ class Custom:
         self._output = options.take("output_tokens", parse_lengths, "64")
         ignore_eos = options.take("ignore_eos", parse_switch, "false")
         self._fields: dict[str, Any] = {"ignore_eos": True} if ignore_eos else {}
-        self._time_scale = options.take("time_scale", parse_factor, "1")
         options.check(f"custom:{file}")
         self._media = cache(self._read_media)
         self._lines: list[tuple[int, dict[str, Any], tuple[tuple[Message, ...], ...]]] = []
@@ -76,7 +75,7 @@ class Custom:
                     modality="+".join(sorted(kinds)) or "text",
                     conversation=f"line{line_number}" if len(turns) > 1 else None,
                     turn=turn,
-                    arrival_s=None if timestamp is None else timestamp / 1e3 * self._time_scale,
+                    arrival_s=None if timestamp is None else timestamp / 1e3,
                     fields={**self._fields, **line.get("fields", {})},
                 )
                 index += 1

@@ -32,14 +32,13 @@ class _Line:
 
 
 class Trace:
-    """Settings: time_scale (0.5 plays it twice as fast), length_scale (of inputs and outputs, for models with a
-    short context), requests (the first so many), ignore_eos (default true: answers are as long as the trace's).
+    """Settings: length_scale (of inputs and outputs, for models with a short context), requests (the first so
+    many), ignore_eos (default true: answers are as long as the trace's).
     """
 
     def __init__(self, file: Path, options: Options) -> None:
         """Raises ValueError for a file that is not what it should be."""
         self.name = file.stem
-        self._time_scale = options.take("time_scale", parse_factor, "1")
         self._length_scale = options.take("length_scale", parse_factor, "1")
         num_requests = options.take("requests", optional(parse_count), "")
         ignore_eos = options.take("ignore_eos", parse_switch, "true")
@@ -62,7 +61,7 @@ class Trace:
                 messages=(Message(role="user", parts=(self._text(line, seed),)),),
                 max_tokens=self._scaled(line.output_length),
                 workload=self.name,
-                arrival_s=(line.timestamp_ms - begin_ms) / 1e3 * self._time_scale,
+                arrival_s=(line.timestamp_ms - begin_ms) / 1e3,
                 num_input_tokens=self._scaled(line.input_length),
                 fields=self._fields,
             )
