@@ -69,4 +69,4 @@ async def test_stages_caches_and_processes_are_seen(tmp_path: Path) -> None:
     assert seen.cache_hits["media"].whole == 6
     assert seen.cache_hits["media"].part >= 2
     assert "cpu" in seen.utilisation
-    assert {"e0", "pd0"} <= seen.cpu_s.keys()
+    assert seen.cpu_s["proxy"] > 0  # the instances are this process's children, and not the gateway's siblings
