@@ -41,8 +41,13 @@ class MeanRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bound:
-    """``rate``: requests per second at which the first device is busy all the time; ``loads``: seconds of each
-    stage per request on one instance that does nothing else; ``bottleneck``: the stage that keeps that device busy.
+    """What limits a plan.
+
+    Attributes:
+        rate: requests per second at which the first device is busy all the time.
+        bottleneck: the stage that keeps that device busiest.
+        loads: seconds of each stage per request, on one instance that does nothing else.
+        shares: seconds of each stage per request on the device that does the most of it.
     """
 
     rate: float
@@ -80,9 +85,7 @@ def stage_seconds(
     return steps * profile.step_s(batch, batch, batch * context) / batch
 
 
-def bound(
-    deployment: SimDeployment, mean: MeanRequest, *, ttft_s: float | None, tpot_s: float | None
-) -> Bound:
+def bound(deployment: SimDeployment, mean: MeanRequest, *, ttft_s: float | None, tpot_s: float | None) -> Bound:
     """Each stage's work is divided among the instances that cover it, by what each of them can do."""
     shares: dict[str, float] = {}
     busy: dict[str, dict[Stage, float]] = {}
@@ -111,7 +114,7 @@ def bound(
 
 
 def _together(stages: dict[Stage, float], deployment: SimDeployment, device: str) -> float:
-    """Tower and language model side by side overlap but for what both want of the device, prefill and decode not."""
+    """Tower and language model overlap but for what both want of the device; prefill and decode do not."""
     language = stages[Stage.PREFILL] + stages[Stage.DECODE]
     tower = stages[Stage.ENCODE]
     here = [one for one in deployment.instances if f"{one.host}/{one.device}" == device]

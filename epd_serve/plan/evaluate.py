@@ -23,6 +23,9 @@ from epd_serve.types import Stage
 TARGET = 0.9
 #: Two rates that are closer are the same to a search.
 PRECISION = 0.02
+#: A short simulation ends before queues have grown, and the bound is no exact one: beyond this nothing lasts.
+_BEYOND = 1.3
+_MOST_RATE = 1e5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,7 +40,7 @@ class Goal:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluation:
-    """``goodput``: the highest rate found at which the target is kept; ``attained``: what was seen at which rate."""
+    """``goodput``: the highest rate found at which the target is kept; ``attained``: what was seen, by rate."""
 
     candidate: Candidate
     goodput: float
@@ -92,9 +95,7 @@ class Evaluator:
 
     def bound(self, candidate: Candidate) -> Bound:
         """Without a simulation."""
-        return bound(
-            self.deployment(candidate), self.mean, ttft_s=self.goal.ttft_s, tpot_s=self.goal.tpot_s
-        )
+        return bound(self.deployment(candidate), self.mean, ttft_s=self.goal.ttft_s, tpot_s=self.goal.tpot_s)
 
     def count(self, rate: float) -> int:
         """Requests of a simulation at a rate."""
@@ -147,24 +148,27 @@ class Evaluator:
             attained: dict[float, Share] = {}
 
             def keeps(rate: float) -> bool:
+                if rate > _BEYOND * limit.rate:
+                    return False
                 attained[rate] = self.attainment(candidate, rate, fraction=fraction)
                 return attained[rate].value >= self.goal.target
 
-            low = high = 0.0
-            if at_least:
-                if at_least > 1.3 * limit.rate or not keeps(at_least):
-                    return self._evaluation(candidate, 0.0, cost, limit, attained)
-                low = at_least
-            high = max(1.1 * min(limit.rate, 1e5), low)
-            if not low:
-                low, rate = 0.0, 0.75 * high
-                while not low and rate > 1e-3 * high:
-                    if keeps(rate):
-                        low = rate
-                    else:
-                        high, rate = rate, rate / 2
-            while low and keeps(high) and high < 1e6:
-                low, high = high, 1.3 * high
+            if at_least and not keeps(at_least):
+                return self._evaluation(candidate, 0.0, cost, limit, attained)
+            rate = at_least or 0.9 * min(limit.rate, _MOST_RATE)
+            low, high, step = at_least, math.inf, 1.12
+            while math.isinf(high) and rate < _MOST_RATE:  # up to what is too much
+                if rate != low and not keeps(rate):
+                    high = rate
+                else:
+                    low, rate, step = rate, rate * step, step * 1.1
+            step = 1.25
+            while not low and high > 1e-3 * limit.rate:  # down to what is not
+                rate, step = high / step, step * step
+                if keeps(rate):
+                    low = rate
+                else:
+                    high = rate
             while low and high / low > 1 + precision:
                 middle = math.sqrt(low * high)
                 if keeps(middle):

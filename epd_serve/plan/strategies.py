@@ -65,8 +65,8 @@ def race(evaluator: Evaluator, candidates: Sequence[Candidate], *, width: int = 
 
 
 def algorithm_2(evaluator: Evaluator, num_instances: int) -> Found:
-    """TriInfer, algorithm 2 as it is written: counts of E, P and D by the time that the trace takes each of them at
-    full batches (lines 1 to 12), then one replay of the trace for each of three methods (lines 13 to 22).
+    """TriInfer, algorithm 2 as it is written: counts of E, P and D by the time that the trace takes each of them
+    at full batches (lines 1 to 12), then one replay of the trace for each of three methods (lines 13 to 22).
 
     Raises ValueError for less than three instances: the partition gives each stage one.
     """
@@ -143,5 +143,3 @@ def _found(evaluator: Evaluator, strategy: str, seen: list[Evaluation], num_cand
         num_simulations=evaluator.num_simulations,
         num_requests=evaluator.num_requests,
     )
-
-

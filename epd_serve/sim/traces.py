@@ -86,7 +86,9 @@ def _logged(line: Mapping[str, Any], tokens_of_image: int) -> SimRequest:
     at_s = datetime.fromisoformat(str(line.get("time"))).timestamp()
     num_images = whole_number(line, "images", 0, at_least=0)
     num_tokens = whole_number(line, "prompt_tokens")
-    named = [str(stage["item"]) for stage in line.get("stages", ()) if isinstance(stage, dict) and stage.get("item")]
+    named = [
+        str(stage["item"]) for stage in line.get("stages", ()) if isinstance(stage, dict) and stage.get("item")
+    ]
     names = [*dict.fromkeys(named), *(f"{line.get('request_id')}/{i}" for i in range(num_images))][:num_images]
     return SimRequest(
         at_s=at_s,
