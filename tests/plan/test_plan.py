@@ -14,7 +14,7 @@ from epd_serve.plan.evaluate import Evaluator, Goal
 from epd_serve.plan.explain import recommend
 from epd_serve.plan.pools import Fleet, Pool, read_fleet
 from epd_serve.plan.space import Candidate, all_methods, candidates, three_methods, with_widths
-from epd_serve.plan.strategies import algorithm_2, exhaustive, partition, race
+from epd_serve.plan.strategies import algorithm_2, exhaustive, partition, race, tpe
 from epd_serve.sim.workloads import SHAREGPT_4O, TEXT, WorkloadShape
 from epd_serve.topology import parse_topology
 
@@ -124,14 +124,32 @@ def test_devices_that_cannot_be_read(tmp_path: Path) -> None:
 def test_the_command_writes_a_deployment(tmp_path: Path) -> None:
     devices, plan = tmp_path / "devices.yaml", tmp_path / "plan.yaml"
     devices.write_text("model: qwen2.5-vl-7b\npools:\n  - {device: h800, count: 2, price: 20000}\n")
-    command = ["plan", "--trace", "text:5", "--devices", str(devices), "--strategy", "race", "--requests", "60"]
+    command = [
+        "plan",
+        "--trace",
+        "text:5",
+        "--devices",
+        str(devices),
+        "--strategy",
+        "race",
+        "--requests",
+        "60",
+        "--explain",
+    ]
     result = CliRunner().invoke(app, [*command, "--most", "50", "--json", "-o", str(plan)])
     assert result.exit_code == 0, result.output
     figures = json.loads(result.stdout)
     assert figures["deployment"] == plan.read_text()
     assert figures["goodput"] > 0 and figures["bottleneck"] in "EPD"
     assert len(figures["attainment"]) == 6
-    shown = CliRunner().invoke(app, [*command, "--most", "50", "--explain"])
-    assert shown.exit_code == 0 and "predicted attainment" in shown.output
     wrong = CliRunner().invoke(app, [*command, "--order", "lifo"])
     assert isinstance(wrong.exception, ValueError) and "there are fcfs, sjf, slack" in str(wrong.exception)
+
+
+def test_tpe_finds_a_good_plan() -> None:
+    pytest.importorskip("optuna")
+    judge = evaluator(3, SHAREGPT_4O)
+    found = tpe(judge, list(candidates(judge.fleet)), trials=8, seed=0)
+    best = max(one.goodput for one in found.ranking)
+    assert found.best.goodput == best > 0
+    assert found.num_candidates == len(list(candidates(judge.fleet)))
