@@ -122,12 +122,12 @@ def kendall_tau(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def section_5_4(num_cells: int = len(TRIINFER_SLOS), *, most: int = 250) -> list[dict[str, Any]]:
-    """TriInfer's 35 strategies on 8 H20 for its models and data sets: where the heuristic and the race end up among
-    all of them.
+    """TriInfer's 35 strategies on 8 H20 for its models and data sets: where the heuristic and the race end up
+    among all of them.
 
-    Its limits on TTFT are seconds; a tenth of them is taken, and limits on TBT as they are. A simulation has to be
-    several times as long as the limit, else queues have no time to grow, and 8 devices take hundreds of requests in
-    a second.
+    Its limits on TTFT are seconds; a tenth of them is taken, and limits on TBT as they are. A simulation has to
+    be several times as long as the limit, else queues have no time to grow, and 8 devices take hundreds of
+    requests in a second.
     """
     cells: list[dict[str, Any]] = []
     for model, data_set, ttft_s, tbt_s in TRIINFER_SLOS[:num_cells]:
