@@ -28,7 +28,7 @@ from epd_serve.launch.ports import free_port
 from epd_serve.metrics.breakdown import read_traces
 
 ROOT = Path(__file__).parents[2]
-FILES = sorted((ROOT / "deploy").glob("*.yaml"))
+FILES = sorted((ROOT / "deploy").glob("cpu-*.yaml"))
 PICTURE = data_url((ROOT / "docs" / "images" / "three-shapes.png").read_bytes())
 GIB = 1 << 30
 
