@@ -121,8 +121,8 @@ def _reasons(
     wanted = chosen.goodput * evaluator.horizon_s
     if wanted > evaluator.most:
         said.append(
-            f"A simulation of {evaluator.most} requests is {evaluator.most / wanted:.0%} of one in which queues have "
-            f"time to grow at this rate: the number is the bound's more than the simulation's; raise --most."
+            f"A simulation of {evaluator.most} requests is {evaluator.most / wanted:.0%} of one in which queues "
+            "have time to grow at this rate: the number is the bound's more than the simulation's; raise --most."
         )
     if any(pool.is_analytic for pool, _ in chosen.candidate.devices(evaluator.fleet)):
         said.append("Times are analytic, from data sheets: measure with 'epd-serve profile' before you buy.")
