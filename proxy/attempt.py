@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
+
+import msgspec
 
 from epd_serve.backends.base import Answer, InstanceLost, StageCall, StageCalls
 from epd_serve.errors import (
@@ -33,7 +35,7 @@ from epd_serve.protocol.wire import (
     PromptOptions,
 )
 from epd_serve.routing.policy import Policy, Route
-from epd_serve.routing.table import InstanceRecord, InstanceTable
+from epd_serve.routing.table import InstanceRecord, InstanceTable, OpenCall
 from epd_serve.types import SamplingParams, Stage
 from proxy.failover import Failover
 from proxy.health import Health
@@ -47,8 +49,7 @@ _MAX_STALLED = 2
 _LAST_WORDS_S = 0.5
 
 
-@dataclass(frozen=True, kw_only=True)
-class Job:
+class Job(msgspec.Struct, frozen=True, kw_only=True):
     """A checked request, ready to be sent to instances.
 
     ``id`` is unique; ``trace_id`` may be the client's. A chat has ``messages``, a completion ``prompt``.
@@ -86,21 +87,21 @@ class Instances:
 class _Call:
     """An open call to P or D, counted as in flight until it is closed."""
 
-    def __init__(self, record: InstanceRecord, call: StageCall, counted: AbstractContextManager[None]) -> None:
+    __slots__ = ("_call", "_counted", "opened", "record")
+
+    def __init__(self, record: InstanceRecord, call: StageCall, counted: OpenCall) -> None:
         self.record = record
         self.opened = call.opened
         self._call = call
-        self._counted = counted
-        self._counted.__enter__()
-        self._open = True
+        self._counted: OpenCall | None = counted
 
     def close(self) -> None:
-        if self._open:
-            self._open = False
+        counted, self._counted = self._counted, None
+        if counted is not None:
             try:
                 self._call.close()
             finally:
-                self._counted.__exit__(None, None, None)
+                counted.close()
 
 
 class Attempt:
@@ -134,11 +135,13 @@ class Attempt:
 
     async def __aenter__(self) -> Self:
         table, route, job = self._instances.table, self._route, self._job
-        distinct = {ref.mm_hash: (ref, item) for ref, item in zip(self._refs, job.items, strict=True)}
-        items = [ref for ref, _ in distinct.values()]
         self._sent_at = time.monotonic()
         hop = job.trail.sent(route.prefill.name, [ref.mm_hash for ref in self._refs])
-        encoders = self._instances.policy.choose_encoders(table, route.prefill, items)
+        distinct = {ref.mm_hash: (ref, item) for ref, item in zip(self._refs, job.items, strict=True)}
+        encoders: list[InstanceRecord] = []
+        if distinct:
+            items = [ref for ref, _ in distinct.values()]
+            encoders = self._instances.policy.choose_encoders(table, route.prefill, items)
         prefill = PrefillRequest(
             request_id=self._id,
             output=job.output,
@@ -222,8 +225,8 @@ class Attempt:
             raise InstanceFailed(
                 f"instance {self._route.prefill.name} left the answer to a decode instance; it has none"
             )
-        if not self._decode.opened.done():
-            await asyncio.wait({self._decode.opened})
+        with suppress(ServeError):
+            await self._decode.opened
         return self._result(self._decode)
 
     def close_decode(self) -> None:

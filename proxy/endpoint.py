@@ -6,14 +6,12 @@ import asyncio
 import logging
 import os
 import re
-import secrets
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
 from msgspec.structs import replace
-from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from epd_serve.errors import InvalidRequest, ModelNotFound, ServeError, StageTimeout, Unavailable
@@ -24,7 +22,7 @@ from epd_serve.protocol.wire import REQUEST_ID_HEADER
 from epd_serve.routing.table import InstanceTable
 from proxy.arrival import ArrivalLimits
 from proxy.attempt import Job
-from proxy.client import Client, ClientLeft, SendOutlet, client_of
+from proxy.client import Client, ClientLeft, SendOutlet, client_of, headers_of
 from proxy.gate import Gate, Visit
 from proxy.generation import Generator
 from proxy.interruption import Interruption
@@ -39,6 +37,7 @@ from proxy.trail import Trail
 
 logger = logging.getLogger(__name__)
 
+_REQUEST_ID = REQUEST_ID_HEADER.encode()
 _TRACE_ID = re.compile(r"[\x21-\x7e]{1,256}")
 #: Statuses of our own, for metrics only.
 CLIENT_LEFT = 499
@@ -85,10 +84,10 @@ class Endpoint:
         self._timeout_s = timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        client, headers = client_of(scope, receive, send), Headers(scope=scope)
+        client, headers = client_of(scope, receive, send), headers_of(scope)
         exchange = Exchange(headers, client, send, self._observer.begin(self._kind, headers))
         try:
-            visit = self._gate.enter(exchange.headers.get("authorization"))
+            visit = self._gate.enter(exchange.headers.get(b"authorization"))
         except ServeError as error:
             await send_error(send, error, exchange.trail)
             self._count(exchange, error.status, error)
@@ -129,8 +128,9 @@ class Endpoint:
             self._count(exchange, CLIENT_LEFT)
 
     async def _receive(self, exchange: Exchange) -> bytearray:
-        trace_id = exchange.headers.get(REQUEST_ID_HEADER)
-        if trace_id:
+        given = exchange.headers.get(_REQUEST_ID)
+        if given:
+            trace_id = given.decode("latin-1")
             if not _TRACE_ID.fullmatch(trace_id):
                 raise InvalidRequest(
                     f"the header {REQUEST_ID_HEADER} takes 1 to 256 printable ASCII characters without spaces",
@@ -140,7 +140,7 @@ class Endpoint:
         client = exchange.client
         if client.has_body:
             return await client.body(self.max_body_bytes)
-        length = exchange.headers.get("content-length", "")
+        length = exchange.headers.get(b"content-length", b"")
         declared = int(length) if length.isdigit() else None
         try:
             async with asyncio.timeout(self._arrival.time_for_body(declared)):
@@ -191,9 +191,9 @@ class Endpoint:
         raise NotImplementedError
 
     async def _media(self, exchange: Exchange, sources: list[MediaSource]) -> list[MediaItem]:
-        items = await self._loader.load(sources) if sources else []
-        exchange.trail.media(len(items), sum(len(item.data) for item in items))
-        self._metrics.media_bytes.labels("image").inc(exchange.trail.media_bytes)
+        items = await self._loader.load(sources)
+        exchange.trail.media(len(items), sum([len(item.data) for item in items]))
+        self._metrics.media_bytes.add(exchange.trail.media_bytes, "image")
         return items
 
     def _model(self, wanted: str | None) -> str:
@@ -241,7 +241,9 @@ class GenerationEndpoint(Endpoint):
             since_s = time.monotonic()
             await waiting
             exchange.trail.queued(since_s)
-        items = await parsed.load(lambda sources: self._media(exchange, sources))
+        items: list[MediaItem] = []
+        if parsed.has_media:
+            items = await parsed.load(lambda sources: self._media(exchange, sources))
         jobs = self._jobs(exchange, request, model, items)
         exchange.trail.streamed = bool(request.stream)
         if request.stream:
@@ -279,7 +281,7 @@ class GenerationEndpoint(Endpoint):
                 trail=exchange.trail,
                 model=model,
                 output=output if index == 0 else replace(output, first_index=index * (request.n or 1)),
-                sampling=request.sampling(secrets.randbits(63)),
+                sampling=request.sampling(int.from_bytes(os.urandom(8)) >> 1),
                 prompting=request.prompting(),
                 messages=chat,
                 prompt=prompt,
@@ -307,7 +309,7 @@ class Exchange:
         trail: what is noted of it.
     """
 
-    def __init__(self, headers: Headers, client: Client, send: Send, trail: Trail) -> None:
+    def __init__(self, headers: dict[bytes, bytes], client: Client, send: Send, trail: Trail) -> None:
         self.headers = headers
         self.client = client
         self.send = send

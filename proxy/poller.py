@@ -82,7 +82,8 @@ class Poller:
 
         A request that comes before is queued rather than refused: load testers give up after a refused warm-up.
         """
-        await self._started.wait()
+        if not self._started.is_set():
+            await self._started.wait()
 
     async def run(self) -> None:
         """Until cancelled; a slow instance delays no other."""

@@ -52,9 +52,12 @@ class StageCosts:
 
         Their own steps, and what they make those of the others longer: these have half of their tokens to go.
         """
-        own = self.mean_output_tokens if num_tokens is None else min(num_tokens, self.mean_output_tokens)
-        others = num_active * min(own, self.mean_output_tokens / 2) * self._sequence_s * num_sequences
-        return own * self.step_s(num_active + num_sequences) + others
+        own, sequence_s = self.mean_output_tokens, self._sequence_s
+        half = own / 2
+        if num_tokens is not None and num_tokens < own:
+            own = num_tokens
+        others = num_active * (own if own < half else half) * sequence_s * num_sequences
+        return own * (self.decode.base_s + sequence_s * (num_active + num_sequences)) + others
 
     def room_s(self, num_missing: float, num_held: float, num_active: float) -> float:
         """Until so many KV tokens are free, where ``num_held`` are freed as ``num_active`` sequences end."""
@@ -67,10 +70,12 @@ class StageCosts:
 
     @property
     def _sequence_s(self) -> float:
-        return max(self.decode.unit_s, _LEAST_SEQUENCE * self.decode.base_s)
+        least_s = _LEAST_SEQUENCE * self.decode.base_s
+        return self.decode.unit_s if self.decode.unit_s > least_s else least_s
 
 
 def _batched_s(rate: StageRate, units: float, max_batch: float) -> float:
     if units <= 0:
         return 0.0
-    return rate.base_s * math.ceil(units / max_batch) + rate.unit_s * units
+    num_batches = 1 if units <= max_batch else math.ceil(units / max_batch)
+    return rate.base_s * num_batches + rate.unit_s * units

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+
+import msgspec
 
 TRACEPARENT_HEADER, TRACESTATE_HEADER = "traceparent", "tracestate"
 
@@ -16,8 +17,7 @@ _SPAN_IDS = (1 << 64) - 1
 _NO_TRACE, _NO_SPAN = "0" * 32, "0" * 16
 
 
-@dataclass(frozen=True, slots=True)
-class TraceContext:
+class TraceContext(msgspec.Struct, frozen=True, gc=False):
     """Where a request stands in a trace.
 
     Attributes:

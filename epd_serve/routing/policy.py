@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from epd_serve.cost.links import link_between
 from epd_serve.cost.work import NONE, Work
@@ -17,8 +18,7 @@ from epd_serve.types import Stage
 _STAGE_NAMES = {Stage.ENCODE: "encode", Stage.PREFILL: "prefill", Stage.DECODE: "decode"}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Demand:
+class Demand(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of a request before it is tokenised.
 
     Attributes:
@@ -37,8 +37,7 @@ class Demand:
     prefix_characters: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Route:
+class Route(msgspec.Struct, frozen=True, kw_only=True):
     """Where a request's language-model stages run. ``decode is prefill`` where one instance does both.
 
     Attributes:
@@ -119,10 +118,10 @@ def possible_routes(
     decodes = [one for one in decodes if _holds(one, num_tokens)] or decodes
     answer = Work(num_sequences=demand.num_sequences, num_kv_tokens=num_tokens)
     routes: list[Route] = []
+    prefix = tuple([digest for _, digest in demand.prefix])
     for prefill in prefills:
         part = _cached_part(prefill, demand) if cached else 0.0
         prompt = Work(num_tokens=max(num_tokens * (1 - part), 1))
-        prefix = tuple(digest for _, digest in demand.prefix)
         for decode in [prefill] if prefill.covers(Stage.DECODE) else decodes:
             fused = decode is prefill
             routes.append(
@@ -137,27 +136,42 @@ def possible_routes(
     return routes
 
 
-def route_s(route: Route, demand: Demand) -> tuple[float, float]:
-    """Seconds that a route costs until the first token and after it.
+def routes_s(routes: Sequence[Route], demand: Demand) -> list[tuple[float, float]]:
+    """Seconds that each route costs until the first token and after it; what routes share is counted once.
 
     Prefill after what waits there, encodes on the same instance included, and the KV's way to D; then until D has
     room for it, and decode beside what D decodes, with what that holds up the others.
     """
-    prefill, decode = route.prefill, route.decode
-    tokens = route.prefill_work.num_tokens
-    seconds = prefill.encode_s + prefill.costs.prefill_s(prefill.pending.num_tokens + tokens)
-    answer = route.prefill_work if route.fused else route.decode_work
-    if not route.fused:
-        nbytes = answer.num_kv_tokens * (prefill.info.kv_token_bytes if prefill.info else 0)
-        seconds += link_between(prefill.place, decode.place).seconds(nbytes)
-    after = decode.room_s(answer.num_kv_tokens)
-    after += decode.costs.decode_s(answer.num_sequences, decode.pending.num_sequences, demand.max_tokens)
-    return seconds, after if route.fused else after + decode.encode_s
+    before: dict[str, float] = {}
+    behind: dict[str, float] = {}
+    seconds: list[tuple[float, float]] = []
+    for route in routes:
+        prefill, decode = route.prefill, route.decode
+        fused = decode is prefill
+        answer = route.prefill_work if fused else route.decode_work
+        first = before.get(prefill.name)
+        if first is None:
+            first = before[prefill.name] = prefill.encode_s + prefill.costs.prefill_s(
+                prefill.pending.num_tokens + route.prefill_work.num_tokens
+            )
+        after = behind.get(decode.name)
+        if after is None:
+            after = behind[decode.name] = decode.room_s(answer.num_kv_tokens) + decode.costs.decode_s(
+                answer.num_sequences, decode.pending.num_sequences, demand.max_tokens
+            )
+        if not fused:
+            nbytes = answer.num_kv_tokens * (prefill.info.kv_token_bytes if prefill.info else 0)
+            first += link_between(prefill.place, decode.place).seconds(nbytes)
+            after += decode.encode_s
+        seconds.append((first, after))
+    return seconds
 
 
 def ready(table: InstanceTable, stage: Stage, model: str, exclude: Collection[str]) -> list[InstanceRecord]:
     """Raises Unavailable where there is none."""
-    records = [record for record in table.ready(stage, model) if record.name not in exclude]
+    records = table.ready(stage, model)
+    if exclude:
+        records = [record for record in records if record.name not in exclude]
     if not records:
         known = [record.name for record in table if record.covers(stage)]
         detail = f"waiting for {', '.join(known)}" if known else "the deployment has none"
@@ -168,7 +182,7 @@ def ready(table: InstanceTable, stage: Stage, model: str, exclude: Collection[st
 def _num_tokens(table: InstanceTable, prefills: Sequence[InstanceRecord], demand: Demand) -> float:
     info = prefills[0].info
     per_pixel = (info.tokens_per_pixel if info is not None else 0.0) or PRIOR_TOKENS_PER_PIXEL
-    text = demand.num_characters * tokens_per_character(one.load for one in prefills)
+    text = demand.num_characters * tokens_per_character([one.load for one in prefills])
     return demand.num_tokens + text + demand.num_pixels * per_pixel
 
 
@@ -192,7 +206,9 @@ _NEAR_S = 1e-3
 
 def near_best(routes: Sequence[Route], demand: Demand) -> list[Route]:
     """The cheapest route and those about equal to it, before the first token and after it."""
-    seconds = [route_s(route, demand) for route in routes]
+    if len(routes) == 1:
+        return list(routes)
+    seconds = routes_s(routes, demand)
     best_first, best_rest = min(seconds, key=sum)
     return [
         route

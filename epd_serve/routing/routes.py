@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from epd_serve.routing.policy import ANY, Demand, Route, in_turn, near_best, possible_routes, route_s
+from epd_serve.routing.policy import ANY, Demand, Route, in_turn, near_best, possible_routes, routes_s
 from epd_serve.routing.table import InstanceTable
 
 
@@ -50,7 +50,8 @@ class RandomOfTwo:
     ) -> Route:
         routes = possible_routes(table, model, exclude, demand)
         drawn = [routes.pop(int(self.draw() * len(routes))) for _ in range(min(2, len(routes)))]
-        return min(drawn, key=lambda route: sum(route_s(route, demand)))
+        costs = routes_s(drawn, demand)
+        return drawn[costs.index(min(costs, key=sum))]
 
 
 class PrefixAffinity:
