@@ -39,6 +39,7 @@ from epd_serve.routing.table import InstanceRecord, InstanceTable, OpenCall
 from epd_serve.types import SamplingParams, Stage
 from proxy.failover import Failover
 from proxy.health import Health
+from proxy.interruption import TimeLimit
 from proxy.media import MediaItem
 from proxy.poller import Poller
 from proxy.trail import ENCODED, RECOMPUTED, STORED, Trail
@@ -53,7 +54,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """A checked request, ready to be sent to instances.
 
     ``id`` is unique; ``trace_id`` may be the client's. A chat has ``messages``, a completion ``prompt``.
-    ``arrived_s`` is monotonic.
+    ``arrived_s`` is monotonic. ``loop`` runs it.
     """
 
     id: str
@@ -67,6 +68,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     arrived_s: float
     trail: Trail
     prompting: PromptOptions
+    loop: asyncio.AbstractEventLoop
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +173,7 @@ class Attempt:
             counted = table.in_flight(route.decode, Stage.DECODE, request_id=self._id, work=route.decode_work)
             self._decode = _Call(route.decode, call, counted)
         self._encodes = [
-            asyncio.create_task(self._encode(ref, item, encoder))
+            job.loop.create_task(self._encode(ref, item, encoder))
             for (ref, item), encoder in zip(distinct.values(), encoders, strict=True)
         ]
         return self
@@ -184,9 +186,14 @@ class Attempt:
             trace_writer.span(self._id, GATEWAY_SERVE, self._sent_at, time.monotonic())
         try:
             if self._encodes:
-                for task in self._encodes:
+                open_ones = [task for task in self._encodes if not task.done()]
+                for task in open_ones:
                     task.cancel()
-                await asyncio.gather(*self._encodes, return_exceptions=True)
+                if open_ones:
+                    await asyncio.wait(open_ones)
+                for task in self._encodes:
+                    if not task.cancelled():
+                        task.exception()  # nobody has to ask for it
         finally:
             self._prefill.close()
             self.close_decode()
@@ -194,7 +201,7 @@ class Attempt:
     async def first(self) -> Answer:
         """P's answer, once the first token is there. Raises what any of the calls failed with before that."""
         opened = self._prefill.opened
-        news = asyncio.get_running_loop().create_future()
+        news = self._job.loop.create_future()
 
         def tell(done: asyncio.Future[Any]) -> None:
             """Of P's answer, or of what makes it pointless to wait for it."""
@@ -306,7 +313,7 @@ class Attempt:
             )
             try:
                 with instances.table.encoding(encoder, ref, self._id) as encoding:
-                    async with asyncio.timeout(None if encoder is prefill else patience_s):
+                    with TimeLimit(self._job.loop, None if encoder is prefill else patience_s, TimeoutError()):
                         reply = await self._calls(encoder).encode(request, trace_id=self._job.trace_id)
                     encoding.was_cached = reply.cached
                 hop.end(STORED if reply.cached else ENCODED if encoder.covers(Stage.ENCODE) else RECOMPUTED)

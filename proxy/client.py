@@ -37,6 +37,10 @@ class Client(Outlet, Protocol):
     """One request's connection."""
 
     @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """That serves the connection."""
+
+    @property
     def has_body(self) -> bool:
         """Whether :meth:`body` need not wait."""
 
@@ -101,6 +105,7 @@ class AsgiClient(SendOutlet):
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         super().__init__(send)
         self._headers = headers_of(scope)
+        self.loop = asyncio.get_running_loop()
         self._receive = receive
         self._watcher: asyncio.Task[None] | None = None
 

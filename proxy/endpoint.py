@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -19,13 +18,14 @@ from epd_serve.metrics.gateway import GatewayMetrics
 from epd_serve.protocol.messages import MediaSource
 from epd_serve.protocol.openai import GenerationRequest
 from epd_serve.protocol.wire import REQUEST_ID_HEADER
+from epd_serve.randomness import random_block
 from epd_serve.routing.table import InstanceTable
 from proxy.arrival import ArrivalLimits
 from proxy.attempt import Job
 from proxy.client import Client, ClientLeft, SendOutlet, client_of, headers_of
 from proxy.gate import Gate, Visit
 from proxy.generation import Generator
-from proxy.interruption import Interruption
+from proxy.interruption import TimeLimit
 from proxy.limits import BYTES_PER_TOKEN, estimate_tokens
 from proxy.media import MediaItem, MediaLoader
 from proxy.observer import Observer
@@ -47,7 +47,7 @@ _LAST_WORDS_S = 1.0
 
 
 def new_id() -> str:
-    return os.urandom(16).hex()
+    return random_block().hex()
 
 
 class Endpoint:
@@ -75,13 +75,13 @@ class Endpoint:
         self._gate = gate
         self._observer = observer
         self._arrival = arrival
-        self.max_body_bytes = max_body_bytes
-        self._timeout_s = timeout_s
+        self.reconfigure(max_body_bytes=max_body_bytes, timeout_s=timeout_s)
 
     def reconfigure(self, *, max_body_bytes: int, timeout_s: float) -> None:
         """For the next requests."""
         self.max_body_bytes = max_body_bytes
         self._timeout_s = timeout_s
+        self._too_long = f"the request took longer than {timeout_s:g} s, this gateway's limit"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         client, headers = client_of(scope, receive, send), headers_of(scope)
@@ -109,7 +109,7 @@ class Endpoint:
         except ClientLeft:
             self._count(exchange, CLIENT_LEFT)
             return
-        task = asyncio.current_task()
+        task = asyncio.current_task(exchange.client.loop)
         assert task is not None
         left = False
 
@@ -142,22 +142,16 @@ class Endpoint:
             return await client.body(self.max_body_bytes)
         length = exchange.headers.get(b"content-length", b"")
         declared = int(length) if length.isdigit() else None
-        try:
-            async with asyncio.timeout(self._arrival.time_for_body(declared)):
-                return await client.body(self.max_body_bytes)
-        except TimeoutError:
-            raise self._arrival.too_slow(declared) from None
+        limit_s, reason = self._arrival.time_for_body(declared), self._arrival.too_slow(declared)
+        with TimeLimit(client.loop, limit_s, reason):
+            return await client.body(self.max_body_bytes)
 
     async def _answer(self, exchange: Exchange, visit: Visit, body: bytearray) -> None:
         sink = EventSink(exchange.client, exchange.trail, lambda: self._first_token(exchange))
         status, failure = 200, None
         try:
-            with Interruption() as interruption:
-                timer = asyncio.get_running_loop().call_later(self._timeout_s, self._time_out, interruption)
-                try:
-                    await self._generate(exchange, visit, body, sink)
-                finally:
-                    timer.cancel()
+            with TimeLimit(exchange.client.loop, self._timeout_s, StageTimeout(self._too_long)):
+                await self._generate(exchange, visit, body, sink)
         except ServeError as error:
             status, failure = BROKEN_OFF if sink.started else error.status, error
             if error.status >= 500:
@@ -181,10 +175,6 @@ class Endpoint:
         finally:
             if exchange.answered:
                 self._count(exchange, status, failure)
-
-    def _time_out(self, interruption: Interruption) -> None:
-        reason = f"the request took longer than {self._timeout_s:g} s, this gateway's limit"
-        interruption.fire(StageTimeout(reason))
 
     async def _generate(self, exchange: Exchange, visit: Visit, body: bytearray, sink: EventSink) -> None:
         """Answer a request, through ``sink`` or in one piece. Raises ServeError, even after the first byte."""
@@ -281,8 +271,9 @@ class GenerationEndpoint(Endpoint):
                 trail=exchange.trail,
                 model=model,
                 output=output if index == 0 else replace(output, first_index=index * (request.n or 1)),
-                sampling=request.sampling(int.from_bytes(os.urandom(8)) >> 1),
+                sampling=request.sampling(int.from_bytes(random_block()[:8]) >> 1),
                 prompting=request.prompting(),
+                loop=exchange.client.loop,
                 messages=chat,
                 prompt=prompt,
                 items=items,

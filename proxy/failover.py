@@ -105,9 +105,9 @@ class Losses:
         for watch in list(self._watches.get(name, ())):
             watch.fire(InstanceStalled(name))
 
-    def unless_lost(self, names: Collection[str]) -> LossWatch:
+    def unless_lost(self, loop: asyncio.AbstractEventLoop, names: Collection[str]) -> LossWatch:
         """A block that ends with InstanceStalled as soon as one of the instances is reported."""
-        return LossWatch(self._watches, names)
+        return LossWatch(loop, self._watches, names)
 
 
 class LossWatch(Interruption):
@@ -115,8 +115,10 @@ class LossWatch(Interruption):
 
     __slots__ = ("_names", "_watches")
 
-    def __init__(self, watches: defaultdict[str, set[LossWatch]], names: Collection[str]) -> None:
-        super().__init__()
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, watches: defaultdict[str, set[LossWatch]], names: Collection[str]
+    ) -> None:
+        super().__init__(loop)
         self._watches = watches
         self._names = names
 

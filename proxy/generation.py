@@ -98,7 +98,7 @@ class Generator:
             attempt = await self._attempt_of(job, route, number, before)
             names = route.names
             try:
-                with instances.health.losses.unless_lost(names):
+                with instances.health.losses.unless_lost(job.loop, names):
                     async with attempt:
                         result = await use(attempt)
                 instances.health.ended(names)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Mapping
 
@@ -11,6 +10,7 @@ from msgspec.structs import replace
 from epd_serve.metrics.gateway import GatewayMetrics
 from epd_serve.metrics.otel import span_recorder
 from epd_serve.metrics.trace_context import TRACEPARENT_HEADER, TRACESTATE_HEADER, join
+from epd_serve.randomness import random_block
 from proxy.access_log import AccessLog
 from proxy.figures import Figures
 from proxy.settings import GatewaySettings
@@ -54,7 +54,7 @@ class Observer:
         context = join(parent.decode("latin-1"), state.decode("latin-1"))
         if self.tracing is not None and self.tracing.samples(context, endpoint) != context.sampled:
             context = replace(context, sampled=not context.sampled)
-        trail = Trail(endpoint, context, os.urandom(16).hex(), time.monotonic())
+        trail = Trail(endpoint, context, random_block().hex(), time.monotonic())
         if not self._num_begun % _PACED_EVERY:  # the first of all is one of them
             trail.pace = Pace(self.metrics.inter_token.observe)
         self._num_begun += 1

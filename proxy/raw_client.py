@@ -46,10 +46,12 @@ class RawClient:
         size: int,
         begin: memoryview,
         *,
+        loop: asyncio.AbstractEventLoop,
         max_bytes: int,
         default_headers: Sequence[Header],
     ) -> None:
         """``begin`` is what has come of the body, whose length is ``size``."""
+        self.loop = loop
         self.extensions = {EXTENSION: self}
         self.keep_alive = True
         self.is_complete = False
@@ -138,7 +140,7 @@ class RawClient:
         if self._body is None:
             raise too_large(max_bytes)
         if self.unread_bytes and not self._is_lost:
-            self._body_waiter = asyncio.get_running_loop().create_future()
+            self._body_waiter = self.loop.create_future()
             await self._body_waiter
         if self.unread_bytes:
             raise ClientLeft

@@ -76,6 +76,9 @@ class FrameReader:
                 self.labels.append(b";%b;" % parts[0])
                 return parts[1]
         labels, events = parts[::2], parts[1::2]
+        if labels[-1] == _END_LABEL or labels[-1].startswith(_END_LABEL + b","):
+            self.ended = True
+            labels[-1] = labels[-1][1:]
         text = b";%b;" % b";".join(labels)
         if (
             text.translate(None, b"0123456789,") != b";" * (len(labels) + 1)
@@ -84,21 +87,21 @@ class FrameReader:
             or b",," in text
             or b",;" in text
         ):
-            self._take_end(labels, events)
+            self._take_error(labels, events)
             text = b";%b;" % b";".join(labels)
         self.labels.append(text)
         return events[0] if len(events) == 1 else b"".join(events)
 
-    def _take_end(self, labels: list[bytes], events: list[bytes]) -> None:
-        """Where labels are more than numbers: an end, an error, or none at all."""
+    def _take_error(self, labels: list[bytes], events: list[bytes]) -> None:
+        """Where labels are more than numbers."""
         for index, label in enumerate(labels):
             if _LABEL.fullmatch(label) is None:
                 raise FrameError(f"{label[:80]!r} is no label of a frame")
             if label.startswith(_ERROR_LABEL):
                 self.error = events[index]
+                self.ended = False
                 del labels[index:], events[index:]
                 return
-        self.ended = labels[-1].startswith(_END_LABEL)
 
 
 def token_ids(labels: Iterable[bytes]) -> list[int]:

@@ -258,8 +258,13 @@ class InstanceTable:
         record._take_over(report.load, report.received)
         for mm_hash in report.encoded:
             record.features.add(mm_hash)
-        others = [one for one in self if one is not record and one.role == record.role]
-        assert record.info is not None
+        assert record.info is not None and record.role is not None
+        stages = record.role.stages
+        others = [
+            one
+            for one in self._records.values()
+            if one is not record and one.role is not None and one.role.stages == stages
+        ]
         record.costs = resolve_costs(report.load, record.info.budgets, [one.load for one in others])
         record.is_stale = False
         self._set_ready(record, report.ready)
