@@ -206,13 +206,10 @@ class RawClient:
         self.is_complete = True
 
     def _render(self, status: int, headers: Iterable[Header]) -> bytes:
-        lines = [_STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status]
-        lines += [b"%b: %b\r\n" % header for header in self._default_headers]
-        lines += [b"%b: %b\r\n" % header for header in headers]
+        lines = [b"%b: %b\r\n" % header for header in (*self._default_headers, *headers)]
         if not self.keep_alive:
             lines.append(b"connection: close\r\n")
-        lines.append(b"\r\n")
-        return b"".join(lines)
+        return b"%b%b\r\n" % (_STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status, b"".join(lines))
 
     def _send(self, data: bytes) -> None:
         if not self._transport.is_closing():

@@ -312,7 +312,7 @@ class _Connection(asyncio.Protocol):
         # A namespace of their own, where the parser finds them without a frame of Python for each piece.
         self._parser = httptools.HttpResponseParser(
             SimpleNamespace(
-                on_header=self._on_header,
+                on_header=self._headers.__setitem__,
                 on_headers_complete=self._on_headers_complete,
                 on_body=self._pieces.append,
                 on_message_complete=self._on_message_complete,
@@ -387,12 +387,10 @@ class _Connection(asyncio.Protocol):
         if call is not None:
             call.fail(call.lost(reason))
 
-    def _on_header(self, name: bytes, value: bytes) -> None:
-        self._headers[name.lower()] = value
-
     def _on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
-        headers, self._headers = self._headers, {}
+        headers = {name.lower(): value for name, value in self._headers.items()}
+        self._headers.clear()
         if status >= 200 and self._call is not None:
             self._begun = True
             self._call.begin(status, headers)

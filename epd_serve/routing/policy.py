@@ -115,7 +115,7 @@ def possible_routes(
     prefills = ready(table, Stage.PREFILL, model, exclude)
     decodes = ready(table, Stage.DECODE, model, exclude)
     num_tokens = _num_tokens(table, prefills, demand)
-    decodes = [one for one in decodes if _holds(one, num_tokens)] or decodes
+    decodes = [one for one in decodes if one.info is None or num_tokens < one.info.max_model_len] or decodes
     answer = Work(num_sequences=demand.num_sequences, num_kv_tokens=num_tokens)
     routes: list[Route] = []
     prefix = tuple([digest for _, digest in demand.prefix])
@@ -151,18 +151,23 @@ def routes_s(routes: Sequence[Route], demand: Demand) -> list[tuple[float, float
         answer = route.prefill_work if fused else route.decode_work
         first = before.get(prefill.name)
         if first is None:
-            first = before[prefill.name] = prefill.encode_s + prefill.costs.prefill_s(
-                prefill.pending.num_tokens + route.prefill_work.num_tokens
-            )
+            pending, costs = prefill.pending, prefill.costs
+            first = costs.prefill_s(pending.num_tokens + route.prefill_work.num_tokens)
+            if pending.num_pixels:
+                first += costs.encode_s(pending.num_pixels)
+            before[prefill.name] = first
         after = behind.get(decode.name)
         if after is None:
-            after = behind[decode.name] = decode.room_s(answer.num_kv_tokens) + decode.costs.decode_s(
-                answer.num_sequences, decode.pending.num_sequences, demand.max_tokens
-            )
+            pending, costs = decode.pending, decode.costs
+            after = costs.decode_s(answer.num_sequences, pending.num_sequences, demand.max_tokens)
+            if decode.load.total_blocks:
+                after += decode.room_s(answer.num_kv_tokens)
+            if pending.num_pixels and not fused:
+                after += costs.encode_s(pending.num_pixels)
+            behind[decode.name] = after
         if not fused:
             nbytes = answer.num_kv_tokens * (prefill.info.kv_token_bytes if prefill.info else 0)
             first += link_between(prefill.place, decode.place).seconds(nbytes)
-            after += decode.encode_s
         seconds.append((first, after))
     return seconds
 
@@ -186,10 +191,6 @@ def _num_tokens(table: InstanceTable, prefills: Sequence[InstanceRecord], demand
     return demand.num_tokens + text + demand.num_pixels * per_pixel
 
 
-def _holds(record: InstanceRecord, num_tokens: float) -> bool:
-    return record.info is None or num_tokens < record.info.max_model_len
-
-
 def _cached_part(record: InstanceRecord, demand: Demand) -> float:
     """Of a prompt, what the instance has computed lately, as far as this gateway knows."""
     matched = 0
@@ -210,13 +211,17 @@ def near_best(routes: Sequence[Route], demand: Demand) -> list[Route]:
         return list(routes)
     seconds = routes_s(routes, demand)
     best_first, best_rest = min(seconds, key=sum)
+    best_first += _NEAR_S
+    best_rest += _NEAR_S
     return [
         route
         for route, (first, rest) in zip(routes, seconds, strict=True)
-        if first <= best_first + _NEAR_S and rest <= best_rest + _NEAR_S
+        if first <= best_first and rest <= best_rest
     ]
 
 
 def in_turn(route: Route) -> tuple[float, int]:
     """The lowest is next among about equal routes: that with the fewest sequences, or chosen least often."""
-    return route.decode.pending.num_sequences, route.num_chosen
+    prefill, decode = route.prefill, route.decode
+    num_chosen = prefill.num_chosen[Stage.PREFILL] + decode.num_chosen[Stage.DECODE]
+    return decode.pending.num_sequences, num_chosen
