@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from epd_serve.bench_command import bench
 from epd_serve.config import (
     DEMO_MODEL,
     DeploymentConfig,
@@ -33,6 +34,7 @@ from epd_serve.config.options import (
     MooncakeProtocol,
     Switch,
 )
+from epd_serve.cost_command import cost
 from epd_serve.errors import needs_native
 from epd_serve.interference_command import interference
 from epd_serve.key_command import key_app
@@ -283,8 +285,9 @@ def instance(
         trace=trace,
     )
     with needs_native():
-        from epd_serve.instance.main import run_instance
+        from epd_serve.instance.main import end_process, run_instance
     run_instance(options)
+    end_process()
 
 
 @app.command()
@@ -312,6 +315,8 @@ def devices(
 
 
 app.command()(interference)
+app.command()(bench)
+app.command()(cost)
 
 
 @app.command()

@@ -182,7 +182,7 @@ class CpuOps(PlainOps):
 
     def rotary(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         kernels = _kernels(query)
-        if kernels is not None and kernels.takes_rotary(query, cos) and kernels.takes_rotary(key, cos):
+        if kernels is not None and kernels.takes_rotary(query, cos, sin) and kernels.takes_rotary(key, cos, sin):
             return kernels.rotary(query, cos, sin), kernels.rotary(key, cos, sin)
         # One pass over both: in a decode step the number of operators counts, not their size.
         states = torch.cat((query, key), dim=1)

@@ -25,6 +25,7 @@ from device.host import processor_features
 _log = logging.getLogger(__name__)
 
 _FLAGS = ("-O3", "-march=native", "-shared", "-fPIC", "-fopenmp", "-w")
+_SOURCE = Path(__file__).with_suffix(".cpp")
 _COMPILE_TIMEOUT_S = 120.0
 _STRIP, _DEPTH = 32, 32
 _MAX_GROUP, _MAX_HEAD_DIM = 16, 256
@@ -163,13 +164,16 @@ class CpuKernels:
             torch.get_num_threads(),
         )
 
-    def takes_rotary(self, states: Tensor, cos: Tensor) -> bool:
+    def takes_rotary(self, states: Tensor, cos: Tensor, sin: Tensor) -> bool:
         return (
             _is_packed(states, 2)
             and states.shape[-1] % 2 == 0
             and cos.dtype == torch.float32
             and cos.shape == (len(states), states.shape[-1])
             and cos.is_contiguous()
+            and sin.shape == cos.shape
+            and sin.dtype == cos.dtype
+            and sin.is_contiguous()
         )
 
     def rotary(self, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -238,26 +242,36 @@ def cpu_kernels() -> CpuKernels | None:
         _log.warning("no g++ here: decodes in bfloat16 take about a sixth longer than with compiled CPU kernels")
         return None
     try:
-        return CpuKernels(ctypes.CDLL(str(_compile(compiler))))
+        return CpuKernels(_load(compiler))
     except (OSError, subprocess.SubprocessError) as error:
         reason = getattr(error, "stderr", None) or error
         _log.warning("CPU kernels do not compile, torch's operators take their place: %s", reason)
         return None
 
 
-def _compile(compiler: str) -> Path:
-    source = Path(__file__).with_suffix(".cpp")
-    key = hashlib.sha256(source.read_bytes() + " ".join((*_FLAGS, processor_features())).encode()).hexdigest()
-    library = _cache_dir() / f"cpu_kernels-{key[:32]}.so"
-    if not library.exists():
-        library.parent.mkdir(parents=True, exist_ok=True)
-        # several instances may compile at once: each into a file of its own, and the last one stays
-        with tempfile.TemporaryDirectory(dir=library.parent) as directory:
-            built = Path(directory) / library.name
-            command = [compiler, *_FLAGS, str(source), "-o", str(built)]
-            subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S)
-            built.replace(library)
-    return library
+def _load(compiler: str) -> ctypes.CDLL:
+    library = library_path()
+    try:
+        return ctypes.CDLL(str(library))
+    except OSError:  # not there yet, or half of it: the machine went down while it was written
+        _compile(compiler, library)
+        return ctypes.CDLL(str(library))
+
+
+def library_path() -> Path:
+    """Where the compiled kernels of this source, for this processor, are kept."""
+    key = hashlib.sha256(_SOURCE.read_bytes() + " ".join((*_FLAGS, processor_features())).encode()).hexdigest()
+    return _cache_dir() / f"cpu_kernels-{key[:32]}.so"
+
+
+def _compile(compiler: str, library: Path) -> None:
+    library.parent.mkdir(parents=True, exist_ok=True)
+    # Several instances may compile at once: each into a file of its own, and the last one stays.
+    with tempfile.TemporaryDirectory(dir=library.parent) as directory:
+        built = Path(directory) / library.name
+        command = [compiler, *_FLAGS, str(_SOURCE), "-o", str(built)]
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S)
+        built.replace(library)
 
 
 def _cache_dir() -> Path:

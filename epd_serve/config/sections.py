@@ -163,7 +163,9 @@ class InstanceSettings(Section):
     """What can be set for all instances, and for those of one role."""
 
     threads: int | None = Field(
-        default=None, ge=1, description="CPU threads of each; null divides the cores among them."
+        default=None,
+        ge=1,
+        description="CPU threads of each, within the cores of its share; null divides the cores among them.",
     )
     share: Annotated[float, Field(gt=0, le=1)] | Literal["auto"] | None = Field(
         default=None,

@@ -52,11 +52,9 @@ class StageCosts:
 
         Their own steps, and what they make those of the others longer: these have half of their tokens to go.
         """
-        own, sequence_s = self.mean_output_tokens, self._sequence_s
-        half = own / 2
-        if num_tokens is not None and num_tokens < own:
-            own = num_tokens
-        others = num_active * (own if own < half else half) * sequence_s * num_sequences
+        own = self.mean_output_tokens if num_tokens is None else min(num_tokens, self.mean_output_tokens)
+        sequence_s = self._sequence_s
+        others = num_active * min(own, self.mean_output_tokens / 2) * sequence_s * num_sequences
         return own * (self.decode.base_s + sequence_s * (num_active + num_sequences)) + others
 
     def room_s(self, num_missing: float, num_held: float, num_active: float) -> float:

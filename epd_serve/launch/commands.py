@@ -49,7 +49,10 @@ def instance_specs(
     chosen = []
     for instance, port in zip(placement, ports.instances, strict=True):
         share = shares.get(instance.name)
-        threads = config.settings_for(str(instance.role)).threads or _threads_each(num_ranks, environment, share)
+        threads = _threads_each(num_ranks, environment, share)
+        if (wished := config.settings_for(str(instance.role)).threads) is not None:
+            on_a_share = share is not None and instance.devices[0] == "cpu"
+            threads = min(wished, threads) if on_a_share else wished  # more would take turns on the share's cores
         visible, local_devices = _visibility(instance.devices, environment)
         options = config.options_for(
             instance,

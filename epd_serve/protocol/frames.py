@@ -1,10 +1,10 @@
 """The body of a streamed stage answer: each event together with the tokens that it tells of.
 
 A caller forwards events unparsed and still knows which tokens are out, so that another instance can go on where
-this one stopped. One frame is ``label RS events RS``: the label is the choice and the ids of its tokens in decimal,
-with commas between them; events are server-sent events. RS (0x1E) is a control character, which JSON never has in
-it unescaped (RFC 8259, section 7), so that a piece with many frames is taken apart by one ``split``. A frame is
-forwarded whole or not at all.
+this one stopped. One frame is ``label RS events RS``: the label is the choice and the ids of its tokens in
+decimal, with commas between them; events are server-sent events. RS (0x1E) is a control character, which JSON
+never has in it unescaped (RFC 8259, section 7), so that a piece with many frames is taken apart by one ``split``.
+A frame is forwarded whole or not at all.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def num_tokens(labels: Iterable[bytes]) -> int:
 
 
 def whole_frames(body: bytes) -> list[tuple[int, list[int], bytes]]:
-    """(choice, token ids, events) of each frame of a body. Raises ValueError for one that is no sequence of them."""
+    """(choice, token ids, events) of each frame of a body. Raises ValueError where it is no sequence of them."""
     *parts, rest = body.split(_RS)
     if rest or len(parts) & 1:
         raise FrameError("the body ends within a frame")

@@ -99,6 +99,60 @@ class Policy(Protocol):
 ANY = Demand()
 
 
+class Parts(msgspec.Struct, frozen=True, kw_only=True):
+    """The instances from which routes are made, and what the request is for each of them.
+
+    Attributes:
+        num_tokens: of the prompt.
+        prompt: for a P that has none of it; answer: for a D.
+    """
+
+    prefills: Sequence[InstanceRecord]
+    decodes: Sequence[InstanceRecord]
+    num_tokens: float
+    prompt: Work
+    answer: Work
+    prefix: tuple[bytes, ...]
+
+    def route(self, prefill: InstanceRecord, decode: InstanceRecord, prompt: Work | None = None) -> Route:
+        prompt = prompt or self.prompt
+        fused = decode is prefill
+        return Route(
+            prefill=prefill,
+            decode=decode,
+            prefill_work=prompt + self.answer if fused else prompt,
+            decode_work=NONE if fused else self.answer,
+            prefix=self.prefix,
+        )
+
+    def first_s(self, prefill: InstanceRecord) -> float:
+        """Until the first token, the KV's way apart: prefill after what waits there, encodes included."""
+        return first_token_s(prefill, self.prompt.num_tokens)
+
+    def rest_s(self, decode: InstanceRecord, demand: Demand) -> float:
+        """After it, encodes that hold up D apart."""
+        return answer_s(decode, self.answer, demand)
+
+
+def route_parts(table: InstanceTable, model: str, exclude: Collection[str], demand: Demand) -> Parts:
+    """What routes are made of. Where some decode instances are too small for the prompt and others are not, the
+    former are left out.
+
+    Raises Unavailable that names the stage without a ready instance.
+    """
+    prefills = ready(table, Stage.PREFILL, model, exclude)
+    decodes = ready(table, Stage.DECODE, model, exclude)
+    num_tokens = _num_tokens(table, prefills, demand)
+    return Parts(
+        prefills=prefills,
+        decodes=[one for one in decodes if _holds(one, num_tokens)] or decodes,
+        num_tokens=num_tokens,
+        prompt=Work(num_tokens=max(num_tokens, 1)),
+        answer=Work(num_sequences=demand.num_sequences, num_kv_tokens=num_tokens),
+        prefix=tuple(digest for _, digest in demand.prefix),
+    )
+
+
 def possible_routes(
     table: InstanceTable, model: str, exclude: Collection[str], demand: Demand, *, cached: bool = False
 ) -> list[Route]:
@@ -112,64 +166,41 @@ def possible_routes(
 
     Raises Unavailable that names the stage without a ready instance.
     """
-    prefills = ready(table, Stage.PREFILL, model, exclude)
-    decodes = ready(table, Stage.DECODE, model, exclude)
-    num_tokens = _num_tokens(table, prefills, demand)
-    decodes = [one for one in decodes if one.info is None or num_tokens < one.info.max_model_len] or decodes
-    answer = Work(num_sequences=demand.num_sequences, num_kv_tokens=num_tokens)
+    parts = route_parts(table, model, exclude, demand)
     routes: list[Route] = []
-    prefix = tuple([digest for _, digest in demand.prefix])
-    for prefill in prefills:
+    for prefill in parts.prefills:
         part = _cached_part(prefill, demand) if cached else 0.0
-        prompt = Work(num_tokens=max(num_tokens * (1 - part), 1))
-        for decode in [prefill] if prefill.covers(Stage.DECODE) else decodes:
-            fused = decode is prefill
-            routes.append(
-                Route(
-                    prefill=prefill,
-                    decode=decode,
-                    prefill_work=prompt + answer if fused else prompt,
-                    decode_work=NONE if fused else answer,
-                    prefix=prefix,
-                )
-            )
+        prompt = Work(num_tokens=max(parts.num_tokens * (1 - part), 1))
+        others = [prefill] if prefill.covers(Stage.DECODE) else parts.decodes
+        routes += [parts.route(prefill, decode, prompt) for decode in others]
     return routes
 
 
-def routes_s(routes: Sequence[Route], demand: Demand) -> list[tuple[float, float]]:
-    """Seconds that each route costs until the first token and after it; what routes share is counted once.
+def route_s(route: Route, demand: Demand) -> tuple[float, float]:
+    """Seconds that a route costs until the first token and after it.
 
     Prefill after what waits there, encodes on the same instance included, and the KV's way to D; then until D has
     room for it, and decode beside what D decodes, with what that holds up the others.
     """
-    before: dict[str, float] = {}
-    behind: dict[str, float] = {}
-    seconds: list[tuple[float, float]] = []
-    for route in routes:
-        prefill, decode = route.prefill, route.decode
-        fused = decode is prefill
-        answer = route.prefill_work if fused else route.decode_work
-        first = before.get(prefill.name)
-        if first is None:
-            pending, costs = prefill.pending, prefill.costs
-            first = costs.prefill_s(pending.num_tokens + route.prefill_work.num_tokens)
-            if pending.num_pixels:
-                first += costs.encode_s(pending.num_pixels)
-            before[prefill.name] = first
-        after = behind.get(decode.name)
-        if after is None:
-            pending, costs = decode.pending, decode.costs
-            after = costs.decode_s(answer.num_sequences, pending.num_sequences, demand.max_tokens)
-            if decode.load.total_blocks:
-                after += decode.room_s(answer.num_kv_tokens)
-            if pending.num_pixels and not fused:
-                after += costs.encode_s(pending.num_pixels)
-            behind[decode.name] = after
-        if not fused:
-            nbytes = answer.num_kv_tokens * (prefill.info.kv_token_bytes if prefill.info else 0)
-            first += link_between(prefill.place, decode.place).seconds(nbytes)
-        seconds.append((first, after))
-    return seconds
+    prefill, decode = route.prefill, route.decode
+    seconds = first_token_s(prefill, route.prefill_work.num_tokens)
+    answer = route.prefill_work if route.fused else route.decode_work
+    if not route.fused:
+        nbytes = answer.num_kv_tokens * (prefill.info.kv_token_bytes if prefill.info else 0)
+        seconds += link_between(prefill.place, decode.place).seconds(nbytes)
+    after = answer_s(decode, answer, demand)
+    return seconds, after if route.fused else after + decode.encode_s
+
+
+def first_token_s(prefill: InstanceRecord, num_tokens: float) -> float:
+    pending, costs = prefill.pending, prefill.costs
+    seconds = costs.prefill_s(pending.num_tokens + num_tokens)
+    return seconds + costs.encode_s(pending.num_pixels) if pending.num_pixels else seconds
+
+
+def answer_s(decode: InstanceRecord, answer: Work, demand: Demand) -> float:
+    seconds = decode.costs.decode_s(answer.num_sequences, decode.pending.num_sequences, demand.max_tokens)
+    return seconds + decode.room_s(answer.num_kv_tokens) if decode.load.total_blocks else seconds
 
 
 def ready(table: InstanceTable, stage: Stage, model: str, exclude: Collection[str]) -> list[InstanceRecord]:
@@ -191,6 +222,10 @@ def _num_tokens(table: InstanceTable, prefills: Sequence[InstanceRecord], demand
     return demand.num_tokens + text + demand.num_pixels * per_pixel
 
 
+def _holds(record: InstanceRecord, num_tokens: float) -> bool:
+    return record.info is None or num_tokens < record.info.max_model_len
+
+
 def _cached_part(record: InstanceRecord, demand: Demand) -> float:
     """Of a prompt, what the instance has computed lately, as far as this gateway knows."""
     matched = 0
@@ -202,21 +237,19 @@ def _cached_part(record: InstanceRecord, demand: Demand) -> float:
 
 
 #: Costs that differ by no more seconds count as equal: estimates are no better.
-_NEAR_S = 1e-3
+NEAR_S = 1e-3
 
 
 def near_best(routes: Sequence[Route], demand: Demand) -> list[Route]:
     """The cheapest route and those about equal to it, before the first token and after it."""
     if len(routes) == 1:
         return list(routes)
-    seconds = routes_s(routes, demand)
+    seconds = [route_s(route, demand) for route in routes]
     best_first, best_rest = min(seconds, key=sum)
-    best_first += _NEAR_S
-    best_rest += _NEAR_S
     return [
         route
         for route, (first, rest) in zip(routes, seconds, strict=True)
-        if first <= best_first and rest <= best_rest
+        if first <= best_first + NEAR_S and rest <= best_rest + NEAR_S
     ]
 
 

@@ -6,7 +6,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from epd_serve.routing.policy import ANY, Demand, Route, in_turn, near_best, possible_routes, routes_s
+from epd_serve.routing.pairs import cheapest_pair
+from epd_serve.routing.policy import ANY, Demand, Route, in_turn, near_best, possible_routes, route_s
 from epd_serve.routing.table import InstanceTable
 
 
@@ -18,7 +19,7 @@ class LeastLoaded:
     def choose_route(
         self, table: InstanceTable, model: str, *, exclude: Collection[str] = (), demand: Demand = ANY
     ) -> Route:
-        return min(near_best(possible_routes(table, model, exclude, demand), demand), key=in_turn)
+        return cheapest_pair(table, model, exclude, demand)
 
 
 class RoundRobin:
@@ -50,8 +51,7 @@ class RandomOfTwo:
     ) -> Route:
         routes = possible_routes(table, model, exclude, demand)
         drawn = [routes.pop(int(self.draw() * len(routes))) for _ in range(min(2, len(routes)))]
-        costs = routes_s(drawn, demand)
-        return drawn[costs.index(min(costs, key=sum))]
+        return min(drawn, key=lambda route: sum(route_s(route, demand)))
 
 
 class PrefixAffinity:

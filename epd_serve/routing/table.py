@@ -77,6 +77,8 @@ class InstanceRecord:
     @property
     def encode_s(self) -> float:
         """Seconds of encoding to do."""
+        if not self.pending.num_pixels:
+            return 0.0
         return self.costs.encode_s(self.pending.num_pixels)
 
     @property
@@ -94,8 +96,11 @@ class InstanceRecord:
         """Until there is room for a prompt's KV; 0 where it is there, or nothing is known of it."""
         if self.info is None or not self.load.total_blocks:
             return 0.0
+        missing = num_tokens - self.room_tokens
+        if missing <= 0:
+            return 0.0
         held = (self.load.total_blocks - self.load.free_blocks) * self.info.block_size + self.pending.num_kv_tokens
-        return self.costs.room_s(num_tokens - self.room_tokens, held, self.pending.num_sequences)
+        return self.costs.room_s(missing, held, self.pending.num_sequences)
 
     def covers(self, stage: Stage) -> bool:
         return self.role is not None and stage in self.role.stages

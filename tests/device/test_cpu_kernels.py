@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from device.base import AttnMeta
 from device.ops.cpu import CpuOps
-from device.ops.cpu_kernels import cpu_kernels
+from device.ops.cpu_kernels import cpu_kernels, library_path
 from device.ops.linear import Product
 from device.ops.reference import ReferenceOps
 
@@ -114,3 +115,12 @@ def test_without_a_compiler_torch_does_the_work(monkeypatch: pytest.MonkeyPatch)
         "assert cpu_kernels() is None; x = torch.eye(32).bfloat16(); assert torch.equal(linear(x)(x), x)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@needs_kernels
+def test_a_broken_library_is_built_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    whole = library_path().read_bytes()
+    monkeypatch.setenv("EPD_SERVE_CACHE", str(tmp_path))
+    library_path().write_bytes(whole[:200])
+    assert cpu_kernels.__wrapped__() is not None
+    assert library_path().stat().st_size == len(whole)

@@ -3,32 +3,29 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from transports import kinds
 
-ROOT = Path(__file__).parents[2]
+from benchmarks import chaos
+
 NUM_REQUESTS = 30
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("store", kinds("embedded", "mooncake"))
-def test_no_answer_is_wrong_while_everything_dies(store: str, tmp_path: Path) -> None:
+def test_no_answer_is_wrong_while_everything_dies(
+    store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     output = tmp_path / "chaos.json"
     options = ["--requests", str(NUM_REQUESTS), "--seed", "1", "--interval", "1", "--concurrency", "6"]
     options += ["--store", store, "--transport", "mooncake" if store == "mooncake" else "auto"]
-    result = subprocess.run(
-        [sys.executable, "-m", "benchmarks.chaos", *options, "--output", str(output)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert output.exists(), result.stderr[-3000:]
+    monkeypatch.setattr(sys, "argv", ["chaos", *options, "--output", str(output)])
+    code = chaos.main()
     report = json.loads(output.read_text())
-    assert result.returncode == 0, json.dumps(report, indent=2)
+    assert code == 0, json.dumps(report, indent=2)
     outcomes = report["outcomes"]
     assert sum(outcomes.values()) == report["requests"] >= NUM_REQUESTS
     assert outcomes["wrong"] == outcomes["hang"] == 0

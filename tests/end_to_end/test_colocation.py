@@ -5,14 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 
 import httpx
+import pytest
 from identity import start_fleet
 from tiny_models import make_tiny_model
 
 
-async def test_tokens_are_the_same_under_shares_and_the_guard(tmp_path: Path) -> None:
+async def test_tokens_are_the_same_under_shares_and_the_guard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EPD_SERVE_CACHE", str(tmp_path / "cache"))
     path = make_tiny_model("qwen2_5_vl", tmp_path / "model")
     settings = {
-        "roles": {"E": {"share": 0.5, "stream_priority": 5}, "ED": {"stream_priority": 5}},
+        "roles": {
+            "E": {"share": 0.5, "stream_priority": 5},
+            "ED": {"stream_priority": 5},
+            "P": {"threads": 1},  # it has the same cores as the others, in truth
+        },
         "slo": {"tpot_ms": 0.01},  # no step keeps it: encodes get their least share while anything decodes
     }
     async with start_fleet(path, "(E-D)-ED-P", instances={"threads": 2}, **settings) as fleet:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -126,8 +127,13 @@ def deployment_file(tmp_path: Path) -> Path:
     return file
 
 
+def cpu_s_of_ended_children() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def test_ctrl_c_stops_everything(deployment_file: Path) -> None:
-    before = shared_memory()
+    before, cpu_before_s = shared_memory(), cpu_s_of_ended_children()
     port = free_port("127.0.0.1")
     with start_up(str(deployment_file), "--port", str(port)) as process:
         output = read_until(process, "From Python")
@@ -135,11 +141,13 @@ def test_ctrl_c_stops_everything(deployment_file: Path) -> None:
         assert is_up(f"http://127.0.0.1:{port}/health")
         children = psutil.Process(process.pid).children(recursive=True)
         assert len(children) == 5, "three instances, what they were forked from, and the gateway"
+        running_s = sum(sum(child.cpu_times()[:2]) for child in (psutil.Process(process.pid), *children))
         stopping = time.monotonic()
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=15)
         assert time.monotonic() - stopping < 10
         assert process.returncode == 0
+    assert cpu_s_of_ended_children() - cpu_before_s - running_s < 1.5, "there is nothing to compute"
     assert not [child for child in children if child.is_running()]
     assert shared_memory() <= before
 

@@ -10,13 +10,19 @@ import tiny_models
 from fleet import figures
 from identity import start_fleet
 
+#: So little is to be measured where budgets are searched for.
+SMALL_BUDGETS = {"image_budget_pixels": 10 * 140 * 140, "max_num_seqs": 16}
 #: Of a pool in which the eight questions cannot all run at once: sequences are preempted and go on.
 SMALL_POOL = 20
 
 CASES: dict[str, dict[str, Any]] = {
     "budgets, slack, encodes after prefill, small pool, trace": {
         "slo": {"ttft_ms": 4000, "tpot_ms": 400},
-        "instances": {"batching": {"order": "slack", "encodes": "after-prefill"}, "num_blocks": SMALL_POOL},
+        "instances": {
+            "batching": {"order": "slack", "encodes": "after-prefill"},
+            "num_blocks": SMALL_POOL,
+            **SMALL_BUDGETS,
+        },
         "trace": True,
     },
     "no budgets, shortest first, small pool, pulled KV, late features": {
@@ -33,6 +39,7 @@ CASES: dict[str, dict[str, Any]] = {
             "kv_transfer": {"mode": "layerwise"},
             "share_weights": True,
             "async_scheduling": "on",
+            **SMALL_BUDGETS,
         },
     },
 }

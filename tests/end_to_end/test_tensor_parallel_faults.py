@@ -28,7 +28,7 @@ async def wide(tmp_path: Path) -> AsyncIterator[LocalDeployment]:
         restart="never",
         model=str(path),
         served_model_name="demo",
-        gateway={"port": 0},
+        gateway={"port": 0, "failover": {"wait_s": 0.5}},
         instances={"base_port": 0, "threads": 1},
     )
     async with LocalDeployment(config, ready_timeout_s=120) as deployment:

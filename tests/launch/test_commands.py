@@ -134,6 +134,11 @@ def test_instances_in_parentheses_get_their_shares_and_a_board_of_their_own(
         (None, "0.0"),
     ]
     assert [flag(spec, "--threads") for spec in (encode, decode, prefill)] == ["2", "6", "2"]
+    wishing = parse_config("{topology: (E-D)-P, roles: {E: {share: 0.25}}, instances: {threads: 4}}")
+    specs_of_wishing = instance_specs(wishing, ports, {}, tmp_path)
+    assert [flag(spec, "--threads") for spec in specs_of_wishing] == ["2", "4", "4"], (
+        "none beyond its share's cores"
+    )
     boards = [flag(spec, "--device-board") for spec in (encode, decode, prefill)]
     assert boards == [f"{tmp_path}/device-d0:1", f"{tmp_path}/device-d0:0", None]
 

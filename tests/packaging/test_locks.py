@@ -11,7 +11,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
-EXTRAS = {"base": (), "full": ("native", "dev", "mooncake-cpu", "otel")}
+EXTRAS = {"base": (), "full": ("native", "dev", "mooncake-cpu", "otel", "bench")}
 STALE = "run: python requirements/lock.py (see CONTRIBUTING.md)"
 
 

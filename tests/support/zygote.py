@@ -1,13 +1,14 @@
 """One process that has loaded the engine for all tests; the deployments' fork servers are forked from it.
 
-A deployment in the tests' own process then starts its instances at once. What users start as a program of its own
-(``epd-serve up``, the benchmarks) and what is not to be forked is as it is without this.
+A deployment in the tests' own process then starts its instances and its gateway at once. What users start as a
+program of its own (``epd-serve up``) and what is not to be forked is as it is without this.
 """
 
 from __future__ import annotations
 
 import array
 import asyncio
+import atexit
 import fcntl
 import json
 import os
@@ -15,9 +16,11 @@ import signal
 import socket
 import subprocess
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from dataclasses import replace
+from typing import Any, NoReturn
 
 import pytest
 
@@ -29,6 +32,8 @@ from epd_serve.launch.lifeline import die_with_parent
 _MESSAGE_BYTES = 1 << 17
 #: Above every number that a test's process has for a descriptor.
 _HIGH = 4096
+#: What gateways run, beside what a deployment's fork server has.
+_OF_GATEWAYS = ("proxy.main",)
 
 
 class _ForkedServer:
@@ -58,7 +63,14 @@ def zygote() -> Iterator[None]:
     """Within, :class:`ForkServer` forks its servers instead of spawning them."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     environment = {"GLIBC_TUNABLES": HEAP_TUNABLES, **os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, __file__, str(theirs.fileno()), str(os.getpid()), *deployment._PRELOADED]
+    command = [
+        sys.executable,
+        __file__,
+        str(theirs.fileno()),
+        str(os.getpid()),
+        *deployment._PRELOADED,
+        *_OF_GATEWAYS,
+    ]
     with theirs:
         process = subprocess.Popen([*command, " " * 4096], env=environment, pass_fds=(theirs.fileno(),))
 
@@ -76,6 +88,8 @@ def zygote() -> Iterator[None]:
 
     patch = pytest.MonkeyPatch()
     patch.setattr(deployment, "ForkServer", type("ZygoteForkServer", (ForkServer,), {"_spawn": spawn}))
+    spec_of = deployment.gateway_spec
+    patch.setattr(deployment, "gateway_spec", lambda *arguments: replace(spec_of(*arguments), can_fork=True))
     try:
         yield
     finally:
@@ -121,7 +135,23 @@ def _become(wanted: dict[str, Any], descriptors: list[int], parent: int, usable:
     command = fork_server.serve(server)
     if command is None:
         os._exit(0)
-    fork_server.run(command)
+    _run(command)
+
+
+def _run(command: list[str]) -> NoReturn:
+    """As a program, whose interpreter is not taken apart in the end."""
+    code: Any = 1
+    try:
+        fork_server.run(command)
+        code = 0
+    except SystemExit as end:
+        code = end.code or 0
+    except BaseException:  # noqa: BLE001 - the interpreter's own last word
+        traceback.print_exc()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -3,121 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import os
-import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import psutil
 import pytest
-from blake3 import blake3
-from transports import HAS_MOONCAKE, TIMEOUT_S, make_transport, mooncake_options
+from mooncake_instances import MEBIBYTE, Instances, other_of, put, raw_client, until
+from mooncake_master import LEASE_S
+from transports import HAS_MOONCAKE, TIMEOUT_S
 
-from epd_serve.protocol.wire import FeatureEvent
-from epd_serve.transfer.feature_store import EmbeddedFeatureStore, StoredFeature
-from epd_serve.transfer.mooncake import StoreClient, StoreUnreachable
-from epd_serve.transfer.mooncake_store import MooncakeFeatureStore
-from epd_serve.transfer.staging import address_of
+from epd_serve.transfer.feature_store import StoredFeature
+from epd_serve.transfer.mooncake import StoreUnreachable
 from epd_serve.transfer.transport import TransferError
 
 if not HAS_MOONCAKE:
     pytest.skip("mooncake is not installed", allow_module_level=True)
-
-from mooncake_master import LEASE_S, Master, put_and_wait
-
-MEBIBYTE = 1024**2
-
-
-@pytest.fixture(scope="module")
-def master() -> Iterator[Master]:
-    master = Master()
-    yield master
-    master.kill()
-
-
-class Instances:
-    """Stores as the instances of a deployment have them. Clients are slow to close, so all tests share three."""
-
-    def __init__(self, master: Master) -> None:
-        options = mooncake_options()
-        self._encoders = [StoreClient(options, master.address, 64 * MEBIBYTE) for _ in range(2)]
-        self._reader = StoreClient(options, master.address, 0)
-        self._transport = make_transport("shm")
-        self.all: list[MooncakeFeatureStore] = []  # memory that is registered must stay
-        self.started: list[MooncakeFeatureStore] = []
-
-    def start(self, capacity: int = 4 * MEBIBYTE, *, encodes: bool = True) -> MooncakeFeatureStore:
-        num_encoders = sum(store._client is not self._reader for store in self.started)
-        client = self._encoders[num_encoders] if encodes else self._reader
-        local = EmbeddedFeatureStore(self._transport, capacity)
-        store = MooncakeFeatureStore(client, local, capacity, mooncake_options(staging_bytes=capacity))
-        self.all.append(store)
-        self.started.append(store)
-        return store
-
-    def close(self) -> None:
-        for client in (*self._encoders, self._reader):
-            client.close()
-        self._transport.close()
-
-
-@pytest.fixture(scope="module")
-def all_instances(master: Master) -> Iterator[Instances]:
-    instances = Instances(master)
-    yield instances
-    instances.close()
-
-
-@pytest.fixture
-def instances(all_instances: Instances) -> Iterator[Instances]:
-    all_instances.started = []
-    yield all_instances
-    for store in all_instances.started:
-        store.check_integrity()
-        assert store.num_owners == 0
-
-
-@pytest.fixture
-def key(request: pytest.FixtureRequest) -> str:
-    """An mm_hash of this test alone."""
-    return blake3(request.node.name.encode()).hexdigest()
-
-
-def other_of(key: str) -> str:
-    return key[::-1]
-
-
-async def put(store: MooncakeFeatureStore, key: str, data: bytes, owner: str = "r") -> FeatureEvent:
-    stored = await store.put(key, memoryview(data), [len(data)], "uint8", owner)
-    assert stored is not None
-    event = store.event(key, stored, owner)
-    store.release(owner, key)
-    return event
-
-
-async def put_when_back(store: MooncakeFeatureStore, key: str) -> FeatureEvent:
-    """Put features until the store takes them again."""
-    for i in range(100):
-        event = await put(store, f"{i:03d}{key[3:]}", b"feature")
-        if event.store:
-            return event
-        await asyncio.sleep(0.2)
-    raise AssertionError("the store does not come back")
-
-
-async def until(found: Callable[[], bool], what: str, timeout_s: float = 15.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not found():
-        assert time.monotonic() < deadline, what
-        await asyncio.sleep(0.1)
-
-
-def raw_client(store: MooncakeFeatureStore) -> StoreClient:
-    """To do to an object what no instance would."""
-    return store._client
 
 
 async def test_what_one_encoder_has_put_another_announces_and_does_not_encode(
@@ -389,151 +292,3 @@ async def test_what_the_store_does_is_told(instances: Instances, key: str) -> No
         ("mooncake", "put", size),
         ("mooncake", "lost"),
     ]
-
-
-async def test_a_corrupted_object_is_a_miss_and_is_encoded_anew(instances: Instances, key: str) -> None:
-    store, consumer = instances.start(), instances.start(encodes=False)
-    event = await put(store, key, b"feature")
-    client = raw_client(store)
-    forged = bytearray(client.size(key) or 0)
-    client.register(address_of(memoryview(forged)), len(forged))
-    client.get(key, address_of(memoryview(forged)), len(forged))
-    forged[3] ^= 1  # a bit of the feature itself; what describes it stays
-    assert client.remove(key, force=True)
-    assert client.put(key, address_of(memoryview(forged)), len(forged))
-    with pytest.raises(TransferError, match="fails its checksum"):
-        consumer.fetch(event)
-    assert await store.acquire(key, "r") is None
-    assert consumer.fetch(await put(store, key, b"feature")) == b"feature"
-
-
-async def test_an_object_that_is_no_feature_is_replaced(instances: Instances, key: str) -> None:
-    store, consumer = instances.start(), instances.start(encodes=False)
-    junk = bytearray(b"\xff" * 600)
-    client = raw_client(store)
-    client.register(address_of(memoryview(junk)), len(junk))
-    for nbytes in (600, 10):
-        assert client.put(key, address_of(memoryview(junk)), nbytes)
-        assert await store.acquire(key, "r") is None
-        assert consumer.fetch(await put(store, key, b"feature")) == b"feature"
-        assert client.remove(key, force=True)
-
-
-async def test_a_missing_object_and_one_of_another_size_are_misses(instances: Instances, key: str) -> None:
-    store, consumer = instances.start(), instances.start(encodes=False)
-    event = await put(store, key, b"feature")
-    await put(store, other_of(key), b"longer than that")
-    gone = FeatureEvent("r", "f" * 64, [7], "uint8", 7, event.checksum, store="mooncake")
-    with pytest.raises(TransferError, match="it is not there"):
-        consumer.fetch(gone)
-    with pytest.raises(TransferError, match=f"object {other_of(key)[:12]} cannot be got"):
-        consumer.fetch(FeatureEvent("r", other_of(key), [7], "uint8", 7, event.checksum, store="mooncake"))
-    embedded = EmbeddedFeatureStore(make_transport("shm"), 64)
-    with pytest.raises(TransferError, match="same feature_store"):
-        embedded.fetch(event)
-
-
-async def test_a_feature_that_does_not_fit_the_store_goes_the_other_way(instances: Instances, key: str) -> None:
-    store, consumer = instances.start(capacity=MEBIBYTE), instances.start(encodes=False)
-    event = await put(store, key, b"x" * MEBIBYTE)
-    assert event.store == ""
-    assert consumer.fetch(event) == b"x" * MEBIBYTE
-    with pytest.raises(ValueError, match="raise feature_store_bytes"):
-        await store.put(other_of(key), memoryview(bytes(MEBIBYTE + 1)), [MEBIBYTE + 1], "uint8", "r")
-
-
-async def test_an_instance_that_was_not_meant_to_encode_keeps_its_features_itself(
-    instances: Instances, key: str
-) -> None:
-    store = instances.start(encodes=False)
-    event = await put(store, key, b"feature")
-    assert event.region is not None
-    assert store.fetch(event) == b"feature"
-
-
-async def test_without_its_master_features_go_straight_to_their_consumers(
-    instances: Instances, key: str, master: Master
-) -> None:
-    store, consumer = instances.start(), instances.start(encodes=False)
-    before = await put(store, key, b"feature")
-    master.kill()
-    started = time.monotonic()
-    try:
-        with pytest.raises(TransferError, match=r"mooncake_master (does|did) not answer"):
-            consumer.fetch(before)
-        assert await store.acquire(key, "r") is None
-        during = await put(store, key, b"feature")
-        assert during.store == ""
-        assert consumer.fetch(during) == b"feature"
-        assert time.monotonic() - started < 10
-        started = time.monotonic()
-        await put(store, other_of(key), b"another")
-        assert time.monotonic() - started < 5, "a master that is out is not waited for again and again"
-    finally:
-        master.start()
-    event = await put_when_back(store, key)
-    assert consumer.fetch(event) == b"feature"
-    with pytest.raises(TransferError, match="it is not there"):
-        consumer.fetch(before)
-    assert consumer.fetch(during) == b"feature"
-
-
-async def test_a_master_that_hangs_is_waited_for_once(instances: Instances, master: Master, key: str) -> None:
-    store, consumer = instances.start(), instances.start(encodes=False)
-    master.send_signal(signal.SIGSTOP)
-    started = time.monotonic()
-    try:
-        event = await put(store, key, b"feature")
-        assert consumer.fetch(event) == b"feature"
-        for i in range(4):
-            await put(store, f"{i}{other_of(key)[1:]}", b"another")
-    finally:
-        master.send_signal(signal.SIGCONT)
-    assert time.monotonic() - started < 8, "not once for each of five features"
-    await put_when_back(store, key)
-
-
-@pytest.fixture
-def elsewhere(master: Master, key: str) -> Iterator[multiprocessing.process.BaseProcess]:
-    """An encoder in a process of its own, which has put b"feature"."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=put_and_wait, args=(master.address, key, b"feature", theirs), daemon=True)
-    process.start()
-    assert ours.recv() == "stored"
-    yield process
-    process.kill()
-    process.join()
-
-
-async def test_a_dead_encoder_takes_its_features_along_and_another_stores_them_anew(
-    instances: Instances, key: str, elsewhere: multiprocessing.process.BaseProcess
-) -> None:
-    """Killed, so that the master still believes in it for some seconds."""
-    store, consumer = instances.start(), instances.start(encodes=False)
-    found = await store.acquire(key, "r")
-    assert found is not None
-    elsewhere.kill()
-    elsewhere.join()
-    started = time.monotonic()
-    with pytest.raises(TransferError):
-        consumer.fetch(store.event(key, found, "r"))
-    event = await put(store, key, b"feature")
-    assert consumer.fetch(event) == b"feature"
-    assert time.monotonic() - started < 15
-
-
-async def test_an_encoder_that_hangs_is_waited_for_no_longer_than_the_timeout(
-    instances: Instances, key: str, elsewhere: multiprocessing.process.BaseProcess
-) -> None:
-    store, consumer = instances.start(), instances.start(encodes=False)
-    found = await store.acquire(key, "r")
-    assert found is not None
-    assert elsewhere.pid is not None
-    os.kill(elsewhere.pid, signal.SIGSTOP)
-    started = time.monotonic()
-    with pytest.raises(TransferError):
-        consumer.fetch(store.event(key, found, "r"))
-    assert time.monotonic() - started < 3 * TIMEOUT_S
-    assert await store.acquire(key, "r") is None
-    assert consumer.fetch(await put(store, key, b"feature")) == b"feature"

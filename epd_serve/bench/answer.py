@@ -1,0 +1,194 @@
+"""A streamed answer: what came when, and whether it counts as a success."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from epd_serve.bench.types import Failure
+
+_DETAIL = 400
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: str | None = None
+    tool_calls: list[Any] | None = None
+
+
+class _Choice(msgspec.Struct):
+    index: int = 0
+    delta: _Delta | None = None
+    text: str | None = None
+    finish_reason: str | None = None
+
+
+class _PromptDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_tokens_details: _PromptDetails | None = None
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice] | None = None
+    usage: _Usage | None = None
+    error: Any = None
+    object: str | None = None
+    message: str | None = None
+
+
+_decoder = msgspec.json.Decoder(_Chunk)
+
+
+class Answer:
+    """Reads server-sent events as their bytes come; ``at_s`` is when they came, before any parsing.
+
+    Attributes:
+        text: pieces of the first choice's content.
+        failure, detail: the first thing that was wrong; then the rest is not read.
+    """
+
+    __slots__ = (
+        "_buffer",
+        "_done",
+        "_event_name",
+        "_finished",
+        "_open",
+        "cached_tokens",
+        "completion_tokens",
+        "detail",
+        "failure",
+        "finish_reason",
+        "first_chunk_s",
+        "last_event_s",
+        "prompt_tokens",
+        "text",
+        "token_times_s",
+    )
+
+    def __init__(self) -> None:
+        self.first_chunk_s: float | None = None
+        self.last_event_s: float | None = None
+        self.token_times_s: list[float] = []
+        self.text: list[str] = []
+        self.finish_reason: str | None = None
+        self.prompt_tokens: int | None = None
+        self.completion_tokens: int | None = None
+        self.cached_tokens: int | None = None
+        self.failure: Failure | None = None
+        self.detail = ""
+        self._buffer = b""
+        self._event_name = b""
+        self._open: set[int] = set()
+        self._finished: set[int] = set()
+        self._done = False
+
+    def feed(self, data: bytes, at_s: float) -> None:
+        """Take the next bytes of the body."""
+        if self._buffer:
+            data = self._buffer + data
+        lines = data.split(b"\n")
+        self._buffer = lines.pop()
+        for line in lines:
+            if line[-1:] == b"\r":
+                line = line[:-1]
+            if line[:5] == b"data:":
+                self._data(line[5:].strip(), at_s)
+            elif not line:
+                self._event_name = b""
+            elif line[:6] == b"event:":
+                self._event_name = line[6:].strip()
+
+    def end(self, *, complete: bool, reason: str = "") -> None:
+        """The body is over; ``complete``: as HTTP has it. ``reason``: else, what the connection said."""
+        if self.failure is not None:
+            return
+        if not complete and not self._done:
+            self._fail(Failure.CUT_STREAM, reason or "the connection was closed in mid-stream")
+        elif not self._finished or self._finished != self._open:
+            if self._done:
+                self._fail(Failure.NO_FINISH_REASON, "[DONE] came, but no finish_reason")
+            elif self._buffer.startswith(b"data:") or self.first_chunk_s is not None:
+                self._fail(Failure.CUT_STREAM, "the answer ended with neither a finish_reason nor [DONE]")
+            else:
+                self._fail(Failure.MALFORMED, "no event came")
+        elif not self.token_times_s:
+            self._fail(Failure.NO_TOKENS, "the answer has no token")
+
+    def _data(self, data: bytes, at_s: float) -> None:
+        if self.failure is not None:
+            return
+        if self.first_chunk_s is None:
+            self.first_chunk_s = at_s
+        if data == b"[DONE]":
+            self._done = True
+            return
+        try:
+            chunk = _decoder.decode(data)
+        except msgspec.MsgspecError as error:
+            self._fail(Failure.MALFORMED, f"{error}: {_quote(data)}")
+            return
+        if chunk.error is not None or chunk.object == "error" or self._event_name == b"error":
+            self._fail(Failure.IN_STREAM_ERROR, _message(chunk, data))
+            return
+        if chunk.usage is not None:
+            self._count(chunk.usage)
+        has_token = False
+        for choice in chunk.choices or ():
+            has_token |= self._choice(choice, at_s)
+        if has_token:
+            self.token_times_s.append(at_s)
+            self.last_event_s = at_s
+
+    def _choice(self, choice: _Choice, at_s: float) -> bool:
+        """Whether it has a token."""
+        self._open.add(choice.index)
+        if choice.finish_reason:
+            self._finished.add(choice.index)
+            self.finish_reason = choice.finish_reason
+            self.last_event_s = at_s
+        delta = choice.delta
+        content = choice.text if delta is None else delta.content
+        if content and choice.index == 0:
+            self.text.append(content)
+        if content or (content is not None and self.token_times_s):
+            return True
+        return delta is not None and bool(
+            delta.reasoning_content or delta.reasoning or delta.tool_calls or delta.refusal
+        )
+
+    def _count(self, usage: _Usage) -> None:
+        if usage.prompt_tokens is not None:
+            self.prompt_tokens = usage.prompt_tokens
+        if usage.completion_tokens is not None:
+            self.completion_tokens = usage.completion_tokens
+        if usage.prompt_tokens_details is not None:
+            self.cached_tokens = usage.prompt_tokens_details.cached_tokens
+
+    def _fail(self, failure: Failure, detail: str) -> None:
+        self.failure, self.detail = failure, detail
+
+
+def error_message(body: bytes) -> str:
+    """Of an answer that is an error: the message in it, or what it begins with."""
+    try:
+        return _message(_decoder.decode(body), body)
+    except msgspec.MsgspecError:
+        return _quote(body)
+
+
+def _message(chunk: _Chunk, data: bytes) -> str:
+    if isinstance(chunk.error, dict) and isinstance(chunk.error.get("message"), str):
+        return str(chunk.error["message"])[:_DETAIL]
+    return chunk.message[:_DETAIL] if chunk.message else _quote(data)
+
+
+def _quote(data: bytes) -> str:
+    return data[:_DETAIL].decode("utf-8", "replace") or "nothing"

@@ -1,0 +1,192 @@
+"""``--compare``: deployments brought up in turn on the same devices under the same schedule (003 table 5)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from epd_serve.bench.deployed import Candidate, deployed
+from epd_serve.bench.outputs import Outputs, read_runs, write_run
+from epd_serve.bench.report.rates import slo_text
+from epd_serve.bench.report.series import Grid, grids, window
+from epd_serve.bench.report.table import SHORT_HEADER, rows
+from epd_serve.bench.results import Measured, file_name
+from epd_serve.bench.run_directory import RunDirectory
+from epd_serve.bench.session import Session
+from epd_serve.bench.sweep import Outcome, Sweep, is_complete
+from epd_serve.bench.types import RunSettings, Workload
+
+
+class CompareFile(msgspec.Struct, kw_only=True):
+    """compare.json, so that a comparison can be gone on with.
+
+    Attributes:
+        files: of the deployments, as absolute paths, in their order.
+        rates: as given; empty for a load without a rate.
+        failed: why a deployment could not be measured, by its label.
+    """
+
+    settings: RunSettings
+    files: list[str]
+    rates: list[float] = []
+    duration_s: float | None = None
+    failed: dict[str, str] = {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """One schedule for all: rates, seeds and requests are the same for each deployment.
+
+    Attributes:
+        path: of the comparison; each deployment has a directory in it, with a sweep.
+    """
+
+    session: Session
+    path: Path
+    file: CompareFile
+    load_workload: Callable[[], Workload]
+
+    def run(self, console: Console, candidates: Sequence[Candidate]) -> tuple[list[Measured], bool]:
+        """What was measured, and whether that is all. A deployment that does not come up is passed over."""
+        found: list[Measured] = []
+        is_whole = True
+        self._write()
+        for number, candidate in enumerate(candidates, start=1):
+            name = f"{candidate.label} ({number} of {len(candidates)})"
+            console.print(f"{name}: {candidate.file}", style="bold", highlight=False, markup=False, soft_wrap=True)
+            try:
+                runs, is_complete_sweep = self._one(console, candidate)
+            except ValueError as error:
+                console.print(str(error), style="red", highlight=False, markup=False, soft_wrap=True)
+                self.file.failed[candidate.label] = str(error)
+                self._write()
+                is_whole = False
+                continue
+            found += runs
+            if not is_complete_sweep:
+                return found, False
+        return found, is_whole
+
+    def _one(self, console: Console, candidate: Candidate) -> tuple[list[Measured], bool]:
+        folder = self.path / file_name(candidate.label)
+        folder.mkdir(parents=True, exist_ok=True)
+        if (found := self._measured_already(folder)) is not None:
+            return found, True
+        session = replace(self.session, api_key=candidate.api_key or self.session.api_key)
+        with deployed(candidate, folder / "up.log") as url:
+            settings = msgspec.structs.replace(
+                self.file.settings,
+                base_url=url,
+                label=candidate.label,
+                model=candidate.config.model_name,
+                num_devices=candidate.num_devices,
+            )
+            if self.file.rates:
+                sweep = Sweep(
+                    session=session,
+                    path=folder,
+                    settings=settings,
+                    load_workload=self.load_workload,
+                    duration_s=self.file.duration_s,
+                    ended=lambda outcome: _tell(console, outcome),
+                )
+                outcomes = sweep.over(self.file.rates)
+            else:
+                outcomes = self._single(session, folder / "run", settings)
+        is_whole = len(outcomes) == max(1, len(self.file.rates)) and all(is_complete(run) for run, _ in outcomes)
+        return [write_run(run, summary) for run, summary in outcomes], is_whole
+
+    def _measured_already(self, folder: Path) -> list[Measured] | None:
+        """All runs of a deployment that was measured to its end, None of others."""
+        runs = [RunDirectory.open(file.parent) for file in folder.glob("*/run.json")]
+        if len(runs) < max(1, len(self.file.rates)) or not all(map(is_complete, runs)):
+            return None
+        return read_runs(folder)
+
+    def _single(self, session: Session, path: Path, settings: RunSettings) -> list[Outcome]:
+        if (path / "run.json").exists():
+            started = RunDirectory.open(path)
+            started.settings.base_url = settings.base_url
+            run, summary = session.resume(started, self.load_workload())
+        else:
+            run, summary = session.begin(path, settings, self.load_workload())
+        return [] if summary is None else [(run, summary)]
+
+    def _write(self) -> None:
+        half = self.path / ".compare.json"
+        half.write_bytes(msgspec.json.format(msgspec.json.encode(self.file), indent=2))
+        half.replace(self.path / "compare.json")
+
+
+def show_comparison(console: Console, runs: Sequence[Measured]) -> None:
+    """The paper's table 5 for this machine, at the load that tells deployments apart, then attainment at all."""
+    for grid in grids(runs):
+        load = grid.telling
+        console.print(f"{grid.workload} at {load:.4g} {grid.unit}; good: {slo_text(grid)}", highlight=False)
+        table = Table(box=box.SIMPLE_HEAD, padding=(0, 0))
+        for name in SHORT_HEADER:
+            table.add_column(name, justify="left" if name == SHORT_HEADER[0] else "right", no_wrap=True)
+        for label, cells in rows(grid, load):
+            texts = [f"[bold green]{cell.text}[/]" if cell.is_best else cell.text for cell in cells]
+            table.add_row(label, *texts)
+        console.print(table)
+        if len(grid.loads) > 1:
+            console.print(_attainments(grid))
+
+
+def _tell(console: Console, outcome: Outcome) -> None:
+    run, summary = outcome
+    total = summary.total
+    console.print(
+        f"  {run.settings.rate:g} req/s: {total.attainment.value:.1%} good, {total.num_failed} of "
+        f"{total.num_requests} failed",
+        highlight=False,
+    )
+
+
+def _attainments(grid: Grid) -> Table:
+    table = Table(title=f"good requests (%) by {grid.load_title}", title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("deployment")
+    for text in grid.load_texts:
+        table.add_column(text, justify="right")
+    table.add_column("goodput", justify="right")
+    for label in grid.labels:
+        shares = [
+            f"{100 * window(grid.runs[label, load]).attainment.value:.1f}" if (label, load) in grid.runs else ""
+            for load in grid.loads
+        ]
+        table.add_row(label, *shares, f"{grid.goodput(label):.3g}")
+    return table
+
+
+def run_comparison(
+    console: Console, comparison: Comparison, candidates: Sequence[Candidate], outputs: Outputs
+) -> int:
+    """All of it, with its table and report. Returns the exit code: 0; 1 where a deployment did not come up or did
+    not answer; 130 where it was interrupted; that of ``outputs`` where the SLO was missed."""
+    runs, is_whole = comparison.run(console, candidates)
+    if runs:
+        show_comparison(console, runs)
+        outputs.write(console, comparison.path, runs)
+    console.print(f"in {comparison.path}", highlight=False, markup=False, soft_wrap=True)
+    if failed := comparison.file.failed:
+        console.print(f"not measured: {', '.join(failed)}", style="red", highlight=False, markup=False)
+        return 1
+    if not is_whole:
+        console.print(f"interrupted; go on with --resume {comparison.path}", highlight=False, markup=False)
+        return 130
+    return outputs.exit_code(console, runs)
+
+
+def read_comparison(path: Path) -> CompareFile:
+    """Raises ValueError where compare.json is none."""
+    try:
+        return msgspec.json.decode((path / "compare.json").read_bytes(), type=CompareFile)
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"{path / 'compare.json'}: {error}") from error

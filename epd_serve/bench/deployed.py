@@ -1,0 +1,106 @@
+"""A deployment file brought up by ``epd-serve up`` for as long as it is measured."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from epd_serve.config import DeploymentConfig, change_config, load_config
+from epd_serve.config.gateway import read_secret
+
+_READY = re.compile(r"^Ready: (http://\S+)/v1 ", re.MULTILINE)
+_READY_TIMEOUT_S = 900.0
+_STOP_TIMEOUT_S = 60.0
+_POLL_S = 0.1
+_TAIL_LINES = 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A deployment to be measured.
+
+    Attributes:
+        label: its topology, or the file's name where several have the same.
+        num_devices: different ones that its instances are on; a CPU that all share is one.
+    """
+
+    file: Path
+    label: str
+    config: DeploymentConfig
+
+    @property
+    def num_devices(self) -> int:
+        return len({device for instance in self.config.placement() for device in instance.devices})
+
+    @property
+    def api_key(self) -> str | None:
+        return read_secret(self.config.gateway.api_key, "gateway.api_key")
+
+
+def read_candidates(files: Sequence[Path]) -> list[Candidate]:
+    """Raises ValueError for a file that is no deployment, and for one that is named twice."""
+    if twice := sorted({str(file) for file in files if files.count(file) > 1}):
+        raise ValueError(f"--compare names {', '.join(twice)} twice")
+    configs = [load_config(file) for file in files]
+    topologies = [str(config.topology) for config in configs]
+    return [
+        Candidate(file=file, label=name if topologies.count(name) == 1 else file.stem, config=config)
+        for file, name, config in zip(files, topologies, configs, strict=True)
+    ]
+
+
+@contextmanager
+def deployed(candidate: Candidate, log: Path) -> Iterator[str]:
+    """The URL of its gateway, on a free port of this machine.
+
+    Raises ValueError, with the end of its output, where it does not come up.
+    """
+    changes = {"gateway": {"host": "127.0.0.1", "port": 0}, "instances": {"base_port": 0}}
+    config = change_config(candidate.config, changes)
+    with tempfile.TemporaryDirectory(prefix="epd-serve-bench-") as folder:
+        file = Path(folder) / candidate.file.name
+        file.write_text(config.model_dump_json(exclude_unset=True), encoding="utf-8")  # JSON is YAML
+        command = [sys.executable, "-m", "epd_serve.cli", "up", str(file)]
+        tied = [sys.executable, "-m", "epd_serve.launch.lifeline", str(os.getpid()), *command]
+        with log.open("wb") as output:
+            # a session of its own: Ctrl-C is for the tester, which then ends this in order
+            process = subprocess.Popen(
+                tied, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        try:
+            yield _wait_ready(process, candidate, log)
+        finally:
+            _stop(process)
+
+
+def _wait_ready(process: subprocess.Popen[bytes], candidate: Candidate, log: Path) -> str:
+    give_up = time.monotonic() + _READY_TIMEOUT_S
+    while True:
+        ended = process.poll()
+        text = log.read_text(encoding="utf-8", errors="replace")
+        if found := _READY.search(text):
+            return found[1]
+        if ended is not None or time.monotonic() > give_up:
+            what = f"was not ready after {_READY_TIMEOUT_S:g} s" if ended is None else f"ended with code {ended}"
+            tail = "\n".join(text.splitlines()[-_TAIL_LINES:])
+            raise ValueError(f"{candidate.file} {what}; its last words, all of them in {log}:\n{tail}")
+        time.sleep(_POLL_S)
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(_STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()  # what it started is tied to it
+        process.wait()

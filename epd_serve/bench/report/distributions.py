@@ -1,0 +1,256 @@
+"""Every request of the runs: distributions of TTFT and TPOT, and where each request lies (003 figure 16)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import ceil
+from random import Random
+from typing import Any
+
+from epd_serve.bench.report.series import Grid, window
+from epd_serve.bench.report.theme import BAD, GOOD, Figure, Trace, color_of, figure, limit_line, log_axis, style
+from epd_serve.bench.results import MS, Measured
+from epd_serve.bench.types import SLO, Record
+
+#: Requests of one run that a plot shows; of more, evenly spread ones.
+_MOST_POINTS = 160
+_MOST_STEPS = 120
+#: How many times the limit a plot of both latencies shows; what lies further out is drawn at its rim.
+_RIM = 3
+
+
+def ttft_ms(record: Record) -> float | None:
+    return None if record.ttft_scheduled_s is None or not record.succeeded else MS * record.ttft_scheduled_s
+
+
+def tpot_ms(record: Record) -> float | None:
+    """0 of an answer of one token: there was nothing to wait for."""
+    if not record.succeeded:
+        return None
+    return MS * (record.tpot_s or 0.0)
+
+
+def is_good(record: Record, slo: SLO) -> bool:
+    first, each = ttft_ms(record), tpot_ms(record)
+    return first is not None and each is not None and first <= slo.ttft_ms and each <= slo.tpot_ms
+
+
+def cumulative(grid: Grid) -> Figure:
+    """Share of all requests below a latency, at the load that tells most; failures keep a curve below 100 %."""
+    load = grid.telling
+    single = len(grid.labels) == 1
+    runs = [(n, f"{at:.4g} {grid.unit}", run) for n, (at, run) in enumerate(grid.of(grid.labels[0]))]
+    slo = next(iter(grid.runs.values())).settings.slo
+    lines: list[Trace] = []
+    for position, name, run in runs if single else grid.at(load):
+        for value, axis in ((ttft_ms, ""), (tpot_ms, "2")):
+            x, y = _steps(run, value)
+            line = {
+                "type": "scatter",
+                "mode": "lines",
+                "name": name,
+                "legendgroup": name,
+                "showlegend": not axis,
+                "x": x,
+                "y": y,
+                "xaxis": f"x{axis}",
+                "yaxis": f"y{axis}",
+                "line": {**style(position)["line"], "shape": "hv"},
+                "hovertemplate": f"{name}: %{{y:.0f}} % below %{{x:.4g}} ms<extra></extra>",
+            }
+            lines.append(line)
+    share = {"range": [0, 103], "title": {"text": "requests, %"}}
+    at = "at each load" if single else f"at {load:.4g} {grid.unit}"
+    return figure(
+        lines,
+        f"How long requests waited, {at}",
+        "Share of all requests that were at least this fast; the further left the better. Dashed: the limit",
+        xaxis={**log_axis("time to the first token, ms"), "domain": [0, 0.46]},
+        xaxis2={**log_axis("time per output token, ms"), "domain": [0.54, 1], "anchor": "y2"},
+        yaxis=share,
+        yaxis2={**share, "anchor": "x2"},
+        shapes=[
+            limit_line(slo.ttft_ms, "", axis="x"),
+            limit_line(slo.tpot_ms, "", axis="x", of="2"),
+        ],
+    )
+
+
+def strips(grid: Grid, which: str) -> Figure:
+    """Figure 16: each request a dot, by load, with each deployment's median as a bar; ``which``: ttft or tpot."""
+    value: Callable[[Record], float | None] = ttft_ms if which == "ttft" else tpot_ms
+    slo = next(iter(grid.runs.values())).settings.slo
+    limit = slo.ttft_ms if which == "ttft" else slo.tpot_ms
+    name = "time to the first token" if which == "ttft" else "time per output token"
+    dots, middles = [], []
+    width = 0.84 / len(grid.labels)
+    for position, label in enumerate(grid.labels):
+        x, y, middle_x, middle_y, medians = [], [], [], [], []
+        for slot, load in enumerate(grid.loads):
+            run = grid.runs.get((label, load))
+            if run is None:
+                continue
+            jitter = Random(f"{label}{load}")
+            center = slot + (position - (len(grid.labels) - 1) / 2) * width
+            values = [found for record in _thinned(run.records) if (found := value(record)) is not None]
+            y += [round(one, 2) for one in values]
+            x += [round(center + (jitter.random() - 0.5) * 0.62 * width, 3) for _ in values]
+            of = window(run).figures.get("ttft_scheduled" if which == "ttft" else "tpot")
+            if of is not None:
+                middle_x += [center - 0.45 * width, center + 0.45 * width, None]
+                middle_y += [MS * of.median, MS * of.median, None]
+                medians.append(MS * of.median)
+        dots.append(
+            {
+                "type": "scatter",
+                "mode": "markers",
+                "legendgroup": label,
+                "showlegend": False,
+                "x": x,
+                "y": y,
+                "marker": {"color": color_of(position), "size": 4, "opacity": 0.55},
+                "hovertemplate": f"{label}: %{{y:.4g}} ms<extra></extra>",
+            }
+        )
+        middles.append(
+            {
+                "type": "scatter",
+                "mode": "lines",
+                "name": label,
+                "legendgroup": label,
+                "x": middle_x,
+                "y": middle_y,
+                "line": {"color": color_of(position), "width": 4},
+                "hoverinfo": "skip",
+            }
+        )
+    return figure(
+        [*dots, *middles],
+        f"{which.upper()} of every request",
+        "A dot is a request, a bar a deployment's median, the dashed line the limit; lower is better",
+        xaxis={
+            "tickvals": list(range(len(grid.loads))),
+            "ticktext": grid.load_texts,
+            "title": {"text": grid.load_title},
+            "range": [-0.5, len(grid.loads) - 0.5],
+            "showgrid": False,
+        },
+        yaxis=log_axis(f"{name}, ms"),
+        shapes=[
+            limit_line(limit, f"{limit:g} ms"),
+            *(
+                {"type": "line", "yref": "paper", "y0": 0, "y1": 1, "x0": n + 0.5, "x1": n + 0.5}
+                | {"line": {"color": "#888888", "width": 1, "dash": "dot"}}
+                for n in range(len(grid.loads) - 1)
+            ),
+        ],
+    )
+
+
+def corners(grid: Grid) -> Figure:
+    """TTFT against TPOT of each request, one panel a deployment (or a load); the green corner is the SLO."""
+    load = grid.telling
+    if len(grid.labels) == 1:
+        panels = [(f"{at:.4g} {grid.unit}", run) for at, run in grid.of(grid.labels[0])]
+        at_text = ""
+    else:
+        panels = [(label, run) for _, label, run in grid.at(load)]
+        at_text = f" at {load:.4g} {grid.unit}"
+    columns = min(4, len(panels))
+    rows = ceil(len(panels) / columns)
+    slo = panels[0][1].settings.slo
+    top_x, top_y = 1.03 * _RIM * slo.ttft_ms, 1.03 * _RIM * slo.tpot_ms
+    data: list[Trace] = []
+    layout: dict[str, Any] = {}
+    shapes, notes = [], []
+    for n, (name, run) in enumerate(panels):
+        row, column = divmod(n, columns)
+        axis = "" if n == 0 else str(n + 1)
+        layout[f"xaxis{axis}"] = _panel_axis(column, columns, top_x, f"y{axis}", 0.03) | (
+            {"title": {"text": "TTFT, ms"}} if row == rows - 1 else {}
+        )
+        layout[f"yaxis{axis}"] = _panel_axis(rows - 1 - row, rows, top_y, f"x{axis}", 0.25 / rows) | (
+            {"title": {"text": "TPOT, ms"}} if column == 0 else {"showticklabels": False}
+        )
+        data += _corner_dots(run, slo, axis)
+        share = window(run).attainment
+        shapes.append(
+            {
+                "type": "rect",
+                "xref": f"x{axis}",
+                "yref": f"y{axis}",
+                "x0": 0,
+                "y0": 0,
+                "x1": slo.ttft_ms,
+                "y1": slo.tpot_ms,
+                "fillcolor": GOOD,
+                "opacity": 0.14,
+                "line": {"width": 0},
+                "layer": "below",
+            }
+        )
+        notes.append(
+            {
+                "xref": f"x{axis} domain",
+                "yref": f"y{axis} domain",
+                "x": 0.5,
+                "y": 1.02,
+                "xanchor": "center",
+                "yanchor": "bottom",
+                "showarrow": False,
+                "text": f"<b>{name}</b>: {share.value:.0%} good",
+            }
+        )
+    return figure(
+        data,
+        f"Where requests miss the limits{at_text}",
+        "Dots are requests. Right: late first token; up: slow tokens; green: within both; at the rim: further out",
+        showlegend=False,
+        shapes=shapes,
+        annotations=notes,
+        height=190 + 230 * rows,
+        margin={"l": 70, "r": 30, "t": 110, "b": 60},
+        **layout,
+    )
+
+
+def _corner_dots(run: Measured, slo: SLO, axis: str) -> list[Trace]:
+    found = []
+    for wanted, color in ((True, GOOD), (False, BAD)):
+        some = [record for record in _thinned(run.records) if record.succeeded and is_good(record, slo) == wanted]
+        found.append(
+            {
+                "type": "scatter",
+                "mode": "markers",
+                "x": [round(min(ttft_ms(record) or 0.0, _RIM * slo.ttft_ms), 1) for record in some],
+                "y": [round(min(tpot_ms(record) or 0.0, _RIM * slo.tpot_ms), 2) for record in some],
+                "text": [
+                    f"request {record.index}: TTFT {ttft_ms(record):.0f} ms, TPOT {tpot_ms(record):.1f} ms"
+                    for record in some
+                ],
+                "hovertemplate": "%{text}<extra></extra>",
+                "marker": {"color": color, "size": 5, "opacity": 0.6},
+                "xaxis": f"x{axis}",
+                "yaxis": f"y{axis}",
+            }
+        )
+    return found
+
+
+def _panel_axis(place: int, places: int, top: float, anchor: str, gap: float) -> dict[str, object]:
+    size = (1 - gap * (places - 1)) / places
+    begin = place * (size + gap)
+    return {"domain": [begin, min(1.0, begin + size)], "range": [0, top], "anchor": anchor, "nticks": 5}
+
+
+def _thinned(records: Sequence[Record]) -> Sequence[Record]:
+    step = max(1, ceil(len(records) / _MOST_POINTS))
+    return records[::step]
+
+
+def _steps(run: Measured, value: Callable[[Record], float | None]) -> tuple[list[float], list[float]]:
+    values = sorted(found for record in run.records if (found := value(record)) is not None)
+    count = len(run.records)
+    step = max(1, ceil(len(values) / _MOST_STEPS))
+    picked = sorted({*range(0, len(values), step), *([len(values) - 1] if values else [])})
+    return [round(max(values[n], 0.01), 3) for n in picked], [round(100 * (n + 1) / count, 2) for n in picked]

@@ -1,0 +1,278 @@
+"""Plots over the load: attainment, throughput, latency (003 figures 8 to 15), and what each deployment carries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from epd_serve.bench.report.series import Grid, window
+from epd_serve.bench.report.theme import (
+    GOOD,
+    GOODPUT_SHARE,
+    Figure,
+    Trace,
+    color_of,
+    figure,
+    limit_line,
+    log_axis,
+    style,
+)
+from epd_serve.bench.results import MS, Measured
+from epd_serve.bench.types import WindowSummary
+
+
+def slo_text(grid: Grid) -> str:
+    slo = next(iter(grid.runs.values())).settings.slo
+    return f"TTFT ≤ {slo.ttft_ms:g} ms and TPOT ≤ {slo.tpot_ms:g} ms"
+
+
+def capacity(grid: Grid) -> Figure:
+    """Goodput of each deployment, the best on top."""
+    order = sorted(enumerate(grid.labels), key=lambda one: grid.goodput(one[1]))
+    values = [grid.goodput(label) for _, label in order]
+    highest = grid.loads[-1]
+    texts = [
+        f" at least {value:.3g}"
+        if value >= highest
+        else f" {value:.3g}"
+        if value
+        else " less than all that were tried"
+        for value in values
+    ]
+    bar: Trace = {
+        "type": "bar",
+        "orientation": "h",
+        "y": [label for _, label in order],
+        "x": values,
+        "text": texts,
+        "textposition": "outside",
+        "cliponaxis": False,
+        "marker": {"color": [color_of(position) for position, _ in order]},
+        "hovertemplate": "%{y}: %{x:.3g} " + grid.unit + "<extra></extra>",
+    }
+    return figure(
+        [bar],
+        "How much each deployment carries",
+        f"Highest load with {GOODPUT_SHARE:.0%} of requests within {slo_text(grid)}; longer is better",
+        is_narrow=True,
+        xaxis={"title": {"text": grid.load_title}, "range": [0, 1.18 * highest]},
+        yaxis={"type": "category"},
+        height=150 + 34 * len(order),
+    )
+
+
+def attainment_map(grid: Grid) -> Figure:
+    """Deployments by loads, the share of good requests as colour and number."""
+    labels = sorted(grid.labels, key=grid.goodput)
+    shares = [
+        [
+            100 * window(grid.runs[label, load]).attainment.value if (label, load) in grid.runs else None
+            for load in grid.loads
+        ]
+        for label in labels
+    ]
+    cells: Trace = {
+        "type": "heatmap",
+        "x": grid.load_texts,
+        "y": labels,
+        "z": shares,
+        "text": [["" if share is None else f"{share:.0f} %" for share in row] for row in shares],
+        "texttemplate": "%{text}",
+        "zmin": 0,
+        "zmax": 100,
+        "colorscale": [[0, "#B2182B"], [0.5, "#F4A582"], [0.9, "#F7F0D0"], [0.9001, "#B7E2B1"], [1, "#1B9E4B"]],
+        "xgap": 3,
+        "ygap": 3,
+        "colorbar": {"title": {"text": "good, %"}, "tickvals": [0, 50, 90, 100]},
+        "hovertemplate": "%{y} at %{x}: %{z:.1f} %<extra></extra>",
+    }
+    return figure(
+        [cells],
+        "Who keeps its promise at which load",
+        f"Share of requests within {slo_text(grid)}; green from {GOODPUT_SHARE:.0%} on",
+        is_narrow=True,
+        xaxis={"title": {"text": grid.load_title}, "type": "category"},
+        yaxis={"type": "category"},
+        height=170 + 34 * len(labels),
+    )
+
+
+def attainment(grid: Grid) -> Figure:
+    """Figures 8 and 12, with the Wilson interval."""
+    if len(grid.loads) == 1:
+        return _attainment_bars(grid)
+    lines = []
+    for position, label in enumerate(grid.labels):
+        points = [(load, window(run).attainment) for load, run in grid.of(label)]
+        line = _line(grid, label, position, lambda of: 100 * of.attainment.value, "%{y:.1f} %")
+        line["error_y"] = {
+            "type": "data",
+            "symmetric": False,
+            "array": [100 * (share.high - share.value) for _, share in points],
+            "arrayminus": [100 * (share.value - share.low) for _, share in points],
+            "thickness": 1,
+            "width": 3,
+        }
+        lines.append(line)
+    return figure(
+        lines,
+        "SLO attainment",
+        f"Share of requests within {slo_text(grid)}; failures count as missed; higher is better",
+        is_narrow=True,
+        xaxis=grid.axis,
+        yaxis={"title": {"text": "good requests, %"}, "range": [-3, 106]},
+        shapes=[limit_line(100 * GOODPUT_SHARE, f"{GOODPUT_SHARE:.0%}")],
+    )
+
+
+def _attainment_bars(grid: Grid) -> Figure:
+    runs = grid.at(grid.loads[0])
+    shares = [window(run).attainment for _, _, run in runs]
+    bar: Trace = {
+        "type": "bar",
+        "x": [label for _, label, _ in runs],
+        "y": [100 * share.value for share in shares],
+        "error_y": {
+            "type": "data",
+            "symmetric": False,
+            "array": [100 * (share.high - share.value) for share in shares],
+            "arrayminus": [100 * (share.value - share.low) for share in shares],
+        },
+        "marker": {"color": [color_of(position) for position, _, _ in runs]},
+        "text": [f"{share.part} of {share.whole}" for share in shares],
+        "textposition": "inside",
+        "insidetextanchor": "start",
+        "width": 0.5,
+    }
+    return figure(
+        [bar],
+        f"SLO attainment at {grid.load_texts[0]} {grid.unit}",
+        f"Share of requests within {slo_text(grid)}, with its 95 % interval; failures count as missed",
+        is_narrow=True,
+        xaxis={"type": "category"},
+        yaxis={"title": {"text": "good requests, %"}, "range": [0, 106]},
+        shapes=[limit_line(100 * GOODPUT_SHARE, f"{GOODPUT_SHARE:.0%}")],
+    )
+
+
+def throughput(grid: Grid) -> Figure:
+    """Figures 9 and 13: all output tokens, and those of requests that met the SLO, per device."""
+    lines = []
+    for position, label in enumerate(grid.labels):
+        lines.append(_line(grid, label, position, lambda of: of.output_token_throughput, "%{y:.0f} tokens/s"))
+        effective = _line(
+            grid, label, position, lambda of: of.effective_throughput_per_device, "%{y:.0f} tokens/s"
+        )
+        lines.append({**effective, "xaxis": "x2", "yaxis": "y2", "showlegend": False})
+    return _two_panels(
+        grid,
+        lines,
+        "Throughput",
+        "Left: all output tokens. Right: only those of requests that met the SLO. Higher is better",
+        ("output tokens a second", "effective tokens a second, per device"),
+        yaxis={"rangemode": "tozero"},
+        yaxis2={"rangemode": "tozero"},
+    )
+
+
+def latency(grid: Grid) -> Figure:
+    """Figures 10, 11, 14 and 15: medians as lines, the 99th percentile as thin dots."""
+    slo = next(iter(grid.runs.values())).settings.slo
+    lines = []
+    for position, label in enumerate(grid.labels):
+        for name, axis in (("ttft_scheduled", ""), ("tpot", "2")):
+            of_axis = {"xaxis": f"x{axis}", "yaxis": f"y{axis}"}
+            median = _line(grid, label, position, _statistic(name, "median"), "median %{y:.4g} ms")
+            tail = _line(grid, label, position, _statistic(name, "p99"), "99th percentile %{y:.4g} ms")
+            tail["line"] = {**tail["line"], "width": 1, "dash": "dot"}
+            tail["marker"] = {**tail["marker"], "size": 4}
+            lines.append({**median, **of_axis, "showlegend": not axis})
+            lines.append({**tail, **of_axis, "showlegend": False, "opacity": 0.6})
+    return _two_panels(
+        grid,
+        lines,
+        "Latency",
+        "Thick: median. Thin dots: 99th percentile. Dashed: the limit. Lower is better",
+        ("time to the first token, ms", "time per output token, ms"),
+        yaxis=log_axis(""),
+        yaxis2=log_axis(""),
+        shapes=[
+            limit_line(slo.ttft_ms, f"{slo.ttft_ms:g} ms"),
+            limit_line(slo.tpot_ms, f"{slo.tpot_ms:g} ms", of="2"),
+        ],
+    )
+
+
+def keeps_up(grid: Grid) -> Figure:
+    """Planned, sent and answered requests a second: where the server or the tester fell behind."""
+    plan: Trace = {
+        "type": "scatter",
+        "mode": "lines",
+        "x": list(grid.loads),
+        "y": list(grid.loads),
+        "name": "as planned",
+        "line": {"color": GOOD, "width": 6},
+        "opacity": 0.35,
+    }
+    lines = [plan]
+    for position, label in enumerate(grid.labels):
+        lines.append(_line(grid, label, position, _answered(grid, label), "%{y:.2f} answered/s"))
+    return figure(
+        lines,
+        "Who keeps up",
+        "Requests answered a second, until the last answer; on the broad line all that came was answered at once",
+        is_narrow=True,
+        xaxis=grid.axis,
+        yaxis={"title": {"text": f"answered, {grid.unit}"}, "rangemode": "tozero"},
+    )
+
+
+def _answered(grid: Grid, label: str) -> Callable[[WindowSummary], float]:
+    devices = grid.of(label)[0][1].settings.num_devices if grid.per_device else 1
+    return lambda of: of.request_throughput / devices
+
+
+def _statistic(name: str, statistic: str) -> Callable[[WindowSummary], float | None]:
+    def value(of: WindowSummary) -> float | None:
+        found = of.figures.get(name)
+        return None if found is None else MS * float(getattr(found, statistic))
+
+    return value
+
+
+def _line(
+    grid: Grid, label: str, position: int, value: Callable[[WindowSummary], float | None], hover: str
+) -> Trace:
+    points: list[tuple[float, Measured]] = grid.of(label)
+    return {
+        "type": "scatter",
+        "mode": "lines+markers",
+        "name": label,
+        "legendgroup": label,
+        "x": [load for load, _ in points],
+        "y": [value(window(run)) for _, run in points],
+        "hovertemplate": f"{label} at %{{x:.4g}}: {hover}<extra></extra>",
+        **style(position),
+    }
+
+
+def _two_panels(
+    grid: Grid, lines: list[Trace], title: str, subtitle: str, names: tuple[str, str], **layout: Any
+) -> Figure:
+    for axis, name in zip(("yaxis", "yaxis2"), names, strict=True):
+        given = layout.get(axis)
+        assert isinstance(given, dict)
+        layout[axis] = {**given, "title": {"text": name}}
+    second = layout["yaxis2"]
+    assert isinstance(second, dict)
+    layout["yaxis2"] = {**second, "anchor": "x2"}
+    return figure(
+        lines,
+        title,
+        subtitle,
+        **{
+            "xaxis": {**grid.axis, "domain": [0, 0.45]},
+            "xaxis2": {**grid.axis, "domain": [0.55, 1], "anchor": "y2"},
+            **layout,
+        },
+    )

@@ -1,0 +1,198 @@
+"""Runs over time: each request's stages as bars (Gantt), planned against actual rate, the server's devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import ceil, floor
+
+from epd_serve.bench.report.theme import BAD, STAGE_COLORS, Figure, Trace, color_of, figure
+from epd_serve.bench.results import Measured
+from epd_serve.bench.types import Record
+
+_MOST_REQUESTS = 120
+_LEAST_SHOWN_S = 5e-4
+_DEVICE_FIGURE = "utilisation"
+
+Bar = tuple[str, float, float]  # stage, begin, length; seconds
+
+
+def gantt(run: Measured, name: str) -> Figure:
+    """The first requests of a run, one line each, in the order in which they were planned."""
+    records = sorted(run.records, key=lambda record: (record.scheduled_s, record.index))[:_MOST_REQUESTS]
+    bars: dict[str, list[tuple[float, float, int]]] = {}
+    for row, record in enumerate(records):
+        for stage, begin, length in _bars(record):
+            if length > _LEAST_SHOWN_S:
+                bars.setdefault(stage, []).append((begin, length, row))
+    order = [stage for stage in STAGE_COLORS if stage in bars] + sorted(bars.keys() - STAGE_COLORS.keys())
+    data: list[Trace] = [
+        {
+            "type": "bar",
+            "orientation": "h",
+            "name": stage.replace("_", " "),
+            "base": [round(begin, 4) for begin, _, _ in bars[stage]],
+            "x": [round(length, 4) for _, length, _ in bars[stage]],
+            "y": [row for _, _, row in bars[stage]],
+            "marker": {"color": STAGE_COLORS.get(stage, "#888888"), "line": {"width": 0}},
+            "width": 0.82,
+            "hovertemplate": f"{stage.replace('_', ' ')}: %{{x:.3f}} s<extra>request %{{y}}</extra>",
+        }
+        for stage in order
+    ]
+    firsts = [
+        (record.first_token_s, row) for row, record in enumerate(records) if record.first_token_s is not None
+    ]
+    data.append(
+        {
+            "type": "scatter",
+            "mode": "markers",
+            "name": "first token",
+            "x": [round(at, 4) for at, _ in firsts],
+            "y": [row for _, row in firsts],
+            "marker": {"symbol": "line-ns-open", "size": 7, "color": "#E0218A", "line": {"width": 2}},
+            "hovertemplate": "first token at %{x:.3f} s<extra></extra>",
+        }
+    )
+    shown = (
+        f"the first {len(records)} of {len(run.records)}"
+        if len(records) < len(run.records)
+        else f"all {len(records)}"
+    )
+    return figure(
+        data,
+        f"Where each request's time went: {name}",
+        f"A line is a request ({shown}), from when it was planned to its last token",
+        barmode="overlay",
+        xaxis={"title": {"text": "seconds since the begin"}, "rangemode": "tozero"},
+        yaxis={"title": {"text": "request"}, "autorange": "reversed", "showgrid": False, "zeroline": False},
+        height=max(360, 170 + 6 * len(records)),
+        legend={"traceorder": "normal"},
+    )
+
+
+def _bars(record: Record) -> Iterator[Bar]:
+    sent_s = record.sent_s
+    end_s = record.finish_s if record.last_token_s is None else record.last_token_s
+    yield "waits at the tester", record.scheduled_s, (end_s if sent_s is None else sent_s) - record.scheduled_s
+    if sent_s is None:
+        return
+    if not record.succeeded:
+        yield "failed", sent_s, max(end_s - sent_s, 1e-4)
+        return
+    if not record.stages:
+        first_s = end_s if record.first_token_s is None else record.first_token_s
+        yield "until the first token", sent_s, first_s - sent_s
+        yield "tokens", first_s, end_s - first_s
+        return
+    yield "on its way", sent_s, end_s - sent_s
+    for span in record.stages:
+        # the gateway's clock begins when the request has arrived, which is soon after the send
+        yield span.stage, sent_s + span.start_s, span.duration_s
+
+
+def planned_and_actual(run: Measured, name: str) -> Figure:
+    """Requests since the begin, as planned, sent and answered: the gaps between the lines are waiting."""
+    planned = sorted(record.scheduled_s for record in run.records)
+    sent = sorted(record.sent_s for record in run.records if record.sent_s is not None)
+    answered = sorted(record.finish_s for record in run.records if record.succeeded)
+    failed = sorted(record.finish_s for record in run.records if not record.succeeded)
+    end = max(record.finish_s for record in run.records)
+    width = _bin_width(end)
+    lines: list[Trace] = []
+    for times, text, color, dash in (
+        (planned, "planned", "#888888", "dash"),
+        (sent, "sent", color_of(0), "solid"),
+        (answered, "answered", color_of(2), "solid"),
+        (failed, "failed", BAD, "solid"),
+    ):
+        if not times:
+            continue
+        counts = [0] * (floor(end / width) + 1)
+        for at in times:
+            counts[min(floor(max(at, 0.0) / width), len(counts) - 1)] += 1
+        rate: Trace = {
+            "type": "scatter",
+            "mode": "lines",
+            "name": text,
+            "legendgroup": text,
+            "x": [width * n for n in range(len(counts) + 1)],
+            "y": [round(count / width, 3) for count in (*counts, counts[-1])],
+            "line": {"color": color, "dash": dash, "width": 2, "shape": "hv"},
+            "hovertemplate": f"{text}: %{{y:.2f}} a second<extra></extra>",
+        }
+        total: Trace = {
+            **rate,
+            "showlegend": False,
+            "xaxis": "x2",
+            "yaxis": "y2",
+            "x": [0.0, *(round(at, 3) for at in times)],
+            "y": list(range(len(times) + 1)),
+            "hovertemplate": f"{text}: %{{y}}<extra></extra>",
+        }
+        lines += [rate, total]
+    return figure(
+        lines,
+        f"Planned and actual load: {name}",
+        "Left: requests a second. Right: all until then; the further right of the dashes, the longer they waited",
+        xaxis={"domain": [0, 0.46], "title": {"text": "seconds since the begin"}, "rangemode": "tozero"},
+        yaxis={"title": {"text": "requests a second"}, "rangemode": "tozero"},
+        xaxis2={
+            "domain": [0.56, 1],
+            "anchor": "y2",
+            "title": {"text": "seconds since the begin"},
+            "rangemode": "tozero",
+        },
+        yaxis2={"anchor": "x2", "title": {"text": "requests until then"}, "rangemode": "tozero"},
+    )
+
+
+def device_use(run: Measured, name: str) -> Figure | None:
+    """How busy the server's devices were; None where nothing was read."""
+    samples = [sample for sample in run.samples if sample.phase == "during"]
+    names = sorted({device for sample in samples for device, of in sample.devices.items() if _DEVICE_FIGURE in of})
+    if not names:
+        return None
+    lines: list[Trace] = []
+    for position, device in enumerate(names):
+        points = [
+            (sample.at_s, 100 * sample.devices[device][_DEVICE_FIGURE])
+            for sample in samples
+            if _DEVICE_FIGURE in sample.devices.get(device, {})
+        ]
+        lines.append(
+            {
+                "type": "scatter",
+                "mode": "lines",
+                "name": device,
+                "x": [round(at, 2) for at, _ in points],
+                "y": [round(value, 1) for _, value in points],
+                "line": {"color": color_of(position), "width": 2},
+                "fill": "tozeroy" if len(names) == 1 else "none",
+                "hovertemplate": f"{device}: %{{y:.0f}} % at %{{x:.1f}} s<extra></extra>",
+            }
+        )
+    return figure(
+        lines,
+        f"How busy the devices were: {name}",
+        "At 100 % there is nothing left to give",
+        xaxis={"title": {"text": "seconds since the begin"}},
+        yaxis={"title": {"text": "in use, %"}, "range": [0, 104]},
+        showlegend=len(names) > 1,
+        height=300,
+    )
+
+
+def _bin_width(end: float) -> float:
+    """About forty bins, of a length that is easily read."""
+    wanted = max(end, 1.0) / 40
+    return next((width for width in (0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0) if width >= wanted), ceil(wanted))
+
+
+def timelines(runs: Sequence[Measured]) -> dict[str, list[Figure]]:
+    """The figures of each run, by the run's name."""
+    found: dict[str, list[Figure]] = {}
+    for run in runs:
+        name = f"{run.label}, {run.load_text}"
+        figures = [gantt(run, name), planned_and_actual(run, name), device_use(run, name)]
+        found[name] = [one for one in figures if one is not None]
+    return found

@@ -1,0 +1,214 @@
+"""Deployments side by side at one load: what each is good at (003 figure 17), and where its time goes."""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import Any
+
+from epd_serve.bench.report.series import Grid, window
+from epd_serve.bench.report.theme import STAGE_COLORS, Figure, Trace, color_of, figure
+from epd_serve.bench.results import MS
+from epd_serve.bench.types import WindowSummary
+
+#: What :func:`_strengths` gives.
+_AXES = (
+    "fast first token",
+    "fast tokens",
+    "few stragglers",
+    "throughput",
+    "within limits",
+    "effective<br>per device",
+)
+
+
+def radar(grid: Grid) -> Figure:
+    """One small radar a deployment: each axis is the share of the best deployment's figure that it reaches."""
+    load = grid.telling
+    runs = grid.at(load)
+    rows_of = {label: _strengths(window(run)) for _, label, run in runs}
+    best = [max(row[axis] for row in rows_of.values()) for axis in range(len(_AXES))]
+    columns = min(4, len(runs))
+    rows = ceil(len(runs) / columns)
+    data: list[Trace] = []
+    layout: dict[str, Any] = {}
+    notes = []
+    for n, (position, label, _) in enumerate(runs):
+        row, column = divmod(n, columns)
+        polar = f"polar{'' if n == 0 else n + 1}"
+        left, width = column / columns, 1 / columns
+        top, height = 1 - row / rows, 1 / rows
+        layout[polar] = {
+            "domain": {
+                "x": [left + 0.26 * width, left + 0.74 * width],
+                "y": [top - 0.86 * height, top - 0.2 * height],
+            },
+            "radialaxis": {"range": [0, 100], "tickvals": [50, 100], "showticklabels": False},
+            "angularaxis": {"tickfont": {"size": 10}, "direction": "clockwise", "rotation": 90},
+        }
+        shares = [
+            100 * value / top_value if top_value else 0.0
+            for value, top_value in zip(rows_of[label], best, strict=True)
+        ]
+        data.append(
+            {
+                "type": "scatterpolar",
+                "subplot": polar,
+                "theta": [*_AXES, _AXES[0]],
+                "r": [round(share, 1) for share in (*shares, shares[0])],
+                "fill": "toself",
+                "name": label,
+                "line": {"color": color_of(position), "width": 2},
+                "hovertemplate": f"{label}: %{{r:.0f}} % of the best<extra>%{{theta}}</extra>",
+            }
+        )
+        notes.append(
+            {
+                "x": left + 0.5 * width,
+                "y": top - 0.05 * height,
+                "xref": "paper",
+                "yref": "paper",
+                "xanchor": "center",
+                "yanchor": "middle",
+                "showarrow": False,
+                "text": f"<b>{label}</b>",
+                "font": {"size": 15},
+            }
+        )
+    return figure(
+        data,
+        f"What each deployment is good at, at {load:.4g} {grid.unit}",
+        "Rim: the best of all deployments in this respect. Half the way: half as good. A larger area is better",
+        showlegend=False,
+        annotations=notes,
+        height=120 + 270 * rows,
+        **layout,
+    )
+
+
+def ranks(grid: Grid) -> Figure:
+    """The places of the deployments over the loads, as the rings of the paper's figure 17."""
+    names = ("TTFT", "TPOT", "throughput", "SLO attainment")
+    count = len(grid.labels)
+    data: list[Trace] = []
+    for n, axis in enumerate((0, 1, 3, 4)):
+        suffix = "" if n == 0 else str(n + 1)
+        for position, label in enumerate(grid.labels):
+            points = []
+            for load in grid.loads:
+                values = {other: _strengths(window(run))[axis] for _, other, run in grid.at(load)}
+                if label in values:
+                    points.append((load, 1 + sum(value > values[label] for value in values.values())))
+            data.append(
+                {
+                    "type": "scatter",
+                    "mode": "lines+markers",
+                    "name": label,
+                    "legendgroup": label,
+                    "showlegend": n == 0,
+                    "x": [f"{load:.4g}" for load, _ in points],
+                    "y": [place for _, place in points],
+                    "xaxis": f"x{suffix}",
+                    "yaxis": f"y{suffix}",
+                    "line": {"color": color_of(position), "width": 3, "shape": "spline"},
+                    "marker": {"color": color_of(position), "size": 11},
+                    "hovertemplate": f"{label}: place %{{y}} at %{{x}}<extra></extra>",
+                }
+            )
+    layout: dict[str, Any] = {}
+    notes = []
+    for n, name in enumerate(names):
+        suffix = "" if n == 0 else str(n + 1)
+        begin = n / len(names)
+        layout[f"xaxis{suffix}"] = {
+            "domain": [begin + 0.01, begin + 1 / len(names) - 0.02],
+            "anchor": f"y{suffix}",
+            "type": "category",
+            "title": {"text": grid.load_title if n == 0 else ""},
+            "showgrid": False,
+        }
+        layout[f"yaxis{suffix}"] = {
+            "range": [count + 0.5, 0.5],
+            "tickvals": list(range(1, count + 1)),
+            "anchor": f"x{suffix}",
+            "showticklabels": n == 0,
+            "title": {"text": "place" if n == 0 else ""},
+            "zeroline": False,
+        }
+        notes.append(
+            {
+                "xref": f"x{suffix} domain",
+                "yref": "paper",
+                "x": 0.5,
+                "y": 1.02,
+                "xanchor": "center",
+                "yanchor": "bottom",
+                "showarrow": False,
+                "text": f"<b>{name}</b>",
+            }
+        )
+    return figure(
+        data,
+        "Who is best as the load grows",
+        "Places by median TTFT, median TPOT, output tokens a second and good requests; 1 is best",
+        annotations=notes,
+        margin={"l": 60, "r": 30, "t": 110, "b": 60},
+        height=240 + 30 * count,
+        **layout,
+    )
+
+
+def stages(grid: Grid) -> Figure | None:
+    """Mean seconds in each stage as the gateway saw it; None where no server told."""
+    load = grid.telling
+    runs = [one for one in grid.at(load) if window(one[2]).stages]
+    if not runs:
+        return None
+    found = {name for _, _, run in runs for name in window(run).stages}
+    order = [name for name in STAGE_COLORS if name in found] + sorted(found - STAGE_COLORS.keys())
+    labels = [label for _, label, _ in reversed(runs)]
+    data: list[Trace] = []
+    for name in order:
+        means = []
+        for _, _, run in reversed(runs):
+            of = window(run).stages.get(name)
+            share = of.n / window(run).num_succeeded if of and window(run).num_succeeded else 0.0
+            means.append(MS * of.mean * share if of else 0.0)
+        data.append(
+            {
+                "type": "bar",
+                "orientation": "h",
+                "name": name.replace("_", " "),
+                "y": labels,
+                "x": [round(value, 3) for value in means],
+                "marker": {"color": STAGE_COLORS.get(name, "#888888")},
+                "hovertemplate": f"{name.replace('_', ' ')}: %{{x:.1f}} ms<extra>%{{y}}</extra>",
+            }
+        )
+    return figure(
+        data,
+        f"Where the time goes, at {load:.4g} {grid.unit}",
+        "Mean milliseconds of a request in each stage, as the gateway saw them; stages may overlap",
+        barmode="stack",
+        xaxis={"title": {"text": "milliseconds, mean of all requests"}},
+        yaxis={"type": "category"},
+        legend={"traceorder": "normal"},
+        height=max(300, 180 + 36 * len(labels)),
+    )
+
+
+def _strengths(of: WindowSummary) -> list[float]:
+    """As _AXES; more is better."""
+    return [
+        _inverse(of, "ttft_scheduled", "median"),
+        _inverse(of, "tpot", "median"),
+        _inverse(of, "e2el_scheduled", "p99"),
+        of.output_token_throughput,
+        of.attainment.value,
+        of.effective_throughput_per_device,
+    ]
+
+
+def _inverse(of: WindowSummary, name: str, statistic: str) -> float:
+    found = of.figures.get(name)
+    value = float(getattr(found, statistic)) if found is not None else 0.0
+    return 1 / value if value > 0 else 0.0

@@ -1,0 +1,63 @@
+"""What the server's own metrics say of a run: cache hits and how busy its devices were."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from epd_serve.bench.statistics import wilson
+from epd_serve.bench.types import Sample, Share
+
+#: (hits, lookups) by what is cached; of our gateway, and of vLLM.
+_CACHES = {
+    "media": [
+        ("epd_serve_mm_cache_hits_total", "epd_serve_mm_cache_queries_total"),
+        ("vllm:mm_cache_hits_total", "vllm:mm_cache_queries_total"),
+    ],
+    "prefix": [("vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total")],
+}
+
+
+class Sampled(msgspec.Struct, kw_only=True):
+    """Attributes:
+    cache_hits: of the lookups while the run went on; by "media", "prefix".
+    utilisation: by device, 0..1, on average while the run went on.
+    cpu_s: of the server's processes on this machine, by name, while the run went on.
+    """
+
+    cache_hits: dict[str, Share]
+    utilisation: dict[str, float]
+    cpu_s: dict[str, float]
+
+
+def sampled(samples: Sequence[Sample]) -> Sampled:
+    """The differences between the first and the last sample; of a run that was resumed, over the gap too."""
+    found = Sampled(cache_hits={}, utilisation={}, cpu_s={})
+    if len(samples) < 2:
+        return found
+    first, last = samples[0], samples[-1]
+    for cache, names in _CACHES.items():
+        for hits, lookups in names:
+            whole = round(_total(last, lookups) - _total(first, lookups))
+            if whole > 0:
+                found.cache_hits[cache] = wilson(round(_total(last, hits) - _total(first, hits)), whole)
+    for device in last.devices:
+        values = [
+            value
+            for sample in samples
+            if sample.phase != "before"
+            and (value := sample.devices.get(device, {}).get("utilisation")) is not None
+        ]
+        if values:
+            found.utilisation[device] = sum(values) / len(values)
+    for name, seconds in last.devices.get("cpu", {}).items():
+        kind, _, process = name.partition(":")
+        if kind == "cpu_s":
+            found.cpu_s[process] = round(seconds - first.devices.get("cpu", {}).get(name, 0.0), 3)
+    return found
+
+
+def _total(sample: Sample, name: str) -> float:
+    """Over all labels."""
+    return sum(value for key, value in sample.metrics.items() if key.partition("{")[0] == name)

@@ -1,0 +1,290 @@
+"""One run from its begin to its end: meet the server, warm up, send, watch, sum up."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import platform
+import resource
+import signal
+import time
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from epd_serve import __version__
+from epd_serve.bench.arrivals import parse_load
+from epd_serve.bench.connection import Connections, Target
+from epd_serve.bench.plan import Plan, digest, make_plan, take_items
+from epd_serve.bench.progress import Progress, ProgressFactory
+from epd_serve.bench.run_directory import RunDirectory, RunWriter
+from epd_serve.bench.runner import Runner
+from epd_serve.bench.server import Server
+from epd_serve.bench.statistics import percentile
+from epd_serve.bench.summary import summarise
+from epd_serve.bench.types import Item, Record, RunSettings, Sample, Segment, StageSpan, Summary, Workload
+from epd_serve.bench.utilisation import LocalServer
+
+_SHOW_INTERVAL_S = 1.0
+#: Our gateway tells of its last 30 requests. Where more end in the shorter of these, some remain without stages.
+_STAGES_INTERVAL_S = (0.25, 1.0)
+#: Seeds of warm-ups: other pictures and texts than those that are measured, so that no cache has them.
+_WARM_UP_SEED = 7_919
+
+
+@dataclass(frozen=True, kw_only=True)
+class Session:
+    """How runs are done; what is measured stands in RunSettings.
+
+    Attributes:
+        api_key: goes into no file.
+        metrics_interval_s: between two looks at the server's metrics.
+    """
+
+    progress: ProgressFactory
+    api_key: str | None = None
+    metrics_interval_s: float = 2.0
+
+    def begin(self, path: Path, settings: RunSettings, workload: Workload) -> tuple[RunDirectory, Summary | None]:
+        """A new run in ``path``. Summary is None where nothing had ended when the run was interrupted.
+
+        ``num_requests`` of 0 in the settings stands for the whole workload. Raises ValueError for a server that
+        cannot be reached and for whatever else is wrong before the first request.
+        """
+        count = settings.num_requests or None
+        items = take_items(workload, count, settings.seed)
+        settings.num_requests = len(items)
+        settings.workload_digest = digest(items)
+        settings.created_unix_s = time.time()
+        plan = make_plan(items, _load(settings), settings.seed)
+        warm_ups = list(islice(workload.items(settings.seed + _WARM_UP_SEED), settings.num_warmups))
+
+        def make(server: Server) -> RunDirectory:
+            settings.model = server.model
+            settings.topology = server.topology
+            settings.versions = {"epd-serve": __version__, "python": platform.python_version()}
+            if server.version:
+                settings.versions["server"] = f"epd-serve {server.version}"
+            return RunDirectory.create(path, settings, plan.schedule())
+
+        return self._run(settings, make, plan, warm_ups)
+
+    def resume(self, run: RunDirectory, workload: Workload) -> tuple[RunDirectory, Summary | None]:
+        """Go on with a run: what it has records of is not sent again.
+
+        Raises ValueError where the workload is not what it was.
+        """
+        settings = run.settings
+        items = take_items(workload, settings.num_requests, settings.seed)
+        if digest(items) != settings.workload_digest:
+            raise ValueError(f"{run.path}: workload {settings.workload} is not what it was when the run began")
+        plan = make_plan(items, _load(settings), settings.seed)
+        return self._run(settings, lambda _: run, plan, [])
+
+    def _run(
+        self,
+        settings: RunSettings,
+        make: Callable[[Server], RunDirectory],
+        plan: Plan,
+        warm_ups: Sequence[Item],
+    ) -> tuple[RunDirectory, Summary | None]:
+        _many_files()
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            run = runner.run(self._work(settings, make, plan, warm_ups))
+        records = run.records()
+        if not records:
+            return run, None
+        return run, summarise(run.settings, records, run.schedule(), run.segments())
+
+    async def _work(
+        self,
+        settings: RunSettings,
+        make: Callable[[Server], RunDirectory],
+        plan: Plan,
+        warm_ups: Sequence[Item],
+    ) -> RunDirectory:
+        connections = Connections(Target(settings.base_url), timeout_s=settings.timeout_s)
+        server = Server(connections, api_key=self.api_key)
+        try:
+            await server.meet(settings.model or None)
+            run = make(server)
+            with RunWriter(run) as writer:
+                done = {record.index: record for record in run.records()}
+                segment = Segment(segment=len(run.segments()), started_unix_s=time.time(), plan_offset_s=0.0)
+                title = settings.label or settings.workload
+                with self.progress(title, settings.num_requests, len(done)) as progress:
+                    await _warm_up(connections, server, settings, warm_ups, progress)
+                    await self._measure(connections, server, settings, plan, writer, done, segment, progress)
+        finally:
+            await connections.close()
+        return run
+
+    async def _measure(
+        self,
+        connections: Connections,
+        server: Server,
+        settings: RunSettings,
+        plan: Plan,
+        writer: RunWriter,
+        done: dict[int, Record],
+        segment: Segment,
+        progress: Progress,
+    ) -> None:
+        def on_record(record: Record) -> None:
+            record.request_id = server.request_id(record.index)
+            writer.record(record)
+            progress.ended(record)
+
+        runner = Runner(
+            plan,
+            connections,
+            model=server.model,
+            fields=settings.fields,
+            headers=server.headers,
+            on_record=on_record,
+            done=done,
+            max_concurrency=settings.max_concurrency,
+            segment=segment.segment,
+        )
+        segment.plan_offset_s = runner.plan_offset_s
+        writer.segment(segment)
+        local = LocalServer(connections.target.address, connections.target.port)
+        watcher = _Watcher(server, local, writer, settings.num_requests)
+        await watcher.sample(runner.plan_offset_s, "before")
+        gc.collect()
+        gc.freeze()  # the workload is not looked through again
+        began_s, cpu_s = time.perf_counter(), time.process_time()
+        tasks = [
+            asyncio.create_task(_show(runner, progress)),
+            asyncio.create_task(watcher.watch_metrics(runner, self.metrics_interval_s)),
+            asyncio.create_task(watcher.watch_stages()),
+        ]
+        try:
+            with _interruptible(runner, progress):
+                is_complete = await runner.run()
+        finally:
+            for task in tasks:
+                task.cancel()
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+            gc.unfreeze()
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+        segment.wall_s, segment.cpu_s = time.perf_counter() - began_s, time.process_time() - cpu_s
+        segment.num_requests = runner.counters.finished
+        lags = sorted(runner.lags_s) or [0.0]
+        segment.loop_lag_p99_s, segment.loop_lag_max_s = percentile(lags, 99), lags[-1]
+        await watcher.finish(runner.now())
+        segment.ended = "complete" if is_complete else "interrupted"
+        writer.segment(segment)
+
+
+class _Watcher:
+    """Looks at the server while it works."""
+
+    def __init__(self, server: Server, local: LocalServer, writer: RunWriter, num_requests: int) -> None:
+        self._server = server
+        self._num_requests = num_requests
+        self._local = local
+        self._writer = writer
+
+    async def sample(self, at_s: float, phase: str) -> None:
+        metrics, devices = await self._server.metrics(), await self._local.sample()
+        if metrics or devices:
+            self._writer.sample(Sample(at_s=round(at_s, 3), phase=phase, metrics=metrics, devices=devices))
+
+    async def watch_metrics(self, runner: Runner, interval_s: float) -> None:
+        while True:
+            await asyncio.sleep(interval_s)
+            await self.sample(runner.now(), "during")
+
+    async def watch_stages(self) -> None:
+        least_s, interval_s = _STAGES_INTERVAL_S
+        while self._server.is_ours:
+            await asyncio.sleep(interval_s)
+            if await self._server.new_stages(self._stages):
+                interval_s = max(least_s, interval_s / 2)
+
+    async def finish(self, at_s: float) -> None:
+        if self._server.is_ours:
+            await asyncio.sleep(0.1)  # the gateway ends its books behind its last byte
+            await self._server.new_stages(self._stages)
+        await self.sample(at_s, "after")
+
+    def _stages(self, index: int, stages: list[StageSpan]) -> None:
+        if index < self._num_requests:  # others use the server too
+            self._writer.stages(index, stages)
+
+
+async def _show(runner: Runner, progress: Progress) -> None:
+    while True:
+        await asyncio.sleep(_SHOW_INTERVAL_S)
+        progress.show(runner.counters, sum(bool(one.answer.token_times_s) for one in runner.active))
+
+
+async def _warm_up(
+    connections: Connections, server: Server, settings: RunSettings, items: Sequence[Item], progress: Progress
+) -> None:
+    """One after the other; what they bring is not counted. Raises ValueError where all of them fail."""
+    failures: list[Record] = []
+    plan = make_plan([_alone(item) for item in items], parse_load("closed:1"), 0)
+    runner = Runner(
+        plan,
+        connections,
+        model=server.model,
+        fields=settings.fields,
+        headers=lambda index: server.headers(-1 - index),
+        on_record=lambda record: failures.append(record) if record.failure is not None else None,
+    )
+    if items and not await runner.run():
+        raise ValueError("the warm-up was interrupted")
+    if failures:
+        first = f"{failures[0].failure}: {failures[0].detail}"
+        if len(failures) == len(items):
+            raise ValueError(f"every warm-up request failed ({first}); --warmups 0 goes on without")
+        progress.note(f"{len(failures)} of {len(items)} warm-up requests failed ({first})")
+
+
+def _alone(item: Item) -> Item:
+    """A turn as a request of its own."""
+    return replace(item, conversation=None, turn=0)
+
+
+def _load(settings: RunSettings) -> Any:
+    return parse_load(settings.arrivals, rate=settings.rate, time_scale=settings.time_scale)
+
+
+@contextmanager
+def _interruptible(runner: Runner, progress: Progress) -> Any:
+    """Ctrl-C: send nothing more and wait for what is on its way; again: leave that too."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    presses = 0
+
+    def press() -> None:
+        nonlocal presses
+        presses += 1
+        if presses == 1:
+            progress.note(f"stopping: {len(runner.active)} requests are on their way; Ctrl-C again leaves them")
+            runner.stop()
+        else:
+            runner.abandon()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, press)
+    try:
+        yield
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+
+def _many_files() -> None:
+    """As many connections as the system lets us have."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -1,0 +1,406 @@
+"""What the parts of the load tester hand to each other: workloads, records, and what a run lies in.
+
+All times of a run are seconds of one axis, the *plan's*: 0 is where the schedule begins. A run that was resumed
+goes on where the plan stood, as though the clock had been stopped in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Protocol
+
+import msgspec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Media:
+    """An image, a sound or a video of a message.
+
+    Attributes:
+        mime: as in image/jpeg; its first half names the part's kind.
+        data: the bytes; sent as a base64 data URL. Items that show the same picture should share the object.
+        url: sent as it is, in place of data.
+    """
+
+    mime: str
+    data: bytes = field(default=b"", repr=False)
+    url: str = ""
+
+
+#: What a message is made of, in the order in which it is sent.
+Part = str | Media
+
+
+@dataclass(frozen=True, kw_only=True)
+class Message:
+    """One message of a chat. A single text is sent as a plain string, all else as a list of parts."""
+
+    role: str
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Item:
+    """One request of a workload.
+
+    Attributes:
+        index: from 0, without gaps, in the workload's order; it names the request in all files of a run.
+        messages: what this request adds to its conversation; of a first turn: all. The runner puts in front of a
+            later turn what came before, with the answers that the server really gave.
+        max_tokens: asked for.
+        workload: the name of the workload.
+        modality: "text", "image", "audio", "video", or several with "+" in alphabetical order.
+        conversation: turns of one conversation share it; None for a request of its own.
+        turn: from 0. A turn is not sent before the one before it is answered.
+        think_s: how long the user waits behind the answer before this turn.
+        arrival_s: when it is to be sent, from the plan's begin, where the workload knows (traces).
+        num_input_tokens: expected, where the workload knows.
+        fields: of the request's JSON body, over the run's own.
+    """
+
+    index: int
+    messages: tuple[Message, ...]
+    max_tokens: int
+    workload: str
+    modality: str = "text"
+    conversation: str | None = None
+    turn: int = 0
+    think_s: float = 0.0
+    arrival_s: float | None = None
+    num_input_tokens: int | None = None
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Workload(Protocol):
+    """Where requests come from."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def num_items(self) -> int | None:
+        """None where it is endless."""
+
+    def items(self, seed: int) -> Iterator[Item]:
+        """The same seed gives the same bytes. Raises ValueError for a file that is not what it should be."""
+
+
+class Failure(StrEnum):
+    """Why a request counts as failed."""
+
+    CONNECT = "connect"  # no connection
+    CONNECTION_LOST = "connection_lost"  # it ended before an answer began
+    HTTP_STATUS = "http_status"  # an answer, but none of 2xx
+    TIMEOUT = "timeout"  # not finished within the run's limit
+    IN_STREAM_ERROR = "in_stream_error"  # an error event behind a 200
+    CUT_STREAM = "cut_stream"  # the connection, or the answer, ended in mid-stream
+    NO_FINISH_REASON = "no_finish_reason"  # [DONE] came, but no choice had finished
+    NO_TOKENS = "no_tokens"  # it finished, and no token had come
+    MALFORMED = "malformed"  # no HTTP, no SSE, no JSON, or JSON that is no chunk
+    NOT_SENT = "not_sent"  # a turn behind one that failed
+
+
+class StageSpan(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A stage of one request as our gateway saw it: queue, encode (one per item), prefill, kv_transfer, decode.
+
+    Attributes:
+        start_s: from the request's arrival at the gateway.
+        feature: of an encode, where it came from: encoded, store, prefill, recomputed.
+    """
+
+    stage: str
+    start_s: float
+    duration_s: float
+    instance: str = ""
+    feature: str = ""
+    failed: bool = False
+
+
+class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One request as measured; a line of records.jsonl. Times are seconds of the plan's axis, None: never came.
+
+    Attributes:
+        scheduled_s: when it was to be sent. In a closed loop: when its slot became free; of a later turn: when the
+            one before was answered, plus think_s, where that is after the plan's time.
+        slot_wait_s: of the time from then to sent_s, what it waited for one of max_concurrency to end. The rest is
+            what the tester itself was late.
+        sent_s: when its first bytes were handed to the kernel. A connection that had to be made first counts
+            as waiting behind this: sent_s is before it.
+        first_chunk_s: the first event of any kind (what AISBench calls the first token).
+        first_token_s: the first event with a token: content, reasoning or a tool call that is not empty.
+        token_times_s: one for each event with a token: the first, and behind it each whose content is there, be it
+            empty (a special token, half a character).
+        last_event_s: the last event of the generation: a token or the finish_reason, whichever came last.
+        finish_s: the answer's last byte; of a failure: when it was known.
+        num_prompt_tokens, num_output_tokens: the server's usage; output without one: events counted.
+        has_usage: whether the server gave it.
+        num_cached_tokens: of the prompt, as the server's usage says.
+        failure: None for a success.
+        detail: of a failure, in words.
+        num_body_bytes: sent.
+        request_id: as sent in x-request-id.
+        text: the answer.
+        stages: where the server is ours and told of this request; they lie in stages.jsonl.
+        segment: 0 in the first process that worked on the run, one more after each --resume.
+    """
+
+    index: int
+    workload: str
+    modality: str
+    scheduled_s: float
+    sent_s: float | None = None
+    first_chunk_s: float | None = None
+    first_token_s: float | None = None
+    token_times_s: list[float] = []
+    last_event_s: float | None = None
+    finish_s: float
+    num_prompt_tokens: int | None = None
+    num_output_tokens: int = 0
+    has_usage: bool = False
+    num_cached_tokens: int | None = None
+    finish_reason: str | None = None
+    status: int | None = None
+    failure: Failure | None = None
+    detail: str = ""
+    conversation: str | None = None
+    turn: int = 0
+    num_body_bytes: int = 0
+    request_id: str = ""
+    text: str = ""
+    slot_wait_s: float = 0.0
+    stages: list[StageSpan] = []
+    segment: int = 0
+
+    @property
+    def succeeded(self) -> bool:
+        return self.failure is None
+
+    @property
+    def ttft_s(self) -> float | None:
+        """From the send to the first token."""
+        return self._since_sent(self.first_token_s)
+
+    @property
+    def ttft_scheduled_s(self) -> float | None:
+        """From the time when it should have been sent: what a user would have waited."""
+        return None if self.first_token_s is None else self.first_token_s - self.scheduled_s
+
+    @property
+    def first_chunk_latency_s(self) -> float | None:
+        """AISBench's TTFT."""
+        return self._since_sent(self.first_chunk_s)
+
+    @property
+    def e2el_s(self) -> float | None:
+        """From the send to the generation's last event (to the end of the answer where none came)."""
+        return self._since_sent(self._end_s)
+
+    @property
+    def e2el_scheduled_s(self) -> float:
+        return self._end_s - self.scheduled_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean time per output token behind the first; None where there is only one."""
+        if self.first_token_s is None or self.num_output_tokens < 2:
+            return None
+        return (self._end_s - self.first_token_s) / (self.num_output_tokens - 1)
+
+    @property
+    def itl_s(self) -> list[float]:
+        """The gaps between events with tokens."""
+        return [after - before for before, after in zip(self.token_times_s, self.token_times_s[1:], strict=False)]
+
+    @property
+    def send_lag_s(self) -> float | None:
+        """How late it was sent: what the tester (or its limit of concurrency) cost."""
+        return None if self.sent_s is None else self.sent_s - self.scheduled_s
+
+    @property
+    def last_token_s(self) -> float | None:
+        """The generation's last event; None where no token came."""
+        return self._end_s if self.token_times_s else None
+
+    @property
+    def _end_s(self) -> float:
+        return self.finish_s if self.last_event_s is None else self.last_event_s
+
+    def _since_sent(self, at: float | None) -> float | None:
+        return None if at is None or self.sent_s is None else at - self.sent_s
+
+
+class SLO(msgspec.Struct, kw_only=True, frozen=True):
+    """The limits of a good answer. A request attains them where it succeeded and keeps both.
+
+    The defaults are the paper's (003 section 4.1).
+    """
+
+    ttft_ms: float = 2000.0
+    tpot_ms: float = 50.0
+
+
+class Segment(msgspec.Struct, kw_only=True):
+    """A process's work on a run; a line of segments.jsonl when it begins, and the whole of it when it ends.
+
+    Attributes:
+        started_unix_s: what the clock showed, and plan_offset_s where the plan stood.
+        wall_s, cpu_s: of this process while it sent and received; cpu_s / wall_s near 1 is a tester at its limit.
+        loop_lag_p99_s, loop_lag_max_s: how late the event loop called what was due.
+        ended: "" while it works or where it was killed; "complete", "interrupted".
+    """
+
+    segment: int
+    started_unix_s: float
+    plan_offset_s: float
+    num_requests: int = 0
+    wall_s: float = 0.0
+    cpu_s: float = 0.0
+    loop_lag_p99_s: float = 0.0
+    loop_lag_max_s: float = 0.0
+    ended: str = ""
+
+
+class RunSettings(msgspec.Struct, kw_only=True):
+    """run.json: all that makes a run again.
+
+    Attributes:
+        arrivals: as typed: poisson, constant, gamma:0.5, ramp:1:12, closed:16, trace.
+        rate: of poisson, constant and gamma, requests a second.
+        time_scale: of a trace's times.
+        max_concurrency: of the client; waiting for a slot counts as latency from the scheduled time.
+        num_devices: rates and throughput per device are divided by it.
+        fields: of every request's JSON body.
+        label: what the thing measured is called in tables: a topology, a deployment.
+        versions: of this program, Python, and the server where it tells.
+        workload_digest: blake3 over all requests' bytes; a resumed run must send the same.
+        topology: as our gateway tells it, "" elsewhere.
+    """
+
+    base_url: str
+    model: str
+    workload: str
+    num_requests: int
+    seed: int
+    arrivals: str
+    rate: float | None = None
+    time_scale: float = 1.0
+    max_concurrency: int | None = None
+    slo: SLO = SLO()
+    num_devices: int = 1
+    num_warmups: int = 0
+    timeout_s: float = 600.0
+    fields: dict[str, Any] = {}
+    label: str = ""
+    versions: dict[str, str] = {}
+    argv: list[str] = []
+    created_unix_s: float = 0.0
+    workload_digest: str = ""
+    topology: str = ""
+
+
+class Distribution(msgspec.Struct, kw_only=True):
+    """Of one figure over requests (of ITL: over gaps), in its own unit. Percentiles interpolate linearly."""
+
+    n: int
+    mean: float
+    std: float
+    min: float
+    max: float
+    median: float
+    p75: float
+    p90: float
+    p95: float
+    p99: float
+
+
+class Share(msgspec.Struct, kw_only=True):
+    """``part`` of ``whole``, with the Wilson interval at 95 %; value is 0 where whole is 0."""
+
+    part: int
+    whole: int
+    value: float
+    low: float
+    high: float
+
+
+class WindowSummary(msgspec.Struct, kw_only=True):
+    """The figures of the requests scheduled in ``[begin_s, end_s)``.
+
+    Attributes:
+        modality: "all" or one of the items'.
+        figures: by name, in seconds: ttft, ttft_scheduled, first_chunk, tpot, itl, e2el, e2el_scheduled, send_lag;
+            input_tokens, output_tokens; output_token_throughput (tokens/s of one request). Successes alone; a name
+            is absent where nothing was measured.
+        failures: how many of each kind.
+        attainment: of both limits, by TTFT from the scheduled time; failures are in the whole.
+        duration_s: to the last answer, from the first request; of a stable window its length.
+        request_throughput ...: a second, of successes.
+        goodput: requests a second that attained the SLO; effective_throughput: their output tokens a second. Both
+            also per device. prefill_token_throughput: input tokens over the sum of all TTFTs, as AISBench has it.
+        achieved_rate, planned_rate: requests a second that were sent, and that were to be.
+        mean_concurrency, max_concurrency: requests on their way.
+        stages: seconds of each stage of the server, where it tells.
+    """
+
+    modality: str
+    begin_s: float
+    end_s: float
+    duration_s: float
+    num_requests: int
+    num_succeeded: int
+    num_failed: int
+    failures: dict[str, int]
+    figures: dict[str, Distribution]
+    attainment: Share
+    ttft_attainment: Share
+    tpot_attainment: Share
+    request_throughput: float
+    input_token_throughput: float
+    output_token_throughput: float
+    total_token_throughput: float
+    prefill_token_throughput: float
+    goodput: float
+    goodput_per_device: float
+    effective_throughput: float
+    effective_throughput_per_device: float
+    output_token_throughput_per_device: float
+    achieved_rate: float
+    planned_rate: float | None
+    mean_concurrency: float
+    max_concurrency: int
+    total_input_tokens: int
+    total_output_tokens: int
+    stages: dict[str, Distribution] = {}
+
+
+class Summary(msgspec.Struct, kw_only=True):
+    """Of a run; a pure function of its settings and records.
+
+    Attributes:
+        total, stable: of all modalities; stable is None where no window is stable.
+        by_modality: as total, of each modality, where there are several.
+        warnings: sentences.
+    """
+
+    total: WindowSummary
+    stable: WindowSummary | None
+    by_modality: dict[str, WindowSummary]
+    stable_by_modality: dict[str, WindowSummary]
+    warnings: list[str]
+
+
+class Sample(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """The server's own figures at one time; a line of metrics.jsonl.
+
+    Attributes:
+        at_s: on the plan's axis; phase: "before", "during" or "after".
+        metrics: name with labels, as Prometheus writes it, to value.
+        devices: by name, as cpu or cuda:0: utilisation in 0..1, and what else can be read.
+    """
+
+    at_s: float
+    phase: str
+    metrics: dict[str, float] = {}
+    devices: dict[str, dict[str, float]] = {}

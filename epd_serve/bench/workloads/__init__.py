@@ -1,0 +1,37 @@
+"""Where the requests of ``epd-serve bench`` come from."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from pathlib import Path
+
+from epd_serve.bench.types import Workload
+from epd_serve.bench.workloads.custom import Custom
+from epd_serve.bench.workloads.options import Options, split_spec
+from epd_serve.bench.workloads.synthetic import PRESETS, Synthetic
+from epd_serve.bench.workloads.trace import Trace
+
+__all__ = ["load_workload"]
+
+_OF_FILES: dict[str, Callable[[Path, Options], Workload]] = {"custom": Custom, "trace": Trace}
+
+
+def load_workload(spec: str) -> Workload:
+    """The workload that is written as ``NAME[:FILE][,KEY=VALUE...]``, as in ``synthetic,images=2,turns=1..4``.
+
+    Raises ValueError for a name or a setting that does not exist, and for a file that is not what it should be.
+    """
+    name, file, options = split_spec(spec)
+    if name in PRESETS:
+        if file is not None:
+            raise ValueError(f"workload {name} reads no file; write {name},KEY=VALUE for its settings")
+        return Synthetic(name, options)
+    if name in _OF_FILES:
+        if file is None:
+            raise ValueError(f"workload {name} needs a file; write {name}:FILE.jsonl")
+        return _OF_FILES[name](file, options)
+    known = (*PRESETS, *_OF_FILES)
+    alike = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {alike[0]}?" if alike else f"known: {', '.join(known)}"
+    raise ValueError(f"there is no workload {name!r}; {hint}")

@@ -1,0 +1,168 @@
+"""Numbers and image sizes drawn from a distribution that is written as a short text.
+
+==========================  ====================================================
+``64``                      always
+``16..128``                 uniform, both ends included
+``normal:64:16``            mean and standard deviation
+``lognormal:64:32``         the same of a lognormal: a few are much longer
+``exponential:64``          mean
+``32@0.9+512@0.1``          one of several, by weight
+``802x652``                 an image size, width first
+``lognormal:802x652:0.35``  sizes of this mean; 0.35 is the standard deviation of either side, as a part of it
+``640x480@3+1280x720``      one of several sizes, by weight (1 where none is written)
+==========================  ====================================================
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+from typing import Generic, TypeVar
+
+Size = tuple[int, int]
+Value = TypeVar("Value")
+#: Sides of images that are drawn stay in this range.
+SIDES = (28, 8192)
+
+
+@dataclass(frozen=True)
+class Drawn(Generic[Value]):
+    """A distribution; as text it is what was written."""
+
+    text: str
+    draw: Callable[[Random], Value]
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def parse_lengths(text: str, *, at_least: int = 1) -> Drawn[int]:
+    """Whole numbers. Raises ValueError that says what can be written."""
+    numbers = _mixture(text, lambda part: _numbers(part, whole=True), _LENGTHS)
+
+    def draw(rng: Random) -> int:
+        value = numbers(rng)
+        return max(at_least, round(value))
+
+    if (fixed := _fixed(text)) is not None and fixed < at_least:
+        raise ValueError(f"{text!r} is too small; {at_least} is the least that is possible here")
+    return Drawn(text, draw)
+
+
+def parse_seconds(text: str) -> Drawn[float]:
+    """Times, not below 0."""
+    numbers = _mixture(text, lambda part: _numbers(part, whole=False), _LENGTHS)
+    return Drawn(text, lambda rng: max(0.0, numbers(rng)))
+
+
+def parse_sizes(text: str) -> Drawn[Size]:
+    """Image sizes as (width, height) in pixels."""
+    return Drawn(text, _mixture(text, _sizes, _SIZES))
+
+
+_LENGTHS = "write a number, LOW..HIGH, normal:MEAN:STD, lognormal:MEAN:STD, exponential:MEAN or A@WEIGHT+B@WEIGHT"
+_SIZES = "write WIDTHxHEIGHT, lognormal:WIDTHxHEIGHT:SPREAD or A@WEIGHT+B@WEIGHT"
+
+
+def _mixture(text: str, parse: Callable[[str], Callable[[Random], Value]], hint: str) -> Callable[[Random], Value]:
+    draws, weights = [], []
+    for part in text.split("+"):
+        value, at, weight = part.partition("@")
+        try:
+            draws.append(parse(value.strip()))
+            weights.append(_positive(weight) if at else 1.0)
+        except ValueError as error:
+            raise ValueError(f"{text!r}: {error or 'not understood'}; {hint}") from None
+    if len(draws) == 1:
+        return draws[0]
+    return lambda rng: rng.choices(draws, weights)[0](rng)
+
+
+def _numbers(text: str, *, whole: bool) -> Callable[[Random], float]:
+    if ".." in text:
+        low, high = (_number(end) for end in text.split("..", 1))
+        if low > high:
+            raise ValueError("the lower end comes first")
+        if whole:
+            return lambda rng: rng.randint(math.ceil(low), math.floor(high))
+        return lambda rng: rng.uniform(low, high)
+    name, *values = text.split(":")
+    match name, [_number(value) for value in values]:
+        case "normal", [mean, std]:
+            return lambda rng: rng.gauss(mean, std)
+        case "lognormal", [mean, std] if mean > 0:
+            return _lognormal(mean, std)
+        case "exponential", [mean] if mean > 0:
+            return lambda rng: rng.expovariate(1 / mean)
+        case _, []:
+            value = _number(name)
+            if whole and value != int(value):
+                raise ValueError("not a whole number")
+            return lambda rng: value
+    raise ValueError
+
+
+def _lognormal(mean: float, std: float) -> Callable[[Random], float]:
+    """By mean and standard deviation of the values themselves, not of their logarithms."""
+    sigma = math.sqrt(math.log1p((std / mean) ** 2))
+    mu = math.log(mean) - sigma**2 / 2
+    return lambda rng: rng.lognormvariate(mu, sigma)
+
+
+def _sizes(text: str) -> Callable[[Random], Size]:
+    name, *values = text.split(":")
+    if name == "lognormal" and len(values) == 2:
+        (width, height), spread = _size(values[0]), _positive(values[1])
+        wide, high = _lognormal(width, spread * width), _lognormal(height, spread * height)
+        return lambda rng: (_side(wide(rng)), _side(high(rng)))
+    if values:
+        raise ValueError
+    size = _size(name)
+    return lambda rng: size
+
+
+def _size(text: str) -> Size:
+    sides = text.lower().split("x")
+    if len(sides) != 2 or not all(side.isascii() and side.isdigit() for side in sides):
+        raise ValueError("no image size")
+    width, height = map(int, sides)
+    if not all(1 <= side <= SIDES[1] for side in (width, height)):
+        raise ValueError(f"sides are from 1 to {SIDES[1]} pixels")
+    return width, height
+
+
+def _side(value: float) -> int:
+    return min(max(round(value), SIDES[0]), SIDES[1])
+
+
+def _number(text: str) -> float:
+    value = _float(text)
+    if value < 0:
+        raise ValueError("a number is negative")
+    return value
+
+
+def _positive(text: str) -> float:
+    value = _float(text)
+    if value <= 0:
+        raise ValueError("a number that must be above 0 is not")
+    return value
+
+
+def _float(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is no number") from None
+    if not math.isfinite(value):
+        raise ValueError(f"{text!r} is no number")
+    return value
+
+
+def _fixed(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None

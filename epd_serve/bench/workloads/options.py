@@ -1,0 +1,87 @@
+"""How a workload is written: ``NAME[:FILE][,KEY=VALUE...]``."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+Value = TypeVar("Value")
+_KEY = re.compile(r",([a-z_]+)=")
+
+
+@dataclass(slots=True)
+class Options:
+    """The settings of one workload; each is to be taken once, then none may be left."""
+
+    values: Mapping[str, str]
+    _known: list[str] = field(default_factory=list)
+
+    def take(self, key: str, parse: Callable[[str], Value], default: str) -> Value:
+        """Raises ValueError that names the key where its value is not understood."""
+        self._known.append(key)
+        try:
+            return parse(self.values.get(key, default))
+        except ValueError as error:
+            raise ValueError(f"{key}: {error}") from None
+
+    def check(self, workload: str) -> None:
+        """Raises ValueError for keys that nobody took."""
+        for key in self.values:
+            if key not in self._known:
+                alike = difflib.get_close_matches(key, self._known, n=1)
+                hint = f"did you mean {alike[0]!r}?" if alike else f"known: {', '.join(self._known)}"
+                raise ValueError(f"workload {workload} has no setting {key!r}; {hint}")
+
+
+def split_spec(spec: str) -> tuple[str, Path | None, Options]:
+    """(name, file, settings). A comma belongs to the file's name unless KEY= follows."""
+    start, *rest = _KEY.split(spec)
+    pairs = list(zip(rest[::2], rest[1::2], strict=True))
+    name, colon, file = start.partition(":")
+    if colon and not file:
+        raise ValueError(f"workload {spec!r} names no file; write {name}:FILE.jsonl")
+    if twice := {key for key, _ in pairs if [k for k, _ in pairs].count(key) > 1}:
+        raise ValueError(f"workload setting {', '.join(sorted(twice))} is given twice")
+    return name.strip(), Path(file).expanduser() if file else None, Options(dict(pairs))
+
+
+def parse_share(text: str) -> float:
+    value = _float(text)
+    if not 0 <= value <= 1:
+        raise ValueError(f"{text!r} is no share; write a number from 0 to 1")
+    return value
+
+
+def parse_factor(text: str) -> float:
+    value = _float(text)
+    if not 0 < value < float("inf"):
+        raise ValueError(f"{text!r} is no factor; write a number above 0")
+    return value
+
+
+def parse_switch(text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise ValueError(f"{text!r}; write true or false")
+    return text.lower() == "true"
+
+
+def parse_count(text: str) -> int:
+    if not (text.isascii() and text.isdigit()) or not int(text):
+        raise ValueError(f"{text!r} is no count; write a whole number from 1 on")
+    return int(text)
+
+
+def optional(parse: Callable[[str], Value]) -> Callable[[str], Value | None]:
+    """The same with nothing for an empty text."""
+    return lambda text: parse(text) if text else None
+
+
+def _float(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is no number") from None

@@ -1,0 +1,154 @@
+"""Requests drawn from distributions: the workloads of the paper (003 section 4.1), and any other mix.
+
+The paper gives means, not distributions. ``sharegpt4o-like``: 802×652 pixels and 9.6 text tokens on average, both
+lognormal. ``visualwebinstruct-like``: every second request has an image, of 1280×720 pixels; 63.1 text tokens on
+average. 64 output tokens each, and 512 requests.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from epd_serve.bench.types import Item, Media, Message, Part
+from epd_serve.bench.workloads.lengths import Drawn, Size, parse_lengths, parse_seconds, parse_sizes
+from epd_serve.bench.workloads.options import Options, optional, parse_count, parse_share, parse_switch
+from epd_serve.bench.workloads.pictures import PictureFolder, synthesise
+from epd_serve.bench.workloads.words import text_of
+
+PRESETS: Mapping[str, Mapping[str, str]] = {
+    "sharegpt4o-like": {
+        "text_tokens": "lognormal:9.6:4",
+        "image_size": "lognormal:802x652:0.35",
+        "image_share": "1",
+        "requests": "512",
+    },
+    "visualwebinstruct-like": {
+        "text_tokens": "lognormal:63.1:35",
+        "image_size": "1280x720",
+        "image_share": "0.5",
+        "requests": "512",
+    },
+    "synthetic": {"text_tokens": "64", "image_size": "lognormal:802x652:0.35", "image_share": "0.5"},
+}
+
+#: Requests with and without images are mixed within blocks of so many conversations, so that short runs have both.
+_BLOCK = 16
+#: Of how many different pictures one is shown again.
+_REUSE_POOL = 64
+#: Conversations that go on side by side.
+_SIDE_BY_SIDE = 8
+
+
+@dataclass(kw_only=True, slots=True)
+class _Conversation:
+    number: int
+    num_turns: int
+    has_images: bool
+    turn: int = 0
+
+
+class Synthetic:
+    """Endless, or of so many requests. Turns of conversations are mixed with each other.
+
+    Settings: text_tokens, output_tokens, system_tokens (the same text before every conversation), image_size,
+    images (of the first turn), image_share (of conversations), image_reuse (share of images that were shown
+    before, byte by byte), image_dir (pictures of a folder in place of synthesised ones), turns, think_s,
+    ignore_eos, requests.
+    """
+
+    def __init__(self, name: str, options: Options) -> None:
+        """Raises ValueError for a setting that does not exist or is not understood."""
+        preset = PRESETS[name]
+        self.name = name
+        self._text: Drawn[int] = options.take("text_tokens", parse_lengths, preset["text_tokens"])
+        self._output: Drawn[int] = options.take("output_tokens", parse_lengths, "64")
+        self._system = options.take("system_tokens", lambda text: parse_lengths(text, at_least=0), "0")
+        self._size: Drawn[Size] = options.take("image_size", parse_sizes, preset["image_size"])
+        self._images: Drawn[int] = options.take("images", parse_lengths, "1")
+        self._share = options.take("image_share", parse_share, preset["image_share"])
+        self._reuse = options.take("image_reuse", parse_share, "0")
+        self._folder = options.take("image_dir", optional(lambda text: PictureFolder(Path(text))), "")
+        self._turns: Drawn[int] = options.take("turns", parse_lengths, "1")
+        self._think: Drawn[float] = options.take("think_s", parse_seconds, "0")
+        # asked for explicitly: servers that know no such field refuse it
+        ignore_eos = options.take("ignore_eos", parse_switch, "true")
+        self._fields: dict[str, Any] = {"ignore_eos": True} if ignore_eos else {}
+        self.num_items: int | None = options.take("requests", optional(parse_count), preset.get("requests", ""))
+        options.check(name)
+        self._is_chat = self._turns.text != "1"
+
+    def items(self, seed: int) -> Iterator[Item]:
+        shown: deque[Media] = deque(maxlen=_REUSE_POOL)
+        system = self._system_prompt(seed)
+        order = Random(f"{seed}/{self.name}/order")
+        waiting = self._conversations(seed)
+        active: list[_Conversation] = []
+        for index in count() if self.num_items is None else range(self.num_items):
+            while len(active) < (_SIDE_BY_SIDE if self._is_chat else 1):
+                active.append(next(waiting))
+            conversation = active[order.randrange(len(active))]
+            rng = Random(f"{seed}/{self.name}/{conversation.number}/{conversation.turn}")
+            yield self._item(index, conversation, system, shown, rng)
+            conversation.turn += 1
+            if conversation.turn == conversation.num_turns:
+                active.remove(conversation)
+
+    def _item(
+        self,
+        index: int,
+        conversation: _Conversation,
+        system: tuple[Message, ...],
+        shown: deque[Media],
+        rng: Random,
+    ) -> Item:
+        is_first = conversation.turn == 0
+        num_tokens = self._text.draw(rng)
+        num_output = self._output.draw(rng)
+        think_s = 0.0 if is_first else self._think.draw(rng)
+        text = text_of(num_tokens, rng)
+        parts: tuple[Part, ...] = (text,)
+        if is_first and conversation.has_images:
+            parts = (*(self._picture(shown, rng) for _ in range(self._images.draw(rng))), text)
+        messages = (*(system if is_first else ()), Message(role="user", parts=parts))
+        has_text_alone = not conversation.has_images and not self._is_chat
+        num_system = len(system[0].parts[0].split()) if system and isinstance(system[0].parts[0], str) else 0
+        return Item(
+            index=index,
+            messages=messages,
+            max_tokens=num_output,
+            workload=self.name,
+            modality="image" if conversation.has_images else "text",
+            conversation=f"c{conversation.number}" if self._is_chat else None,
+            turn=conversation.turn,
+            think_s=think_s,
+            num_input_tokens=num_tokens + num_system if has_text_alone else None,
+            fields=self._fields,
+        )
+
+    def _conversations(self, seed: int) -> Iterator[_Conversation]:
+        """Their share with images is exact over each block whose length times the share is whole."""
+        for block in count():
+            rng = Random(f"{seed}/{self.name}/block{block}")
+            numbers = range(block * _BLOCK, (block + 1) * _BLOCK)
+            with_images = [int((n + 1) * self._share) > int(n * self._share) for n in numbers]
+            rng.shuffle(with_images)
+            for number, has_images in zip(numbers, with_images, strict=True):
+                yield _Conversation(number=number, num_turns=self._turns.draw(rng), has_images=has_images)
+
+    def _system_prompt(self, seed: int) -> tuple[Message, ...]:
+        rng = Random(f"{seed}/{self.name}/system")
+        num_tokens = self._system.draw(rng)
+        return (Message(role="system", parts=(text_of(num_tokens, rng),)),) if num_tokens else ()
+
+    def _picture(self, shown: deque[Media], rng: Random) -> Media:
+        if shown and rng.random() < self._reuse:
+            return shown[rng.randrange(len(shown))]
+        picture = self._folder.draw(rng) if self._folder else synthesise(self._size.draw(rng), rng)
+        shown.append(picture)
+        return picture

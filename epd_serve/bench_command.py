@@ -1,0 +1,134 @@
+"""``epd-serve bench``: what is typed and what it means."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+_WORKLOADS = "sharegpt4o-like, visualwebinstruct-like, synthetic[,KEY=VALUE...], custom:FILE or trace:FILE"
+
+
+def bench(
+    base_url: Annotated[str, typer.Option(help="Of the server, any that speaks OpenAI's chat API.")] = "",
+    workload: Annotated[str, typer.Option(help=_WORKLOADS)] = "synthetic",
+    model: Annotated[str | None, typer.Option(help="Needed where the server has several.")] = None,
+    num_requests: Annotated[int, typer.Option(min=0, help="Of each run; 0 for the whole workload.")] = 0,
+    duration: Annotated[
+        float | None, typer.Option(min=0.1, help="Seconds of requests at each rate, over --num-requests.")
+    ] = None,
+    arrivals: Annotated[
+        str, typer.Option(help="poisson, constant, gamma:SHAPE, ramp:FROM:TO, trace or closed:CONCURRENCY.")
+    ] = "poisson",
+    rate: Annotated[
+        float | None, typer.Option(help="Requests/s; with --find-goodput the first to be tried.")
+    ] = None,
+    rates: Annotated[str | None, typer.Option(help="One run for each, as in 1:12:1 or 1,2,4.")] = None,
+    find_goodput: Annotated[
+        bool, typer.Option("--find-goodput", help="Search the highest rate that attains the SLO.")
+    ] = False,
+    attainment: Annotated[
+        float, typer.Option(min=0.01, max=1, help="Share of requests that must keep the SLO, for the search.")
+    ] = 0.9,
+    precision: Annotated[float, typer.Option(min=0.001, max=0.5, help="Of the search, relative.")] = 0.05,
+    max_rate: Annotated[float, typer.Option(help="The search goes no higher.")] = 1000.0,
+    max_concurrency: Annotated[
+        int | None, typer.Option(min=1, help="Client slots; waiting for one counts as latency.")
+    ] = None,
+    slo_ttft_ms: Annotated[float, typer.Option(min=0, help="From the scheduled time.")] = 2000.0,
+    slo_tpot_ms: Annotated[float, typer.Option(min=0)] = 50.0,
+    devices: Annotated[int, typer.Option(min=1, help="Of the server, for figures per device.")] = 1,
+    warmups: Annotated[int, typer.Option(min=0, help="Requests before, one by one, not counted.")] = 2,
+    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds for a request.")] = 600.0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the workload and of the arrivals.")] = 0,
+    time_scale: Annotated[float, typer.Option(help="Of a trace's times.")] = 1.0,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Ask for max_tokens in every answer (vLLM's field).")
+    ] = False,
+    extra_body: Annotated[
+        str, typer.Option(help="JSON object of further fields, as in '{\"temperature\": 0}'.")
+    ] = "{}",
+    label: Annotated[str, typer.Option(help="What tables call the server.")] = "",
+    work_dir: Annotated[Path, typer.Option(help="A directory for each run is made in it.")] = Path("bench"),
+    resume: Annotated[
+        Path | None, typer.Option(help="Go on with a run or a sweep; all settings are its own.")
+    ] = None,
+    compare: Annotated[
+        str, typer.Option(help="Deployment files, as in A.yaml,B.yaml: each is brought up in turn and measured.")
+    ] = "",
+    redraw: Annotated[
+        str, typer.Option(help="Directories of runs, as in A,B: report on all of them, send nothing.")
+    ] = "",
+    report: Annotated[bool, typer.Option(help="Write report.html.")] = True,
+    png: Annotated[bool, typer.Option("--png", help="Write its plots as pictures too.")] = False,
+    fail_on_slo: Annotated[
+        bool, typer.Option("--fail-on-slo", help="Exit code 3 where fewer requests than --attainment were good.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the summaries as JSON.")] = False,
+) -> None:
+    """Measure any OpenAI-compatible server: latencies, SLO attainment, goodput.
+
+    Ctrl-C waits for what is under way; --resume goes on. OPENAI_API_KEY is sent where it is set.
+    """
+    from epd_serve.bench.command import Wanted, redraw_bench, resume_bench, run_bench
+    from epd_serve.bench.outputs import Outputs
+
+    api_key = os.environ.get("OPENAI_API_KEY") or None
+    outputs = Outputs(report=report, png=png, fail_on_slo=fail_on_slo, attainment=attainment)
+    if redraw:
+        raise typer.Exit(redraw_bench(_paths(redraw), outputs=outputs))
+    if resume is not None:
+        raise typer.Exit(resume_bench(resume, api_key=api_key, as_json=as_json, outputs=outputs))
+    if compare and base_url:
+        raise ValueError("--compare brings up what it measures; leave --base-url out")
+    if not base_url and not compare:
+        raise ValueError("--base-url is missing, as in --base-url http://127.0.0.1:8000")
+    fields = _fields(extra_body)
+    if ignore_eos:
+        fields["ignore_eos"] = True
+    wanted = Wanted(
+        base_url=base_url,
+        workload=workload,
+        model=model or "",
+        num_requests=num_requests,
+        duration_s=duration,
+        arrivals=arrivals,
+        rate=rate,
+        rates=rates,
+        find_goodput=find_goodput,
+        attainment=attainment,
+        precision=precision,
+        max_rate=max_rate,
+        max_concurrency=max_concurrency,
+        slo_ttft_ms=slo_ttft_ms,
+        slo_tpot_ms=slo_tpot_ms,
+        num_devices=devices,
+        num_warmups=warmups,
+        timeout_s=timeout,
+        seed=seed,
+        time_scale=time_scale,
+        fields=fields,
+        label=label,
+        argv=sys.argv[1:],
+    )
+    raise typer.Exit(
+        run_bench(wanted, work_dir, api_key=api_key, as_json=as_json, outputs=outputs, compare=_paths(compare))
+    )
+
+
+def _paths(text: str) -> list[Path]:
+    return [Path(part).expanduser() for part in text.split(",") if part]
+
+
+def _fields(text: str) -> dict[str, Any]:
+    try:
+        fields = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--extra-body is no JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise ValueError("--extra-body must be a JSON object, as in '{\"temperature\": 0}'")
+    return fields

@@ -1,0 +1,142 @@
+"""What the stages of a model take on a device: closed forms in versioned JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, Self
+
+import msgspec
+
+#: Of the file's form. A file of another version is measured again.
+VERSION = 1
+
+
+class Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Seconds of a step as a sum over its work; a profile's step takes the largest of its lines.
+
+    Units are those of :class:`~epd_serve.sched.budget.StepWork`, whose ``prefill_pairs`` are a chunk's tokens
+    times the tokens up to its end.
+    """
+
+    base_s: float = 0.0
+    token_s: float = 0.0
+    sequence_s: float = 0.0
+    context_s: float = 0.0
+    pair_s: float = 0.0
+
+    def seconds(self, num_tokens: float, num_sequences: float, context: float, pairs: float) -> float:
+        return (
+            self.base_s
+            + self.token_s * num_tokens
+            + self.sequence_s * num_sequences
+            + self.context_s * context
+            + self.pair_s * pairs
+        )
+
+
+class EncodeLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Seconds of a batch of images likewise; ``pair_s`` is for each image's squared number of pixels."""
+
+    base_s: float = 0.0
+    image_s: float = 0.0
+    pixel_s: float = 0.0
+    pair_s: float = 0.0
+
+    def seconds(self, pixels: Sequence[int]) -> float:
+        squares = sum(count * count for count in pixels) if self.pair_s else 0.0
+        return self.base_s + self.image_s * len(pixels) + self.pixel_s * sum(pixels) + self.pair_s * squares
+
+
+class Residual(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a fit is from what was measured, in relative terms."""
+
+    num_samples: int
+    median: float
+    p90: float
+    worst: float
+
+
+class Profile(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """One model on one device (``tensor_parallel`` of them together).
+
+    Attributes:
+        kind: "measured" on the device, or "analytic" from its data sheet.
+        software: versions by name, of what was measured.
+        step, encode: lines of which the largest decides; for analytic ones (compute, memory).
+        compute_share, bandwidth_share: of the device's peak, what a step uses while it waits for that resource.
+        memory_bytes: for weights and KV; language_bytes, tower_bytes: of the weights.
+        pixels_per_token: of images whose tokens go by their size; tokens_per_image: of towers with one size.
+        link_bytes_per_s: to other devices of the machine; handshake_s: before each transfer.
+        request_s: that a request takes on its way to the engine: gateway, preparation.
+        hand_over_s: from the end of a prefill to the first step at D, transfer apart.
+        residuals: of the fits, by stage.
+        samples: what was measured: stage, its work, seconds.
+    """
+
+    kind: Literal["measured", "analytic"]
+    device: str
+    model: str
+    step: tuple[Line, ...]
+    encode: tuple[EncodeLine, ...]
+    version: int = VERSION
+    description: str = ""
+    software: dict[str, str] = {}
+    tensor_parallel: int = 1
+    dtype: str = ""
+    compute_share: float = 1.0
+    bandwidth_share: float = 1.0
+    memory_bytes: float = 0.0
+    language_bytes: float = 0.0
+    tower_bytes: float = 0.0
+    kv_token_bytes: int = 0
+    feature_token_bytes: int = 0
+    num_layers: int = 1
+    pixels_per_token: float = 784.0
+    tokens_per_image: int | None = None
+    link_bytes_per_s: float = 4e9
+    handshake_s: float = 3e-4
+    request_s: float = 0.0
+    hand_over_s: float = 0.0
+    residuals: dict[str, Residual] = {}
+    samples: list[tuple[str, list[float], float]] = []
+
+    def __post_init__(self) -> None:
+        if self.version != VERSION:
+            raise ValueError(
+                f"a profile of version {self.version}, and this program reads {VERSION}: make it anew"
+            )
+        if not self.step:
+            raise ValueError("a profile needs the time of a step")
+
+    def step_s(self, num_tokens: float, num_sequences: float, context: float = 0, pairs: float = 0) -> float:
+        """Seconds of one step of the language model."""
+        return max([line.seconds(num_tokens, num_sequences, context, pairs) for line in self.step])
+
+    def encode_s(self, pixels: Sequence[int]) -> float:
+        """Seconds of one batch of images, given by their pixels. Raises ValueError without a tower."""
+        if not self.encode:
+            raise ValueError(f"the profile of {self.model} on {self.device} has no encode")
+        return max(line.seconds(pixels) for line in self.encode)
+
+    def image_tokens(self, num_pixels: int) -> int:
+        """Of one image."""
+        return self.tokens_per_image or max(round(num_pixels / self.pixels_per_token), 1)
+
+    def num_blocks(self, block_size: int, *, share: float, holds_tower: bool) -> int:
+        """KV blocks that a ``share`` of the memory has room for besides the weights; 2 at least."""
+        free = self.memory_bytes * share - self.language_bytes - (self.tower_bytes if holds_tower else 0)
+        return max(int(free / (self.kv_token_bytes * block_size)), 2)
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Raises ValueError that names the file and what is wrong with it."""
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=cls)
+        except OSError as error:
+            raise ValueError(f"profile {path}: {error.strerror}; 'epd-serve profile' makes one") from error
+        except msgspec.DecodeError as error:
+            raise ValueError(f"profile {path}: {error}; 'epd-serve profile' makes one") from error
+
+    def to_json(self) -> bytes:
+        return msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"

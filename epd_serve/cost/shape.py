@@ -1,0 +1,247 @@
+"""The sizes of a model that decide what its stages cost: read from a transformers config, or known by name."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+#: Of weights, activations and KV in half precision.
+HALF_BYTES = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LanguageShape:
+    """A decoder-only transformer with a gated feed-forward of three matrices."""
+
+    num_layers: int
+    hidden: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocabulary: int
+
+    @property
+    def kv_values(self) -> int:
+        """Values of K and V that one token adds, over all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+
+    @property
+    def layer_parameters(self) -> int:
+        """Of the matrices of one layer."""
+        attention = 2 * self.hidden * self.head_dim * (self.num_heads + self.num_kv_heads)
+        return attention + 3 * self.hidden * self.intermediate
+
+    @property
+    def parameters(self) -> int:
+        """That a token passes: all layers and the output head."""
+        return self.num_layers * self.layer_parameters + self.hidden * self.vocabulary
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VisionShape:
+    """A vision transformer over square patches, ``merge`` squared of which become one token.
+
+    Attributes:
+        num_matrices: of its feed-forward: 2, or 3 where it is gated.
+        tokens_per_image: of towers that see each image in one size; None: as many as its pixels make.
+        window_patches: that a patch attends to in all but ``num_full_layers`` layers; None: to all of its image.
+    """
+
+    num_layers: int
+    hidden: int
+    intermediate: int
+    patch_size: int
+    merge: int = 1
+    num_matrices: int = 2
+    tokens_per_image: int | None = None
+    window_patches: int | None = None
+    num_full_layers: int = 0
+
+    @property
+    def layer_parameters(self) -> int:
+        return 4 * self.hidden**2 + self.num_matrices * self.hidden * self.intermediate
+
+    @property
+    def parameters(self) -> int:
+        return self.num_layers * self.layer_parameters
+
+    @property
+    def pixels_per_token(self) -> int:
+        return (self.patch_size * self.merge) ** 2
+
+    def num_tokens(self, width: int, height: int) -> int:
+        """Of an image of so many pixels."""
+        if self.tokens_per_image is not None:
+            return self.tokens_per_image
+        side = self.patch_size * self.merge
+        return max(round(width / side), 1) * max(round(height / side), 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelShape:
+    """A vision-language model: ``vision`` is None for one of text alone."""
+
+    name: str
+    language: LanguageShape
+    vision: VisionShape | None = None
+    value_bytes: int = HALF_BYTES
+
+    @property
+    def kv_token_bytes(self) -> int:
+        return self.language.kv_values * self.value_bytes
+
+    @property
+    def feature_token_bytes(self) -> int:
+        return self.language.hidden * self.value_bytes
+
+
+_CLIP_L = VisionShape(num_layers=24, hidden=1024, intermediate=4096, patch_size=14, tokens_per_image=576)
+_QWEN2_TOWER = VisionShape(num_layers=32, hidden=1280, intermediate=5120, patch_size=14, merge=2)
+_QWEN25_TOWER = VisionShape(
+    num_layers=32,
+    hidden=1280,
+    intermediate=3420,
+    patch_size=14,
+    merge=2,
+    num_matrices=3,
+    window_patches=64,
+    num_full_layers=4,
+)
+
+
+def _decoder(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, words: int) -> LanguageShape:
+    return LanguageShape(
+        num_layers=layers,
+        hidden=hidden,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=128,
+        intermediate=ffn,
+        vocabulary=words,
+    )
+
+
+_QWEN_7B = _decoder(28, 3584, 28, 4, 18944, 152064)
+
+#: Published sizes of models that the papers measure.
+KNOWN_SHAPES: dict[str, ModelShape] = {
+    shape.name: shape
+    for shape in (
+        ModelShape(name="llava-1.5-7b", language=_decoder(32, 4096, 32, 32, 11008, 32064), vision=_CLIP_L),
+        ModelShape(name="llava-1.5-13b", language=_decoder(40, 5120, 40, 40, 13824, 32064), vision=_CLIP_L),
+        ModelShape(name="llava-1.6-34b", language=_decoder(60, 7168, 56, 8, 20480, 64064), vision=_CLIP_L),
+        ModelShape(name="qwen2-vl-7b", language=_QWEN_7B, vision=_QWEN2_TOWER),
+        ModelShape(name="qwen2.5-vl-7b", language=_QWEN_7B, vision=_QWEN25_TOWER),
+        ModelShape(name="qwen2.5-vl-72b", language=_decoder(80, 8192, 64, 8, 29568, 152064), vision=_QWEN25_TOWER),
+        ModelShape(
+            name="qwen3-vl-8b",
+            language=_decoder(36, 4096, 32, 8, 12288, 151936),
+            vision=VisionShape(num_layers=27, hidden=1152, intermediate=4304, patch_size=16, merge=2),
+        ),
+    )
+}
+
+#: What transformers fills in where a config.json leaves a size away, by model_type.
+_DEFAULTS: dict[str, dict[str, int]] = {
+    "llama": {
+        "num_hidden_layers": 32,
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "intermediate_size": 11008,
+        "vocab_size": 32000,
+    },
+    "clip_vision_model": {
+        "num_hidden_layers": 12,
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "patch_size": 32,
+        "image_size": 224,
+    },
+}
+
+
+def shape_of(model: str) -> ModelShape:
+    """By one of :data:`KNOWN_SHAPES`' names, or from a model's directory or config.json.
+
+    Raises ValueError that says what is missing.
+    """
+    if model in KNOWN_SHAPES:
+        return KNOWN_SHAPES[model]
+    path = Path(model).expanduser()
+    path = path / "config.json" if path.is_dir() else path
+    known = ", ".join(KNOWN_SHAPES)
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"model {model!r}: no such directory or config.json; known by name are {known}") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"model {model!r}: {path} is no config of a transformers model: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"model {model!r}: {path} is no config of a transformers model: it is no object")
+    name = path.parent.name if path.name == "config.json" else path.stem
+    return shape_from_config(config, name or "model")
+
+
+def shape_from_config(config: Mapping[str, Any], name: str) -> ModelShape:
+    """From the content of a config.json. Raises ValueError for a size that is missing."""
+    text = config.get("text_config") or config.get("llm_config") or config
+    read = _Reader(name, text)
+    hidden, heads = read("hidden_size"), read("num_attention_heads")
+    language = LanguageShape(
+        num_layers=read("num_hidden_layers"),
+        hidden=hidden,
+        num_heads=heads,
+        num_kv_heads=read("num_key_value_heads", default=heads),
+        head_dim=read("head_dim", default=hidden // heads),
+        intermediate=read("intermediate_size"),
+        vocabulary=read("vocab_size", default=config.get("vocab_size")),
+    )
+    tower = config.get("vision_config")
+    vision = _vision(_Reader(f"{name}, vision_config", tower)) if isinstance(tower, Mapping) else None
+    dtype = str(text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype"))
+    return ModelShape(name=name, language=language, vision=vision, value_bytes=4 if "float32" in dtype else 2)
+
+
+def _vision(read: _Reader) -> VisionShape:
+    is_windowed = bool(read.config.get("window_size"))
+    # Qwen2-VL calls the tower's width embed_dim and means the language model's by hidden_size.
+    hidden = read("embed_dim", default=None) if "embed_dim" in read.config else read("hidden_size")
+    patch = read("patch_size")
+    layers = read("depth") if "depth" in read.config else read("num_hidden_layers")
+    ratio = read.config.get("mlp_ratio")
+    image_size = read.config.get("image_size") or read.defaults.get("image_size")
+    fixed = (int(image_size) // patch) ** 2 if image_size and "spatial_merge_size" not in read.config else None
+    full = read.config.get("fullatt_block_indexes") or []
+    return VisionShape(
+        num_layers=layers,
+        hidden=hidden,
+        intermediate=int(hidden * ratio) if ratio else read("intermediate_size"),
+        patch_size=patch,
+        merge=read("spatial_merge_size", default=1),
+        num_matrices=3 if is_windowed else 2,
+        tokens_per_image=fixed,
+        window_patches=(int(read.config["window_size"]) // patch) ** 2 if is_windowed else None,
+        num_full_layers=len(full),
+    )
+
+
+class _Reader:
+    """Whole positive numbers of one section of a config."""
+
+    def __init__(self, what: str, config: Mapping[str, Any]) -> None:
+        self.what = what
+        self.config = config
+        self.defaults = _DEFAULTS.get(str(config.get("model_type")), {})
+
+    def __call__(self, key: str, *, default: object = None) -> int:
+        value = self.config.get(key)
+        if value is None:
+            value = self.defaults.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 1:
+            raise ValueError(f"{self.what}: {key} is {value!r}; a config.json says there how large the model is")
+        return int(value)

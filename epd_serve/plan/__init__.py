@@ -1,0 +1,1 @@
+"""Which topology to run, on which devices, and why."""

@@ -1,0 +1,119 @@
+"""The cheapest pair of P and D among many, without a look at each pair by itself.
+
+What a pair costs is a sum of what P costs, what the KV's way costs and what D costs, and that way is one of three.
+So each instance is looked at once, and for each P the best D of each distance. The choice is the same as by
+:func:`~epd_serve.routing.policy.route_s` of every pair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from epd_serve.cost.links import NETWORK, SAME_DEVICE, SAME_HOST
+from epd_serve.routing.policy import NEAR_S, Demand, Route, route_parts
+from epd_serve.routing.table import InstanceRecord, InstanceTable
+from epd_serve.types import Stage
+
+
+def cheapest_pair(table: InstanceTable, model: str, exclude: Collection[str], demand: Demand) -> Route:
+    """Of the cheapest route and those about equal to it, the one that is next.
+
+    Raises Unavailable that names the stage without a ready instance.
+    """
+    parts = route_parts(table, model, exclude, demand)
+    fused = [one.covers(Stage.DECODE) for one in parts.prefills]
+    decodes = [] if all(fused) else parts.decodes
+    rests = [parts.rest_s(one, demand) + one.encode_s for one in decodes]
+    places = [_place(one) for one in decodes]
+    rows: list[tuple[InstanceRecord, _Ways, float | None]] = []
+    for prefill, is_fused in zip(parts.prefills, fused, strict=True):
+        first_s = parts.first_s(prefill)
+        if is_fused:
+            rows.append((prefill, _Ways(first_s, first_s, first_s), parts.rest_s(prefill, demand)))
+            continue
+        nbytes = parts.num_tokens * (prefill.info.kv_token_bytes if prefill.info is not None else 0)
+        seconds = (first_s + link.seconds(nbytes) for link in (SAME_DEVICE, SAME_HOST, NETWORK))
+        rows.append((prefill, _Ways(*seconds), None))
+
+    by_rest = _ByPlace(places, rests, range(len(decodes)))
+    costs: list[tuple[float, float]] = []
+    for prefill, ways, rest in rows:
+        if rest is not None:
+            costs.append((ways.far, rest))
+        else:
+            costs += [(first, rests[index]) for first, index in by_rest.nearest(_place(prefill), ways)]
+    best_first, best_rest = min(costs, key=sum)
+    limit_first, limit_rest = best_first + NEAR_S, best_rest + NEAR_S
+
+    turns = [(one.pending.num_sequences, one.num_chosen[Stage.DECODE]) for one in decodes]
+    by_turn = _ByPlace(places, turns, [index for index, rest in enumerate(rests) if rest <= limit_rest])
+    found: list[tuple[float, int, int, InstanceRecord, InstanceRecord]] = []
+    for number, (prefill, ways, rest) in enumerate(rows):
+        num_chosen = prefill.num_chosen[Stage.PREFILL]
+        if rest is not None:
+            if ways.far <= limit_first and rest <= limit_rest:
+                num_chosen += prefill.num_chosen[Stage.DECODE]
+                found.append((prefill.pending.num_sequences, num_chosen, number, prefill, prefill))
+            continue
+        if ways.same_device > limit_first:
+            continue
+        for first, index in by_turn.nearest(_place(prefill), ways):
+            if first <= limit_first:
+                num_sequences, times = turns[index]
+                found.append((num_sequences, num_chosen + times, number, prefill, decodes[index]))
+    *_, prefill, decode = min(found, key=lambda one: one[:2])
+    return parts.route(prefill, decode)
+
+
+def _place(record: InstanceRecord) -> tuple[str, str]:
+    return ("", "") if record.info is None else (record.info.host_id, record.info.device)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ways:
+    """Seconds until a P's first token and its KV is at a D, by how far that is."""
+
+    same_device: float
+    same_host: float
+    far: float
+
+
+class _ByPlace:
+    """The lowest value (the first of equal ones) at each distance from a place. Unknown hosts ("") are far."""
+
+    def __init__(self, places: Sequence[tuple[str, str]], values: Sequence[Any], indices: Sequence[int]) -> None:
+        devices: dict[tuple[str, str], int] = {}
+        for index in indices:
+            known = devices.get(places[index])
+            if known is None or values[index] < values[known]:
+                devices[places[index]] = index
+
+        def order(index: int) -> tuple[Any, int]:
+            return values[index], index
+
+        self._devices = devices
+        self._hosts: dict[str, list[int]] = {}
+        for (host, _), index in devices.items():
+            self._hosts.setdefault(host, []).append(index)
+        for found in self._hosts.values():
+            found.sort(key=order)
+        self._best = sorted((found[0] for found in self._hosts.values()), key=order)
+        self._order: Callable[[int], tuple[Any, int]] = order
+        self._places = places
+
+    def nearest(self, place: tuple[str, str], ways: _Ways) -> Iterator[tuple[float, int]]:
+        """(seconds of the way, index), in the order of the indices."""
+        host, _ = place
+        found: list[tuple[int, float]] = []
+        if host:
+            if place in self._devices:
+                found.append((self._devices[place], ways.same_device))
+            here = (index for index in self._hosts.get(host, ()) if self._places[index] != place)
+            if (index := next(here, None)) is not None:
+                found.append((index, ways.same_host))
+        far = (index for index in self._best if not host or self._places[index][0] != host)
+        if (index := next(far, None)) is not None:
+            found.append((index, ways.far))
+        return ((first, index) for index, first in sorted(found))

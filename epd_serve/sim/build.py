@@ -1,0 +1,72 @@
+"""From a topology and devices to simulated instances."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from epd_serve.cost.interference import InterferenceMatrix
+from epd_serve.cost.profile import Profile
+from epd_serve.sim.device import MeasuredSharing, Sharing
+from epd_serve.sim.simulator import SimDeployment
+from epd_serve.sim.spec import Batching, SimInstanceSpec, with_memory
+from epd_serve.topology import Topology, place
+from epd_serve.topology.placement import CPU
+from epd_serve.types import Role, Routing
+
+DEFAULT = Batching()
+
+#: Profiles by device name and tensor-parallel width.
+ProfileOf = Callable[[str, int], Profile]
+
+
+def build(
+    topology: Topology,
+    devices: Sequence[str],
+    profile_of: ProfileOf,
+    *,
+    batching: Batching | Callable[[Role], Batching] = DEFAULT,
+    routing: Routing = "least_loaded",
+    host_of: Callable[[str], str] = lambda device: "host0",
+    matrix: InterferenceMatrix | None = None,
+    cores: float | None = None,
+    block_size: int | None = None,
+    num_blocks: int | None = None,
+    dual_stream: bool = True,
+    is_grouped: bool = True,
+) -> SimDeployment:
+    """Instances on their devices as ``epd-serve up`` would place them.
+
+    Memory of a device is shared by the language models on it, in equal parts. On CPUs (``cores`` given) all
+    instances of a host share its cores, each with an equal part of threads, as ``epd-serve up`` gives them out.
+    """
+    placed = place(topology, devices)
+    specs: list[SimInstanceSpec] = []
+    for one in placed:
+        device = one.devices[0]
+        profile = profile_of(device, one.tensor_parallel)
+        neighbours = [other for other in placed if other.name in (one.name, *one.shares_device_with)]
+        num_models = max(sum(other.role.has_language_model for other in neighbours), 1)
+        size = block_size or (128 if profile.device.startswith(("npu", "ascend")) else 16)
+        spec = SimInstanceSpec(
+            name=one.name,
+            role=one.role,
+            profile=profile,
+            device=device,
+            host=host_of(device),
+            num_blocks=num_blocks or 2,
+            block_size=size,
+            batching=batching(one.role) if callable(batching) else batching,
+            cores=max(cores / len(placed), 1.0) if device == CPU and cores is not None else 1.0,
+            dual_stream=dual_stream,
+            is_grouped=is_grouped,
+        )
+        if num_blocks is None:
+            spec = with_memory(spec, share=1 / num_models)
+        specs.append(spec)
+    sharing: dict[str, Sharing] = {}
+    if matrix is not None or cores is not None:
+        measured = MeasuredSharing(cores=cores or float("inf"))
+        if matrix is not None:
+            measured = MeasuredSharing.of(matrix, cores or float("inf"))
+        sharing = {spec.device: measured for spec in specs}
+    return SimDeployment(instances=tuple(specs), routing=routing, sharing=sharing, label=str(topology))

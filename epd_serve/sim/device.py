@@ -1,0 +1,157 @@
+"""A device and what computes on it: side by side, activities slow each other down."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from epd_serve.cost.interference import InterferenceMatrix
+from epd_serve.sim.clock import Clock
+
+
+@dataclass(slots=True, eq=False)
+class Activity:
+    """A step or a batch that computes.
+
+    Attributes:
+        stage: what it does, for measured interference: "E", "P" or "D".
+        compute, bandwidth: of the device's peak, the part that it uses when it is alone.
+        work_s: what it takes alone; done_s of that is done.
+        cores: of a CPU.
+    """
+
+    stage: str
+    compute: float
+    bandwidth: float
+    work_s: float
+    on_end: Callable[[], None]
+    cores: float = 1.0
+    done_s: float = 0.0
+    rate: float = 1.0
+    since_s: float = 0.0
+    begun_s: float = 0.0
+    version: int = 0
+
+
+class Sharing(Protocol):
+    """What activities get of a device, in order: 1 is what they would have alone."""
+
+    def rates(self, activities: Sequence[Activity]) -> list[float]: ...
+
+
+class FluidSharing:
+    """Resources are divided like fluids: nothing slows down while demands for compute and for bandwidth each fit.
+
+    So a stage that waits for memory runs beside one that computes at little cost (EPD-Serve, section 3.5).
+    """
+
+    def rates(self, activities: Sequence[Activity]) -> list[float]:
+        compute = sum(one.compute for one in activities)
+        bandwidth = sum(one.bandwidth for one in activities)
+        return [1 / max(1.0, compute, bandwidth)] * len(activities)
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredSharing:
+    """As pairs of stages were measured side by side; increases of several neighbours add up.
+
+    A CPU has ``cores``; what asks for more in all gets its part of them.
+    """
+
+    increase: dict[tuple[str, str], float] = field(default_factory=dict)
+    cores: float = float("inf")
+
+    @classmethod
+    def of(cls, matrix: InterferenceMatrix, cores: float = float("inf")) -> MeasuredSharing:
+        names = [one.name for one in matrix.workloads if one.kind == "stage"]
+        pairs: dict[tuple[str, str], float] = {}
+        for name in names:
+            for beside in names:
+                try:
+                    pairs[name, beside] = matrix.increase_of(name, beside)
+                except KeyError:
+                    continue
+        return cls(pairs, cores)
+
+    def rates(self, activities: Sequence[Activity]) -> list[float]:
+        scarce = max(1.0, sum(one.cores for one in activities) / self.cores)
+        rates: list[float] = []
+        for one in activities:
+            more = sum(
+                self.increase.get((one.stage, other.stage), 0.0) for other in activities if other is not one
+            )
+            rates.append(1 / ((1 + more) * scarce))
+        return rates
+
+
+class SimDevice:
+    """One device, or one machine's CPU."""
+
+    def __init__(self, clock: Clock, sharing: Sharing) -> None:
+        self._clock = clock
+        self._sharing = sharing
+        self._active: list[Activity] = []
+        self.busy_s = 0.0
+        self._busy_since = 0.0
+
+    def start(self, activity: Activity) -> None:
+        """``on_end`` is called when it is done."""
+        if not self._active:
+            self._busy_since = self._clock.now
+        self._active.append(activity)
+        activity.since_s = activity.begun_s = self._clock.now
+        self._share()
+
+    def stop(self, activity: Activity) -> None:
+        """It is given up: ``on_end`` is not called any more. Idempotent."""
+        if activity in self._active:
+            self._remove(activity)
+            self._share()
+
+    def progress(self, activity: Activity) -> float:
+        """Alone-seconds of it that are done by now."""
+        done = activity.done_s + (self._clock.now - activity.since_s) * activity.rate
+        return min(done, activity.work_s)
+
+    def shorten(self, activity: Activity, work_s: float) -> None:
+        """It ends after so many of its alone-seconds."""
+        activity.done_s = self.progress(activity)
+        activity.since_s = self._clock.now
+        activity.work_s = max(work_s, activity.done_s)
+        self._schedule(activity)
+
+    def _remove(self, activity: Activity) -> None:
+        self._active.remove(activity)
+        activity.version += 1
+        if not self._active:
+            self.busy_s += self._clock.now - self._busy_since
+
+    def _share(self) -> None:
+        active = self._active
+        if len(active) == 1:
+            one = active[0]
+            if one.rate != 1.0 or not one.version:
+                self._rerate(one, 1.0)
+            return
+        for one, rate in zip(active, self._sharing.rates(active), strict=True):
+            if rate != one.rate or not one.version:
+                self._rerate(one, rate)
+
+    def _rerate(self, activity: Activity, rate: float) -> None:
+        activity.done_s = self.progress(activity)
+        activity.since_s = self._clock.now
+        activity.rate = rate
+        self._schedule(activity)
+
+    def _schedule(self, activity: Activity) -> None:
+        activity.version += 1
+        version = activity.version
+
+        def end() -> None:
+            if activity.version == version:
+                self._remove(activity)
+                self._share()
+                activity.on_end()
+
+        self._clock.after((activity.work_s - activity.done_s) / activity.rate, end)

@@ -1,0 +1,240 @@
+"""A simulated instance: a tower, a language model and its caches, and what it says of itself."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from epd_serve.cache.feature_cache import FeatureCache
+from epd_serve.cost.links import Link
+from epd_serve.protocol.wire import InstanceInfo, Load, Report
+from epd_serve.request import Sequence
+from epd_serve.sim.clock import Clock
+from epd_serve.sim.device import SimDevice
+from epd_serve.sim.language import LanguageSide
+from epd_serve.sim.spec import SimInstanceSpec
+from epd_serve.sim.tower import TowerSide
+from epd_serve.transfer.grouping import smallest_hidden_group
+from epd_serve.types import Stage, StageRate
+
+#: Of a new answer in the mean of lengths, as instances keep it (instance/rates.py).
+_GAIN = 0.05
+
+
+@dataclass(slots=True, eq=False)
+class Reservation:
+    """A request that waits for blocks of a decode instance, first come, first served."""
+
+    num_tokens: int
+    hashes: list[bytes]
+    arrival_s: float
+    granted: Callable[[Any], None]
+    is_over: bool = False
+
+
+class SimInstance:
+    """Args:
+    on_prompt, on_end: told of a sequence with its first token, and of one with its last.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        device: SimDevice,
+        spec: SimInstanceSpec,
+        *,
+        on_prompt: Callable[[SimInstance, Sequence], None],
+        on_end: Callable[[Sequence], None],
+        on_tokens: Callable[[Sequence, int, float], None] | None = None,
+    ) -> None:
+        self.spec = spec
+        self._clock = clock
+        self._on_end = on_end
+        self.ready = True
+        self.pid = 1
+        self.inbox: FeatureCache[int] = FeatureCache(spec.feature_bytes)
+        self.language: LanguageSide | None = None
+        takes_turns = not spec.dual_stream
+        self.tower = TowerSide(
+            clock,
+            device,
+            spec,
+            may_start=self._tower_may_start,
+            on_idle=lambda: self.language.kick() if takes_turns and self.language is not None else None,
+        )
+        if spec.role.has_language_model:
+            self.language = LanguageSide(
+                clock,
+                device,
+                spec,
+                has_feature=self.inbox_has,
+                on_prompt=lambda sequence: on_prompt(self, sequence),
+                on_end=self._ended,
+                on_tokens=on_tokens,
+                on_free=self._grant,
+                may_start=lambda: not (takes_turns and self.tower.is_busy),
+                on_step=self.tower.kick if takes_turns else lambda: None,
+            )
+        self._waiting: deque[Reservation] = deque()
+        self._granting = False
+        self.num_expected = 0
+        self.received: list[str] = []
+        self.is_changed = True
+        self._mean_output = 0.0
+        self._link_free_s = 0.0
+        self._rates = self._stage_rates()
+
+    # ------------------------------------------------------------------ what it says
+
+    def info(self) -> InstanceInfo:
+        spec, profile = self.spec, self.spec.profile
+        budget = {} if self.language is None else {"max_num_batched_tokens": self.language.budget.max_num_tokens}
+        return InstanceInfo(
+            name=spec.name,
+            role=str(spec.role),
+            url="",
+            model="model",
+            model_path="",
+            max_model_len=1 << 30,
+            media_fingerprint="",
+            device=spec.device,
+            dtype=profile.dtype,
+            pid=self.pid,
+            ready=self.ready,
+            load=self.load(),
+            budgets=dict(budget),
+            host_id=spec.host,
+            block_size=spec.block_size if self.language is not None else 0,
+            kv_token_bytes=profile.kv_token_bytes,
+            tokens_per_pixel=1 / profile.pixels_per_token if profile.pixels_per_token else 0.0,
+            feature_token_bytes=profile.feature_token_bytes,
+        )
+
+    def load(self) -> Load:
+        language, tower = self.language, self.tower
+        if language is None:
+            return Load(
+                num_waiting_encodes=tower.num_waiting,
+                num_waiting_pixels=tower.num_waiting_pixels,
+                rates=self._rates,
+            )
+        language.settle(cut=False)
+        queues = language.queues
+        return Load(
+            num_running=queues.num_running,
+            num_waiting=queues.num_waiting,
+            num_waiting_tokens=queues.num_waiting_tokens if self.spec.role.prefills else 0,
+            num_waiting_encodes=tower.num_waiting,
+            num_waiting_pixels=tower.num_waiting_pixels,
+            num_expected=self.num_expected,
+            free_blocks=language.pool.num_free,
+            total_blocks=language.pool.capacity,
+            mean_output_tokens=self._mean_output,
+            tokens_per_character=0.25,
+            rates=self._rates,
+        )
+
+    def report(self) -> Report:
+        """What a gateway hears since the last one."""
+        received, self.received = self.received, []
+        made, self.tower.made = self.tower.made, []
+        self.is_changed = False
+        return Report(load=self.load(), ready=self.ready, received=received, encoded=made)
+
+    def _stage_rates(self) -> dict[str, StageRate]:
+        """What fits to many batches would say."""
+        profile, role = self.spec.profile, self.spec.role
+        rates: dict[str, StageRate] = {}
+        if role.encodes:
+            one, two = profile.encode_s([448**2]), profile.encode_s([448**2] * 2)
+            rates[Stage.ENCODE.value] = StageRate(max(2 * one - two, 0.0), (two - one) / 448**2)
+        if role.prefills:
+            one, two = profile.step_s(512, 1, 0, 512**2), profile.step_s(1024, 1, 0, 1024**2)
+            rates[Stage.PREFILL.value] = StageRate(max(2 * one - two, 0.0), (two - one) / 512)
+        if role.decodes:
+            one, two = profile.step_s(8, 8, 8 * 1024), profile.step_s(16, 16, 16 * 1024)
+            rates[Stage.DECODE.value] = StageRate(max(2 * one - two, 0.0), (two - one) / 8)
+        return rates
+
+    def _tower_may_start(self) -> bool:
+        if self.spec.dual_stream or self.language is None or not self.language.is_busy:
+            return True
+        self.language.settle()  # behind the step under way it is the tower's turn
+        return False
+
+    # ------------------------------------------------------------------ what it does
+
+    def inbox_has(self, key: str) -> bool:
+        return key in self.inbox
+
+    def take_feature(self, key: str, owner: str, nbytes: int) -> None:
+        """A feature has come for a request."""
+        self.inbox.put(key, nbytes, nbytes, owner, beyond=True)
+        if self.language is not None:
+            self.language.wake()
+
+    def reserve(self, reservation: Reservation) -> None:
+        self._waiting.append(reservation)
+        self.is_changed = True
+        self._grant()
+
+    def send_s(self, link: Link, num_tokens: int, computing_s: float) -> float:
+        """When the KV of a prompt that is computed now has been written elsewhere: seconds from now.
+
+        Groups of layers went out while the prompt was computed, but for those behind an earlier transfer. The rest
+        is the last group, or what the link is slower than computing.
+        """
+        profile = self.spec.profile
+        nbytes = float(num_tokens * profile.kv_token_bytes)
+        layers = profile.num_layers
+        group = layers
+        if self.spec.is_grouped and computing_s > 0:
+            group = smallest_hidden_group(
+                layers, computing_s / layers, nbytes / layers, link.handshake_s, link.bytes_per_s
+            )
+        num_groups = -(-layers // group)
+        all_s = num_groups * link.handshake_s + nbytes / link.bytes_per_s
+        last_s = link.seconds(nbytes * group / layers)
+        hidden_s = computing_s * (1 - group / layers) if self.spec.is_grouped else 0.0
+        start = max(self._clock.now, self._link_free_s)
+        self._link_free_s = start + max(last_s, all_s - hidden_s)
+        return self._link_free_s - self._clock.now
+
+    def drop_all(self) -> None:
+        """The process has died; another one comes up later."""
+        self.ready = False
+        self.pid += 1
+        self.tower.drop_all()
+        if self.language is not None:
+            self.language.drop_all()
+        self._waiting.clear()
+        self.inbox = FeatureCache(self.spec.feature_bytes)
+        self.num_expected = 0
+        self.received.clear()
+        self._link_free_s = 0.0
+
+    def _grant(self) -> None:
+        """Give blocks to what waits for them, in order."""
+        self.is_changed = True
+        if self._granting or self.language is None:
+            return
+        self._granting = True
+        while self._waiting:
+            first = self._waiting[0]
+            if not first.is_over:
+                blocks = self.language.reserve(first.num_tokens, first.hashes, first.arrival_s)
+                if blocks is None:
+                    break
+                self._waiting.popleft()
+                first.granted(blocks)
+            else:
+                self._waiting.popleft()
+        self._granting = False
+
+    def _ended(self, sequence: Sequence) -> None:
+        self.is_changed = True
+        length = len(sequence.output_ids)
+        self._mean_output += _GAIN * (length - self._mean_output) if self._mean_output else float(length)
+        self._on_end(sequence)

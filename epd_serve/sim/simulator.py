@@ -1,0 +1,196 @@
+"""Runs requests through a simulated deployment."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from epd_serve.cost.links import NETWORK, SAME_DEVICE, Link
+from epd_serve.routing.choice import router_of
+from epd_serve.sim.clock import Clock
+from epd_serve.sim.device import FluidSharing, Sharing, SimDevice
+from epd_serve.sim.gateway import Job, SimGateway
+from epd_serve.sim.instance import SimInstance
+from epd_serve.sim.request import SimRequest
+from epd_serve.sim.spec import SimInstanceSpec
+from epd_serve.types import Routing
+
+#: As instances report (instance/reports.py).
+REPORT_S = 0.18
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fault:
+    """An instance dies and is there again ``down_s`` later."""
+
+    at_s: float
+    instance: str
+    down_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SimDeployment:
+    """Instances behind one gateway.
+
+    Attributes:
+        sharing: of a device, by its name; fluid where none is named.
+        network: between hosts. Within one, devices are as far apart as the sender's profile says.
+    """
+
+    instances: tuple[SimInstanceSpec, ...]
+    routing: Routing = "least_loaded"
+    sharing: dict[str, Sharing] = field(default_factory=dict)
+    network: Link = NETWORK
+    label: str = ""
+
+    @property
+    def num_devices(self) -> int:
+        """Those of tensor-parallel instances are counted one by one."""
+        widths: dict[str, int] = {}
+        for one in self.instances:
+            widths[one.device] = max(widths.get(one.device, 1), one.profile.tensor_parallel)
+        return sum(widths.values())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """Of one run.
+
+    Attributes:
+        jobs: in the order of the requests.
+        busy: of each device, the part of the time in which something computed on it.
+        encoded, hits: items that were encoded, and those that were there already.
+    """
+
+    jobs: list[Job]
+    seconds: float
+    busy: dict[str, float]
+    encoded: int
+    hits: int
+    num_steps: int
+    num_preempted: int
+    num_events: int
+    gateway: SimGateway
+    instances: dict[str, SimInstance]
+
+
+class NoWay(ValueError):
+    """Nothing can come of a deployment, as when the weights do not fit."""
+
+
+def simulate(
+    deployment: SimDeployment,
+    requests: Sequence[SimRequest],
+    *,
+    seed: int = 0,
+    gaps: bool = False,
+    faults: Sequence[Fault] = (),
+    give_up: Callable[[list[Job]], bool] | None = None,
+    progress: Callable[[int], None] | None = None,
+    until_s: float = float("inf"),
+) -> Outcome:
+    """Run all requests to their ends. The same arguments give the same outcome.
+
+    Args:
+        gaps: whether each token's time is kept.
+        give_up: asked after each report with what has ended; True ends the run there.
+        progress: told how many requests have ended.
+        until_s: the run ends there whatever is under way.
+    """
+    clock = Clock()
+    devices: dict[str, SimDevice] = {}
+    instances: dict[str, SimInstance] = {}
+    done: list[Job] = []
+
+    def link(one: SimInstance, other: SimInstance) -> Link:
+        if one.spec.host != other.spec.host:
+            return deployment.network
+        if one.spec.device == other.spec.device:
+            return SAME_DEVICE
+        return Link(handshake_s=one.spec.profile.handshake_s, bytes_per_s=one.spec.profile.link_bytes_per_s)
+
+    for spec in deployment.instances:
+        if spec.role.has_language_model and spec.num_blocks < 8:
+            raise NoWay(f"{spec.name}: the model's weights leave no room for KV on {spec.device}")
+        place = f"{spec.host}/{spec.device}"
+        if place not in devices:
+            devices[place] = SimDevice(clock, deployment.sharing.get(spec.device, FluidSharing()))
+        instances[spec.name] = SimInstance(
+            clock,
+            devices[place],
+            spec,
+            on_prompt=lambda instance, sequence: gateway.prompt_done(instance, sequence),
+            on_end=lambda sequence: gateway.ended(sequence),
+            on_tokens=(lambda sequence, count, now: gateway.tokens(sequence, count, now)) if gaps else None,
+        )
+    router = router_of(deployment.routing, random.Random(seed).random)
+    gateway = SimGateway(clock, instances, router, link=link, on_done=done.append)
+    jobs = [
+        Job(number=number, request=request, num_tokens=0, sent_s=request.at_s)
+        for number, request in enumerate(requests)
+    ]
+    given_up = False
+
+    def arrive(index: int) -> None:
+        gateway.serve(jobs[index])
+        if index + 1 < len(jobs):
+            clock.at(jobs[index + 1].sent_s, lambda: arrive(index + 1))
+
+    def report() -> None:
+        nonlocal given_up
+        gateway.report()
+        if not clock.has_events and len(done) < len(jobs):
+            raise RuntimeError(f"at {clock.now:.3f} s {len(jobs) - len(done)} requests wait for nothing")
+        if progress is not None:
+            progress(len(done))
+        if clock.now >= until_s or (give_up is not None and give_up(done)):
+            given_up = True
+        clock.after(REPORT_S, report)
+
+    def die(fault: Fault) -> None:
+        instance = instances[fault.instance]
+        instance.drop_all()
+        gateway.lost(fault.instance)
+        clock.after(fault.down_s, lambda: back(instance))
+
+    def back(instance: SimInstance) -> None:
+        instance.ready = True
+        gateway.table.update(instance.spec.name, instance.info(), contains=0)
+
+    if jobs:
+        clock.at(jobs[0].sent_s, lambda: arrive(0))
+    clock.at(0.0, report)
+    for fault in faults:
+        if fault.instance not in instances:
+            raise ValueError(f"a fault of {fault.instance!r}; there are {', '.join(instances)}")
+        clock.at(fault.at_s, lambda fault=fault: die(fault))  # type: ignore[misc]
+    languages = [one.language for one in instances.values() if one.language is not None]
+    clock.run(lambda: len(done) == len(jobs) or given_up)
+    seconds = clock.now
+    clock.run(lambda: given_up or not any(one.is_busy for one in languages))  # steps of what died in between
+    return Outcome(
+        jobs=jobs,
+        seconds=seconds,
+        busy={name: device.busy_s / seconds if seconds else 0.0 for name, device in devices.items()},
+        encoded=sum(one.tower.num_encoded for one in instances.values()),
+        hits=sum(one.tower.num_hits for one in instances.values()),
+        num_steps=sum(one.num_steps for one in languages),
+        num_preempted=sum(one.num_preempted for one in languages),
+        num_events=clock.num_events,
+        gateway=gateway,
+        instances=instances,
+    )
+
+
+def check_books(outcome: Outcome) -> None:
+    """Raise AssertionError unless all blocks and features are back once all requests have ended."""
+    assert not outcome.gateway.num_open, "requests are open"
+    for instance in outcome.instances.values():
+        instance.tower.store.check_integrity()
+        instance.inbox.check_integrity()
+        assert not instance.inbox.num_owners, f"{instance.spec.name}: features are held"
+        if instance.language is not None:
+            pool = instance.language.pool
+            pool.check_integrity()
+            assert pool.num_free == pool.capacity, f"{instance.spec.name}: blocks are held"

@@ -1,0 +1,123 @@
+"""What a simulated instance is: its role, its device and profile, and the options that a deployment gives it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from epd_serve.config.options import BatchingOrder, BatchingPolicy
+from epd_serve.cost.profile import Profile
+from epd_serve.sched.budget import MIN_CHUNK, PREFILL_SHARE, StepCost, StepPace, latency_limit_s, search_budget
+from epd_serve.sched.language import Budget
+from epd_serve.types import Role
+
+#: Blocks of a pool beyond which more cannot change anything in a simulation of some thousand requests.
+_MOST_BLOCKS = 1 << 17
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batching:
+    """The options of a deployment file that shape steps; ``slo`` in seconds, None: no limit."""
+
+    max_num_tokens: int = 2048
+    max_num_seqs: int = 64
+    image_budget_pixels: int = 8 << 20
+    policy: BatchingPolicy = "stage-level"
+    order: BatchingOrder = "fcfs"
+    alpha: float = 0.5
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SimInstanceSpec:
+    """One instance.
+
+    Attributes:
+        host, device: instances of one device slow each other down.
+        cores: of a CPU, that a step keeps busy.
+        dual_stream: False: tower and language model of this instance take turns, as in a monolithic engine.
+        kv_mode: whether KV goes out in groups of layers while the prompt is computed, or all of it afterwards.
+        feature_bytes: of the features that an encoder keeps.
+    """
+
+    name: str
+    role: Role
+    profile: Profile
+    device: str
+    host: str = "host0"
+    num_blocks: int
+    block_size: int = 16
+    batching: Batching = Batching()
+    cores: float = 1.0
+    dual_stream: bool = True
+    is_grouped: bool = True
+    feature_bytes: int = 256 << 20
+
+    @property
+    def limit_s(self) -> float | None:
+        """LATENCY_max of its steps and encodes."""
+        batching = self.batching
+        if batching.policy != "stage-level":
+            return None
+        return latency_limit_s(self.role, ttft_s=batching.ttft_s, tpot_s=batching.tpot_s, alpha=batching.alpha)
+
+
+def step_cost(profile: Profile) -> StepCost:
+    """The linear cost that the scheduler's pace works with: the largest part of each of the profile's lines."""
+    lines = profile.step
+    return StepCost(
+        base_s=max(line.base_s for line in lines),
+        token_s=max(line.token_s for line in lines),
+        sequence_s=max(line.sequence_s for line in lines),
+        context_s=max(line.context_s for line in lines),
+        pair_s=max(line.pair_s for line in lines),
+    )
+
+
+def find_budget(spec: SimInstanceSpec) -> Budget:
+    """As an instance finds it at its start (TriInfer, algorithm 1), from the profile's times in place of measured
+    ones. A limit that cannot be met leaves the smallest batch."""
+    batching, profile, limit_s = spec.batching, spec.profile, spec.limit_s
+    if limit_s is None:
+        return Budget(max_num_tokens=batching.max_num_tokens, max_num_seqs=batching.max_num_seqs)
+    capacity = (spec.num_blocks - 1) * spec.block_size
+    num_seqs = batching.max_num_seqs
+    if spec.role.decodes:
+        num_seqs = search_budget(
+            lambda count: profile.step_s(count, count, count * spec.block_size),
+            (1 - PREFILL_SHARE) * limit_s,
+            1,
+            max(min(num_seqs, capacity // spec.block_size), 1),
+        ).size
+    unit = min(MIN_CHUNK, batching.max_num_tokens)
+    num_tokens = unit * (
+        search_budget(
+            lambda count: profile.step_s(count * unit, 1, 0, (count * unit) ** 2),
+            limit_s,
+            1,
+            max(1, min(batching.max_num_tokens, capacity) // unit),
+        ).size
+    )
+    return Budget(
+        max_num_tokens=max(num_tokens, num_seqs if spec.role.decodes else 0),
+        max_num_seqs=num_seqs,
+        pace=StepPace(step_cost(profile), limit_s),
+    )
+
+
+def find_image_budget(spec: SimInstanceSpec) -> int:
+    """The largest batch of square images of 448 pixels within the limit, in pixels."""
+    limit_s, area = spec.limit_s, 448 * 448
+    if limit_s is None or not spec.profile.encode:
+        return spec.batching.image_budget_pixels
+    most = max(1, spec.batching.image_budget_pixels // area)
+    return area * search_budget(lambda count: spec.profile.encode_s([area] * count), limit_s, 1, most).size
+
+
+def with_memory(spec: SimInstanceSpec, *, share: float) -> SimInstanceSpec:
+    """The same with as many blocks as its share of the device's memory holds; 0 where the weights do not fit."""
+    if not spec.role.has_language_model:
+        return replace(spec, num_blocks=2)
+    profile = spec.profile
+    blocks = profile.num_blocks(spec.block_size, share=share, holds_tower=spec.role.encodes)
+    return replace(spec, num_blocks=min(blocks, _MOST_BLOCKS))

@@ -1,0 +1,97 @@
+"""``epd-serve bench --compare`` over real deployments, and what is made of its runs afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from epd_serve.bench.deployed import read_candidates
+
+ROOT = Path(__file__).parents[2]
+LOAD = ["--workload", "synthetic,image_share=0.5,image_size=64x64,output_tokens=4", "--rates", "20,30"]
+LOAD += ["--duration", "0.3", "--warmups", "1"]
+
+
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "epd_serve.cli", "bench", *arguments]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=150, env={**os.environ, "COLUMNS": "150"}
+    )
+
+
+def deployment(folder: Path, name: str, **settings: object) -> Path:
+    path = folder / f"{name}.yaml"
+    path.write_text(json.dumps({"topology": "EPD", "instances": {"threads": 1}, **settings}))
+    return path
+
+
+@pytest.mark.timeout(400)
+def test_deployments_are_measured_in_turn_under_one_schedule(tmp_path: Path) -> None:
+    """The second does not come up at first; with its file mended, the comparison goes on where it stood."""
+    files = [deployment(tmp_path, "first"), deployment(tmp_path, "second", model="no-such-model")]
+    work = tmp_path / "out"
+    listed = ",".join(map(str, files))
+    done = bench("--compare", listed, *LOAD, "--work-dir", str(work), "--slo-ttft-ms", "0.001", "--fail-on-slo")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "not measured: second" in done.stdout
+    assert "there is no directory" in done.stdout, "why, in the words of epd-serve up"
+    (path,) = work.iterdir()
+    assert list(json.loads((path / "compare.json").read_text())["failed"]) == ["second"]
+    measured_before = (path / "first" / "rate-20" / "records.jsonl").stat()
+
+    files[1].write_text(files[0].read_text())
+    again = bench("--resume", str(path), "--fail-on-slo")
+    assert again.returncode == 3, again.stdout + again.stderr
+    assert "SLO missed: second, synthetic, 20 req/s: 0 of 6 requests" in again.stdout
+    assert re.search(r"first +1 .*second +1 ", again.stdout, re.DOTALL)
+    assert (path / "first" / "rate-20" / "records.jsonl").stat() == measured_before
+    for rate, number in (("rate-20", 6), ("rate-30", 9)):
+        first, second = (path / name / rate for name in ("first", "second"))
+        assert (first / "schedule.jsonl").read_bytes() == (second / "schedule.jsonl").read_bytes()
+        digests = {json.loads((run / "run.json").read_text())["workload_digest"] for run in (first, second)}
+        assert len(digests) == 1, "every byte of the requests is the same"
+        records = [json.loads(line) for line in (first / "records.jsonl").read_text().splitlines()]
+        assert len(records) == number
+        assert not any("failure" in record for record in records)
+        assert {file.suffix for file in (first / "performances" / "demo").iterdir()} == {".csv", ".json", ".jsonl"}
+        assert json.loads((first / "result.json").read_text())["completed"] == number
+    assert "report.html" in {file.name for file in path.iterdir()}
+    lines = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
+    assert not [line for line in lines if any(file.name in part for part in line for file in files)]
+
+    redrawn = bench("--redraw", str(path / "first"), "--fail-on-slo", "--attainment", "0.01", "--no-report")
+    assert redrawn.returncode == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--compare", "a.yaml", "--base-url", "http://127.0.0.1:1"], "leave --base-url out"),
+        (["--compare", "gone.yaml"], "gone.yaml: No such file"),
+        (["--compare", "gone.yaml", "--find-goodput"], "not with --find-goodput"),
+        (["--redraw", "gone"], "gone holds no run"),
+    ],
+)
+def test_what_cannot_be_compared_is_explained(arguments: list[str], says: str) -> None:
+    done = bench(*arguments)
+    assert done.returncode == 2
+    assert says in done.stderr
+
+
+def test_labels_and_devices_of_deployments(tmp_path: Path) -> None:
+    topologies = {"a": "E-P-D", "b": "(E-P)-D", "c": "EPD"}
+    files = [deployment(tmp_path, name, topology=topology) for name, topology in topologies.items()]
+    gpus = ["cuda:0", "cuda:1", "cuda:2"]
+    files.append(deployment(tmp_path, "gpu", topology="E-P-D", devices=gpus))
+    files.append(deployment(tmp_path, "pair", topology="(E-D)-P", devices=gpus[:2]))
+    found = [(one.label, one.num_devices) for one in read_candidates(files)]
+    assert found == [("a", 1), ("(E-P)-D", 1), ("EPD", 1), ("gpu", 3), ("(E-D)-P", 2)]
+    with pytest.raises(ValueError, match=r"names .*c\.yaml twice"):
+        read_candidates([*files, files[2]])

@@ -1,0 +1,157 @@
+"""The report: figures that plotly accepts, a page that needs nothing else, and what a browser makes of it."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import plotly.graph_objects as go
+import pytest
+from bench_runs import failed, good, loaded, measured
+
+from epd_serve.bench.outputs import missed
+from epd_serve.bench.report import write_pngs, write_report
+from epd_serve.bench.report.needs import browser
+from epd_serve.bench.report.plots import plots
+from epd_serve.bench.report.series import grids
+from epd_serve.bench.report.table import html_tables, rows
+from epd_serve.bench.report.timeline import timelines
+from epd_serve.bench.results import Measured
+
+RATES = (2.0, 6.0, 12.0)
+
+
+def comparison() -> list[Measured]:
+    """Two deployments, which carry about 3 and 6 requests a second."""
+    servers = {"EPD": 3.0, "E-P-D": 6.0}
+    return [loaded(label, rate, capacity=capacity) for label, capacity in servers.items() for rate in RATES]
+
+
+CASES = {
+    "comparison": comparison,
+    "sweep": lambda: [loaded("EPD", rate, capacity=5) for rate in RATES],
+    "run": lambda: [loaded("EPD", 2, capacity=5)],
+    "several at one rate": lambda: [loaded(label, 2, capacity=5) for label in ("EPD", "E-P-D", "<b>&\"'")],
+    "closed loop": lambda: [measured([good(0, 0.0), good(1, 0.2)], rate=None, arrivals="closed:4")],
+    "failures alone": lambda: [measured([failed(0, 0.0)]), measured([failed(0, 0.0)], rate=4)],
+    "one token": lambda: [measured([good(0, 0.0)])],
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_plotly_takes_every_figure(name: str) -> None:
+    """Its Python classes know each property of each trace and refuse what plotly.js would pass over."""
+    runs: Sequence[Measured] = CASES[name]()
+    for grid in grids(runs):
+        figures = list(plots(grid).values())
+        for some in timelines(runs).values():
+            figures += some
+        for figure in figures:
+            go.Figure(figure)
+        assert html_tables(grid).count("<table") == len(grid.loads)
+
+
+def test_which_plots_there_are() -> None:
+    (grid,) = grids(comparison())
+    assert list(plots(grid)) == [
+        *("capacity", "attainment-map", "attainment", "answered", "throughput", "latency", "limits", "strengths"),
+        *("places", "ttft", "tpot", "waiting", "stages"),
+    ]
+    (grid,) = grids(CASES["run"]())
+    assert list(plots(grid)) == ["attainment", "limits", "waiting", "stages"]
+
+
+def test_goodput_lies_between_the_loads_around_90_percent() -> None:
+    (grid,) = grids(comparison())
+    for label in grid.labels:
+        shares = {load: run.summary.total.attainment.value for load, run in grid.of(label)}
+        held = max(load for load, share in shares.items() if share >= 0.9)
+        lost = min((load for load, share in shares.items() if share < 0.9), default=held)
+        assert held <= grid.goodput(label) <= lost
+    assert grid.goodput("EPD") < grid.goodput("E-P-D")
+    (none,) = grids(CASES["failures alone"]())
+    assert none.goodput("E-P-D") == 0
+
+
+def test_the_load_that_tells_deployments_apart_is_shown() -> None:
+    """At 2 a second both are at 100 %, at 12 both are overloaded."""
+    (grid,) = grids(comparison())
+    assert grid.telling == 6
+
+
+def test_rates_are_per_device_where_deployments_have_different_numbers() -> None:
+    runs = [loaded("EPD", 4, capacity=5), loaded("E-P-D", 12, capacity=15, num_devices=3)]
+    (grid,) = grids(runs)
+    assert (grid.per_device, grid.loads) == (True, (4.0,))
+    devices = {label: cells[0].text for label, cells in rows(grid, 4.0)}
+    assert devices == {"EPD": "1", "E-P-D": "3"}
+
+
+def test_the_best_of_a_column_is_marked_and_failures_are_seen() -> None:
+    runs = [measured([good(0, 0.0)], label="a"), measured([good(0, 0.0, ttft_s=0.4), failed(1, 0.1)], label="b")]
+    (grid,) = grids(runs)
+    (_, first), (_, second) = rows(grid, 2.0)
+    assert [cell.text for cell in first[:4]] == ["1", "101", "10.0", "100.0"]
+    assert first[1].is_best and first[3].is_best
+    assert not second[1].is_best
+    assert second[-1].is_bad and second[-1].text == "1"
+
+
+def test_slo_that_was_missed_is_a_sentence() -> None:
+    run = measured([good(0, 0.0), good(1, 0.5, ttft_s=3.0)], label="EPD")
+    assert missed(run, 0.5) == ""
+    assert "EPD, mine, 2 req/s: 1 of 2 requests (50.0%)" in missed(run, 0.9)
+
+
+def test_the_page_stands_alone_and_names_are_no_markup(tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    write_report(path, CASES["several at one rate"](), title="<i>Load</i>")
+    text = path.read_text(encoding="utf-8")
+    assert len(text) < 4_000_000
+    assert not re.search(r"(src|href)=", text)
+    assert "&lt;i&gt;Load&lt;/i&gt;" in text
+    assert "<b>&\"'" not in text
+    with pytest.raises(ValueError, match="no finished run"):
+        write_report(path, [])
+
+
+def _browser() -> str | None:
+    try:
+        return browser()
+    except ValueError:
+        return None
+
+
+@pytest.mark.skipif(_browser() is None, reason="no browser that could draw")
+def test_a_browser_draws_it(tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    write_report(path, comparison())
+    command = [str(_browser()), "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=5000"]
+    command += [f"--user-data-dir={tmp_path}/profile", "--dump-dom", path.as_uri()]
+    done = subprocess.run(command, capture_output=True, timeout=120, check=True)
+    page = done.stdout.decode()
+    assert 'data-ready="yes"' in page
+    assert "cannot be drawn:" not in page.split("<script")[0]
+    drawn = re.findall(r'data-figure="[a-z-]+" class="js-plotly-plot"', page)
+    assert len(drawn) == 13
+    assert page.count('class="main-svg"') >= 15
+
+
+@pytest.mark.skipif(_browser() is None, reason="no browser that could draw")
+def test_pictures_of_the_plots(tmp_path: Path) -> None:
+    paths = write_pngs(tmp_path, [loaded("EPD", 2, capacity=5, seconds=2)])
+    assert sorted(path.name for path in paths) == sorted(
+        f"mine-{name}.png" for name in ("attainment", "limits", "waiting", "stages", "requests", "load")
+    )
+    for path in paths:
+        assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_a_browser_pictures_say_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    monkeypatch.delenv("BROWSER_PATH", raising=False)
+    with pytest.raises(ValueError, match="install chromium"):
+        write_pngs(tmp_path, CASES["run"]())

@@ -1,0 +1,73 @@
+"""The search for goodput, on functions whose answer is known."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from epd_serve.bench.search import GoodputSearch, parse_rates
+
+LOWEST, HIGHEST = 0.1, 1000.0
+
+
+def run(search: GoodputSearch, limit: float) -> GoodputSearch:
+    while (rate := search.next_rate()) is not None:
+        assert len(search.tried) < 60
+        search.tell(rate, attained=rate <= limit)
+    return search
+
+
+@given(st.floats(LOWEST, HIGHEST), st.floats(LOWEST, HIGHEST), st.floats(0.005, 0.5))
+def test_a_threshold_is_found_to_the_precision(start: float, limit: float, precision: float) -> None:
+    search = run(GoodputSearch(start=start, lowest=LOWEST, highest=HIGHEST, precision=precision), limit)
+    assert search.attained is not None
+    assert search.attained <= limit <= (HIGHEST if search.missed is None else search.missed)
+    if search.missed is not None:
+        assert limit <= search.attained * (1 + precision)
+    rates = [rate for rate, _ in search.tried]
+    assert len(set(rates)) == len(rates)
+    assert all(LOWEST <= rate <= HIGHEST for rate in rates)
+
+
+def test_a_server_that_never_attains_and_one_that_always_does() -> None:
+    never = run(GoodputSearch(start=4, lowest=1, highest=64), 0.5)
+    assert (never.attained, never.missed) == (None, 1)
+    assert [rate for rate, _ in never.tried] == [4, 2, 1]
+    always = run(GoodputSearch(start=4, lowest=1, highest=50), 1e9)
+    assert (always.attained, always.missed) == (50, None)
+    assert [rate for rate, _ in always.tried] == [4, 8, 16, 32, 50]
+
+
+def test_doubling_then_bisection() -> None:
+    search = run(GoodputSearch(start=1, lowest=0.5, highest=100, precision=0.1), 11.0)
+    assert [rate for rate, _ in search.tried] == [1, 2, 4, 8, 16, 12, 10, 11]
+
+
+@given(st.lists(st.booleans(), min_size=40, max_size=40))
+def test_noise_ends_the_search_too(answers: list[bool]) -> None:
+    search = GoodputSearch(start=1, lowest=0.01, highest=1000, precision=0.05)
+    for attained in answers:
+        rate = search.next_rate()
+        if rate is None:
+            break
+        search.tell(rate, attained=attained)
+    assert search.next_rate() is None
+    if search.attained is not None and search.missed is not None:
+        assert search.attained < search.missed
+
+
+@pytest.mark.parametrize("start", [0.0, -1.0, 2000.0])
+def test_a_range_that_is_none(start: float) -> None:
+    with pytest.raises(ValueError, match="0 < lowest <= start <= highest"):
+        GoodputSearch(start=start, lowest=LOWEST, highest=HIGHEST)
+
+
+def test_rates_as_typed() -> None:
+    assert parse_rates("1:12:1") == [float(rate) for rate in range(1, 13)]
+    assert parse_rates("0.5:2:0.5") == [0.5, 1.0, 1.5, 2.0]
+    assert parse_rates("1,2,4") == [1.0, 2.0, 4.0]
+    assert parse_rates("3") == [3.0]
+    for text in ("", "a", "0:4:1", "4:1:1", "1:4:0", "2,1", "1,1", "1:2", "0,1", "inf", "nan"):
+        with pytest.raises(ValueError, match="write FROM:TO:STEP"):
+            parse_rates(text)

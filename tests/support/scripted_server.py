@@ -1,0 +1,258 @@
+"""A server with known faults and delays, for testers. Run it: it prints its port, and ends with its stdin.
+
+What a chat's last message names is done; GET /log says when, by the clock of CLOCK_MONOTONIC, which is the same in
+every process of a host: when a request was there in whole, and when each event left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+FIRST_S, GAP_S, STALL_S, NUM_TOKENS = 0.4, 0.01, 0.3, 8
+USAGE = {"prompt_tokens": 12, "completion_tokens": NUM_TOKENS, "total_tokens": 12 + NUM_TOKENS}
+_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+@dataclass
+class Call:
+    """One request and what was sent for it."""
+
+    writer: asyncio.StreamWriter
+    id: str
+    script: str
+    received: float = field(default_factory=time.perf_counter)
+    events: list[float] = field(default_factory=list)
+    due: float = 0.0
+
+    async def wait(self, seconds: float) -> None:
+        self.due = (self.due or self.received) + seconds
+        await asyncio.sleep(max(0.0, self.due - time.perf_counter()))
+
+    def raw(self, data: bytes) -> None:
+        self.writer.write(data)
+
+    def event(self, data: bytes) -> None:
+        self.events.append(time.perf_counter())
+        self.raw(b"%x\r\ndata: %b\n\n\r\n" % (len(data) + 8, data))
+
+    def chunk(self, content: str | None = None, finish: str | None = None, **delta: Any) -> None:
+        if content is not None:
+            delta["content"] = content
+        self.event(json.dumps({"choices": [{"index": 0, "delta": delta, "finish_reason": finish}]}).encode())
+
+    def usage(self) -> None:
+        self.event(json.dumps({"choices": [], "usage": USAGE}).encode())
+
+    def end(self, *, done: bool = True) -> None:
+        if done:
+            self.event(b"[DONE]")
+        self.raw(b"0\r\n\r\n")
+
+    def plain(self, status: int, body: bytes, kind: str = "application/json") -> None:
+        self.raw(
+            b"HTTP/1.1 %d X\r\ncontent-type: %b\r\ncontent-length: %d\r\n\r\n" % (status, kind.encode(), len(body))
+        )
+        self.raw(body)
+
+    async def tokens(self, count: int, *, finish: bool = True, stall_behind: int = -1) -> None:
+        await self.wait(FIRST_S)
+        for index in range(count):
+            if index:
+                await self.wait(STALL_S if index == stall_behind else GAP_S)
+            self.chunk(f" t{index}", "length" if finish and index == count - 1 else None)
+
+
+async def steady(call: Call) -> None:
+    call.raw(_HEAD)
+    await call.tokens(NUM_TOKENS)
+    call.usage()
+    call.end()
+
+
+async def stall(call: Call) -> None:
+    call.raw(_HEAD)
+    await call.tokens(NUM_TOKENS, stall_behind=4)
+    call.usage()
+    call.end()
+
+
+async def early_role(call: Call) -> None:
+    call.raw(_HEAD)
+    call.chunk(content="", role="assistant")
+    await steady_rest(call)
+
+
+async def steady_rest(call: Call) -> None:
+    await call.tokens(NUM_TOKENS)
+    call.usage()
+    call.end()
+
+
+async def keep_alive_comments(call: Call) -> None:
+    call.raw(_HEAD)
+    comment = b": keep-alive\n\n"
+    call.raw(b"%x\r\n%b\r\n" % (len(comment), comment))
+    await steady_rest(call)
+
+
+async def no_usage(call: Call) -> None:
+    call.raw(_HEAD)
+    await call.tokens(NUM_TOKENS)
+    call.end()
+
+
+async def no_done(call: Call) -> None:
+    call.raw(_HEAD)
+    await call.tokens(NUM_TOKENS)
+    call.end(done=False)
+
+
+async def no_finish_reason(call: Call) -> None:
+    call.raw(_HEAD)
+    await call.tokens(3, finish=False)
+    call.end()
+
+
+async def clean_end(call: Call) -> None:
+    """A short answer that ends like a whole one."""
+    call.raw(_HEAD)
+    await call.tokens(3, finish=False)
+    call.end(done=False)
+
+
+async def cut(call: Call) -> None:
+    call.raw(_HEAD)
+    await call.tokens(3, finish=False)
+    await call.writer.drain()
+    call.writer.transport.abort()
+
+
+async def in_stream_error(call: Call) -> None:
+    call.raw(_HEAD)
+    await call.tokens(3, finish=False)
+    call.event(b'{"error":{"message":"the decode instance died","type":"server_error"}}')
+    await call.writer.drain()
+    call.writer.transport.abort()
+
+
+async def error_then_done(call: Call) -> None:
+    """Dressed up as a success."""
+    call.raw(_HEAD)
+    await call.tokens(3, finish=False)
+    call.event(b'{"error":{"message":"out of blocks"}}')
+    call.chunk(finish="stop")
+    call.end()
+
+
+async def no_tokens(call: Call) -> None:
+    call.raw(_HEAD)
+    call.chunk(content="", role="assistant")
+    call.chunk(finish="stop")
+    call.usage()
+    call.end()
+
+
+async def malformed(call: Call) -> None:
+    call.raw(_HEAD)
+    await call.tokens(2, finish=False)
+    call.event(b'{"choices": [{"delta"')
+    call.end()
+
+
+async def no_stream(call: Call) -> None:
+    call.plain(200, b'{"choices":[{"message":{"content":"whole"}}]}')
+
+
+async def refused(call: Call) -> None:
+    call.plain(400, b'{"error":{"message":"max_tokens is too large"}}')
+
+
+async def overloaded(call: Call) -> None:
+    await call.wait(0.05)
+    call.plain(503, b"try later", "text/plain")
+
+
+async def reset(call: Call) -> None:
+    await call.wait(0.05)
+    call.writer.transport.abort()
+
+
+async def hang(call: Call) -> None:
+    call.raw(_HEAD)
+    await call.tokens(2, finish=False)
+    await asyncio.sleep(3600)
+
+
+async def no_http(call: Call) -> None:
+    call.raw(b"SSH-2.0-OpenSSH_9.6\r\n")
+
+
+SCRIPTS: dict[str, Callable[[Call], Awaitable[None]]] = {
+    one.__name__: one
+    for one in (
+        steady,
+        stall,
+        early_role,
+        keep_alive_comments,
+        no_usage,
+        no_done,
+        no_finish_reason,
+        clean_end,
+        cut,
+        in_stream_error,
+        error_then_done,
+        no_tokens,
+        malformed,
+        no_stream,
+        refused,
+        overloaded,
+        reset,
+        hang,
+        no_http,
+    )
+}
+_LOG: list[dict[str, Any]] = []
+
+
+async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    try:
+        while True:
+            lines = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+            headers = dict(line.lower().split(": ", 1) for line in lines[1:] if line)
+            body = await reader.readexactly(int(headers.get("content-length", 0)))
+            path = lines[0].split()[1]
+            if path != "/v1/chat/completions":
+                answers: dict[str, Any] = {"/v1/models": {"data": [{"id": "scripted"}]}, "/log": _LOG}
+                call = Call(writer, "", "")
+                call.plain(200 if path in answers else 404, json.dumps(answers.get(path)).encode())
+                continue
+            content = json.loads(body)["messages"][-1]["content"]
+            script = content if isinstance(content, str) else content[-1]["text"]
+            call = Call(writer, headers.get("x-request-id", ""), script.split()[0])
+            messages = json.loads(body)["messages"] if len(body) < 10_000 else []
+            entry = {"id": call.id, "script": call.script, "messages": messages}
+            _LOG.append({**entry, "received": call.received, "events": call.events})
+            await SCRIPTS[call.script](call)
+            await writer.drain()
+    except (OSError, asyncio.IncompleteReadError):
+        pass
+    finally:
+        writer.close()
+
+
+async def _main() -> None:
+    server = await asyncio.start_server(_serve, "127.0.0.1", 0, limit=1 << 24)
+    print(server.sockets[0].getsockname()[1], flush=True)
+    await asyncio.to_thread(sys.stdin.read)  # until whoever started it ends
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    with asyncio.Runner() as runner:
+        runner.run(_main())
