@@ -29,9 +29,10 @@ _encoder = msgspec.json.Encoder()
 class AccessLog:
     """Takes requests that are over; never waits and never raises.
 
-    A thread writes the lines; they are made at once, a few microseconds each, for one that made hundreds at a time
-    would hold up all streams for as long. Before each batch it looks whether the file is still the one of that name, and opens it
-    anew where it is not, so that a log may be moved away or removed at any time (logrotate without copytruncate).
+    A thread writes the lines; they are made at once, a few microseconds each: one that made hundreds at a time
+    would hold up all streams for as long. Before each batch it looks whether the file is still the one of that
+    name, and opens it anew where it is not, so that a log may be moved away or removed at any time (logrotate
+    without copytruncate).
 
     Attributes:
         num_written, num_dropped: lines so far.
