@@ -136,14 +136,14 @@ class Generator:
         self, attempt: Attempt, name: str, answer: Answer, progress: Progress, sink: EventSink
     ) -> None:
         """Forward the whole events of an answer as they come."""
-        read = progress.reader(framed=answer.framed)
+        read, note, write = progress.reader(framed=answer.framed), attempt.trail.forwarded, sink.write
 
         def relay(chunk: bytes) -> bool:
             events = read(chunk)
-            if events:
-                attempt.trail.forwarded(events)
-            ready = sink.write(events, last=progress.complete) if events else True
-            return ready and progress.failure is None
+            if not events:
+                return progress.failure is None
+            note(events)
+            return write(events, last=progress.complete) and progress.failure is None
 
         try:
             while not await answer.forward(relay) and progress.failure is None:

@@ -161,14 +161,18 @@ class RawClient:
         self._head = self._render(200, [*headers, (b"transfer-encoding", b"chunked")])
 
     def write(self, data: bytes | memoryview, *, last: bool = False) -> bool:
-        head, self._head = self._head, b""
-        self._started = True
-        self._send(
-            b"%b%x\r\n%b\r\n%b" % (head, len(data), bytes(data), _LAST_CHUNK if last else b"")
-            if data
-            else head + (_LAST_CHUNK if last else b"")
-        )
-        self.is_complete = last
+        if data:
+            out = b"%x\r\n%b\r\n" % (len(data), data)
+        else:
+            out = b""
+        if last:
+            out += _LAST_CHUNK
+            self.is_complete = True
+        if self._head:
+            out, self._head = self._head + out, b""
+            self._started = True
+        if not self._transport.is_closing():
+            self._transport.write(out)
         return self._can_write
 
     async def drain(self) -> None:

@@ -215,6 +215,9 @@ class InstanceTable:
     def __iter__(self) -> Iterator[InstanceRecord]:
         return iter(self._records.values())
 
+    def __len__(self) -> int:
+        return len(self._records)
+
     def __getitem__(self, name: str) -> InstanceRecord:
         return self._records[name]
 
