@@ -39,8 +39,10 @@ def bench(
     max_concurrency: Annotated[
         int | None, typer.Option(min=1, help="Client slots; waiting for one counts as latency.")
     ] = None,
-    slo_ttft_ms: Annotated[float, typer.Option(min=0, help="From the scheduled time.")] = 2000.0,
-    slo_tpot_ms: Annotated[float, typer.Option(min=0)] = 50.0,
+    slo_ttft_ms: Annotated[
+        float | None, typer.Option(min=0, help="From the scheduled time; 2000 where nothing else is said.")
+    ] = None,
+    slo_tpot_ms: Annotated[float | None, typer.Option(min=0, help="50 where nothing else is said.")] = None,
     devices: Annotated[int, typer.Option(min=1, help="Of the server, for figures per device.")] = 1,
     warmups: Annotated[int, typer.Option(min=0, help="Requests before, one by one, not counted.")] = 2,
     timeout: Annotated[float, typer.Option(min=0.001, help="Seconds for a request.")] = 600.0,
@@ -61,7 +63,10 @@ def bench(
         str, typer.Option(help="Deployment files, as in A.yaml,B.yaml: each is brought up in turn and measured.")
     ] = "",
     redraw: Annotated[
-        str, typer.Option(help="Directories of runs, as in A,B: report on all of them, send nothing.")
+        str,
+        typer.Option(
+            help="Directories of runs, as in A,B: report on all, send nothing; other limits may be given."
+        ),
     ] = "",
     report: Annotated[bool, typer.Option(help="Write report.html.")] = True,
     png: Annotated[bool, typer.Option("--png", help="Write its plots as pictures too.")] = False,
@@ -75,12 +80,13 @@ def bench(
     Ctrl-C waits for what is under way; --resume goes on. OPENAI_API_KEY is sent where it is set.
     """
     from epd_serve.bench.command import Wanted, redraw_bench, resume_bench, run_bench
-    from epd_serve.bench.outputs import Outputs
+    from epd_serve.bench.outputs import Outputs, slo_of
+    from epd_serve.bench.types import SLO
 
     api_key = os.environ.get("OPENAI_API_KEY") or None
     outputs = Outputs(report=report, png=png, fail_on_slo=fail_on_slo, attainment=attainment)
     if redraw:
-        raise typer.Exit(redraw_bench(_paths(redraw), outputs=outputs))
+        raise typer.Exit(redraw_bench(_paths(redraw), slo_ttft_ms, slo_tpot_ms, outputs=outputs))
     if resume is not None:
         raise typer.Exit(resume_bench(resume, api_key=api_key, as_json=as_json, outputs=outputs))
     if compare and base_url:
@@ -104,8 +110,7 @@ def bench(
         precision=precision,
         max_rate=max_rate,
         max_concurrency=max_concurrency,
-        slo_ttft_ms=slo_ttft_ms,
-        slo_tpot_ms=slo_tpot_ms,
+        slo=slo_of(SLO(), slo_ttft_ms, slo_tpot_ms),
         num_devices=devices,
         num_warmups=warmups,
         timeout_s=timeout,

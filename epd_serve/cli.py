@@ -71,6 +71,9 @@ def up(
     model: Annotated[
         str | None, typer.Option(help="Over the file's: 'demo' or a transformers model directory.")
     ] = None,
+    dry: Annotated[
+        bool, typer.Option("--dry-run", help="Print every command line and its environment; start nothing.")
+    ] = False,
 ) -> None:
     """Start a deployment on this machine and stay until Ctrl-C."""
     from epd_serve.launch.progress import Terminal
@@ -82,8 +85,14 @@ def up(
         changes["topology"] = topology
     if model is not None:  # relative to where the user stands, not to the file
         changes["model"] = model if model == DEMO_MODEL else str(Path(model).expanduser().resolve())
-    config = load_config(file) if file else DeploymentConfig()
-    raise typer.Exit(asyncio.run(run_up(change_config(config, changes), Terminal())))
+    config = change_config(load_config(file) if file else DeploymentConfig(), changes)
+    if dry:
+        from epd_serve.launch.dry_run import dry_run
+
+        for line in dry_run(config, file, os.environ):
+            typer.echo(line)
+        return
+    raise typer.Exit(asyncio.run(run_up(config, Terminal())))
 
 
 @app.command()
@@ -304,14 +313,21 @@ def devices(
     check: Annotated[
         bool, typer.Option("--check", help="Test each device; exit code 1 where something is wrong.")
     ] = False,
+    vllm: Annotated[
+        Path | None, typer.Option(help="With --check: the Python that engine: vllm would use; this one if absent.")
+    ] = None,
 ) -> None:
     """List the devices of this machine, what each can do, and why one is missing."""
     from epd_serve.devices import check_devices, show_devices
 
     console = Console()
     reports = show_devices(console)
-    if check and not check_devices(console, reports):
-        raise typer.Exit(1)
+    if check:
+        from epd_serve.launch.vllm_check import check_vllm_engine
+
+        passed = [check_devices(console, reports), check_vllm_engine(console, vllm)]
+        if not all(passed):
+            raise typer.Exit(1)
 
 
 app.command()(interference)

@@ -6,14 +6,13 @@ import asyncio
 import random
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from functools import partial
 from typing import Any
 
 from fastapi import FastAPI
 from starlette.routing import Route
 
 from epd_serve.backends.base import StageCalls
-from epd_serve.backends.native import NativeConnections, NativeInstance
+from epd_serve.backends.native import NativeConnections
 from epd_serve.metrics.gateway import GatewayMetrics
 from epd_serve.metrics.trace import TraceWriter
 from epd_serve.routing.choice import router_of
@@ -25,6 +24,7 @@ from proxy.attempt import Instances
 from proxy.control import Control
 from proxy.dashboard import dashboard_router
 from proxy.endpoints import endpoints
+from proxy.engines import connector
 from proxy.entrance import new_gate
 from proxy.errors import install_error_handlers
 from proxy.fetch import MediaFetcher, UrlRules
@@ -52,7 +52,8 @@ def create_app(
     metrics = GatewayMetrics()
     gate = new_gate(settings, table, metrics)
     connections = NativeConnections()
-    calls: dict[str, StageCalls] = {name: NativeInstance(connections, name, url) for name, url in instances}
+    connect = connector(connections, settings.vllm)
+    calls: dict[str, StageCalls] = {name: connect(name, url) for name, url in instances}
     fetcher = MediaFetcher(
         max_bytes=settings.media.max_bytes,
         timeout_s=settings.fetch_timeout_s,
@@ -121,7 +122,7 @@ def create_app(
     for path, endpoint in served.items():
         app.router.routes.append(Route(path, endpoint=endpoint, methods=["POST"]))
         app.state.endpoints[path.encode()] = endpoint
-    members = Members(table, calls, poller, health, partial(NativeInstance, connections))
+    members = Members(table, calls, poller, health, connect)
     app.state.control = Control(settings, members, gate, generator, health, served.values())
     app.state.reloader = None
     app.include_router(models_router(table, poller, gate.authenticator))

@@ -157,7 +157,9 @@ class Attempt:
             generated=self._generated,
             traceparent=job.trail.traceparent(hop),
         )
-        call = self._calls(route.prefill).prefill(prefill, trace_id=job.trace_id)
+        call = self._calls(route.prefill).prefill(
+            prefill, trace_id=job.trace_id, media=[item.data for item in job.items]
+        )
         counted = table.in_flight(
             route.prefill, Stage.PREFILL, request_id=self._id, work=route.prefill_work, prefix=route.prefix
         )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from epd_serve.backends.vllm_target import VllmTarget
 from epd_serve.config import DeploymentConfig
 from epd_serve.config.gateway import AdminConfig, ApiKeyConfig, is_loopback, read_secret
 from epd_serve.media import MediaLimits
@@ -12,6 +14,7 @@ from epd_serve.topology.notation import Topology
 from epd_serve.types import Routing
 from proxy.arrival import ArrivalLimits
 from proxy.breaker import BreakerLimits
+from proxy.engines import vllm_targets
 from proxy.failover import Failover
 from proxy.health import HealthSettings
 
@@ -82,6 +85,7 @@ class GatewaySettings:
     topology: Topology | None = None
     admin: AdminSettings | None = None
     routing: Routing = "least_loaded"
+    vllm: Mapping[str, VllmTarget] | None = None
 
     @classmethod
     def of(cls, config: DeploymentConfig, host: str) -> GatewaySettings:
@@ -126,6 +130,7 @@ class GatewaySettings:
             topology=config.topology,
             admin=_admin(gateway.admin),
             routing=gateway.routing,
+            vllm=vllm_targets(config) if config.engine == "vllm" else None,
             allowed_file_dirs=tuple(Path(folder).expanduser().resolve() for folder in media.allowed_file_dirs),
         )
 

@@ -37,7 +37,11 @@ async def whole_several(generator: Generator, jobs: Sequence[Job]) -> bytes:
         {
             **answers[0],
             "choices": [choice for answer in answers for choice in answer["choices"]],
-            "usage": {name: sum(usage[name] for usage in usages) for name in usages[0]},
+            "usage": {
+                name: sum(usage[name] for usage in usages)
+                for name, count in usages[0].items()
+                if isinstance(count, int)  # vLLM lists details that it does not have
+            },
         }
     )
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 
@@ -15,6 +16,19 @@ if not torch.cuda.is_available():
 
 import tiny_models
 from zygote import zygote
+
+# How long an example takes is the machine's affair, not the code's.
+hypothesis.settings.register_profile(
+    "suite", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("suite")
+
+_MODELS: dict[str, Path] = {}
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """The whole suite in two processes, for half of it is spent waiting; what is asked for by name in this one."""
+    return 2 if config.args_source is pytest.Config.ArgsSource.TESTPATHS else 0
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -35,5 +49,8 @@ def _instances_start_at_once(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="session", params=tiny_models.KINDS)
 def tiny_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random-weight model directory of each family."""
-    return tiny_models.make_tiny_model(request.param, tmp_path_factory.mktemp("models") / request.param)
+    """A random-weight model directory of each family, made once however often the fixture is set up anew."""
+    kind = request.param
+    if kind not in _MODELS:
+        _MODELS[kind] = tiny_models.make_tiny_model(kind, tmp_path_factory.mktemp("models") / kind)
+    return _MODELS[kind]

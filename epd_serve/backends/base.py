@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import Protocol
 
 from epd_serve.errors import InstanceFailed
@@ -91,8 +91,9 @@ class StageCalls(Protocol):
     async def detokenize(self, request: DetokenizeRequest, *, trace_id: str) -> DetokenizeReply:
         """The text of tokens."""
 
-    def prefill(self, request: PrefillRequest, *, trace_id: str) -> StageCall:
-        """Opened once the first token is there."""
+    def prefill(self, request: PrefillRequest, *, trace_id: str, media: Sequence[bytes] = ()) -> StageCall:
+        """Opened once the first token is there. ``media`` are the items' bytes, for an engine whose prompts are
+        made from them."""
 
     def decode(self, request: DecodeRequest, *, trace_id: str) -> StageCall:
         """Opened once the second token is there, or the whole answer where it is not streamed."""

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import httptools
 
 from epd_serve.backends.base import InstanceLost
-from epd_serve.errors import error_from_response
+from epd_serve.errors import ServeError, error_from_response
 
 CONNECT_TIMEOUT_S = 5.0
 #: Below the keep-alive time of the instances' server (5 s), so that a call never meets a connection that is just
@@ -262,9 +262,12 @@ class HttpCall:
         self._complete = True
         self.connection = None
         if self.status >= 400 and not self.opened.done():
-            body = self._take()
-            self.opened.set_exception(error_from_response(self.status, body, origin=f"instance {self._pool.name}"))
+            self.opened.set_exception(self.error(self._take()))
         self._wake()
+
+    def error(self, body: bytes) -> ServeError:
+        """What an answer with status 400 or above means."""
+        return error_from_response(self.status, body, origin=f"instance {self._pool.name}")
 
     def fail(self, error: Exception) -> None:
         self.connection = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -129,7 +129,7 @@ class NativeInstance:
         except msgspec.MsgspecError as error:
             raise InstanceLost(f"instance {self.name} gave an unreadable answer ({error})") from error
 
-    def prefill(self, request: wire.PrefillRequest, *, trace_id: str) -> _StageCall:
+    def prefill(self, request: wire.PrefillRequest, *, trace_id: str, media: Sequence[bytes] = ()) -> _StageCall:
         return self._post("/stage/prefill", [wire.encode(request)], trace_id)
 
     def decode(self, request: wire.DecodeRequest, *, trace_id: str) -> _StageCall:

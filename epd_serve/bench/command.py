@@ -53,8 +53,7 @@ class Wanted:
     precision: float = 0.05
     max_rate: float = 1000.0
     max_concurrency: int | None = None
-    slo_ttft_ms: float = 2000.0
-    slo_tpot_ms: float = 50.0
+    slo: SLO = field(default_factory=SLO)
     num_devices: int = 1
     num_warmups: int = 2
     timeout_s: float = 600.0
@@ -86,7 +85,7 @@ class Wanted:
             rate=rate,
             time_scale=self.time_scale,
             max_concurrency=self.max_concurrency,
-            slo=SLO(ttft_ms=self.slo_ttft_ms, tpot_ms=self.slo_tpot_ms),
+            slo=self.slo,
             num_devices=self.num_devices,
             num_warmups=self.num_warmups,
             timeout_s=self.timeout_s,
@@ -153,10 +152,13 @@ def resume_bench(path: Path, *, api_key: str | None, as_json: bool, outputs: Out
     return _end_run(console, outcome, outputs, as_json=as_json)
 
 
-def redraw_bench(directories: Sequence[Path], *, outputs: Outputs) -> int:
-    """Reports anew what lies in directories, all in one report, in the first of them. Returns the exit code."""
+def redraw_bench(
+    directories: Sequence[Path], ttft_ms: float | None, tpot_ms: float | None, *, outputs: Outputs
+) -> int:
+    """Reports anew what lies in directories, all in one report, in the first of them; limits that are given stand
+    for those of the runs. Returns the exit code."""
     console = Console()
-    runs = [run for path in directories for run in read_runs(path)]
+    runs = [run for path in directories for run in read_runs(path, ttft_ms, tpot_ms)]
     show_comparison(console, runs)
     outputs.write(console, directories[0], runs)
     return outputs.exit_code(console, runs)

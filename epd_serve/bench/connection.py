@@ -152,11 +152,11 @@ class Connections:
 
     async def get(self, path: str, headers: str = "") -> Exchange:
         """A plain answer, whole in ``body``; of one that failed ``failure`` says why."""
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        done = asyncio.Event()
         request = [self.target.head("GET", path, headers, 0)]
-        exchange = Exchange(request, lambda _: done.set_result(None), expects_events=False)
+        exchange = Exchange(request, lambda _: done.set(), expects_events=False)
         self.send(exchange)
-        await done
+        await done.wait()
         return exchange
 
     async def close(self) -> None:
@@ -198,6 +198,7 @@ class Connections:
             connection.forget()
 
     def opened(self, connection: _Connection) -> None:
+        """It has got a request; one whose making was given up before is closed by the event loop, unseen."""
         self._all.add(connection)
 
     def put_back(self, connection: _Connection) -> None:
@@ -233,6 +234,7 @@ class _Connection(asyncio.Protocol):
         return not self._transport.is_closing() and now_s - self._idle_since_s < KEEP_ALIVE_S
 
     def begin(self, exchange: Exchange) -> None:
+        self._connections.opened(self)
         self._exchange, exchange.connection = exchange, self
         self._begun = self._ended = self._has_end = False
         self._content_type = b""
@@ -248,7 +250,6 @@ class _Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by name
-        self._connections.opened(self)
 
     def data_received(self, data: bytes) -> None:
         at_s = self._clock()

@@ -29,7 +29,7 @@ class Candidate:
     """A deployment to be measured.
 
     Attributes:
-        label: its topology, or the file's name where several have the same.
+        label: its topology, with the file's name where several have the same.
         num_devices: different ones that its instances are on; a CPU that all share is one.
     """
 
@@ -53,7 +53,11 @@ def read_candidates(files: Sequence[Path]) -> list[Candidate]:
     configs = [load_config(file) for file in files]
     topologies = [str(config.topology) for config in configs]
     return [
-        Candidate(file=file, label=name if topologies.count(name) == 1 else file.stem, config=config)
+        Candidate(
+            file=file,
+            label=name if topologies.count(name) == 1 else f"{name} ({file.stem})",
+            config=config,
+        )
         for file, name, config in zip(files, topologies, configs, strict=True)
     ]
 

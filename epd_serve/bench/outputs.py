@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from rich.console import Console
@@ -13,10 +14,11 @@ from epd_serve.bench.aisbench import write_aisbench
 from epd_serve.bench.results import Measured
 from epd_serve.bench.run_directory import RunDirectory
 from epd_serve.bench.summary import summarise
-from epd_serve.bench.types import Summary
+from epd_serve.bench.types import SLO, Summary
 from epd_serve.bench.vllm_result import vllm_result
 
 REPORT = "report.html"
+SUMMARY = "summary.json"
 #: The exit code where --fail-on-slo finds that a run missed.
 SLO_MISSED = 3
 
@@ -35,7 +37,8 @@ class Outputs:
     attainment: float = 0.9
 
     def write(self, console: Console, path: Path, runs: Sequence[Measured], *, title: str = "") -> None:
-        """Report and pictures of all runs, in ``path``. Raises ValueError where pictures cannot be drawn."""
+        """Summary, report and pictures, in ``path``. Raises ValueError where pictures cannot be drawn."""
+        (path / SUMMARY).write_bytes(_summaries(runs))
         # plotly's script is megabytes, and nobody else needs it
         from epd_serve.bench.report import write_pngs, write_report
 
@@ -87,14 +90,48 @@ def write_run(run: RunDirectory, summary: Summary) -> Measured:
     return found
 
 
-def read_runs(path: Path) -> list[Measured]:
+def _summaries(runs: Sequence[Measured]) -> bytes:
+    """A JSON array with a run a line: its figures as a whole, in four digits."""
+    lines = [
+        msgspec.json.encode(
+            {
+                "label": run.label,
+                "workload": run.workload_name,
+                "rate": run.rate,
+                "num_devices": run.settings.num_devices,
+                "slo": run.settings.slo,
+                "total": _short(msgspec.to_builtins(run.summary.total)),
+            }
+        )
+        for run in runs
+    ]
+    return b"[\n" + b",\n".join(lines) + b"\n]\n"
+
+
+def _short(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.4g}")
+    if isinstance(value, dict):
+        return {key: _short(one) for key, one in value.items()}
+    return value
+
+
+def slo_of(slo: SLO, ttft_ms: float | None, tpot_ms: float | None) -> SLO:
+    """With the limits that are given in place of its own."""
+    return SLO(
+        ttft_ms=slo.ttft_ms if ttft_ms is None else ttft_ms, tpot_ms=slo.tpot_ms if tpot_ms is None else tpot_ms
+    )
+
+
+def read_runs(path: Path, ttft_ms: float | None = None, tpot_ms: float | None = None) -> list[Measured]:
     """All runs below a directory: of a run, a sweep or a comparison, in the order in which they were begun.
 
-    Raises ValueError where there is none.
+    Limits that are given stand for those of the runs. Raises ValueError where there is no run.
     """
     found = []
     for file in path.rglob("run.json"):
         run = RunDirectory.open(file.parent)
+        run.settings.slo = slo_of(run.settings.slo, ttft_ms, tpot_ms)
         if records := run.records():
             summary = summarise(run.settings, records, run.schedule(), run.segments())
             found.append(measured(run, summary))

@@ -17,6 +17,7 @@ from ruamel.yaml.reader import ReaderError
 from epd_serve.config.gateway import GatewayConfig, SecretSource
 from epd_serve.config.schema import DEMO_MODEL, DeploymentConfig
 from epd_serve.config.sections import overlay
+from epd_serve.config.vllm import VllmConfig
 
 Location = tuple[int | str, ...]
 #: Keys whose values no error may show.
@@ -51,6 +52,8 @@ def load_config(path: Path) -> DeploymentConfig:
             changes["trace"] = str(here / config.trace.expanduser())
         if gateway := _gateway_paths(config.gateway, here):
             changes["gateway"] = gateway
+        if vllm := _vllm_paths(config.vllm, here):
+            changes["vllm"] = vllm
     except RuntimeError as error:  # '~name' for a user that does not exist
         raise ConfigError(f"{path}: a path that starts with '~': {error}") from error
     return change_config(config, changes, source=str(path))
@@ -92,6 +95,11 @@ def _gateway_paths(gateway: GatewayConfig, here: Path) -> dict[str, Any]:
     if gateway.access_log not in (None, "-"):
         changes["access_log"] = str(here / Path(gateway.access_log).expanduser())
     return changes
+
+
+def _vllm_paths(vllm: VllmConfig, here: Path) -> dict[str, Any]:
+    paths = {"python": vllm.python, "feature_dir": vllm.feature_dir}
+    return {key: str(here / path.expanduser()) for key, path in paths.items() if path is not None}
 
 
 def change_config(

@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
-    BeforeValidator,
     Field,
     PlainSerializer,
     PlainValidator,
@@ -29,6 +28,7 @@ from epd_serve.config.sections import (
     SLOConfig,
 )
 from epd_serve.config.shares import DeviceShare, device_shares
+from epd_serve.config.vllm import VllmConfig, check_vllm
 from epd_serve.cost.interference import InterferenceMatrix
 from epd_serve.demo import weights_dir
 from epd_serve.topology import InstancePlacement, Topology, parse_topology, place
@@ -52,12 +52,6 @@ def _check_device(name: str) -> str:
     if name in ("cuda", "npu"):
         raise ValueError(f"{name!r} lacks an index; write {name}:0")
     raise ValueError(f"{name!r} is no device; write cpu, cuda:0 or npu:0")
-
-
-def _check_engine(value: object) -> object:
-    if value == "vllm":
-        raise ValueError("the vllm engine is not there yet; use native, which runs transformers models")
-    return value
 
 
 class DeploymentConfig(Section):
@@ -87,7 +81,11 @@ class DeploymentConfig(Section):
         min_length=1,
         description="What clients call the model; null: 'demo', or the directory's name.",
     )
-    engine: Annotated[Literal["native"], BeforeValidator(_check_engine)] = "native"
+    engine: Literal["native", "vllm"] = Field(
+        default="native",
+        description="What computes. native: epd-serve's own engine. vllm: vLLM, and vllm-ascend on NPUs.",
+    )
+    vllm: VllmConfig = VllmConfig()
     devices: tuple[Annotated[str, AfterValidator(_check_device)], ...] = Field(
         default=("cpu",),
         validate_default=True,
@@ -146,6 +144,16 @@ class DeploymentConfig(Section):
         if "topology" in info.data:
             place(info.data["topology"], devices)
         return devices
+
+    @model_validator(mode="after")
+    def _engine_can(self) -> DeploymentConfig:
+        placement = self.placement()
+        settings = {str(one.role): self.settings_for(str(one.role)) for one in placement}
+        if self.engine == "vllm":
+            check_vllm(placement, settings, self.vllm, self.model_fields_set)
+        elif "vllm" in self.model_fields_set or any(one.engine_args for one in settings.values()):
+            raise ValueError("vllm and engine_args are for engine: vllm; write that, or leave them out")
+        return self
 
     @model_validator(mode="after")
     def _slack_has_a_limit(self) -> DeploymentConfig:
@@ -293,7 +301,14 @@ class DeploymentConfig(Section):
 
 
 #: Settings that an instance takes as they stand.
-_SAME_NAMED = set(InstanceSettings.model_fields) - {"threads", "share", "kv_transfer", "link", "batching"}
+_SAME_NAMED = set(InstanceSettings.model_fields) - {
+    "threads",
+    "share",
+    "kv_transfer",
+    "link",
+    "batching",
+    "engine_args",
+}
 
 
 def model_path(model: str) -> Path:

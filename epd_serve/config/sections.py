@@ -17,6 +17,7 @@ from pydantic import (
     model_validator,
 )
 
+from epd_serve.config.engine_args import EngineArgs
 from epd_serve.config.options import (
     BatchingEncodes,
     BatchingOrder,
@@ -233,6 +234,10 @@ class InstanceSettings(Section):
         default=InstanceOptions.feature_prefetch,
         description="async: P fetches a feature as soon as it is announced; sync: when a step needs it.",
     )
+    engine_args: EngineArgs = Field(
+        default_factory=dict,
+        description="Flags of vllm serve for engine: vllm, as in {enforce_eager: true, seed: 1}.",
+    )
     kv_transfer: KVTransferConfig = KVTransferConfig()
     batching: BatchingConfig = BatchingConfig()
     link: LinkConfig = LinkConfig()
@@ -248,7 +253,7 @@ class InstanceSettings(Section):
         changes = override.model_dump(exclude_unset=True)
         if "num_blocks" in changes or "kv_cache_bytes" in changes:
             changes = {"num_blocks": None, "kv_cache_bytes": None} | changes
-        own = self.model_dump(include=set(InstanceSettings.model_fields))
+        own = self.model_dump(include=set(InstanceSettings.model_fields), exclude_unset=True)
         return InstanceSettings.model_validate(overlay(own, changes))
 
 

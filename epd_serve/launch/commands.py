@@ -49,11 +49,11 @@ def instance_specs(
     chosen = []
     for instance, port in zip(placement, ports.instances, strict=True):
         share = shares.get(instance.name)
-        threads = _threads_each(num_ranks, environment, share)
+        threads = threads_each(num_ranks, environment, share)
         if (wished := config.settings_for(str(instance.role)).threads) is not None:
             on_a_share = share is not None and instance.devices[0] == "cpu"
             threads = min(wished, threads) if on_a_share else wished  # more would take turns on the share's cores
-        visible, local_devices = _visibility(instance.devices, environment)
+        visible, local_devices = visibility(instance.devices, environment)
         options = config.options_for(
             instance,
             device=local_devices,
@@ -163,7 +163,7 @@ def _common(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _threads_each(num_ranks: int, environment: Mapping[str, str], share: DeviceShare | None) -> int:
+def threads_each(num_ranks: int, environment: Mapping[str, str], share: DeviceShare | None) -> int:
     """As many as the cores of its share.
 
     Without one the user's OMP_NUM_THREADS if it is a number, else an equal part of the cores this process may use.
@@ -188,7 +188,7 @@ def _device_boards(placement: Sequence[InstancePlacement], directory: Path) -> d
     return boards
 
 
-def _visibility(devices: Sequence[str], environment: Mapping[str, str]) -> tuple[dict[str, str], str]:
+def visibility(devices: Sequence[str], environment: Mapping[str, str]) -> tuple[dict[str, str], str]:
     """The variables that show a process these devices alone, and what they are called in there.
 
     Raises ValueError for devices of several kinds and for one that is not visible here.

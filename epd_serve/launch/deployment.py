@@ -27,6 +27,7 @@ from epd_serve.launch.process import (
     spawn,
 )
 from epd_serve.launch.supervisor import Supervisor
+from epd_serve.launch.vllm import vllm_instance_specs
 from epd_serve.types import Role
 
 #: What CPU instances run, transformers' part of it included that is imported when a model is loaded.
@@ -85,7 +86,10 @@ class LocalDeployment:
         self.log_dir.mkdir(parents=True, exist_ok=True)
         self._weight_files = open_weight_files(shared_parts(config))
         try:
-            instances = instance_specs(config, ports, environment, self.log_dir.resolve())
+            if config.engine == "vllm":
+                instances = vllm_instance_specs(config, ports.instances, environment, self.log_dir.resolve())
+            else:
+                instances = instance_specs(config, ports, environment, self.log_dir.resolve())
         except BaseException:
             self._give_back(keep_logs=False)
             raise

@@ -7,7 +7,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from epd_serve.config import DeploymentConfig
+from epd_serve.config.vllm import PORTS_PER_INSTANCE
 from epd_serve.protocol.addresses import url_of
+
+_TRIES = 50
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,8 +29,8 @@ def choose_ports(config: DeploymentConfig) -> Ports:
         ValueError: a port is taken or lies beyond 65535, or the gateway's is in the range of the instances.
     """
     placement = config.placement()
-    base = config.instances.base_port
-    last = base + len(placement) - 1
+    base, step = config.instances.base_port, ports_each(config)
+    last = base + len(placement) * step - 1
     if base and last > 65535:
         raise ValueError(
             f"instances.base_port: {len(placement)} instances from port {base} pass 65535; choose a lower one"
@@ -40,7 +43,7 @@ def choose_ports(config: DeploymentConfig) -> Ports:
     with ExitStack() as held:  # all stay bound until the last is chosen, so that none is chosen twice
         gateway = _bind(held, config.gateway.host, config.gateway.port, "the gateway", "gateway.port (--port)")
         instances = tuple(
-            _bind(held, config.instances.host, base + index if base else 0, instance.name, "instances.base_port")
+            _bind_block(held, config.instances.host, base + index * step if base else 0, step, instance.name)
             for index, instance in enumerate(placement)
         )
         master = None
@@ -54,6 +57,28 @@ def free_port(host: str) -> int:
     """A port that was free a moment ago."""
     with ExitStack() as held:
         return _bind(held, host, 0, "a server", "its port")
+
+
+def ports_each(config: DeploymentConfig) -> int:
+    """How many ports in a row an instance takes."""
+    return PORTS_PER_INSTANCE if config.engine == "vllm" else 1
+
+
+def _bind_block(held: ExitStack, host: str, port: int, count: int, user: str) -> int:
+    """Bind ``count`` ports in a row and return the first; ``port`` 0 chooses them."""
+    for _ in range(_TRIES):
+        with ExitStack() as trying:
+            try:
+                first = _bind(trying, host, port, user, "instances.base_port")
+                for offset in range(1, count):
+                    _bind(trying, host, first + offset, user, "instances.base_port")
+            except ValueError:
+                if port or count == 1:
+                    raise
+                continue
+            held.enter_context(trying.pop_all())
+            return first
+    raise ValueError(f"{user} needs {count} free ports in a row on {host}; set instances.base_port")
 
 
 def _bind(held: ExitStack, host: str, port: int, user: str, key: str) -> int:
@@ -91,6 +116,6 @@ def instance_urls(deployment: DeploymentConfig) -> list[tuple[str, str]]:
             "or add --instance NAME=URL for each, as in e0=http://127.0.0.1:8100"
         )
     return [
-        (instance.name, url_of(settings.host, settings.base_port + index))
+        (instance.name, url_of(settings.host, settings.base_port + index * ports_each(deployment)))
         for index, instance in enumerate(deployment.placement())
     ]

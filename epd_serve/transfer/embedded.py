@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import uuid
 from collections.abc import Sequence
 from typing import Literal
 
@@ -29,6 +31,7 @@ class EmbeddedTransport:
         self._path = path
         self._lock = threading.Lock()
         self._slabs: dict[str, SharedSlab] = {}
+        self._offered: dict[str, memoryview] = {}
         self.gate = WriteGate()
         self._server = None if path == "shm" else TcpServer(host, self._find, self.gate, timeout_s)
         self._shared = SharedMemoryPeers()
@@ -42,6 +45,26 @@ class EmbeddedTransport:
         with self._lock:
             self._slabs[slab.region.name] = slab
         return slab
+
+    def offer(self, name: str, buffer: memoryview) -> Region:
+        """Memory of this process that another library has made, for peers to read and write over TCP.
+
+        It must outlive this transport. Raises ValueError where the transport offers no TCP.
+        """
+        if self._server is None:
+            raise ValueError("memory of others is offered over TCP, which path='shm' leaves out")
+        unique = f"{name}-{uuid.uuid4().hex}"
+        with self._lock:
+            self._offered[unique] = buffer
+        return Region(
+            name=unique,
+            nbytes=buffer.nbytes,
+            host_id="",
+            pid=os.getpid(),
+            fd=-1,
+            host=self._server.host,
+            port=self._server.port,
+        )
 
     def write(self, region: Region, pieces: Sequence[Piece], transfer_ids: Sequence[str] = ()) -> None:
         self._peers(region).write(region, pieces, transfer_ids)
@@ -58,6 +81,7 @@ class EmbeddedTransport:
             for slab in self._slabs.values():
                 slab.close()
             self._slabs.clear()
+            self._offered.clear()
 
     def _peers(self, region: Region) -> SharedMemoryPeers | TcpPeers:
         same_host = region.host_id == host_id()
@@ -72,4 +96,4 @@ class EmbeddedTransport:
     def _find(self, name: str) -> memoryview | None:
         with self._lock:
             slab = self._slabs.get(name)
-        return None if slab is None else slab.buffer
+            return self._offered.get(name) if slab is None else slab.buffer

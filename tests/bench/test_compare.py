@@ -40,20 +40,20 @@ def test_deployments_are_measured_in_turn_under_one_schedule(tmp_path: Path) -> 
     listed = ",".join(map(str, files))
     done = bench("--compare", listed, *LOAD, "--work-dir", str(work), "--slo-ttft-ms", "0.001", "--fail-on-slo")
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "not measured: second" in done.stdout
+    assert "not measured: EPD (second)" in done.stdout
     assert "there is no directory" in done.stdout, "why, in the words of epd-serve up"
     (path,) = work.iterdir()
-    assert list(json.loads((path / "compare.json").read_text())["failed"]) == ["second"]
-    measured_before = (path / "first" / "rate-20" / "records.jsonl").stat()
+    assert list(json.loads((path / "compare.json").read_text())["failed"]) == ["EPD (second)"]
+    measured_before = (path / "EPD-(first)" / "rate-20" / "records.jsonl").stat()
 
     files[1].write_text(files[0].read_text())
     again = bench("--resume", str(path), "--fail-on-slo")
     assert again.returncode == 3, again.stdout + again.stderr
-    assert "SLO missed: second, synthetic, 20 req/s: 0 of 6 requests" in again.stdout
-    assert re.search(r"first +1 .*second +1 ", again.stdout, re.DOTALL)
-    assert (path / "first" / "rate-20" / "records.jsonl").stat() == measured_before
+    assert "SLO missed: EPD (second), synthetic, 20 req/s: 0 of 6 requests" in again.stdout
+    assert re.search(r"EPD \(first\) +1 .*EPD \(second\) +1 ", again.stdout, re.DOTALL)
+    assert (path / "EPD-(first)" / "rate-20" / "records.jsonl").stat() == measured_before
     for rate, number in (("rate-20", 6), ("rate-30", 9)):
-        first, second = (path / name / rate for name in ("first", "second"))
+        first, second = (path / f"EPD-({name})" / rate for name in ("first", "second"))
         assert (first / "schedule.jsonl").read_bytes() == (second / "schedule.jsonl").read_bytes()
         digests = {json.loads((run / "run.json").read_text())["workload_digest"] for run in (first, second)}
         assert len(digests) == 1, "every byte of the requests is the same"
@@ -66,8 +66,12 @@ def test_deployments_are_measured_in_turn_under_one_schedule(tmp_path: Path) -> 
     lines = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
     assert not [line for line in lines if any(file.name in part for part in line for file in files)]
 
-    redrawn = bench("--redraw", str(path / "first"), "--fail-on-slo", "--attainment", "0.01", "--no-report")
+    redrawn = bench("--redraw", str(path / "EPD-(first)"), "--fail-on-slo", "--attainment", "0.01", "--no-report")
     assert redrawn.returncode == 3
+    limits = ["--slo-ttft-ms", "60000", "--slo-tpot-ms", "60000"]
+    assert bench("--redraw", str(path / "EPD-(first)"), "--fail-on-slo", "--no-report", *limits).returncode == 0
+    summaries = json.loads((path / "summary.json").read_text())
+    assert [one["total"]["num_requests"] for one in summaries] == [6, 9, 6, 9]
 
 
 @pytest.mark.parametrize(
@@ -92,6 +96,8 @@ def test_labels_and_devices_of_deployments(tmp_path: Path) -> None:
     files.append(deployment(tmp_path, "gpu", topology="E-P-D", devices=gpus))
     files.append(deployment(tmp_path, "pair", topology="(E-D)-P", devices=gpus[:2]))
     found = [(one.label, one.num_devices) for one in read_candidates(files)]
-    assert found == [("a", 1), ("(E-P)-D", 1), ("EPD", 1), ("gpu", 3), ("(E-D)-P", 2)]
+    assert found == [
+        *(("E-P-D (a)", 1), ("(E-P)-D", 1), ("EPD", 1), ("E-P-D (gpu)", 3), ("(E-D)-P", 2)),
+    ]
     with pytest.raises(ValueError, match=r"names .*c\.yaml twice"):
         read_candidates([*files, files[2]])

@@ -72,10 +72,10 @@ def test_figures_are_those_of_the_servers_own_clock(scripted: Scripted, tmp_path
             assert max(record.itl_s) > STALL_S / 2
         if truth["script"] == "early_role":
             assert record.ttft_s - record.first_chunk_latency_s > FIRST_S / 2
-    # A busy machine holds up either process for longer than that, as the tester itself says, but not every time.
-    q = 90 if run.segments()[0].loop_lag_p99_s < LIMIT_S else 25
-    worst = {name: percentile(sorted(map(abs, some)), q) for name, some in errors.items()}
-    assert {name: error for name, error in worst.items() if error > LIMIT_S} == {}
+    # Where the machine holds the tester up, its times are as wrong as it says itself.
+    limit_s = max(LIMIT_S, run.segments()[0].loop_lag_p99_s)
+    worst = {name: percentile(sorted(map(abs, some)), 75) for name, some in errors.items()}
+    assert {name: error for name, error in worst.items() if error > limit_s} == {}
 
 
 def test_each_misbehaviour_has_its_name_and_counts_against_the_server(scripted: Scripted, tmp_path: Path) -> None:

@@ -12,7 +12,14 @@ from epd_serve.config.options import Switch
 DEPLOY = Path(__file__).parents[2] / "deploy"
 FILES = sorted(DEPLOY.glob("*.yaml"), key=lambda file: file.name)
 #: Files that show something other than a topology.
-EXAMPLES = {"cpu-mooncake.yaml"}
+EXAMPLES = {
+    "cpu-mooncake.yaml",
+    "vllm-ascend-openpangu-vl-7b.yaml",
+    "vllm-ascend-qwen3-vl-8b.yaml",
+    "vllm-cpu.yaml",
+    "vllm-cuda-qwen2.5-vl-7b.yaml",
+    "vllm-cuda-qwen3-vl-8b.yaml",
+}
 
 
 def file_name(topology: str) -> str:
@@ -98,7 +105,7 @@ def test_every_setting_reaches_the_instance() -> None:
         {"instances": {**values, "kv_transfer": {"transport": "shm", "group_layers": 4}}}
     )
     options = config.options_for(config.placement()[1], device="cpu", port=9001, threads=3)
-    assert set(values) | {"kv_cache_bytes", "share", "kv_transfer", "link", "batching"} == set(
+    assert set(values) | {"kv_cache_bytes", "share", "kv_transfer", "link", "batching", "engine_args"} == set(
         InstanceSettings.model_fields
     )
     assert {name: getattr(options, name) for name in values} == values

@@ -36,7 +36,6 @@ async def test_no_block_and_no_feature_leaks() -> None:
         # few blocks and a small store, so that requests wait for each other at every stage
         instances={
             "base_port": 0,
-            "preload": False,
             "threads": 1,
             "num_blocks": 80,
             "max_num_batched_tokens": 64,

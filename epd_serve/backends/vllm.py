@@ -1,0 +1,314 @@
+"""Stage calls to vLLM's OpenAI servers, with the EC and KV connectors in between.
+
+A stage call of ours is one request of theirs: a picture to E, the prompt with ``max_tokens: 1`` to P, the whole
+request to D, all at once where the connectors allow it. D's events are the client's; P's one token is thrown away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from epd_serve.backends import vllm_chat
+from epd_serve.backends.base import InstanceLost, StageCall
+from epd_serve.backends.native import NativeConnections
+from epd_serve.backends.vllm_answer import PrefillAnswer, VllmCall, Work
+from epd_serve.backends.vllm_command import FEATURE_PORT, KV_PORT
+from epd_serve.backends.vllm_server import VllmServer, read
+from epd_serve.backends.vllm_target import VllmTarget
+from epd_serve.errors import InstanceFailed, InvalidRequest, StageTimeout
+from epd_serve.protocol import wire
+from epd_serve.protocol.engine_notices import LENGTH, FeatureWithdrawn, Notice, pack
+
+_NOTICE_TIMEOUT_S = 5.0
+_LOOK_S = 0.1
+
+
+@dataclass(eq=False)
+class _Exchange:
+    """A request between its P and its D."""
+
+    request: wire.PrefillRequest
+    media: Sequence[bytes]
+    prefill: VllmInstance
+    answered: asyncio.Future[dict[str, Any]] = field(default_factory=lambda: asyncio.Future())
+    #: Items whose features P still waits for.
+    awaited: set[str] = field(default_factory=set)
+    encoded: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def settle(self, mm_hash: str) -> None:
+        self.awaited.discard(mm_hash)
+        if not self.awaited:
+            self.encoded.set()
+
+
+class VllmInstances:
+    """All :class:`VllmInstance` of a caller, which share what a request's calls have in common."""
+
+    def __init__(self, connections: NativeConnections, targets: Mapping[str, VllmTarget]) -> None:
+        self.connections = connections
+        self.targets = targets
+        self.by_url: dict[str, VllmInstance] = {}
+        self.exchanges: dict[str, _Exchange] = {}
+
+    def connect(self, name: str, url: str) -> VllmInstance:
+        """Raises ValueError for an instance that the deployment's topology does not have."""
+        if name not in self.targets:
+            raise ValueError(f"instance {name}: the topology has only {', '.join(self.targets)}")
+        instance = VllmInstance(self, name, url)
+        self.by_url[instance.url] = instance
+        return instance
+
+
+class VllmInstance(VllmServer):
+    """:class:`epd_serve.backends.base.StageCalls` of one vLLM server."""
+
+    def __init__(self, others: VllmInstances, name: str, url: str) -> None:
+        super().__init__(others.connections.pool(name, url), others.targets[name])
+        self._others = others
+        self._warm: float | None = None
+        self._prompts: dict[object, int] = {}
+        self._encodes: dict[object, int] = {}
+        self._engine_id: tuple[float, str] | None = None
+
+    # ------------------------------------------------------------------ how it is
+
+    async def info(self) -> wire.InstanceInfo:
+        """Raises InstanceLost also for what is no answer of vLLM. The first one of a process warms it up."""
+        models, figures = await asyncio.gather(self.ask_json("/v1/models"), self.figures())
+        try:
+            model = models["data"][0]
+            name, length = str(model["id"]), int(model["max_model_len"] or 0)
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise InstanceLost(f"{self.url}/v1/models is no answer of vLLM ({error!r})") from error
+        if self._warm != figures.started_at:
+            await self.warm_up(name)
+            self._warm = figures.started_at
+        target = self.target
+        return wire.InstanceInfo(
+            name=self.name,
+            role=str(target.role),
+            url=self.url,
+            model=name,
+            model_path=target.model_path,
+            max_model_len=length,
+            media_fingerprint=target.media_fingerprint,
+            device=target.device,
+            dtype=target.dtype,
+            pid=int(figures.started_at * 1000),
+            ready=True,
+            load=figures.load(
+                num_waiting_tokens=sum(self._prompts.values()),
+                num_waiting_encodes=len(self._encodes),
+                num_waiting_pixels=sum(self._encodes.values()),
+            ),
+            block_size=figures.block_size,
+        )
+
+    async def probe(self, timeout_s: float) -> None:
+        """An idle instance computes a token; a busy one shows that it does. Raises ServeError."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                before = await self.figures()
+                if not before.num_running + before.num_waiting:
+                    await self.compute((await self.ask_json("/v1/models"))["data"][0]["id"], picture=False)
+                    return
+                while (now := await self.figures()).num_tokens == before.num_tokens and now.num_running:  # noqa: ASYNC110
+                    await asyncio.sleep(_LOOK_S)
+        except TimeoutError as error:
+            raise StageTimeout(f"instance {self.name} does not answer within {timeout_s:g} s") from error
+
+    async def reports(self) -> AsyncGenerator[wire.Report, None]:
+        """vLLM makes none: it is asked instead."""
+        if self.url:
+            raise InvalidRequest(f"instance {self.name} makes no reports")
+        yield wire.Report(load=wire.Load())
+
+    # ------------------------------------------------------------------ the stages
+
+    async def encode(self, request: wire.EncodeRequest, *, trace_id: str) -> wire.EncodeReply:
+        """On an instance that prefills: it is to encode the item itself, with its prompt."""
+        ref = request.ref
+        if self.target.role.prefills:
+            await self._withdraw(request.request_id, ref.mm_hash)
+            self._settle(request)
+            return wire.EncodeReply(cached=False, num_tokens=0)
+        model = self._model_of(request) or (await self.ask_json("/v1/models"))["data"][0]["id"]
+        body = vllm_chat.encode_body(model, ref, request.media)
+        prefill = self._others.by_url.get(request.announce_to)
+        if prefill is not None and prefill.target.features == "store":
+            address = prefill.address(FEATURE_PORT)
+            body["ec_transfer_params"] = {"request_id": request.request_id, "announce_to": address}
+        key = object()
+        self._encodes[key] = ref.width * ref.height
+        try:
+            answer = await self.post(vllm_chat.CHAT, body, request.request_id)
+        finally:
+            del self._encodes[key]
+        self._settle(request)
+        told = (answer.get("ec_transfer_params") or {}).get(ref.mm_hash, {})
+        return wire.EncodeReply(cached=bool(told.get("cached")), num_tokens=int(told.get("tokens", 0)))
+
+    def prefill(self, request: wire.PrefillRequest, *, trace_id: str, media: Sequence[bytes] = ()) -> StageCall:
+        """The whole request where this instance decodes it too; else the prompt, and D is told what to expect."""
+        exchange = _Exchange(request, media, self)
+        if self.target.takes_features:
+            exchange.awaited = {ref.mm_hash for ref in request.items}
+        if not exchange.awaited:
+            exchange.encoded.set()
+        self._others.exchanges[request.request_id] = exchange
+        key = object()
+        self._prompts[key] = vllm_chat.size_of(request)
+
+        def over() -> None:
+            self._prompts.pop(key, None)
+            self._others.exchanges.pop(request.request_id, None)
+            if not exchange.answered.done():
+                exchange.answered.cancel()
+            elif not exchange.answered.cancelled():
+                exchange.answered.exception()
+
+        async def steps(work: Work) -> Any:
+            try:
+                if self.target.features == "file":  # it is looked for when the prompt is scheduled, and only then
+                    await exchange.encoded.wait()
+                return await self._prefill(work, exchange)
+            except Exception as error:
+                if not exchange.answered.done():
+                    exchange.answered.set_exception(error)
+                raise
+            finally:
+                self._prompts.pop(key, None)
+
+        return Work(steps, over)
+
+    async def _prefill(self, work: Work, exchange: _Exchange) -> Any:
+        request, media = exchange.request, exchange.media
+        fused = request.decode_url is None
+        body = (vllm_chat.answer_body if fused else vllm_chat.prefill_body)(request, media)
+        if exchange.awaited and self.target.features == "store":
+            body["ec_transfer_params"] = {"request_id": request.request_id, "expect": True}
+        if fused:
+            call = self._answer_call(request, body)
+            work.holds(call)
+            call.send()
+            return await call.opened
+        if _is_several(request):  # one transfer cannot feed several sequences: D computes them all itself
+            exchange.answered.set_result({})
+            return PrefillAnswer()
+        body["kv_transfer_params"] = self._hand_over(request)
+        answer = await self.post(vllm_chat.path_of(request), body, request.request_id, work)
+        exchange.answered.set_result(answer.get("kv_transfer_params") or {})
+        return PrefillAnswer((answer.get("usage") or {}).get("prompt_tokens"))
+
+    def decode(self, request: wire.DecodeRequest, *, trace_id: str) -> StageCall:
+        """D of the request that P was given just before."""
+        exchange = self._others.exchanges.get(request.request_id)
+        if exchange is None:
+            raise InstanceFailed(f"instance {self.name} was given a request that no instance prefills")
+
+        async def steps(work: Work) -> Any:
+            body = vllm_chat.answer_body(exchange.request, exchange.media)
+            if _is_several(exchange.request):
+                await exchange.answered
+            else:
+                body["kv_transfer_params"] = await self._take_over(exchange)
+            call = self._answer_call(exchange.request, body)
+            work.holds(call)
+            call.send()
+            return await call.opened
+
+        return Work(steps)
+
+    # ------------------------------------------------------------------ what connectors are told
+
+    def _hand_over(self, request: wire.PrefillRequest) -> dict[str, Any]:
+        params: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False}
+        if not self.target.pulls:
+            return {**params, "transfer_id": request.request_id}
+        nothing = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
+        return {**params, **nothing}
+
+    async def _take_over(self, exchange: _Exchange) -> dict[str, Any]:
+        prefill, transfer_id = exchange.prefill, exchange.request.request_id
+        params: dict[str, Any] = {"do_remote_decode": False, "do_remote_prefill": True, "transfer_id": transfer_id}
+        if self.target.kv == "grouped":
+            return {**params, "address": prefill.address(KV_PORT)}
+        if self.target.pulls:
+            told = await asyncio.shield(exchange.answered)
+            if not told.get("do_remote_prefill"):
+                raise InstanceFailed(f"instance {prefill.name} did not say where its KV lies")
+            return told
+        bootstrap = f"http://{prefill.address(KV_PORT)}"
+        return {**params, "remote_bootstrap_addr": bootstrap, "remote_engine_id": await prefill.engine_id()}
+
+    async def engine_id(self) -> str:
+        """What Mooncake's bootstrap server calls this instance."""
+        if self._engine_id is None or self._engine_id[0] != self._warm:
+            pool = self._others.connections.pool(self.name, f"http://{self.address(KV_PORT)}")
+            answer = msgspec.json.decode(await read(VllmCall(pool, "GET", "/query")))
+            self._engine_id = (self._warm or 0.0, next(iter(answer.values()))["engine_id"])
+        return self._engine_id[1]
+
+    async def _withdraw(self, request_id: str, mm_hash: str) -> None:
+        """P need not wait for a feature. Raises InstanceLost where it cannot be told."""
+        if self.target.takes_features and self.target.features == "store":
+            await self._tell(FeatureWithdrawn(request_id=request_id, mm_hash=mm_hash))
+
+    async def _tell(self, notice: Notice) -> None:
+        host, _, port = self.address(FEATURE_PORT).rpartition(":")
+        try:
+            async with asyncio.timeout(_NOTICE_TIMEOUT_S):
+                reader, writer = await asyncio.open_connection(host, int(port))
+                try:
+                    writer.write(pack(notice))
+                    (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+                    await reader.readexactly(length)
+                finally:
+                    writer.close()
+        except (OSError, asyncio.IncompleteReadError, TimeoutError) as error:
+            raise InstanceLost(f"instance {self.name} takes no notices at {host}:{port} ({error})") from error
+
+    def address(self, offset: int) -> str:
+        """``host:port`` of the instance's server at an offset from its HTTP port."""
+        parts = urlsplit(self.url)
+        return f"{parts.hostname}:{(parts.port or 80) + offset}"
+
+    def _settle(self, request: wire.EncodeRequest) -> None:
+        if (exchange := self._others.exchanges.get(request.request_id)) is not None:
+            exchange.settle(request.ref.mm_hash)
+
+    def _model_of(self, request: wire.EncodeRequest) -> str:
+        exchange = self._others.exchanges.get(request.request_id)
+        return "" if exchange is None else exchange.request.output.model
+
+    def _answer_call(self, request: wire.PrefillRequest, body: dict[str, Any]) -> VllmCall:
+        output = request.output
+        # vLLM makes the answer's id of this; where it cannot, the id is put right on the way.
+        call = self.call(vllm_chat.path_of(request), body, output.id.partition("-")[2] or request.request_id)
+        copies = vllm_chat.num_copies(request.sampling)
+        if output.first_index or copies > 1:
+            call.rewrite = lambda answer: _multiply(answer, copies, output.first_index)
+        return call
+
+
+def _is_several(request: wire.PrefillRequest) -> bool:
+    """Whether an answer has choices that are drawn apart."""
+    return request.sampling.n > vllm_chat.num_copies(request.sampling)
+
+
+def _multiply(answer: dict[str, Any], copies: int, first_index: int) -> None:
+    """Each choice as often as it was asked for, counted from ``first_index``."""
+    answer["choices"] = [
+        {**choice, "index": first_index + choice["index"] + copy}
+        for copy in range(copies)
+        for choice in answer.get("choices", ())
+    ]
+    if usage := answer.get("usage"):
+        usage["completion_tokens"] *= copies
+        usage["total_tokens"] = usage["prompt_tokens"] + usage["completion_tokens"]

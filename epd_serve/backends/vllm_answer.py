@@ -1,0 +1,160 @@
+"""Calls to a vLLM server, and their answers as the gateway reads them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import msgspec
+
+from epd_serve.backends.http_client import HttpCall
+from epd_serve.errors import InstanceFailed, InvalidRequest, Overloaded, ServeError, Unavailable
+from epd_serve.protocol.prompt_note import write_prompt_note
+
+_ERROR = b'data: {"error"'
+_DATA = b"data: "
+_END = b"\n\n"
+_DONE = b"[DONE]"
+
+
+class VllmError(msgspec.Struct):
+    message: str = ""
+    param: str | None = None
+
+
+class _Envelope(msgspec.Struct):
+    error: VllmError
+
+
+def error_of(status: int, body: bytes, name: str) -> ServeError:
+    """An error answer of vLLM as ours; its own 5xx are failures of the instance, which another may not have."""
+    try:
+        told = msgspec.json.decode(body, type=_Envelope).error
+    except msgspec.MsgspecError:
+        told = VllmError(body[:200].decode("utf-8", "replace") or "nothing")
+    if status in (429, 503):
+        return (Overloaded if status == 429 else Unavailable)(told.message, param=told.param)
+    if status < 500:
+        return InvalidRequest(told.message, param=told.param)
+    return InstanceFailed(f"instance {name} answered {status}: {told.message}")
+
+
+class VllmCall(HttpCall):
+    """An HTTP call, and the Answer that it opens with: OpenAI's bytes without a word on tokens."""
+
+    framed = False
+    decode_follows = False
+    prompt_note = ""
+    #: What has to be put right in each object on its way: choices' index and the answer's id.
+    rewrite: Callable[[dict[str, Any]], None] | None = None
+
+    def error(self, body: bytes) -> ServeError:
+        return error_of(self.status, body, self._pool.name)
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        if self.rewrite is None:
+            async for chunk in super().chunks():
+                yield chunk
+            return
+        answer = msgspec.json.decode(await self.read())
+        self.rewrite(answer)
+        yield msgspec.json.encode(answer)
+
+    async def forward(self, write: Callable[[bytes], bool]) -> bool:
+        """As HttpCall's; raises InstanceFailed for an error event, after what came before it."""
+        rest = b""
+
+        def pass_on(chunk: bytes) -> bool:
+            nonlocal rest
+            if self.rewrite is not None:
+                chunk, rest = self._rewritten(rest + chunk)
+            if (at := chunk.find(_ERROR)) >= 0:
+                if chunk[:at]:
+                    write(chunk[:at])
+                event = chunk[at:].removeprefix(_DATA).split(_END)[0]
+                raise error_of(500, event, self._pool.name)
+            return write(chunk) if chunk else True
+
+        return await super().forward(pass_on)
+
+    def _rewritten(self, data: bytes) -> tuple[bytes, bytes]:
+        assert self.rewrite is not None
+        *events, rest = data.split(_END)
+        done = []
+        for event in events:
+            told = event.removeprefix(_DATA)
+            if told.strip() != _DONE and not event.startswith(_ERROR):
+                answer = msgspec.json.decode(told)
+                self.rewrite(answer)
+                event = _DATA + msgspec.json.encode(answer)
+            done.append(event + _END)
+        return b"".join(done), rest
+
+
+class PrefillAnswer:
+    """P's: it has computed the prompt, and D says the rest."""
+
+    framed = False
+    decode_follows = True
+
+    def __init__(self, num_prompt_tokens: int | None = None) -> None:
+        self.prompt_note = "" if num_prompt_tokens is None else write_prompt_note(num_prompt_tokens, ())
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        chunks: tuple[bytes, ...] = ()
+        for chunk in chunks:
+            yield chunk
+
+    async def forward(self, write: Callable[[bytes], bool]) -> bool:
+        return True
+
+
+class Work:
+    """A stage call (:class:`epd_serve.backends.base.StageCall`) whose answer takes more than one step to get.
+
+    ``steps`` may open HTTP calls; they are closed with this one if they are given to ``holds``.
+    """
+
+    def __init__(
+        self, steps: Callable[[Work], Awaitable[Any]], on_close: Callable[[], None] = lambda: None
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        self.opened: asyncio.Future[Any] = loop.create_future()
+        self._held: list[HttpCall] = []
+        self._on_close = on_close
+        self._closed = False
+        self._task = loop.create_task(self._run(steps))
+
+    def holds(self, call: HttpCall) -> None:
+        if self._closed:
+            call.close()
+        else:
+            self._held.append(call)
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._task.cancel()
+        for call in self._held:
+            call.close()
+        if not self.opened.done():
+            self.opened.cancel()
+        elif not self.opened.cancelled():
+            self.opened.exception()  # nobody has to ask for it
+        self._on_close()
+
+    async def _run(self, steps: Callable[[Work], Awaitable[Any]]) -> None:
+        try:
+            answer = await steps(self)
+        except asyncio.CancelledError:
+            if not self.opened.done():
+                self.opened.cancel()
+            raise
+        except Exception as error:  # noqa: BLE001 - it is raised where the answer is waited for
+            if not self.opened.done():
+                self.opened.set_exception(error)
+        else:
+            if not self.opened.done():
+                self.opened.set_result(answer)

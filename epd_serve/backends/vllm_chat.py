@@ -1,0 +1,206 @@
+"""A request of the gateway as the body that vLLM's OpenAI server takes."""
+
+from __future__ import annotations
+
+import io
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import pybase64
+from PIL import Image
+
+from epd_serve.protocol.wire import ChatMessage, MediaRef, OutputOptions, Part, PrefillRequest, PromptOptions
+from epd_serve.types import Grammar, SamplingParams
+
+BYTES_PER_TOKEN = 4
+WARM_UP_PIXELS = 112
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+#: Sampling parameters that have the same name there, with the values that mean nothing.
+_SAME: dict[str, Any] = {
+    "min_tokens": 0,
+    "temperature": None,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "ignore_eos": False,
+    "skip_special_tokens": True,
+    "n": 1,
+}
+
+Body = dict[str, Any]
+
+
+def path_of(request: PrefillRequest) -> str:
+    return COMPLETION if request.messages is None else CHAT
+
+
+def prompt_body(request: PrefillRequest, media: Sequence[bytes]) -> Body:
+    """What the prompt is made from; P and D must be given the same."""
+    body: Body = {
+        "model": request.output.model,
+        **_prompting(request.prompting, is_chat=request.messages is not None),
+    }
+    if request.messages is None:
+        body["prompt"] = request.prompt
+    else:
+        items = iter(zip(request.items, media, strict=True))
+        body["messages"] = [_message(message, items) for message in request.messages]
+    return body
+
+
+def answer_body(request: PrefillRequest, media: Sequence[bytes]) -> Body:
+    """The whole request, for the instance that decodes it."""
+    body = prompt_body(request, media)
+    body |= _sampling(request.sampling, is_chat=request.messages is not None)
+    body |= _output(request.output)
+    if "tools" in body:
+        body["tool_choice"] = "none"
+    if request.sampling.grammar is not None:
+        body |= _grammar(request.sampling.grammar, len(body.get("tools", ())))
+    return body
+
+
+def prefill_body(request: PrefillRequest, media: Sequence[bytes]) -> Body:
+    """For an instance that computes the prompt alone: its one token is thrown away."""
+    body = prompt_body(request, media)
+    if "tools" in body:
+        body["tool_choice"] = "none"  # they are part of the prompt; what is called is seen at D
+    limit = "max_tokens" if request.messages is None else "max_completion_tokens"
+    return body | {limit: 1, "temperature": 0.0, "stream": False}
+
+
+def encode_body(model: str, ref: MediaRef, media: bytes) -> Body:
+    """One picture and nothing else, for an instance that encodes."""
+    return {"model": model, "stream": False, "messages": [{"role": "user", "content": [image_part(ref, media)]}]}
+
+
+def image_part(ref: MediaRef, media: bytes) -> Body:
+    """The hash is given along, so that all instances call the feature the same."""
+    kind = "png" if media.startswith(b"\x89PNG") else "jpeg"  # a label: the bytes themselves are looked at
+    url = f"data:image/{kind};base64,{pybase64.b64encode(media).decode()}"
+    return {"type": "image_url", "image_url": {"url": url}, "uuid": ref.mm_hash}
+
+
+def _message(message: ChatMessage, items: Any) -> Body:
+    told: Body = {"role": message.role}
+    if len(message.content) == 1 and message.content[0].type == "text":
+        told["content"] = message.content[0].text
+    elif message.content:
+        told["content"] = [_part(part, items) for part in message.content]
+    else:
+        told["content"] = None if message.tool_calls else ""
+    if message.tool_calls:
+        told["tool_calls"] = [
+            {"id": one.id, "type": "function", "function": {"name": one.name, "arguments": one.arguments}}
+            for one in message.tool_calls
+        ]
+    if message.tool_call_id:
+        told["tool_call_id"] = message.tool_call_id
+    return told
+
+
+def _part(part: Part, items: Any) -> Body:
+    if part.type == "text":
+        return {"type": "text", "text": part.text}
+    ref, media = next(items)
+    return image_part(ref, media)
+
+
+def _prompting(options: PromptOptions, *, is_chat: bool) -> Body:
+    body: Body = {}
+    if options.add_special_tokens is not None:
+        body["add_special_tokens"] = options.add_special_tokens
+    if options.truncate is not None:
+        body["truncate_prompt_tokens"] = options.truncate
+    if not is_chat:
+        return body
+    if not options.add_generation_prompt:
+        body["add_generation_prompt"] = False
+    if options.continue_final_message:
+        body["continue_final_message"] = True
+    if options.tools:
+        body["tools"] = msgspec.json.decode(options.tools)
+    if options.template_kwargs:
+        body["chat_template_kwargs"] = msgspec.json.decode(options.template_kwargs)
+    return body
+
+
+def num_copies(sampling: SamplingParams) -> int:
+    """How many choices one answer of vLLM stands for: greedy ones are all the same, and it makes but one."""
+    return sampling.n if sampling.greedy else 1
+
+
+def _sampling(sampling: SamplingParams, *, is_chat: bool) -> Body:
+    body: Body = {"seed": sampling.seed}
+    for name, neutral in _SAME.items():
+        if (value := getattr(sampling, name)) != neutral:
+            body[name] = value
+    if num_copies(sampling) > 1:
+        del body["n"]
+    if sampling.max_tokens is not None:
+        body["max_completion_tokens" if is_chat else "max_tokens"] = sampling.max_tokens
+    if sampling.stop:
+        body["stop"] = list(sampling.stop)
+    if sampling.stop_token_ids:
+        body["stop_token_ids"] = list(sampling.stop_token_ids)
+    if sampling.include_stop:
+        body["include_stop_str_in_output"] = True
+    if sampling.logit_bias:
+        body["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias.items()}
+    if sampling.allowed_token_ids:
+        body["allowed_token_ids"] = list(sampling.allowed_token_ids)
+    if sampling.bad_words:
+        body["bad_words"] = list(sampling.bad_words)
+    if sampling.logprobs is not None:
+        body |= (
+            {"logprobs": True, "top_logprobs": sampling.logprobs} if is_chat else {"logprobs": sampling.logprobs}
+        )
+    return body
+
+
+def _output(output: OutputOptions) -> Body:
+    body: Body = {"stream": output.stream}
+    if output.stream and (output.include_usage or output.continuous_usage):
+        body["stream_options"] = {
+            "include_usage": output.include_usage,
+            "continuous_usage_stats": output.continuous_usage,
+        }
+    if output.echo:
+        body["echo"] = True
+    return body
+
+
+def _grammar(grammar: Grammar, num_tools: int) -> Body:
+    body: Body = {}
+    if grammar.kind:
+        value = grammar.text if grammar.kind == "regex" else msgspec.json.decode(grammar.text)
+        body["structured_outputs"] = {grammar.kind: value}
+    if grammar.tools:
+        body["tool_choice"] = "required" if grammar.must_call else "auto"
+        if grammar.must_call and len(grammar.tools) < num_tools:
+            body["tool_choice"] = {"type": "function", "function": {"name": grammar.tools[0].name}}
+        body["parallel_tool_calls"] = grammar.parallel
+    return body
+
+
+def size_of(request: PrefillRequest) -> int:
+    """About how many tokens a prompt has, but for its pictures."""
+    if isinstance(request.prompt, list):
+        return len(request.prompt)
+    if request.prompt is not None:
+        return len(request.prompt) // BYTES_PER_TOKEN
+    parts = (part for message in request.messages or () for part in message.content)
+    return sum(len(part.text) for part in parts) // BYTES_PER_TOKEN
+
+
+def picture_body(model: str) -> Body:
+    """A picture that no instance has seen before, to warm up with."""
+    picture = io.BytesIO()
+    Image.new("RGB", (WARM_UP_PIXELS, WARM_UP_PIXELS)).save(picture, "PNG")
+    ref = MediaRef(mm_hash=secrets.token_hex(32), width=WARM_UP_PIXELS, height=WARM_UP_PIXELS)
+    return encode_body(model, ref, picture.getvalue()) | {"max_completion_tokens": 1}

@@ -1,0 +1,229 @@
+"""The command line and environment of one vLLM process. Pure: no file is read, nothing is imported from vLLM."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from epd_serve.types import Role
+
+#: Where an instance's other servers listen, from its HTTP port on (config.vllm.PORTS_PER_INSTANCE).
+FEATURE_PORT, KV_PORT = 1, 2
+
+_GIB = 1 << 30
+_PLUGIN = "epd_serve.vllm_plugin"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Connectors:
+    """How the instances of a deployment hand on features and KV; None where no instance needs to.
+
+    Attributes:
+        features: ``store`` (epd-serve's) or ``file`` (ECExampleConnector, through ``feature_dir``).
+        kv: ``grouped`` (epd-serve's), ``mooncake`` or ``nixl``.
+        group_layers: of ``grouped``; None: chosen.
+        link: (bytes per second or None, seconds of latency) to which epd-serve's connectors are slowed down.
+        store_bytes, cache_bytes: encoder output that E keeps, and that P keeps, of ``store``.
+        feature_timeout_s: how long P waits for encoder output before it encodes itself.
+        widths: tensor-parallel ranks of P and of D.
+        trace: directory for records of KV transfers.
+    """
+
+    features: Literal["store", "file"] | None = None
+    kv: Literal["grouped", "mooncake", "nixl"] | None = None
+    feature_dir: str = ""
+    kv_load_failure: Literal["recompute", "fail"] = "recompute"
+    group_layers: int | None = None
+    link: tuple[int | None, float] = (None, 0.0)
+    store_bytes: int = 256 << 20
+    cache_bytes: int = 256 << 20
+    feature_timeout_s: float = 30.0
+    widths: tuple[int, int] = (1, 1)
+    trace: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class VllmOptions:
+    """One vLLM process.
+
+    Attributes:
+        python: the interpreter of vLLM's environment.
+        number: of the instance in its deployment, from 0.
+        kind: of the device: "cpu", "cuda" or "npu".
+        visible: value of the variable that shows it its devices; "" where there is none.
+        memory_share: part of an accelerator's memory for weights and KV.
+        kv_bytes: of the KV cache; None: what the memory leaves. On a CPU it must be set.
+        cores: CPU cores that an instance on a CPU is bound to; "" for none.
+        arguments: further flags, by name with ``_``.
+    """
+
+    name: str
+    role: Role
+    python: str
+    model: str
+    served_model_name: str
+    host: str
+    port: int
+    kind: Literal["cpu", "cuda", "npu"]
+    number: int = 0
+    visible: str = ""
+    tensor_parallel: int = 1
+    dtype: str = "auto"
+    memory_share: float | None = None
+    kv_bytes: int | None = None
+    threads: int = 1
+    cores: str = ""
+    connectors: Connectors = Connectors()
+    arguments: Mapping[str, bool | int | float | str] = field(default_factory=dict)
+
+
+def command_of(options: VllmOptions) -> tuple[str, ...]:
+    """``vllm serve`` with all its flags."""
+    flags: dict[str, bool | int | float | str] = {
+        "host": options.host,
+        "port": options.port,
+        "served_model_name": options.served_model_name,
+        "dtype": options.dtype,
+    }
+    if options.tensor_parallel > 1:
+        flags["tensor_parallel_size"] = options.tensor_parallel
+    if options.memory_share is not None and options.kind != "cpu":
+        flags["gpu_memory_utilization"] = options.memory_share
+    if options.kv_bytes is not None and options.kind != "cpu":
+        flags["kv_cache_memory_bytes"] = options.kv_bytes
+    if (features := feature_config(options)) is not None:
+        flags["ec_transfer_config"] = _json(features)
+        if features["ec_role"] == "ec_producer":
+            flags["enable_prefix_caching"] = False  # an encoder has no KV cache
+    if (kv := kv_config(options)) is not None:
+        flags["kv_transfer_config"] = _json(kv)
+    flags |= options.arguments
+    command = [options.python, "-P", "-m", "vllm.entrypoints.cli.main", "serve", options.model]
+    for name, value in flags.items():
+        dashed = name.replace("_", "-")
+        if isinstance(value, bool):
+            command.append(f"--{dashed}" if value else f"--no-{dashed}")
+        else:
+            command += [f"--{dashed}", str(value)]
+    return tuple(command)
+
+
+def environment_of(options: VllmOptions) -> dict[str, str]:
+    """What the process needs besides the environment that all have."""
+    variables = {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
+    if options.kind == "cpu":
+        variables["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, math.ceil((options.kv_bytes or _GIB) / _GIB)))
+        variables["VLLM_CPU_OMP_THREADS_BIND"] = options.cores or "nobind"
+        variables["OMP_NUM_THREADS"] = str(options.threads)
+    elif options.visible:
+        names = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
+        variables[names[options.kind]] = options.visible
+    if options.connectors.kv == "mooncake" and _hands_over(options.role) and options.kind != "npu":
+        variables["VLLM_MOONCAKE_BOOTSTRAP_PORT"] = str(options.port + KV_PORT)
+    if options.connectors.kv == "nixl" and (_hands_over(options.role) or _takes_over(options.role)):
+        variables["VLLM_NIXL_SIDE_CHANNEL_HOST"] = options.host
+        variables["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(options.port + KV_PORT)
+    return variables
+
+
+def feature_config(options: VllmOptions) -> dict[str, Any] | None:
+    """``--ec-transfer-config``: E produces, P and PD consume; EP and EPD keep their features to themselves."""
+    role, connectors = options.role, options.connectors
+    if connectors.features is None or not (str(role) == "E" or (role.prefills and not role.encodes)):
+        return None
+    config: dict[str, Any] = {"ec_role": "ec_consumer" if role.prefills else "ec_producer"}
+    if connectors.features == "file":
+        extra: dict[str, Any] = {"shared_storage_path": connectors.feature_dir}
+        return {"ec_connector": "ECExampleConnector", **config, "ec_connector_extra_config": extra}
+    extra = {"bytes": connectors.cache_bytes if role.prefills else connectors.store_bytes}
+    if role.prefills:
+        extra["timeout_s"] = connectors.feature_timeout_s
+    return {
+        "ec_connector": "StoreFeatureConnector",
+        "ec_connector_module_path": f"{_PLUGIN}.features",
+        **config,
+        "ec_ip": options.host,
+        "ec_port": options.port + FEATURE_PORT,
+        "ec_buffer_device": "cpu",
+        "ec_connector_extra_config": extra | _link(connectors),
+    }
+
+
+def kv_config(options: VllmOptions) -> dict[str, Any] | None:
+    """``--kv-transfer-config``: of roles that prefill for others, or decode for them."""
+    role, connectors = options.role, options.connectors
+    if connectors.kv is None or not (_hands_over(role) or _takes_over(role)):
+        return None
+    config: dict[str, Any] = {
+        "kv_role": "kv_producer" if role.prefills else "kv_consumer",
+        "engine_id": str(options.number) if options.kind == "npu" else options.name,
+        "kv_load_failure_policy": connectors.kv_load_failure,
+    }
+    buffer = {"kv_buffer_device": "cpu"} if options.kind == "cpu" else {}
+    if connectors.kv == "nixl":
+        return {"kv_connector": "NixlConnector", **config, **buffer}
+    if connectors.kv == "mooncake":
+        return {**_mooncake(options), **config, **buffer}
+    extra: dict[str, Any] = {"host": options.host, "port": options.port + KV_PORT}
+    if connectors.group_layers is not None:
+        extra["group_layers"] = connectors.group_layers
+    if connectors.trace is not None:
+        extra["trace"] = connectors.trace
+    return {
+        "kv_connector": "GroupedKVConnector",
+        "kv_connector_module_path": f"{_PLUGIN}.kv",
+        **config,
+        **buffer,
+        "kv_connector_extra_config": extra | _link(connectors),
+    }
+
+
+def _mooncake(options: VllmOptions) -> dict[str, Any]:
+    if options.kind == "npu":  # vllm-ascend's own, which it registers itself
+        sizes = zip(("prefill", "decode"), options.connectors.widths, strict=True)
+        return {
+            "kv_connector": "MooncakeConnectorV1",
+            "kv_port": str(options.port + KV_PORT),
+            "kv_connector_extra_config": {stage: {"dp_size": 1, "tp_size": width} for stage, width in sizes},
+        }
+    protocol = {"mooncake_protocol": "tcp"} if options.kind == "cpu" else {}
+    extra = {"kv_connector_extra_config": protocol} if protocol else {}
+    if options.kind == "cpu":  # vLLM's asks for the index of an accelerator
+        return {
+            "kv_connector": "MooncakeCPUConnector",
+            "kv_connector_module_path": f"{_PLUGIN}.mooncake_cpu",
+            **extra,
+        }
+    return {"kv_connector": "MooncakeConnector", **extra}
+
+
+def shell_line(command: tuple[str, ...], variables: Mapping[str, str]) -> str:
+    """A line for a shell that runs the command with these variables."""
+    return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in variables.items()), shlex.join(command)])
+
+
+def _hands_over(role: Role) -> bool:
+    return role.prefills and not role.decodes
+
+
+def _takes_over(role: Role) -> bool:
+    return role.decodes and not role.prefills
+
+
+def _link(connectors: Connectors) -> dict[str, Any]:
+    bytes_per_s, latency_s = connectors.link
+    shaped = {"link_bytes_per_s": bytes_per_s} if bytes_per_s else {}
+    return shaped | ({"link_latency_s": latency_s} if latency_s else {})
+
+
+def _json(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, separators=(",", ":"))

@@ -1,0 +1,84 @@
+"""What an instance's load is, from vLLM's ``/metrics``."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from epd_serve.protocol.wire import Load
+
+_LINE = re.compile(r"^([a-zA-Z_:][\w:]*)(\{[^}]*\})? (\S+)$", re.MULTILINE)
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_SUMMED = {
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "vllm:prompt_tokens_total",
+    "vllm:generation_tokens_total",
+    "vllm:kv_cache_usage_perc",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class VllmFigures:
+    """Of one instance; what it does not tell is 0.
+
+    Attributes:
+        started_at: Unix time of its start, which names the process.
+        num_tokens: computed and generated since then: it grows as long as the instance computes.
+    """
+
+    started_at: float
+    num_running: int
+    num_waiting: int
+    num_tokens: int
+    block_size: int
+    num_blocks: int
+    kv_usage: float
+
+    def load(self, *, num_waiting_tokens: int, num_waiting_encodes: int, num_waiting_pixels: int) -> Load:
+        """As the gateway's policies read it. vLLM does not tell what its queue consists of: the caller does."""
+        return Load(
+            num_running=self.num_running,
+            num_waiting=self.num_waiting,
+            num_waiting_tokens=num_waiting_tokens,
+            num_waiting_encodes=num_waiting_encodes,
+            num_waiting_pixels=num_waiting_pixels,
+            free_blocks=round(self.num_blocks * (1 - self.kv_usage)),
+            total_blocks=self.num_blocks,
+        )
+
+
+def read_figures(text: str) -> VllmFigures:
+    """From Prometheus' text format. Lines that are none are skipped."""
+    sums: dict[str, float] = dict.fromkeys(_SUMMED, 0.0)
+    info: dict[str, str] = {}
+    started_at, num_engines = 0.0, 0
+    for name, labels, value in _LINE.findall(text):
+        if name in _SUMMED:
+            sums[name] += _number(value)
+            num_engines += name == "vllm:kv_cache_usage_perc"
+        elif name == "vllm:cache_config_info":
+            info = dict(_LABEL.findall(labels))
+        elif name == "process_start_time_seconds":
+            started_at = _number(value)
+    return VllmFigures(
+        started_at=started_at,
+        num_running=int(sums["vllm:num_requests_running"]),
+        num_waiting=int(sums["vllm:num_requests_waiting"]),
+        num_tokens=int(sums["vllm:prompt_tokens_total"] + sums["vllm:generation_tokens_total"]),
+        block_size=_count(info.get("block_size")),
+        num_blocks=_count(info.get("num_gpu_blocks")),
+        kv_usage=sums["vllm:kv_cache_usage_perc"] / max(1, num_engines),
+    )
+
+
+def _number(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        return 0.0
+    return number if number == number and abs(number) != float("inf") else 0.0
+
+
+def _count(text: str | None) -> int:
+    return int(text) if text and text.isdecimal() else 0

@@ -1,0 +1,37 @@
+"""What a caller has to know of a vLLM instance beforehand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from blake3 import blake3
+
+from epd_serve.types import Role
+
+
+@dataclass(frozen=True, kw_only=True)
+class VllmTarget:
+    """What the deployment file says of an instance; vLLM does not know its role.
+
+    Attributes:
+        features, kv: how they are handed on; None where nothing is.
+        pulls: whether D asks for KV only once P has answered, with what P said.
+    """
+
+    role: Role
+    device: str
+    dtype: str
+    model_path: str
+    features: Literal["store", "file"] | None = None
+    kv: Literal["grouped", "mooncake", "nixl"] | None = None
+    pulls: bool = False
+
+    @property
+    def takes_features(self) -> bool:
+        return self.features is not None and self.role.prefills and not self.role.encodes
+
+    @property
+    def media_fingerprint(self) -> str:
+        """Of everything but the media that decides a feature."""
+        return blake3(f"vllm {self.model_path} {self.dtype}".encode()).hexdigest()

@@ -1,0 +1,142 @@
+"""The deployment file's keys of ``engine: vllm``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from epd_serve.config.sections import InstanceSettings, LinkConfig, Section
+from epd_serve.config.sizes import Bytes
+from epd_serve.topology import InstancePlacement
+
+#: How encoder output reaches P. ``store``: epd-serve's own connector; ``file``: vLLM's, through a directory.
+FeatureConnector = Literal["store", "file"]
+#: How KV reaches D. ``grouped``: epd-serve's own connector, in groups of layers; the others are vLLM's.
+KVConnector = Literal["grouped", "mooncake", "nixl"]
+
+#: Ports that an instance takes from its own on: HTTP, features, KV of up to 14 tensor-parallel ranks.
+PORTS_PER_INSTANCE = 16
+_MAX_TENSOR_PARALLEL = PORTS_PER_INSTANCE - 2
+
+#: Keys that only the native engine has, with what to do instead.
+_NATIVE_KEYS = {
+    "stream_priority": "vLLM has no such thing",
+    "async_scheduling": "write engine_args: {async_scheduling: true}",
+    "image_budget_pixels": "vLLM's encoder budget follows max_num_batched_tokens",
+    "queue_timeout_s": "gateway.queue_timeout_s bounds the wait at the gateway",
+    "lease_s": "vLLM's connectors have times of their own",
+    "drain_s": "write engine_args: {shutdown_timeout: 30}",
+    "feature_prefetch": "the store connector always prefetches",
+    "batching": "vLLM schedules by max_num_batched_tokens",
+    "share_weights": "each vLLM process loads its own",
+    "preload": "vLLM processes are not forked",
+    "link": "set vllm.link, for features: store and kv: grouped",
+}
+_NATIVE_SECTIONS = {
+    "feature_store": "choose vllm.features",
+    "interference": "shares of vLLM instances are numbers: instances.share",
+}
+
+
+class VllmConfig(Section):
+    """vLLM and vllm-ascend, where ``engine`` is vllm."""
+
+    python: Path | None = Field(
+        default=None,
+        description="Python of the environment that vLLM is installed in, relative to this file; null: the one "
+        "that runs epd-serve.",
+    )
+    features: FeatureConnector | None = Field(
+        default=None,
+        description="How encoder output reaches P. store: epd-serve's connector, by content hash, in the "
+        "background. file: vLLM's ECExampleConnector, through feature_dir. null: store, and file on NPUs.",
+    )
+    kv: KVConnector | None = Field(
+        default=None,
+        description="How KV reaches D. grouped: epd-serve's connector, groups of layers during the forward pass, "
+        "for KV caches in host memory. mooncake, nixl: vLLM's. null: grouped on CPUs, nixl on GPUs, mooncake on "
+        "NPUs.",
+    )
+    feature_dir: Path | None = Field(
+        default=None,
+        description="A directory that all instances see, for features: file; relative to this file. Nothing is "
+        "ever deleted in it.",
+    )
+    kv_load_failure: Literal["recompute", "fail"] = Field(
+        default="recompute",
+        description="What D does where KV does not come: compute the prompt itself, or give an error.",
+    )
+    link: LinkConfig = Field(
+        default=LinkConfig(), description="Slows features: store and kv: grouped down, for experiments."
+    )
+    group_layers: int | None = Field(
+        default=None, ge=1, description="Layers sent together with kv: grouped; null: chosen from measured times."
+    )
+    cpu_kv_cache_bytes: Bytes = Field(
+        default=1 << 30, description="KV cache of an instance on a CPU, where instances.kv_cache_bytes is not set."
+    )
+    environment: dict[str, str] = Field(
+        default_factory=dict, description="Variables for all vLLM processes, as in VLLM_LOGGING_LEVEL: DEBUG."
+    )
+
+
+def connectors(
+    placement: Iterable[InstancePlacement], vllm: VllmConfig
+) -> tuple[FeatureConnector | None, KVConnector | None]:
+    """Those that a deployment uses: as the file says, else by the devices; None where nothing is handed on."""
+    placement = tuple(placement)
+    kinds = {device.partition(":")[0] for one in placement for device in one.devices}
+    features = vllm.features or ("file" if "npu" in kinds else "store")
+    kv = vllm.kv or ("mooncake" if "npu" in kinds else "nixl" if "cuda" in kinds else "grouped")
+    encodes = any(str(one.role) == "E" for one in placement)
+    decodes = any(one.role.decodes and not one.role.prefills for one in placement)
+    return features if encodes else None, kv if decodes else None
+
+
+def check_vllm(
+    placement: Iterable[InstancePlacement],
+    settings: Mapping[str, InstanceSettings],
+    vllm: VllmConfig,
+    set_keys: set[str],
+) -> None:
+    """Raise ValueError for what a deployment with ``engine: vllm`` asks for and cannot have.
+
+    Args:
+        settings: of each role.
+        set_keys: of the deployment file, those that it sets.
+    """
+    for key, instead in _NATIVE_SECTIONS.items():
+        if key in set_keys:
+            raise ValueError(f"{key} has no effect with engine: vllm; {instead}")
+    for role, one in settings.items():
+        for key, instead in _NATIVE_KEYS.items():
+            if key in one.model_fields_set:
+                raise ValueError(f"{key} (of {role}) has no effect with engine: vllm; {instead}")
+        if one.share == "auto":
+            raise ValueError(f"share of {role}: auto is measured with engine: native; write a number")
+    placement = tuple(placement)
+    widths = {instance.role.prefills: instance.tensor_parallel for instance in placement}
+    on_host = all(instance.devices[0] == "cpu" for instance in placement)
+    for instance in placement:
+        role = str(instance.role)
+        if role == "ED":
+            raise ValueError("ED: a vLLM instance that encodes for others does not decode; write E-P-D or EP-D")
+        if instance.tensor_parallel > _MAX_TENSOR_PARALLEL:
+            raise ValueError(f"@tp{instance.tensor_parallel}: at most {_MAX_TENSOR_PARALLEL} ranks have ports")
+    splits = any(not (one.role.prefills and one.role.decodes) and one.role.decodes for one in placement)
+    if splits and vllm.kv == "grouped":
+        if not on_host:
+            raise ValueError("vllm.kv: grouped moves KV caches in host memory; write mooncake or nixl")
+        if len(set(widths.values())) > 1:
+            raise ValueError("vllm.kv: grouped needs the same @tp for P and D; write mooncake or nixl")
+    roles = {str(instance.role) for instance in placement}
+    encoders = "E" in roles
+    if encoders and roles & {"EP", "EPD"}:
+        raise ValueError(
+            "E beside EP or EPD: these keep their features to themselves; write P or PD in their place"
+        )
+    if encoders and vllm.features == "file" and vllm.feature_dir is None:
+        raise ValueError("vllm.features: file needs vllm.feature_dir, a directory that E and P both see")

@@ -1,0 +1,223 @@
+"""From a deployment with ``engine: vllm`` to the processes of its instances."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from device.shares import share_environment
+from epd_serve.backends.vllm_command import Connectors, VllmOptions, command_of, environment_of
+from epd_serve.config import DeploymentConfig, InstanceSettings, model_path
+from epd_serve.config.shares import DeviceShare
+from epd_serve.config.vllm import connectors
+from epd_serve.launch.commands import threads_each, visibility
+from epd_serve.launch.process import ProcessSpec
+from epd_serve.launch.vllm_probe import VllmFound, check_flags, check_found, probe_vllm
+from epd_serve.protocol.addresses import url_of
+from epd_serve.topology import InstancePlacement
+from epd_serve.types import Stage
+
+Kind = Literal["cpu", "cuda", "npu"]
+#: Keys of ``instances`` and the flags of vllm serve that mean the same.
+_SAME = {
+    "max_model_len": "max_model_len",
+    "max_num_seqs": "max_num_seqs",
+    "max_num_batched_tokens": "max_num_batched_tokens",
+    "block_size": "block_size",
+    "num_blocks": "num_gpu_blocks_override",
+}
+#: Of a device's memory where nothing else is said, as vLLM's own default.
+_ALL_MEMORY = 0.92
+_GRACE_S = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class VllmProcess:
+    """One instance: how it is run by hand, and its devices as the deployment calls them."""
+
+    placement: InstancePlacement
+    command: tuple[str, ...]
+    variables: dict[str, str]
+    port: int
+
+
+def connectors_of(config: DeploymentConfig) -> Connectors:
+    """What the topology needs, by what the file says and else by the kind of the devices."""
+    vllm = config.vllm
+    prefill = config.settings_for("P")
+    link = (vllm.link.bandwidth, vllm.link.latency_ms / 1e3)
+    features, kv = connectors(config.placement(), vllm)
+    return Connectors(
+        features=features,
+        kv=kv,
+        feature_dir=str(vllm.feature_dir) if vllm.feature_dir else "",
+        kv_load_failure=vllm.kv_load_failure,
+        group_layers=vllm.group_layers,
+        link=link,
+        store_bytes=config.settings_for("E").feature_store_bytes,
+        cache_bytes=prefill.feature_cache_bytes,
+        feature_timeout_s=prefill.feature_timeout_s,
+        widths=(_width(config, Stage.PREFILL), _width(config, Stage.DECODE)),
+        trace=str(config.trace) if config.trace else None,
+    )
+
+
+def vllm_processes(
+    config: DeploymentConfig, ports: Sequence[int], environment: Mapping[str, str], plugin_path: str = ""
+) -> list[VllmProcess]:
+    """The processes in placement order; ``ports`` are theirs.
+
+    ``plugin_path`` is a directory from which vLLM's Python can import epd_serve; "" where it is installed there.
+    Raises ValueError where the model is not there.
+    """
+    used = connectors_of(config)
+    if used.features == "file" and not used.feature_dir:
+        raise ValueError("vllm.feature_dir is not set: a directory through which E hands its features to P")
+    placement = config.placement()
+    num_ranks = sum(instance.tensor_parallel for instance in placement)
+    shares = config.device_shares()
+    processes = []
+    for number, (instance, port) in enumerate(zip(placement, ports, strict=True)):
+        share = shares.get(instance.name)
+        settings = config.settings_for(str(instance.role))
+        threads = settings.threads or threads_each(num_ranks, environment, share)
+        options = _options(config, settings, instance, number, port, used, environment, threads, share)
+        variables = environment_of(options)
+        if plugin_path:
+            variables["PYTHONPATH"] = plugin_path
+        if share is not None and options.kind == "cuda":
+            variables |= share_environment(share.share)
+        processes.append(
+            VllmProcess(
+                placement=instance,
+                command=command_of(options),
+                variables={**variables, **config.vllm.environment},
+                port=port,
+            )
+        )
+    return processes
+
+
+def vllm_specs(
+    config: DeploymentConfig, processes: Sequence[VllmProcess], environment: Mapping[str, str]
+) -> tuple[ProcessSpec, ...]:
+    """The same for the supervisor; each process ends with this one."""
+    tie = (sys.executable, "-P", "-m", "epd_serve.launch.lifeline", str(os.getpid()))
+    return tuple(
+        ProcessSpec(
+            name=process.placement.name,
+            label=f"{process.placement.role} on {', '.join(dict.fromkeys(process.placement.devices))}, vLLM",
+            command=(*tie, *process.command),
+            environment={**environment, **process.variables},
+            url=url_of(config.instances.host, process.port),
+            grace_s=_GRACE_S,
+        )
+        for process in processes
+    )
+
+
+def vllm_instance_specs(
+    config: DeploymentConfig, ports: Sequence[int], environment: Mapping[str, str], directory: Path
+) -> tuple[ProcessSpec, ...]:
+    """What the supervisor runs, after a look at the vLLM that is there.
+
+    ``directory`` takes what another Python needs to find epd_serve. Raises ValueError that says what is missing.
+    """
+    found = check_engine(config)
+    plugin_path = "" if found.epd_serve else link_plugin(directory / "plugin")
+    return vllm_specs(config, vllm_processes(config, ports, environment, plugin_path), environment)
+
+
+def check_engine(config: DeploymentConfig) -> VllmFound:
+    """The vLLM that a deployment will run on. Raises ValueError where it cannot."""
+    python = config.vllm.python or sys.executable
+    found = probe_vllm(python)
+    used = connectors_of(config)
+    kinds = {_kind(device) for instance in config.placement() for device in instance.devices}
+    needs = [used.kv] if used.kv in ("mooncake", "nixl") else []
+    check_found(
+        found,
+        python=python,
+        own_connectors=used.features == "store" or used.kv == "grouped",
+        needs=[*needs, *(["vllm_ascend"] if "npu" in kinds else [])],
+    )
+    roles = {str(instance.role) for instance in config.placement()}
+    check_flags(found, {flag for role in roles for flag in config.settings_for(role).engine_args})
+    return found
+
+
+def _options(
+    config: DeploymentConfig,
+    settings: InstanceSettings,
+    instance: InstancePlacement,
+    number: int,
+    port: int,
+    used: Connectors,
+    environment: Mapping[str, str],
+    threads: int,
+    share: DeviceShare | None,
+) -> VllmOptions:
+    kind = _kind(instance.devices[0])
+    shown, _ = visibility(instance.devices, environment)
+    given: dict[str, Any] = {
+        flag: getattr(settings, key)
+        for key, flag in _SAME.items()
+        if key in settings.model_fields_set and getattr(settings, key) is not None
+    }
+    memory = settings.memory_share or (share.share * _ALL_MEMORY if share else None)
+    if memory is None and instance.shares_device_with:
+        memory = _ALL_MEMORY / (1 + len(instance.shares_device_with))
+    return VllmOptions(
+        name=instance.name,
+        role=instance.role,
+        python=str(config.vllm.python or sys.executable),
+        model=str(model_path(config.model)),
+        served_model_name=config.model_name,
+        host=config.instances.host,
+        port=port,
+        number=number,
+        kind=kind,
+        visible="".join(shown.values()),
+        tensor_parallel=instance.tensor_parallel,
+        dtype=config.dtype if "dtype" in config.model_fields_set else "auto",
+        memory_share=None if memory is None else round(memory, 3),
+        kv_bytes=settings.kv_cache_bytes or (config.vllm.cpu_kv_cache_bytes if kind == "cpu" else None),
+        threads=threads,
+        cores=_cores(share) if share is not None and kind == "cpu" else "",
+        connectors=used,
+        arguments={**given, **settings.engine_args},
+    )
+
+
+def _width(config: DeploymentConfig, stage: Stage) -> int:
+    """Tensor-parallel ranks of the widest instance of a stage."""
+    return max([one.tensor_parallel for one in config.placement() if stage in one.role.stages], default=1)
+
+
+def _cores(share: DeviceShare) -> str:
+    """The cores of a share, as in ``4,5,6``."""
+    cores = sorted(os.sched_getaffinity(0))
+    first = min(len(cores) - 1, round(share.start * len(cores)))
+    return ",".join(map(str, cores[first : first + max(1, round(share.share * len(cores)))]))
+
+
+def _kind(device: str) -> Kind:
+    return cast(Kind, device.partition(":")[0])
+
+
+def link_plugin(directory: Path) -> str:
+    """Make ``directory`` one from which another Python can import epd_serve and no more; returns it."""
+    import device
+    import epd_serve
+
+    directory.mkdir(parents=True, exist_ok=True)
+    for package in (epd_serve, device):
+        assert package.__file__ is not None
+        link = directory / package.__name__
+        if not link.is_symlink():
+            link.symlink_to(Path(package.__file__).resolve().parent)
+    return str(directory)

@@ -1,0 +1,43 @@
+"""What ``epd-serve devices --check`` says of vLLM as an engine."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from epd_serve.launch.vllm_probe import TESTED, VllmFound, check_found, probe_vllm
+
+
+def check_vllm_engine(console: Console, python: Path | None) -> bool:
+    """Print what runs with an interpreter's vLLM. Returns False where one is named and has none that can run."""
+    named = python or Path(sys.executable)
+    table = Table("engine: vllm", "can it run", "detail")
+    try:
+        found = probe_vllm(named)
+        check_found(found, python=named, own_connectors=False)
+    except ValueError as error:
+        table.add_row(str(named), Text("no", "bold red" if python else "dim"), Text(str(error)))
+        console.print(table)
+        return python is None
+    name = f"vLLM {found.vllm}" + (f", vllm-ascend {found.vllm_ascend}" if found.vllm_ascend else "")
+    table.add_row(str(named), Text("yes", "green"), f"{name}, Python {found.python}")
+    for connector, missing in connectors_of(found).items():
+        table.add_row(connector, Text("no", "yellow") if missing else Text("yes", "green"), missing)
+    console.print(table)
+    return True
+
+
+def connectors_of(found: VllmFound) -> dict[str, str]:
+    """Each connector of the deployment file, and what it lacks there; "" for nothing."""
+    own = "" if found.vllm.startswith(tuple(f"{one}." for one in TESTED)) else f"needs vLLM {' or '.join(TESTED)}"
+    return {
+        "features: store": own,
+        "features: file": "",
+        "kv: grouped": own,
+        "kv: mooncake": "" if found.mooncake else "the mooncake package is not installed there",
+        "kv: nixl": "" if found.nixl else "the nixl package is not installed there",
+    }

@@ -1,0 +1,51 @@
+"""What becomes of features, in an instance's ``/metrics``."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import prometheus_client
+from vllm.distributed.ec_transfer.ec_connector.metrics import ECConnectorPromMetrics, ECConnectorStats
+
+#: ``encoded`` by this instance's tower; ``reused`` by E, which had it; ``fetched`` by P from an E, now or before.
+EVENTS = ("encoded", "reused", "fetched")
+
+
+class FeatureStats(ECConnectorStats):
+    """Counts of :data:`EVENTS` since the last report."""
+
+    data: dict[str, Any]
+
+    def reset(self) -> None:
+        self.data = {}
+
+    def aggregate(self, other: ECConnectorStats) -> FeatureStats:
+        return FeatureStats(data=dict(Counter(self.data) + Counter(other.data)))
+
+    def reduce(self) -> dict[str, int | float]:
+        return dict(self.data)
+
+    def is_empty(self) -> bool:
+        return not any(self.data.values())
+
+
+class FeatureMetrics(ECConnectorPromMetrics):
+    """``vllm:epd_serve_features_total`` by event."""
+
+    def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], labelvalues: Any) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, labelvalues)
+        counter = metric_types[prometheus_client.Counter](
+            name="vllm:epd_serve_features",
+            documentation="Encoder outputs by what became of them.",
+            labelnames=[*labelnames, "event"],
+        )
+        self._counters = {
+            (engine, event): counter.labels(*values, event)
+            for engine, values in labelvalues.items()
+            for event in EVENTS
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        for event, count in transfer_stats_data.items():
+            self._counters[engine_idx, event].inc(count)

@@ -1,0 +1,351 @@
+"""Encoder output from E to P through epd-serve's multimodal store: a vLLM EC connector.
+
+E keeps what it has encoded by content hash and announces it to the P that the gateway names; P fetches it while
+the request still waits, and a request is scheduled only once its features are here, so that the step that needs
+one finds it: Model Runner V1 runs nothing of a connector in a step without tokens. P encodes what does not come.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase, ECConnectorMetadata, ECConnectorRole
+
+from epd_serve.protocol.engine_notices import (
+    AnyNotice,
+    FeatureAnnounced,
+    FeatureKept,
+    FeatureWithdrawn,
+    Notice,
+)
+from epd_serve.protocol.wire import Region
+from epd_serve.transfer.embedded import EmbeddedTransport
+from epd_serve.transfer.shaped import ShapedTransport
+from epd_serve.transfer.shared_memory import SharedMemoryPeers
+from epd_serve.transfer.transport import Transport
+from epd_serve.vllm_plugin.feature_figures import FeatureMetrics, FeatureStats
+from epd_serve.vllm_plugin.feature_inbox import FeatureInbox
+from epd_serve.vllm_plugin.feature_memory import FeatureMemory, KeptFeature
+from epd_serve.vllm_plugin.notices import Conversation, NoticeRefused, NoticeServer
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger("vllm.epd_serve")
+
+_NUM_SENDERS = 8
+_ANNOUNCE_TIMEOUT_S = 30.0
+#: A step without tokens costs this much: nothing can be done but wait for features.
+_IDLE_STEP_S = 0.0005
+
+
+@dataclass
+class StepFeatures(ECConnectorMetadata):
+    """What the scheduler tells the workers for a step.
+
+    Attributes:
+        announce: on E: (request, mm_hash, address of P).
+        load: on P: where each feature of the step lies.
+    """
+
+    announce: list[tuple[str, str, str]] = field(default_factory=list)
+    load: dict[str, tuple[Region, KeptFeature]] = field(default_factory=dict)
+
+
+def shaped(transport: Transport, config: dict[str, Any]) -> Transport:
+    """The transport, slowed down where the deployment says so."""
+    bandwidth, latency_s = config.get("link_bytes_per_s"), config.get("link_latency_s", 0.0)
+    return ShapedTransport(transport, bandwidth, latency_s) if bandwidth or latency_s else transport
+
+
+class StoreFeatureConnector(ECConnectorBase):
+    """``ec_connector: StoreFeatureConnector``; one object in the scheduler's process, one in each worker's."""
+
+    def __init__(self, vllm_config: VllmConfig, role: ECConnectorRole) -> None:
+        super().__init__(vllm_config=vllm_config, role=role)
+        config = vllm_config.ec_transfer_config
+        extra = config.ec_connector_extra_config
+        capacity = int(extra.get("bytes", 256 << 20))
+        self._side: _SchedulerOfE | _SchedulerOfP | _WorkerOfE | _WorkerOfP
+        if role is ECConnectorRole.SCHEDULER:
+            if self.is_producer:
+                self._side = _SchedulerOfE(config.ec_ip, config.ec_port)
+            else:
+                transport = shaped(EmbeddedTransport(config.ec_ip), extra)
+                inbox = FeatureInbox(transport, capacity, float(extra.get("timeout_s", 30.0)))
+                self._side = _SchedulerOfP(inbox, config.ec_ip, config.ec_port)
+        elif self.is_producer:
+            memory = FeatureMemory(EmbeddedTransport(config.ec_ip), capacity)
+            self._side = _WorkerOfE(memory, f"{config.ec_ip}:{config.ec_port}")
+        else:
+            self._side = _WorkerOfP(vllm_config.device_config.device)
+
+    # ------------------------------------------------------------------ scheduler
+
+    def has_cache_item(self, identifier: str) -> bool:
+        return self._side.has(identifier)
+
+    def ensure_cache_available(self, request: Request, num_computed_tokens: int) -> bool:
+        return self._side.may_run(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Request, index: int) -> None:
+        self._side.allocated(request, index)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ECConnectorMetadata:
+        return self._side.step(scheduler_output)
+
+    def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
+        return False, self._side.finished(request)
+
+    def get_ec_connector_stats(self) -> FeatureStats | None:
+        counts = self._side.take_counts()
+        return FeatureStats(data=dict(counts)) if counts else None
+
+    @classmethod
+    def build_ec_connector_stats(cls, data: dict[str, Any] | None = None) -> FeatureStats:
+        return FeatureStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: VllmConfig, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
+    ) -> FeatureMetrics:
+        return FeatureMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    # ------------------------------------------------------------------ worker
+
+    def start_load_caches(self, encoder_cache: dict[str, torch.Tensor], **kwargs: Any) -> None:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, StepFeatures)
+        self._side.load(metadata, encoder_cache)
+
+    def start_save_caches(self, **kwargs: Any) -> None:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, StepFeatures)
+        self._side.begin(metadata, kwargs["encoder_cache"])
+
+    def save_caches(self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, **kwargs: Any) -> None:
+        self._side.save(encoder_cache, mm_hash)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        self._side.end_step()
+        return None, None
+
+
+class _Side:
+    """What a connector does where it has nothing to do."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+
+    def take_counts(self) -> Counter[str]:
+        """Of events since the last call."""
+        counts, self.counts = self.counts, Counter()
+        return counts
+
+    def has(self, mm_hash: str) -> bool:
+        return False
+
+    def may_run(self, request: Request, num_computed_tokens: int) -> bool:
+        return True
+
+    def allocated(self, request: Request, index: int) -> None:
+        return
+
+    def step(self, scheduler_output: SchedulerOutput) -> StepFeatures:
+        return StepFeatures()
+
+    def finished(self, request: Request) -> dict[str, Any] | None:
+        return None
+
+    def load(self, step: StepFeatures, encoder_cache: dict[str, torch.Tensor]) -> None:
+        return
+
+    def begin(self, step: StepFeatures, encoder_cache: dict[str, torch.Tensor]) -> None:
+        return
+
+    def save(self, encoder_cache: dict[str, torch.Tensor], mm_hash: str) -> None:
+        return
+
+    def end_step(self) -> None:
+        return
+
+
+class _SchedulerOfE(_Side):
+    """Knows from the worker what is stored, so that it is not encoded again."""
+
+    def __init__(self, host: str, port: int) -> None:
+        super().__init__()
+        self._stored: set[str] = set()
+        self._hits: dict[str, set[str]] = {}
+        self._server = NoticeServer(host, port, self._handle)
+
+    def _handle(self, notice: AnyNotice, has_left: Any) -> str:
+        if not isinstance(notice, FeatureKept):
+            return f"an instance that encodes knows no {type(notice).__name__}"
+        self._stored = (self._stored | set(notice.stored)) - set(notice.evicted)
+        return ""
+
+    def has(self, mm_hash: str) -> bool:
+        return mm_hash in self._stored
+
+    def step(self, scheduler_output: SchedulerOutput) -> StepFeatures:
+        step = StepFeatures()
+        encoded = scheduler_output.scheduled_encoder_inputs
+        self.counts["encoded"] += sum(map(len, encoded.values()))
+        for new in scheduler_output.scheduled_new_reqs:
+            params = _params(getattr(new.sampling_params, "extra_args", None))
+            computed = set(encoded.get(new.req_id, ()))
+            hashes = [one.identifier for one in new.mm_features]
+            self._hits[new.req_id] = {h for i, h in enumerate(hashes) if i not in computed}
+            self.counts["reused"] += len(self._hits[new.req_id])
+            if address := params.get("announce_to"):
+                trace_id = params.get("request_id", "")
+                step.announce += [(trace_id, mm_hash, address) for mm_hash in dict.fromkeys(hashes)]
+        return step
+
+    def finished(self, request: Request) -> dict[str, Any] | None:
+        hits = self._hits.pop(request.request_id, set())
+        return {
+            one.identifier: {"cached": one.identifier in hits, "tokens": request.get_num_encoder_embeds(index)}
+            for index, one in enumerate(request.mm_features)
+        }
+
+
+class _SchedulerOfP(_Side):
+    """Lets a request run when its features are here, or are not to be had."""
+
+    def __init__(self, inbox: FeatureInbox, host: str, port: int) -> None:
+        super().__init__()
+        self._inbox = inbox
+        self._server = NoticeServer(host, port, inbox.handle)
+        self._load: dict[str, tuple[Region, KeptFeature]] = {}
+        self._waiting = False
+
+    def has(self, mm_hash: str) -> bool:
+        return self._inbox.has(mm_hash)
+
+    def may_run(self, request: Request, num_computed_tokens: int) -> bool:
+        params = request.ec_transfer_params
+        if not params or not params.get("expect"):
+            return True
+        for feature in request.mm_features:
+            position = feature.mm_position
+            if position.offset + position.length <= num_computed_tokens:
+                continue
+            if not self._inbox.is_settled(request.request_id, params.get("request_id", ""), feature.identifier):
+                self._waiting = True
+                return False
+            self._inbox.hold(request.request_id, feature.identifier)
+        return True
+
+    def allocated(self, request: Request, index: int) -> None:
+        mm_hash = request.mm_features[index].identifier
+        if (found := self._inbox.locate(mm_hash, request.request_id)) is not None:
+            self._load[mm_hash] = found
+
+    def step(self, scheduler_output: SchedulerOutput) -> StepFeatures:
+        step, self._load = StepFeatures(load=self._load), {}
+        self.counts["encoded"] += sum(map(len, scheduler_output.scheduled_encoder_inputs.values()))
+        self.counts["fetched"] += len(step.load)
+        if self._waiting and not scheduler_output.total_num_scheduled_tokens:
+            time.sleep(_IDLE_STEP_S)
+        self._waiting = False
+        return step
+
+    def finished(self, request: Request) -> dict[str, Any] | None:
+        self._inbox.forget(request.request_id)
+        return None
+
+
+class _WorkerOfE(_Side):
+    """Stores and announces what the step encodes, and announces what was stored before."""
+
+    def __init__(self, memory: FeatureMemory, scheduler: str) -> None:
+        super().__init__()
+        self._memory = memory
+        self._scheduler = scheduler
+        self._pending: dict[str, list[tuple[str, str]]] = {}
+        self._stored: list[str] = []
+        self._senders = ThreadPoolExecutor(_NUM_SENDERS, thread_name_prefix="announce")
+
+    def begin(self, step: StepFeatures, encoder_cache: dict[str, torch.Tensor]) -> None:
+        self._pending = {}
+        for trace_id, mm_hash, address in step.announce:
+            if mm_hash not in self._memory and mm_hash in encoder_cache:
+                self._put(encoder_cache[mm_hash], mm_hash)
+            if mm_hash in self._memory:
+                self._announce(trace_id, mm_hash, address)
+            else:
+                self._pending.setdefault(mm_hash, []).append((trace_id, address))
+
+    def save(self, encoder_cache: dict[str, torch.Tensor], mm_hash: str) -> None:
+        self._put(encoder_cache[mm_hash], mm_hash)
+        for trace_id, address in self._pending.pop(mm_hash, ()):
+            self._announce(trace_id, mm_hash, address)
+
+    def end_step(self) -> None:
+        for mm_hash, waiting in self._pending.items():
+            for trace_id, address in waiting:
+                self._send(address, FeatureWithdrawn(request_id=trace_id, mm_hash=mm_hash))
+        self._pending = {}
+        evicted = self._memory.take_evicted()
+        if self._stored or evicted:
+            self._send(self._scheduler, FeatureKept(stored=self._stored, evicted=evicted))
+            self._stored = []
+
+    def _put(self, feature: torch.Tensor, mm_hash: str) -> None:
+        data = feature.detach().to("cpu").contiguous()
+        view = memoryview(cast(Any, data.flatten().view(torch.uint8).numpy()))
+        dtype = str(data.dtype).removeprefix("torch.")
+        if self._memory.put(mm_hash, view, list(data.shape), dtype, "put") is not None:
+            self._memory.release("put", mm_hash)
+            self._stored.append(mm_hash)
+
+    def _announce(self, trace_id: str, mm_hash: str, address: str) -> None:
+        owner = f"{trace_id}>{address}"
+        kept = self._memory.acquire(mm_hash, owner)
+        if kept is None:
+            self._send(address, FeatureWithdrawn(request_id=trace_id, mm_hash=mm_hash))
+            return
+        event = self._memory.event(mm_hash, kept, trace_id)
+        sent = self._send(address, FeatureAnnounced(event=event))
+        sent.add_done_callback(lambda _: self._memory.release(owner, mm_hash))
+
+    def _send(self, address: str, notice: Notice) -> Any:
+        return self._senders.submit(_tell, address, notice)
+
+
+class _WorkerOfP(_Side):
+    """Copies the features of a step from shared memory into the encoder cache."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        self._peers = SharedMemoryPeers()
+
+    def load(self, step: StepFeatures, encoder_cache: dict[str, torch.Tensor]) -> None:
+        for mm_hash, (region, kept) in step.load.items():
+            if mm_hash not in encoder_cache:
+                data = bytearray(kept.nbytes)
+                self._peers.read(region, [(kept.offset, memoryview(data))])
+                feature = torch.frombuffer(data, dtype=getattr(torch, kept.dtype)).reshape(kept.shape)
+                encoder_cache[mm_hash] = feature.to(self._device)
+
+
+def _params(extra_args: dict[str, Any] | None) -> dict[str, Any]:
+    return (extra_args or {}).get("ec_transfer_params") or {}
+
+
+def _tell(address: str, notice: Notice) -> None:
+    try:
+        Conversation(address).ask(notice, _ANNOUNCE_TIMEOUT_S)
+    except (OSError, NoticeRefused) as error:
+        logger.warning("%s to %s: %s", type(notice).__name__, address, error)

@@ -1,0 +1,343 @@
+"""KV from P to D in groups of layers during the forward pass: a vLLM KV connector for caches in host memory.
+
+D's scheduler allocates blocks and its worker asks P to write into them (reserve); P's worker is told by vLLM after
+each layer, and pushes whole groups of layers of a chunk while the next are computed (write); P's answer ends the
+request's wait at D (complete). P keeps a prompt's blocks until then.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from blake3 import blake3
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+)
+from vllm.v1.request import RequestStatus
+
+from epd_serve.transfer.embedded import EmbeddedTransport
+from epd_serve.transfer.grouping import GroupSizer, group_ends
+from epd_serve.vllm_plugin.features import shaped
+from epd_serve.vllm_plugin.kv_layout import LayerMemory, layer_memory
+from epd_serve.vllm_plugin.kv_receiving import KVReceiver, Receive
+from epd_serve.vllm_plugin.kv_sending import Chunk, KVSender
+from epd_serve.vllm_plugin.notices import NoticeServer
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+
+@dataclass
+class StepSend:
+    """A chunk of a prompt that a step computes: ``blocks`` are all of the prompt's so far."""
+
+    request_id: str
+    transfer_id: str
+    prompt: str
+    blocks: list[int]
+    first_token: int
+    end_token: int
+    last: bool
+
+
+@dataclass
+class StepKV(KVConnectorMetadata):
+    """What the scheduler tells the workers for a step."""
+
+    sends: list[StepSend] = field(default_factory=list)
+    receives: list[Receive] = field(default_factory=list)
+    declines: list[tuple[str, str]] = field(default_factory=list)
+    #: (transfer, whether it was computed) of prompts that P is through with.
+    finished: list[tuple[str, bool]] = field(default_factory=list)
+    #: Requests that D is through with while their KV may still come.
+    cancelled: list[str] = field(default_factory=list)
+
+
+def prompt_checksum(token_ids: list[int], mm_hashes: list[str]) -> str:
+    """Of what a prompt is computed from."""
+    return blake3(f"{token_ids}{mm_hashes}".encode()).hexdigest()
+
+
+class GroupedKVConnector(KVConnectorBase_V1):
+    """``kv_connector: GroupedKVConnector``; one object in the scheduler's process, one in each worker's."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        config = vllm_config.kv_transfer_config
+        self._extra: dict[str, Any] = config.kv_connector_extra_config
+        self._produces = config.is_kv_producer
+        self._scheduler: _Scheduler | None = None
+        self._worker: _Worker | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduler = _Scheduler(vllm_config.cache_config.block_size)
+        else:
+            self._worker = _Worker(
+                self._extra,
+                self._produces,
+                vllm_config.cache_config.block_size,
+                kv_cache_config.num_blocks,
+                vllm_config.parallel_config.rank % vllm_config.parallel_config.tensor_parallel_size,
+            )
+
+    # ------------------------------------------------------------------ scheduler
+
+    @property
+    def _sched(self) -> _Scheduler:
+        assert self._scheduler is not None, "called in the scheduler's process alone"
+        return self._scheduler
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
+        return self._sched.wanted(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
+        if num_external_tokens:
+            self._sched.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        return self._sched.step(scheduler_output)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self._sched.finished(request, block_ids), None
+
+    # ------------------------------------------------------------------ worker
+
+    @property
+    def _work(self) -> _Worker:
+        assert self._worker is not None, "called in a worker's process alone"
+        return self._worker
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._work.register(kv_caches)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, StepKV)
+        self._work.start(metadata)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        assert isinstance(connector_metadata, StepKV)
+        self._work.begin_step(connector_metadata)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """KV is here before a request is scheduled."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        self._work.computed(layer_name)
+
+    def wait_for_save(self) -> None:
+        self._work.end_step()
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        return self._work.results()
+
+
+class _Scheduler:
+    """Which prompts are handed over, and which are expected."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._sending: dict[str, StepSend] = {}
+        self._prompt_tokens: dict[str, int] = {}
+        self._step = StepKV()
+
+    def wanted(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
+        params = request.kv_transfer_params or {}
+        if not params.get("do_remote_prefill"):
+            return 0, False
+        count = len(request.prompt_token_ids or ()) - num_computed_tokens
+        return (count, True) if count > 0 else (0, False)
+
+    def allocated(self, request: Request, block_ids: list[int], num_external_tokens: int) -> None:
+        params = request.kv_transfer_params
+        if not params or not params.get("do_remote_prefill"):
+            return
+        params["do_remote_prefill"] = False  # once: what is computed again is computed here
+        num_tokens = len(request.prompt_token_ids)
+        first_block = (num_tokens - num_external_tokens) // self._block_size
+        self._step.receives.append(
+            Receive(
+                request_id=request.request_id,
+                transfer_id=params["transfer_id"],
+                address=params["address"],
+                prompt=_checksum_of(request.prompt_token_ids, request.mm_features),
+                first_block=first_block,
+                blocks=block_ids[first_block : -(-num_tokens // self._block_size)],
+            )
+        )
+
+    def step(self, scheduler_output: SchedulerOutput) -> StepKV:
+        step, self._step = self._step, StepKV()
+        counts = scheduler_output.num_scheduled_tokens
+        for new in scheduler_output.scheduled_new_reqs:
+            params = (getattr(new.sampling_params, "extra_args", None) or {}).get("kv_transfer_params") or {}
+            if params.get("do_remote_decode") and new.prompt_token_ids:
+                send = StepSend(
+                    request_id=new.req_id,
+                    transfer_id=params["transfer_id"],
+                    prompt=_checksum_of(new.prompt_token_ids, new.mm_features),
+                    blocks=list(new.block_ids[0]),
+                    first_token=0,  # what was cached here goes along
+                    end_token=new.num_computed_tokens + counts[new.req_id],
+                    last=new.num_computed_tokens + counts[new.req_id] >= len(new.prompt_token_ids),
+                )
+                self._sending[new.req_id] = send
+                self._prompt_tokens[new.req_id] = len(new.prompt_token_ids)
+                step.sends.append(_copy(send))
+        self._go_on(scheduler_output, step)
+        return step
+
+    def _go_on(self, scheduler_output: SchedulerOutput, step: StepKV) -> None:
+        """With prompts whose chunks were computed in earlier steps."""
+        cached = scheduler_output.scheduled_cached_reqs
+        for index, request_id in enumerate(cached.req_ids):
+            send = self._sending.get(request_id)
+            if send is None or (send.last and request_id not in cached.resumed_req_ids):
+                continue
+            new_blocks = cached.new_block_ids[index]
+            if request_id in cached.resumed_req_ids:
+                send.blocks, send.first_token = list(new_blocks[0]) if new_blocks else [], 0
+            else:
+                send.blocks += new_blocks[0] if new_blocks else []
+                send.first_token = send.end_token
+            computed = cached.num_computed_tokens[index]
+            send.end_token = computed + scheduler_output.num_scheduled_tokens[request_id]
+            send.last = send.end_token >= self._prompt_tokens[request_id]
+            step.sends.append(_copy(send))
+
+    def finished(self, request: Request, block_ids: list[int]) -> bool:
+        """Whether the request's blocks are kept."""
+        params = request.kv_transfer_params or {}
+        if params.get("do_remote_prefill"):
+            self._step.declines.append((params["address"], params["transfer_id"]))
+        elif "address" in params:
+            self._step.cancelled.append(request.request_id)
+        if not params.get("do_remote_decode"):
+            return False
+        send = self._sending.pop(request.request_id, None)
+        self._prompt_tokens.pop(request.request_id, None)
+        aborted = request.status is RequestStatus.FINISHED_ABORTED
+        computed = bool(send is not None and send.last and block_ids and not aborted)
+        self._step.finished.append((params["transfer_id"], computed))
+        return computed
+
+
+class _Worker:
+    """One rank's memory, and the threads that move it."""
+
+    def __init__(self, extra: dict[str, Any], produces: bool, block_size: int, num_blocks: int, rank: int) -> None:
+        self._extra = extra
+        self._produces = produces
+        self._block_size = block_size
+        self._num_blocks = num_blocks
+        self._rank = rank
+        self._host, self._port = str(extra["host"]), int(extra["port"]) + rank
+        self._layer_of: dict[str, int] = {}
+        self._layers: list[LayerMemory] = []
+        self._sender: KVSender | None = None
+        self._receiver: KVReceiver | None = None
+        self._step = StepKV()
+        self._chunks: list[tuple[StepSend, Chunk]] = []
+        self._ends: frozenset[int] = frozenset()
+        self._next_layer = 0
+        self._began_at = 0.0
+
+    def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        if hasattr(torch.cpu, "_init_amx"):
+            # D's first attention may be that of a decode step, whose tiles nothing has asked the kernel for yet.
+            torch.cpu._init_amx()
+        self._layers = [layer_memory(cache, self._num_blocks) for cache in kv_caches.values()]
+        self._layer_of = {name: index for index, name in enumerate(kv_caches)}
+        transport = EmbeddedTransport(self._host)
+        if not self._produces:
+            self._receiver = KVReceiver(transport, self._layers)
+            return
+        trace = self._extra.get("trace")
+        self._sender = KVSender(
+            shaped(transport, self._extra),
+            self._layers,
+            GroupSizer(num_layers=len(self._layers), fixed=self._extra.get("group_layers")),
+            trace=None if trace is None else Path(trace),
+        )
+        self._server = NoticeServer(self._host, self._port, self._sender.handle)
+
+    def begin_step(self, step: StepKV) -> None:
+        """Before the forward pass."""
+        self._step, self._next_layer, self._began_at = step, 0, time.monotonic()
+        self._chunks = []
+        if self._sender is None:
+            return
+        for transfer_id, computed in step.finished:
+            self._sender.finish(transfer_id, computed=computed)
+        for send in step.sends:
+            self._sender.begin(send.transfer_id, send.request_id, send.prompt)
+            first, end = send.first_token // self._block_size, -(-send.end_token // self._block_size)
+            self._chunks.append((send, Chunk(first, send.blocks[first:end], send.last)))
+        num_blocks = sum(len(chunk.blocks) for _, chunk in self._chunks)
+        layer_bytes = num_blocks * self._layers[0].block_bytes * self._layers[0].planes
+        size = self._sender.group_size(max(1, num_blocks * self._block_size), layer_bytes)
+        self._ends = group_ends(len(self._layers), size)
+
+    def computed(self, layer_name: str) -> None:
+        """A layer's KV is written."""
+        layer = self._layer_of.get(layer_name)
+        if layer is None or not self._chunks or self._sender is None or layer not in self._ends:
+            return
+        self._push(layer + 1)
+
+    def end_step(self) -> None:
+        """After the forward pass: what vLLM has not told of goes now."""
+        if not self._chunks or self._sender is None:
+            return
+        self._push(len(self._layers))
+        num_tokens = sum(send.end_token - send.first_token for send, _ in self._chunks)
+        self._sender.observe_compute(num_tokens, time.monotonic() - self._began_at)
+        self._chunks = []
+
+    def _push(self, end: int) -> None:
+        assert self._sender is not None
+        if end <= self._next_layer:
+            return
+        layers, self._next_layer = range(self._next_layer, end), end
+        for send, chunk in self._chunks:
+            self._sender.push(send.transfer_id, layers, chunk, last=end == len(self._layers))
+
+    def start(self, step: StepKV) -> None:
+        if self._receiver is None:
+            return
+        for request_id in step.cancelled:
+            self._receiver.cancel(request_id)
+        for address, transfer_id in step.declines:
+            self._receiver.decline(_of_rank(address, self._rank), transfer_id)
+        for wanted in step.receives:
+            own = Receive(**{**wanted.__dict__, "address": _of_rank(wanted.address, self._rank)})
+            self._receiver.receive(own)
+
+    def results(self) -> KVConnectorTransferResults:
+        if self._receiver is not None:
+            ended = self._receiver.take_ended()
+            return KVConnectorTransferResults(finished_recving=ended.done, failed_recving=ended.failed)
+        sent = set() if self._sender is None else self._sender.take_sent()
+        return KVConnectorTransferResults(finished_sending=sent)
+
+
+def _checksum_of(token_ids: Any, features: Any) -> str:
+    return prompt_checksum(list(token_ids), [one.identifier for one in features or ()])
+
+
+def _copy(send: StepSend) -> StepSend:
+    return StepSend(**{**send.__dict__, "blocks": list(send.blocks)})
+
+
+def _of_rank(address: str, rank: int) -> str:
+    host, _, port = address.rpartition(":")
+    return f"{host}:{int(port) + rank}"

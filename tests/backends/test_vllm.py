@@ -1,0 +1,151 @@
+"""What the gateway sends to vLLM and makes of what comes back; real servers answer in tests/vllm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from epd_serve.backends import vllm_chat
+from epd_serve.backends.vllm_answer import error_of
+from epd_serve.backends.vllm_load import read_figures
+from epd_serve.errors import InstanceFailed, InvalidRequest, Unavailable
+from epd_serve.protocol.openai import ChatCompletionRequest, CompletionRequest
+from epd_serve.protocol.wire import MediaRef, PrefillRequest
+
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {}}}}
+    for name in ("look", "listen")
+]
+
+
+def request(body: dict[str, Any], num_items: int = 0) -> PrefillRequest:
+    """As the gateway makes it of a client's."""
+    parsed = (ChatCompletionRequest if "messages" in body else CompletionRequest).model_validate(body)
+    prompts = parsed.prompts() if "prompt" in body else [None]
+    return PrefillRequest(
+        request_id="r-1",
+        output=parsed.output(id="r", created=1, model="m"),
+        sampling=parsed.sampling(7),
+        items=[MediaRef(mm_hash=f"h{n}", width=2, height=2) for n in range(num_items)],
+        messages=parsed.chat(),
+        prompt=prompts[0],
+        prompting=parsed.prompting(),
+    )
+
+
+def chat(**fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": "hi"}], **fields}
+
+
+def test_pictures_are_named_by_their_hash() -> None:
+    parts = [
+        {"type": "text", "text": "Look:"},
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}},
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}},
+    ]
+    asked = request({"messages": [{"role": "user", "content": parts}]}, num_items=2)
+    body = vllm_chat.prompt_body(asked, [b"\x89PNG one", b"two"])
+    content = body["messages"][0]["content"]
+    assert content[0] == {"type": "text", "text": "Look:"}
+    assert [part["uuid"] for part in content[1:]] == ["h0", "h1"]
+    assert content[1]["image_url"]["url"].startswith("data:image/png;base64,iVBORyBvbmU")
+
+
+def test_p_and_d_are_given_the_same_prompt() -> None:
+    fields = {
+        "tools": TOOLS,
+        "tool_choice": "required",
+        "chat_template_kwargs": {"x": 1},
+        "stream": True,
+        "stop": "a",
+    }
+    asked = request(chat(**fields))
+    prompt = vllm_chat.prompt_body(asked, ())
+    for body in (vllm_chat.prefill_body(asked, ()), vllm_chat.answer_body(asked, ())):
+        assert {key: body[key] for key in prompt} == prompt
+    body = vllm_chat.prefill_body(asked, ())
+    assert (body["max_completion_tokens"], body["stream"], body["tool_choice"]) == (1, False, "none")
+    assert "stop" not in body
+
+
+@pytest.mark.parametrize(
+    ("fields", "sent"),
+    [
+        ({"max_tokens": 5}, {"max_completion_tokens": 5}),
+        ({"temperature": 0, "top_k": 3, "min_p": 0.1}, {"temperature": 0.0, "top_k": 3, "min_p": 0.1}),
+        ({"logprobs": True, "top_logprobs": 2}, {"logprobs": True, "top_logprobs": 2}),
+        ({"stop": ["x"], "ignore_eos": True}, {"stop": ["x"], "ignore_eos": True}),
+        ({"logit_bias": {"5": 1.5}}, {"logit_bias": {"5": 1.5}}),
+        ({"n": 2, "temperature": 1}, {"n": 2}),
+        ({"seed": 3, "min_tokens": 2}, {"min_tokens": 2}),
+        (
+            {"stream": True, "stream_options": {"include_usage": True}},
+            {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": False}},
+        ),
+        ({"structured_outputs": {"regex": "a+"}}, {"structured_outputs": {"regex": "a+"}}),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, {"structured_outputs": {"choice": ["a", "b"]}}),
+        ({"response_format": {"type": "json_object"}}, {"structured_outputs": {"json": {"type": "object"}}}),
+        ({"tools": TOOLS}, {"tool_choice": "auto", "parallel_tool_calls": True}),
+        ({"tools": TOOLS, "tool_choice": "none"}, {"tool_choice": "none"}),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "listen"}}},
+            {"tool_choice": {"type": "function", "function": {"name": "listen"}}, "parallel_tool_calls": False},
+        ),
+    ],
+)
+def test_what_a_client_asks_for_reaches_vllm(fields: dict[str, Any], sent: dict[str, Any]) -> None:
+    body = vllm_chat.answer_body(request(chat(**fields)), ())
+    assert {key: body.get(key) for key in sent} == sent
+
+
+def test_equal_choices_are_asked_for_once() -> None:
+    asked = request(chat(n=3, temperature=0))
+    assert "n" not in vllm_chat.answer_body(asked, ())
+    assert vllm_chat.num_copies(asked.sampling) == 3
+
+
+def test_completions() -> None:
+    body = vllm_chat.answer_body(request({"prompt": "hi", "logprobs": 2, "echo": False, "max_tokens": 4}), ())
+    assert (body["prompt"], body["logprobs"], body["max_tokens"]) == ("hi", 2, 4)
+    assert vllm_chat.prefill_body(request({"prompt": [1, 2]}), ())["max_tokens"] == 1
+
+
+def test_figures() -> None:
+    text = """# HELP x
+vllm:num_requests_running{engine="0"} 2.0
+vllm:num_requests_waiting{engine="0"} 3.0
+vllm:kv_cache_usage_perc{engine="0"} 0.25
+vllm:prompt_tokens_total{engine="0"} 10.0
+vllm:generation_tokens_total{engine="0"} 5.0
+vllm:cache_config_info{block_size="128",num_gpu_blocks="40",odd="a\\"b"} 1.0
+process_start_time_seconds 1.7e+09
+no line at all
+vllm:num_requests_running{engine="1"} NaN
+"""
+    found = read_figures(text)
+    assert (found.num_running, found.num_waiting, found.num_tokens) == (2, 3, 15)
+    assert (found.block_size, found.num_blocks, found.started_at) == (128, 40, 1.7e9)
+    load = found.load(num_waiting_tokens=1, num_waiting_encodes=2, num_waiting_pixels=3)
+    assert (load.free_blocks, load.total_blocks, load.num_waiting_tokens) == (30, 40, 1)
+    assert read_figures("").num_blocks == 0
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "kind", "words"),
+    [
+        (
+            400,
+            b'{"error":{"message":"too long","type":"B","param":"input","code":400}}',
+            InvalidRequest,
+            "too long",
+        ),
+        (500, b'{"error":{"message":"dead","code":500}}', InstanceFailed, "instance d0 answered 500: dead"),
+        (503, b"busy", Unavailable, "busy"),
+        (404, b"", InvalidRequest, "nothing"),
+    ],
+)
+def test_errors_are_told_as_ours(status: int, body: bytes, kind: type[Exception], words: str) -> None:
+    error = error_of(status, body, "d0")
+    assert type(error) is kind
+    assert words in str(error)

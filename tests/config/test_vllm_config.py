@@ -1,0 +1,74 @@
+from pathlib import Path
+
+import pytest
+
+from epd_serve.config import ConfigError, load_config, parse_config
+from epd_serve.config.vllm import connectors
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("topology: ED-P", "ED: a vLLM instance that encodes for others does not decode; write E-P-D"),
+        ("topology: E-EP-D", "E beside EP or EPD: these keep their features to themselves"),
+        ("instances: {engine_args: {tensor-parallel-size: 2}}", "use the topology's @tp"),
+        ("instances: {engine_args: {'--seed x': 1}}", "is no flag of vllm serve"),
+        ("instances: {engine_args: {max-seqs: 1, max_seqs: 2}}", "max_seqs is set twice"),
+        ("instances: {stream_priority: 3}", "stream_priority (of E) has no effect with engine: vllm"),
+        ("instances: {link: {bandwidth: 1GB/s}}", "set vllm.link"),
+        ("roles: {D: {batching: {alpha: 0.3}}}", "batching (of D) has no effect"),
+        ("feature_store: mooncake", "choose vllm.features"),
+        ("topology: (E-P)-D\ninstances: {share: auto}", "auto is measured with engine: native; write a number"),
+        ("devices: ['cuda:0', 'cuda:1', 'cuda:2']\nvllm: {kv: grouped}", "write mooncake or nixl"),
+        ("topology: E-P@tp2-D\nvllm: {kv: grouped}", "needs the same @tp for P and D"),
+        ("vllm: {features: file}", "needs vllm.feature_dir"),
+        ("vllm: {kv: files}", "vllm.kv: 'files' is not possible here; write grouped, mooncake or nixl"),
+    ],
+)
+def test_what_vllm_cannot_have_is_refused(text: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(f"engine: vllm\n{text}")
+    assert words in str(caught.value)
+
+
+def test_keys_of_vllm_are_refused_for_the_native_engine() -> None:
+    for text in (
+        "vllm: {kv: nixl}",
+        "instances: {engine_args: {seed: 1}}",
+        "roles: {P: {engine_args: {seed: 1}}}",
+    ):
+        with pytest.raises(ConfigError, match="are for engine: vllm"):
+            parse_config(text)
+
+
+def test_flags_of_a_role_go_over_those_of_all() -> None:
+    config = parse_config(
+        "engine: vllm\ninstances: {engine_args: {seed: 1, max-logprobs: 9}}\nroles: {P: {engine_args: {seed: 2}}}"
+    )
+    assert config.settings_for("P").engine_args == {"seed": 2, "max_logprobs": 9}
+    assert config.settings_for("D").engine_args == {"seed": 1, "max_logprobs": 9}
+
+
+@pytest.mark.parametrize(
+    ("text", "chosen"),
+    [
+        ("", ("store", "grouped")),
+        ("devices: ['cuda:0', 'cuda:1', 'cuda:2']", ("store", "nixl")),
+        ("devices: ['npu:0', 'npu:1', 'npu:2']", ("file", "mooncake")),
+        ("topology: EPD", (None, None)),
+        ("topology: E-PD", ("store", None)),
+        ("topology: EP-D\nvllm: {kv: nixl}", (None, "nixl")),
+    ],
+)
+def test_connectors_suit_the_devices_and_the_topology(text: str, chosen: tuple[str | None, str | None]) -> None:
+    config = parse_config(f"engine: vllm\n{text}")
+    assert connectors(config.placement(), config.vllm) == chosen
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "deploy").glob("vllm-*.yaml")), ids=lambda file: file.stem)
+def test_the_deployments_in_deploy_are_valid_and_their_paths_are_theirs(file: Path) -> None:
+    config = load_config(file)
+    assert config.engine == "vllm"
+    assert Path(config.model).resolve().parent == ROOT / "models"

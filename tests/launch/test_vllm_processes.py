@@ -1,0 +1,171 @@
+"""What is run for a deployment of vLLM instances."""
+
+from __future__ import annotations
+
+import io
+import json
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from epd_serve.config import DeploymentConfig, load_config, parse_config
+from epd_serve.launch.dry_run import dry_run
+from epd_serve.launch.vllm import VllmProcess, vllm_processes
+from epd_serve.launch.vllm_check import check_vllm_engine, connectors_of
+from epd_serve.launch.vllm_probe import VllmFound, check_flags, check_found, probe_vllm
+
+ROOT = Path(__file__).parents[2]
+SNAPSHOT = Path(__file__).parent / "vllm-ascend-qwen3-vl-8b.txt"
+#: Flags of vllm serve as of 0.20 and since, that the files in deploy/ and the command lines use.
+KNOWN_FLAGS = {
+    "host", "port", "served_model_name", "dtype", "tensor_parallel_size", "gpu_memory_utilization",
+    "kv_cache_memory_bytes", "ec_transfer_config", "kv_transfer_config", "enable_prefix_caching", "max_model_len",
+    "max_num_seqs", "max_num_batched_tokens", "block_size", "num_gpu_blocks_override", "enforce_eager",
+    "trust_remote_code", "mm_processor_cache_gb", "enable_auto_tool_choice", "tool_call_parser",
+}  # fmt: skip
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "Qwen3-VL-8B-Instruct"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def processes(text: str, model: Path) -> dict[str, VllmProcess]:
+    config = parse_config(f"engine: vllm\nmodel: {model}\n{text}")
+    ports = range(9000, 9000 + 16 * len(config.placement()), 16)
+    return {one.placement.name: one for one in vllm_processes(config, list(ports), {})}
+
+
+def flag(process: VllmProcess, name: str) -> str | None:
+    command = list(process.command)
+    return command[command.index(f"--{name}") + 1] if f"--{name}" in command else None
+
+
+def test_each_role_gets_the_connectors_that_it_needs(model: Path) -> None:
+    found = processes("topology: E-P-D", model)
+    roles = {
+        name: tuple(
+            json.loads(text)[f"{kind}_role"] if (text := flag(one, f"{kind}-transfer-config")) else None
+            for kind in ("ec", "kv")
+        )
+        for name, one in found.items()
+    }
+    assert roles == {
+        "e0": ("ec_producer", None),
+        "p0": ("ec_consumer", "kv_producer"),
+        "d0": (None, "kv_consumer"),
+    }
+    assert "--no-enable-prefix-caching" in found["e0"].command
+    kv = json.loads(flag(found["p0"], "kv-transfer-config") or "")
+    assert kv["kv_connector_extra_config"] == {"host": "127.0.0.1", "port": 9018}
+    alone = processes("topology: EPD", model)["epd0"]
+    assert flag(alone, "ec-transfer-config") is flag(alone, "kv-transfer-config") is None
+    both = processes("topology: EP-D", model)["ep0"]
+    assert flag(both, "ec-transfer-config") is None
+    assert flag(both, "kv-transfer-config") is not None
+
+
+def test_devices_memory_and_threads(model: Path) -> None:
+    found = processes("topology: (E-P)-D@tp2\ndevices: ['cuda:0', 'cuda:1', 'cuda:2']", model)
+    assert [one.variables["CUDA_VISIBLE_DEVICES"] for one in found.values()] == ["0", "0", "1,2"]
+    assert [flag(one, "gpu-memory-utilization") for one in found.values()] == ["0.46", "0.46", None]
+    assert [flag(one, "tensor-parallel-size") for one in found.values()] == [None, None, "2"]
+    assert found["p0"].variables["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "9018"
+    shared = processes(
+        "topology: (E-P)-D\ndevices: ['cuda:0', 'cuda:1']\nroles: {E: {share: 0.25}, P: {memory_share: 0.6}}",
+        model,
+    )
+    assert [flag(one, "gpu-memory-utilization") for one in shared.values()] == ["0.23", "0.6", None]
+    host = processes("instances: {threads: 3, kv_cache_bytes: 1500MiB}", model)["d0"].variables
+    assert (host["OMP_NUM_THREADS"], host["VLLM_CPU_KVCACHE_SPACE"]) == ("3", "2")
+
+
+def test_settings_and_flags_are_passed_on(model: Path) -> None:
+    one = processes(
+        "topology: PD\ndtype: bfloat16\nserved_model_name: mine\n"
+        "instances: {max_model_len: 99, engine_args: {enforce_eager: true, seed: 3, async_scheduling: false}}\n"
+        "vllm: {environment: {VLLM_LOGGING_LEVEL: DEBUG}}",
+        model,
+    )["pd0"]
+    assert (flag(one, "max-model-len"), flag(one, "seed"), flag(one, "dtype")) == ("99", "3", "bfloat16")
+    assert flag(one, "served-model-name") == "mine"
+    assert {"--enforce-eager", "--no-async-scheduling"} <= set(one.command)
+    assert one.variables["VLLM_LOGGING_LEVEL"] == "DEBUG"
+    assert flag(one, "max-num-seqs") is None, "vLLM's own default"
+
+
+def dry_lines(file: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.setattr("epd_serve.launch.vllm.model_path", lambda _: Path("MODEL"))
+    config = load_config(file)
+    config = DeploymentConfig.model_validate({**config.model_dump(exclude_unset=True), "model": str(model)})
+    lines = [line for text in dry_run(config, Path(file.name), {}) for line in text.splitlines()]
+    return [line.replace(sys.executable, "PYTHON") for line in lines if not line.startswith("# not checked")]
+
+
+def test_the_dry_run_for_ascend_is_the_reviewed_one(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = dry_lines(ROOT / "deploy" / "vllm-ascend-qwen3-vl-8b.yaml", model, monkeypatch)
+    assert "\n".join(lines) + "\n" == SNAPSHOT.read_text()
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "deploy").glob("vllm-*.yaml")), ids=lambda file: file.stem)
+def test_the_command_lines_use_flags_of_vllm_alone(
+    file: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used = set()
+    for line in dry_lines(file, model, monkeypatch):
+        if " serve MODEL " in line:
+            used |= {word for word in shlex.split(line.split(" serve MODEL ")[1]) if word.startswith("--")}
+    assert used
+    assert {word.removeprefix("--").removeprefix("no-").replace("-", "_") for word in used} <= KNOWN_FLAGS
+
+
+def test_an_unsuitable_vllm_is_refused_with_what_would_do() -> None:
+    good = VllmFound(
+        vllm="0.32.0+cpu",
+        vllm_ascend="",
+        mooncake=False,
+        nixl=False,
+        epd_serve=True,
+        python="3.11",
+        flags=["seed"],
+    )
+    check_found(good, python="python", own_connectors=True)
+    check_flags(good, ["seed"])
+    for changed, words in (
+        ({"vllm": ""}, "has no vLLM; install it there"),
+        ({"vllm": "0.11.2"}, "too old; 0.20 or newer"),
+        ({"vllm": "0.28.1"}, "written for vLLM 0.32"),
+    ):
+        found = VllmFound(**{**{name: getattr(good, name) for name in good.__struct_fields__}, **changed})
+        with pytest.raises(ValueError, match=words):
+            check_found(found, python="python", own_connectors=True)
+    with pytest.raises(ValueError, match="nixl is missing"):
+        check_found(good, python="python", own_connectors=False, needs=["nixl"])
+    with pytest.raises(ValueError, match="has no flag sed; did you mean seed"):
+        check_flags(good, ["sed"])
+
+
+def test_the_check_says_what_can_run(tmp_path: Path) -> None:
+    found = VllmFound(
+        vllm="0.31.0", vllm_ascend="", mooncake=True, nixl=False, epd_serve=True, python="3.11", flags=["seed"]
+    )
+    assert {name for name, missing in connectors_of(found).items() if not missing} == {
+        "features: file",
+        "kv: mooncake",
+    }
+    shown = Console(file=io.StringIO(), width=1000)
+    assert not check_vllm_engine(shown, tmp_path / "nothing")
+    assert "cannot be asked for its vLLM" in shown.file.getvalue()
+
+
+def test_the_probe_asks_the_interpreter_that_is_named(tmp_path: Path) -> None:
+    found = probe_vllm(sys.executable)
+    assert found.python == sys.version.split()[0]
+    with pytest.raises(ValueError, match="cannot be asked for its vLLM"):
+        probe_vllm(tmp_path / "nothing")

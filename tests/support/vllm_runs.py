@@ -1,0 +1,276 @@
+"""Real vLLM processes: a monolithic server alone, and whole deployments as ``epd-serve up`` runs them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+from chat import chat
+from pictures import noise
+from prometheus_client.parser import text_string_to_metric_families
+
+from epd_serve.backends.vllm_command import VllmOptions, command_of, environment_of
+from epd_serve.launch.ports import free_port
+from epd_serve.types import Role
+
+READY_TIMEOUT_S = 300
+MAX_TOKENS = 8
+MODEL = "tested"
+
+#: An answer: its tokens, each with its log-probability.
+Tokens = list[tuple[str, float]]
+
+
+def engine_python() -> str | None:
+    """The Python with vLLM that tests are to use; None where there is none."""
+    named = os.environ.get("EPD_SERVE_VLLM_PYTHON", sys.executable)
+    script = "import importlib.util as u, sys; sys.exit(u.find_spec('vllm') is None)"
+    try:
+        return named if subprocess.run([named, "-I", "-c", script], timeout=60).returncode == 0 else None
+    except OSError:
+        return None
+
+
+def questions() -> list[dict[str, Any]]:
+    """Eight with pictures, two of them with two and one a picture again, and eight without."""
+    pictures = [
+        noise(seed, size) for seed, size in ((1, (120, 90)), (2, (60, 140)), (3, (90, 90)), (4, (140, 70)))
+    ]
+    asked = [chat("What is this?", picture) for picture in pictures]
+    asked += [
+        chat("Compare them.", pictures[0], pictures[1]),
+        chat("Compare them.", pictures[1], pictures[0]),
+        chat("What color is it? " * 12, pictures[2]),
+        chat("Where is it?", noise(5, (100, 100))),
+    ]
+    asked += [chat(text) for text in ("Say apple", "What is 2 + 3?", "Hello", "Repeat: " + "apple banana " * 60)]
+    asked += [chat(f"Count to {number}. " * number) for number in (3, 7, 19, 31)]
+    fields = {
+        "model": MODEL,
+        "max_tokens": MAX_TOKENS,
+        "ignore_eos": True,
+        "logprobs": True,
+        "skip_special_tokens": False,
+    }
+    return [{**one, **fields} for one in asked]
+
+
+def ask(url: str, body: Mapping[str, Any], *, stream: bool = False, timeout_s: float = 120) -> Tokens:
+    """Raises httpx.HTTPStatusError for an error."""
+    with httpx.Client(base_url=url, timeout=timeout_s, trust_env=False) as client:
+        if not stream:
+            answer = client.post("/v1/chat/completions", json=body)
+            assert answer.status_code == 200, answer.text
+            return tokens_of(answer.json()["choices"][0]["logprobs"])
+        with client.stream("POST", "/v1/chat/completions", json={**body, "stream": True}) as answer:
+            assert answer.status_code == 200, answer.read()
+            lines = [line for line in answer.iter_lines() if line]
+    assert lines[-1] == "data: [DONE]"
+    found: Tokens = []
+    for line in lines[:-1]:
+        found += tokens_of(json.loads(line.removeprefix("data: "))["choices"][0].get("logprobs"))
+    return found
+
+
+def tokens_of(logprobs: dict[str, Any] | None) -> Tokens:
+    return [(one["token"], round(one["logprob"], 3)) for one in (logprobs or {"content": []})["content"]]
+
+
+def same(left: Tokens, right: Tokens) -> bool:
+    """The same tokens, and log-probabilities that differ by rounding alone."""
+    return [t for t, _ in left] == [t for t, _ in right] and all(
+        abs(a - b) < 0.01 for (_, a), (_, b) in zip(left, right, strict=True)
+    )
+
+
+def ask_all(url: str, bodies: list[dict[str, Any]], *, stream: bool = False) -> list[Tokens]:
+    """Four at a time."""
+    with ThreadPoolExecutor(4) as threads:
+        return list(threads.map(lambda body: ask(url, body, stream=stream), bodies))
+
+
+def figures(url: str) -> dict[str, float]:
+    """vLLM's metrics, by name and by source or event where they have one."""
+    found: dict[str, float] = {}
+    for family in text_string_to_metric_families(httpx.get(f"{url}/metrics", trust_env=False, timeout=60).text):
+        for sample in family.samples:
+            key = sample.name.removeprefix("vllm:")
+            key += "".join(f" {sample.labels[label]}" for label in ("source", "event") if label in sample.labels)
+            found[key] = found.get(key, 0.0) + sample.value
+    return found
+
+
+@contextmanager
+def monolith(python: str, model: Path, log: Path) -> Iterator[str]:
+    """``vllm serve`` with all stages in one process, without anything of ours; yields its URL."""
+    options = VllmOptions(
+        name="epd0",
+        role=Role.parse("EPD"),
+        python=python,
+        model=str(model),
+        served_model_name=MODEL,
+        host="127.0.0.1",
+        port=free_port("127.0.0.1"),
+        kind="cpu",
+        dtype="float32",
+        kv_bytes=1 << 30,
+        arguments={"max_model_len": 1024, "max_num_seqs": 16, "enforce_eager": True},
+    )
+    url = f"http://127.0.0.1:{options.port}"
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command_of(options),
+            env={**os.environ, "PYTHONPATH": "", **environment_of(options)},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        deadline = time.monotonic() + READY_TIMEOUT_S
+        while not _is_up(url):
+            assert process.poll() is None, log.read_text()[-3000:]
+            assert time.monotonic() < deadline, log.read_text()[-3000:]
+            time.sleep(0.2)
+        yield url
+    finally:
+        process.terminate()
+        try:
+            process.wait(15)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """A running ``epd-serve up``.
+
+    Attributes:
+        urls: of the instances, by name.
+    """
+
+    url: str
+    urls: dict[str, str]
+    logs: Path
+    process: subprocess.Popen[str]
+
+    def kill(self, name: str) -> None:
+        os.killpg(self.pid(name), signal.SIGKILL)
+
+    def signal(self, name: str, number: signal.Signals) -> None:
+        """To all processes of an instance."""
+        os.killpg(self.pid(name), number)
+
+    def pid(self, name: str) -> int:
+        port = self.urls[name].rpartition(":")[2]
+        for child in psutil.Process(self.process.pid).children():
+            command = child.cmdline()
+            if "serve" in command and command[command.index("--port") + 1] == port:
+                return child.pid
+        raise AssertionError(f"{name} does not run")
+
+    def is_ready(self, name: str) -> bool:
+        """Whether the gateway sends work to it."""
+        told = httpx.get(f"{self.url}/health", trust_env=False, timeout=60).json()["instances"]
+        return bool(told[name]["ready"])
+
+    def wait_until(self, condition: Any, what: str, timeout_s: float = READY_TIMEOUT_S) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}; {self.tail()}"
+            time.sleep(0.1)
+
+    def check_idle(self, name: str) -> None:
+        """No request and no block is left."""
+
+        def is_idle() -> bool:
+            now = figures(self.urls[name])
+            return not any(
+                now[key] for key in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+            )
+
+        self.wait_until(is_idle, f"{name} is idle", 20)
+
+    def tail(self) -> str:
+        return "\n".join(f"{log.name}: {log.read_text()[-1500:]}" for log in sorted(self.logs.glob("*.log")))
+
+
+@contextmanager
+def up(python: str, topology: str, model: Path, folder: Path, **settings: Any) -> Iterator[Deployment]:
+    """A deployment on this machine's CPU."""
+    config = {
+        "topology": topology,
+        "engine": "vllm",
+        "model": str(model),
+        "served_model_name": MODEL,
+        "dtype": "float32",
+        "gateway": {"port": 0, "failover": {"wait_s": 0.2}, "health": {"probe_interval_s": None}},
+        **settings,
+        "vllm": {"python": python, **settings.get("vllm", {})},
+        "instances": {
+            "base_port": 0,
+            "threads": 1,
+            "max_model_len": 1024,
+            "max_num_seqs": 16,
+            "engine_args": {"enforce_eager": True},
+        },
+    }
+    file = folder / "deployment.yaml"
+    file.write_text(json.dumps(config))
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "epd_serve.cli", "up", str(file)],
+        stdout=subprocess.PIPE,  # what comes later is little, and fits
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "TMPDIR": str(folder), "NO_COLOR": "1"},
+    )
+    try:
+        yield _ready(process)
+    finally:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def _ready(process: subprocess.Popen[str]) -> Deployment:
+    assert process.stdout is not None
+    timer = threading.Timer(READY_TIMEOUT_S, process.kill)
+    timer.start()
+    output = ""
+    for line in process.stdout:
+        output += line
+        if found := re.search(r"Ready: (\S+)/v1 serves .* Logs: (\S+)\. ", line):
+            timer.cancel()
+            logs = Path(found[2])
+            told = (arg for arg in psutil.Process(process.pid).children() if "proxy" in arg.cmdline())
+            command = next(told).cmdline()
+            named = [command[i + 1] for i, word in enumerate(command) if word == "--instance"]
+            return Deployment(found[1], dict(one.split("=", 1) for one in named), logs, process)
+    timer.cancel()
+    raise AssertionError(f"it ended: {output}")
+
+
+def _is_up(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health", trust_env=False).status_code == 200
+    except httpx.TransportError:
+        return False

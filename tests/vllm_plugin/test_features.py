@@ -1,0 +1,167 @@
+"""Features of vLLM instances in shared memory: books, arrivals, and what is given up."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from epd_serve.protocol.engine_notices import FeatureAnnounced, FeatureWithdrawn, KVUnwanted
+from epd_serve.transfer.embedded import EmbeddedTransport
+from epd_serve.vllm_plugin.feature_inbox import FeatureInbox
+from epd_serve.vllm_plugin.feature_memory import FeatureMemory
+
+CAPACITY = 1024
+
+
+def never() -> bool:
+    return False
+
+
+class MemoryMachine(RuleBasedStateMachine):
+    """Against a dictionary: what is held stays as it was put."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.transport = EmbeddedTransport(path="shm")
+        self.memory = FeatureMemory(self.transport, CAPACITY)
+        self.held: dict[tuple[str, str], bytes] = {}
+
+    @rule(name=st.sampled_from("abcdef"), owner=st.sampled_from("xyz"), size=st.integers(1, 600))
+    def put(self, name: str, owner: str, size: int) -> None:
+        data = name.encode() * size
+        kept = self.memory.put(name, memoryview(data), [size], "uint8", owner)
+        if kept is not None:
+            self.held[owner, name] = name.encode() * kept.nbytes
+        else:
+            assert (
+                sum(len(one) for one in {key[1]: v for key, v in self.held.items()}.values()) + size > CAPACITY / 3
+            )
+
+    @rule(name=st.sampled_from("abcdef"), owner=st.sampled_from("xyz"))
+    def acquire(self, name: str, owner: str) -> None:
+        kept = self.memory.acquire(name, owner)
+        assert (kept is not None) == (name in self.memory)
+        if kept is not None:
+            self.held[owner, name] = name.encode() * kept.nbytes
+
+    @rule(owner=st.sampled_from("xyz"))
+    def release(self, owner: str) -> None:
+        self.memory.release(owner)
+        self.held = {key: data for key, data in self.held.items() if key[0] != owner}
+
+    @invariant()
+    def what_is_held_is_there(self) -> None:
+        self.memory.check_integrity()
+        for (owner, name), data in self.held.items():
+            kept = self.memory.acquire(name, owner)
+            assert kept is not None
+            read = bytearray(kept.nbytes)
+            self.transport.read(self.memory.region, [(kept.offset, memoryview(read))])
+            assert read == data
+
+    def teardown(self) -> None:
+        self.transport.close()
+
+
+TestMemory = MemoryMachine.TestCase
+TestMemory.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
+
+
+class Peers:
+    """E's memory and P's inbox, over one transport each."""
+
+    def __init__(self, clock: Callable[[], float], capacity: int = CAPACITY) -> None:
+        self.transports = [EmbeddedTransport(path="shm"), EmbeddedTransport(path="shm")]
+        self.memory = FeatureMemory(self.transports[0], CAPACITY)
+        self.inbox = FeatureInbox(self.transports[1], capacity, timeout_s=10, clock=clock)
+
+    def announce(self, mm_hash: str, data: bytes = b"feature", checksum: str = "") -> str:
+        kept = self.memory.put(mm_hash, memoryview(data), [len(data)], "uint8", "e", checksum)
+        assert kept is not None
+        try:
+            return self.inbox.handle(FeatureAnnounced(event=self.memory.event(mm_hash, kept, "r")), never)
+        finally:
+            self.memory.release("e", mm_hash)
+
+
+@pytest.fixture
+def now() -> list[float]:
+    return [0.0]
+
+
+@pytest.fixture
+def peers(now: list[float]) -> Peers:
+    return Peers(lambda: now[0])
+
+
+def test_a_request_waits_until_its_feature_is_here(peers: Peers) -> None:
+    assert not peers.inbox.is_settled("engine-r", "r", "a")
+    assert peers.announce("a") == ""
+    assert peers.inbox.is_settled("engine-r", "r", "a")
+    assert peers.inbox.hold("engine-r", "a")
+    found = peers.inbox.locate("a", "engine-r")
+    assert found is not None
+    data = bytearray(found[1].nbytes)
+    peers.transports[1].read(found[0], [(found[1].offset, memoryview(data))])
+    assert data == b"feature"
+    peers.inbox.forget("engine-r")
+    peers.inbox.check_integrity()
+
+
+def test_what_is_withdrawn_is_not_waited_for_by_that_request_alone(peers: Peers) -> None:
+    assert peers.inbox.handle(FeatureWithdrawn(request_id="r", mm_hash="a"), never) == ""
+    assert peers.inbox.is_settled("engine-r", "r", "a")
+    assert not peers.inbox.hold("engine-r", "a")
+    assert not peers.inbox.is_settled("engine-s", "s", "a")
+
+
+def test_a_feature_that_is_late_is_given_up(peers: Peers, now: list[float]) -> None:
+    assert not peers.inbox.is_settled("engine-r", "r", "a")
+    now[0] = 9.9
+    assert not peers.inbox.is_settled("engine-r", "r", "a")
+    now[0] = 10.0
+    assert peers.inbox.is_settled("engine-r", "r", "a")
+    assert peers.inbox.num_given_up == 1
+
+
+def test_a_feature_that_is_not_what_it_should_be_is_encoded_here(peers: Peers) -> None:
+    assert "fails its checksum" in peers.announce("a", checksum="0" * 64)
+    assert peers.inbox.is_settled("engine-r", "r", "a")
+    assert not peers.inbox.has("a")
+
+
+def test_a_feature_larger_than_the_cache_is_encoded_here(now: list[float]) -> None:
+    peers = Peers(lambda: now[0], capacity=64)
+    assert "finds no room" in peers.announce("a", bytes(100))
+    assert peers.inbox.is_settled("engine-r", "r", "a")
+
+
+def test_an_arrival_outlives_others_until_its_request_has_had_its_time(peers: Peers, now: list[float]) -> None:
+    peers.announce("taken", bytes(400))
+    assert peers.inbox.hold("engine-r", "taken")
+    peers.inbox.forget("engine-r")
+    peers.announce("first", bytes(500))
+    assert "finds no room" in peers.announce("second", bytes(800)), "the first is still waited for"
+    now[0] = 11.0
+    peers.inbox.forget("any")
+    assert peers.announce("third", bytes(900)) == ""
+    assert not peers.inbox.has("first")
+
+
+def test_notices_for_others_are_refused(peers: Peers) -> None:
+    assert "knows no KVUnwanted" in peers.inbox.handle(KVUnwanted(transfer_id="t"), never)
+
+
+def test_threads_may_announce_at_once(peers: Peers) -> None:
+    threads = [threading.Thread(target=peers.announce, args=(f"f{n}", bytes([n]) * 60)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(peers.inbox.has(f"f{n}") for n in range(8))
+    peers.inbox.check_integrity()

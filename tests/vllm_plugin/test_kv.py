@@ -1,0 +1,239 @@
+"""KV from P's memory to D's over real sockets, as the connectors of two vLLM processes do it."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+
+from epd_serve.protocol.engine_notices import FeatureWithdrawn, pack, unpack
+from epd_serve.transfer.embedded import EmbeddedTransport
+from epd_serve.transfer.grouping import GroupSizer
+from epd_serve.vllm_plugin.kv_layout import LayerMemory, layer_memory, runs_of
+from epd_serve.vllm_plugin.kv_receiving import KVReceiver, Receive
+from epd_serve.vllm_plugin.kv_sending import Chunk, KVSender
+from epd_serve.vllm_plugin.notices import Conversation, NoticeRefused, NoticeServer
+
+NUM_LAYERS, BLOCKS_AT_P, BLOCKS_AT_D = 3, 8, 12
+
+
+def caches(num_blocks: int) -> list[torch.Tensor]:
+    """Keys and values apart, as vLLM keeps them on a CPU."""
+    return [torch.zeros(2, num_blocks, 2, 4, 8) for _ in range(NUM_LAYERS)]
+
+
+def memories(tensors: list[torch.Tensor]) -> list[LayerMemory]:
+    return [layer_memory(one, one.shape[1]) for one in tensors]
+
+
+@dataclass
+class Sides:
+    """P and D."""
+
+    at_p: list[torch.Tensor] = field(default_factory=lambda: caches(BLOCKS_AT_P))
+    at_d: list[torch.Tensor] = field(default_factory=lambda: caches(BLOCKS_AT_D))
+
+    def open(self, trace: Path | None = None, lease_s: float = 60.0) -> Sides:
+        for number, layer in enumerate(self.at_p):
+            layer.copy_(torch.arange(layer.numel()).reshape(layer.shape) + number * 10_000)
+        sizer = GroupSizer(num_layers=NUM_LAYERS, fixed=1)
+        self.transport = EmbeddedTransport()
+        self.sender = KVSender(EmbeddedTransport(), memories(self.at_p), sizer, lease_s=lease_s, trace=trace)
+        self.server = NoticeServer("127.0.0.1", 0, self.sender.handle)
+        self.receiver = KVReceiver(self.transport, memories(self.at_d), timeout_s=20)
+        return self
+
+    def want(
+        self, blocks: list[int], *, first_block: int = 0, prompt: str = "hello", name: str = "r", port: int = 0
+    ) -> None:
+        address = f"127.0.0.1:{port or self.server.port}"
+        self.receiver.receive(
+            Receive(
+                request_id=name,
+                transfer_id=f"t-{name}",
+                address=address,
+                prompt=prompt,
+                first_block=first_block,
+                blocks=blocks,
+            )
+        )
+
+    def compute(self, blocks: list[int], *, first_block: int = 0, last: bool = True, name: str = "r") -> None:
+        self.sender.begin(f"t-{name}", f"p-{name}", "hello")
+        for layer in range(NUM_LAYERS):
+            chunk = Chunk(first_block, blocks, last)
+            self.sender.push(f"t-{name}", range(layer, layer + 1), chunk, last=layer == NUM_LAYERS - 1)
+
+    def ended(self) -> tuple[set[str], set[str]]:
+        done: set[str] = set()
+        failed: set[str] = set()
+
+        def have() -> bool:
+            ended = self.receiver.take_ended()
+            done.update(ended.done)
+            failed.update(ended.failed)
+            return bool(done)
+
+        until(have)
+        return done, failed
+
+    def check(self, pairs: dict[int, int]) -> None:
+        """Blocks of P are those of D, and no other block of D was written to."""
+        for here, there in zip(self.at_p, self.at_d, strict=True):
+            for block in range(BLOCKS_AT_D):
+                source = next((p for p, d in pairs.items() if d == block), None)
+                expected = torch.zeros_like(there[:, 0]) if source is None else here[:, source]
+                assert torch.equal(there[:, block], expected), block
+
+    def check_empty(self) -> None:
+        self.sender.check_integrity()
+        assert self.receiver.num_open == 0
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def sides() -> Iterator[Sides]:
+    sides = Sides().open()
+    yield sides
+    sides.server.close()
+    sides.transport.close()
+
+
+@pytest.mark.parametrize("d_first", [True, False])
+def test_a_prompt_arrives_whoever_comes_first(sides: Sides, d_first: bool) -> None:
+    if d_first:
+        sides.want([5, 6, 2])
+        time.sleep(0.05)
+    sides.compute([1, 2, 7])
+    if not d_first:
+        sides.want([5, 6, 2])
+    assert sides.ended() == ({"r"}, set())
+    sides.check({1: 5, 2: 6, 7: 2})
+    sides.sender.finish("t-r", computed=True)
+    assert sides.sender.take_sent() == {"p-r"}
+    sides.check_empty()
+
+
+def test_chunks_and_what_d_has_already(sides: Sides) -> None:
+    sides.want([9, 8, 7], first_block=1)
+    sides.compute([0, 1], last=False)
+    sides.compute([1, 2, 3], first_block=1)
+    assert sides.ended() == ({"r"}, set())
+    sides.check({1: 9, 2: 8, 3: 7})
+
+
+def test_blocks_stay_at_p_until_they_are_sent(sides: Sides) -> None:
+    sides.compute([1])
+    sides.sender.finish("t-r", computed=True)
+    assert sides.sender.take_sent() == set()
+    sides.want([3])
+    assert sides.ended() == ({"r"}, set())
+    until(lambda: sides.sender.take_sent() == {"p-r"})
+    sides.check_empty()
+
+
+def test_different_prompts_are_not_mixed(sides: Sides) -> None:
+    sides.want([3], prompt="something else")
+    sides.compute([1])
+    assert sides.ended() == ({"r"}, {"r"})
+    sides.check({})
+
+
+def test_a_prompt_that_is_not_computed_fails_d_at_once(sides: Sides) -> None:
+    sides.want([3, 4])
+    time.sleep(0.05)
+    sides.compute([1], last=False)
+    sides.sender.finish("t-r", computed=False)
+    assert sides.ended() == ({"r"}, {"r"})
+    assert sides.sender.take_sent() == set(), "its blocks are P's again already"
+    sides.check_empty()
+
+
+def test_a_p_that_dies_fails_d_at_once(sides: Sides) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def take_and_die() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(1)
+
+        p = threading.Thread(target=take_and_die)
+        p.start()
+        sides.want([3], port=listener.getsockname()[1])
+        assert sides.ended() == ({"r"}, {"r"})
+        p.join()
+
+
+def test_a_request_that_d_gives_up_is_forgotten_on_both_sides(sides: Sides) -> None:
+    sides.want([3])
+    sides.compute([1], last=False)
+    time.sleep(0.05)
+    sides.receiver.cancel("r")
+    assert sides.ended() == ({"r"}, {"r"})
+    until(lambda: not sides.sender._transfers or sides.sender._transfers["t-r"].outcome is not None)
+    sides.sender.finish("t-r", computed=True)
+    assert sides.sender.take_sent() == {"p-r"}
+    sides.check_empty()
+
+
+def test_a_request_that_d_never_asks_for_is_released_when_declined_or_late(sides: Sides) -> None:
+    sides.compute([1])
+    sides.sender.finish("t-r", computed=True)
+    sides.receiver.decline(f"127.0.0.1:{sides.server.port}", "t-r")
+    until(lambda: sides.sender.take_sent() == {"p-r"})
+    late = Sides().open(lease_s=0.05)
+    late.compute([1])
+    late.sender.finish("t-r", computed=True)
+    until(lambda: late.sender.take_sent() == {"p-r"})
+    late.server.close()
+
+
+def test_a_record_says_how_much_of_the_transfer_was_hidden(tmp_path: Path) -> None:
+    sides = Sides().open(trace=tmp_path)
+    sides.want([3, 4])
+    sides.compute([1, 2])
+    assert sides.ended() == ({"r"}, set())
+    (file,) = tmp_path.iterdir()
+    until(lambda: bool(file.read_text()))
+    assert '"transfer_id": "t-r"' in file.read_text()
+    sides.server.close()
+
+
+def test_runs_of_blocks_count_upwards_on_both_sides() -> None:
+    assert runs_of([(1, 5), (2, 6), (3, 8), (4, 9), (9, 1)]) == [(1, 5, 2), (3, 8, 2), (9, 1, 1)]
+
+
+def test_caches_that_are_not_laid_out_by_blocks_are_refused() -> None:
+    assert layer_memory(torch.zeros(7, 2, 3), 7).planes == 1
+    with pytest.raises(ValueError, match="not laid out by its 7 blocks"):
+        layer_memory(torch.zeros(2, 3, 7), 7)
+    with pytest.raises(ValueError, match="has holes"):
+        layer_memory(torch.zeros(7, 8)[:, :4], 7)
+    with pytest.raises(ValueError, match="this KV cache is on meta"):
+        layer_memory(torch.zeros(7, 2, device="meta"), 7)
+
+
+def test_what_is_no_notice_is_refused() -> None:
+    notice = FeatureWithdrawn(request_id="r", mm_hash="a")
+    assert unpack(pack(notice)[4:]) == notice
+    with pytest.raises(ValueError):
+        unpack(b"\x81\xa4type\xa3odd")
+
+
+def test_a_refusal_is_told_to_who_asks() -> None:
+    server = NoticeServer("127.0.0.1", 0, lambda notice, has_left: "no")
+    with pytest.raises(NoticeRefused, match="no"):
+        Conversation(f"127.0.0.1:{server.port}").ask(FeatureWithdrawn(request_id="r", mm_hash="a"), 5)
+    server.close()
