@@ -162,9 +162,10 @@ class Poller:
         except ValueError as error:
             self._lost(name, error)
             return False
-        if not self._started.is_set():
-            if not self._table.missing_stages() or all(one.info is not None for one in self._table):
-                self._started.set()
+        if not self._started.is_set() and (
+            not self._table.missing_stages() or all(one.info is not None for one in self._table)
+        ):
+            self._started.set()
         if record.ready and not was_ready:
             logger.info("instance %s (%s) is ready at %s", name, record.role, record.url)
         return True

@@ -161,10 +161,7 @@ class RawClient:
         self._head = self._render(200, [*headers, (b"transfer-encoding", b"chunked")])
 
     def write(self, data: bytes | memoryview, *, last: bool = False) -> bool:
-        if data:
-            out = b"%x\r\n%b\r\n" % (len(data), data)
-        else:
-            out = b""
+        out = b"%x\r\n%b\r\n" % (len(data), bytes(data)) if data else b""
         if last:
             out += _LAST_CHUNK
             self.is_complete = True

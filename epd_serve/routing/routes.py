@@ -10,7 +10,6 @@ from epd_serve.routing.pairs import cheapest_pair
 from epd_serve.routing.policy import ANY, Demand, Route, in_turn, near_best, possible_routes, route_s
 from epd_serve.routing.table import InstanceTable
 
-
 #: Instances whose pairs are sooner looked at one by one than sorted.
 _FEW = 8
 
