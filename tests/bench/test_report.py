@@ -11,15 +11,19 @@ from pathlib import Path
 import plotly.graph_objects as go
 import pytest
 from bench_runs import failed, good, loaded, measured
+from hypothesis import given
+from hypothesis import strategies as st
 
 from epd_serve.bench.outputs import missed
 from epd_serve.bench.report import write_pngs, write_report
 from epd_serve.bench.report.needs import browser
 from epd_serve.bench.report.plots import plots
 from epd_serve.bench.report.series import grids
+from epd_serve.bench.report.stages import pieces
 from epd_serve.bench.report.table import html_tables, rows
 from epd_serve.bench.report.timeline import timelines
 from epd_serve.bench.results import Measured
+from epd_serve.bench.types import StageSpan
 
 RATES = (2.0, 6.0, 12.0)
 
@@ -155,3 +159,20 @@ def test_without_a_browser_pictures_say_what_is_missing(tmp_path: Path, monkeypa
     monkeypatch.delenv("BROWSER_PATH", raising=False)
     with pytest.raises(ValueError, match="install chromium"):
         write_pngs(tmp_path, CASES["run"]())
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["encode", "prefill", "decode", "other"]), st.integers(0, 9), st.integers(0, 9)),
+        max_size=6,
+    )
+)
+def test_pieces_of_stages_cover_the_same_time_and_never_overlap(drawn: list[tuple[str, int, int]]) -> None:
+    spans = [StageSpan(stage=stage, start_s=begin, duration_s=length) for stage, begin, length in drawn]
+    found = pieces(spans)
+    covered = {second for _, begin, length in drawn for second in range(begin, begin + length)}
+    seconds = [second for _, begin, length in found for second in range(int(begin), int(begin + length))]
+    assert sorted(covered) == sorted(seconds)
+    encoded = {second for stage, begin, n in drawn if stage == "encode" for second in range(begin, begin + n)}
+    mine = {s for stage, begin, n in found if stage == "encode" for s in range(int(begin), int(begin + n))}
+    assert mine == encoded, "the encoder's time is never hidden behind P's waiting for it"

@@ -90,6 +90,9 @@ def zygote() -> Iterator[None]:
     patch.setattr(deployment, "ForkServer", type("ZygoteForkServer", (ForkServer,), {"_spawn": spawn}))
     spec_of = deployment.gateway_spec
     patch.setattr(deployment, "gateway_spec", lambda *arguments: replace(spec_of(*arguments), can_fork=True))
+    local, server_for = deployment.LocalDeployment, deployment.LocalDeployment._fork_server_for
+    # one instance would not be worth a server; here it costs nothing
+    patch.setattr(local, "_fork_server_for", lambda self, specs: server_for(self, [*specs, *specs]))
     try:
         yield
     finally:

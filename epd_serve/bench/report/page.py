@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import gzip
+import re
 import time
 from collections.abc import Sequence
 from html import escape
@@ -23,6 +24,7 @@ from epd_serve.bench.results import Measured
 
 #: Runs whose requests are shown one by one, of each workload.
 _MOST_TIMELINES = 12
+_NUMBER = re.compile(r"[\d.,]*\d")
 
 
 def write_report(path: Path, runs: Sequence[Measured], *, title: str = "") -> None:
@@ -83,19 +85,26 @@ def _workload_text(grid: Grid) -> str:
 
 
 def _warnings(grid: Grid) -> str:
-    """Each sentence once, with the runs that it is about."""
-    about: dict[str, list[str]] = {}
+    """Sentences that differ in their numbers alone stand once, with all runs that they are about."""
+    about: dict[str, list[tuple[str, str]]] = {}
     for run in grid.runs.values():
         for warning in run.summary.warnings:
-            about.setdefault(warning, []).append(f"{run.label}, {run.load_text}")
+            key = _NUMBER.sub("#", warning)
+            about.setdefault(key, []).append((warning, f"{run.label}, {run.load_text}"))
     if not about:
         return ""
-    lines = "".join(
-        f"<li>{escape(warning)} <small>({escape('; '.join(names))})</small></li>"
-        for warning, names in about.items()
-    )
+    lines = "".join(f"<li>{_remark(some)}</li>" for some in about.values())
     head = f"<summary>{len(about)} remarks on these figures</summary>"
     return f'<details>{head}<ul class="warnings">{lines}</ul></details>'
+
+
+def _remark(some: Sequence[tuple[str, str]]) -> str:
+    (warning, name), *others = some
+    text = f"{escape(warning)} <small>({escape(name)}"
+    if others:
+        names = "; ".join(other for _, other in others)
+        text += f"; with other figures also: {escape(names)}"
+    return f"{text})</small>"
 
 
 def _navigation(found: Sequence[Grid]) -> str:

@@ -122,6 +122,7 @@ def attainment(grid: Grid) -> Figure:
         xaxis=grid.axis,
         yaxis={"title": {"text": "good requests, %"}, "range": [-3, 106]},
         shapes=[limit_line(100 * GOODPUT_SHARE, f"{GOODPUT_SHARE:.0%}")],
+        height=_with_legend(len(lines) + 1),
     )
 
 
@@ -224,7 +225,13 @@ def keeps_up(grid: Grid) -> Figure:
         is_narrow=True,
         xaxis=grid.axis,
         yaxis={"title": {"text": f"answered, {grid.unit}"}, "rangemode": "tozero"},
+        height=_with_legend(len(lines)),
     )
+
+
+def _with_legend(num_lines: int) -> int:
+    """Pixels, so that no legend must be scrolled; the same for figures side by side."""
+    return max(440, 220 + 24 * num_lines)
 
 
 def _answered(grid: Grid, label: str) -> Callable[[WindowSummary], float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from math import ceil, floor
 
+from epd_serve.bench.report.stages import pieces
 from epd_serve.bench.report.theme import BAD, STAGE_COLORS, Figure, Trace, color_of, figure
 from epd_serve.bench.results import Measured
 from epd_serve.bench.types import Record
@@ -85,9 +86,9 @@ def _bars(record: Record) -> Iterator[Bar]:
         yield "tokens", first_s, end_s - first_s
         return
     yield "on its way", sent_s, end_s - sent_s
-    for span in record.stages:
+    for stage, begin, length in pieces(record.stages):
         # the gateway's clock begins when the request has arrived, which is soon after the send
-        yield span.stage, sent_s + span.start_s, span.duration_s
+        yield stage, sent_s + begin, length
 
 
 def planned_and_actual(run: Measured, name: str) -> Figure:

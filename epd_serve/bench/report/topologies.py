@@ -6,8 +6,9 @@ from math import ceil
 from typing import Any
 
 from epd_serve.bench.report.series import Grid, window
+from epd_serve.bench.report.stages import pieces
 from epd_serve.bench.report.theme import STAGE_COLORS, Figure, Trace, color_of, figure
-from epd_serve.bench.results import MS
+from epd_serve.bench.results import MS, Measured
 from epd_serve.bench.types import WindowSummary
 
 #: What :func:`_strengths` gives.
@@ -158,42 +159,45 @@ def ranks(grid: Grid) -> Figure:
 
 
 def stages(grid: Grid) -> Figure | None:
-    """Mean seconds in each stage as the gateway saw it; None where no server told."""
+    """Mean milliseconds in each stage as the gateway saw it; None where no server told."""
     load = grid.telling
-    runs = [one for one in grid.at(load) if window(one[2]).stages]
-    if not runs:
+    means = {label: of for _, label, run in reversed(grid.at(load)) if (of := _stage_means(run))}
+    if not means:
         return None
-    found = {name for _, _, run in runs for name in window(run).stages}
+    found = {name for of in means.values() for name in of}
     order = [name for name in STAGE_COLORS if name in found] + sorted(found - STAGE_COLORS.keys())
-    labels = [label for _, label, _ in reversed(runs)]
-    data: list[Trace] = []
-    for name in order:
-        means = []
-        for _, _, run in reversed(runs):
-            of = window(run).stages.get(name)
-            share = of.n / window(run).num_succeeded if of and window(run).num_succeeded else 0.0
-            means.append(MS * of.mean * share if of else 0.0)
-        data.append(
-            {
-                "type": "bar",
-                "orientation": "h",
-                "name": name.replace("_", " "),
-                "y": labels,
-                "x": [round(value, 3) for value in means],
-                "marker": {"color": STAGE_COLORS.get(name, "#888888")},
-                "hovertemplate": f"{name.replace('_', ' ')}: %{{x:.1f}} ms<extra>%{{y}}</extra>",
-            }
-        )
+    data: list[Trace] = [
+        {
+            "type": "bar",
+            "orientation": "h",
+            "name": name.replace("_", " "),
+            "y": list(means),
+            "x": [round(of.get(name, 0.0), 3) for of in means.values()],
+            "marker": {"color": STAGE_COLORS.get(name, "#888888")},
+            "hovertemplate": f"{name.replace('_', ' ')}: %{{x:.1f}} ms<extra>%{{y}}</extra>",
+        }
+        for name in order
+    ]
     return figure(
         data,
         f"Where the time goes, at {load:.4g} {grid.unit}",
-        "Mean milliseconds of a request in each stage, as the gateway saw them; stages may overlap",
+        "Mean milliseconds of a request in each stage as the gateway saw it; of two at once the earlier counts",
         barmode="stack",
         xaxis={"title": {"text": "milliseconds, mean of all requests"}},
         yaxis={"type": "category"},
         legend={"traceorder": "normal"},
-        height=max(300, 180 + 36 * len(labels)),
+        height=max(300, 180 + 36 * len(means)),
     )
+
+
+def _stage_means(run: Measured) -> dict[str, float]:
+    """In milliseconds, over the requests whose stages are known."""
+    told = [record for record in run.records if record.succeeded and record.stages]
+    sums: dict[str, float] = {}
+    for record in told:
+        for stage, _, length in pieces(record.stages):
+            sums[stage] = sums.get(stage, 0.0) + length
+    return {stage: MS * total / len(told) for stage, total in sums.items()}
 
 
 def _strengths(of: WindowSummary) -> list[float]:
