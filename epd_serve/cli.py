@@ -39,6 +39,8 @@ from epd_serve.errors import needs_native
 from epd_serve.interference_command import interference
 from epd_serve.key_command import key_app
 from epd_serve.launch.ports import instance_urls, name_and_url
+from epd_serve.plan_command import plan
+from epd_serve.profile_command import profile
 from epd_serve.topology import draw, explain, parse_topology
 from epd_serve.types import KVMode, Role
 
@@ -333,6 +335,8 @@ def devices(
 app.command()(interference)
 app.command()(bench)
 app.command()(cost)
+app.command()(plan)
+app.command()(profile)
 
 
 @app.command()

@@ -6,6 +6,7 @@ import logging
 import math
 import os
 from collections.abc import Mapping
+from collections.abc import Sequence as AbstractSequence
 from functools import partial
 
 import torch
@@ -221,7 +222,13 @@ def fit_cost(samples: Mapping[StepWork, float]) -> StepCost:
     rows = [
         [1.0, work.num_tokens, work.num_sequences, work.decode_context, work.prefill_pairs] for work in samples
     ]
-    relative = torch.tensor(rows, dtype=torch.float64) / torch.tensor(list(samples.values()))[:, None]
+    base_s, token_s, sequence_s, context_s, pair_s = fit_parts(rows, list(samples.values()))
+    return StepCost(base_s=base_s, token_s=token_s, sequence_s=sequence_s, context_s=context_s, pair_s=pair_s)
+
+
+def fit_parts(rows: AbstractSequence[AbstractSequence[float]], seconds: AbstractSequence[float]) -> list[float]:
+    """Coefficients of sums over columns, none below zero, closest to ``seconds`` in relative terms."""
+    relative = torch.tensor(rows, dtype=torch.float64) / torch.tensor(seconds)[:, None]
     scale = relative.abs().amax(0).clamp_min(1e-30)
     kept = [column for column in range(len(scale)) if relative[:, column].any()]
     while True:
@@ -233,8 +240,7 @@ def fit_cost(samples: Mapping[StepWork, float]) -> StepCost:
     parts = [0.0] * len(scale)
     for column, value in zip(kept, (part / scale[kept]).tolist(), strict=True):
         parts[column] = value
-    base_s, token_s, sequence_s, context_s, pair_s = parts
-    return StepCost(base_s=base_s, token_s=token_s, sequence_s=sequence_s, context_s=context_s, pair_s=pair_s)
+    return parts
 
 
 def _prompts(num_tokens: int, longest: int) -> tuple[tuple[int, int], ...]:

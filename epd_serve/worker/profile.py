@@ -57,8 +57,15 @@ class StepTimer:
     """Measures steps in blocks of a pool that nobody uses yet; what it writes there belongs to no sequence."""
 
     def __init__(
-        self, runner: LanguageRunner, *, num_blocks: int, block_size: int, num_position_axes: int
+        self,
+        runner: LanguageRunner,
+        *,
+        num_blocks: int,
+        block_size: int,
+        num_position_axes: int,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        self._clock = clock
         self._runner = runner
         self._num_blocks = num_blocks
         self._block_size = block_size
@@ -72,7 +79,7 @@ class StepTimer:
             sequence.output_ids.append(sequence.prompt_ids.pop())
         prefills = [(self._sequence(blocks, start, count), count) for start, count in shape.chunks]
         output = ScheduleOutput(decodes=decodes, prefills=prefills)
-        return _median_s(lambda: self._runner.step(output, {}))
+        return median_s(lambda: self._runner.step(output, {}), self._clock)
 
     def _sequence(self, blocks: Iterator[int], num_computed: int, count: int) -> Sequence:
         length = num_computed + count
@@ -88,20 +95,27 @@ class StepTimer:
         )
 
 
-def encode_seconds(tower: Tower, family: Family, num_images: int) -> float:
-    """Of a batch of images of IMAGE_SIDE, the median of some."""
-    inputs = family.preprocess(Image.new("RGB", (IMAGE_SIDE, IMAGE_SIDE), "gray"))
-    return _median_s(lambda: tower.encode([inputs] * num_images))
+def encode_seconds(
+    tower: Tower,
+    family: Family,
+    num_images: int,
+    *,
+    side: int = IMAGE_SIDE,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
+    """Of a batch of square images, the median of some."""
+    inputs = family.preprocess(Image.new("RGB", (side, side), "gray"))
+    return median_s(lambda: tower.encode([inputs] * num_images), clock)
 
 
-def _median_s(run: Callable[[], object]) -> float:
+def median_s(run: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
     """Results are on the host when ``run`` returns. Its first time is not counted."""
     run()
     times: list[float] = []
     for _ in range(_RUNS):
-        start = time.perf_counter()
+        start = clock()
         run()
-        times.append(time.perf_counter() - start)
+        times.append(clock() - start)
     return statistics.median(times)
 
 

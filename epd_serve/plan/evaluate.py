@@ -1,0 +1,241 @@
+"""What a plan is worth: its goodput in simulation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from epd_serve.bench.types import Share
+from epd_serve.plan.bound import Bound, MeanRequest, bound
+from epd_serve.plan.pools import Fleet, Pool
+from epd_serve.plan.space import Candidate
+from epd_serve.sim.build import build
+from epd_serve.sim.gateway import Job
+from epd_serve.sim.records import attainment, attains
+from epd_serve.sim.request import SimRequest
+from epd_serve.sim.simulator import NoWay, Outcome, SimDeployment, simulate
+from epd_serve.sim.spec import Batching
+from epd_serve.sim.workloads import at_rate
+from epd_serve.types import Stage
+
+#: Of requests, that must keep both limits (TriInfer, section 2.2).
+TARGET = 0.9
+#: Two rates that are closer are the same to a search.
+PRECISION = 0.02
+#: The bound is no exact one: beyond so many times of it nothing lasts. Beyond the bound itself nothing is believed
+#: where a simulation would have to be longer than it may be to see queues grow.
+_BEYOND = 1.3
+_MOST_RATE = 1e5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Goal:
+    """``beta``: requests a second that one unit of cost is worth (EPD, equation 1)."""
+
+    ttft_s: float | None
+    tpot_s: float | None
+    beta: float = 0.0
+    target: float = TARGET
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluation:
+    """``goodput``: the highest rate found at which the target is kept; ``attained``: what was seen, by rate."""
+
+    candidate: Candidate
+    goodput: float
+    objective: float
+    cost: float
+    bound: Bound
+    attained: dict[float, Share] = field(default_factory=dict)
+    reason: str = ""
+
+
+class Evaluator:
+    """Simulates plans over one workload, whose requests are taken at other rates by stretching their times.
+
+    Attributes:
+        num_simulations, num_requests: so far.
+        horizon_s, most: how long a simulation should be, and how many requests it may have.
+
+    Args:
+        requests: the trace; where it is shorter than a simulation needs, it is repeated.
+        horizon_s: how long a simulation goes on at least, in its own time: queues must have time to grow.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        goal: Goal,
+        requests: Sequence[SimRequest],
+        *,
+        horizon_s: float | None = None,
+        least: int = 100,
+        most: int = 1500,
+        seed: int = 0,
+        rated: Callable[[], None] = lambda: None,
+    ) -> None:
+        if not requests:
+            raise ValueError("nothing to plan for: the trace has no request")
+        self.fleet = fleet
+        self.goal = goal
+        self.requests = list(requests)
+        self.mean = MeanRequest.of(requests)
+        self.horizon_s = horizon_s or 2.5 * (goal.ttft_s or 2.0)
+        self._least, self.most = least, most
+        self._seed = seed
+        self._rated = rated
+        self._deployments: dict[Candidate, SimDeployment] = {}
+        self.num_simulations = 0
+        self.num_requests = 0
+
+    def deployment(self, candidate: Candidate) -> SimDeployment:
+        if candidate not in self._deployments:
+            self._deployments[candidate] = deploy(candidate, self.fleet, self.goal)
+        return self._deployments[candidate]
+
+    def bound(self, candidate: Candidate) -> Bound:
+        """Without a simulation."""
+        return bound(self.deployment(candidate), self.mean, ttft_s=self.goal.ttft_s, tpot_s=self.goal.tpot_s)
+
+    def count(self, rate: float) -> int:
+        """Requests of a simulation at a rate."""
+        return max(self._least, min(math.ceil(rate * self.horizon_s), self.most))
+
+    def attainment(self, candidate: Candidate, rate: float, *, fraction: float = 1.0, shift: int = 0) -> Share:
+        """Of a simulation at this rate. It is given up as soon as the target cannot be kept any more.
+
+        Args:
+            fraction: of its requests.
+            shift: where in the trace it begins; another draw.
+        """
+        count = max(int(self.count(rate) * fraction), 20)
+        outcome = self.simulate(candidate, rate, count, shift=shift, early=True)
+        return attainment(outcome, self.goal.ttft_s, self.goal.tpot_s)
+
+    def simulate(
+        self,
+        candidate: Candidate,
+        rate: float,
+        count: int,
+        *,
+        shift: int = 0,
+        early: bool = False,
+        gaps: bool = False,
+    ) -> Outcome:
+        goal = self.goal
+        start = (shift * 7919) % len(self.requests)
+        requests = at_rate(_repeated(self.requests, start, count), rate)
+        allowed = (1 - goal.target) * count
+        seen = missed = 0
+
+        def hopeless(done: list[Job]) -> bool:
+            nonlocal seen, missed
+            missed += sum(not attains(job, goal.ttft_s, goal.tpot_s) for job in done[seen:])
+            seen = len(done)
+            return missed > allowed
+
+        self.num_simulations += 1
+        self.num_requests += count
+        outcome = simulate(
+            self.deployment(candidate), requests, seed=self._seed, gaps=gaps, give_up=hopeless if early else None
+        )
+        self._rated()
+        return outcome
+
+    def evaluate(
+        self, candidate: Candidate, *, at_least: float = 0.0, fraction: float = 1.0, precision: float = PRECISION
+    ) -> Evaluation:
+        """Search the goodput by bisection below the bound; attainment is taken to fall as the rate grows.
+
+        ``at_least``: a plan that does not keep the target there is not looked at further; its goodput is 0.
+        """
+        cost = candidate.cost(self.fleet)
+        try:
+            limit = self.bound(candidate)
+            attained: dict[float, Share] = {}
+
+            def keeps(rate: float) -> bool:
+                beyond = _BEYOND if rate * self.horizon_s <= self.most else 1.0
+                if rate > beyond * limit.rate:
+                    return False
+                attained[rate] = self.attainment(candidate, rate, fraction=fraction)
+                return attained[rate].value >= self.goal.target
+
+            if at_least and not keeps(at_least):
+                return self._evaluation(candidate, 0.0, cost, limit, attained)
+            rate = at_least or 0.9 * min(limit.rate, _MOST_RATE)
+            low, high, step = at_least, math.inf, 1.12
+            while math.isinf(high) and rate < _MOST_RATE:  # up to what is too much
+                if rate != low and not keeps(rate):
+                    high = rate
+                else:
+                    low, rate, step = rate, rate * step, step * 1.1
+            step = 1.25
+            while not low and high > 1e-3 * limit.rate:  # down to what is not
+                rate, step = high / step, step * step
+                if keeps(rate):
+                    low = rate
+                else:
+                    high = rate
+            while low and high / low > 1 + precision:
+                middle = math.sqrt(low * high)
+                if keeps(middle):
+                    low = middle
+                else:
+                    high = middle
+        except NoWay as error:
+            none = Bound(rate=0.0, bottleneck=Stage.PREFILL, loads={}, shares={})
+            return Evaluation(
+                candidate=candidate, goodput=0.0, objective=-math.inf, cost=cost, bound=none, reason=str(error)
+            )
+        return self._evaluation(candidate, low, cost, limit, attained)
+
+    def _evaluation(
+        self, candidate: Candidate, goodput: float, cost: float, limit: Bound, attained: dict[float, Share]
+    ) -> Evaluation:
+        return Evaluation(
+            candidate=candidate,
+            goodput=goodput,
+            objective=goodput - self.goal.beta * cost,
+            cost=cost,
+            bound=limit,
+            attained=dict(sorted(attained.items())),
+        )
+
+
+def deploy(candidate: Candidate, fleet: Fleet, goal: Goal) -> SimDeployment:
+    """The simulated deployment of a plan. Raises NoWay where a model does not fit."""
+    devices = candidate.devices(fleet)
+    pool_of: dict[str, Pool] = {name: pool for pool, name in devices}
+    host_of = {name: f"{pool.device}/{index // pool.per_host}" for index, (pool, name) in enumerate(devices)}
+    kinds = {pool.kind for pool, _ in devices}
+    return build(
+        candidate.topology,
+        [name for _, name in devices],
+        lambda name, width: pool_of[name].profile(width),
+        batching=Batching(
+            ttft_s=goal.ttft_s,
+            tpot_s=goal.tpot_s,
+            order=candidate.order,
+            max_num_seqs=candidate.max_num_seqs,
+            max_num_tokens=2048 if kinds == {"cpu"} else 8192,
+        ),
+        host_of=lambda name: host_of[name],
+    )
+
+
+def _repeated(requests: Sequence[SimRequest], start: int, count: int) -> list[SimRequest]:
+    """``count`` of them from one on, the trace again behind its end with images of new names."""
+    span = requests[-1].at_s - requests[0].at_s
+    step = span / max(len(requests) - 1, 1)
+    found: list[SimRequest] = []
+    for number in range(start, start + count):
+        lap, index = divmod(number, len(requests))
+        one = requests[index]
+        if lap:
+            images = tuple((f"{name}+{lap}", pixels) for name, pixels in one.images)
+            one = replace(one, at_s=one.at_s + lap * (span + step), images=images)
+        found.append(one)
+    return found

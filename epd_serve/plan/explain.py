@@ -1,0 +1,164 @@
+"""A plan in plain words, and as a deployment file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from io import StringIO
+from typing import Any
+
+from ruamel.yaml import YAML
+
+from epd_serve.config import parse_config
+from epd_serve.plan.evaluate import Evaluation, Evaluator
+from epd_serve.plan.space import Candidate
+from epd_serve.plan.strategies import Found
+from epd_serve.sim.records import attainment
+from epd_serve.types import Stage
+
+#: A plan of several kinds of instances must be so much better than monolithic ones to be worth it.
+WORTH = 0.03
+_NAMES = {Stage.ENCODE: "encoding", Stage.PREFILL: "prefill", Stage.DECODE: "decode"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recommendation:
+    """What to run, and why.
+
+    Attributes:
+        confidence: of the repetitions with other stretches of the trace, the part in which the plan kept the
+            target at its goodput (less the search's precision) and the next best one did not do better.
+        curve: (rate, attainment, its interval) around the goodput.
+        reasons: sentences.
+    """
+
+    chosen: Evaluation
+    ranking: list[Evaluation]
+    confidence: float
+    curve: list[tuple[float, float, float, float]]
+    reasons: list[str]
+    deployment: str
+
+
+def recommend(evaluator: Evaluator, found: Found, *, model: str, repetitions: int = 3) -> Recommendation:
+    """The best plan, or monolithic instances where it is hardly better than they are. Raises ValueError where the
+    deployment file of the plan breaks the schema, which says what is wrong."""
+    best = found.best
+    whole = next((one for one in found.ranking if one.candidate.is_monolithic), None)
+    if whole is None:
+        whole = _monolithic(evaluator, best)
+    chosen = best
+    if whole is not None and best.objective <= whole.objective + WORTH * abs(whole.objective):
+        chosen = whole
+    ranking = [chosen, *(one for one in found.ranking if one is not chosen)]
+    confidence, curve = _confidence(evaluator, ranking, repetitions)
+    return Recommendation(
+        chosen=chosen,
+        ranking=ranking,
+        confidence=confidence,
+        curve=curve,
+        reasons=_reasons(evaluator, chosen, whole, best, found),
+        deployment=deployment_yaml(evaluator, chosen, model),
+    )
+
+
+def _monolithic(evaluator: Evaluator, best: Evaluation) -> Evaluation | None:
+    """As many monolithic instances on the devices of the best plan, if these are of one kind."""
+    if len(best.candidate.pools) != 1:
+        return None
+    ((_, count),) = best.candidate.pools
+    line = f"{count if count > 1 else ''}EPD"
+    return evaluator.evaluate(Candidate(line=line, pools=best.candidate.pools))
+
+
+def _confidence(
+    evaluator: Evaluator, ranking: list[Evaluation], repetitions: int
+) -> tuple[float, list[tuple[float, float, float, float]]]:
+    chosen, target = ranking[0], evaluator.goal.target
+    rival = ranking[1] if len(ranking) > 1 else None
+    rate = 0.98 * chosen.goodput
+    won = 0
+    for shift in range(1, repetitions + 1):
+        kept = evaluator.attainment(chosen.candidate, rate, shift=shift).value >= target
+        better = rival is not None and rival.goodput > 0
+        if better and rival is not None:
+            higher = evaluator.attainment(rival.candidate, 1.02 * chosen.goodput, shift=shift)
+            better = higher.value >= target and rival.candidate != chosen.candidate
+        won += kept and not better
+    curve = []
+    for factor in (0.5, 0.75, 0.9, 1.0, 1.1, 1.25):
+        count = evaluator.count(chosen.goodput * factor)
+        outcome = evaluator.simulate(chosen.candidate, chosen.goodput * factor, count)
+        share = attainment(outcome, evaluator.goal.ttft_s, evaluator.goal.tpot_s)
+        curve.append((chosen.goodput * factor, share.value, share.low, share.high))
+    return won / repetitions, curve
+
+
+def _reasons(
+    evaluator: Evaluator, chosen: Evaluation, whole: Evaluation | None, best: Evaluation, found: Found
+) -> list[str]:
+    bound, mean = chosen.bound, evaluator.mean
+    said = [
+        f"A request has {mean.num_images:.2g} images to encode, {mean.num_text_tokens:.0f} tokens of text and an "
+        f"answer of {mean.num_output_tokens:.0f} tokens."
+    ]
+    times = ", ".join(f"{_NAMES[stage]} {1e3 * seconds:.3g} ms" for stage, seconds in bound.loads.items())
+    said.append(f"One instance in full batches needs for it: {times}.")
+    if chosen.candidate.is_monolithic:
+        many = chosen.candidate.topology.num_instances > 1
+        what = "monolithic instances are" if many else "one monolithic instance is"
+        said.append(
+            f"Do not disaggregate: {what} better here. The best other plan, {_best_other(found, chosen)}, is not "
+            f"better by the {WORTH:.0%} that moving features and KV is worth."
+        )
+    else:
+        gain = "" if whole is None or not whole.goodput else f", {chosen.goodput / whole.goodput - 1:+.0%}"
+        against = "" if whole is None else f" ({whole.candidate}: {whole.goodput:.2f} requests/s{gain})"
+        said.append(f"{chosen.candidate} is better than monolithic instances{against}.")
+    said.append(
+        f"The bottleneck is {_NAMES[bound.bottleneck]}: at {bound.rate:.2f} requests/s its devices would be "
+        "busy all the time."
+    )
+    wanted = chosen.goodput * evaluator.horizon_s
+    if wanted > evaluator.most:
+        said.append(
+            f"A simulation of {evaluator.most} requests is {evaluator.most / wanted:.0%} of one in which queues "
+            "have time to grow at this rate: the number is the bound's more than the simulation's; raise --most."
+        )
+    if any(pool.is_analytic for pool, _ in chosen.candidate.devices(evaluator.fleet)):
+        said.append("Times are analytic, from data sheets: measure with 'epd-serve profile' before you buy.")
+    return said
+
+
+def _best_other(found: Found, chosen: Evaluation) -> str:
+    other = next((one for one in found.ranking if one is not chosen and not one.candidate.is_monolithic), None)
+    return "of those tried" if other is None else f"{other.candidate} with {other.goodput:.2f} requests/s"
+
+
+def deployment_yaml(evaluator: Evaluator, plan: Evaluation, model: str) -> str:
+    """A file for ``epd-serve up``, read back to be sure. Raises ValueError where it would not be accepted."""
+    candidate, goal = plan.candidate, evaluator.goal
+    devices = [name for _, name in candidate.devices(evaluator.fleet)]
+    batching: dict[str, Any] = {"order": candidate.order}
+    slo: dict[str, float] = {}
+    if goal.ttft_s is not None:
+        slo["ttft_ms"] = 1e3 * goal.ttft_s
+    if goal.tpot_s is not None:
+        slo["tpot_ms"] = 1e3 * goal.tpot_s
+    tree: dict[str, Any] = {
+        "topology": candidate.line,
+        "model": model,
+        "devices": ["cpu"] if set(devices) == {"cpu"} else devices,
+        "dtype": "auto",
+        "slo": slo,
+        "instances": {"max_num_seqs": candidate.max_num_seqs, "batching": batching},
+    }
+    stream = StringIO()
+    yaml = YAML()
+    yaml.default_flow_style = None
+    yaml.dump(tree, stream)
+    text = (
+        f"# {plan.goodput:.2f} requests/s with {goal.target:.0%} within the limits, in simulation; "
+        f"bottleneck: {_NAMES[plan.bound.bottleneck]}.\n{stream.getvalue()}"
+    )
+    parse_config(text, source="the plan's deployment")
+    return text

@@ -1,0 +1,136 @@
+"""The plans that could be: topologies over the devices that there are, and the options that shape their steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from epd_serve.config.options import BatchingOrder
+from epd_serve.plan.pools import Fleet, Pool
+from epd_serve.topology import Topology, parse_topology
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """A plan. ``pools`` are (index of a pool, devices of it), in the order in which the topology takes devices."""
+
+    line: str
+    pools: tuple[tuple[int, int], ...]
+    order: BatchingOrder = "fcfs"
+    max_num_seqs: int = 256
+
+    @property
+    def topology(self) -> Topology:
+        return _parsed(self.line)
+
+    @property
+    def is_monolithic(self) -> bool:
+        return all(str(member.role) == "EPD" for member in self.topology.members)
+
+    def __str__(self) -> str:
+        return self.line if self.order == "fcfs" else f"{self.line} {self.order}"
+
+    def cost(self, fleet: Fleet) -> float:
+        return sum(fleet.pools[index].price * count for index, count in self.pools)
+
+    def devices(self, fleet: Fleet) -> list[tuple[Pool, str]]:
+        return [
+            (fleet.pools[index], name) for index, count in self.pools for name in fleet.pools[index].names[:count]
+        ]
+
+
+@lru_cache(maxsize=4096)
+def _parsed(line: str) -> Topology:
+    return parse_topology(line)
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count if count > 1 else ''}{what}"
+
+
+def three_methods(num_instances: int) -> list[str]:
+    """TriInfer's strategies for so many instances (section 5.4): E-P-D, EP-D and ED-P in all ratios; 35 for 8."""
+    if num_instances < 2:
+        return []
+    lines = [
+        f"{_counted(e, 'E')}-{_counted(p, 'P')}-{_counted(num_instances - e - p, 'D')}"
+        for e in range(1, num_instances - 1)
+        for p in range(1, num_instances - e)
+    ]
+    for one, other in (("EP", "D"), ("ED", "P")):
+        lines += [f"{_counted(n, one)}-{_counted(num_instances - n, other)}" for n in range(1, num_instances)]
+    return lines
+
+
+def all_methods(num_devices: int) -> list[str]:
+    """Those, monolithic instances, and co-located ones (EPD-Serve, section 4): E beside P, D or PD."""
+    lines = [_counted(num_devices, "EPD"), _counted(num_devices, "(E-PD)"), *three_methods(num_devices)]
+    for one, other in (("E", "PD"), ("(E-P)", "D"), ("(E-D)", "P")):
+        lines += [f"{_counted(n, one)}-{_counted(num_devices - n, other)}" for n in range(1, num_devices)]
+    return lines
+
+
+def with_widths(lines: Sequence[str], widths: Sequence[int], num_devices: int) -> list[str]:
+    """The same, and for each width those in which every instance with a language model is so wide."""
+    found = list(lines)
+    for width in widths:
+        if width > 1 and num_devices % width == 0 and num_devices // width >= 1:
+            found += [
+                f"{_counted(num_devices // width, f'EPD@tp{width}')}",
+                *(
+                    f"{_counted(p, f'P@tp{width}')}-{_counted(d, f'D@tp{width}')}-{_counted(e, 'E')}"
+                    for e in range(1, num_devices)
+                    for p in range(1, num_devices)
+                    for d in range(1, num_devices)
+                    if e + width * (p + d) == num_devices
+                ),
+            ]
+    return found
+
+
+def candidates(fleet: Fleet, *, widths: Sequence[int] = (1,), fewer: bool = False) -> Iterator[Candidate]:
+    """All plans of one pool, and, of several pools, those in which one encodes and others do the rest.
+
+    Args:
+        fewer: whether plans that leave devices unused count, where devices cost something.
+    """
+    for index, pool in enumerate(fleet.pools):
+        for count in range(1 if fewer else pool.count, pool.count + 1):
+            for line in with_widths(all_methods(count), widths, count):
+                yield Candidate(line=line, pools=((index, count),))
+    for encoding, first in enumerate(fleet.pools):
+        for rest, second in enumerate(fleet.pools):
+            if encoding != rest:
+                yield from _across(encoding, first.count, rest, second.count)
+
+
+def _across(encoding: int, num_encoders: int, rest: int, num_rest: int) -> Iterator[Candidate]:
+    """Encoders on one kind of device, the language model on another (HeteroServe, section 5); what is left of the
+    first kind holds PD instances of its own or nothing."""
+    for e in _some(num_encoders):
+        heads = [f"{_counted(e, 'E')}"]
+        if num_encoders > e:
+            heads.append(f"{_counted(e, 'E')}-{_counted(num_encoders - e, 'PD')}")
+        tails = [_counted(num_rest, "PD"), _counted(num_rest, "EPD")]
+        tails += [f"{_counted(p, 'P')}-{_counted(num_rest - p, 'D')}" for p in _some(num_rest - 1) if p < num_rest]
+        for number, head in enumerate(heads):
+            for tail in tails:
+                used = num_encoders if number else e
+                yield Candidate(line=f"{head}-{tail}", pools=((encoding, used), (rest, num_rest)))
+
+
+def _some(most: int) -> list[int]:
+    """1 to ``most``: all of few, and of many steps of about a fifth."""
+    if most <= 8:
+        return list(range(1, most + 1))
+    found = {1, most}
+    value = 1.0
+    while value < most:
+        found.add(round(value))
+        value = max(value + 1, value * 1.2)
+    return sorted(found)
+
+
+def with_orders(found: Sequence[Candidate], orders: Sequence[BatchingOrder]) -> list[Candidate]:
+    return [replace(one, order=order) for one in found for order in orders]

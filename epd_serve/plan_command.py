@@ -1,0 +1,57 @@
+"""``epd-serve plan``: what is typed and what it means."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+StrategyName = Literal["auto", "exhaustive", "algorithm-2", "race", "tpe"]
+
+
+def plan(
+    trace: Annotated[
+        str, typer.Option(help="A trace file (Mooncake, access log), or sharegpt-4o:8 and the like.")
+    ],
+    devices: Annotated[Path, typer.Option(help="YAML of the model and the devices that there are.")],
+    slo: Annotated[str, typer.Option(help="Limits in milliseconds.")] = "ttft=2000,tpot=50",
+    strategy: Annotated[StrategyName, typer.Option(help="auto: exhaustive where there are few plans.")] = "auto",
+    order: Annotated[list[str] | None, typer.Option(help="fcfs, sjf, slack: once for each to try.")] = None,
+    tensor_parallel: Annotated[list[int] | None, typer.Option(help="Widths to try, once for each.")] = None,
+    beta: Annotated[float, typer.Option(min=0, help="Requests a second that one unit of cost is worth.")] = 0.0,
+    requests: Annotated[int, typer.Option(min=20, help="Of the trace, at most.")] = 2000,
+    trials: Annotated[int, typer.Option(min=1, help="Of the strategy tpe.")] = 30,
+    most: Annotated[int, typer.Option(min=50, help="Requests in one simulation at most.")] = 2000,
+    seed: int = 0,
+    image_tokens: Annotated[int, typer.Option(min=0, help="Of an image in an access log.")] = 0,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the deployment file there.")] = None,
+    report: Annotated[
+        Path | None, typer.Option(help="Directory for the plan's simulation, as 'epd-serve bench' writes a run.")
+    ] = None,
+    explain: Annotated[bool, typer.Option("--explain", help="Show each stage's load and the bottleneck.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Recommend a topology for a workload, devices and limits, by simulation; or not to disaggregate."""
+    from epd_serve.plan.command import Wanted, run_plan
+
+    run_plan(
+        Wanted(
+            trace=trace,
+            devices=devices,
+            slo=slo,
+            strategy=strategy,
+            orders=tuple(order or ("fcfs",)),
+            widths=tuple(tensor_parallel or (1,)),
+            beta=beta,
+            num_requests=requests,
+            trials=trials,
+            most=most,
+            seed=seed,
+            image_tokens=image_tokens,
+        ),
+        output=output,
+        report=report,
+        explain=explain,
+        as_json=as_json,
+    )

@@ -1,0 +1,50 @@
+"""``epd-serve profile``: what is typed and what it means."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from epd_serve.errors import needs_native
+
+
+def profile(
+    out: Annotated[Path, typer.Argument(help="The JSON file to write.")],
+    model: Annotated[str, typer.Option(help="'demo' or a transformers model directory.")] = "demo",
+    device: Annotated[str, typer.Option(help="cpu, cuda:0, npu:0 ...")] = "cpu",
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"], typer.Option(help="Number format.")] = "float32",
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
+    clock: Annotated[
+        Literal["wall", "cpu"], typer.Option(help="cpu: CPU time, for a machine that others use too.")
+    ] = "wall",
+) -> None:
+    """Measure encode, prefill, decode and transfers on a device and fit the costs that 'epd-serve plan' uses."""
+    with needs_native():
+        import torch
+
+        from epd_serve.worker.grid import GridOptions, profile_device
+    from rich.console import Console
+    from rich.table import Table
+
+    from epd_serve.config.schema import model_path
+
+    options = GridOptions(
+        model=model_path(model),
+        model_name=model if model == "demo" else Path(model).resolve().name,
+        device=device,
+        dtype=getattr(torch, dtype),
+        threads=threads,
+        clock=clock,
+    )
+    with Console(stderr=True).status("measuring") as status:
+        result = profile_device(options, lambda text: status.update(f"measuring {text}"))
+    out.write_bytes(result.to_json())
+    table = Table(
+        "stage", "samples", "median error", "90 %", "worst", title=f"{result.model} on {result.description}"
+    )
+    for stage, residual in result.residuals.items():
+        errors = (f"{value:.0%}" for value in (residual.median, residual.p90, residual.worst))
+        table.add_row(stage, str(residual.num_samples), *errors)
+    Console().print(table)

@@ -1,0 +1,98 @@
+"""What a simulation saw, in the load tester's own records: the same summary and the same report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from epd_serve.bench.run_directory import RunDirectory, RunWriter
+from epd_serve.bench.statistics import wilson
+from epd_serve.bench.summary import summarise
+from epd_serve.bench.types import SLO, Failure, Record, RunSettings, Share, Summary
+from epd_serve.sim.gateway import Job
+from epd_serve.sim.simulator import Outcome, SimDeployment
+
+#: What stands in the place of a server's address.
+SIMULATED = "simulated://"
+
+
+def records_of(outcome: Outcome) -> list[Record]:
+    """One for each request. Without ``gaps`` in the simulation, token times are the first and the last."""
+    records: list[Record] = []
+    for job in outcome.jobs:
+        times = list(job.token_times_s)
+        if len(times) < job.num_output and job.last_token_s is not None and not job.failure:
+            times = [*times[:1], job.last_token_s] if job.num_output > 1 else times[:1]
+        records.append(
+            Record(
+                index=job.number,
+                workload="simulated",
+                modality=job.request.modality,
+                scheduled_s=job.sent_s,
+                sent_s=job.sent_s,
+                first_chunk_s=job.first_token_s,
+                first_token_s=job.first_token_s,
+                token_times_s=times,
+                finish_s=outcome.seconds if job.finish_s is None else job.finish_s,
+                num_prompt_tokens=job.num_tokens,
+                num_output_tokens=job.num_output,
+                has_usage=True,
+                finish_reason=None if job.failure else "length",
+                failure=_failure(job),
+                detail=job.failure,
+            )
+        )
+    return records
+
+
+def settings_of(
+    deployment: SimDeployment, *, rate: float, num_requests: int, seed: int, slo: SLO, model: str, workload: str
+) -> RunSettings:
+    return RunSettings(
+        base_url=SIMULATED,
+        model=model,
+        workload=workload,
+        num_requests=num_requests,
+        seed=seed,
+        arrivals="poisson",
+        rate=rate,
+        slo=slo,
+        num_devices=deployment.num_devices,
+        label=deployment.label,
+        topology=deployment.label,
+    )
+
+
+def summary_of(outcome: Outcome, settings: RunSettings) -> Summary:
+    """As of a measured run."""
+    return summarise(settings, records_of(outcome), {job.number: job.sent_s for job in outcome.jobs})
+
+
+def write_run(path: Path, outcome: Outcome, settings: RunSettings) -> RunDirectory:
+    """A run directory as ``epd-serve bench`` writes it. Raises ValueError where one is there already."""
+    run = RunDirectory.create(path, settings, [(job.number, job.sent_s) for job in outcome.jobs])
+    with RunWriter(run) as writer:
+        for record in records_of(outcome):
+            writer.record(record)
+    return run
+
+
+def attains(job: Job, ttft_s: float | None, tpot_s: float | None) -> bool:
+    """Whether a request succeeded within both limits."""
+    if job.failure or job.first_token_s is None or job.last_token_s is None or job.finish_s is None:
+        return False
+    if ttft_s is not None and job.first_token_s - job.sent_s > ttft_s:
+        return False
+    if tpot_s is None or job.num_output < 2:
+        return True
+    return (job.last_token_s - job.first_token_s) / (job.num_output - 1) <= tpot_s
+
+
+def attainment(outcome: Outcome, ttft_s: float | None, tpot_s: float | None) -> Share:
+    """With its Wilson interval; what had not ended when the run was given up counts as missed."""
+    return wilson(sum(attains(job, ttft_s, tpot_s) for job in outcome.jobs), len(outcome.jobs))
+
+
+def _failure(job: Job) -> Failure | None:
+    if job.failure:
+        return Failure.HTTP_STATUS
+    return None if job.finish_s is not None else Failure.TIMEOUT

@@ -1,0 +1,242 @@
+"""The stages of a model on a device, measured over a grid and fitted: what ``epd-serve profile`` keeps."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from device.base import Device
+from device.registry import get_device
+from epd_serve import __version__
+from epd_serve.config.options import decode_graph_sizes
+from epd_serve.cost.profile import EncodeLine, Line, Profile, Residual
+from epd_serve.models.family import Family, load_family
+from epd_serve.models.language import LanguageModel
+from epd_serve.models.tower import Tower
+from epd_serve.protocol.wire import KVLayout
+from epd_serve.transfer.embedded import EmbeddedTransport
+from epd_serve.worker.batching import fit_parts
+from epd_serve.worker.kv_memory import KVMemory
+from epd_serve.worker.profile import StepShape, StepTimer, encode_seconds, median_s
+from epd_serve.worker.runner import LanguageRunner
+from epd_serve.worker.step import StepExecutor
+
+#: Square images, images in a batch; new tokens and those before them; decodes and their contexts; bytes.
+SIDES, BATCHES = (112, 224, 448, 672), (1, 2, 4)
+CHUNKS, STARTS = (32, 128, 512, 1024), (0, 256, 1024)
+DECODES, CONTEXTS = (1, 4, 16, 32), (32, 256, 1024)
+TRANSFERS = (1 << 12, 1 << 18, 1 << 22, 1 << 24)
+
+Clock = Literal["wall", "cpu"]
+Sample = tuple[str, list[float], float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GridOptions:
+    """``num_tokens``: of the KV cache that the measurement gets. ``clock``: see :func:`profile_device`."""
+
+    model: Path
+    model_name: str
+    device: str
+    dtype: torch.dtype
+    threads: int | None = None
+    clock: Clock = "wall"
+    num_tokens: int = 16384
+    block_size: int = 16
+
+
+def profile_device(options: GridOptions, progress: Callable[[str], None] = lambda text: None) -> Profile:
+    """Measure and fit. Takes the device for itself.
+
+    Under the clock "cpu" seconds are those of this process's threads together, which on one thread are what wall
+    seconds would be on a machine that nobody else uses.
+
+    Raises ValueError for a model or a device that cannot be had.
+    """
+    device = get_device(options.device)
+    device.activate()
+    if options.threads is not None:
+        device.set_threads(options.threads)
+    clock = time.process_time if options.clock == "cpu" else time.perf_counter
+    family = load_family(options.model)
+    encodes = _encodes(options, device, family, clock, progress)
+    steps, language, layout_bytes = _steps(options, device, family, clock, progress)
+    transfers = _transfers(clock, progress)
+    encode_parts = fit_parts([_encode_row(work) for _, work, _ in encodes], [one[2] for one in encodes])
+    step_parts = fit_parts([[1.0, *work] for _, work, _ in steps], [one[2] for one in steps])
+    link = fit_parts([[1.0, *work] for _, work, _ in transfers], [one[2] for one in transfers])
+    encode = EncodeLine(
+        base_s=encode_parts[0], image_s=encode_parts[1], pixel_s=encode_parts[2], pair_s=encode_parts[3]
+    )
+    step = Line(
+        base_s=step_parts[0],
+        token_s=step_parts[1],
+        sequence_s=step_parts[2],
+        context_s=step_parts[3],
+        pair_s=step_parts[4],
+    )
+    typical = (448, 448)
+    text = family.config.get_text_config()
+    by_kind = {kind: [one for one in steps if one[0] == kind] for kind in ("prefill", "decode")}
+    return Profile(
+        kind="measured",
+        device=options.device.split(":")[0],
+        description=f"{device.description}, {options.threads or 'all'} threads, {options.clock} time",
+        model=options.model_name,
+        software={
+            "epd-serve": __version__,
+            "torch": str(torch.__version__),
+            "python": platform.python_version(),
+        },
+        dtype=str(options.dtype).removeprefix("torch."),
+        step=(step,),
+        encode=(encode,),
+        memory_bytes=float(device.headroom()),
+        kv_token_bytes=layout_bytes,
+        feature_token_bytes=options.dtype.itemsize * text.hidden_size,
+        num_layers=language.num_layers,
+        pixels_per_token=typical[0] * typical[1] / family.num_image_tokens(typical),
+        handshake_s=link[0],
+        link_bytes_per_s=1 / link[1] if link[1] else 1e12,
+        residuals={
+            "encode": _residual(encodes, lambda work: _dot(encode_parts, _encode_row(work))),
+            "transfer": _residual(transfers, lambda work: _dot(link, [1.0, *work])),
+            **{
+                kind: _residual(some, lambda work: _dot(step_parts, [1.0, *work]))
+                for kind, some in by_kind.items()
+                if some
+            },
+        },
+        samples=[*encodes, *steps, *transfers],
+    )
+
+
+def _encodes(
+    options: GridOptions,
+    device: Device,
+    family: Family,
+    clock: Callable[[], float],
+    progress: Callable[[str], None],
+) -> list[Sample]:
+    tower = Tower(options.model, options.dtype, device)
+    samples: list[Sample] = []
+    for side in SIDES:
+        for count in BATCHES:
+            progress(f"encode {count} x {side}x{side}")
+            seconds = encode_seconds(tower, family, count, side=side, clock=clock)
+            samples.append(("encode", [float(count), float(family.num_pixels((side, side)))], seconds))
+    return samples
+
+
+def _encode_row(work: Sequence[float]) -> list[float]:
+    count, pixels = work
+    return [1.0, count, count * pixels, count * pixels * pixels]
+
+
+def _steps(
+    options: GridOptions,
+    device: Device,
+    family: Family,
+    clock: Callable[[], float],
+    progress: Callable[[str], None],
+) -> tuple[list[Sample], LanguageModel, int]:
+    language = LanguageModel(options.model, options.dtype, device)
+    size, num_blocks = options.block_size, options.num_tokens // options.block_size + 1
+    layout = KVLayout(
+        num_layers=language.num_layers,
+        num_kv_heads=language.num_kv_heads,
+        head_dim=language.head_dim,
+        block_size=size,
+        dtype=str(options.dtype).removeprefix("torch."),
+        model="profile",
+    )
+    longest = min(language.max_model_len, (num_blocks - 1) * size)
+    transport = EmbeddedTransport(path="shm")
+    try:
+        kv = KVMemory(layout, num_blocks, device, transport).tensor.zero_()
+        executor = StepExecutor(
+            language,
+            device,
+            kv,
+            num_position_axes=family.num_position_axes,
+            graph_sizes=decode_graph_sizes(max(DECODES)),
+            max_model_len=longest,
+        )
+        runner = LanguageRunner(
+            executor,
+            device.ops,
+            block_size=size,
+            num_position_axes=family.num_position_axes,
+            eos_token_ids=frozenset(),
+        )
+        timer = StepTimer(
+            runner,
+            num_blocks=num_blocks,
+            block_size=size,
+            num_position_axes=family.num_position_axes,
+            clock=clock,
+        )
+        shapes = [
+            ("prefill", StepShape(chunks=((start, count),)))
+            for start in STARTS
+            for count in CHUNKS
+            if start + count <= longest
+        ]
+        shapes += [
+            ("decode", StepShape(num_decodes=count, context=context))
+            for count in DECODES
+            for context in CONTEXTS
+            if context <= longest
+        ]
+        shapes.append(("prefill", StepShape(chunks=((0, min(64, longest)),) * 4)))
+        samples: list[Sample] = []
+        for kind, shape in shapes:
+            if shape.num_blocks(size) < num_blocks:
+                progress(f"{kind} {shape}")
+                work = shape.work
+                row = [work.num_tokens, work.num_sequences, work.decode_context, work.prefill_pairs]
+                samples.append((kind, [float(value) for value in row], timer.seconds(shape)))
+    finally:
+        transport.close()
+    kv_bytes = 2 * language.num_layers * language.num_kv_heads * language.head_dim * options.dtype.itemsize
+    return samples, language, kv_bytes
+
+
+def _transfers(clock: Callable[[], float], progress: Callable[[str], None]) -> list[Sample]:
+    """Writes between two processes' memory of this machine, as features and KV go."""
+    ours, theirs = EmbeddedTransport(path="shm"), EmbeddedTransport(path="shm")
+    try:
+        target, source = theirs.allocate("target", max(TRANSFERS)), ours.allocate("source", max(TRANSFERS))
+        samples: list[Sample] = []
+        for nbytes in TRANSFERS:
+            progress(f"transfer of {nbytes} bytes")
+            data = source.buffer[:nbytes]
+            try:
+                seconds = median_s(lambda data=data: ours.write(target.region, [(0, data)]), clock)  # type: ignore[misc]
+            finally:
+                data.release()
+            samples.append(("transfer", [float(nbytes)], max(seconds, 1e-7)))
+        return samples
+    finally:
+        ours.close()
+        theirs.close()
+
+
+def _dot(parts: Sequence[float], row: Sequence[float]) -> float:
+    return sum(part * value for part, value in zip(parts, row, strict=True))
+
+
+def _residual(samples: Sequence[Sample], predict: Callable[[list[float]], float]) -> Residual:
+    errors = sorted(abs(predict(work) / seconds - 1) for _, work, seconds in samples)
+    return Residual(
+        num_samples=len(errors),
+        median=errors[len(errors) // 2],
+        p90=errors[int(0.9 * (len(errors) - 1))],
+        worst=errors[-1],
+    )

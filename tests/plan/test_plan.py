@@ -1,0 +1,163 @@
+"""Plans on few small devices: what is searched is what is found."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from epd_serve.bench.run_directory import RunDirectory
+from epd_serve.cli import app
+from epd_serve.config import parse_config
+from epd_serve.cost.shape import shape_of
+from epd_serve.plan.command import read_goal
+from epd_serve.plan.evaluate import Evaluator, Goal
+from epd_serve.plan.explain import recommend
+from epd_serve.plan.pools import Fleet, Pool, read_fleet
+from epd_serve.plan.space import Candidate, all_methods, candidates, three_methods, with_widths
+from epd_serve.plan.strategies import algorithm_2, exhaustive, partition, race, tpe
+from epd_serve.sim.workloads import SHAREGPT_4O, TEXT, WorkloadShape
+from epd_serve.topology import parse_topology
+
+
+def fleet(count: int, model: str = "qwen2.5-vl-7b") -> Fleet:
+    pool = Pool(device="ascend-910b3", kind="npu", count=count, price=1.0, shape=shape_of(model))
+    return Fleet(model=model, pools=(pool,))
+
+
+def evaluator(count: int, shape: WorkloadShape, goal: Goal = Goal(ttft_s=0.3, tpot_s=0.05)) -> Evaluator:  # noqa: B008
+    return Evaluator(fleet(count), goal, shape.requests(120, 5, seed=0), least=20, most=40)
+
+
+def test_trinfers_35_strategies() -> None:
+    lines = three_methods(8)
+    assert len(set(lines)) == len(lines) == 35
+    for line in all_methods(5) + with_widths([], [2], 6):
+        topology = parse_topology(line)
+        assert str(topology) == line and not topology.text_only
+        assert topology.num_devices == (6 if "@" in line else 5)
+    assert all(one.topology.num_devices == 3 for one in candidates(fleet(3)))
+
+
+def test_partition_is_in_proportion() -> None:
+    assert partition(8, [1, 1, 2]) == [2, 2, 4]
+    assert partition(8, [0, 0.01, 10]) == [1, 1, 6]
+    assert partition(3, [5, 0, 0]) == [1, 1, 1]
+    assert partition(64, [0, 0, 0]) != [] and sum(partition(64, [3, 4, 5])) == 64
+
+
+def test_attainment_falls_with_the_rate_and_goodput_is_where_it_crosses() -> None:
+    one = evaluator(1, SHAREGPT_4O)
+    found = one.evaluate(Candidate(line="EPD", pools=((0, 1),)))
+    assert 0 < found.goodput <= 1.3 * found.bound.rate
+    below = [share.value for rate, share in found.attained.items() if rate <= found.goodput]
+    above = [share.value for rate, share in found.attained.items() if rate > found.goodput]
+    assert min(below) >= 0.9 > max(above, default=0)
+
+
+def test_a_race_finds_what_looking_at_all_finds() -> None:
+    plans = list(candidates(fleet(3)))
+    every, raced = evaluator(3, SHAREGPT_4O), evaluator(3, SHAREGPT_4O)
+    best, found = exhaustive(every, plans).best, race(raced, plans).best
+    assert found.goodput >= 0.97 * best.goodput
+    assert raced.num_simulations < every.num_simulations / 2
+    heuristic = algorithm_2(evaluator(3, SHAREGPT_4O), 3)
+    assert {one.candidate.line for one in heuristic.ranking} == {"E-P-D", "2EP-D", "2ED-P"}
+    with pytest.raises(ValueError, match="too few for three"):
+        algorithm_2(every, 2)
+
+
+def test_text_is_not_disaggregated() -> None:
+    judge = evaluator(2, TEXT, Goal(ttft_s=2.0, tpot_s=0.1))
+    result = recommend(judge, exhaustive(judge, list(candidates(fleet(2)))), model="demo", repetitions=1)
+    assert result.chosen.candidate.line == "2EPD"
+    assert any("Do not disaggregate: monolithic instances are better here" in one for one in result.reasons)
+    assert 0 <= result.confidence <= 1
+    config = parse_config(result.deployment)
+    assert str(config.topology) == "2EPD" and config.devices == ("npu:0", "npu:1")
+    assert config.slo.ttft_ms == 2000 and config.instances.max_num_seqs == 256
+
+
+def test_cheap_devices_encode_for_dear_ones() -> None:
+    shape = shape_of("qwen2.5-vl-7b")
+    pools = (
+        Pool(device="rtx-4090", kind="cuda", count=1, price=3000, shape=shape),
+        Pool(device="ascend-910b3", kind="npu", count=2, price=10000, shape=shape),
+    )
+    mixed = Fleet(model="m", pools=pools)
+    plans = list(candidates(mixed))
+    across = [one for one in plans if len(one.pools) == 2]
+    assert {one.line for one in across} >= {"E-2PD", "E-P-D"}
+    judge = Evaluator(mixed, Goal(ttft_s=1, tpot_s=0.1), SHAREGPT_4O.requests(60, 5, seed=0), least=30, most=40)
+    plan = next(one for one in across if one.line == "E-2PD" and one.pools[0][0] == 0)
+    assert plan.cost(mixed) == 23000
+    deployment = judge.deployment(plan)
+    assert [one.profile.device for one in deployment.instances] == ["rtx-4090", "ascend-910b3", "ascend-910b3"]
+    assert len({one.host for one in deployment.instances}) == 2
+    assert judge.evaluate(plan).goodput > 0
+
+
+def test_what_does_not_fit_is_said() -> None:
+    judge = Evaluator(
+        fleet(1, "qwen2.5-vl-72b"), Goal(ttft_s=1, tpot_s=0.1), TEXT.requests(20, 1, seed=0), most=30
+    )
+    with pytest.raises(ValueError, match="no room for KV"):
+        exhaustive(judge, list(candidates(judge.fleet)))
+    for slo in ("ttft", "ttft=fast", "speed=3", "ttft=0"):
+        with pytest.raises(ValueError, match="is no limit; write milliseconds"):
+            read_goal(slo)
+
+
+def test_devices_that_cannot_be_read(tmp_path: Path) -> None:
+    file = tmp_path / "devices.yaml"
+    for text, message in (
+        ("pools: []", "model: Field required"),
+        ("model: x\npools: [{device: a100, count: 1}]", "known by name are"),
+        ("model: qwen2-vl-7b\npools: [{device: abacus, count: 1}]", "there are a100"),
+        ("model: qwen2-vl-7b\npools: [{device: a100, count: 0}]", "greater than or equal to 1"),
+        ("model: [", "no YAML"),
+    ):
+        file.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            read_fleet(file)
+
+
+def test_the_command_writes_a_deployment(tmp_path: Path) -> None:
+    devices, plan = tmp_path / "devices.yaml", tmp_path / "plan.yaml"
+    devices.write_text("model: qwen2.5-vl-7b\npools:\n  - {device: h800, count: 2, price: 20000}\n")
+    command = [
+        "plan",
+        "--trace",
+        "text:5",
+        "--devices",
+        str(devices),
+        "--strategy",
+        "race",
+        "--requests",
+        "60",
+        "--explain",
+    ]
+    result = CliRunner().invoke(
+        app, [*command, "--most", "50", "--json", "-o", str(plan), "--report", str(tmp_path / "run")]
+    )
+    assert result.exit_code == 0, result.output
+    figures = json.loads(result.stdout)
+    assert figures["deployment"] == plan.read_text()
+    assert figures["goodput"] > 0 and figures["bottleneck"] in "EPD"
+    assert len(figures["attainment"]) == 6
+    run = RunDirectory.open(tmp_path / "run")
+    records = run.records()
+    assert run.settings.label == figures["recommended"] and len(records) == run.settings.num_requests
+    assert all(len(one.token_times_s) == one.num_output_tokens for one in records if one.succeeded)
+    assert (tmp_path / "run" / "summary.json").exists()
+    wrong = CliRunner().invoke(app, [*command, "--order", "lifo"])
+    assert isinstance(wrong.exception, ValueError) and "there are fcfs, sjf, slack" in str(wrong.exception)
+
+
+def test_tpe_finds_a_good_plan() -> None:
+    pytest.importorskip("optuna")
+    judge = evaluator(3, SHAREGPT_4O)
+    found = tpe(judge, list(candidates(judge.fleet)), trials=8, seed=0)
+    best = max(one.goodput for one in found.ranking)
+    assert found.best.goodput == best > 0
+    assert found.num_candidates == len(list(candidates(judge.fleet)))

@@ -1,0 +1,40 @@
+"""The two engines compute the same."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm_runs import MODEL, Tokens, ask_all
+
+from epd_serve.config import DeploymentConfig
+from epd_serve.launch import LocalDeployment
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+
+
+def alike(native: Tokens, vllm: Tokens) -> bool:
+    """The same tokens; the two show those that are parts of a character differently, with the same numbers."""
+    return len(native) == len(vllm) and all(
+        abs(a - b) < 0.01 and (one == other or not (one.isascii() and other.isascii() and one and other))
+        for (one, a), (other, b) in zip(native, vllm, strict=True)
+    )
+
+
+async def test_native_instances_give_the_tokens_of_vllm_in_float32(
+    model: Path, asked: list[dict[str, Any]], expected: list[Tokens]
+) -> None:
+    config = DeploymentConfig(
+        topology="E-P-D",
+        model=str(model),
+        served_model_name=MODEL,
+        dtype="float32",
+        gateway={"port": 0},
+        instances={"base_port": 0, "threads": 1},
+    )
+    async with LocalDeployment(config, ready_timeout_s=300) as deployment:
+        answers = await asyncio.to_thread(ask_all, deployment.gateway_url, asked)
+    wrong = [index for index, (a, b) in enumerate(zip(answers, expected, strict=True)) if not alike(a, b)]
+    assert not wrong, [(index, answers[index], expected[index]) for index in wrong]

@@ -1,0 +1,87 @@
+"""A profile of the demo model on this machine: small, but measured."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from epd_serve.cli import app
+from epd_serve.config.schema import model_path
+from epd_serve.cost.devices import DEVICE_SPECS
+from epd_serve.cost.profile import Profile
+from epd_serve.cost.roofline import analytic_profile
+from epd_serve.cost.shape import KNOWN_SHAPES, shape_of
+from epd_serve.worker import grid
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+
+
+@pytest.fixture
+def small_grid(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, values in {
+        "SIDES": (112, 224),
+        "BATCHES": (1, 2),
+        "CHUNKS": (16, 64, 128),
+        "STARTS": (0, 64),
+        "DECODES": (1, 8),
+        "CONTEXTS": (32, 128),
+        "TRANSFERS": (1 << 12, 1 << 20),
+    }.items():
+        monkeypatch.setattr(grid, name, values)
+
+
+@pytest.mark.usefixtures("small_grid")
+def test_the_command_measures_fits_and_writes(tmp_path: Path) -> None:
+    out = tmp_path / "demo.json"
+    result = CliRunner().invoke(app, ["profile", str(out), "--threads", "1", "--clock", "cpu"])
+    assert result.exit_code == 0, result.output
+    profile = Profile.read(out)
+    assert (profile.kind, profile.device, profile.model, profile.dtype) == ("measured", "cpu", "demo", "float32")
+    assert profile.software["torch"] == torch.__version__
+    assert set(profile.residuals) == {"encode", "prefill", "decode", "transfer"}
+    assert len(profile.samples) == sum(one.num_samples for one in profile.residuals.values())
+    shape = shape_of(str(model_path("demo")))
+    assert profile.kv_token_bytes == 2 * shape.kv_token_bytes  # float32 here, half of it in the checkpoint
+    assert profile.num_layers == shape.language.num_layers
+    assert profile.encode_s([224**2] * 2) > profile.encode_s([112**2]) > 0
+    assert profile.step_s(128, 1, 0, 128**2) > profile.step_s(1, 1, 64) > 0
+
+
+def test_a_profile_says_what_is_wrong_with_it(tmp_path: Path) -> None:
+    analytic = analytic_profile(shape_of("llava-1.5-7b"), DEVICE_SPECS["a100"])
+    file = tmp_path / "profile.json"
+    file.write_bytes(analytic.to_json())
+    assert Profile.read(file) == analytic
+    content = json.loads(file.read_text())
+    file.write_text(json.dumps({**content, "version": 99}))
+    with pytest.raises(ValueError, match="version 99, and this program reads 1: make it anew"):
+        Profile.read(file)
+    file.write_text(json.dumps({**content, "speed": 1}))
+    with pytest.raises(ValueError, match="'epd-serve profile' makes one"):
+        Profile.read(file)
+    with pytest.raises(ValueError, match="No such file"):
+        Profile.read(tmp_path / "nothing.json")
+
+
+@pytest.mark.parametrize("device", DEVICE_SPECS)
+def test_analytic_profiles_know_their_bottlenecks(device: str) -> None:
+    """TriInfer, section 3.1: decode waits for memory, prefill and encode for arithmetic; TP divides both."""
+    spec = DEVICE_SPECS[device]
+    profile = analytic_profile(KNOWN_SHAPES["qwen2-vl-7b"], spec)
+    compute, memory = profile.step
+    assert memory.seconds(8, 8, 8 * 1024, 0) > compute.seconds(8, 8, 8 * 1024, 0)
+    assert compute.seconds(2048, 1, 0, 2048**2) > memory.seconds(2048, 1, 0, 2048**2)
+    compute_line, memory_line = profile.encode
+    assert compute_line.seconds([1 << 20]) > memory_line.seconds([1 << 20])
+    two = analytic_profile(KNOWN_SHAPES["qwen2-vl-7b"], spec, 2)
+    assert profile.step_s(2048, 1, 0, 2048**2) / 2 < two.step_s(2048, 1, 0, 2048**2)
+    assert two.num_blocks(16, share=1.0, holds_tower=True) > profile.num_blocks(16, share=1.0, holds_tower=True)
+
+
+def test_shipped_profiles_can_be_read() -> None:
+    shipped = sorted(RESULTS.glob("profile-*.json"))
+    assert shipped
+    for file in shipped:
+        assert Profile.read(file).kind == "measured"
