@@ -58,6 +58,7 @@ class Answer:
     __slots__ = (
         "_buffer",
         "_done",
+        "_empty_times_s",
         "_event_name",
         "_finished",
         "_open",
@@ -86,6 +87,7 @@ class Answer:
         self.detail = ""
         self._buffer = b""
         self._event_name = b""
+        self._empty_times_s: list[float] = []
         self._open: set[int] = set()
         self._finished: set[int] = set()
         self._done = False
@@ -120,7 +122,14 @@ class Answer:
             else:
                 self._fail(Failure.MALFORMED, "no event came")
         elif not self.token_times_s:
+            self._without_text()
+
+    def _without_text(self) -> None:
+        """Of an answer of special tokens alone the last events are tokens, as many as the server's usage says."""
+        if not self.completion_tokens or not self._empty_times_s:
             self._fail(Failure.NO_TOKENS, "the answer has no token")
+            return
+        self.token_times_s = self._empty_times_s[-self.completion_tokens :]
 
     def _data(self, data: bytes, at_s: float) -> None:
         if self.failure is not None:
@@ -146,6 +155,7 @@ class Answer:
         if has_token:
             self.token_times_s.append(at_s)
             self.last_event_s = at_s
+            self._empty_times_s.clear()
 
     def _choice(self, choice: _Choice, at_s: float) -> bool:
         """Whether it has a token."""
@@ -160,6 +170,8 @@ class Answer:
             self.text.append(content)
         if content or (content is not None and self.token_times_s):
             return True
+        if content is not None:
+            self._empty_times_s.append(at_s)
         return delta is not None and bool(
             delta.reasoning_content or delta.reasoning or delta.tool_calls or delta.refusal
         )

@@ -7,18 +7,18 @@ import gc
 import platform
 import resource
 import signal
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import uvloop
 
 from epd_serve import __version__
-from epd_serve.bench.arrivals import parse_load
+from epd_serve.bench.arrivals import Load, parse_load
 from epd_serve.bench.connection import Connections, Target
 from epd_serve.bench.plan import Plan, digest, make_plan, take_items
 from epd_serve.bench.progress import Progress, ProgressFactory
@@ -255,15 +255,17 @@ def _alone(item: Item) -> Item:
     return replace(item, conversation=None, turn=0)
 
 
-def _load(settings: RunSettings) -> Any:
+def _load(settings: RunSettings) -> Load:
     return parse_load(settings.arrivals, rate=settings.rate, time_scale=settings.time_scale)
 
 
 @contextmanager
-def _interruptible(runner: Runner, progress: Progress) -> Any:
+def _interruptible(runner: Runner, progress: Progress) -> Iterator[None]:
     """Ctrl-C: send nothing more and wait for what is on its way; again: leave that too."""
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    assert task is not None
+    if threading.current_thread() is not threading.main_thread():  # signals are for that one
+        yield
+        return
+    loop = asyncio.get_running_loop()
     presses = 0
 
     def press() -> None:

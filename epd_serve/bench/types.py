@@ -129,7 +129,8 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
         sent_s: when its first bytes were handed to the kernel. A connection that had to be made first counts
             as waiting behind this: sent_s is before it.
         first_chunk_s: the first event of any kind (what AISBench calls the first token).
-        first_token_s: the first event with a token: content, reasoning or a tool call that is not empty.
+        first_token_s: the first event with a token: content, reasoning or a tool call that is not empty. Of an
+            answer without any text, though the server's usage has tokens: the first event that stands for one.
         token_times_s: one for each event with a token: the first, and behind it each whose content is there, be it
             empty (a special token, half a character).
         last_event_s: the last event of the generation: a token or the finish_reason, whichever came last.

@@ -154,7 +154,6 @@ async def no_tokens(call: Call) -> None:
     call.raw(_HEAD)
     call.chunk(content="", role="assistant")
     call.chunk(finish="stop")
-    call.usage()
     call.end()
 
 

@@ -1,0 +1,72 @@
+"""Against a deployment of ours: pictures and text, stages of every request, cache hits, CPU time."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from load_tester import session, settings
+from PIL import Image
+
+from epd_serve.bench.sampled import sampled
+from epd_serve.bench.types import Item, Media, Message
+from epd_serve.config import DeploymentConfig
+from epd_serve.launch import LocalDeployment
+
+
+def picture(shade: int) -> Media:
+    data = io.BytesIO()
+    Image.new("RGB", (56, 56), (shade, 0, 255 - shade)).save(data, "PNG")
+    return Media(mime="image/png", data=data.getvalue())
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """Every second request has a picture, and there are two of them."""
+
+    num_items: int
+    name: str = "mixed"
+
+    def items(self, seed: int) -> Iterator[Item]:
+        for index in range(self.num_items):
+            text = f"What colour is this? {index}"
+            parts = (picture(100 * (index // 2 % 2)), text) if index % 2 else (text,)
+            yield Item(
+                index=index,
+                messages=(Message(role="user", parts=parts),),
+                max_tokens=8,
+                workload=self.name,
+                modality="image" if index % 2 else "text",
+                fields={"ignore_eos": True},
+            )
+
+
+@pytest.mark.asyncio
+async def test_stages_caches_and_processes_are_seen(tmp_path: Path) -> None:
+    config = DeploymentConfig(topology="E-PD", gateway={"port": 0}, instances={"base_port": 0, "threads": 1})
+    async with LocalDeployment(config, ready_timeout_s=120) as deployment:
+        # one after the other, so that a picture's second request finds what its first has left
+        wanted = settings(deployment.gateway_url, "closed:1", None, timeout_s=60.0, num_warmups=1)
+        run, summary = await asyncio.to_thread(session().begin, tmp_path / "run", wanted, Mixed(12))
+    assert summary is not None
+    assert summary.total.num_failed == 0
+    assert run.settings.topology == "E-PD"
+    assert run.settings.versions["server"].startswith("epd-serve ")
+    assert {record.modality: record.num_output_tokens for record in run.records()} == {"image": 8, "text": 8}
+    for record in run.records():
+        names = {span.stage for span in record.stages}
+        assert {"prefill", "decode"} <= names
+        assert ("encode" in names) == (record.modality == "image")
+        last_s = max(span.start_s + span.duration_s for span in record.stages)
+        assert record.e2el_s is not None
+        assert 0 < last_s < record.e2el_s + 0.5
+    assert {"prefill", "decode", "encode"} <= summary.total.stages.keys()
+    seen = sampled(run.samples())
+    assert seen.cache_hits["media"].whole == 6
+    assert seen.cache_hits["media"].part >= 2
+    assert "cpu" in seen.utilisation
+    assert seen.cpu_s["proxy"] > 0  # the instances are this process's children, and not the gateway's siblings
