@@ -59,10 +59,10 @@ def figure(data: Sequence[Trace], title: str, subtitle: str, *, is_narrow: bool 
             "xanchor": "left",
             "y": 1,
             "yanchor": "top",
-            "pad": {"t": 14},
+            "pad": {"t": 22},
             "font": {"size": 16},
         },
-        "margin": {"l": 70, "r": 30, "t": 62 + 16 * len(lines), "b": 60},
+        "margin": {"l": 70, "r": 30, "t": 72 + 16 * len(lines), "b": 60},
         "height": 440,
         "hovermode": "closest",
     }
