@@ -1,7 +1,7 @@
 """The two engines compute the same of prompts in words.
 
-Of pictures they do not: for tiny random models vLLM 0.32 on CPUs gives other features than transformers does in the
-same environment, whose tokens are those of the native engine. Why was not found.
+Of pictures they do not: for tiny random models vLLM 0.32 on CPUs gives other features than transformers does in
+the same environment, whose tokens are those of the native engine. Why was not found.
 """
 
 from __future__ import annotations
