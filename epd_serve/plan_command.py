@@ -22,10 +22,13 @@ def plan(
     beta: Annotated[float, typer.Option(min=0, help="Requests a second that one unit of cost is worth.")] = 0.0,
     requests: Annotated[int, typer.Option(min=20, help="Of the trace, at most.")] = 2000,
     trials: Annotated[int, typer.Option(min=1, help="Of the strategy tpe.")] = 30,
-    most: Annotated[int, typer.Option(min=50, help="Requests in one simulation at most.")] = 600,
+    most: Annotated[int, typer.Option(min=50, help="Requests in one simulation at most.")] = 2000,
     seed: int = 0,
     image_tokens: Annotated[int, typer.Option(min=0, help="Of an image in an access log.")] = 0,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the deployment file there.")] = None,
+    report: Annotated[
+        Path | None, typer.Option(help="Directory for the plan's simulation, as 'epd-serve bench' writes a run.")
+    ] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Show each stage's load and the bottleneck.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
@@ -48,6 +51,7 @@ def plan(
             image_tokens=image_tokens,
         ),
         output=output,
+        report=report,
         explain=explain,
         as_json=as_json,
     )

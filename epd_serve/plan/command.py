@@ -11,12 +11,15 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from epd_serve.bench.outputs import Outputs, measured
+from epd_serve.bench.types import SLO
 from epd_serve.config.options import BatchingOrder
 from epd_serve.plan.evaluate import Evaluator, Goal
 from epd_serve.plan.explain import Recommendation, recommend
 from epd_serve.plan.pools import read_fleet
 from epd_serve.plan.space import Candidate, candidates, with_orders
 from epd_serve.plan.strategies import Found, algorithm_2, exhaustive, race, tpe
+from epd_serve.sim.records import settings_of, summary_of, write_run
 from epd_serve.sim.traces import read_requests
 
 #: Plans up to which all are simulated.
@@ -36,12 +39,12 @@ class Wanted:
     beta: float = 0.0
     num_requests: int = 2000
     trials: int = 30
-    most: int = 600
+    most: int = 2000
     seed: int = 0
     image_tokens: int = 0
 
 
-def run_plan(wanted: Wanted, *, output: Path | None, explain: bool, as_json: bool) -> None:
+def run_plan(wanted: Wanted, *, output: Path | None, report: Path | None, explain: bool, as_json: bool) -> None:
     """Print the recommendation. Raises ValueError for what cannot be planned."""
     fleet = read_fleet(wanted.devices)
     goal = read_goal(wanted.slo, wanted.beta)
@@ -63,6 +66,8 @@ def run_plan(wanted: Wanted, *, output: Path | None, explain: bool, as_json: boo
         result = recommend(evaluator, found, model=fleet.model)
     if output is not None:
         output.write_text(result.deployment, encoding="utf-8")
+    if report is not None:
+        write_simulation(report, evaluator, result, wanted)
     if as_json:
         typer.echo(json.dumps(as_dict(result, found), indent=2))
     else:
@@ -106,6 +111,31 @@ def search(evaluator: Evaluator, wanted: Wanted) -> Found:
     if strategy == "exhaustive" or (strategy == "auto" and len(every) <= _FEW):
         return exhaustive(evaluator, every)
     return race(evaluator, every)
+
+
+def write_simulation(path: Path, evaluator: Evaluator, result: Recommendation, wanted: Wanted) -> None:
+    """The plan at its goodput, simulated once more with each token's time, as ``epd-serve bench`` writes a run:
+    its files and, with plotly, its report. Raises ValueError where there is a run already."""
+    plan, goal = result.chosen, evaluator.goal
+    count = evaluator.count(plan.goodput)
+    outcome = evaluator.simulate(plan.candidate, plan.goodput, count, gaps=True)
+    settings = settings_of(
+        evaluator.deployment(plan.candidate),
+        rate=plan.goodput,
+        num_requests=count,
+        seed=wanted.seed,
+        slo=SLO(
+            ttft_ms=1e9 if goal.ttft_s is None else 1e3 * goal.ttft_s,
+            tpot_ms=1e9 if goal.tpot_s is None else 1e3 * goal.tpot_s,
+        ),
+        model=evaluator.fleet.model,
+        workload=wanted.trace,
+    )
+    run = write_run(path, outcome, settings)
+    console = Console(stderr=True)
+    Outputs().write(
+        console, path, [measured(run, summary_of(outcome, settings))], title=f"Simulated: {plan.candidate}"
+    )
 
 
 def as_dict(result: Recommendation, found: Found) -> dict[str, Any]:

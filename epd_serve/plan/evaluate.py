@@ -23,7 +23,8 @@ from epd_serve.types import Stage
 TARGET = 0.9
 #: Two rates that are closer are the same to a search.
 PRECISION = 0.02
-#: A short simulation ends before queues have grown, and the bound is no exact one: beyond this nothing lasts.
+#: The bound is no exact one: beyond so many times of it nothing lasts. Beyond the bound itself nothing is believed
+#: where a simulation would have to be longer than it may be to see queues grow.
 _BEYOND = 1.3
 _MOST_RATE = 1e5
 
@@ -56,6 +57,7 @@ class Evaluator:
 
     Attributes:
         num_simulations, num_requests: so far.
+        horizon_s, most: how long a simulation should be, and how many requests it may have.
 
     Args:
         requests: the trace; where it is shorter than a simulation needs, it is repeated.
@@ -80,8 +82,8 @@ class Evaluator:
         self.goal = goal
         self.requests = list(requests)
         self.mean = MeanRequest.of(requests)
-        self._horizon_s = horizon_s or 2.5 * (goal.ttft_s or 2.0)
-        self._least, self._most = least, most
+        self.horizon_s = horizon_s or 2.5 * (goal.ttft_s or 2.0)
+        self._least, self.most = least, most
         self._seed = seed
         self._rated = rated
         self._deployments: dict[Candidate, SimDeployment] = {}
@@ -99,7 +101,7 @@ class Evaluator:
 
     def count(self, rate: float) -> int:
         """Requests of a simulation at a rate."""
-        return max(self._least, min(math.ceil(rate * self._horizon_s), self._most))
+        return max(self._least, min(math.ceil(rate * self.horizon_s), self.most))
 
     def attainment(self, candidate: Candidate, rate: float, *, fraction: float = 1.0, shift: int = 0) -> Share:
         """Of a simulation at this rate. It is given up as soon as the target cannot be kept any more.
@@ -113,7 +115,14 @@ class Evaluator:
         return attainment(outcome, self.goal.ttft_s, self.goal.tpot_s)
 
     def simulate(
-        self, candidate: Candidate, rate: float, count: int, *, shift: int = 0, early: bool = False
+        self,
+        candidate: Candidate,
+        rate: float,
+        count: int,
+        *,
+        shift: int = 0,
+        early: bool = False,
+        gaps: bool = False,
     ) -> Outcome:
         goal = self.goal
         start = (shift * 7919) % len(self.requests)
@@ -130,7 +139,7 @@ class Evaluator:
         self.num_simulations += 1
         self.num_requests += count
         outcome = simulate(
-            self.deployment(candidate), requests, seed=self._seed, give_up=hopeless if early else None
+            self.deployment(candidate), requests, seed=self._seed, gaps=gaps, give_up=hopeless if early else None
         )
         self._rated()
         return outcome
@@ -148,7 +157,8 @@ class Evaluator:
             attained: dict[float, Share] = {}
 
             def keeps(rate: float) -> bool:
-                if rate > _BEYOND * limit.rate:
+                beyond = _BEYOND if rate * self.horizon_s <= self.most else 1.0
+                if rate > beyond * limit.rate:
                     return False
                 attained[rate] = self.attainment(candidate, rate, fraction=fraction)
                 return attained[rate].value >= self.goal.target

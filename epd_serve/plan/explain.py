@@ -118,6 +118,12 @@ def _reasons(
         f"The bottleneck is {_NAMES[bound.bottleneck]}: at {bound.rate:.2f} requests/s its devices would be "
         "busy all the time."
     )
+    wanted = chosen.goodput * evaluator.horizon_s
+    if wanted > evaluator.most:
+        said.append(
+            f"A simulation of {evaluator.most} requests is {evaluator.most / wanted:.0%} of one in which queues "
+            "have time to grow at this rate: the number is the bound's more than the simulation's; raise --most."
+        )
     if any(pool.is_analytic for pool, _ in chosen.candidate.devices(evaluator.fleet)):
         said.append("Times are analytic, from data sheets: measure with 'epd-serve profile' before you buy.")
     return said

@@ -33,7 +33,7 @@ def exhaustive(evaluator: Evaluator, candidates: Sequence[Candidate]) -> Found:
     return _found(evaluator, "exhaustive", [evaluator.evaluate(one) for one in candidates], len(candidates))
 
 
-def race(evaluator: Evaluator, candidates: Sequence[Candidate], *, width: int = 6) -> Found:
+def race(evaluator: Evaluator, candidates: Sequence[Candidate], *, width: int = 5) -> Found:
     """Successive halving over simulated load: all plans by their bound; those of the highest, many in number, at a
     part of the load; the rest against the best one so far, by one simulation at a rate that it must keep to be
     better. Raises ValueError where no plan serves anything.

@@ -102,18 +102,26 @@ class _ByPlace:
         self._best = sorted((found[0] for found in self._hosts.values()), key=order)
         self._order: Callable[[int], tuple[Any, int]] = order
         self._places = places
+        self._found: dict[tuple[str, str], list[tuple[int, str]]] = {}  # places without a D of their own by host
 
     def nearest(self, place: tuple[str, str], ways: _Ways) -> Iterator[tuple[float, int]]:
         """(seconds of the way, index), in the order of the indices."""
-        host, _ = place
-        found: list[tuple[int, float]] = []
+        known = place if place in self._devices and place[0] else (place[0], "")
+        found = self._found.get(known)
+        if found is None:
+            found = self._found[known] = self._nearest(*place)
+        return ((getattr(ways, way), index) for index, way in found)
+
+    def _nearest(self, host: str, device: str) -> list[tuple[int, str]]:
+        place = host, device
+        found: list[tuple[int, str]] = []
         if host:
             if place in self._devices:
-                found.append((self._devices[place], ways.same_device))
+                found.append((self._devices[place], "same_device"))
             here = (index for index in self._hosts.get(host, ()) if self._places[index] != place)
             if (index := next(here, None)) is not None:
-                found.append((index, ways.same_host))
+                found.append((index, "same_host"))
         far = (index for index in self._best if not host or self._places[index][0] != host)
         if (index := next(far, None)) is not None:
-            found.append((index, ways.far))
-        return ((first, index) for index, first in sorted(found))
+            found.append((index, "far"))
+        return sorted(found)

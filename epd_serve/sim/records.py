@@ -53,7 +53,7 @@ def settings_of(
         workload=workload,
         num_requests=num_requests,
         seed=seed,
-        arrivals=f"poisson:{rate:g}",
+        arrivals="poisson",
         rate=rate,
         slo=slo,
         num_devices=deployment.num_devices,

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from epd_serve.bench.run_directory import RunDirectory
 from epd_serve.cli import app
 from epd_serve.config import parse_config
 from epd_serve.cost.shape import shape_of
@@ -136,12 +137,19 @@ def test_the_command_writes_a_deployment(tmp_path: Path) -> None:
         "60",
         "--explain",
     ]
-    result = CliRunner().invoke(app, [*command, "--most", "50", "--json", "-o", str(plan)])
+    result = CliRunner().invoke(
+        app, [*command, "--most", "50", "--json", "-o", str(plan), "--report", str(tmp_path / "run")]
+    )
     assert result.exit_code == 0, result.output
     figures = json.loads(result.stdout)
     assert figures["deployment"] == plan.read_text()
     assert figures["goodput"] > 0 and figures["bottleneck"] in "EPD"
     assert len(figures["attainment"]) == 6
+    run = RunDirectory.open(tmp_path / "run")
+    records = run.records()
+    assert run.settings.label == figures["recommended"] and len(records) == run.settings.num_requests
+    assert all(len(one.token_times_s) == one.num_output_tokens for one in records if one.succeeded)
+    assert (tmp_path / "run" / "summary.json").exists()
     wrong = CliRunner().invoke(app, [*command, "--order", "lifo"])
     assert isinstance(wrong.exception, ValueError) and "there are fcfs, sjf, slack" in str(wrong.exception)
 
