@@ -28,7 +28,7 @@ def slo_text(grid: Grid) -> str:
 
 def capacity(grid: Grid) -> Figure:
     """Goodput of each deployment, the best on top."""
-    order = sorted(reversed(list(enumerate(grid.labels))), key=lambda one: grid.goodput(one[1]))
+    order = sorted(enumerate(grid.labels), key=lambda one: (grid.goodput(one[1]), -one[0]))
     values = [grid.goodput(label) for _, label in order]
     highest = grid.loads[-1]
     texts = [
@@ -63,7 +63,7 @@ def capacity(grid: Grid) -> Figure:
 
 def attainment_map(grid: Grid) -> Figure:
     """Deployments by loads, the share of good requests as colour and number."""
-    labels = sorted(reversed(grid.labels), key=grid.goodput)
+    labels = sorted(grid.labels, key=lambda label: (grid.goodput(label), -grid.labels.index(label)))
     shares = [
         [
             100 * window(grid.runs[label, load]).attainment.value if (label, load) in grid.runs else None
