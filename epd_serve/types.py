@@ -26,6 +26,9 @@ class Stage(StrEnum):
     PREFILL = "P"
     DECODE = "D"
 
+    #: That of the letter, in C: Enum's own is Python, and stages are keys wherever calls are counted.
+    __hash__ = str.__hash__
+
 
 _ORDER = (Stage.ENCODE, Stage.PREFILL, Stage.DECODE)
 

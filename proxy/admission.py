@@ -21,6 +21,8 @@ class TicketState(Enum):
     ADMITTED = auto()
     LEFT = auto()
 
+    __hash__ = object.__hash__  # in C; tickets move with every request
+
 
 _ALLOWED = {
     TicketState.WAITING: {TicketState.ADMITTED, TicketState.LEFT},

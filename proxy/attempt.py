@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
+
+import msgspec
 
 from epd_serve.backends.base import Answer, InstanceLost, StageCall, StageCalls
 from epd_serve.errors import (
@@ -33,10 +35,11 @@ from epd_serve.protocol.wire import (
     PromptOptions,
 )
 from epd_serve.routing.policy import Policy, Route
-from epd_serve.routing.table import InstanceRecord, InstanceTable
+from epd_serve.routing.table import InstanceRecord, InstanceTable, OpenCall
 from epd_serve.types import SamplingParams, Stage
 from proxy.failover import Failover
 from proxy.health import Health
+from proxy.interruption import TimeLimit
 from proxy.media import MediaItem
 from proxy.poller import Poller
 from proxy.trail import ENCODED, RECOMPUTED, STORED, Trail
@@ -47,12 +50,11 @@ _MAX_STALLED = 2
 _LAST_WORDS_S = 0.5
 
 
-@dataclass(frozen=True, kw_only=True)
-class Job:
+class Job(msgspec.Struct, frozen=True, kw_only=True):
     """A checked request, ready to be sent to instances.
 
     ``id`` is unique; ``trace_id`` may be the client's. A chat has ``messages``, a completion ``prompt``.
-    ``arrived_s`` is monotonic.
+    ``arrived_s`` is monotonic. ``loop`` runs it.
     """
 
     id: str
@@ -66,6 +68,7 @@ class Job:
     arrived_s: float
     trail: Trail
     prompting: PromptOptions
+    loop: asyncio.AbstractEventLoop
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,21 +89,21 @@ class Instances:
 class _Call:
     """An open call to P or D, counted as in flight until it is closed."""
 
-    def __init__(self, record: InstanceRecord, call: StageCall, counted: AbstractContextManager[None]) -> None:
+    __slots__ = ("_call", "_counted", "opened", "record")
+
+    def __init__(self, record: InstanceRecord, call: StageCall, counted: OpenCall) -> None:
         self.record = record
         self.opened = call.opened
         self._call = call
-        self._counted = counted
-        self._counted.__enter__()
-        self._open = True
+        self._counted: OpenCall | None = counted
 
     def close(self) -> None:
-        if self._open:
-            self._open = False
+        counted, self._counted = self._counted, None
+        if counted is not None:
             try:
                 self._call.close()
             finally:
-                self._counted.__exit__(None, None, None)
+                counted.close()
 
 
 class Attempt:
@@ -134,11 +137,13 @@ class Attempt:
 
     async def __aenter__(self) -> Self:
         table, route, job = self._instances.table, self._route, self._job
-        distinct = {ref.mm_hash: (ref, item) for ref, item in zip(self._refs, job.items, strict=True)}
-        items = [ref for ref, _ in distinct.values()]
         self._sent_at = time.monotonic()
         hop = job.trail.sent(route.prefill.name, [ref.mm_hash for ref in self._refs])
-        encoders = self._instances.policy.choose_encoders(table, route.prefill, items)
+        distinct = {ref.mm_hash: (ref, item) for ref, item in zip(self._refs, job.items, strict=True)}
+        encoders: list[InstanceRecord] = []
+        if distinct:
+            items = [ref for ref, _ in distinct.values()]
+            encoders = self._instances.policy.choose_encoders(table, route.prefill, items)
         prefill = PrefillRequest(
             request_id=self._id,
             output=job.output,
@@ -170,7 +175,7 @@ class Attempt:
             counted = table.in_flight(route.decode, Stage.DECODE, request_id=self._id, work=route.decode_work)
             self._decode = _Call(route.decode, call, counted)
         self._encodes = [
-            asyncio.create_task(self._encode(ref, item, encoder))
+            job.loop.create_task(self._encode(ref, item, encoder))
             for (ref, item), encoder in zip(distinct.values(), encoders, strict=True)
         ]
         return self
@@ -183,9 +188,14 @@ class Attempt:
             trace_writer.span(self._id, GATEWAY_SERVE, self._sent_at, time.monotonic())
         try:
             if self._encodes:
-                for task in self._encodes:
+                open_ones = [task for task in self._encodes if not task.done()]
+                for task in open_ones:
                     task.cancel()
-                await asyncio.gather(*self._encodes, return_exceptions=True)
+                if open_ones:
+                    await asyncio.wait(open_ones)
+                for task in self._encodes:
+                    if not task.cancelled():
+                        task.exception()  # nobody has to ask for it
         finally:
             self._prefill.close()
             self.close_decode()
@@ -193,7 +203,7 @@ class Attempt:
     async def first(self) -> Answer:
         """P's answer, once the first token is there. Raises what any of the calls failed with before that."""
         opened = self._prefill.opened
-        news = asyncio.get_running_loop().create_future()
+        news = self._job.loop.create_future()
 
         def tell(done: asyncio.Future[Any]) -> None:
             """Of P's answer, or of what makes it pointless to wait for it."""
@@ -224,8 +234,8 @@ class Attempt:
             raise InstanceFailed(
                 f"instance {self._route.prefill.name} left the answer to a decode instance; it has none"
             )
-        if not self._decode.opened.done():
-            await asyncio.wait({self._decode.opened})
+        with suppress(ServeError):
+            await self._decode.opened
         return self._result(self._decode)
 
     def close_decode(self) -> None:
@@ -305,7 +315,7 @@ class Attempt:
             )
             try:
                 with instances.table.encoding(encoder, ref, self._id) as encoding:
-                    async with asyncio.timeout(None if encoder is prefill else patience_s):
+                    with TimeLimit(self._job.loop, None if encoder is prefill else patience_s, TimeoutError()):
                         reply = await self._calls(encoder).encode(request, trace_id=self._job.trace_id)
                     encoding.was_cached = reply.cached
                 hop.end(STORED if reply.cached else ENCODED if encoder.covers(Stage.ENCODE) else RECOMPUTED)

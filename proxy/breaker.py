@@ -50,10 +50,16 @@ class Breaker:
         self._limits = limits
         self.state = BreakerState.CLOSED
         self._num_consecutive = 0
-        self._slices: deque[tuple[int, int, int]] = deque()  # (number of the slice of time, calls, failures)
+        self._slices: deque[list[int]] = deque()  # number of the slice of time, calls, failures
+        self._num_calls = self._num_failures = 0  # of them all
         self._open_s = limits.open_s
         self._until = 0.0
         self._closed_at: float | None = None
+
+    @property
+    def is_new(self) -> bool:
+        """Whether it closed lately, so that its share may be less than all."""
+        return self._closed_at is not None
 
     def share(self, now: float) -> float:
         """Of the work that it would get otherwise: 0 to 1."""
@@ -61,7 +67,10 @@ class Breaker:
             return 0.0
         if self._closed_at is None or self._limits.slow_start_s <= 0:
             return 1.0
-        return min(1.0, max(_LEAST_SHARE, (now - self._closed_at) / self._limits.slow_start_s))
+        share = (now - self._closed_at) / self._limits.slow_start_s
+        if share >= 1.0:
+            self._closed_at = None
+        return min(1.0, max(_LEAST_SHARE, share))
 
     def record(self, failed: bool, now: float) -> bool:
         """A call has ended; whether that opens it. Those that end while it is not closed say nothing new."""
@@ -93,6 +102,7 @@ class Breaker:
             self._open_s = self._limits.open_s
             self._num_consecutive = 0
             self._slices.clear()
+            self._num_calls = self._num_failures = 0
             self._closed_at = now
             self._move_to(BreakerState.CLOSED)
 
@@ -109,15 +119,18 @@ class Breaker:
 
     def _count(self, failed: bool, now: float) -> tuple[int, int]:
         """Calls and failures of the last ``window_s``, this one included."""
-        number = int(now / self._limits.window_s * _NUM_SLICES)
-        calls, failures = 1, int(failed)
-        if self._slices and self._slices[-1][0] == number:
-            _, earlier, earlier_failures = self._slices.pop()
-            calls, failures = calls + earlier, failures + earlier_failures
-        self._slices.append((number, calls, failures))
-        while self._slices[0][0] <= number - _NUM_SLICES:
-            self._slices.popleft()
-        return sum(calls for _, calls, _ in self._slices), sum(failures for *_, failures in self._slices)
+        number, slices = int(now / self._limits.window_s * _NUM_SLICES), self._slices
+        if not slices or slices[-1][0] != number:
+            slices.append([number, 0, 0])
+            while slices[0][0] <= number - _NUM_SLICES:
+                _, calls, failures = slices.popleft()
+                self._num_calls -= calls
+                self._num_failures -= failures
+        slices[-1][1] += 1
+        slices[-1][2] += failed
+        self._num_calls += 1
+        self._num_failures += failed
+        return self._num_calls, self._num_failures
 
     def _move_to(self, state: BreakerState) -> None:
         assert state in _ALLOWED[self.state], f"{self.state.name} -> {state.name}"

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol, cast
 
-from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from epd_serve.errors import TooLarge
@@ -38,6 +37,10 @@ class Client(Outlet, Protocol):
     """One request's connection."""
 
     @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """That serves the connection."""
+
+    @property
     def has_body(self) -> bool:
         """Whether :meth:`body` need not wait."""
 
@@ -55,6 +58,11 @@ def client_of(scope: Scope, receive: Receive, send: Send) -> Client:
     """The server's own client where it has one."""
     own = scope.get("extensions", {}).get(EXTENSION)
     return AsgiClient(scope, receive, send) if own is None else cast(Client, own)
+
+
+def headers_of(scope: Scope) -> dict[bytes, bytes]:
+    """By name in lower case; the first of several with one name."""
+    return dict(reversed(scope["headers"]))
 
 
 def too_large(max_bytes: int) -> TooLarge:
@@ -96,7 +104,8 @@ class AsgiClient(SendOutlet):
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         super().__init__(send)
-        self._headers = Headers(scope=scope)
+        self._headers = headers_of(scope)
+        self.loop = asyncio.get_running_loop()
         self._receive = receive
         self._watcher: asyncio.Task[None] | None = None
 
@@ -105,7 +114,7 @@ class AsgiClient(SendOutlet):
         return False
 
     async def body(self, max_bytes: int) -> bytearray:
-        declared = self._headers.get("content-length", "")
+        declared = self._headers.get(b"content-length", b"")
         if declared.isdigit() and int(declared) > max_bytes:
             raise too_large(max_bytes)
         body = bytearray()

@@ -171,6 +171,7 @@ class GatewayConnection(asyncio.BufferedProtocol):
             self._transport,
             size,
             memoryview(pending)[end : end + size],
+            loop=self._loop,
             max_bytes=endpoint.max_body_bytes,
             default_headers=self._state.default_headers,
         )

@@ -18,9 +18,9 @@ _FIRST_BEGINNING = 256
 
 async def demand_of(job: Job, instances: Instances) -> Demand:
     """Sizes, and where the policy looks at it, the prompt's beginnings."""
-    texts = _texts(job)
     pieces: list[str] = []
     if instances.policy.uses_prefix:
+        texts = _texts(job)
         infos = instances.table.models()
         fingerprint = infos[job.model].media_fingerprint if job.model in infos else ""
         names = iter([(await item.name(fingerprint)).mm_hash for item in job.items])
@@ -28,9 +28,9 @@ async def demand_of(job: Job, instances: Instances) -> Demand:
         if isinstance(job.prompt, list):
             pieces = [f"{token} " for token in job.prompt]
     return Demand(
-        num_characters=sum(len(text) for text in texts if text is not None),
+        num_characters=_num_characters(job),
         num_tokens=len(job.prompt) if isinstance(job.prompt, list) else 0,
-        num_pixels=sum(item.width * item.height for item in job.items),
+        num_pixels=sum([item.width * item.height for item in job.items]),
         max_tokens=job.sampling.max_tokens,
         num_sequences=job.sampling.n,
         prefix=beginnings(pieces),
@@ -52,6 +52,17 @@ def beginnings(pieces: Iterable[str]) -> tuple[tuple[int, bytes], ...]:
         hasher.update(left.encode(errors="surrogatepass"))
         done += len(left)
     return tuple(found)
+
+
+def _num_characters(job: Job) -> int:
+    if job.messages is None:
+        return len(job.prompt) if isinstance(job.prompt, str) else 0
+    number = 0
+    for message in job.messages:
+        number += len(message.role)
+        for part in message.content:
+            number += len(part.text)
+    return number
 
 
 def _texts(job: Job) -> list[str | None]:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import re
-import secrets
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
 from msgspec.structs import replace
-from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from epd_serve.errors import InvalidRequest, ModelNotFound, ServeError, StageTimeout, Unavailable
@@ -21,13 +18,14 @@ from epd_serve.metrics.gateway import GatewayMetrics
 from epd_serve.protocol.messages import MediaSource
 from epd_serve.protocol.openai import GenerationRequest
 from epd_serve.protocol.wire import REQUEST_ID_HEADER
+from epd_serve.randomness import random_block
 from epd_serve.routing.table import InstanceTable
 from proxy.arrival import ArrivalLimits
 from proxy.attempt import Job
-from proxy.client import Client, ClientLeft, SendOutlet, client_of
+from proxy.client import Client, ClientLeft, SendOutlet, client_of, headers_of
 from proxy.gate import Gate, Visit
 from proxy.generation import Generator
-from proxy.interruption import Interruption
+from proxy.interruption import TimeLimit
 from proxy.limits import BYTES_PER_TOKEN, estimate_tokens
 from proxy.media import MediaItem, MediaLoader
 from proxy.observer import Observer
@@ -39,6 +37,7 @@ from proxy.trail import Trail
 
 logger = logging.getLogger(__name__)
 
+_REQUEST_ID = REQUEST_ID_HEADER.encode()
 _TRACE_ID = re.compile(r"[\x21-\x7e]{1,256}")
 #: Statuses of our own, for metrics only.
 CLIENT_LEFT = 499
@@ -48,7 +47,7 @@ _LAST_WORDS_S = 1.0
 
 
 def new_id() -> str:
-    return os.urandom(16).hex()
+    return random_block().hex()
 
 
 class Endpoint:
@@ -76,19 +75,19 @@ class Endpoint:
         self._gate = gate
         self._observer = observer
         self._arrival = arrival
-        self.max_body_bytes = max_body_bytes
-        self._timeout_s = timeout_s
+        self.reconfigure(max_body_bytes=max_body_bytes, timeout_s=timeout_s)
 
     def reconfigure(self, *, max_body_bytes: int, timeout_s: float) -> None:
         """For the next requests."""
         self.max_body_bytes = max_body_bytes
         self._timeout_s = timeout_s
+        self._too_long = f"the request took longer than {timeout_s:g} s, this gateway's limit"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        client, headers = client_of(scope, receive, send), Headers(scope=scope)
+        client, headers = client_of(scope, receive, send), headers_of(scope)
         exchange = Exchange(headers, client, send, self._observer.begin(self._kind, headers))
         try:
-            visit = self._gate.enter(exchange.headers.get("authorization"))
+            visit = self._gate.enter(exchange.headers.get(b"authorization"))
         except ServeError as error:
             await send_error(send, error, exchange.trail)
             self._count(exchange, error.status, error)
@@ -110,7 +109,7 @@ class Endpoint:
         except ClientLeft:
             self._count(exchange, CLIENT_LEFT)
             return
-        task = asyncio.current_task()
+        task = asyncio.current_task(exchange.client.loop)
         assert task is not None
         left = False
 
@@ -129,8 +128,9 @@ class Endpoint:
             self._count(exchange, CLIENT_LEFT)
 
     async def _receive(self, exchange: Exchange) -> bytearray:
-        trace_id = exchange.headers.get(REQUEST_ID_HEADER)
-        if trace_id:
+        given = exchange.headers.get(_REQUEST_ID)
+        if given:
+            trace_id = given.decode("latin-1")
             if not _TRACE_ID.fullmatch(trace_id):
                 raise InvalidRequest(
                     f"the header {REQUEST_ID_HEADER} takes 1 to 256 printable ASCII characters without spaces",
@@ -140,24 +140,18 @@ class Endpoint:
         client = exchange.client
         if client.has_body:
             return await client.body(self.max_body_bytes)
-        length = exchange.headers.get("content-length", "")
+        length = exchange.headers.get(b"content-length", b"")
         declared = int(length) if length.isdigit() else None
-        try:
-            async with asyncio.timeout(self._arrival.time_for_body(declared)):
-                return await client.body(self.max_body_bytes)
-        except TimeoutError:
-            raise self._arrival.too_slow(declared) from None
+        limit_s, reason = self._arrival.time_for_body(declared), self._arrival.too_slow(declared)
+        with TimeLimit(client.loop, limit_s, reason):
+            return await client.body(self.max_body_bytes)
 
     async def _answer(self, exchange: Exchange, visit: Visit, body: bytearray) -> None:
         sink = EventSink(exchange.client, exchange.trail, lambda: self._first_token(exchange))
         status, failure = 200, None
         try:
-            with Interruption() as interruption:
-                timer = asyncio.get_running_loop().call_later(self._timeout_s, self._time_out, interruption)
-                try:
-                    await self._generate(exchange, visit, body, sink)
-                finally:
-                    timer.cancel()
+            with TimeLimit(exchange.client.loop, self._timeout_s, StageTimeout(self._too_long)):
+                await self._generate(exchange, visit, body, sink)
         except ServeError as error:
             status, failure = BROKEN_OFF if sink.started else error.status, error
             if error.status >= 500:
@@ -182,18 +176,14 @@ class Endpoint:
             if exchange.answered:
                 self._count(exchange, status, failure)
 
-    def _time_out(self, interruption: Interruption) -> None:
-        reason = f"the request took longer than {self._timeout_s:g} s, this gateway's limit"
-        interruption.fire(StageTimeout(reason))
-
     async def _generate(self, exchange: Exchange, visit: Visit, body: bytearray, sink: EventSink) -> None:
         """Answer a request, through ``sink`` or in one piece. Raises ServeError, even after the first byte."""
         raise NotImplementedError
 
     async def _media(self, exchange: Exchange, sources: list[MediaSource]) -> list[MediaItem]:
-        items = await self._loader.load(sources) if sources else []
-        exchange.trail.media(len(items), sum(len(item.data) for item in items))
-        self._metrics.media_bytes.labels("image").inc(exchange.trail.media_bytes)
+        items = await self._loader.load(sources)
+        exchange.trail.media(len(items), sum([len(item.data) for item in items]))
+        self._metrics.media_bytes.add(exchange.trail.media_bytes, "image")
         return items
 
     def _model(self, wanted: str | None) -> str:
@@ -241,7 +231,9 @@ class GenerationEndpoint(Endpoint):
             since_s = time.monotonic()
             await waiting
             exchange.trail.queued(since_s)
-        items = await parsed.load(lambda sources: self._media(exchange, sources))
+        items: list[MediaItem] = []
+        if parsed.has_media:
+            items = await parsed.load(lambda sources: self._media(exchange, sources))
         jobs = self._jobs(exchange, request, model, items)
         exchange.trail.streamed = bool(request.stream)
         if request.stream:
@@ -279,8 +271,9 @@ class GenerationEndpoint(Endpoint):
                 trail=exchange.trail,
                 model=model,
                 output=output if index == 0 else replace(output, first_index=index * (request.n or 1)),
-                sampling=request.sampling(secrets.randbits(63)),
+                sampling=request.sampling(int.from_bytes(random_block()[:8]) >> 1),
                 prompting=request.prompting(),
+                loop=exchange.client.loop,
                 messages=chat,
                 prompt=prompt,
                 items=items,
@@ -307,7 +300,7 @@ class Exchange:
         trail: what is noted of it.
     """
 
-    def __init__(self, headers: Headers, client: Client, send: Send, trail: Trail) -> None:
+    def __init__(self, headers: dict[bytes, bytes], client: Client, send: Send, trail: Trail) -> None:
         self.headers = headers
         self.client = client
         self.send = send

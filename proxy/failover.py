@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
 
 from epd_serve.backends.base import InstanceLost
 from epd_serve.errors import Overloaded, ServeError, Unavailable
@@ -97,29 +98,41 @@ class Losses:
     """Tells those that wait for an instance that it has stopped answering."""
 
     def __init__(self) -> None:
-        self._watchers: defaultdict[str, set[Callable[[str], None]]] = defaultdict(set)
+        self._watches: defaultdict[str, set[LossWatch]] = defaultdict(set)
 
     def report(self, name: str) -> None:
         """The instance is as good as dead."""
-        for watcher in list(self._watchers.get(name, ())):
-            watcher(name)
+        for watch in list(self._watches.get(name, ())):
+            watch.fire(InstanceStalled(name))
 
-    @contextmanager
-    def unless_lost(self, names: Collection[str]) -> Iterator[None]:
-        """Ends the block with InstanceStalled as soon as one of the instances is reported."""
-        interruption = Interruption()
+    def unless_lost(self, loop: asyncio.AbstractEventLoop, names: Collection[str]) -> LossWatch:
+        """A block that ends with InstanceStalled as soon as one of the instances is reported."""
+        return LossWatch(loop, self._watches, names)
 
-        def give_up(name: str) -> None:
-            interruption.fire(InstanceStalled(name))
 
-        for name in names:
-            self._watchers[name].add(give_up)
-        try:
-            with interruption:
-                yield
-        finally:
-            for name in names:
-                watchers = self._watchers[name]
-                watchers.discard(give_up)
-                if not watchers:
-                    del self._watchers[name]
+class LossWatch(Interruption):
+    """See :meth:`Losses.unless_lost`."""
+
+    __slots__ = ("_names", "_watches")
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, watches: defaultdict[str, set[LossWatch]], names: Collection[str]
+    ) -> None:
+        super().__init__(loop)
+        self._watches = watches
+        self._names = names
+
+    def __enter__(self) -> Self:
+        for name in self._names:
+            self._watches[name].add(self)
+        return super().__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for name in self._names:
+            watches = self._watches[name]
+            watches.discard(self)
+            if not watches:
+                del self._watches[name]
+        super().__exit__(kind, error, trace)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -51,13 +50,13 @@ class Generator:
                 job,
                 forward,
                 lambda: not progress.complete and (not sink.started or progress.resumable),
-                progress.tokens if progress.resumable else (),
+                lambda: progress.tokens() if progress.resumable else [],
             )
         except ServeError:
             if not progress.complete:  # else the client has all of its answer
                 raise
         finally:
-            job.trail.streamed_all(len(progress.tokens))
+            job.trail.streamed_all(progress.num_tokens)
 
     async def whole(self, job: Job) -> bytes:
         """The answer's JSON. Raises ServeError."""
@@ -86,34 +85,38 @@ class Generator:
         job: Job,
         use: Callable[[Attempt], Awaitable[T]],
         may_go_on: Callable[[], bool],
-        generated: array[int] | tuple[()] = (),
+        generated: Callable[[], list[int]] = list,
     ) -> T:
-        """What ``use`` makes of an attempt; after a failure of another one, which goes on behind ``generated``."""
+        """What ``use`` makes of an attempt; after a failure of another one, which goes on behind the tokens that
+        are ``generated`` until then."""
         instances = self._instances
         demand = await demand_of(job, instances)
         route = self._first_route(job.model, demand)
         suspects = Suspects(instances.table)
+        before: list[int] = []
         for number in count(1):
-            attempt = await self._attempt_of(job, route, number, generated)
+            attempt = await self._attempt_of(job, route, number, before)
+            names = route.names
             try:
-                with instances.health.losses.unless_lost(route.names):
+                with instances.health.losses.unless_lost(job.loop, names):
                     async with attempt:
                         result = await use(attempt)
-                instances.health.ended(route.names)
+                instances.health.ended(names)
                 return result
             except ServeError as failure:
                 if isinstance(failure, InstanceStalled):
                     attempt.suspects.add(failure.name)
-                instances.health.ended(route.names, () if isinstance(failure, Unavailable) else attempt.suspects)
-                if not may_help(failure) or not may_go_on() or not attempt.suspects & route.names:
+                instances.health.ended(names, () if isinstance(failure, Unavailable) else attempt.suspects)
+                if not may_help(failure) or not may_go_on() or not attempt.suspects & names:
                     raise
                 if number >= instances.failover.max_attempts:
                     raise
                 suspects.add(attempt.suspects)
                 table, policy, wait_s = instances.table, instances.policy, instances.failover.wait_s
                 route = await substitute(table, policy, job.model, suspects, failure, wait_s, demand)
-            job.trail.again(continued=bool(generated))
-            (instances.metrics.request_continuations if generated else instances.metrics.request_retries).inc()
+            before = generated()
+            job.trail.again(continued=bool(before))
+            (instances.metrics.request_continuations if before else instances.metrics.request_retries).inc()
         raise AssertionError("count() has no end")
 
     def _first_route(self, model: str, demand: Demand) -> Route:
@@ -123,24 +126,24 @@ class Generator:
                 return policy.choose_route(table, model, exclude=held_back, demand=demand)
         return policy.choose_route(table, model, demand=demand)
 
-    async def _attempt_of(self, job: Job, route: Route, number: int, generated: array[int] | tuple[()]) -> Attempt:
+    async def _attempt_of(self, job: Job, route: Route, number: int, generated: list[int]) -> Attempt:
         assert route.prefill.info is not None, "a ready instance has said what it is"
         fingerprint = route.prefill.info.media_fingerprint
         refs = [await item.name(fingerprint) for item in job.items]
-        return Attempt(self._instances, job, route, refs, number, list(generated))
+        return Attempt(self._instances, job, route, refs, number, generated)
 
     async def _relay(
         self, attempt: Attempt, name: str, answer: Answer, progress: Progress, sink: EventSink
     ) -> None:
         """Forward the whole events of an answer as they come."""
-        read = progress.reader(framed=answer.framed)
+        read, note, write = progress.reader(framed=answer.framed), attempt.trail.forwarded, sink.write
 
         def relay(chunk: bytes) -> bool:
             events = read(chunk)
-            if events:
-                attempt.trail.forwarded(events)
-            ready = sink.write(events, last=progress.complete) if events else True
-            return ready and progress.failure is None
+            if not events:
+                return progress.failure is None
+            note(events)
+            return write(events, last=progress.complete) and progress.failure is None
 
         try:
             while not await answer.forward(relay) and progress.failure is None:

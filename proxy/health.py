@@ -85,6 +85,8 @@ class Health:
         """Instances that this request should rather avoid: those that are just coming back get few at first."""
         now, held = self._clock(), set()
         for name, watched in self._watched.items():
+            if not watched.breaker.is_new:
+                continue
             share = watched.breaker.share(now)
             if 0.0 < share < 1.0 and self._rng.random() >= share and self._has_other(name):
                 held.add(name)

@@ -14,9 +14,11 @@ class Interruption:
     block as the reason. A cancellation from elsewhere stays one.
     """
 
-    __slots__ = ("_num_cancels", "_reason", "_task")
+    __slots__ = ("_loop", "_num_cancels", "_reason", "_task")
 
-    def __init__(self) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        """``loop`` is the running one: asyncio would look it up with a system call each time (CPython 3.11)."""
+        self._loop = loop
         self._task: asyncio.Task[object] | None = None
         self._reason: Exception | None = None
         self._num_cancels = 0
@@ -27,13 +29,13 @@ class Interruption:
         Code of the block itself finds out by other means: a task that cancels itself is cancelled at its next
         await, which may be outside of the block.
         """
-        if self._task not in (None, asyncio.current_task()) and self._reason is None:
+        if self._task not in (None, asyncio.current_task(self._loop)) and self._reason is None:
             self._reason = reason
             assert self._task is not None
             self._task.cancel()
 
     def __enter__(self) -> Self:
-        self._task = asyncio.current_task()
+        self._task = asyncio.current_task(self._loop)
         assert self._task is not None
         self._num_cancels = self._task.cancelling()
         return self
@@ -50,3 +52,27 @@ class Interruption:
             and issubclass(kind, asyncio.CancelledError)
         ):
             raise self._reason from error
+
+
+class TimeLimit(Interruption):
+    """A block that ends with ``reason`` after ``seconds``; None: no limit."""
+
+    __slots__ = ("_late", "_seconds", "_timer")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, seconds: float | None, reason: Exception) -> None:
+        super().__init__(loop)
+        self._seconds = seconds
+        self._late = reason
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __enter__(self) -> Self:
+        if self._seconds is not None:
+            self._timer = self._loop.call_later(self._seconds, self.fire, self._late)
+        return super().__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        super().__exit__(kind, error, trace)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import logging
 import signal
@@ -27,6 +28,9 @@ from proxy.sink import ResponseAborted
 KEEP_ALIVE_S = 75
 #: New containers between two collections of young ones; a request leaves some hundred.
 _COLLECT_EVERY = 10_000
+#: Of mallopt(3), and how much it may keep.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
+_KEPT_BYTES = 4 * 1024 * 1024
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,18 @@ def run_gateway(
     gc.collect()
     gc.freeze()
     gc.set_threshold(_COLLECT_EVERY, 20, 50)
+    _keep_freed_memory()
     server.run()
+
+
+def _keep_freed_memory() -> None:
+    """Has glibc reuse the memory of large bodies; returned to the system, each of its pages would be a fault and
+    zeroed again for the next one. Other C libraries are left as they are."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_ARENA_MAX, 1)  # threads that decode a body would each keep some of their own
+        mallopt(_M_MMAP_THRESHOLD, 32 * 1024 * 1024)
+        mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
 
 
 def new_server(

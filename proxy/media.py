@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
+
+import msgspec
 
 from epd_serve.errors import InvalidRequest, TooLarge
 from epd_serve.image_header import plain_size
@@ -29,8 +30,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MediaItem:
+class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
     """A checked media item; ``param`` is its place in the request.
 
     ``low_detail``: width and height are those to which it is scaled down.

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from epd_serve.metrics.gateway import GatewayMetrics
 from epd_serve.metrics.otel import span_recorder
 from epd_serve.metrics.trace_context import TRACEPARENT_HEADER, TRACESTATE_HEADER, join
+from epd_serve.randomness import random_block
 from proxy.access_log import AccessLog
 from proxy.figures import Figures
 from proxy.settings import GatewaySettings
@@ -18,6 +19,9 @@ from proxy.trail import Pace, Trail
 
 #: A clock read at every token of every answer would cost more than the rest of what is observed.
 _PACED_EVERY = 32
+
+
+_TRACEPARENT, _TRACESTATE = TRACEPARENT_HEADER.encode(), TRACESTATE_HEADER.encode()
 
 
 class Observer:
@@ -44,13 +48,13 @@ class Observer:
         if access_log is not None:
             metrics.watch_access_log(lambda: access_log.num_written, lambda: access_log.num_dropped)
 
-    def begin(self, endpoint: str, headers: Mapping[str, str]) -> Trail:
-        """A request has come."""
-        parent, state = headers.get(TRACEPARENT_HEADER), headers.get(TRACESTATE_HEADER)
-        context = join(parent, state)
+    def begin(self, endpoint: str, headers: Mapping[bytes, bytes]) -> Trail:
+        """A request has come; ``headers`` by their names in lower case."""
+        parent, state = headers.get(_TRACEPARENT, b""), headers.get(_TRACESTATE, b"")
+        context = join(parent.decode("latin-1"), state.decode("latin-1"))
         if self.tracing is not None and self.tracing.samples(context, endpoint) != context.sampled:
             context = replace(context, sampled=not context.sampled)
-        trail = Trail(endpoint, context, os.urandom(16).hex(), time.monotonic())
+        trail = Trail(endpoint, context, random_block().hex(), time.monotonic())
         if not self._num_begun % _PACED_EVERY:  # the first of all is one of them
             trail.pace = Pace(self.metrics.inter_token.observe)
         self._num_begun += 1

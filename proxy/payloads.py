@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from typing import Generic, TypeVar
+
+from msgspec.structs import replace
 
 from epd_serve.errors import InvalidRequest
 from epd_serve.protocol.messages import MediaSource

@@ -82,7 +82,8 @@ class Poller:
 
         A request that comes before is queued rather than refused: load testers give up after a refused warm-up.
         """
-        await self._started.wait()
+        if not self._started.is_set():
+            await self._started.wait()
 
     async def run(self) -> None:
         """Until cancelled; a slow instance delays no other."""
@@ -161,7 +162,9 @@ class Poller:
         except ValueError as error:
             self._lost(name, error)
             return False
-        if not self._table.missing_stages() or all(one.info is not None for one in self._table):
+        if not self._started.is_set() and (
+            not self._table.missing_stages() or all(one.info is not None for one in self._table)
+        ):
             self._started.set()
         if record.ready and not was_ready:
             logger.info("instance %s (%s) is ready at %s", name, record.role, record.url)

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import re
-from array import array
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 from epd_serve.errors import ErrorBody, ErrorEnvelope, InstanceFailed
-from epd_serve.protocol.frames import END, ERROR, FrameError, FrameReader, skim
+from epd_serve.protocol.frames import FrameError, FrameReader, num_tokens, token_ids
 
-Events = bytes | memoryview
 #: Takes an answer's bytes as they come; returns the whole events among them.
-Reader = Callable[[bytes], Events]
+Reader = Callable[[bytes], bytes]
 
 _END_OF_EVENT = b"\n\n"
 _DONE = b"data: [DONE]\n\n"
@@ -36,25 +34,35 @@ class Progress:
     """What was read of an answer, over all instances that gave a part of it.
 
     Attributes:
-        tokens: ids of the output tokens read, where the answer has one choice.
-        resumable: whether these are all that were sent to the client, so that another instance can go on.
+        resumable: whether all tokens that were sent to the client are known, so that another instance can go on.
         complete: whether the answer has come to its end.
         failure: what came behind the events that were read last, in place of more of them.
     """
 
-    __slots__ = ("complete", "failure", "resumable", "tokens")
+    __slots__ = ("_readers", "complete", "failure", "resumable")
 
     def __init__(self, num_choices: int) -> None:
-        self.tokens = array("I")
+        self._readers: list[FrameReader] = []
         self.resumable = num_choices == 1
         self.complete = False
         self.failure: InstanceFailed | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the output, over all choices, as far as it came in frames."""
+        return sum([num_tokens(reader.labels) for reader in self._readers])
+
+    def tokens(self) -> list[int]:
+        """Their ids."""
+        return [token for reader in self._readers for token in token_ids(reader.labels)]
 
     def reader(self, *, framed: bool) -> Reader:
         """For the body of one instance's answer. A piece of an event is forgotten with its reader."""
         self.failure = None
         if framed:
-            return _Frames(self).read
+            frames = FrameReader()
+            self._readers.append(frames)
+            return _Frames(self, frames).read
         self.resumable = False
         return _PlainEvents(self).read
 
@@ -62,33 +70,22 @@ class Progress:
 class _Frames:
     __slots__ = ("_frames", "_progress")
 
-    def __init__(self, progress: Progress) -> None:
-        self._frames = FrameReader()
+    def __init__(self, progress: Progress, frames: FrameReader) -> None:
+        self._frames = frames
         self._progress = progress
 
-    def read(self, chunk: bytes) -> Events:
-        progress = self._progress
-        pieces: list[Events] = []
-        if self._frames.is_between_frames:
-            skimmed, tokens, start = skim(chunk)
-            progress.tokens.frombytes(b"".join(tokens))
-            if start == len(chunk):
-                return b"".join(skimmed)
-            pieces += skimmed
-            chunk = chunk[start:]
+    def read(self, chunk: bytes) -> bytes:
+        frames, progress = self._frames, self._progress
         try:
-            for choice, token_ids, events in self._frames.feed(chunk):
-                if choice == ERROR:
-                    progress.failure = _broke(bytes(events))
-                    break
-                if token_ids:
-                    progress.tokens.frombytes(token_ids)
-                if choice == END:
-                    progress.complete = True
-                pieces.append(events)
+            events = frames.read(chunk)
         except FrameError as error:
             progress.failure = InstanceFailed(f"an instance's answer cannot be read: {error}")
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+            return b""
+        if frames.ended:
+            progress.complete = True
+        elif frames.error is not None:
+            progress.failure = _broke(frames.error)
+        return events
 
 
 class _PlainEvents:
@@ -100,7 +97,7 @@ class _PlainEvents:
         self._pending = b""
         self._progress = progress
 
-    def read(self, chunk: bytes) -> Events:
+    def read(self, chunk: bytes) -> bytes:
         if self._pending:
             chunk = self._pending + chunk
             self._pending = b""

@@ -46,10 +46,12 @@ class RawClient:
         size: int,
         begin: memoryview,
         *,
+        loop: asyncio.AbstractEventLoop,
         max_bytes: int,
         default_headers: Sequence[Header],
     ) -> None:
         """``begin`` is what has come of the body, whose length is ``size``."""
+        self.loop = loop
         self.extensions = {EXTENSION: self}
         self.keep_alive = True
         self.is_complete = False
@@ -138,7 +140,7 @@ class RawClient:
         if self._body is None:
             raise too_large(max_bytes)
         if self.unread_bytes and not self._is_lost:
-            self._body_waiter = asyncio.get_running_loop().create_future()
+            self._body_waiter = self.loop.create_future()
             await self._body_waiter
         if self.unread_bytes:
             raise ClientLeft
@@ -159,14 +161,15 @@ class RawClient:
         self._head = self._render(200, [*headers, (b"transfer-encoding", b"chunked")])
 
     def write(self, data: bytes | memoryview, *, last: bool = False) -> bool:
-        head, self._head = self._head, b""
-        self._started = True
-        self._send(
-            b"%b%x\r\n%b\r\n%b" % (head, len(data), bytes(data), _LAST_CHUNK if last else b"")
-            if data
-            else head + (_LAST_CHUNK if last else b"")
-        )
-        self.is_complete = last
+        out = b"%x\r\n%b\r\n" % (len(data), bytes(data)) if data else b""
+        if last:
+            out += _LAST_CHUNK
+            self.is_complete = True
+        if self._head:
+            out, self._head = self._head + out, b""
+            self._started = True
+        if not self._transport.is_closing():
+            self._transport.write(out)
         return self._can_write
 
     async def drain(self) -> None:
@@ -204,13 +207,10 @@ class RawClient:
         self.is_complete = True
 
     def _render(self, status: int, headers: Iterable[Header]) -> bytes:
-        lines = [_STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status]
-        lines += [b"%b: %b\r\n" % header for header in self._default_headers]
-        lines += [b"%b: %b\r\n" % header for header in headers]
+        lines = [b"%b: %b\r\n" % header for header in (*self._default_headers, *headers)]
         if not self.keep_alive:
             lines.append(b"connection: close\r\n")
-        lines.append(b"\r\n")
-        return b"".join(lines)
+        return b"%b%b\r\n" % (_STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status, b"".join(lines))
 
     def _send(self, data: bytes) -> None:
         if not self._transport.is_closing():

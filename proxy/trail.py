@@ -18,6 +18,8 @@ ENCODED, STORED, RECOMPUTED, AT_PREFILL = "encoded", "store", "recomputed", "pre
 
 _USAGE = re.compile(rb'"usage": ?\{"prompt_tokens": ?(\d+), ?"completion_tokens": ?(\d+)')
 _REASON = re.compile(rb'"finish_reason": ?"([a-z_]+)"')
+#: Where these may begin, for a search that starts at the end.
+_USAGE_AT, _REASONS_AT = b'"usage"', (b'"finish_reason":"', b'"finish_reason": "')
 #: More than one event with its finish reason, usage and end.
 _TAIL_BYTES = 2048
 _REQUEST_ID, _TRACEPARENT = REQUEST_ID_HEADER.encode(), TRACEPARENT_HEADER.encode()
@@ -238,10 +240,10 @@ class Trail:
 
     def _read_tail(self, tail: bytes) -> tuple[int, int] | None:
         """Tokens of prompt and answer, where they are told."""
-        reasons: list[bytes] = _REASON.findall(tail)
-        if reasons:
-            self.finish_reason = reasons[-1].decode()
-        usage = _USAGE.search(tail)
+        reason = _REASON.match(tail, max(0, *[tail.rfind(one) for one in _REASONS_AT]))
+        if reason is not None:
+            self.finish_reason = reason[1].decode()
+        usage = _USAGE.match(tail, max(0, tail.rfind(_USAGE_AT)))
         return None if usage is None else (int(usage[1]), int(usage[2]))
 
     def _hop(self, stage: str, instance: str, item: str = "") -> Hop:
@@ -287,4 +289,7 @@ class Trail:
 
     def instance_of(self, *stages: str) -> str | None:
         """The instance that did a stage last."""
-        return next((hop.instance for hop in reversed(self.hops) if hop.stage in stages), None)
+        for hop in reversed(self.hops):
+            if hop.stage in stages:
+                return hop.instance
+        return None

@@ -103,6 +103,7 @@ def _run(cell: Cell, port: int, tree: psutil.Process | None, directory: Path, bo
     figures = {
         "requests": float(seen["ok"]),
         "failed": float(seen["failed"]),
+        "unsent": float(seen["unsent"]),
         "requests_per_s": seen["ok"] / seen["seconds"],
         "most_in_flight": float(seen["most_in_flight"]),
         **{

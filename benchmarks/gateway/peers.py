@@ -36,12 +36,19 @@ class Peer:
     command: Callable[[Stages, int, Path], list[str]]
 
 
-def ours(workers: int = 1) -> Peer:
+def ours() -> Peer:
     def command(stages: Stages, port: int, directory: Path) -> list[str]:
         instances = [f"{role}{number}=http://127.0.0.1:{number}" for role, number in stages.all]
-        return [sys.executable, "-m", "benchmarks.gateway.serve", str(port), str(workers), *instances]
+        return [
+            sys.executable,
+            "-m",
+            "benchmarks.gateway.serve",
+            str(port),
+            str(directory / "access.log"),
+            *instances,
+        ]
 
-    return Peer(name="epd-serve", what="E, P and D; auth, metrics, validation", command=command)
+    return Peer(name="epd-serve", what="E, P and D; auth, metrics, validation, access log", command=command)
 
 
 def vllm_epd(script: Path, python: str) -> Peer:

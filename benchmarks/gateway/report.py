@@ -73,6 +73,12 @@ def table(report: dict[str, Any]) -> str:
         lambda cell, name: figure(cell, name, "failed"),
         lambda _: "0",
     )
+    section(
+        "Requests that the load generator could not send, for all its connections waited for answers",
+        [cell for cell in cells if any(figure(cell, name, "unsent") for name in names)],
+        lambda cell, name: figure(cell, name, "unsent"),
+        lambda _: "0",
+    )
     peak = {name: max((figure(cell, name, "rss_mib") or 0) for cell in cells) for name in names}
     lines += ["", f"**Resident memory, MiB** (goal of `{OURS}`: ≤ {_MAX_RSS_MIB})", ""]
     lines += [", ".join(f"{name} {value:.0f}" for name, value in peak.items())]

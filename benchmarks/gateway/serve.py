@@ -1,4 +1,4 @@
-"""Our gateway as the benchmark runs it: ``python -m benchmarks.gateway.serve PORT WORKERS NAME=URL ...``."""
+"""Our gateway as the benchmark runs it: ``python -m benchmarks.gateway.serve PORT ACCESS_LOG NAME=URL ...``."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from proxy.main import run_gateway
 
 
 def main() -> None:
-    port, _workers, *instances = sys.argv[1:]
+    port, access_log, *instances = sys.argv[1:]
     config = DeploymentConfig.model_validate(
-        {"model": "demo", "topology": "E-P-D", "gateway": {"api_key": "benchmark"}}
+        {"model": "demo", "topology": "E-P-D", "gateway": {"api_key": "benchmark", "access_log": access_log}}
     )
     pairs = [(name, url) for name, _, url in (one.partition("=") for one in instances)]
     run_gateway(config, pairs, "127.0.0.1", int(port))

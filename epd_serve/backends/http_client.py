@@ -47,6 +47,14 @@ class HttpPool:
         self._closes_old = False
         self._all_closed = asyncio.Event()
         self._all_closed.set()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The running one, which asyncio would look up with a system call each time (CPython 3.11)."""
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+        return self._loop
 
     def head(self, method: str, path: str, headers: str, size: int) -> bytes:
         """Of a request with a body of ``size`` bytes. ``headers`` are lines that end with CR LF."""
@@ -62,7 +70,7 @@ class HttpPool:
         if connection is not None:
             connection.begin(call)
         else:
-            call.connecting = asyncio.get_running_loop().create_task(self._connect(call))
+            call.connecting = self.loop.create_task(self._connect(call))
             self._connecting.add(call.connecting)
             call.connecting.add_done_callback(self._connecting.discard)
 
@@ -73,11 +81,12 @@ class HttpPool:
         for connection in list(self._connections):
             connection.abort()
         await self._all_closed.wait()
+        self._loop = None
 
     def _take_idle(self) -> _Connection | None:
         if not self._idle:
             return None
-        oldest_s = asyncio.get_running_loop().time() - KEEP_ALIVE_S
+        oldest_s = self.loop.time() - KEEP_ALIVE_S
         while self._idle:
             connection = self._idle.pop()
             if connection.idle_since_s >= oldest_s and not connection.is_closing:
@@ -86,10 +95,9 @@ class HttpPool:
         return None
 
     async def _connect(self, call: HttpCall) -> None:
-        loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                _, connection = await loop.create_connection(
+                _, connection = await self.loop.create_connection(
                     lambda: _Connection(self), self._host, self._port, ssl=self._tls or None
                 )
         except OSError as error:  # TimeoutError is one
@@ -101,20 +109,20 @@ class HttpPool:
             connection.begin(call)
 
     def put_back(self, connection: _Connection) -> None:
-        connection.idle_since_s = asyncio.get_running_loop().time()
+        connection.idle_since_s = self.loop.time()
         if not self._closes_old:  # one timer, however often there is none idle
             self._closes_old = True
-            asyncio.get_running_loop().call_later(KEEP_ALIVE_S, self._close_old)
+            self.loop.call_later(KEEP_ALIVE_S, self._close_old)
         self._idle.append(connection)
 
     def _close_old(self) -> None:
-        oldest_s = asyncio.get_running_loop().time() - KEEP_ALIVE_S
+        oldest_s = self.loop.time() - KEEP_ALIVE_S
         for connection in [one for one in self._idle if one.idle_since_s <= oldest_s]:
             self._idle.remove(connection)
             connection.abort()
         self._closes_old = bool(self._idle)
         if self._idle:
-            asyncio.get_running_loop().call_later(max(0.1, self._idle[0].idle_since_s - oldest_s), self._close_old)
+            self.loop.call_later(max(0.1, self._idle[0].idle_since_s - oldest_s), self._close_old)
 
     def opened(self, connection: _Connection) -> None:
         self._connections.add(connection)
@@ -146,7 +154,7 @@ class HttpCall:
         self.request = [pool.head(method, path, headers, sum(map(len, body))), *body]
         self.connecting: asyncio.Task[None] | None = None
         self.connection: _Connection | None = None
-        self.opened: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self.opened: asyncio.Future[Any] = pool.loop.create_future()
         self.status = 0
         self.headers: dict[bytes, bytes] = {}
         self.closed = False
@@ -275,7 +283,7 @@ class HttpCall:
             self._waiter.set_result(None)
 
     async def _wait(self) -> None:
-        self._waiter = asyncio.get_running_loop().create_future()
+        self._waiter = self._pool.loop.create_future()
         try:
             await self._waiter
         finally:
@@ -307,7 +315,7 @@ class _Connection(asyncio.Protocol):
         # A namespace of their own, where the parser finds them without a frame of Python for each piece.
         self._parser = httptools.HttpResponseParser(
             SimpleNamespace(
-                on_header=self._on_header,
+                on_header=self._headers.__setitem__,
                 on_headers_complete=self._on_headers_complete,
                 on_body=self._pieces.append,
                 on_message_complete=self._on_message_complete,
@@ -382,12 +390,10 @@ class _Connection(asyncio.Protocol):
         if call is not None:
             call.fail(call.lost(reason))
 
-    def _on_header(self, name: bytes, value: bytes) -> None:
-        self._headers[name.lower()] = value
-
     def _on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
-        headers, self._headers = self._headers, {}
+        headers = {name.lower(): value for name, value in self._headers.items()}
+        self._headers.clear()
         if status >= 200 and self._call is not None:
             self._begun = True
             self._call.begin(status, headers)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class Place(msgspec.Struct, frozen=True, kw_only=True):
     """Where an instance is. Unknown hosts ("") are taken for different ones."""
 
     host_id: str = ""
     device: str = ""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Link:
+UNKNOWN = Place()
+
+
+class Link(msgspec.Struct, frozen=True, kw_only=True):
     handshake_s: float
     bytes_per_s: float
 

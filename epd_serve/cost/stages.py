@@ -68,10 +68,12 @@ class StageCosts:
 
     @property
     def _sequence_s(self) -> float:
-        return max(self.decode.unit_s, _LEAST_SEQUENCE * self.decode.base_s)
+        least_s = _LEAST_SEQUENCE * self.decode.base_s
+        return self.decode.unit_s if self.decode.unit_s > least_s else least_s
 
 
 def _batched_s(rate: StageRate, units: float, max_batch: float) -> float:
     if units <= 0:
         return 0.0
-    return rate.base_s * math.ceil(units / max_batch) + rate.unit_s * units
+    num_batches = 1 if units <= max_batch else math.ceil(units / max_batch)
+    return rate.base_s * num_batches + rate.unit_s * units

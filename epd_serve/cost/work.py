@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Work:
+class Work(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Work of some requests at one instance.
 
     Attributes:
@@ -31,11 +30,15 @@ class Work:
 
     def __sub__(self, other: Work) -> Work:
         """What is left of it, nothing below zero: estimates may take away more than there was."""
+        num_pixels = self.num_pixels - other.num_pixels
+        num_tokens = self.num_tokens - other.num_tokens
+        num_sequences = self.num_sequences - other.num_sequences
+        num_kv_tokens = self.num_kv_tokens - other.num_kv_tokens
         return Work(
-            num_pixels=max(self.num_pixels - other.num_pixels, 0),
-            num_tokens=max(self.num_tokens - other.num_tokens, 0),
-            num_sequences=max(self.num_sequences - other.num_sequences, 0),
-            num_kv_tokens=max(self.num_kv_tokens - other.num_kv_tokens, 0),
+            num_pixels=num_pixels if num_pixels > 0 else 0,
+            num_tokens=num_tokens if num_tokens > 0 else 0,
+            num_sequences=num_sequences if num_sequences > 0 else 0,
+            num_kv_tokens=num_kv_tokens if num_kv_tokens > 0 else 0,
         )
 
 

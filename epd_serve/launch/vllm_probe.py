@@ -11,7 +11,7 @@ import msgspec
 
 #: vLLM's of which epd-serve's connectors were run.
 TESTED = ("0.32",)
-#: The first whose encoder-only instances and connector flags are those that are written here.
+#: What is older is refused; of what is newer, only TESTED was run.
 OLDEST = (0, 20)
 _TIMEOUT_S = 60.0
 

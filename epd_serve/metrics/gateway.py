@@ -135,7 +135,9 @@ class GatewayMetrics:
             "request_continuations",
             "Streamed answers that went on at other instances after a failure",
         )
-        self.media_bytes = self._plain("media_bytes", "Bytes of decoded media received or fetched", "modality")
+        self.media_bytes = self._counter(
+            "media_bytes", "Bytes of decoded media received or fetched", ("modality",)
+        )
         self.refused = self._plain(
             "refused",
             "Requests turned away before they ran, by error code and key's name",

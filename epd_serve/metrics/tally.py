@@ -55,7 +55,11 @@ class Histogram:
         return tally
 
     def observe(self, value: float, *labels: str) -> None:
-        self.series(*labels).observe(value)
+        tally = self._series.get(labels)
+        if tally is None:
+            tally = self.series(*labels)
+        tally.counts[bisect_left(self._bounds, value)] += 1
+        tally.sum += value
 
     def collect(self) -> Iterator[Metric]:
         for name in self._names:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
-from dataclasses import dataclass
+
+import msgspec
+
+from epd_serve.randomness import random_block
 
 TRACEPARENT_HEADER, TRACESTATE_HEADER = "traceparent", "tracestate"
 
@@ -16,8 +18,7 @@ _SPAN_IDS = (1 << 64) - 1
 _NO_TRACE, _NO_SPAN = "0" * 32, "0" * 16
 
 
-@dataclass(frozen=True, slots=True)
-class TraceContext:
+class TraceContext(msgspec.Struct, frozen=True, gc=False):
     """Where a request stands in a trace.
 
     Attributes:
@@ -47,8 +48,7 @@ class TraceContext:
 
 def new_context(*, sampled: bool = False) -> TraceContext:
     """The beginning of a trace."""
-    ids = os.urandom(24).hex()
-    return TraceContext(ids[:32], ids[32:], sampled=sampled)
+    return TraceContext(random_block().hex(), random_block()[:8].hex(), sampled=sampled)
 
 
 def parse_traceparent(parent: str | None, state: str | None = None) -> TraceContext | None:
@@ -72,4 +72,4 @@ def join(parent: str | None, state: str | None = None, *, sampled: bool = False)
     caller = parse_traceparent(parent, state)
     if caller is None:
         return new_context(sampled=sampled)
-    return TraceContext(caller.trace_id, os.urandom(8).hex(), caller.span_id, caller.sampled, caller.state)
+    return TraceContext(caller.trace_id, random_block()[:8].hex(), caller.span_id, caller.sampled, caller.state)

@@ -1,26 +1,28 @@
 """The body of a streamed stage answer: each event together with the tokens that it tells of.
 
 A caller forwards events unparsed and still knows which tokens are out, so that another instance can go on where
-this one stopped. One frame is ``u32 n | u16 choice | u16 tokens | u32 token id ... | server-sent events``,
-little-endian; ``n`` counts the bytes that follow it. A frame is forwarded whole or not at all.
+this one stopped. One frame is ``label RS events RS``: the label is the choice and the ids of its tokens in
+decimal, with commas between them; events are server-sent events. RS (0x1E) is a control character, which JSON
+never has in it unescaped (RFC 8259, section 7), so that a piece with many frames is taken apart by one ``split``.
+A frame is forwarded whole or not at all.
 """
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Iterable, Sequence
 
 CONTENT_TYPE = "application/x-epd-frames"
 HEADERS = ((b"content-type", CONTENT_TYPE.encode()), (b"cache-control", b"no-cache"))
 #: In place of a choice: the answer is complete with this frame; the answer failed, which is what the event says.
-END, ERROR = 0xFFFF, 0xFFFE
-HEAD = struct.Struct("<IHH")
+END, ERROR = -1, -2
 #: No event of a token comes near to it.
 MAX_NBYTES = 1 << 26
 
-_ONE_TOKEN = struct.Struct("<IHHI")
-_LENGTH_NBYTES = 4
-_TOKEN_NBYTES = 4
+_RS = b"\x1e"
+_LABEL = re.compile(rb"(?:[0-9]+|-[12])(?:,[0-9]+)*")
+_ERROR_LABEL = b"%d" % ERROR
+_END_LABEL = b"%d" % END
 
 
 class FrameError(ValueError):
@@ -28,66 +30,101 @@ class FrameError(ValueError):
 
 
 def pack(choice: int, token_ids: Sequence[int], events: bytes) -> bytes:
-    """One frame. ``choice`` is an index below ``ERROR``, ``END`` or ``ERROR``."""
+    """One frame. ``choice`` is an index, ``END`` or ``ERROR``. ``events`` must be without RS."""
+    assert _RS not in events, "server-sent events of JSON"
     if len(token_ids) == 1:
-        return _ONE_TOKEN.pack(len(events) + 8, choice, 1, token_ids[0]) + events
-    count = len(token_ids)
-    nbytes = HEAD.size - _LENGTH_NBYTES + _TOKEN_NBYTES * count + len(events)
-    return HEAD.pack(nbytes, choice, count) + struct.pack(f"<{count}I", *token_ids) + events
+        return b"%d,%d\x1e%b\x1e" % (choice, token_ids[0], events)
+    return b"%b\x1e%b\x1e" % (b",".join([b"%d" % number for number in (choice, *token_ids)]), events)
 
 
 class FrameReader:
-    """Takes bytes as they come, gives whole frames."""
+    """Takes bytes as they come, gives whole frames.
+
+    Attributes:
+        labels: of the frames that were read, with semicolons around them (:func:`token_ids`).
+        ended: whether the last of them was ``END``.
+        error: the event of the one that was ``ERROR``; nothing is read behind it.
+    """
+
+    __slots__ = ("_rest", "ended", "error", "labels")
 
     def __init__(self) -> None:
         self._rest = b""
+        self.labels: list[bytes] = []
+        self.ended = False
+        self.error: bytes | None = None
 
     @property
     def is_between_frames(self) -> bool:
         return not self._rest
 
-    def feed(self, chunk: bytes) -> Iterator[tuple[int, memoryview, memoryview]]:
-        """(choice, token ids as little-endian u32, events) of each frame that is whole now.
+    def read(self, chunk: bytes) -> bytes:
+        """The events of the frames that are whole now. Raises FrameError for what cannot be a frame."""
+        parts = ((self._rest + chunk) if self._rest else chunk).split(_RS)
+        if len(parts) & 1:
+            self._rest = parts.pop()
+        else:
+            self._rest = parts[-2] + _RS + parts[-1]
+            del parts[-2:]
+        if len(self._rest) > MAX_NBYTES:
+            raise FrameError(f"{len(self._rest)} bytes without an end")
+        if not parts:
+            return b""
+        if len(parts) == 2:  # as it is where tokens come one by one
+            choice, _, token = parts[0].partition(b",")
+            if choice.isdigit() and token.isdigit():
+                self.labels.append(b";%b;" % parts[0])
+                return parts[1]
+        labels, events = parts[::2], parts[1::2]
+        if labels[-1] == _END_LABEL or labels[-1].startswith(_END_LABEL + b","):
+            self.ended = True
+            labels[-1] = labels[-1][1:]
+        text = b";%b;" % b";".join(labels)
+        if (
+            text.translate(None, b"0123456789,") != b";" * (len(labels) + 1)
+            or b";;" in text
+            or b";," in text
+            or b",," in text
+            or b",;" in text
+        ):
+            self._take_error(labels, events)
+            text = b";%b;" % b";".join(labels)
+        self.labels.append(text)
+        return events[0] if len(events) == 1 else b"".join(events)
 
-        Raises FrameError for what cannot be a frame.
-        """
-        data = self._rest + chunk if self._rest else chunk
-        view, start = memoryview(data), 0
-        while len(data) - start >= HEAD.size:
-            nbytes, choice, num_tokens = HEAD.unpack_from(data, start)
-            events = start + HEAD.size + _TOKEN_NBYTES * num_tokens
-            end = start + _LENGTH_NBYTES + nbytes
-            if end < events or nbytes > MAX_NBYTES:
-                raise FrameError(f"a frame of {nbytes} bytes with {num_tokens} tokens")
-            if end > len(data):
-                break
-            yield choice, view[start + HEAD.size : events], view[events:end]
-            start = end
-        self._rest = bytes(view[start:])
+    def _take_error(self, labels: list[bytes], events: list[bytes]) -> None:
+        """Where labels are more than numbers."""
+        for index, label in enumerate(labels):
+            if _LABEL.fullmatch(label) is None:
+                raise FrameError(f"{label[:80]!r} is no label of a frame")
+            if label.startswith(_ERROR_LABEL):
+                self.error = events[index]
+                self.ended = False
+                del labels[index:], events[index:]
+                return
 
 
-def skim(data: bytes) -> tuple[list[bytes], list[bytes], int]:
-    """The token frames at the start of ``data``, many of them at a time.
+def token_ids(labels: Iterable[bytes]) -> list[int]:
+    """The tokens of :attr:`FrameReader.labels`, in the order in which they were sent."""
+    return [int(token) for text in labels for label in text.split(b";") for token in label.split(b",")[1:]]
 
-    Returns their events, their token ids (as in :meth:`FrameReader.feed`), and the index of the first byte that is
-    not of these frames: what stands there is for a FrameReader.
-    """
-    events, token_ids, start, size = [], [], 0, len(data)
-    unpack, head_size = HEAD.unpack_from, HEAD.size
-    while size - start >= head_size:
-        nbytes, choice, num_tokens = unpack(data, start)
-        tokens_start = start + head_size
-        tokens_end = tokens_start + _TOKEN_NBYTES * num_tokens
-        end = start + _LENGTH_NBYTES + nbytes
-        if end > size or end < tokens_end or choice >= ERROR:
-            break
-        token_ids.append(data[tokens_start:tokens_end])
-        events.append(data[tokens_end:end])
-        start = end
-    return events, token_ids, start
+
+def num_tokens(labels: Iterable[bytes]) -> int:
+    return sum([text.count(b",") for text in labels])
+
+
+def whole_frames(body: bytes) -> list[tuple[int, list[int], bytes]]:
+    """(choice, token ids, events) of each frame of a body. Raises ValueError where it is no sequence of them."""
+    *parts, rest = body.split(_RS)
+    if rest or len(parts) & 1:
+        raise FrameError("the body ends within a frame")
+    found = []
+    for label, events in zip(parts[::2], parts[1::2], strict=True):
+        choice, *tokens = map(int, label.split(b","))
+        found.append((choice, tokens, events))
+    return found
 
 
 def events_of(frames: Iterable[bytes]) -> bytes:
     """The server-sent events of an answer, for those that do not care about tokens."""
-    reader = FrameReader()
-    return b"".join(bytes(events) for chunk in frames for _, _, events in reader.feed(chunk))
+    return b"".join(events for _, _, events in whole_frames(b"".join(frames)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -14,8 +13,7 @@ from epd_serve.protocol.fields import RequestModel
 from epd_serve.protocol.wire import CalledFunction, ChatMessage, Part
 
 
-@dataclass(frozen=True, kw_only=True)
-class MediaSource:
+class MediaSource(msgspec.Struct, frozen=True, kw_only=True):
     """A media item as the request names it; ``param`` is its place in the request, for error messages.
 
     ``low_detail``: it is to be read scaled down (see :data:`epd_serve.media.LOW_DETAIL_PIXELS`). ``payload``: the
@@ -73,31 +71,29 @@ class Message(RequestModel):
     tool_call_id: str | None = None
 
 
-def located_parts(messages: Sequence[Message]) -> list[tuple[str, ContentPart]]:
-    """Every part with its place in the request."""
-    return [
-        (f"messages[{i}].content[{j}]", part)
-        for i, message in enumerate(messages)
-        for j, part in enumerate(message.content or ())
-    ]
-
-
 def check_messages(messages: Sequence[Message]) -> None:
     """Rules that join several fields. Raises InvalidRequest."""
     for i, message in enumerate(messages):
-        _check_message(message, f"messages[{i}]")
-    for place, part in located_parts(messages):
-        wanted = part.text if part.type == "text" else part.image_url
-        other = part.image_url if part.type == "text" else part.text
-        if wanted is None or other is not None:
-            field = "text" if part.type == "text" else "image_url"
-            raise InvalidRequest(
-                f"{place}: a part of type {part.type!r} needs exactly the field {field!r}",
-                param=f"{place}.{field}",
-            )
+        if (
+            message.role != "user"
+            or message.content is None
+            or message.tool_calls
+            or message.tool_call_id is not None
+        ):
+            _check_message(message, f"messages[{i}]")
+    for i, message in enumerate(messages):
+        for j, part in enumerate(message.content or ()):
+            is_text = part.type == "text"
+            if (part.text is not None) != is_text or (part.image_url is None) != is_text:
+                place, field = f"messages[{i}].content[{j}]", "text" if is_text else "image_url"
+                raise InvalidRequest(
+                    f"{place}: a part of type {part.type!r} needs exactly the field {field!r}",
+                    param=f"{place}.{field}",
+                )
 
 
 def _check_message(message: Message, place: str) -> None:
+    """The rules for roles; a user's plain message breaks none."""
     if message.tool_calls and message.role != "assistant":
         raise InvalidRequest(f"{place}: only an assistant calls tools", param=f"{place}.tool_calls")
     if message.content is None and not message.tool_calls:
@@ -124,10 +120,11 @@ def media_of(messages: Sequence[Message]) -> list[MediaSource]:
     return [
         MediaSource(
             url=part.image_url.url,
-            param=f"{place}.image_url.url",
+            param=f"messages[{i}].content[{j}].image_url.url",
             low_detail=part.image_url.detail == "low",
         )
-        for place, part in located_parts(messages)
+        for i, message in enumerate(messages)
+        for j, part in enumerate(message.content or ())
         if part.image_url is not None
     ]
 

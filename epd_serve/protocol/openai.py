@@ -97,7 +97,8 @@ class GenerationRequest(RequestModel):
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> Self:
         """The same for a body that is decoded."""
-        fields = {name: value for name, value in fields.items() if name not in LABELS}
+        if not LABELS.isdisjoint(fields):
+            fields = {name: value for name, value in fields.items() if name not in LABELS}
         fields = _gather_guided(drop_neutral(fields, NEUTRAL))
         try:
             request = cls.model_validate(cls._prepare(fields))
@@ -348,6 +349,8 @@ class CompletionRequest(GenerationRequest):
 
 def _gather_guided(fields: dict[str, Any]) -> dict[str, Any]:
     """vLLM's ``guided_*`` fields under their present name."""
+    if _GUIDED.keys().isdisjoint(fields):
+        return fields
     given = {new: fields.pop(old) for old, new in _GUIDED.items() if fields.get(old) is not None}
     fields = {name: value for name, value in fields.items() if name not in _GUIDED}
     if given:

@@ -141,6 +141,8 @@ def make_grammar(
     structured: StructuredOutputs | None,
 ) -> Grammar | None:
     """What an answer must look like; None where nothing is asked. Raises InvalidRequest for contradictions."""
+    if tools is None and choice is None and response_format is None and structured is None:
+        return None
     kind, text, param = content_grammar(response_format, structured)
     names = [tool.function.name for tool in tools or ()]
     if len(set(names)) != len(names):

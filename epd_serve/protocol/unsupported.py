@@ -69,10 +69,11 @@ MESSAGE_NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "annotations": (([],), "annotations are not supported in the history; leave the field out"),
     "reasoning_content": ((), "reasoning is not supported in the history; leave the field out"),
 }
+_OF_MESSAGES = MESSAGE_NEUTRAL.keys()
 
 
 def drop_neutral(
-    fields: Mapping[str, Any], neutral: Mapping[str, tuple[tuple[Any, ...], str]], path: str = ""
+    fields: dict[str, Any], neutral: Mapping[str, tuple[tuple[Any, ...], str]], path: str = ""
 ) -> dict[str, Any]:
     """The fields without those that are known and ask for nothing special.
 
@@ -83,6 +84,8 @@ def drop_neutral(
 
     Raises InvalidRequest that names the first field which asks for something unsupported.
     """
+    if neutral.keys().isdisjoint(fields):
+        return fields
     kept: dict[str, Any] = {}
     for name, value in fields.items():
         if name in neutral:
@@ -96,11 +99,13 @@ def drop_neutral(
     return kept
 
 
-def drop_message_neutral(fields: Mapping[str, Any]) -> dict[str, Any]:
+def drop_message_neutral(fields: dict[str, Any]) -> dict[str, Any]:
     """The same for each of a body's messages."""
     messages = fields.get("messages")
     if not isinstance(messages, list):
-        return dict(fields)
+        return fields
+    if all(not isinstance(message, dict) or _OF_MESSAGES.isdisjoint(message) for message in messages):
+        return fields
     kept = [
         drop_neutral(message, MESSAGE_NEUTRAL, f"messages[{index}].") if isinstance(message, dict) else message
         for index, message in enumerate(messages)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from epd_serve.cost.links import link_between
 from epd_serve.cost.work import NONE, Work
@@ -17,8 +18,7 @@ from epd_serve.types import Stage
 _STAGE_NAMES = {Stage.ENCODE: "encode", Stage.PREFILL: "prefill", Stage.DECODE: "decode"}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Demand:
+class Demand(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of a request before it is tokenised.
 
     Attributes:
@@ -37,8 +37,7 @@ class Demand:
     prefix_characters: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Route:
+class Route(msgspec.Struct, frozen=True, kw_only=True):
     """Where a request's language-model stages run. ``decode is prefill`` where one instance does both.
 
     Attributes:
@@ -100,8 +99,7 @@ class Policy(Protocol):
 ANY = Demand()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Parts:
+class Parts(msgspec.Struct, frozen=True, kw_only=True):
     """The instances from which routes are made, and what the request is for each of them.
 
     Attributes:
@@ -195,17 +193,21 @@ def route_s(route: Route, demand: Demand) -> tuple[float, float]:
 
 
 def first_token_s(prefill: InstanceRecord, num_tokens: float) -> float:
-    return prefill.encode_s + prefill.costs.prefill_s(prefill.pending.num_tokens + num_tokens)
+    pending, costs = prefill.pending, prefill.costs
+    seconds = costs.prefill_s(pending.num_tokens + num_tokens)
+    return seconds + costs.encode_s(pending.num_pixels) if pending.num_pixels else seconds
 
 
 def answer_s(decode: InstanceRecord, answer: Work, demand: Demand) -> float:
-    after = decode.room_s(answer.num_kv_tokens)
-    return after + decode.costs.decode_s(answer.num_sequences, decode.pending.num_sequences, demand.max_tokens)
+    seconds = decode.costs.decode_s(answer.num_sequences, decode.pending.num_sequences, demand.max_tokens)
+    return seconds + decode.room_s(answer.num_kv_tokens) if decode.load.total_blocks else seconds
 
 
 def ready(table: InstanceTable, stage: Stage, model: str, exclude: Collection[str]) -> list[InstanceRecord]:
     """Raises Unavailable where there is none."""
-    records = [record for record in table.ready(stage, model) if record.name not in exclude]
+    records = table.ready(stage, model)
+    if exclude:
+        records = [record for record in records if record.name not in exclude]
     if not records:
         known = [record.name for record in table if record.covers(stage)]
         detail = f"waiting for {', '.join(known)}" if known else "the deployment has none"
@@ -216,7 +218,7 @@ def ready(table: InstanceTable, stage: Stage, model: str, exclude: Collection[st
 def _num_tokens(table: InstanceTable, prefills: Sequence[InstanceRecord], demand: Demand) -> float:
     info = prefills[0].info
     per_pixel = (info.tokens_per_pixel if info is not None else 0.0) or PRIOR_TOKENS_PER_PIXEL
-    text = demand.num_characters * tokens_per_character(one.load for one in prefills)
+    text = demand.num_characters * tokens_per_character([one.load for one in prefills])
     return demand.num_tokens + text + demand.num_pixels * per_pixel
 
 
@@ -240,6 +242,8 @@ NEAR_S = 1e-3
 
 def near_best(routes: Sequence[Route], demand: Demand) -> list[Route]:
     """The cheapest route and those about equal to it, before the first token and after it."""
+    if len(routes) == 1:
+        return list(routes)
     seconds = [route_s(route, demand) for route in routes]
     best_first, best_rest = min(seconds, key=sum)
     return [
@@ -251,4 +255,6 @@ def near_best(routes: Sequence[Route], demand: Demand) -> list[Route]:
 
 def in_turn(route: Route) -> tuple[float, int]:
     """The lowest is next among about equal routes: that with the fewest sequences, or chosen least often."""
-    return route.decode.pending.num_sequences, route.num_chosen
+    prefill, decode = route.prefill, route.decode
+    num_chosen = prefill.num_chosen[Stage.PREFILL] + decode.num_chosen[Stage.DECODE]
+    return decode.pending.num_sequences, num_chosen

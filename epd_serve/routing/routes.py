@@ -10,6 +10,9 @@ from epd_serve.routing.pairs import cheapest_pair
 from epd_serve.routing.policy import ANY, Demand, Route, in_turn, near_best, possible_routes, route_s
 from epd_serve.routing.table import InstanceTable
 
+#: Instances whose pairs are sooner looked at one by one than sorted.
+_FEW = 8
+
 
 class LeastLoaded:
     """The pair that costs the request the fewest seconds; about equal ones take turns."""
@@ -19,6 +22,8 @@ class LeastLoaded:
     def choose_route(
         self, table: InstanceTable, model: str, *, exclude: Collection[str] = (), demand: Demand = ANY
     ) -> Route:
+        if len(table) <= _FEW:
+            return min(near_best(possible_routes(table, model, exclude, demand), demand), key=in_turn)
         return cheapest_pair(table, model, exclude, demand)
 
 

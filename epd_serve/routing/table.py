@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
 
-from epd_serve.cost.links import Place
+from epd_serve.cost.links import UNKNOWN, Place
 from epd_serve.cost.stages import StageCosts
 from epd_serve.cost.work import NONE, Work
 from epd_serve.protocol.wire import InstanceInfo, Load, MediaRef, Report
@@ -27,13 +28,13 @@ class InstanceRecord:
         name: what the deployment calls it.
         url: its control URL.
         info: its last answer to ``/info``; None until the first.
+        place: where it is, from that answer.
         role: from that answer; None until the first.
         ready: whether it answers and is ready to work.
         accepting: whether this gateway gives it any.
         is_stale: it has been silent for longer than it should; it gets work only where no other can take it.
         load: as last reported.
         costs: of its stages, by its own measurements where there are any.
-        pending: what it has to do: as reported, with the calls of this gateway that the report does not contain.
         in_flight: this gateway's open calls, by stage.
         encoding: how many of them, by the mm_hash that is encoded.
         recent_pixels: that this gateway has sent there to be encoded, older ones counting less.
@@ -46,13 +47,13 @@ class InstanceRecord:
     name: str
     url: str
     info: InstanceInfo | None = None
+    place: Place = UNKNOWN
     role: Role | None = None
     ready: bool = False
     accepting: bool = True
     is_stale: bool = False
     load: Load = field(default_factory=Load)
     costs: StageCosts = field(default_factory=StageCosts)
-    pending: Work = NONE
     in_flight: dict[Stage, int] = field(default_factory=lambda: dict.fromkeys(Stage, 0))
     encoding: Counter[str] = field(default_factory=Counter)
     recent_pixels: float = 0.0
@@ -60,14 +61,18 @@ class InstanceRecord:
     kept: Recent[str] = field(default_factory=lambda: Recent(8192))
     prefixes: Recent[bytes] = field(default_factory=lambda: Recent(16384))
     num_chosen: dict[Stage, int] = field(default_factory=lambda: dict.fromkeys(Stage, 0))
+    _pending: Work | None = NONE  # None: to be counted
     _reported: Work = NONE
     _own: Work = NONE  # of calls that the report does not contain
     _ended: Work = NONE  # of calls that it contains and that have ended since
-    _unreported: dict[str, list[_Call]] = field(default_factory=dict)
+    _unreported: dict[str, list[OpenCall]] = field(default_factory=dict)
 
     @property
-    def place(self) -> Place:
-        return Place() if self.info is None else Place(host_id=self.info.host_id, device=self.info.device)
+    def pending(self) -> Work:
+        """What it has to do: as reported, with the calls of this gateway that the report does not contain."""
+        if self._pending is None:
+            self._pending = self._reported - self._ended + self._own
+        return self._pending
 
     @property
     def encode_s(self) -> float:
@@ -100,56 +105,100 @@ class InstanceRecord:
     def covers(self, stage: Stage) -> bool:
         return self.role is not None and stage in self.role.stages
 
-    def _recount(self) -> None:
-        self.pending = self._reported - self._ended + self._own
-
-    def _contain(self, calls: Iterable[_Call]) -> None:
-        for call in calls:
-            call.is_reported = True
-            self._own -= call.work
-
     def _take_over(self, load: Load, received: Iterable[str]) -> None:
         self.load = load
         self._reported, self._ended = work_of(load), NONE
         for key in received:
             if calls := self._unreported.get(key):
-                self._contain([calls.pop(0)])
+                call = calls.pop(0)
+                call.is_reported = True
+                self._own -= call.work
                 if not calls:
                     del self._unreported[key]
         if not self._unreported:
             self._own = NONE  # floating point leaves crumbs
-        self._recount()
+        self._pending = None
 
-    def _open(self, key: str, call: _Call) -> None:
-        self._unreported.setdefault(key, []).append(call)
-        self._own += call.work
-        self._recount()
 
-    def _close(self, key: str, call: _Call) -> None:
-        if call.is_reported:
-            self._ended += call.work
+class OpenCall:
+    """A call that counts as in flight, with its work, until it is closed; also as a context."""
+
+    __slots__ = ("_key", "_record", "_stage", "is_reported", "number", "work")
+
+    def __init__(self, record: InstanceRecord, stage: Stage, request_id: str, work: Work, number: int) -> None:
+        self.work = work
+        self.number = number
+        self.is_reported = False
+        self._record = record
+        self._stage = stage
+        self._key = key = stage + request_id
+        record.in_flight[stage] += 1
+        record.num_chosen[stage] += 1
+        record._own += work
+        record._pending = None
+        calls = record._unreported.get(key)
+        if calls is None:
+            record._unreported[key] = [self]
         else:
-            calls = self._unreported[key]
-            calls.remove(call)
-            if not calls:
-                del self._unreported[key]
-            self._own -= call.work
-        self._recount()
+            calls.append(self)
+
+    def close(self) -> None:
+        """Once."""
+        record, key = self._record, self._key
+        record.in_flight[self._stage] -= 1
+        record._pending = None
+        if self.is_reported:
+            record._ended += self.work
+            return
+        calls = record._unreported[key]
+        calls.remove(self)
+        if not calls:
+            del record._unreported[key]
+        record._own -= self.work
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
 
-@dataclass(slots=True, eq=False)
-class _Call:
-    work: Work
-    number: int
-    is_reported: bool = False
-
-
-@dataclass(slots=True)
 class Encoding:
-    """An encode call: whether this gateway thought that the instance had the feature, and whether it had."""
+    """The same for an encode of ``mm_hash``: whether this gateway thought that the instance had the feature, and
+    whether it had. A context: an encode that fails leaves none."""
 
-    was_known: bool
-    was_cached: bool = True
+    __slots__ = ("_call", "_mm_hash", "_record", "was_cached", "was_known")
+
+    def __init__(self, call: OpenCall, record: InstanceRecord, mm_hash: str) -> None:
+        self._call = call
+        self._record = record
+        self._mm_hash = mm_hash
+        self.was_known = mm_hash in record.kept
+        self.was_cached = True
+        record.encoding[mm_hash] += 1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        record, mm_hash = self._record, self._mm_hash
+        self._call.close()
+        if error is None:
+            if self.was_known and not self.was_cached:
+                record.features.forget_half()  # it keeps fewer than we thought
+                record.kept.forget_half()
+            record.features.add(mm_hash)
+            record.kept.add(mm_hash)
+        elif isinstance(error, Exception):
+            record.features.discard(mm_hash)
+            record.kept.discard(mm_hash)
+        record.encoding[mm_hash] -= 1
+        if not record.encoding[mm_hash]:
+            del record.encoding[mm_hash]
 
 
 class InstanceTable:
@@ -161,9 +210,13 @@ class InstanceTable:
         if len(self._records) != len(instances):
             raise ValueError(f"instance names must be unique, got {[name for name, _ in instances]}")
         self.num_calls = 0
+        self._models: dict[str, InstanceInfo] | None = None  # None: to be looked up
 
     def __iter__(self) -> Iterator[InstanceRecord]:
         return iter(self._records.values())
+
+    def __len__(self) -> int:
+        return len(self._records)
 
     def __getitem__(self, name: str) -> InstanceRecord:
         return self._records[name]
@@ -173,10 +226,12 @@ class InstanceTable:
 
     def add(self, name: str, url: str) -> None:
         assert name not in self._records
+        self._models = None
         self._records[name] = InstanceRecord(name=name, url=url)
 
     def remove(self, name: str) -> None:
         """Nothing new for this instance; whoever holds its record may go on to use it."""
+        self._models = None
         del self._records[name]
 
     # ------------------------------------------------------------------ what instances say
@@ -190,11 +245,13 @@ class InstanceTable:
         """
         record = self._records[name]
         record.role = Role.parse(info.role)
+        self._models = None
         if info.pid != (record.info.pid if record.info else info.pid):
             record.kept.clear()
             record.features.clear()  # another process, with nothing in its caches
             record.prefixes.clear()
         record.info = info
+        record.place = Place(host_id=info.host_id, device=info.device)
         if contains is not None:
             before = [key for key, calls in record._unreported.items() for c in calls if c.number <= contains]
             self._report(record, Report(load=info.load, ready=info.ready, received=before))
@@ -209,8 +266,13 @@ class InstanceTable:
         record._take_over(report.load, report.received)
         for mm_hash in report.encoded:
             record.features.add(mm_hash)
-        others = [one for one in self if one is not record and one.role == record.role]
-        assert record.info is not None
+        assert record.info is not None and record.role is not None
+        stages = record.role.stages
+        others = [
+            one
+            for one in self._records.values()
+            if one is not record and one.role is not None and one.role.stages == stages
+        ]
         record.costs = resolve_costs(report.load, record.info.budgets, [one.load for one in others])
         record.is_stale = False
         self._set_ready(record, report.ready)
@@ -238,15 +300,18 @@ class InstanceTable:
 
         Stale ones are among them only where there are no others.
         """
-        records = [
-            record
-            for record in self
-            if record.ready
-            and record.accepting
-            and record.covers(stage)
-            and (model is None or (record.info is not None and record.info.model == model))
-        ]
-        return [record for record in records if not record.is_stale] or records
+        found: list[InstanceRecord] = []
+        stale: list[InstanceRecord] = []
+        for record in self._records.values():
+            if (
+                record.ready
+                and record.accepting
+                and record.role is not None
+                and stage in record.role.stages
+                and (model is None or (record.info is not None and record.info.model == model))
+            ):
+                (stale if record.is_stale else found).append(record)
+        return found or stale
 
     def wait_s(self, model: str) -> float:
         """Estimate of what a small request of a model would wait now before it is computed; 0 where it cannot be
@@ -258,11 +323,12 @@ class InstanceTable:
 
     def models(self) -> dict[str, InstanceInfo]:
         """Model name → info of an instance that prefills it, ready or not, in the order of the deployment."""
-        found: dict[str, InstanceInfo] = {}
-        for record in self:
-            if record.info is not None and record.covers(Stage.PREFILL):
-                found.setdefault(record.info.model, record.info)
-        return found
+        if self._models is None:
+            self._models = {}
+            for record in self:
+                if record.info is not None and record.covers(Stage.PREFILL):
+                    self._models.setdefault(record.info.model, record.info)
+        return self._models
 
     def missing_stages(self) -> list[Stage]:
         """Of P and D, the stages that no ready instance covers. E is no must: P can encode in its place."""
@@ -270,7 +336,6 @@ class InstanceTable:
 
     # ------------------------------------------------------------------ what this gateway does
 
-    @contextmanager
     def in_flight(
         self,
         record: InstanceRecord,
@@ -279,49 +344,25 @@ class InstanceTable:
         request_id: str = "",
         work: Work = NONE,
         prefix: Iterable[bytes] = (),
-    ) -> Iterator[None]:
-        """Count one open call at ``record``, and its work, for as long as the context lasts.
+    ) -> OpenCall:
+        """Count one open call at ``record``, and its work, until it is closed.
 
         Args:
             request_id: by which the instance reports the call as received.
             prefix: beginnings of the prompt that it will have in its cache.
         """
         self.num_calls += 1
-        key, call = stage.value + request_id, _Call(work, self.num_calls)
-        record.in_flight[stage] += 1
-        record.num_chosen[stage] += 1
-        record._open(key, call)
         for beginning in prefix:
             record.prefixes.add(beginning)
-        try:
-            yield
-        finally:
-            record.in_flight[stage] -= 1
-            record._close(key, call)
+        return OpenCall(record, stage, request_id, work, self.num_calls)
 
-    @contextmanager
-    def encoding(self, record: InstanceRecord, ref: MediaRef, request_id: str = "") -> Iterator[Encoding]:
+    def encoding(self, record: InstanceRecord, ref: MediaRef, request_id: str = "") -> Encoding:
         """The same for an encode: an item that is encoded there already, or was, is no work."""
-        encoding = Encoding(was_known=ref.mm_hash in record.kept)
-        is_work = ref.mm_hash not in record.features and ref.mm_hash not in record.encoding
-        work = Work(num_pixels=ref.width * ref.height) if is_work else NONE
-        if is_work:
+        work = NONE
+        if ref.mm_hash not in record.features and ref.mm_hash not in record.encoding:
+            work = Work(num_pixels=ref.width * ref.height)
             for one in self:
                 one.recent_pixels *= _RECENT_MEMORY
             record.recent_pixels += work.num_pixels
-        record.encoding[ref.mm_hash] += 1
-        try:
-            with self.in_flight(record, Stage.ENCODE, request_id=request_id, work=work):
-                yield encoding
-            if encoding.was_known and not encoding.was_cached:
-                record.features.forget_half()  # it keeps fewer than we thought
-                record.kept.forget_half()
-            record.features.add(ref.mm_hash)
-            record.kept.add(ref.mm_hash)
-        except Exception:
-            record.features.discard(ref.mm_hash)
-            record.kept.discard(ref.mm_hash)
-            raise
-        finally:
-            record.encoding[ref.mm_hash] -= 1
-            record.encoding = +record.encoding  # without those at zero
+        call = self.in_flight(record, Stage.ENCODE, request_id=request_id, work=work)
+        return Encoding(call, record, ref.mm_hash)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from array import array
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +43,7 @@ async def frames_of(reply: Reply) -> list[Frame]:
         body = b"".join([piece async for piece in reply.stream])
     if reply.on_close is not None:
         reply.on_close()
-    found = frames.FrameReader().feed(body)
-    return [(choice, array("I", bytes(ids)).tolist(), bytes(events)) for choice, ids, events in found]
+    return frames.whole_frames(body)
 
 
 class Instances:

@@ -19,7 +19,7 @@ from epd_serve.launch.vllm_probe import VllmFound, check_flags, check_found, pro
 
 ROOT = Path(__file__).parents[2]
 SNAPSHOT = Path(__file__).parent / "vllm-ascend-qwen3-vl-8b.txt"
-#: Flags of vllm serve as of 0.20 and since, that the files in deploy/ and the command lines use.
+#: Flags of vllm serve 0.32 that the files in deploy/ and the command lines use (tests/vllm/test_flags.py).
 KNOWN_FLAGS = {
     "host", "port", "served_model_name", "dtype", "tensor_parallel_size", "gpu_memory_utilization",
     "kv_cache_memory_bytes", "ec_transfer_config", "kv_transfer_config", "enable_prefix_caching", "max_model_len",

@@ -2,48 +2,78 @@
 
 from __future__ import annotations
 
-from array import array
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd_serve.protocol import frames
+from epd_serve.protocol import chunks, frames
 
+EVENTS = st.binary(max_size=40).map(lambda data: data.replace(b"\x1e", b"\x1f"))
 FRAMES = st.lists(
-    st.tuples(
-        st.integers(0, frames.END),
-        st.lists(st.integers(0, 2**32 - 1), max_size=4),
-        st.binary(max_size=40),
-    ),
-    max_size=8,
+    st.tuples(st.integers(0, 300), st.lists(st.integers(0, 2**32 - 1), max_size=4), EVENTS), max_size=8
 )
 
 
-@given(FRAMES, st.lists(st.integers(1, 30), max_size=40))
-def test_frames_survive_any_cutting(wanted: list[tuple[int, list[int], bytes]], cuts: list[int]) -> None:
-    data = b"".join(frames.pack(*frame) for frame in wanted)
-    reader, found = frames.FrameReader(), []
+def packed(wanted: list[tuple[int, list[int], bytes]]) -> bytes:
+    return b"".join(frames.pack(*frame) for frame in wanted)
+
+
+@given(FRAMES, st.lists(st.integers(1, 30), max_size=40), st.booleans())
+def test_frames_survive_any_cutting(
+    wanted: list[tuple[int, list[int], bytes]], cuts: list[int], ends: bool
+) -> None:
+    wanted = [*wanted, (frames.END, [7], b"data: [DONE]\n\n")] if ends else wanted
+    data, reader, found = packed(wanted), frames.FrameReader(), b""
     for cut in (*cuts, len(data) + 1):
         chunk, data = data[:cut], data[cut:]
-        for choice, ids, events in reader.feed(chunk):
-            found.append((choice, array("I", bytes(ids)).tolist(), bytes(events)))
-    assert found == wanted
+        found += reader.read(chunk)
+    assert found == b"".join(events for *_, events in wanted)
+    tokens = [token for _, tokens, _ in wanted for token in tokens]
+    assert frames.token_ids(reader.labels) == tokens
+    assert frames.num_tokens(reader.labels) == len(tokens)
     assert reader.is_between_frames
+    assert reader.ended == ends and reader.error is None
 
 
 @given(FRAMES)
-def test_events_are_what_was_packed(wanted: list[tuple[int, list[int], bytes]]) -> None:
-    assert frames.events_of(frames.pack(*frame) for frame in wanted) == b"".join(events for *_, events in wanted)
+def test_frames_are_what_was_packed(wanted: list[tuple[int, list[int], bytes]]) -> None:
+    assert frames.whole_frames(packed(wanted)) == wanted
+    assert frames.events_of([packed(wanted)]) == b"".join(events for *_, events in wanted)
 
 
-@pytest.mark.parametrize("head", [(0, 0, 0), (7, 0, 1), (1 << 30, 0, 0)])
-def test_what_is_no_frame_is_refused(head: tuple[int, int, int]) -> None:
+@given(FRAMES, FRAMES)
+def test_nothing_is_read_behind_an_error(
+    before: list[tuple[int, list[int], bytes]], behind: list[tuple[int, list[int], bytes]]
+) -> None:
+    reader = frames.FrameReader()
+    found = reader.read(packed([*before, (frames.ERROR, [], b"what went wrong"), *behind]))
+    assert found == b"".join(events for *_, events in before)
+    assert reader.error == b"what went wrong" and not reader.ended
+    assert frames.token_ids(reader.labels) == [token for _, tokens, _ in before for token in tokens]
+
+
+@given(st.text())
+def test_no_event_has_the_separator_in_it(text: str) -> None:
+    event = chunks.event({"content": text + "\x1e"})
+    assert frames.whole_frames(frames.pack(0, (5,), event)) == [(0, [5], event)]
+
+
+@pytest.mark.parametrize("data", [b"\x1e\x1e", b"a\x1e\x1e", b"0,\x1edata\x1e", b"0;1\x1e\x1e", b"-3\x1e\x1e"])
+def test_what_is_no_frame_is_refused(data: bytes) -> None:
     with pytest.raises(frames.FrameError):
-        list(frames.FrameReader().feed(frames.HEAD.pack(*head) + bytes(20)))
+        frames.FrameReader().read(data)
+
+
+def test_an_endless_frame_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frames, "MAX_NBYTES", 100)
+    reader = frames.FrameReader()
+    assert reader.read(b"0,1\x1e" + b"x" * 90) == b""
+    with pytest.raises(frames.FrameError):
+        reader.read(b"x" * 90)
 
 
 def test_a_piece_of_a_frame_is_kept_back() -> None:
     reader = frames.FrameReader()
-    assert list(reader.feed(frames.pack(0, (5,), b"data: {}\n\n")[:-1])) == []
-    assert not reader.is_between_frames
+    assert reader.read(frames.pack(0, (5,), b"data: {}\n\n")[:-1]) == b""
+    assert not reader.is_between_frames and not reader.labels
+    assert reader.read(b"\x1e") == b"data: {}\n\n"

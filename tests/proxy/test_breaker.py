@@ -10,6 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from epd_serve.protocol import frames
 from proxy.breaker import Breaker, BreakerLimits, BreakerState
 from proxy.health import HealthSettings
 
@@ -134,7 +135,7 @@ async def test_a_stream_leaves_a_stopped_instance(start, kit):
     await gateway.until(lambda: any(gateway[name].got("/stage/prefill") for name in ("a0", "a1")))
     [stopped] = [name for name in ("a0", "a1") if gateway[name].got("/stage/prefill")]
     gateway[stopped].scripts["/probe"] = lambda _: [kit.FOREVER]
-    assert await asking == (200, kit.frame(1)[12:] + kit.frame(2)[12:] + kit.DONE)
+    assert await asking == (200, frames.events_of([kit.frame(1), kit.frame(2)]) + kit.DONE)
     await gateway.settle()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 import time
@@ -15,12 +16,15 @@ import torch
 from epd_serve.protocol.engine_notices import FeatureWithdrawn, pack, unpack
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.grouping import GroupSizer
+from epd_serve.transfer.shaped import ShapedTransport
 from epd_serve.vllm_plugin.kv_layout import LayerMemory, layer_memory, runs_of
 from epd_serve.vllm_plugin.kv_receiving import KVReceiver, Receive
 from epd_serve.vllm_plugin.kv_sending import Chunk, KVSender
 from epd_serve.vllm_plugin.notices import Conversation, NoticeRefused, NoticeServer
 
 NUM_LAYERS, BLOCKS_AT_P, BLOCKS_AT_D = 3, 8, 12
+#: Of four blocks, keys and values.
+LAYER_BYTES, LAYER_S = 4 * 2 * 2 * 4 * 8 * 4, 0.2
 
 
 def caches(num_blocks: int) -> list[torch.Tensor]:
@@ -39,12 +43,13 @@ class Sides:
     at_p: list[torch.Tensor] = field(default_factory=lambda: caches(BLOCKS_AT_P))
     at_d: list[torch.Tensor] = field(default_factory=lambda: caches(BLOCKS_AT_D))
 
-    def open(self, trace: Path | None = None, lease_s: float = 60.0) -> Sides:
+    def open(self, trace: Path | None = None, lease_s: float = 60.0, bytes_per_s: float | None = None) -> Sides:
         for number, layer in enumerate(self.at_p):
             layer.copy_(torch.arange(layer.numel()).reshape(layer.shape) + number * 10_000)
         sizer = GroupSizer(num_layers=NUM_LAYERS, fixed=1)
         self.transport = EmbeddedTransport()
-        self.sender = KVSender(EmbeddedTransport(), memories(self.at_p), sizer, lease_s=lease_s, trace=trace)
+        link = ShapedTransport(EmbeddedTransport(), bytes_per_s)
+        self.sender = KVSender(link, memories(self.at_p), sizer, lease_s=lease_s, trace=trace)
         self.server = NoticeServer("127.0.0.1", 0, self.sender.handle)
         self.receiver = KVReceiver(self.transport, memories(self.at_d), timeout_s=20)
         return self
@@ -209,6 +214,32 @@ def test_a_record_says_how_much_of_the_transfer_was_hidden(tmp_path: Path) -> No
     until(lambda: bool(file.read_text()))
     assert '"transfer_id": "t-r"' in file.read_text()
     sides.server.close()
+
+
+def overlap(folder: Path, layers_together: int) -> float:
+    """Of a prompt whose layers take as long to compute as their KV takes over a slow link."""
+    sides = Sides().open(trace=folder, bytes_per_s=LAYER_BYTES / LAYER_S)
+    sides.want([0, 1, 2, 3])
+    sides.sender.begin("t-r", "p-r", "hello")
+    for layer in range(NUM_LAYERS):
+        time.sleep(LAYER_S)
+        end = layer + 1
+        if end % layers_together == 0:
+            whole = Chunk(0, [0, 1, 2, 3], last=True)
+            sides.sender.push("t-r", range(end - layers_together, end), whole, last=end == NUM_LAYERS)
+    assert sides.ended() == ({"r"}, set())
+    (file,) = folder.iterdir()
+    until(lambda: bool(file.read_text()))
+    sides.server.close()
+    ratio: float = json.loads(file.read_text())["overlap"]
+    return ratio
+
+
+def test_groups_hide_what_a_transfer_of_the_whole_prompt_does_not(tmp_path: Path) -> None:
+    (tmp_path / "grouped").mkdir()
+    (tmp_path / "whole").mkdir()
+    assert overlap(tmp_path / "whole", NUM_LAYERS) < 0.2
+    assert overlap(tmp_path / "grouped", 1) > 0.4
 
 
 def test_runs_of_blocks_count_upwards_on_both_sides() -> None:

@@ -209,7 +209,7 @@ def corners(grid: Grid) -> Figure:
         shapes=shapes,
         annotations=notes,
         height=190 + 230 * rows,
-        margin={"l": 70, "r": 30, "t": 110, "b": 60},
+        margin={"l": 70, "r": 30, "t": 118, "b": 60},
         **layout,
     )
 

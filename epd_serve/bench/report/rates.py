@@ -28,7 +28,7 @@ def slo_text(grid: Grid) -> str:
 
 def capacity(grid: Grid) -> Figure:
     """Goodput of each deployment, the best on top."""
-    order = sorted(enumerate(grid.labels), key=lambda one: grid.goodput(one[1]))
+    order = sorted(enumerate(grid.labels), key=lambda one: (grid.goodput(one[1]), -one[0]))
     values = [grid.goodput(label) for _, label in order]
     highest = grid.loads[-1]
     texts = [
@@ -63,7 +63,7 @@ def capacity(grid: Grid) -> Figure:
 
 def attainment_map(grid: Grid) -> Figure:
     """Deployments by loads, the share of good requests as colour and number."""
-    labels = sorted(grid.labels, key=grid.goodput)
+    labels = sorted(grid.labels, key=lambda label: (grid.goodput(label), -grid.labels.index(label)))
     shares = [
         [
             100 * window(grid.runs[label, load]).attainment.value if (label, load) in grid.runs else None
@@ -231,7 +231,7 @@ def keeps_up(grid: Grid) -> Figure:
 
 def _with_legend(num_lines: int) -> int:
     """Pixels, so that no legend must be scrolled; the same for figures side by side."""
-    return max(440, 220 + 24 * num_lines)
+    return max(440, 250 + 24 * num_lines)
 
 
 def _answered(grid: Grid, label: str) -> Callable[[WindowSummary], float]:

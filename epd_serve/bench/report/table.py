@@ -61,7 +61,7 @@ def _of(value: Callable[[WindowSummary], float]) -> Callable[[Measured], float |
 
 #: Those of the paper's table 5 first.
 _COLUMNS = (
-    _Column(name="devices", short="devices", value=lambda run: run.settings.num_devices, form="{:.0f}"),
+    _Column(name="devices", short="dev", value=lambda run: run.settings.num_devices, form="{:.0f}"),
     _Column(
         name="TTFT (ms)",
         short="TTFT ms",
@@ -83,7 +83,7 @@ _COLUMNS = (
     ),
     _Column(
         name="effective tokens/s per device",
-        short="eff tok/s/dev",
+        short="eff tok/s",
         value=_of(lambda of: of.effective_throughput_per_device),
         form="{:.1f}",
         best=max,

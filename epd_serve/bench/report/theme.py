@@ -50,7 +50,7 @@ def color_of(position: int) -> str:
 
 def figure(data: Sequence[Trace], title: str, subtitle: str, *, is_narrow: bool = False, **layout: Any) -> Figure:
     """A figure with a title that says what is seen and below it how to read it."""
-    lines = wrap(subtitle, 72) if is_narrow else [subtitle]
+    lines = wrap(subtitle, 84) if is_narrow else [subtitle]
     text = f"<b>{title}</b><br><span style='font-size:12px'>{'<br>'.join(lines)}</span>"
     frame: dict[str, Any] = {
         "title": {
@@ -59,10 +59,10 @@ def figure(data: Sequence[Trace], title: str, subtitle: str, *, is_narrow: bool 
             "xanchor": "left",
             "y": 1,
             "yanchor": "top",
-            "pad": {"t": 14},
+            "pad": {"t": 22},
             "font": {"size": 16},
         },
-        "margin": {"l": 70, "r": 30, "t": 62 + 16 * len(lines), "b": 60},
+        "margin": {"l": 70, "r": 30, "t": 72 + 16 * len(lines), "b": 60},
         "height": 440,
         "hovermode": "closest",
     }

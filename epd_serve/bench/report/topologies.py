@@ -15,9 +15,9 @@ from epd_serve.bench.types import WindowSummary
 _AXES = (
     "fast first token",
     "fast tokens",
-    "few stragglers",
+    "short tail",
     "throughput",
-    "within limits",
+    "in limits",
     "effective<br>per device",
 )
 
@@ -152,7 +152,7 @@ def ranks(grid: Grid) -> Figure:
         "Who is best as the load grows",
         "Places by median TTFT, median TPOT, output tokens a second and good requests; 1 is best",
         annotations=notes,
-        margin={"l": 60, "r": 30, "t": 110, "b": 60},
+        margin={"l": 60, "r": 30, "t": 118, "b": 60},
         height=240 + 30 * count,
         **layout,
     )
