@@ -159,7 +159,7 @@ def main() -> None:
     parser.add_argument("--interference", type=Path, help="what 'epd-serve interference --out' wrote")
     parser.add_argument("--pixels", type=int, default=448 * 448, help="of each image of a measured run")
     parser.add_argument("--cores", type=int, default=2, help="of the machine of measured runs")
-    wanted = parser.parse_args()
+    wanted = parser.parse_intermixed_args()
     if wanted.what == "speed":
         found: Any = speed(wanted.requests)
     elif wanted.what == "papers":

@@ -67,6 +67,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
         compute_share, bandwidth_share: of the device's peak, what a step uses while it waits for that resource.
         memory_bytes: for weights and KV; language_bytes, tower_bytes: of the weights.
         pixels_per_token: of images whose tokens go by their size; tokens_per_image: of towers with one size.
+        min_pixels, max_pixels: between which the model's processor brings every image.
         link_bytes_per_s: to other devices of the machine; handshake_s: before each transfer.
         request_s: that a request takes on its way to the engine: gateway, preparation.
         hand_over_s: from the end of a prefill to the first step at D, transfer apart.
@@ -94,6 +95,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
     num_layers: int = 1
     pixels_per_token: float = 784.0
     tokens_per_image: int | None = None
+    min_pixels: int = 1
+    max_pixels: int = 1 << 31
     link_bytes_per_s: float = 4e9
     handshake_s: float = 3e-4
     request_s: float = 0.0
@@ -117,11 +120,16 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
         """Seconds of one batch of images, given by their pixels. Raises ValueError without a tower."""
         if not self.encode:
             raise ValueError(f"the profile of {self.model} on {self.device} has no encode")
-        return max(line.seconds(pixels) for line in self.encode)
+        seen = [self._seen(count) for count in pixels]
+        return max(line.seconds(seen) for line in self.encode)
 
     def image_tokens(self, num_pixels: int) -> int:
         """Of one image."""
-        return self.tokens_per_image or max(round(num_pixels / self.pixels_per_token), 1)
+        return self.tokens_per_image or max(round(self._seen(num_pixels) / self.pixels_per_token), 1)
+
+    def _seen(self, num_pixels: int) -> int:
+        """What the tower sees of an image."""
+        return min(max(num_pixels, self.min_pixels), self.max_pixels)
 
     def num_blocks(self, block_size: int, *, share: float, holds_tower: bool) -> int:
         """KV blocks that a ``share`` of the memory has room for besides the weights; 2 at least."""

@@ -44,7 +44,6 @@ class Job:
     num_retries: int = 0
     prefilled_s: float | None = None
     encoded_s: float | None = None
-    attempt: _Attempt | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -142,7 +141,7 @@ class SimGateway:
             num_before=job.num_output,
         )
         attempt.sequence.request_id = attempt.id
-        job.attempt = self._attempts[attempt.id] = attempt
+        self._attempts[attempt.id] = attempt
         prefill = self._instances[route.prefill.name]
         self._open(attempt, route.prefill, Stage.PREFILL)
         if not route.fused:

@@ -46,6 +46,8 @@ def test_the_command_measures_fits_and_writes(tmp_path: Path) -> None:
     assert profile.kv_token_bytes == 2 * shape.kv_token_bytes  # float32 here, half of it in the checkpoint
     assert profile.num_layers == shape.language.num_layers
     assert profile.encode_s([224**2] * 2) > profile.encode_s([112**2]) > 0
+    # the demo's processor brings images to one size, whatever they are
+    assert profile.image_tokens(802 * 652) == profile.image_tokens(8 * 8) == 36
     assert profile.step_s(128, 1, 0, 128**2) > profile.step_s(1, 1, 64) > 0
 
 
