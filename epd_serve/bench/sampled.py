@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import msgspec
 
@@ -32,16 +33,20 @@ class Sampled(msgspec.Struct, kw_only=True):
 
 
 def sampled(samples: Sequence[Sample]) -> Sampled:
-    """The differences between the first and the last sample; of a run that was resumed, over the gap too."""
+    """What grew from sample to sample; the gap before a run was resumed does not count.
+
+    A counter that fell is one of a server that was started again, from 0.
+    """
     found = Sampled(cache_hits={}, utilisation={}, cpu_s={})
     if len(samples) < 2:
         return found
-    first, last = samples[0], samples[-1]
+    last = samples[-1]
     for cache, names in _CACHES.items():
         for hits, lookups in names:
-            whole = round(_total(last, lookups) - _total(first, lookups))
+            whole = round(_growth(samples, lambda one, name=lookups: _total(one, name)))
             if whole > 0:
-                found.cache_hits[cache] = wilson(round(_total(last, hits) - _total(first, hits)), whole)
+                part = round(_growth(samples, lambda one, name=hits: _total(one, name)))
+                found.cache_hits[cache] = wilson(min(part, whole), whole)
     for device in last.devices:
         values = [
             value
@@ -51,11 +56,21 @@ def sampled(samples: Sequence[Sample]) -> Sampled:
         ]
         if values:
             found.utilisation[device] = sum(values) / len(values)
-    for name, seconds in last.devices.get("cpu", {}).items():
+    for name in last.devices.get("cpu", {}):
         kind, _, process = name.partition(":")
         if kind == "cpu_s":
-            found.cpu_s[process] = round(seconds - first.devices.get("cpu", {}).get(name, 0.0), 3)
+            grown = _growth(samples, lambda one, name=name: one.devices.get("cpu", {}).get(name, 0.0))
+            found.cpu_s[process] = round(grown, 3)
     return found
+
+
+def _growth(samples: Sequence[Sample], counter: Callable[[Sample], float]) -> float:
+    grown = 0.0
+    for before, after in pairwise(samples):
+        if after.phase != "before":
+            value, earlier = counter(after), counter(before)
+            grown += value - earlier if value >= earlier else value
+    return grown
 
 
 def _total(sample: Sample, name: str) -> float:
