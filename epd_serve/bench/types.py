@@ -195,7 +195,7 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     @property
     def e2el_s(self) -> float | None:
-        """From the send to the generation's last event (to the end of the answer where none came)."""
+        """From the send to the generation's last event, or the answer's end where none came."""
         return self._since_sent(self._end_s)
 
     @property
@@ -220,11 +220,6 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
         return None if self.sent_s is None else self.sent_s - self.scheduled_s
 
     @property
-    def last_token_s(self) -> float | None:
-        """The generation's last event; None where no token came."""
-        return self._end_s if self.token_times_s else None
-
-    @property
     def _end_s(self) -> float:
         return self.finish_s if self.last_event_s is None else self.last_event_s
 
@@ -233,10 +228,7 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class SLO(msgspec.Struct, kw_only=True, frozen=True):
-    """The limits of a good answer. A request attains them where it succeeded and keeps both.
-
-    The defaults are the paper's (003 section 4.1).
-    """
+    """The limits of a good answer, by default the paper's (003 section 4.1). Both must be kept."""
 
     ttft_ms: float = 2000.0
     tpot_ms: float = 50.0

@@ -73,7 +73,7 @@ def gantt(run: Measured, name: str) -> Figure:
 
 def _bars(record: Record) -> Iterator[Bar]:
     sent_s = record.sent_s
-    end_s = record.finish_s if record.last_token_s is None else record.last_token_s
+    end_s = record.finish_s if record.last_event_s is None else record.last_event_s
     yield "waits at the tester", record.scheduled_s, (end_s if sent_s is None else sent_s) - record.scheduled_s
     if sent_s is None:
         return
