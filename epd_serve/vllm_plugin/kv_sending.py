@@ -205,9 +205,11 @@ class KVSender:
                 continue
             try:
                 self._write(transfer_id, transfer, work)
-            except TransferError as error:
+            except Exception as error:  # one D's must not end the thread that all wait for
+                if not isinstance(error, TransferError):
+                    logger.exception("KV of transfer %s cannot be written", transfer_id)
                 with self._lock:
-                    self._end(transfer_id, transfer, str(error))
+                    self._end(transfer_id, transfer, str(error) or type(error).__name__)
                 continue
             if work.last and work.chunk.last:
                 with self._lock:
