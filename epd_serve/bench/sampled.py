@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 import msgspec
@@ -40,12 +40,12 @@ def sampled(samples: Sequence[Sample]) -> Sampled:
     found = Sampled(cache_hits={}, utilisation={}, cpu_s={})
     if len(samples) < 2:
         return found
-    last = samples[-1]
+    last, phases = samples[-1], [one.phase for one in samples]
     for cache, names in _CACHES.items():
         for hits, lookups in names:
-            whole = round(_growth(samples, lambda one, name=lookups: _total(one, name)))
+            whole = round(_growth([_total(one, lookups) for one in samples], phases))
             if whole > 0:
-                part = round(_growth(samples, lambda one, name=hits: _total(one, name)))
+                part = round(_growth([_total(one, hits) for one in samples], phases))
                 found.cache_hits[cache] = wilson(min(part, whole), whole)
     for device in last.devices:
         values = [
@@ -59,17 +59,16 @@ def sampled(samples: Sequence[Sample]) -> Sampled:
     for name in last.devices.get("cpu", {}):
         kind, _, process = name.partition(":")
         if kind == "cpu_s":
-            grown = _growth(samples, lambda one, name=name: one.devices.get("cpu", {}).get(name, 0.0))
+            grown = _growth([one.devices.get("cpu", {}).get(name, 0.0) for one in samples], phases)
             found.cpu_s[process] = round(grown, 3)
     return found
 
 
-def _growth(samples: Sequence[Sample], counter: Callable[[Sample], float]) -> float:
+def _growth(values: Sequence[float], phases: Sequence[str]) -> float:
     grown = 0.0
-    for before, after in pairwise(samples):
-        if after.phase != "before":
-            value, earlier = counter(after), counter(before)
-            grown += value - earlier if value >= earlier else value
+    for (before, after), phase in zip(pairwise(values), phases[1:], strict=True):
+        if phase != "before":
+            grown += after - before if after >= before else after
     return grown
 
 

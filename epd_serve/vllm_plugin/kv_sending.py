@@ -262,8 +262,11 @@ class KVSender:
             "exposed_s": round(exposed_s, 6),
             "overlap": round(1 - min(1.0, exposed_s / transfer.write_s), 4) if transfer.write_s else 0.0,
         }
-        self._trace.write(json.dumps(record) + "\n")
-        self._trace.flush()
+        try:
+            self._trace.write(json.dumps(record) + "\n")
+            self._trace.flush()
+        except (OSError, ValueError) as error:  # no reason to hand nothing over
+            logger.warning("the record of transfer %s cannot be written: %s", transfer_id, error)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless nothing is left of transfers that have ended."""
