@@ -34,6 +34,7 @@ from epd_serve.bench.workloads import load_workload
 
 #: A search goes no lower than this part of its first rate.
 _LOWEST = 1 / 64
+_FILE_WIDTH = 120
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +113,7 @@ def run_bench(
     if rates is not None and (wanted.rate is not None or wanted.find_goodput):
         raise ValueError("--rates names all rates; leave --rate and --find-goodput out")
     workload = load_workload(wanted.workload)  # its faults are told before anything is made
-    console = Console(stderr=as_json)
+    console = _console(as_json=as_json)
     session = _session(console, api_key)
     if compare:
         return _compare(console, session, wanted, rates, work_dir, compare, outputs)
@@ -132,7 +133,7 @@ def run_bench(
 
 def resume_bench(path: Path, *, api_key: str | None, as_json: bool, outputs: Outputs) -> int:
     """Go on with a run, a sweep or a comparison. Returns the exit code."""
-    console = Console(stderr=as_json)
+    console = _console(as_json=as_json)
     session = _session(console, api_key)
     if (path / "compare.json").exists():
         compared = read_comparison(path)
@@ -157,7 +158,7 @@ def redraw_bench(
 ) -> int:
     """Reports anew what lies in directories, all in one report, in the first of them; limits that are given stand
     for those of the runs. Returns the exit code."""
-    console = Console()
+    console = _console(as_json=False)
     runs = [run for path in directories for run in read_runs(path, ttft_ms, tpot_ms)]
     show_comparison(console, runs)
     outputs.write(console, directories[0], runs)
@@ -200,6 +201,12 @@ def _rate(wanted: Wanted) -> float | None:
     if wanted.rate is None and kind in ("poisson", "constant", "gamma"):
         return 1.0
     return wanted.rate
+
+
+def _console(*, as_json: bool) -> Console:
+    """A file or a pipe has no width: figures must not be cut there."""
+    console = Console(stderr=as_json)
+    return console if console.is_terminal else Console(stderr=as_json, width=max(_FILE_WIDTH, console.width))
 
 
 def _session(console: Console, api_key: str | None) -> Session:

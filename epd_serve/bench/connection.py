@@ -27,7 +27,12 @@ CONNECT_TIMEOUT_S = 10.0
 
 
 class Target:
-    """Where to send; the name is looked up once."""
+    """Where to send; the name is looked up once.
+
+    Attributes:
+        addresses: all that the name stands for; only the one that takes connections once that is known.
+        address: the first of them.
+    """
 
     def __init__(self, url: str) -> None:
         """Raises ValueError for a URL that is not http(s) or a host that nobody knows."""
@@ -44,7 +49,8 @@ class Target:
             found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
         except OSError as error:
             raise ValueError(f"{self.host}: {error.strerror or error}; is --base-url right?") from error
-        self.address = str(found[0][4][0])
+        self.addresses = list(dict.fromkeys(str(one[4][0]) for one in found))
+        self.address = self.addresses[0]
 
     def head(self, method: str, path: str, headers: str, size: int) -> bytes:
         """``headers`` are lines that end with CR LF."""
@@ -170,16 +176,9 @@ class Connections:
             await asyncio.sleep(0.001)
 
     async def _connect(self, exchange: Exchange) -> None:
-        target, loop = self.target, asyncio.get_running_loop()
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                _, connection = await loop.create_connection(
-                    lambda: _Connection(self),
-                    target.address,
-                    target.port,
-                    ssl=target.tls,
-                    server_hostname=target.host if target.tls else None,
-                )
+                connection = await self._open()
         except OSError as error:  # TimeoutError is one
             detail = error.strerror or str(error) or f"no connection in {CONNECT_TIMEOUT_S:g} s"
             exchange.fail(self.clock(), Failure.CONNECT, detail)
@@ -188,6 +187,25 @@ class Connections:
             connection.begin(exchange)
         else:
             connection.abort()
+
+    async def _open(self) -> _Connection:
+        target, addresses = self.target, self.target.addresses
+        for number, address in enumerate(addresses, start=1):
+            try:
+                _, connection = await asyncio.get_running_loop().create_connection(
+                    lambda: _Connection(self),
+                    address,
+                    target.port,
+                    ssl=target.tls,
+                    server_hostname=target.host if target.tls else None,
+                )
+            except OSError:
+                if number == len(addresses):
+                    raise
+            else:  # a server on 127.0.0.1 alone, though localhost is ::1 as well
+                target.addresses, target.address = [address], address
+                return connection
+        raise AssertionError("a name has an address")
 
     def _time_out(self, exchange: Exchange) -> None:
         if exchange.connecting is not None:

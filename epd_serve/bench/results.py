@@ -41,10 +41,11 @@ class Measured:
 
     @property
     def load_text(self) -> str:
-        """The load in words: "8 req/s", "16 at once"."""
+        """The load in words: "8 req/s", "16 at once", else the arrivals as typed."""
         if self.rate is not None:
             return f"{self.rate:.4g} req/s"
-        return f"{self.settings.arrivals.removeprefix('closed:')} at once"
+        kind, _, number = self.settings.arrivals.partition(":")
+        return f"{number} at once" if kind == "closed" else self.settings.arrivals
 
 
 def file_name(text: str) -> str:

@@ -100,8 +100,7 @@ class Runner:
             return max((record.finish_s for record in self._done.values()), default=0.0)
         if not self._done:
             return 0.0
-        times = [chain.at_s for chain in self._plan.chains if self._first_open(chain) < len(chain.items)]
-        return min((at_s for at_s in times if at_s is not None), default=0.0)
+        return min((at_s for chain in self._plan.chains if (at_s := self._due_s(chain)) is not None), default=0.0)
 
     async def run(self) -> bool:
         """Until all is answered; False where :meth:`stop` came before. Raises what ``on_record`` raised."""
@@ -133,7 +132,8 @@ class Runner:
     # ------------------------------------------------------------------ what is due when
 
     async def _open_loop(self, starts: list[_Pending]) -> None:
-        upcoming = deque(starts)
+        # A conversation that is gone on with is due later than its first turn was.
+        upcoming = deque(sorted(starts, key=lambda pending: pending.scheduled_s))
         while upcoming and not self._stopping:
             pending = upcoming[0]
             wait_s = pending.scheduled_s - self.now()
@@ -144,6 +144,7 @@ class Runner:
             else:
                 upcoming.popleft()
                 self._due(pending)
+                await asyncio.sleep(0)  # many that are due at once must not keep answers from being read
         while not self._is_over():
             await self._sleep(3600.0)
 
@@ -327,13 +328,27 @@ class Runner:
             pending = self._follower(chain, before + 1, pending.history, record)
         return pending
 
+    def _due_s(self, chain: Chain) -> float | None:
+        """When the first turn without a record is due; None where there is none to be sent."""
+        turn = self._first_open(chain)
+        if turn == len(chain.items):
+            return None
+        if not turn:
+            return chain.at_s
+        record = self._done[chain.items[turn - 1].index]
+        return self._turn_due_s(chain, turn, record) if record.failure is None else None
+
+    def _turn_due_s(self, chain: Chain, turn: int, record: Record) -> float:
+        """When a turn behind ``record`` is."""
+        item = chain.items[turn]
+        planned_s = 0.0 if item.arrival_s is None or chain.at_s is None else item.arrival_s * self._plan.time_scale
+        return max(record.finish_s + item.think_s, planned_s)
+
     def _follower(self, chain: Chain, turn: int, history: list[dict[str, Any]], record: Record) -> _Pending:
         """The turn behind ``record``, with its answer in the history."""
-        item = chain.items[turn]
         answer = {"role": "assistant", "content": record.text}
         history = [*history, *map(wire_message, chain.items[turn - 1].messages), answer]
-        planned_s = 0.0 if item.arrival_s is None or chain.at_s is None else item.arrival_s * self._plan.time_scale
-        return _Pending(chain, turn, max(record.finish_s + item.think_s, planned_s), history)
+        return _Pending(chain, turn, self._turn_due_s(chain, turn, record), history)
 
 
 def _names(item: Item) -> dict[str, Any]:

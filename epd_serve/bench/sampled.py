@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import msgspec
 
@@ -32,16 +33,20 @@ class Sampled(msgspec.Struct, kw_only=True):
 
 
 def sampled(samples: Sequence[Sample]) -> Sampled:
-    """The differences between the first and the last sample; of a run that was resumed, over the gap too."""
+    """What grew from sample to sample; the gap before a run was resumed does not count.
+
+    A counter that fell is one of a server that was started again, from 0.
+    """
     found = Sampled(cache_hits={}, utilisation={}, cpu_s={})
     if len(samples) < 2:
         return found
-    first, last = samples[0], samples[-1]
+    last, phases = samples[-1], [one.phase for one in samples]
     for cache, names in _CACHES.items():
         for hits, lookups in names:
-            whole = round(_total(last, lookups) - _total(first, lookups))
+            whole = round(_growth([_total(one, lookups) for one in samples], phases))
             if whole > 0:
-                found.cache_hits[cache] = wilson(round(_total(last, hits) - _total(first, hits)), whole)
+                part = round(_growth([_total(one, hits) for one in samples], phases))
+                found.cache_hits[cache] = wilson(min(part, whole), whole)
     for device in last.devices:
         values = [
             value
@@ -51,11 +56,20 @@ def sampled(samples: Sequence[Sample]) -> Sampled:
         ]
         if values:
             found.utilisation[device] = sum(values) / len(values)
-    for name, seconds in last.devices.get("cpu", {}).items():
+    for name in last.devices.get("cpu", {}):
         kind, _, process = name.partition(":")
         if kind == "cpu_s":
-            found.cpu_s[process] = round(seconds - first.devices.get("cpu", {}).get(name, 0.0), 3)
+            grown = _growth([one.devices.get("cpu", {}).get(name, 0.0) for one in samples], phases)
+            found.cpu_s[process] = round(grown, 3)
     return found
+
+
+def _growth(values: Sequence[float], phases: Sequence[str]) -> float:
+    grown = 0.0
+    for (before, after), phase in zip(pairwise(values), phases[1:], strict=True):
+        if phase != "before":
+            grown += after - before if after >= before else after
+    return grown
 
 
 def _total(sample: Sample, name: str) -> float:

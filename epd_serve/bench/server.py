@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from typing import Any
@@ -134,7 +135,9 @@ def parse_metrics(page: bytes) -> dict[str, float]:
             name, _, value = line.rpartition(b" ")
             bare = name.partition(b"{")[0]
             if not bare.endswith((b"_bucket", b"_created")):
-                found[name.decode()] = float(value)
+                number = float(value)
+                if math.isfinite(number):  # JSON has no other
+                    found[name.decode()] = number
     return found
 
 

@@ -115,7 +115,7 @@ class Sweep:
         return outcomes
 
     def _one(self, file: SweepFile, number: int, rate: float) -> Outcome | None:
-        path = self.path / f"rate-{rate:.4g}"
+        path = self.path / f"rate-{rate:.12g}"  # never the same for two rates
         if (path / "run.json").exists():
             run = RunDirectory.open(path)
             if is_complete(run):

@@ -43,10 +43,10 @@ def show_summary(console: Console, settings: RunSettings, summary: Summary, samp
 
 def show_sweep(console: Console, runs: Sequence[tuple[RunSettings, Summary]]) -> None:
     """One line for each rate."""
-    table = Table(title="by rate", title_justify="left", box=box.SIMPLE_HEAD)
+    table = Table(title="by rate", title_justify="left", box=box.SIMPLE_HEAD, padding=0)
     for column in ("req/s", "sent", "TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99", "attained", "95 %", "tok/s"):
-        table.add_column(column, justify="right")
-    table.add_column("effective tok/s per device", justify="right")
+        table.add_column(column.replace("T p", "T\np"), justify="right")  # ten columns fit a terminal of 80
+    table.add_column("effective\ntok/s per\ndevice", justify="right")
     for settings, summary in runs:
         total = summary.total
         table.add_row(
@@ -55,7 +55,7 @@ def show_sweep(console: Console, runs: Sequence[tuple[RunSettings, Summary]]) ->
             *(_quantiles(total.figures.get("ttft"))),
             *(_quantiles(total.figures.get("tpot"))),
             f"{total.attainment.value:.1%}",
-            _interval(total.attainment),
+            _interval(total.attainment).removesuffix(" %"),
             f"{total.output_token_throughput:.1f}",
             f"{total.effective_throughput_per_device:.1f}",
         )
@@ -70,7 +70,7 @@ def _show_sampled(console: Console, sampled: Sampled) -> None:
 
 
 def _latencies(title: str, figures: dict[str, Distribution]) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0)
     table.add_column("", no_wrap=True)
     for column in ("mean", "min", "max", "median", "p75", "p90", "p99", "N"):
         table.add_column(column, justify="right")
@@ -83,7 +83,7 @@ def _latencies(title: str, figures: dict[str, Distribution]) -> Table:
 
 
 def _rates(settings: RunSettings, summary: Summary) -> Table:
-    table = Table(box=box.SIMPLE_HEAD)
+    table = Table(box=box.SIMPLE_HEAD, padding=0)
     table.add_column("", no_wrap=True)
     windows = [("total", summary.total), *([("stable", summary.stable)] if summary.stable else [])]
     windows += list(summary.by_modality.items())

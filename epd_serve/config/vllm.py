@@ -118,7 +118,7 @@ def check_vllm(
         if one.share == "auto":
             raise ValueError(f"share of {role}: auto is measured with engine: native; write a number")
     placement = tuple(placement)
-    widths = {instance.role.prefills: instance.tensor_parallel for instance in placement}
+    moving = [one for one in placement if one.role.prefills != one.role.decodes]
     on_host = all(instance.devices[0] == "cpu" for instance in placement)
     for instance in placement:
         role = str(instance.role)
@@ -126,11 +126,10 @@ def check_vllm(
             raise ValueError("ED: a vLLM instance that encodes for others does not decode; write E-P-D or EP-D")
         if instance.tensor_parallel > _MAX_TENSOR_PARALLEL:
             raise ValueError(f"@tp{instance.tensor_parallel}: at most {_MAX_TENSOR_PARALLEL} ranks have ports")
-    splits = any(not (one.role.prefills and one.role.decodes) and one.role.decodes for one in placement)
-    if splits and vllm.kv == "grouped":
+    if connectors(placement, vllm)[1] == "grouped":
         if not on_host:
             raise ValueError("vllm.kv: grouped moves KV caches in host memory; write mooncake or nixl")
-        if len(set(widths.values())) > 1:
+        if len({one.tensor_parallel for one in moving}) > 1:
             raise ValueError("vllm.kv: grouped needs the same @tp for P and D; write mooncake or nixl")
     roles = {str(instance.role) for instance in placement}
     encoders = "E" in roles

@@ -96,7 +96,11 @@ class FeatureInbox:
         self._memory.check_integrity()
 
     def _fetch(self, event: FeatureEvent) -> str:
-        if event.mm_hash in self._memory:
+        # Held for a while by nobody in particular: its request may still be on its way.
+        owner = _ARRIVED + event.mm_hash
+        if self._memory.acquire(event.mm_hash, owner) is not None:
+            with self._lock:
+                self._arrivals[owner] = self._clock()
             return ""
         if event.region is None:
             return f"feature {event.mm_hash[:12]} lies in {event.store}, which this instance does not use"
@@ -108,8 +112,6 @@ class FeatureInbox:
             self._withdraw(event.request_id, event.mm_hash)
             return str(error)
         self._let_go()
-        # Held for a while by nobody in particular: its request may still be on its way.
-        owner = _ARRIVED + event.mm_hash
         kept = self._memory.put(
             event.mm_hash, memoryview(data), event.shape, event.dtype, owner, digest=event.checksum
         )

@@ -205,9 +205,11 @@ class KVSender:
                 continue
             try:
                 self._write(transfer_id, transfer, work)
-            except TransferError as error:
+            except Exception as error:  # one D's must not end the thread that all wait for
+                if not isinstance(error, TransferError):
+                    logger.exception("KV of transfer %s cannot be written", transfer_id)
                 with self._lock:
-                    self._end(transfer_id, transfer, str(error))
+                    self._end(transfer_id, transfer, str(error) or type(error).__name__)
                 continue
             if work.last and work.chunk.last:
                 with self._lock:
@@ -260,8 +262,11 @@ class KVSender:
             "exposed_s": round(exposed_s, 6),
             "overlap": round(1 - min(1.0, exposed_s / transfer.write_s), 4) if transfer.write_s else 0.0,
         }
-        self._trace.write(json.dumps(record) + "\n")
-        self._trace.flush()
+        try:
+            self._trace.write(json.dumps(record) + "\n")
+            self._trace.flush()
+        except (OSError, ValueError) as error:  # no reason to hand nothing over
+            logger.warning("the record of transfer %s cannot be written: %s", transfer_id, error)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless nothing is left of transfers that have ended."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from load_tester import Scripted, Scripts, session, settings
 from scripted_server import FIRST_S, NUM_TOKENS, STALL_S
 
+from epd_serve.bench.connection import Connections, Target
 from epd_serve.bench.run_directory import RunDirectory
 from epd_serve.bench.statistics import percentile
 from epd_serve.bench.types import Failure, Record
@@ -133,3 +135,16 @@ def test_a_closed_loop_keeps_its_number_of_requests_under_way(scripted: Scripted
     assert summary.total.mean_concurrency > 2.5
     assert summary.total.planned_rate is None
     assert len(run.records()) == 12
+
+
+def test_a_name_with_several_addresses_is_reached_at_the_one_that_answers(scripted: Scripted) -> None:
+    target = Target(scripted.url)
+    target.addresses = ["127.0.0.2", "127.0.0.1"]  # as localhost is ::1 too, where the server is not
+
+    async def ask() -> tuple[Failure | None, list[str]]:
+        connections = Connections(target, timeout_s=5)
+        answer = await connections.get("/v1/models")
+        await connections.close()
+        return answer.failure, target.addresses
+
+    assert asyncio.run(ask()) == (None, ["127.0.0.1"])

@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[2]
         ("topology: (E-P)-D\ninstances: {share: auto}", "auto is measured with engine: native; write a number"),
         ("devices: ['cuda:0', 'cuda:1', 'cuda:2']\nvllm: {kv: grouped}", "write mooncake or nixl"),
         ("topology: E-P@tp2-D\nvllm: {kv: grouped}", "needs the same @tp for P and D"),
+        ("topology: E-P@tp2-D", "needs the same @tp for P and D"),  # grouped is what CPUs get
         ("vllm: {features: file}", "needs vllm.feature_dir"),
         ("vllm: {kv: files}", "vllm.kv: 'files' is not possible here; write grouped, mooncake or nixl"),
     ],

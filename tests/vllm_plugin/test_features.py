@@ -153,6 +153,17 @@ def test_an_arrival_outlives_others_until_its_request_has_had_its_time(peers: Pe
     assert not peers.inbox.has("first")
 
 
+def test_what_is_here_already_stays_for_the_request_that_it_was_announced_for(peers: Peers) -> None:
+    peers.announce("a", bytes(400))
+    assert peers.inbox.hold("engine-r", "a")
+    peers.inbox.forget("engine-r")
+    assert peers.announce("a", bytes(400)) == ""
+    assert "finds no room" in peers.announce("large", bytes(800))
+    assert peers.inbox.hold("engine-s", "a")
+    peers.inbox.forget("engine-s")
+    peers.inbox.check_integrity()
+
+
 def test_notices_for_others_are_refused(peers: Peers) -> None:
     assert "knows no KVUnwanted" in peers.inbox.handle(KVUnwanted(transfer_id="t"), never)
 

@@ -205,6 +205,17 @@ def test_a_request_that_d_never_asks_for_is_released_when_declined_or_late(sides
     late.server.close()
 
 
+def test_a_record_that_cannot_be_written_holds_nobody_up(tmp_path: Path) -> None:
+    sides = Sides().open(trace=tmp_path)
+    assert sides.sender._trace is not None
+    sides.sender._trace.close()  # as a full disk, nothing can be written to it
+    for name in ("first", "second"):
+        sides.want([3], name=name)
+        sides.compute([1], name=name)
+        assert sides.ended() == ({name}, set())
+    sides.server.close()
+
+
 def test_a_record_says_how_much_of_the_transfer_was_hidden(tmp_path: Path) -> None:
     sides = Sides().open(trace=tmp_path)
     sides.want([3, 4])
