@@ -15,6 +15,7 @@ from services import serving
 
 from epd_serve.errors import WEDGED, ServeError
 from epd_serve.protocol import wire
+from epd_serve.protocol.frames import END, pack
 
 
 async def test_a_probe_finds_what_an_answering_port_hides(tmp_path: Path) -> None:
@@ -67,7 +68,7 @@ async def test_draining_refuses_what_is_new_and_waits_for_the_rest(tmp_path: Pat
         assert not instance.info().ready
         await drained
         answer = await running
-        assert answer.status_code == 200 and answer.content.endswith(b"data: [DONE]\n\n")
+        assert answer.status_code == 200 and answer.content.endswith(pack(END, [], b"data: [DONE]\n\n"))
 
 
 async def test_what_waits_for_more_blocks_is_no_fault_of_the_engine(tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def test_every_instance_option_is_a_flag(monkeypatch: pytest.MonkeyPatch, tmp_pa
     defaults = {field.name: field.default for field in fields(InstanceOptions)}
     same = {name for name, default in defaults.items() if getattr(OPTIONS, name) == default}
     assert same == {"kv_cache_bytes"}, "the test shall change every option, of which two exclude each other"
-    calls = fake_module(monkeypatch, "epd_serve.instance.main", "run_instance")
+    calls = fake_module(monkeypatch, "epd_serve.instance.main", "run_instance", end_process=lambda: None)
     monkeypatch.setattr(cli, "model_path", Path)
     assert run(monkeypatch, "instance", *OPTIONS.to_arguments()) == 0
     by_bytes = ["--name", "e0", "--role", "E", "--kv-cache-bytes", "5000"]
