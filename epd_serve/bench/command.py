@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -119,7 +120,13 @@ def run_bench(
         return _compare(console, session, wanted, rates, work_dir, compare, outputs)
     if rates is None and not wanted.find_goodput:
         settings = wanted.settings(_rate(wanted))
-        outcome = session.begin(new_directory(work_dir), settings, workload)
+        path = new_directory(work_dir)
+        try:
+            outcome = session.begin(path, settings, workload)
+        except ValueError:
+            with suppress(OSError):  # it holds a run already
+                path.rmdir()
+            raise
         return _end_run(console, outcome, outputs, as_json=as_json)
     first = rates[0] if rates else wanted.rate or 1.0
     settings = wanted.settings(first)

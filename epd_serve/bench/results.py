@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from epd_serve.bench.arrivals import ClosedLoop, Trace, parse_load
 from epd_serve.bench.types import Record, RunSettings, Sample, Summary
 
 MS = 1e3
@@ -36,16 +37,21 @@ class Measured:
 
     @property
     def rate(self) -> float | None:
-        """Requests a second as planned; None in a closed loop."""
-        return self.settings.rate
+        """Requests a second as planned, of a ramp or a trace on average; None in a closed loop."""
+        settings, total = self.settings, self.summary.total
+        load = parse_load(settings.arrivals, rate=settings.rate, time_scale=settings.time_scale)
+        if isinstance(load, ClosedLoop):
+            return None
+        if isinstance(load, Trace):
+            return total.achieved_rate if total.planned_rate is None else total.planned_rate
+        return load.rate
 
     @property
     def load_text(self) -> str:
-        """The load in words: "8 req/s", "16 at once", else the arrivals as typed."""
+        """The load in words: "8 req/s", "16 at once"."""
         if self.rate is not None:
             return f"{self.rate:.4g} req/s"
-        kind, _, number = self.settings.arrivals.partition(":")
-        return f"{number} at once" if kind == "closed" else self.settings.arrivals
+        return f"{self.settings.arrivals.removeprefix('closed:')} at once"
 
 
 def file_name(text: str) -> str:

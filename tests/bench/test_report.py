@@ -176,3 +176,19 @@ def test_pieces_of_stages_cover_the_same_time_and_never_overlap(drawn: list[tupl
     encoded = {second for stage, begin, n in drawn if stage == "encode" for second in range(begin, begin + n)}
     mine = {s for stage, begin, n in found if stage == "encode" for s in range(int(begin), int(begin + n))}
     assert mine == encoded, "the encoder's time is never hidden behind P's waiting for it"
+
+
+@pytest.mark.parametrize(
+    ("arrivals", "load", "text"),
+    [("trace", 2.0, "2 req/s"), ("ramp:1:4", 2.5, "2.5 req/s"), ("closed:3", 3.0, "3 at once")],
+)
+def test_every_kind_of_load_has_its_place(arrivals: str, load: float, text: str, tmp_path: Path) -> None:
+    runs = [
+        measured([good(index, index / 2) for index in range(20)], label=label, rate=None, arrivals=arrivals)
+        for label in ("EPD", "E-P-D")
+    ]
+    (grid,) = grids(runs)
+    assert grid.loads == (load,)
+    assert grid.unit == text.split(" ", 1)[1]
+    assert {run.load_text for run in runs} == {text}
+    write_report(tmp_path / "report.html", runs)

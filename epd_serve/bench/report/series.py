@@ -113,5 +113,5 @@ def grids(runs: Sequence[Measured]) -> list[Grid]:
 def _load(run: Measured, *, per_device: bool) -> float:
     """Planned rates differ a little where schedules are drawn: rounded to what was asked for."""
     if run.rate is None:
-        return float(run.settings.max_concurrency or run.settings.arrivals.rpartition(":")[2] or 0)
+        return float(run.settings.arrivals.rpartition(":")[2])
     return round(run.rate / (run.settings.num_devices if per_device else 1), 3)
