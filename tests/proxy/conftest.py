@@ -248,8 +248,8 @@ class Gateway:
         return answer
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait for a condition; fails after three seconds."""
-        for _ in range(600):
+        """Wait for a condition; fails after ten seconds."""
+        for _ in range(2000):
             if condition():
                 return
             await asyncio.sleep(0.005)
