@@ -105,7 +105,12 @@ class HttpPool:
             return
         if call.closed:
             connection.abort()
+        elif connection.is_closing:
+            call.fail(call.lost("the connection was closed"))
         else:
+            # Not before: uvloop never says of a connection whose making was given up that it is lost.
+            self._connections.add(connection)
+            self._all_closed.clear()
             connection.begin(call)
 
     def put_back(self, connection: _Connection) -> None:
@@ -123,10 +128,6 @@ class HttpPool:
         self._closes_old = bool(self._idle)
         if self._idle:
             self.loop.call_later(max(0.1, self._idle[0].idle_since_s - oldest_s), self._close_old)
-
-    def opened(self, connection: _Connection) -> None:
-        self._connections.add(connection)
-        self._all_closed.clear()
 
     def lost(self, connection: _Connection) -> None:
         self._connections.discard(connection)
@@ -349,7 +350,6 @@ class _Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by name
-        self._pool.opened(self)
 
     def data_received(self, data: bytes) -> None:
         call = self._call

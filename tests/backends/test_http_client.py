@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
+import uvloop
 
 from epd_serve.backends.base import InstanceLost
 from epd_serve.backends.http_client import HttpCall, HttpPool
@@ -200,3 +201,25 @@ async def test_one_timer_closes_idle_connections_however_often_there_is_none(ser
         await _whole(sent(server))
     await asyncio.sleep(0.5)
     assert num_looks <= 3 and server.num_lost == server.num_connections == 1
+
+
+@pytest.mark.parametrize("loop_factory", [uvloop.new_event_loop, asyncio.new_event_loop])
+def test_calls_that_are_given_up_while_they_connect_keep_no_pool_open(loop_factory) -> None:
+    async def scenario() -> None:
+        played = Server()
+        listening = await asyncio.start_server(played.serve, "127.0.0.1", 0)
+        port = listening.sockets[0].getsockname()[1]
+        for num_turns in range(12):  # of the event loop, before the call is given up
+            for _ in range(10):
+                pool = HttpPool("p0", f"http://127.0.0.1:{port}/")
+                call = HttpCall(pool, "POST", "/stage")
+                call.send()
+                for _ in range(num_turns):
+                    await asyncio.sleep(0)
+                call.close()
+                async with asyncio.timeout(2):
+                    await pool.close()
+        listening.close()
+
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(scenario())
