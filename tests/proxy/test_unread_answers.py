@@ -64,7 +64,7 @@ async def test_an_unread_stream_gives_its_place_back_at_its_time_limit(start, ki
     gateway["pd0"].scripts["/stage/prefill"] = lambda message: [kit.NONE, *[event] * 400, kit.DONE]
     peer = await connect(gateway)
     await asyncio.get_running_loop().sock_sendall(peer, post(True))
-    await gateway.until(lambda: not is_empty(gateway))
+    await gateway.until(lambda: gateway["pd0"].got("/stage/prefill"))
     await gateway.until(lambda: is_empty(gateway))
 
 
@@ -74,7 +74,7 @@ async def test_an_unread_answer_is_not_followed_by_another(start, kit, connect):
     gateway["pd0"].scripts["/stage/prefill"] = lambda message: [kit.NONE, whole]
     peer = await connect(gateway)
     await asyncio.get_running_loop().sock_sendall(peer, post())
-    await gateway.until(lambda: not is_empty(gateway))
+    await gateway.until(lambda: gateway["pd0"].got("/stage/prefill"))
     await gateway.until(lambda: is_empty(gateway))
     await asyncio.sleep(0.5)
     answer = await read(peer, 0.5)
