@@ -84,9 +84,13 @@ class BlockTables:
         """Tokens of prompts looked up among the cached prefixes so far, and tokens found there."""
         return self._num_looked_up, self._num_found
 
-    def grow(self, sequence: Sequence) -> None:
-        """Let a sequence have a block for its newest token."""
-        sequence.blocks += self._pool.allocate(self.num_needed(sequence))
+    def grow(self, sequence: Sequence) -> bool:
+        """Let a sequence have a block for its newest token; False: there is none."""
+        needed = self.num_needed(sequence)
+        if needed > self._pool.num_free:
+            return False
+        sequence.blocks += self._pool.allocate(needed)
+        return True
 
     def fork(self, root: Sequence) -> list[Sequence]:
         """All choices of a computed prompt: full prompt blocks shared, the last partial one copied."""

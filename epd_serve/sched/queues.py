@@ -152,12 +152,12 @@ class Queues:
                 self._guard(self._admit, sequence)
             admitted += output.admitted
             preempted += output.preempted
-            decodes = [s for s in output.decodes if s.state is SequenceState.RUNNING]
-            for sequence in decodes:
-                self.tables.grow(sequence)
+            here = [s for s in output.decodes if s.state is SequenceState.RUNNING]
+            # One that was to give its blocks and was lost keeps them as long as a launched step uses them.
+            decodes = [s for s in here if self.tables.grow(s)]
             running = [(s, count) for s, count in output.prefills if s.state is SequenceState.RUNNING]
             prefills = possible_prefills(running, self._has_feature)
-            if prefills or decodes or not (output.admitted or output.preempted):
+            if prefills or here or not (output.admitted or output.preempted):
                 return ScheduleOutput(decodes=decodes, prefills=prefills, admitted=admitted, preempted=preempted)
             # all of the budget went to a cached prefix or to what was lost: there may be work behind it
 

@@ -231,7 +231,8 @@ class LanguageSide:
         run.num_applied = done
         self._count(run.output.decodes, count)
         for sequence in run.output.decodes:
-            self.queues.tables.grow(sequence)
+            grown = self.queues.tables.grow(sequence)
+            assert grown, "a run is as long as there are blocks"
 
     def _count(self, decodes: list[Sequence], count: int) -> None:
         self.num_steps += count

@@ -338,3 +338,15 @@ TestEngine = EngineMachine.TestCase
 TestEngine.settings = SETTINGS
 TestAhead = AheadMachine.TestCase
 TestAhead.settings = SETTINGS
+
+
+def test_a_lost_sequence_in_flight_keeps_its_blocks_from_the_others_for_a_step() -> None:
+    machine = AheadMachine()
+    machine.break_host_memory()
+    machine.ask_for_blocks(prompt=[1], max_tokens=5, n=3, image=None)
+    machine.ask_for_blocks(prompt=[1] * 7, max_tokens=4, n=1, image=None)
+    machine.take_over("r0")
+    machine.take_over("r1")
+    machine.steps(count=20)
+    assert machine.requests["r1"].over and machine.requests["r0"].finished == {0, 1, 2}
+    assert machine.pool.num_free == machine.pool.capacity
