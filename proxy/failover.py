@@ -114,9 +114,7 @@ class LossWatch(Interruption):
 
     __slots__ = ("_watches", "names")
 
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, watches: set[LossWatch], names: Collection[str]
-    ) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, watches: set[LossWatch], names: Collection[str]) -> None:
         super().__init__(loop)
         self._watches = watches
         self.names = names
