@@ -262,6 +262,8 @@ class Trail:
             if hop.end_s is None:
                 hop.end_s = self.end_s
                 hop.failed = status != 200
+                if hop.item and not hop.failed:
+                    hop.source = ENCODED  # came faster than the answer that tells whether it was stored
         if self.prompt_note:
             num_tokens, indexes = read_prompt_note(self.prompt_note)
             had = {item for index, item in enumerate(self.items) if index in indexes}
