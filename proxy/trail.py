@@ -271,7 +271,7 @@ class Trail:
                 hop.end_s = self.end_s
                 hop.failed = self.status != 200
                 if hop.item and not hop.failed:
-                    hop.source = ENCODED  # the feature came faster than the answer that says whether it was stored
+                    hop.source = ENCODED  # came faster than the answer that tells whether it was stored
         if self.prompt_note:
             num_tokens, indexes = read_prompt_note(self.prompt_note)
             had = {item for index, item in enumerate(self.items) if index in indexes}
