@@ -18,9 +18,8 @@ async def test_each_block_ends_at_its_own_time_and_no_other_does():
 
     async def one(number: int) -> None:
         began_s = loop.time()
-        with pytest.raises(Late):
-            with deadlines.limit(loop):
-                await asyncio.Event().wait()
+        with pytest.raises(Late), deadlines.limit(loop):
+            await asyncio.Event().wait()
         ended.append((number, loop.time() - began_s))
 
     with deadlines.limit(loop):
@@ -34,9 +33,8 @@ async def test_each_block_ends_at_its_own_time_and_no_other_does():
     assert all(seconds > 0.19 for _, seconds in ended)
     with deadlines.limit(loop):  # the timer runs again where there was none left
         await asyncio.sleep(0)
-    with pytest.raises(Late):
-        with deadlines.limit(loop):
-            await asyncio.Event().wait()
+    with pytest.raises(Late), deadlines.limit(loop):
+        await asyncio.Event().wait()
 
 
 async def test_a_cancellation_from_elsewhere_stays_one():
