@@ -58,6 +58,6 @@ def ask_admin(method: str, url: str, body: dict[str, Any] | None, timeout_s: flo
         raise ValueError(f"{url} answered {answer.status_code}, and no JSON; is it an admin plane?") from None
     if answer.status_code >= 400:
         hint = f"; its key is read from {KEY_VARIABLE}" if answer.status_code == 401 else ""
-        error = content.get("error", {}) if isinstance(content, dict) else {}
+        said = content.get("error", {}) if isinstance(content, dict) else {}
         raise ValueError(f"{error.get('message') or content}{hint}")
     return content
