@@ -59,5 +59,5 @@ def ask_admin(method: str, url: str, body: dict[str, Any] | None, timeout_s: flo
     if answer.status_code >= 400:
         hint = f"; its key is read from {KEY_VARIABLE}" if answer.status_code == 401 else ""
         said = content.get("error", {}) if isinstance(content, dict) else {}
-        raise ValueError(f"{error.get('message') or content}{hint}")
+        raise ValueError(f"{said.get('message') or content}{hint}")
     return content
