@@ -63,4 +63,5 @@ class Refusals:
         """Refuse the calls that have not begun; with ``begun``, all."""
         now = asyncio.get_running_loop().time()
         for call in [call for call in self._calls if begun or not call.has_begun()]:
-            call.scope.reschedule(now)
+            if not call.scope.expired():
+                call.scope.reschedule(now)
