@@ -100,6 +100,7 @@ def create_app(
                 await asyncio.gather(polling, return_exceptions=True)
                 if trace is not None:
                     trace.close()
+                observer.take_account()
                 await asyncio.to_thread(observer.close)
 
     app = FastAPI(title="epd-serve gateway", lifespan=lifespan, openapi_url=None)
