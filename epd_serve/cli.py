@@ -239,6 +239,9 @@ def instance(
         float, typer.Option(min=0, help="What each transfer takes besides, for experiments.")
     ] = InstanceOptions.link_latency_ms,
     switch_dir: Annotated[Path | None, typer.Option(help="Directory in which its role is kept.")] = None,
+    join: Annotated[
+        str | None, typer.Option(metavar="URL", help="Admin plane of a gateway to join; key: EPD_SERVE_ADMIN_KEY.")
+    ] = None,
     trace: Annotated[Path | None, typer.Option(help="Directory for a trace of what it does.")] = None,
     parent_pid: ParentPid = None,
 ) -> None:
@@ -297,6 +300,7 @@ def instance(
         link_bandwidth=link_bandwidth,
         link_latency_ms=link_latency_ms,
         switch_dir=switch_dir,
+        join=join,
         trace=trace,
     )
     with needs_native():

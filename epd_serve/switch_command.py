@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from typing import Annotated, Any
 
 import httpx
 import typer
 
+from epd_serve.config.keys import ADMIN_KEY, admin_headers
 from epd_serve.types import Role
 
-#: Where the admin key is read from, so that it stands in no list of processes.
-KEY_VARIABLE = "EPD_SERVE_ADMIN_KEY"
 AdminUrl = Annotated[str, typer.Option("--admin", help="The gateway's admin plane: gateway.admin.")]
 _MARGIN_S = 130.0
 
@@ -44,10 +42,8 @@ def switch(
 
 def ask_admin(method: str, url: str, body: dict[str, Any] | None, timeout_s: float) -> Any:
     """The JSON of an admin plane's answer. Raises ValueError where it refuses, or is not there."""
-    key = os.environ.get(KEY_VARIABLE)
-    headers = {"authorization": f"Bearer {key}"} if key else {}
     try:
-        answer = httpx.request(method, url, json=body, headers=headers, timeout=timeout_s, trust_env=False)
+        answer = httpx.request(method, url, json=body, headers=admin_headers(), timeout=timeout_s, trust_env=False)
     except httpx.TransportError as error:
         raise ValueError(
             f"nothing answers at {url} ({error}); set gateway.admin.port in the deployment file, and --admin here"
@@ -57,7 +53,7 @@ def ask_admin(method: str, url: str, body: dict[str, Any] | None, timeout_s: flo
     except ValueError:
         raise ValueError(f"{url} answered {answer.status_code}, and no JSON; is it an admin plane?") from None
     if answer.status_code >= 400:
-        hint = f"; its key is read from {KEY_VARIABLE}" if answer.status_code == 401 else ""
+        hint = f"; its key is read from {ADMIN_KEY}" if answer.status_code == 401 else ""
         said = content.get("error", {}) if isinstance(content, dict) else {}
         raise ValueError(f"{said.get('message') or content}{hint}")
     return content

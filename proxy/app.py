@@ -30,6 +30,7 @@ from proxy.errors import install_error_handlers
 from proxy.fetch import MediaFetcher, UrlRules
 from proxy.generation import Generator
 from proxy.health import Health
+from proxy.leases import Leases, leases_router
 from proxy.media import MediaLoader
 from proxy.members import Members
 from proxy.observer import new_observer
@@ -88,11 +89,15 @@ def create_app(
             await stack.enter_async_context(connections)
             await stack.enter_async_context(fetcher)
             if settings.admin is not None:
-                routers = [operations_router(table, health, switches), switches_router(switches)]
+                routers = [
+                    operations_router(table, health, switches),
+                    switches_router(switches),
+                    leases_router(leases),
+                ]
                 admin = create_admin_app(table, gate, settings.admin.key, routers)
                 app.state.admin_url = await stack.enter_async_context(running_admin(admin, settings.admin))
             reloading = [app.state.reloader.run()] if app.state.reloader is not None else []
-            polling = asyncio.gather(poller.run(), health.run(), *reloading)
+            polling = asyncio.gather(poller.run(), health.run(), leases.run(), *reloading)
             try:
                 yield
             finally:
@@ -127,6 +132,7 @@ def create_app(
         app.router.routes.append(Route(path, endpoint=endpoint, methods=["POST"]))
         app.state.endpoints[path.encode()] = endpoint
     members = Members(table, calls, poller, health, connect)
+    leases = Leases(members)
     app.state.control = Control(settings, members, gate, generator, health, served.values())
     app.state.reloader = None
     app.include_router(models_router(table, poller, gate.authenticator))

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, MutableMapping, Sequence
 
 from epd_serve.backends.base import StageCalls
+from epd_serve.errors import Conflict
 from epd_serve.routing.table import InstanceTable
 from proxy.health import Health
 from proxy.poller import Poller
@@ -30,6 +31,7 @@ class Members:
         self._poller = poller
         self._health = health
         self._connect = connect
+        self._joined: dict[str, str] = {}
 
     def replace(self, instances: Sequence[tuple[str, str]]) -> None:
         """From now on these are the instances: (name, control URL). One with another URL is another instance.
@@ -39,16 +41,37 @@ class Members:
         wanted = dict(instances)
         if len(wanted) != len(instances):
             raise ValueError(f"instance names must be unique, got {[name for name, _ in instances]}")
+        if both := sorted(set(wanted) & set(self._joined)):
+            raise ValueError(f"instance {both[0]} has joined by itself; give another name")
+        wanted |= self._joined
         here = {record.name: record.url for record in self._table}
         for name in [name for name, url in here.items() if wanted.get(name) != url]:
-            logger.info("instance %s at %s is no longer part of the deployment", name, here[name])
-            self._poller.remove(name)
-            self._table.remove(name)
-            self._health.forget(name)
-            del self._calls[name]
+            self._remove(name)
         for name, url in wanted.items():
             if here.get(name) != url:
-                logger.info("instance %s at %s is part of the deployment now", name, url)
-                self._calls[name] = self._connect(name, url)
-                self._table.add(name, url)
-                self._poller.add(name)
+                self._add(name, url)
+
+    def join(self, name: str, url: str) -> None:
+        """One more, which :meth:`replace` leaves where it is. Raises Conflict for a name that is taken."""
+        if self._table.get(name) is not None:
+            raise Conflict(f"the deployment has an instance {name} of its own; take another name")
+        self._joined[name] = url
+        self._add(name, url)
+
+    def leave(self, name: str) -> None:
+        """One that has joined is gone."""
+        del self._joined[name]
+        self._remove(name)
+
+    def _add(self, name: str, url: str) -> None:
+        logger.info("instance %s at %s is part of the deployment now", name, url)
+        self._calls[name] = self._connect(name, url)
+        self._table.add(name, url)
+        self._poller.add(name)
+
+    def _remove(self, name: str) -> None:
+        logger.info("instance %s at %s is no longer part of the deployment", name, self._table[name].url)
+        self._poller.remove(name)
+        self._table.remove(name)
+        self._health.forget(name)
+        del self._calls[name]

@@ -6,12 +6,15 @@ passwords that can be guessed) and costs about a microsecond per request.
 
 from __future__ import annotations
 
+import os
 import secrets
 from hashlib import sha256
 
 #: What keys made by ``epd-serve key new`` begin with, so that people and secret scanners know one at sight.
 KEY_PREFIX = "epd-"
 HASH_PREFIX = "sha256:"
+#: The variable that holds the key of an admin plane for those who call it: it shall stand in no list of processes.
+ADMIN_KEY = "EPD_SERVE_ADMIN_KEY"
 
 
 def new_key() -> tuple[str, str]:
@@ -23,3 +26,9 @@ def new_key() -> tuple[str, str]:
 def hash_key(key: str) -> str:
     """``sha256:`` and 64 hex digits."""
     return HASH_PREFIX + sha256(key.encode()).hexdigest()
+
+
+def admin_headers() -> dict[str, str]:
+    """What a call to an admin plane takes along, where its key is known."""
+    key = os.environ.get(ADMIN_KEY)
+    return {"authorization": f"Bearer {key}"} if key else {}

@@ -77,6 +77,7 @@ class InstanceOptions:
             instances are slowed down to, for experiments; None and 0: not at all.
         switch_dir: where its settings in other roles are found, and its role is kept for when it is started again
             (:mod:`epd_serve.config.role_files`); None: it is not kept.
+        join: admin plane of a gateway that it joins once it is ready; None: whoever started it tells the gateway.
         trace: directory for the file that says what the instance did when; None: none is written.
     """
 
@@ -126,6 +127,7 @@ class InstanceOptions:
     link_bandwidth: int | None = None
     link_latency_ms: float = 0.0
     switch_dir: Path | None = None
+    join: str | None = None
     trace: Path | None = None
 
     @property

@@ -18,7 +18,8 @@ ROLES = ("E", "P", "D", "EP", "ED", "PD", "EPD")
 _OWN = frozenset(
     {
         "name", "role", "model", "served_model_name", "host", "port", "device", "dtype", "threads", "share",
-        "share_start", "memory_share", "stream_priority", "device_board", "mooncake_master", "switch_dir", "trace",
+        "share_start", "memory_share", "stream_priority", "device_board", "mooncake_master", "switch_dir", "join",
+        "trace",
     }
 )  # fmt: skip
 

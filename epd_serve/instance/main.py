@@ -19,9 +19,11 @@ import uvloop
 
 from device.registry import get_device
 from epd_serve.config import InstanceOptions
+from epd_serve.config.keys import admin_headers
 from epd_serve.config.role_files import remembered
 from epd_serve.instance.http import BrokenStream, ControlApp
 from epd_serve.instance.instance import Instance
+from epd_serve.instance.joining import Joining
 
 logger = logging.getLogger(__name__)
 
@@ -75,18 +77,19 @@ async def _serve(options: InstanceOptions) -> None:
     )
     server = _Server(config)
     draining: list[asyncio.Task[None]] = []
+    joined: list[asyncio.Task[None]] = []
 
     def stop() -> None:
         """Finish what is here first; at once when asked again."""
         if draining or not instance.ready:
             _stop(instance, server)
         else:
-            draining.append(asyncio.create_task(_drain(instance, server)))
+            draining.append(asyncio.create_task(_drain(instance, server, joined)))
 
     for signum in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signum, stop)
     serving = asyncio.create_task(server.serve())
-    starting = asyncio.create_task(_start(instance))
+    starting = asyncio.create_task(_start(instance, joined))
     try:
         await asyncio.wait((serving, starting), return_when=asyncio.FIRST_COMPLETED)
         if starting.done() and starting.exception() is not None:
@@ -95,8 +98,9 @@ async def _serve(options: InstanceOptions) -> None:
             starting.result()
         await serving
     finally:
-        for task in (starting, *draining):
+        for task in (starting, *draining, *joined):
             task.cancel()
+        await asyncio.gather(*joined, return_exceptions=True)
         if instance.ready:
             await instance.close()
 
@@ -115,7 +119,10 @@ class _Server(uvicorn.Server):
         yield
 
 
-async def _drain(instance: Instance, server: _Server) -> None:
+async def _drain(instance: Instance, server: _Server, joined: list[asyncio.Task[None]]) -> None:
+    for task in joined:
+        task.cancel()
+    await asyncio.gather(*joined, return_exceptions=True)
     try:
         async with asyncio.timeout(instance.options.drain_s):
             await instance.drained()
@@ -124,8 +131,12 @@ async def _drain(instance: Instance, server: _Server) -> None:
     _stop(instance, server)
 
 
-async def _start(instance: Instance) -> None:
+async def _start(instance: Instance, joined: list[asyncio.Task[None]]) -> None:
     await instance.start()
+    if (gateway := instance.options.join) is not None:
+        joined.append(
+            asyncio.create_task(Joining(gateway, instance.options.name, instance.url, admin_headers()).run())
+        )
     logger.info("ready: role %s on %s, pid %d", instance.options.role, instance.options.device, os.getpid())
 
 

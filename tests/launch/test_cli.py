@@ -82,6 +82,7 @@ OPTIONS = InstanceOptions(
     link_bandwidth=5000,
     link_latency_ms=0.5,
     switch_dir=Path("/run/roles"),
+    join="http://127.0.0.1:8001",
     trace=Path("/traces"),
 )
 
