@@ -182,7 +182,7 @@ class Endpoint:
 
     async def _media(self, exchange: Exchange, sources: list[MediaSource]) -> list[MediaItem]:
         items = await self._loader.load(sources)
-        exchange.trail.media(len(items), sum([len(item.data) for item in items]))
+        exchange.trail.media([one.width * one.height for one in items], sum([len(item.data) for item in items]))
         self._metrics.media_bytes.add(exchange.trail.media_bytes, "image")
         return items
 
