@@ -3,13 +3,29 @@
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from epd_serve.cost.profile import Profile
+from epd_serve.launch import overheads
 from epd_serve.launch.overheads import OverheadOptions, with_overheads
 
 DEMO = Path(__file__).parents[2] / "benchmarks" / "results" / "profile-demo-cpu.json"
 
 
+@pytest.fixture
+def little(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "synthetic,text_tokens=10,image_share=0,output_tokens="
+    image = "synthetic,text_tokens=10,image_share=1,output_tokens=1,image_size=64x64"
+    for name, value in {
+        "SIDES": (32, 128),
+        "TOGETHER": (2, 4),
+        "_LOADS": {"P": (f"{text}1", 300), "E": (image, 60)},
+        "_STREAMS": (f"{text}256", 20),
+    }.items():
+        monkeypatch.setattr(overheads, name, value)
+
+
+@pytest.mark.usefixtures("little")
 def test_deployments_are_measured_and_nothing_of_the_stages_is_changed() -> None:
     told: list[str] = []
     stages = Profile.read(DEMO)
