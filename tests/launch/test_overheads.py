@@ -18,7 +18,7 @@ def little(monkeypatch: pytest.MonkeyPatch) -> None:
     image = "synthetic,text_tokens=10,image_share=1,output_tokens=1,image_size=64x64"
     for name, value in {
         "SIDES": (32, 128),
-        "TOGETHER": (2, 4),
+        "TOGETHER": (2,),
         "_LOADS": {"P": (f"{text}1", 300), "E": (image, 60)},
         "_STREAMS": (f"{text}256", 20),
     }.items():
@@ -26,10 +26,11 @@ def little(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("little")
+@pytest.mark.timeout(900)  # a dozen processes that import what they need
 def test_deployments_are_measured_and_nothing_of_the_stages_is_changed() -> None:
     told: list[str] = []
     stages = Profile.read(DEMO)
-    options = OverheadOptions(model="demo", device="cpu", dtype="float32", threads=1, num_requests=2)
+    options = OverheadOptions(model="demo", device="cpu", dtype="float32", threads=1, num_requests=1)
     found = with_overheads(stages, options, told.append)
     assert (found.step, found.encode, found.samples) == (stages.step, stages.encode, stages.samples)
     seconds = (
