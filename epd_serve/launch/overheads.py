@@ -79,7 +79,7 @@ def with_overheads(
         for stage, load in _LOADS.items():
             if has_images or stage != "E":
                 with ask.busy(load):
-                    beside[stage] = ask(_text(TEXT, 2 * NUM_OUTPUT), options.num_requests // 2)
+                    beside[stage] = ask(_text(TEXT, 2 * NUM_OUTPUT), max(options.num_requests // 2, 1))
     request_s = max(_beyond(whole["text"], profile, 0), 0.0)
     known = msgspec.structs.replace(profile, request_s=request_s)
     image_s, image_pixel_s = _images(whole, known)
