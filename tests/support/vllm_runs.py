@@ -215,9 +215,7 @@ class Deployment:
         text = httpx.get(f"{self.url}/metrics", trust_env=False, timeout=60).text
         samples = [one for family in text_string_to_metric_families(text) for one in family.samples]
         return sum(
-            one.value
-            for one in samples
-            if one.name.endswith("in_flight_calls") and one.labels["stage"] == "encode"
+            one.value for one in samples if one.name.endswith("in_flight_calls") and one.labels["stage"] == "E"
         )
 
     def tail(self) -> str:
