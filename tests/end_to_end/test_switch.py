@@ -91,16 +91,16 @@ async def whole(answer: httpx.Response) -> str:
 async def test_switches_kills_and_calls_back(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
     async with site() as here:
         before = await here.text()
-        long = await here.text(max_tokens=300)
-        for name, role in (("p1", "D"), ("d0", "P"), ("d0", "E"), ("d0", "PD")):
-            async with here.streaming(max_tokens=300) as one, here.streaming(max_tokens=300) as other:
+        long = await here.text(max_tokens=200)
+        for name, role in (("p1", "D"), ("d0", "PD")):
+            async with here.streaming(max_tokens=200) as one, here.streaming(max_tokens=200) as other:
                 status, said = await here.order(name, role, patience_s=0)
                 assert status == 200 and said["to"] == role, said
                 assert await asyncio.gather(whole(one), whole(other)) == [long, long]
             assert await here.text() == before
         # now p0: P, p1: D, d0: PD, d1: D. A stream of two choices holds a drain up.
         async with here.streaming(n=2, max_tokens=400, seed=1) as held:
-            busy = [name for name in ("p1", "d0", "d1") if (await here.info(name))["load"]["num_running"]]
+            busy = [name for name in ("p1", "d0", "d1") if (await here.info(name))["load"].get("num_running")]
             ordered = asyncio.create_task(here.order(busy[0], "E", deadline_s=100))
             info = await here.until(busy[0], state="DRAINING")
             assert (await here.order(busy[0], "EPD"))[0] == 409
@@ -110,7 +110,7 @@ async def test_switches_kills_and_calls_back(capsys: pytest.CaptureFixture[str],
             assert await whole(held)
         # killed while it drains: it comes back in its old role
         async with here.streaming(n=2, max_tokens=400, seed=1):
-            busy = [name for name in ("p1", "d0", "d1") if (await here.info(name))["load"]["num_running"]]
+            busy = [name for name in ("p1", "d0", "d1") if (await here.info(name))["load"].get("num_running")]
             ordered = asyncio.create_task(here.order(busy[0], "E", deadline_s=100))
             info = await here.until(busy[0], state="DRAINING")
             os.kill(info["pid"], signal.SIGKILL)
@@ -119,7 +119,9 @@ async def test_switches_kills_and_calls_back(capsys: pytest.CaptureFixture[str],
         assert await here.text() == before
         # killed while it is rebuilt, or just after: it comes back in its new one
         ordered = asyncio.create_task(here.order("d1", "EPD"))
-        seen = await here.until("d1", state="REBUILDING") if not ordered.done() else await here.info("d1")
+        seen = await here.info("d1")
+        while not ordered.done() and seen["state"] != "REBUILDING":
+            seen = await here.info("d1")
         os.kill(seen["pid"], signal.SIGKILL)
         await ordered
         await here.until("d1", state="SERVING", ready=True, role="EPD", epoch=0)
