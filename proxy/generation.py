@@ -16,6 +16,7 @@ from proxy.demand import demand_of
 from proxy.failover import Failover, InstanceStalled, Suspects, may_help, substitute
 from proxy.progress import Progress
 from proxy.sink import EventSink
+from proxy.stealing import Claim, Moved
 
 T = TypeVar("T")
 
@@ -89,13 +90,24 @@ class Generator:
     ) -> T:
         """What ``use`` makes of an attempt; after a failure of another one, which goes on behind the tokens that
         are ``generated`` until then."""
+        with self._instances.stealing.claim() as claim:
+            return await self._try_each(job, use, may_go_on, generated, claim)
+
+    async def _try_each(
+        self,
+        job: Job,
+        use: Callable[[Attempt], Awaitable[T]],
+        may_go_on: Callable[[], bool],
+        generated: Callable[[], list[int]],
+        claim: Claim,
+    ) -> T:
         instances = self._instances
         demand = await demand_of(job, instances)
         route = self._first_route(job.model, demand)
         suspects = Suspects(instances.table)
         before: list[int] = []
         for number in count(1):
-            attempt = await self._attempt_of(job, route, number, before)
+            attempt = await self._attempt_of(job, route, number, before, claim)
             names = route.names
             try:
                 with instances.health.losses.unless_lost(job.loop, names):
@@ -103,13 +115,18 @@ class Generator:
                         result = await use(attempt)
                 instances.health.ended(names)
                 return result
+            except Moved:
+                instances.health.ended(names)
+                job.trail.attempt_failed()
+                route = claim.route(route)
+                continue
             except ServeError as failure:
                 if isinstance(failure, InstanceStalled):
                     attempt.suspects.add(failure.name)
                 instances.health.ended(names, () if isinstance(failure, Unavailable) else attempt.suspects)
                 if not may_help(failure) or not may_go_on() or not attempt.suspects & names:
                     raise
-                if number >= instances.failover.max_attempts:
+                if number - (claim.thief is not None) >= instances.failover.max_attempts:
                     raise
                 suspects.add(attempt.suspects)
                 table, policy, wait_s = instances.table, instances.policy, instances.failover.wait_s
@@ -126,11 +143,13 @@ class Generator:
                 return policy.choose_route(table, model, exclude=held_back, demand=demand)
         return policy.choose_route(table, model, demand=demand)
 
-    async def _attempt_of(self, job: Job, route: Route, number: int, generated: list[int]) -> Attempt:
+    async def _attempt_of(
+        self, job: Job, route: Route, number: int, generated: list[int], claim: Claim
+    ) -> Attempt:
         assert route.prefill.info is not None, "a ready instance has said what it is"
         fingerprint = route.prefill.info.media_fingerprint
         refs = [await item.name(fingerprint) for item in job.items]
-        return Attempt(self._instances, job, route, refs, number, generated)
+        return Attempt(self._instances, job, route, refs, number, generated, claim)
 
     async def _relay(
         self, attempt: Attempt, name: str, answer: Answer, progress: Progress, sink: EventSink

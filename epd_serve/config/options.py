@@ -73,6 +73,8 @@ class InstanceOptions:
         batching_order: in which order waiting prompts are computed.
         batching_policy: ``unlimited`` ignores the SLO; the other options alone bound a step then.
         batching_encodes: whether encodes start while prompts are computed.
+        steals: encodes come before steps of the language model, and gateways give it only prompts that it takes
+            from the queues of others.
         link_bandwidth, link_latency_ms: bytes per second and milliseconds for each transfer that links between
             instances are slowed down to, for experiments; None and 0: not at all.
         trace: directory for the file that says what the instance did when; None: none is written.
@@ -121,6 +123,7 @@ class InstanceOptions:
     batching_order: BatchingOrder = "fcfs"
     batching_policy: BatchingPolicy = "stage-level"
     batching_encodes: BatchingEncodes = "concurrent"
+    steals: bool = False
     link_bandwidth: int | None = None
     link_latency_ms: float = 0.0
     trace: Path | None = None
@@ -152,7 +155,9 @@ class InstanceOptions:
         arguments = []
         for field in fields(self):
             value = getattr(self, field.name)
-            if value is not None:
+            if isinstance(value, bool):
+                arguments += [f"--{field.name.replace('_', '-')}"] * value
+            elif value is not None:
                 arguments += [f"--{field.name.replace('_', '-')}", str(value)]
         return arguments
 

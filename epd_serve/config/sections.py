@@ -234,6 +234,11 @@ class InstanceSettings(Section):
         default=InstanceOptions.feature_prefetch,
         description="async: P fetches a feature as soon as it is announced; sync: when a step needs it.",
     )
+    steals: bool = Field(
+        default=InstanceOptions.steals,
+        description="For EPD beside others: an encoder that, when it has nothing to encode, takes requests from a "
+        "long queue of theirs (gateway.stealing), and gets no other prompts.",
+    )
     engine_args: EngineArgs = Field(
         default_factory=dict,
         description="Flags of vllm serve for engine: vllm, as in {enforce_eager: true, seed: 1}.",

@@ -48,6 +48,7 @@ from epd_serve.transfer.shared_memory import host_id
 from epd_serve.worker.batching import Batching, measurements
 from epd_serve.worker.dual_stream import DualStream
 from epd_serve.worker.sizing import check_dtype, resolve_dtype
+from epd_serve.worker.vision_hold import VisionHold
 
 logger = logging.getLogger(__name__)
 
@@ -123,6 +124,10 @@ class Instance:
             may_start=self._may_encode,
         )
         self._streams.language.on_pause = self._encode.reconsider
+        if options.steals:
+            self._streams.language.hold = VisionHold(
+                lambda: self._encode.num_waiting, on_hold=self._encode.reconsider
+            )
         if options.role.encodes:
             await self._encode.warm_up(lambda tower: self._batching.find_image_budget(tower, self._family))
         if options.role.has_language_model:
@@ -234,6 +239,7 @@ class Instance:
             kv_token_bytes=self.language.kv_token_bytes if self.language else 0,
             tokens_per_pixel=self._family.num_image_tokens(_TYPICAL_SIZE) / math.prod(_TYPICAL_SIZE),
             feature_token_bytes=self._dtype.itemsize * self._family.config.get_text_config().hidden_size,
+            steals=self.options.steals,
         )
 
     def load(self) -> wire.Load:

@@ -75,6 +75,11 @@ class InstanceRecord:
         return self._pending
 
     @property
+    def steals(self) -> bool:
+        """Whether language work comes to it by stealing alone (:mod:`epd_serve.routing.stealing`)."""
+        return self.info is not None and self.info.steals
+
+    @property
     def encode_s(self) -> float:
         """Seconds of encoding to do."""
         if not self.pending.num_pixels:
@@ -210,6 +215,7 @@ class InstanceTable:
         if len(self._records) != len(instances):
             raise ValueError(f"instance names must be unique, got {[name for name, _ in instances]}")
         self.num_calls = 0
+        self.has_thieves = False
         self._models: dict[str, InstanceInfo] | None = None  # None: to be looked up
 
     def __iter__(self) -> Iterator[InstanceRecord]:
@@ -252,6 +258,7 @@ class InstanceTable:
             record.prefixes.clear()
         record.info = info
         record.place = Place(host_id=info.host_id, device=info.device)
+        self.has_thieves = any(one.steals for one in self)
         if contains is not None:
             before = [key for key, calls in record._unreported.items() for c in calls if c.number <= contains]
             self._report(record, Report(load=info.load, ready=info.ready, received=before))
@@ -298,10 +305,12 @@ class InstanceTable:
     def ready(self, stage: Stage, model: str | None = None) -> list[InstanceRecord]:
         """Ready instances that cover a stage (of one model, where given), in the order of the deployment.
 
-        Stale ones are among them only where there are no others.
+        Stale ones are among them only where there are no others, and for P and D thieves where there is nothing
+        else at all.
         """
         found: list[InstanceRecord] = []
         stale: list[InstanceRecord] = []
+        thieves: list[InstanceRecord] = []
         for record in self._records.values():
             if (
                 record.ready
@@ -310,8 +319,11 @@ class InstanceTable:
                 and stage in record.role.stages
                 and (model is None or (record.info is not None and record.info.model == model))
             ):
-                (stale if record.is_stale else found).append(record)
-        return found or stale
+                if stage is not Stage.ENCODE and record.info is not None and record.info.steals:
+                    thieves.append(record)
+                else:
+                    (stale if record.is_stale else found).append(record)
+        return found or stale or thieves
 
     def wait_s(self, model: str) -> float:
         """Estimate of what a small request of a model would wait now before it is computed; 0 where it cannot be

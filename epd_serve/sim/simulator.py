@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from epd_serve.cost.links import NETWORK, SAME_DEVICE, Link
 from epd_serve.routing.choice import router_of
+from epd_serve.routing.stealing import DEFAULT_RULE, StealRule
 from epd_serve.sim.clock import Clock
 from epd_serve.sim.device import FluidSharing, Sharing, SimDevice
 from epd_serve.sim.gateway import Job, SimGateway
@@ -35,11 +36,15 @@ class SimDeployment:
 
     Attributes:
         sharing: of a device, by its name; fluid where none is named.
+        steal: by what rule instances that steal do so.
+        parallel_encode: False: all images of a request go to one encoder.
         network: between hosts. Within one, devices are as far apart as the sender's profile says.
     """
 
     instances: tuple[SimInstanceSpec, ...]
     routing: Routing = "least_loaded"
+    parallel_encode: bool = True
+    steal: StealRule = DEFAULT_RULE
     sharing: dict[str, Sharing] = field(default_factory=dict)
     network: Link = NETWORK
     label: str = ""
@@ -124,8 +129,9 @@ def simulate(
             on_end=lambda sequence: gateway.ended(sequence),
             on_tokens=(lambda sequence, count, now: gateway.tokens(sequence, count, now)) if gaps else None,
         )
-    router = router_of(deployment.routing, random.Random(seed).random)
-    gateway = SimGateway(clock, instances, router, link=link, on_done=done.append)
+    draw = random.Random(seed).random
+    router = router_of(deployment.routing, draw, parallel_encode=deployment.parallel_encode)
+    gateway = SimGateway(clock, instances, router, link=link, on_done=done.append, steal=deployment.steal)
     jobs = [
         Job(number=number, request=request, num_tokens=0, sent_s=request.at_s)
         for number, request in enumerate(requests)

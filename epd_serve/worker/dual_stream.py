@@ -154,6 +154,7 @@ class LanguageStream:
     Attributes:
         is_busy: whether a step runs, or one that ran just now has decodes to go on with.
         on_pause: told when no step follows, after all: one has failed, or nothing can be computed.
+        hold: returns when a step may be computed; None: at once.
 
     Args:
         limit_s: of the time per token; None: encodes run as they like.
@@ -178,10 +179,14 @@ class LanguageStream:
         self._encoded_s = 0.0
         self.is_busy = False
         self.on_pause: Callable[[], None] = lambda: None
+        self.hold: Callable[[], None] | None = None
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """Around the computation of a step; :meth:`stepped` follows unless it fails."""
+        if self.hold is not None:
+            self.is_busy = False
+            self.hold()
         self.is_busy = True
         if self._threads is not None:
             self._device.set_threads(self._threads[0 if self._board.encodes_here else 1])
