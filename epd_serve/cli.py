@@ -180,9 +180,9 @@ def instance(
     feature_store_bytes: Annotated[
         int, typer.Option(min=1, help="Encoder output that E keeps.")
     ] = InstanceOptions.feature_store_bytes,
-    feature_cache_bytes: Annotated[
-        int, typer.Option(min=1, help="Fetched encoder output that P keeps.")
-    ] = InstanceOptions.feature_cache_bytes,
+    feature_cache_bytes: Annotated[int, typer.Option(min=1, help="Of P.")] = InstanceOptions.feature_cache_bytes,
+    feature_batch: Annotated[int, typer.Option(min=1, help="Handed over together.")] = 1,
+    feature_batch_ms: Annotated[float, typer.Option(help="To fill one.")] = InstanceOptions.feature_batch_ms,
     feature_timeout_s: Annotated[
         float, typer.Option(min=0.001, help="How long P waits for a feature.")
     ] = InstanceOptions.feature_timeout_s,
@@ -267,6 +267,8 @@ def instance(
         image_budget_pixels=image_budget_pixels,
         feature_store_bytes=feature_store_bytes,
         feature_cache_bytes=feature_cache_bytes,
+        feature_batch=feature_batch,
+        feature_batch_ms=feature_batch_ms,
         feature_timeout_s=feature_timeout_s,
         queue_timeout_s=queue_timeout_s,
         lease_s=lease_s,

@@ -53,6 +53,8 @@ class InstanceOptions:
             is encoded alone.
         feature_store_bytes: what E keeps of its encoder output, for P to fetch.
         feature_cache_bytes: what P keeps of the features it has fetched.
+        feature_batch, feature_batch_ms: features that E announces to a P together, and for how many milliseconds
+            it collects them; 1: each at once.
         feature_timeout_s: how long P waits for a feature before it computes it itself.
         queue_timeout_s: how long a request waits for room in D's KV cache before it is refused.
         lease_s: how long memory that a peer has not confirmed is kept for it.
@@ -104,6 +106,8 @@ class InstanceOptions:
     image_budget_pixels: int = 8 * MEBIBYTE
     feature_store_bytes: int = 256 * MEBIBYTE
     feature_cache_bytes: int = 256 * MEBIBYTE
+    feature_batch: int = 1
+    feature_batch_ms: float = 500.0
     feature_timeout_s: float = 30.0
     queue_timeout_s: float = 60.0
     lease_s: float = 30.0

@@ -42,6 +42,7 @@ from epd_serve.models.loader import media_fingerprint
 from epd_serve.models.tower import Tower
 from epd_serve.protocol import wire
 from epd_serve.protocol.addresses import url_of
+from epd_serve.sched.aligned import AlignedBatches
 from epd_serve.sched.encode import EncodeGate
 from epd_serve.sched.language import ScheduleOutput
 from epd_serve.transfer.shared_memory import host_id
@@ -119,6 +120,9 @@ class Instance:
             on_batch=self.metrics.encoded_batch,
             on_encoded=self._tower_computed,
             url=self.url,
+            aligned=AlignedBatches(options.feature_batch, options.feature_batch_ms / 1000, self._loop.call_later)
+            if options.feature_batch > 1
+            else None,
             deliver_here=self._deliver_here if options.role.has_language_model else None,
             stream=self._streams.tower,
             may_start=self._may_encode,

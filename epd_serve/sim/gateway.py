@@ -176,7 +176,8 @@ class SimGateway:
             if instance is prefill:
                 arrived()
             else:
-                self._clock.after(self._link(instance, prefill).seconds(nbytes), arrived)
+                seconds = self._link(instance, prefill).seconds(nbytes)
+                instance.handed.join(prefill.spec.name, lambda: self._clock.after(seconds, arrived))
 
         if prefill.inbox.acquire(ref.mm_hash, attempt.id) is None:
             instance.tower.encode(ref.mm_hash, ref.width, encoded)

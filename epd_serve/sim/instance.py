@@ -11,6 +11,7 @@ from epd_serve.cache.feature_cache import FeatureCache
 from epd_serve.cost.links import Link
 from epd_serve.protocol.wire import InstanceInfo, Load, Report
 from epd_serve.request import Sequence
+from epd_serve.sched.aligned import AlignedBatches
 from epd_serve.sched.vision_first import VisionFirst
 from epd_serve.sim.clock import Clock
 from epd_serve.sim.device import SimDevice
@@ -82,6 +83,7 @@ class SimInstance:
                 ),
                 on_step=self.tower.kick if takes_turns else lambda: None,
             )
+        self.handed = AlignedBatches(spec.feature_batch, spec.feature_batch_s, clock.after)
         self._waiting: deque[Reservation] = deque()
         self._granting = False
         self.num_expected = 0

@@ -39,6 +39,7 @@ class SimInstanceSpec:
         steals: it encodes first, and gets prompts only by taking them from others.
         kv_mode: whether KV goes out in groups of layers while the prompt is computed, or all of it afterwards.
         feature_bytes: of the features that an encoder keeps.
+        feature_batch, feature_batch_s: features that it hands over together, and how long it collects them.
     """
 
     name: str
@@ -54,6 +55,8 @@ class SimInstanceSpec:
     steals: bool = False
     is_grouped: bool = True
     feature_bytes: int = 256 << 20
+    feature_batch: int = 1
+    feature_batch_s: float = 0.5
 
     @property
     def limit_s(self) -> float | None:

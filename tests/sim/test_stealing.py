@@ -16,7 +16,7 @@ from epd_serve.sim.build import build
 from epd_serve.sim.request import SimRequest
 from epd_serve.sim.simulator import Fault, Outcome, SimDeployment, check_books, simulate
 from epd_serve.sim.spec import Batching
-from epd_serve.topology import parse_topology
+from epd_serve.topology import parse_topology, place
 
 PROFILES = {name: analytic_profile(shape_of("llava-1.5-7b"), spec_of(name)) for name in ("rtx-4090", "a100")}
 NEVER = StealRule(threshold=1 << 30)
@@ -24,10 +24,8 @@ NEVER = StealRule(threshold=1 << 30)
 
 def tiers(line: str = "2EPD-2PD", rule: StealRule | None = None) -> SimDeployment:
     topology = parse_topology(line)
-    names = [
-        ("rtx-4090" if str(one.role) == "EPD" else "a100") for one in topology.members for _ in range(one.count)
-    ]
-    devices = [f"{name}:{number}" for number, name in enumerate(names)]
+    roles = [str(one.role) for one in place(topology, ["cpu"])]
+    devices = [f"{'rtx-4090' if role == 'EPD' else 'a100'}:{number}" for number, role in enumerate(roles)]
     deployment = build(
         topology,
         devices,
