@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 
 from proxy.endpoint import Endpoint
+from proxy.entrance import key_holders
 from proxy.gate import Gate
 from proxy.generation import Generator
 from proxy.health import Health
@@ -19,6 +20,8 @@ logger = logging.getLogger(__name__)
 #: What a running gateway takes over; the rest needs another start.
 RELOADED = frozenset(
     {
+        "api_key",
+        "api_keys",
         "max_body_bytes",
         "request_timeout_s",
         "max_in_flight",
@@ -28,6 +31,8 @@ RELOADED = frozenset(
         "health",
     }
 )
+#: Their values are not for the log.
+_SECRET = frozenset({"api_key", "api_keys"})
 
 
 class Control:
@@ -59,8 +64,11 @@ class Control:
         taken = {name: getattr(settings, name) for name in changed if name in RELOADED}
         if not taken:
             return
-        logger.info("changed: %s", ", ".join(f"{name} = {value}" for name, value in taken.items()))
+        shown = (name if name in _SECRET else f"{name} = {value}" for name, value in taken.items())
+        logger.info("changed: %s", ", ".join(shown))
         now = self.settings = replace(old, **taken)
+        if not taken.keys().isdisjoint(_SECRET):
+            self._gate.authenticator.replace(key_holders(now))
         self._gate.queue.resize(now.max_in_flight, now.max_queue, time.monotonic())
         self._gate.queue_timeout_s = now.queue_timeout_s
         self._generator.reconfigure(now.failover)

@@ -16,19 +16,24 @@ from proxy.settings import GatewaySettings
 
 def new_gate(settings: GatewaySettings, table: InstanceTable, metrics: GatewayMetrics) -> Gate:
     """The gate in front of the instances of ``table``; ``metrics`` show what it does."""
-    keys = [(key.hash, Client(key.name, _limits(key))) for key in settings.api_keys]
-    if settings.api_key is not None:
-        keys.append((hash_key(settings.api_key), Client("default")))
     queue = AdmissionQueue(settings.max_in_flight, settings.max_queue)
     metrics.watch_admission(lambda: queue.num_in_flight, lambda: queue.num_waiting)
     return Gate(
-        Authenticator(keys),
+        Authenticator(key_holders(settings)),
         queue,
         queue_timeout_s=settings.queue_timeout_s,
         shedding=_shedding(settings, table),
         refused=lambda reason, key: metrics.refused.labels(reason, key).inc(),
         waited=metrics.queue_wait.observe,
     )
+
+
+def key_holders(settings: GatewaySettings) -> list[tuple[str, Client]]:
+    """(hash, holder) of all API keys."""
+    keys = [(key.hash, Client(key.name, _limits(key))) for key in settings.api_keys]
+    if settings.api_key is not None:
+        keys.append((hash_key(settings.api_key), Client("default")))
+    return keys
 
 
 def _limits(key: ApiKeyConfig) -> KeyLimits:

@@ -54,13 +54,17 @@ def run_gateway(
     SIGHUP or a change of the file makes the gateway take it over.
     """
     settings = GatewaySettings.of(config, host)
-    redact_logs([settings.api_key, settings.admin.key if settings.admin else None])
+    redaction = redact_logs(_secrets(settings))
     app = create_app(settings, instances)
     if reread is not None:
 
         def apply() -> None:
-            changed, members = reread.read()
-            app.state.control.apply(GatewaySettings.of(changed, host), members)
+            nonlocal redaction
+            config, members = reread.read()
+            changed = GatewaySettings.of(config, host)
+            redaction()
+            redaction = redact_logs(_secrets(changed) | _secrets(app.state.control.settings))
+            app.state.control.apply(changed, members)
 
         app.state.reloader = Reloader(reread.file, apply)
     gateway = config.gateway
@@ -74,6 +78,10 @@ def run_gateway(
     gc.set_threshold(_COLLECT_EVERY, 20, 50)
     _keep_freed_memory()
     server.run()
+
+
+def _secrets(settings: GatewaySettings) -> set[str | None]:
+    return {settings.api_key, settings.admin.key if settings.admin else None}
 
 
 def _keep_freed_memory() -> None:

@@ -15,6 +15,7 @@ from epd_serve.sim.gateway import Job, SimGateway
 from epd_serve.sim.instance import SimInstance
 from epd_serve.sim.request import SimRequest
 from epd_serve.sim.spec import SimInstanceSpec
+from epd_serve.sim.switching import Switching
 from epd_serve.types import Routing
 
 #: As instances report (instance/reports.py).
@@ -94,6 +95,7 @@ def simulate(
     give_up: Callable[[list[Job]], bool] | None = None,
     progress: Callable[[int], None] | None = None,
     until_s: float = float("inf"),
+    switching: Switching | None = None,
 ) -> Outcome:
     """Run all requests to their ends. The same arguments give the same outcome.
 
@@ -102,10 +104,12 @@ def simulate(
         give_up: asked after each report with what has ended; True ends the run there.
         progress: told how many requests have ended.
         until_s: the run ends there whatever is under way.
+        switching: changes the roles of instances, each alone on its device.
     """
     clock = Clock()
     devices: dict[str, SimDevice] = {}
     instances: dict[str, SimInstance] = {}
+    every: list[SimInstance] = []
     done: list[Job] = []
 
     def link(one: SimInstance, other: SimInstance) -> Link:
@@ -115,13 +119,13 @@ def simulate(
             return SAME_DEVICE
         return Link(handshake_s=one.spec.profile.handshake_s, bytes_per_s=one.spec.profile.link_bytes_per_s)
 
-    for spec in deployment.instances:
+    def start(spec: SimInstanceSpec, pid: int = 1) -> None:
         if spec.role.has_language_model and spec.num_blocks < 8:
             raise NoWay(f"{spec.name}: the model's weights leave no room for KV on {spec.device}")
         place = f"{spec.host}/{spec.device}"
         if place not in devices:
             devices[place] = SimDevice(clock, deployment.sharing.get(spec.device, FluidSharing()))
-        instances[spec.name] = SimInstance(
+        instances[spec.name] = one = SimInstance(
             clock,
             devices[place],
             spec,
@@ -129,6 +133,11 @@ def simulate(
             on_end=lambda sequence: gateway.ended(sequence),
             on_tokens=(lambda sequence, count, now: gateway.tokens(sequence, count, now)) if gaps else None,
         )
+        one.pid = pid
+        every.append(one)
+
+    for spec in deployment.instances:
+        start(spec)
     draw = random.Random(seed).random
     router = router_of(deployment.routing, draw, parallel_encode=deployment.parallel_encode)
     gateway = SimGateway(clock, instances, router, link=link, on_done=done.append, steal=deployment.steal)
@@ -146,6 +155,8 @@ def simulate(
     def report() -> None:
         nonlocal given_up
         gateway.report()
+        if switching is not None:
+            switching.tick()
         if not clock.has_events and len(done) < len(jobs):
             raise RuntimeError(f"at {clock.now:.3f} s {len(jobs) - len(done)} requests wait for nothing")
         if progress is not None:
@@ -164,6 +175,8 @@ def simulate(
         instance.ready = True
         gateway.table.update(instance.spec.name, instance.info(), contains=0)
 
+    if switching is not None:
+        switching.begin(clock, gateway, instances, start)
     if jobs:
         clock.at(jobs[0].sent_s, lambda: arrive(0))
     clock.at(0.0, report)
@@ -171,16 +184,16 @@ def simulate(
         if fault.instance not in instances:
             raise ValueError(f"a fault of {fault.instance!r}; there are {', '.join(instances)}")
         clock.at(fault.at_s, lambda fault=fault: die(fault))  # type: ignore[misc]
-    languages = [one.language for one in instances.values() if one.language is not None]
     clock.run(lambda: len(done) == len(jobs) or given_up)
     seconds = clock.now
+    languages = [one.language for one in every if one.language is not None]
     clock.run(lambda: given_up or not any(one.is_busy for one in languages))  # steps of what died in between
     return Outcome(
         jobs=jobs,
         seconds=seconds,
         busy={name: device.busy_s / seconds if seconds else 0.0 for name, device in devices.items()},
-        encoded=sum(one.tower.num_encoded for one in instances.values()),
-        hits=sum(one.tower.num_hits for one in instances.values()),
+        encoded=sum(one.tower.num_encoded for one in every),
+        hits=sum(one.tower.num_hits for one in every),
         num_steps=sum(one.num_steps for one in languages),
         num_preempted=sum(one.num_preempted for one in languages),
         num_events=clock.num_events,

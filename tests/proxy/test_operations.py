@@ -8,6 +8,8 @@ from dataclasses import replace
 
 import pytest
 
+from epd_serve.config.gateway import ApiKeyConfig
+from epd_serve.config.keys import hash_key
 from proxy.reload import Reloader
 from proxy.settings import AdminSettings
 
@@ -77,6 +79,34 @@ async def test_limits_change_for_the_next_requests(start, kit, caplog):
     control.apply(replace(before, request_timeout_s=0.2), members)
     gateway["a0"].scripts["/stage/prefill"] = lambda _: [kit.FOREVER]
     assert (await gateway.error(kit.chat()))[0] == 504
+
+
+async def test_keys_change_while_requests_run(start, kit, caplog):
+    """A key that is taken out is refused at once; what was asked with it is answered."""
+    mine, other = ApiKeyConfig(name="mine", hash=hash_key("one")), ApiKeyConfig(name="other", hash=hash_key("two"))
+    gateway = await start("a0:EPD", api_keys=(mine,))
+    control, members = gateway.app.state.control, [("a0", gateway["a0"].url)]
+
+    async def status(key: str) -> int:
+        headers = {"Authorization": f"Bearer {key}"}
+        url = f"{gateway.url}/v1/chat/completions"
+        async with gateway.session.post(url, json=kit.chat(), headers=headers) as response:
+            await response.read()
+            return response.status
+
+    assert [await status("one"), await status("two")] == [200, 401]
+    gateway["a0"].scripts["/stage/prefill"] = lambda _: [0.3, kit.NONE, kit.WHOLE]
+    running, num_calls = asyncio.create_task(status("one")), len(gateway["a0"].calls)
+    await gateway.until(lambda: len(gateway["a0"].calls) > num_calls)
+    with caplog.at_level(logging.INFO):
+        control.apply(replace(control.settings, api_keys=(other,)), members)
+    assert [await status("one"), await status("two"), await running] == [401, 200, 200]
+    assert "api_keys" in caplog.text and other.hash not in caplog.text
+    [holder] = gateway.app.state.gate.authenticator.clients
+    limited = ApiKeyConfig(name="mine", hash=hash_key("one"), max_concurrent=1)
+    control.apply(replace(control.settings, api_keys=(other, limited), api_key="three"), members)
+    assert [await status(key) for key in ("one", "two", "three", "four")] == [200, 200, 200, 401]
+    assert gateway.app.state.gate.authenticator.clients[0] is holder, "it stayed as it was, and is counted on"
 
 
 async def test_a_refused_file_changes_nothing(tmp_path, caplog):

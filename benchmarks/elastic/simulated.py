@@ -1,0 +1,119 @@
+"""EPD's table 6 in the simulator: 8 instances, and answers that get ten times longer behind the first tenth.
+
+The paper gives no stage times. Those of :data:`PAPER` are chosen so that its two layouts, each without a switch,
+come near its two rows; the controller knows neither the layouts nor that anything will change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import fmean
+from typing import Any
+
+from epd_serve.cost.profile import EncodeLine, Line, Profile
+from epd_serve.elastic.controller import Controller
+from epd_serve.elastic.options import ControllerOptions, Limits
+from epd_serve.sim.build import build
+from epd_serve.sim.request import SimRequest
+from epd_serve.sim.simulator import Outcome, check_books, simulate
+from epd_serve.sim.spec import Batching
+from epd_serve.sim.switching import RoleSpan, Switching
+from epd_serve.sim.workloads import WorkloadShape
+from epd_serve.topology import parse_topology
+
+PIXELS = (4032, 3024)
+PAPER = Profile(
+    kind="measured",
+    device="a800",
+    model="as in EPD's table 6",
+    step=(Line(base_s=0.012, token_s=0.0003, sequence_s=0.0021),),
+    encode=(EncodeLine(pixel_s=0.5 / (PIXELS[0] * PIXELS[1])),),
+    tokens_per_image=640,
+    kv_token_bytes=57344,
+    feature_token_bytes=7168,
+    num_layers=28,
+    link_bytes_per_s=2e11,
+)
+LIMITS = Limits(ttft_s=2.6, tpot_s=0.04)
+START, PAPERS_END = "5E-P-2D", "2E-P-5D"
+
+
+def requests(count: int, rate: float, *, short: int = 50, factor: int = 10, seed: int = 0) -> list[SimRequest]:
+    """One 4K image each; behind the first tenth, answers are ``factor`` times longer."""
+    shape = WorkloadShape(
+        name="table 6", width=PIXELS[0], height=PIXELS[1], spread=0.0, num_text_tokens=22, num_output_tokens=short
+    )
+    return [
+        one if number < count // 10 else replace(one, num_output_tokens=factor * short)
+        for number, one in enumerate(shape.requests(count, rate, seed))
+    ]
+
+
+def run(topology: str, every: Sequence[SimRequest], switching: Switching | None) -> Outcome:
+    parsed = parse_topology(topology)
+    deployment = build(
+        parsed,
+        [f"cuda:{number}" for number in range(parsed.num_devices)],
+        lambda *_: PAPER,
+        batching=Batching(policy="unlimited", max_num_seqs=128, ttft_s=LIMITS.ttft_s, tpot_s=LIMITS.tpot_s),
+        num_blocks=1 << 14,
+    )
+    outcome = simulate(deployment, every, switching=switching)
+    check_books(outcome)
+    return outcome
+
+
+def figures(outcome: Outcome) -> dict[str, float]:
+    """Means over all requests, in seconds; raises RuntimeError where one has failed."""
+    if failed := [job.failure for job in outcome.jobs if job.failure]:
+        raise RuntimeError(f"{len(failed)} requests failed: {failed[0]}")
+    jobs = [
+        (job.sent_s, job.first_token_s or 0.0, job.last_token_s or 0.0, max(job.num_output - 1, 1))
+        for job in outcome.jobs
+    ]
+    return {
+        "latency_s": fmean(last - sent for sent, _, last, _ in jobs),
+        "ttft_s": fmean(first - sent for sent, first, _, _ in jobs),
+        "tpot_s": fmean((last - first) / num for _, first, last, num in jobs),
+        "seconds": outcome.seconds,
+    }
+
+
+def table_6(count: int, rate: float, seeds: Sequence[int]) -> tuple[dict[str, Any], list[RoleSpan], float]:
+    """The report, and of the first seed the roles over time and the seconds."""
+    rows: list[dict[str, Any]] = []
+    spans: list[RoleSpan] = []
+    end_s = 0.0
+    for seed in seeds:
+        every = requests(count, rate, seed=seed)
+        switching = Switching(
+            Controller(ControllerOptions(cooldown_s=3.0, hold_s=1.5), LIMITS),
+            interval_s=0.5,
+            num_blocks=1 << 14,
+        )
+        outcome = run(START, every, switching)
+        row = {
+            "seed": seed,
+            "with": figures(outcome),
+            "without": figures(run(START, every, None)),
+            "papers_end_from_the_start": figures(run(PAPERS_END, every, None)),
+            "end": str_of(switching.spans),
+            "switches": [
+                {"at_s": one.at_s, "reason": one.reason} for one in switching.decisions if one.order is not None
+            ],
+        }
+        row["ratio"] = {
+            name: row["without"][name] / row["with"][name] for name in ("latency_s", "ttft_s", "tpot_s")
+        }
+        rows.append(row)
+        if not spans:
+            spans, end_s = switching.spans, outcome.seconds
+    return {"requests": count, "rate": rate, "start": START, "rows": rows}, spans, end_s
+
+
+def str_of(spans: Sequence[RoleSpan]) -> str:
+    """The last layout, as in 2E1P5D."""
+    last = {span.instance: str(span.role) for span in spans}
+    roles = list(last.values())
+    return "".join(f"{roles.count(role)}{role}" for role in ("E", "P", "D") if role in roles)

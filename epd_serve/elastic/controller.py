@@ -1,0 +1,320 @@
+"""Which instance should change its role, and why: 001 (EPD), section 3.2.4. No I/O and no clock."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from math import sqrt
+
+from epd_serve.elastic.options import ControllerOptions, Limits
+from epd_serve.elastic.pressure import Sample, StageLoad, capacities, load_of, sample
+from epd_serve.elastic.seen import Seen
+from epd_serve.types import Role, Stage
+
+_NAMES = {Stage.ENCODE: "encode", Stage.PREFILL: "prefill", Stage.DECODE: "decode"}
+_FEWEST_SAMPLES = 3
+#: A load under which one instance fewer is no risk: of the pressure that the others would have then.
+_CALM = 0.5
+
+_At = tuple[float, dict[Stage, Sample]]
+#: Roles and how many serving instances have each.
+Layout = frozenset[tuple[str, int]]
+
+
+class Kind(StrEnum):
+    """Of a decision: why it orders something, or nothing."""
+
+    SWITCH = "switch"
+    CALM = "calm"
+    WATCHING = "watching"
+    COOLDOWN = "cooldown"
+    SWITCHING = "switching"
+    NOTHING_HELPS = "nothing helps"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Order:
+    """``instance`` is to serve ``role`` from now on."""
+
+    instance: str
+    role: Role
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wish:
+    """More (1) or fewer (-1) instances than there are; ``role`` of the one that is wanted, or too many."""
+
+    change: int
+    role: Role
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decision:
+    """What was decided at a moment.
+
+    Attributes:
+        order: to be carried out; None: nothing, or a dry run.
+        would: the same of a dry run.
+        reason: in plain words.
+        pressures: of each stage as measured; 1 is what the SLO allows.
+        wish: for another number of instances.
+    """
+
+    at_s: float
+    kind: Kind
+    reason: str
+    order: Order | None = None
+    would: Order | None = None
+    pressures: Mapping[Stage, float] = field(default_factory=dict)
+    wish: Wish | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Move:
+    instance: Seen
+    role: Role
+    before: float
+    after: float
+    pressures: dict[Stage, float]
+
+
+class Controller:
+    """Feed it what is seen, about every second; it answers with a decision.
+
+    A stage that is later than the SLO allows for ``hold_s`` is answered by the one switch after which the stages
+    together are least pressed as far as can be predicted, if that is less by ``hysteresis`` at least. Each stage
+    of ``needed`` keeps a serving instance. Behind an order comes a ``cooldown_s``. A layout that was left for its
+    pressure is gone back to at a higher one only, so that under a constant load the switches come to an end.
+
+    Args:
+        needed: stages that the deployment serves; one instance of each must always be left.
+    """
+
+    def __init__(
+        self,
+        options: ControllerOptions,
+        limits: Limits,
+        *,
+        needed: Collection[Stage] = tuple(Stage),
+    ) -> None:
+        self.options = options
+        self.limits = limits
+        self._needed = frozenset(needed)
+        self._stages = [stage for stage in Stage if stage in self._needed]
+        self._samples: deque[_At] = deque()
+        self._serving: frozenset[tuple[str, Role]] = frozenset()
+        self._since_s = self._ordered_s = float("-inf")
+        self._order: Order | None = None  # until it is seen, or its deadline
+        self._from: Role | None = None
+        self._left: dict[Layout, tuple[float, float]] = {}
+        self._refused: set[tuple[str, Role]] = set()
+        self._calm_since: float | None = None
+        self._wished_s = float("-inf")
+
+    def refused(self, order: Order) -> None:
+        """It cannot be carried out, now or later: it is not given again."""
+        self._refused.add((order.instance, order.role))
+        self._order = None
+
+    def failed(self, order: Order) -> None:
+        """It was not carried out; another time it may be."""
+        self._order = None
+
+    def decide(self, now_s: float, instances: Sequence[Seen]) -> Decision:
+        """``now_s`` never runs backwards."""
+        serving = frozenset((one.name, one.role) for one in instances if one.is_serving)
+        if serving != self._serving:
+            self._serving, self._since_s = serving, now_s
+        self._samples.append((now_s, {stage: sample(stage, instances) for stage in self._stages}))
+        options = self.options
+        while len(self._samples) > 1 and self._samples[1][0] <= now_s - max(options.window_s, options.hold_s):
+            self._samples.popleft()
+        steady = [one for one in self._samples if one[0] >= self._since_s]
+        recent = _tail(steady, now_s - options.hold_s)
+        loads = {
+            stage: load_of(
+                stage,
+                [(at_s, every[stage]) for at_s, every in steady],
+                [every[stage] for _, every in self._samples],
+                self.limits,
+                num_recent=len(recent),
+            )
+            for stage in self._stages
+        }
+        pressures = {stage: load.pressure for stage, load in loads.items()}
+        stage = max(pressures, key=lambda one: pressures[one])
+
+        def decision(kind: Kind, reason: str, order: Order | None = None, wish: Wish | None = None) -> Decision:
+            dry = self.options.dry_run
+            return Decision(
+                at_s=now_s,
+                kind=kind,
+                reason=f"dry run, nothing is ordered: {reason}" if dry and order is not None else reason,
+                order=None if dry else order,
+                would=order if dry else None,
+                pressures=pressures,
+                wish=wish,
+            )
+
+        if (pending := self._pending(now_s, instances)) is not None:
+            return decision(*pending)
+        span_s = now_s - recent[0][0]
+        is_known = len(recent) >= _FEWEST_SAMPLES and span_s >= options.hold_s
+        here = [one for one in instances if one.is_serving]
+        if pressures[stage] <= 1:
+            wish = self._too_many(now_s, here, loads) if is_known else None
+            return decision(Kind.CALM, f"every stage keeps the SLO; {_words(pressures)}", wish=wish)
+        self._calm_since = None
+        late = f"{_NAMES[stage]} is at {pressures[stage]:.1f} times what the SLO allows"
+        if not is_known:
+            return decision(Kind.WATCHING, f"{late}, for {span_s:.1f} s of the {self.options.hold_s:g} s so far")
+        if (rest_s := self._ordered_s + self.options.cooldown_s - now_s) > 0:
+            return decision(Kind.COOLDOWN, f"{late}; the last switch is {rest_s:.1f} s too young for another")
+        move, why_not = self._best(now_s, here, loads, pressures[stage])
+        if move is None:
+            wish = self._too_few(now_s, stage, late)
+            return decision(Kind.NOTHING_HELPS, f"{late}; {why_not}", wish=wish)
+        order = Order(instance=move.instance.name, role=move.role)
+        self._take(now_s, move, order, here, pressures[stage])
+        return decision(
+            Kind.SWITCH,
+            f"{late}: {order.instance} goes from {move.instance.role} to {order.role}, which is predicted to take "
+            f"the pressure of all stages from {move.before:.2f} to {move.after:.2f} ({_words(move.pressures)})",
+            order,
+        )
+
+    # ------------------------------------------------------------------ parts
+
+    def _pending(self, now_s: float, instances: Sequence[Seen]) -> tuple[Kind, str] | None:
+        """What is to be said of the last order, while it is under way."""
+        order = self._order
+        if order is None:
+            return None
+        seen = next((one for one in instances if one.name == order.instance), None)
+        if seen is not None and seen.is_serving and seen.role.stages == order.role.stages:
+            self._order = None
+            return None
+        if seen is not None and now_s < self._ordered_s + self.options.deadline_s:
+            return Kind.SWITCHING, f"{order.instance} is on its way from {self._from} to {order.role}"
+        self._order = None
+        what = "is gone" if seen is None else f"is still no {order.role} after {self.options.deadline_s:g} s"
+        return Kind.FAILED, f"{order.instance} {what}: the switch has failed"
+
+    def _best(
+        self, now_s: float, here: Sequence[Seen], loads: Mapping[Stage, StageLoad], worst: float
+    ) -> tuple[_Move | None, str]:
+        """The switch that helps most; or None, and why."""
+        ahead_s, roles = self.options.cooldown_s, [one.role for one in here]
+        before, expected = _predict(roles, loads, ahead_s)
+        late = [stage for stage, load in loads.items() if load.pressure > 1]
+        best: _Move | None = None
+        is_held = is_back = False
+        donors: dict[Role, Seen] = {}
+        for one in here:  # of a role, the one that is ready first
+            if one.role not in donors or _work_s(one) < _work_s(donors[one.role]):
+                donors[one.role] = one
+        for donor in donors.values():
+            for role in self.options.roles:
+                if role == donor.role or (donor.name, role) in self._refused:
+                    continue
+                others = [one.role for one in here if one is not donor]
+                if not self._keeps_floor(donor.role, role, others):
+                    is_held = True
+                    continue
+                after, pressures = _predict([*others, role], loads, ahead_s)
+                helped = [stage for stage in late if pressures[stage] < expected[stage]]
+                if after > (1 - self.options.hysteresis) * before or not helped:
+                    continue
+                most = max(1.0, *(pressures[stage] for stage in helped))
+                if any(pressures[stage] > most for stage in donor.role.stages & self._needed):
+                    continue  # it would be robbed
+                if not self._may_return(now_s, [*others, role], worst):
+                    is_back = True
+                    continue
+                if best is None or after < best.after:
+                    best = _Move(donor, role, before, after, pressures)
+        if best is not None:
+            return best, ""
+        if is_back:
+            return None, "the switch that would help leads back to a layout that was left for its pressure"
+        if is_held:
+            return None, "no switch helps that leaves an instance for each stage"
+        return None, f"no switch is predicted to help by {self.options.hysteresis:.0%}"
+
+    def _keeps_floor(self, old: Role, new: Role, others: Sequence[Role]) -> bool:
+        """Until it serves again, the instance counts for nothing: others must do what it did."""
+        lost = old.stages & self._needed
+        return all(any(stage in role.stages for role in others) for stage in lost)
+
+    def _may_return(self, now_s: float, roles: Sequence[Role], worst: float) -> bool:
+        left = self._left.get(_layout(roles))
+        if left is None or now_s - left[0] > self.options.forget_s:
+            return True
+        return worst > left[1] * (1 + self.options.hysteresis)
+
+    def _take(self, now_s: float, move: _Move, order: Order, here: Sequence[Seen], worst: float) -> None:
+        self._ordered_s = self._since_s = now_s
+        if not self.options.dry_run:
+            self._left[_layout([one.role for one in here])] = (now_s, worst)
+            self._order, self._from = order, move.instance.role
+
+    def _too_few(self, now_s: float, stage: Stage, late: str) -> Wish | None:
+        if now_s - self._wished_s < self.options.calm_s:
+            return None
+        self._wished_s = now_s
+        return Wish(change=1, role=Role.of([stage]), reason=f"{late}, and no switch helps")
+
+    def _too_many(self, now_s: float, here: Sequence[Seen], loads: Mapping[Stage, StageLoad]) -> Wish | None:
+        """Where the others would be far from late without one instance, for long."""
+        best: tuple[float, Seen] | None = None
+        for donor in here:
+            others = [one.role for one in here if one is not donor]
+            if self._keeps_floor(donor.role, donor.role, others):
+                _, pressures = _predict(others, loads, self.options.cooldown_s)
+                if best is None or max(pressures.values()) < best[0]:
+                    best = max(pressures.values()), donor
+        if best is None or best[0] > _CALM:
+            self._calm_since = None
+            return None
+        if self._calm_since is None:
+            self._calm_since = now_s
+        if now_s - max(self._calm_since, self._wished_s) < self.options.calm_s:
+            return None
+        self._wished_s = now_s
+        reason = f"without {best[1].name} every stage would stay at {best[0]:.1f} of what the SLO allows or below"
+        return Wish(change=-1, role=best[1].role, reason=reason)
+
+
+def _tail(samples: Sequence[_At], since_s: float) -> Sequence[_At]:
+    """Those since then, and one before, but a few at least."""
+    first = len(samples) - 1
+    while first > 0 and (samples[first][0] > since_s or len(samples) - first < _FEWEST_SAMPLES):
+        first -= 1
+    return samples[first:]
+
+
+def _predict(
+    roles: Sequence[Role], loads: Mapping[Stage, StageLoad], ahead_s: float
+) -> tuple[float, dict[Stage, float]]:
+    """The pressure of all stages as one, in which the highest counts most, and of each."""
+    given = capacities(roles, loads)
+    pressures = {stage: load.predicted(given[stage], ahead_s) for stage, load in loads.items()}
+    return sqrt(sum(one * one for one in pressures.values())), pressures
+
+
+def _layout(roles: Sequence[Role]) -> Layout:
+    return frozenset(Counter(str(role) for role in roles).items())
+
+
+def _work_s(one: Seen) -> float:
+    """About what it has to finish first."""
+    decoding = one.num_decoding * one.step.seconds(one.num_decoding) if one.num_decoding else 0.0
+    return sum(one.queue_s.values()) + decoding
+
+
+def _words(pressures: Mapping[Stage, float]) -> str:
+    return ", ".join(f"{_NAMES[stage]} {value:.2f}" for stage, value in pressures.items())

@@ -1,0 +1,194 @@
+"""How hard a stage is pressed, now and with another number of instances; 1 is what the SLO allows.
+
+Encode and prefill queue: their pressure is the queue's seconds over what the SLO leaves for it. Decode shares its
+steps: its pressure is a step's seconds over the limit between two tokens. With ``n`` instances that make ``T``
+tokens a second together, a batch has ``B = T / n * step(B)`` sequences, so that with ``step(B) = a + b * B`` a
+step takes ``a / (1 - T * b / n)``; demand stays when instances come and go, batches do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from epd_serve.elastic.options import Limits
+from epd_serve.elastic.seen import Seen
+from epd_serve.types import Role, Stage, StageRate
+
+#: Of a stage without an instance.
+UNSERVED = 1000.0
+#: A queue below this part of its limit says nothing about its growth.
+_NOTICEABLE = 0.25
+#: Busier instances than this are late now and then, although there is no queue on average.
+_BUSY = 0.8
+_KV_FULL = 0.9
+#: Beyond this part of what a decode instance could ever do, batches grow without end.
+_ENDLESS = 0.95
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """One stage at one moment, summed over its serving instances.
+
+    Attributes:
+        num_busy: instances that had work. queue_s: seconds of it.
+        tokens_per_s, num_sequences: of decoding; step_s: the longest of its steps.
+    """
+
+    num_instances: int
+    num_busy: int
+    queue_s: float
+    tokens_per_s: float = 0.0
+    num_sequences: float = 0.0
+    step_s: float = 0.0
+    kv_used: float = 0.0
+    step: StageRate = StageRate(0.02, 1e-3)  # noqa: RUF009 - it is frozen
+    output_tokens: float = 128.0
+
+
+def sample(stage: Stage, instances: Sequence[Seen]) -> Sample:
+    """Of those that serve the stage. Work of others is theirs to finish."""
+    here = [one for one in instances if one.is_serving and stage in one.role.stages]
+    queue_s = sum(one.waits(stage) for one in here)
+    if stage is not Stage.DECODE or not here:
+        return Sample(num_instances=len(here), num_busy=sum(one.waits(stage) > 0 for one in here), queue_s=queue_s)
+    steps = [one.step.seconds(one.num_decoding) for one in here]
+    return Sample(
+        num_instances=len(here),
+        num_busy=sum(one.num_decoding > 0 for one in here),
+        queue_s=queue_s,
+        tokens_per_s=sum(one.num_decoding / seconds for one, seconds in zip(here, steps, strict=True)),
+        num_sequences=sum(one.num_decoding for one in here),
+        step_s=max(seconds if one.num_decoding else 0.0 for one, seconds in zip(here, steps, strict=True)),
+        kv_used=fmean(one.kv_used for one in here),
+        step=here[0].step,
+        output_tokens=here[0].output_tokens,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageLoad:
+    """One stage over some seconds.
+
+    Attributes:
+        num_instances: that served it.
+        demand: instances that the work which comes would keep busy. Of decode: within the limit between tokens.
+        growth: seconds of queue that each second adds.
+    """
+
+    stage: Stage
+    limits: Limits
+    num_instances: int
+    queue_s: float
+    demand: float
+    growth: float
+    tokens_per_s: float
+    step_s: float
+    kv_used: float
+    step: StageRate
+
+    @property
+    def pressure(self) -> float:
+        """As measured."""
+        if not self.num_instances:
+            return UNSERVED
+        waiting = self.queue_s / self.num_instances / self.limits.queue_s
+        return max(waiting, self.step_s / self.limits.tpot_s) if self.stage is Stage.DECODE else waiting
+
+    def predicted(self, capacity: float, ahead_s: float) -> float:
+        """The pressure ``ahead_s`` from now, if so many instances serve the stage and as much work comes."""
+        if capacity <= 0:
+            return UNSERVED
+        if self.stage is not Stage.DECODE:
+            queue_s = max(self.queue_s + (self.demand - capacity) * ahead_s, 0.0)
+            crowded = max(self.demand / capacity - _BUSY, 0.0) / (1 - _BUSY)
+            return queue_s / capacity / self.limits.queue_s + crowded
+        step_s = self._step_s(capacity)
+        waiting = 0.0
+        if self.queue_s:  # every place is taken: its instances are busy without end
+            queue_s = max(self.queue_s + (self.num_instances + self.growth - capacity) * ahead_s, 0.0)
+            waiting = queue_s / capacity / self.limits.queue_s
+        now_s = self._step_s(self.num_instances) if self.num_instances else 0.0
+        batches = step_s / now_s if now_s else 1.0
+        kv = self.kv_used * self.num_instances / capacity * batches
+        return max(step_s / self.limits.tpot_s, waiting) + max(kv - _KV_FULL, 0.0) / (1 - _KV_FULL)
+
+    def _step_s(self, capacity: float) -> float:
+        """Of the batches that so many instances would have; 0 without work."""
+        if not self.tokens_per_s:
+            return 0.0
+        part = self.tokens_per_s * self.step.unit_s / capacity
+        return self.step.base_s / (1 - min(part, _ENDLESS)) * max(part / _ENDLESS, 1.0)
+
+
+def load_of(
+    stage: Stage,
+    samples: Sequence[tuple[float, Sample]],
+    window: Sequence[Sample],
+    limits: Limits,
+    *,
+    num_recent: int,
+) -> StageLoad:
+    """Pressure is that of the last few samples; growth and demand, in which there is more chance, are of more.
+
+    Args:
+        samples: with their times, all of the same instances, the newest last.
+        window: all of some seconds, whatever instances there were.
+    """
+    every = [one for _, one in samples[-num_recent:]]
+    newest = every[-1]
+    num = newest.num_instances
+    queue_s = fmean(one.queue_s for one in every)
+    growth = 0.0
+    if num and queue_s / num > _NOTICEABLE * limits.queue_s:
+        growth = max(_slope([(at_s, one.queue_s) for at_s, one in samples]), 0.0)
+    tokens_per_s = max(fmean(one.tokens_per_s for one in window), fmean(one.tokens_per_s for one in every))
+    step_s = fmean(one.step_s for one in every)
+    if stage is Stage.DECODE:
+        if step_s > _NOTICEABLE * limits.tpot_s:
+            more = max(_slope([(at_s, one.num_sequences) for at_s, one in samples]), 0.0)
+            tokens_per_s += more * newest.output_tokens
+        demand = tokens_per_s / _most_tokens_per_s(newest.step, limits.tpot_s)
+    else:
+        demand = fmean(one.num_busy for one in window) + growth
+    return StageLoad(
+        stage=stage,
+        limits=limits,
+        num_instances=num,
+        queue_s=queue_s,
+        demand=demand,
+        growth=growth,
+        tokens_per_s=tokens_per_s,
+        step_s=step_s,
+        kv_used=fmean(one.kv_used for one in every),
+        step=newest.step,
+    )
+
+
+def capacities(roles: Sequence[Role], loads: Mapping[Stage, StageLoad]) -> dict[Stage, float]:
+    """What instances of these roles give to each stage: those with several divide themselves by demand, but for
+    decodes, which come first in every step."""
+    given = dict.fromkeys(loads, 0.0)
+    for role in roles:
+        stages = [stage for stage in loads if stage in role.stages]
+        demand = sum(loads[stage].demand for stage in stages)
+        for stage in stages:
+            if stage is Stage.DECODE:
+                given[stage] += 1.0
+            else:
+                given[stage] += loads[stage].demand / demand if demand else 1 / len(stages)
+    return given
+
+
+def _most_tokens_per_s(step: StageRate, tpot_s: float) -> float:
+    """Of one instance within the limit; where no batch keeps it, with batches twice as long as one sequence."""
+    longest = max(tpot_s, 2 * step.seconds(1))
+    return max((longest - step.base_s) / step.unit_s, 1.0) / longest if step.unit_s > 0 else 1e9
+
+
+def _slope(points: Sequence[tuple[float, float]]) -> float:
+    """Least squares; 0 for fewer than two moments."""
+    mean_t, mean_y = fmean(t for t, _ in points), fmean(y for _, y in points)
+    spread = sum((t - mean_t) ** 2 for t, _ in points)
+    return sum((t - mean_t) * (y - mean_y) for t, y in points) / spread if spread else 0.0

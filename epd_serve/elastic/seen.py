@@ -1,0 +1,83 @@
+"""What a controller looks at: each instance's seconds of pending work, from what the instance table knows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from epd_serve.routing.table import InstanceRecord, InstanceTable
+from epd_serve.types import Role, Stage, StageRate
+
+#: Of a KV pool: with less free, what waits to be decoded waits for room.
+_FULL = 0.95
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seen:
+    """One instance at one moment.
+
+    Attributes:
+        is_serving: it takes new work. Instances that drain, rebuild or are lost do not.
+        queue_s: estimated seconds of pending work of each of its stages; of decoding only what waits for a place
+            in a step, because the rest goes on side by side.
+        num_decoding: sequences in its steps.
+        step: a decode step's seconds by sequences.
+        output_tokens: of an answer, on average.
+        kv_used: part of its KV blocks that is taken.
+    """
+
+    name: str
+    role: Role
+    is_serving: bool = True
+    queue_s: Mapping[Stage, float] = field(default_factory=dict)
+    num_decoding: float = 0.0
+    step: StageRate = StageRate(0.02, 1e-3)  # noqa: RUF009 - it is frozen
+    output_tokens: float = 128.0
+    kv_used: float = 0.0
+
+    def waits(self, stage: Stage) -> float:
+        """Seconds of pending work of one stage."""
+        return self.queue_s.get(stage, 0.0)
+
+
+def see(table: InstanceTable) -> list[Seen]:
+    """Every instance whose role is known, in the order of the deployment."""
+    records = [record for record in table if record.role is not None]
+    prompts = sum(
+        one.load.num_running + one.load.num_waiting
+        for one in records
+        if one.covers(Stage.PREFILL) and not one.covers(Stage.DECODE)
+    )
+    expected = sum(one.load.num_expected for one in records)
+    # Expected ones that no P has are held up by D: P submits a prompt once D has room for it.
+    held_up = max(expected - prompts, 0) / expected if expected else 0.0
+    return [_see(record, held_up) for record in records]
+
+
+def _see(record: InstanceRecord, held_up: float) -> Seen:
+    load, costs, role = record.load, record.costs, record.role
+    assert role is not None
+    queue_s: dict[Stage, float] = {}
+    if role.encodes:
+        queue_s[Stage.ENCODE] = record.encode_s
+    if role.prefills:
+        queue_s[Stage.PREFILL] = record.prefill_s
+    used = 1 - load.free_blocks / load.total_blocks if load.total_blocks else 0.0
+    num_decoding = float(load.num_running) if role.decodes else 0.0
+    if role.decodes:
+        waiting = 0.0 if role.prefills else float(load.num_waiting)
+        if used > _FULL:
+            waiting += held_up * load.num_expected
+        batch = max(num_decoding, 1.0)
+        queue_s[Stage.DECODE] = waiting * costs.mean_output_tokens * costs.step_s(batch) / batch
+    base_s = costs.step_s(0)
+    return Seen(
+        name=record.name,
+        role=role,
+        is_serving=record.ready and record.accepting,
+        queue_s=queue_s,
+        num_decoding=num_decoding,
+        step=StageRate(base_s, costs.step_s(1) - base_s),
+        output_tokens=costs.mean_output_tokens,
+        kv_used=used,
+    )

@@ -1,0 +1,172 @@
+"""The controller's promises, with a load that flows: floor, cooldown, no thrashing, an answer to imbalance."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+from fluid import STEP, Fluid
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from epd_serve.elastic.controller import Controller, Kind, Order
+from epd_serve.elastic.options import ControllerOptions, Limits
+from epd_serve.elastic.seen import Seen
+from epd_serve.types import Role, Stage
+
+LIMITS = Limits(ttft_s=2.0, tpot_s=0.05)
+OPTIONS = ControllerOptions()
+ALL = tuple(Stage)
+#: Tokens a second of one decode instance within the limit: batches of 30.
+MOST_TOKENS = 30 / 0.05
+
+roles = st.lists(st.sampled_from(["E", "P", "D"]), min_size=0, max_size=6).map(lambda more: ["E", "P", "D", *more])
+loads = st.fixed_dictionaries(
+    {
+        Stage.ENCODE: st.floats(0, 6),
+        Stage.PREFILL: st.floats(0, 6),
+        Stage.DECODE: st.floats(0, 6 * MOST_TOKENS),
+    }
+)
+
+
+def controller(options: ControllerOptions = OPTIONS) -> Controller:
+    return Controller(options, LIMITS, needed=ALL)
+
+
+@settings(max_examples=20, deadline=None)
+@given(roles, st.lists(loads, min_size=1, max_size=4), st.floats(0.2, 20), st.booleans())
+def test_floor_and_cooldown_hold_under_any_load(
+    start: list[str], changes: list[dict[Stage, float]], switch_s: float, refuses: bool
+) -> None:
+    fluid, one = Fluid(roles=start, load={}, switch_s=switch_s, refuses=refuses), controller()
+    for load in changes:
+        fluid.load = load
+        for _ in range(40):
+            fluid.flow(one, 1.0)
+            assert all(fluid.count(stage) >= 1 for stage in ALL)
+    times = [decision.at_s for decision in fluid.orders]
+    assert all(later - earlier >= OPTIONS.cooldown_s for earlier, later in itertools.pairwise(times))
+
+
+@settings(max_examples=10, deadline=None)
+@given(roles, loads)
+def test_a_layout_is_gone_back_to_only_under_more_pressure(start: list[str], load: dict[Stage, float]) -> None:
+    """Whatever the load, and even where no layout is enough: so switches become ever rarer while it stays."""
+    fluid, one = Fluid(roles=start, load=load), controller()
+    left: dict[tuple[str, ...], tuple[float, float]] = {}
+    for _ in range(300):
+        layout = tuple(fluid.layout())
+        fluid.flow(one, 1.0)
+        decision = fluid.decisions[-1]
+        if decision.order is None:
+            continue
+        worst = max(decision.pressures.values())
+        left[layout] = decision.at_s, worst
+        after = list(fluid.roles)
+        after[int(decision.order.instance[1:])] = str(decision.order.role)
+        at_s, pressure = left.get(tuple(sorted(after)), (-OPTIONS.forget_s, 0.0))
+        assert worst > pressure or decision.at_s - at_s > OPTIONS.forget_s
+    assert len(fluid.orders) <= 2 * len(start)
+
+
+@settings(max_examples=20, deadline=None)
+@given(roles, st.data())
+def test_a_lasting_imbalance_is_answered(start: list[str], data: st.DataObject) -> None:
+    """A load that some layout of these instances carries easily is carried in the end, and that is all."""
+    num_encode = data.draw(st.integers(1, len(start) - 2))
+    num_prefill = data.draw(st.integers(1, len(start) - 1 - num_encode))
+    num_decode = len(start) - num_encode - num_prefill
+    part = data.draw(st.floats(0.2, 0.65))
+    load = {
+        Stage.ENCODE: part * num_encode,
+        Stage.PREFILL: part * num_prefill,
+        Stage.DECODE: part * num_decode * MOST_TOKENS,
+    }
+    fluid, one = Fluid(roles=list(start), load=load), controller()
+    fluid.flow(one, 240.0)
+    last = fluid.decisions[-1]
+    assert max(last.pressures.values()) <= 1, (fluid.layout(), load, [one.reason for one in fluid.orders])
+    num_orders = len(fluid.orders)
+    fluid.flow(one, 100.0)
+    assert len(fluid.orders) == num_orders
+
+
+def test_the_reason_says_what_is_late_and_what_is_done() -> None:
+    fluid = Fluid(roles=["E", "E", "E", "P", "D"], load={Stage.DECODE: 2 * MOST_TOKENS}, switch_s=3.0)
+    one = controller()
+    fluid.flow(one, 2.0)
+    fluid.load = {Stage.DECODE: 3 * MOST_TOKENS}
+    fluid.flow(one, 60.0)
+    first = fluid.orders[0]
+    assert first.kind is Kind.SWITCH
+    assert first.reason.startswith("decode is at ")
+    assert "i0 goes from E to D" in first.reason
+    reasons = {decision.kind: decision.reason for decision in fluid.decisions}
+    assert set(reasons) >= {Kind.CALM, Kind.COOLDOWN, Kind.SWITCHING}, reasons
+    assert "s too young for another" in reasons[Kind.COOLDOWN]
+    assert reasons[Kind.SWITCHING].endswith("is on its way from E to D")
+    assert fluid.layout() == ["D", "D", "D", "E", "P"]
+
+
+def test_a_dry_run_orders_nothing_and_says_what_it_would() -> None:
+    options = replace(OPTIONS, dry_run=True)
+    fluid, one = Fluid(roles=["E", "E", "P", "D"], load={Stage.DECODE: 2 * MOST_TOKENS}), controller(options)
+    fluid.flow(one, 60.0)
+    assert not fluid.orders
+    would = [decision for decision in fluid.decisions if decision.would is not None]
+    assert would and would[0].reason.startswith("dry run, nothing is ordered: decode is at ")
+    assert all(b.at_s - a.at_s >= OPTIONS.cooldown_s for a, b in itertools.pairwise(would))
+
+
+def test_a_switch_that_does_not_come_fails_at_its_deadline() -> None:
+    one = controller(replace(OPTIONS, deadline_s=5.0))
+    fluid = Fluid(roles=["E", "E", "P", "D"], load={Stage.DECODE: 2 * MOST_TOKENS}, switch_s=1e9)
+    fluid.flow(one, 40.0)
+    failed = [decision for decision in fluid.decisions if decision.kind is Kind.FAILED]
+    assert [decision.reason for decision in failed] == ["i0 is still no D after 5 s: the switch has failed"]
+
+
+def test_what_was_refused_is_not_ordered_again() -> None:
+    one = controller()
+    for name in ("i0", "i1", "i2"):
+        one.refused(Order(instance=name, role=Role.parse("D")))
+    fluid = Fluid(roles=["E", "E", "P", "D"], load={Stage.DECODE: 2 * MOST_TOKENS})
+    fluid.flow(one, 60.0)
+    assert not fluid.orders
+
+
+def test_too_few_instances_are_wished_for_and_too_many_told() -> None:
+    fluid, one = Fluid(roles=["E", "P", "D"], load={Stage.DECODE: 2 * MOST_TOKENS}), controller()
+    fluid.flow(one, 100.0)
+    wishes = [decision.wish for decision in fluid.decisions if decision.wish is not None]
+    assert [(wish.change, str(wish.role)) for wish in wishes] == [(1, "D")] * len(wishes)
+    assert 1 <= len(wishes) <= 2
+    fluid, one = Fluid(roles=["E", "P", "D", "D"], load={Stage.DECODE: 0.2 * MOST_TOKENS}), controller()
+    fluid.flow(one, 100.0)
+    wishes = [decision.wish for decision in fluid.decisions if decision.wish is not None]
+    assert [(wish.change, str(wish.role)) for wish in wishes] == [(-1, "D")]
+
+
+def test_a_stage_without_an_instance_gets_one() -> None:
+    one = controller()
+    seen = [
+        Seen(name="e0", role=Role.parse("E"), queue_s={Stage.ENCODE: 0.0}),
+        Seen(name="e1", role=Role.parse("E"), queue_s={Stage.ENCODE: 0.0}),
+        Seen(name="p0", role=Role.parse("P"), queue_s={Stage.PREFILL: 0.5}),
+        Seen(name="d0", role=Role.parse("D"), is_serving=False),
+    ]
+    orders = [one.decide(float(at), seen).order for at in range(10)]
+    assert [order for order in orders if order] == [Order(instance="e0", role=Role.parse("D"))]
+
+
+@pytest.mark.parametrize("wrong", [{"roles": ()}, {"cooldown_s": 0.0}, {"hysteresis": 1.0}])
+def test_options_that_cannot_be_are_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(ValueError):
+        replace(OPTIONS, **wrong)  # type: ignore[arg-type]
+
+
+def test_the_load_of_this_file_is_what_it_says() -> None:
+    assert math.isclose(STEP.seconds(30), 0.05)
