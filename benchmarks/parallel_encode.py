@@ -1,7 +1,8 @@
 """EPD's Table 4: time to first token with all images of a request on one encoder, and shared out over encoders.
 
-    python -m benchmarks.parallel_encode              # simulator, then processes on the CPU
-    python -m benchmarks.parallel_encode --simulator  # the former alone
+    python -m benchmarks.parallel_encode            # both of the following
+    python -m benchmarks.parallel_encode simulator  # Table 4
+    python -m benchmarks.parallel_encode processes  # four encoders and one instance on the CPU
 
 Devices run side by side in the simulator alone. On a CPU the encoders share cores: there the answers are compared,
 token by token, and which encoder had which image is counted.
@@ -207,21 +208,21 @@ async def processes() -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--simulator", action="store_true", help="no processes")
-    arguments = parser.parse_args()
-    result: dict[str, Any] = {
-        "command": "python -m benchmarks.parallel_encode",
-        "table_4_s": {**TABLE_4, "ratio": [b / a for a, b in zip(*TABLE_4.values(), strict=True)]},
-        "simulator": simulated(),
-    }
-    for row in result["simulator"]:
-        print(f"{row['topology']}  {row['profile']}, images of {row['size'][0]}x{row['size'][1]}")
-        for key in ("parallel_s", "together_s", "ratio"):
-            print(f"  {key:11}", "  ".join(f"{value:6.2f}" for value in row[key]), flush=True)
-    if not arguments.simulator:
+    parser.add_argument("part", nargs="?", choices=["simulator", "processes"], help="both where it is left out")
+    part = parser.parse_args().part
+    result: dict[str, Any] = json.loads(RESULT.read_text()) if RESULT.exists() else {}
+    result["command"] = "python -m benchmarks.parallel_encode"
+    result["table_4_s"] = {**TABLE_4, "ratio": [b / a for a, b in zip(*TABLE_4.values(), strict=True)]}
+    if part != "processes":
+        result["simulator"] = simulated()
+        for row in result["simulator"]:
+            print(f"{row['topology']}  {row['profile']}, images of {row['size'][0]}x{row['size'][1]}")
+            for key in ("parallel_s", "together_s", "ratio"):
+                print(f"  {key:11}", "  ".join(f"{value:6.2f}" for value in row[key]), flush=True)
+    if part != "simulator":
         result["processes"] = asyncio.run(processes())
         print(json.dumps(result["processes"], indent=1))
-        RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    RESULT.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ each request (section 6.1). The paper: 2,793 tokens/s without stealing, 3,156 wi
 from __future__ import annotations
 
 import json
-import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ SHAPE = shape_of("llava-1.5-7b")
 NUM_TEXT_TOKENS, NUM_OUTPUT_TOKENS = 40, 128
 #: Section 6.4, Table 6: seconds of a batch of 128 requests.
 ENCODE_S, PREFILL_S, DECODE_S, BATCH = 6.82, 1.24, 9.35, 128
+NUM_REQUESTS = 2048
 NEVER = StealRule(threshold=1 << 30)
 
 
@@ -61,27 +61,27 @@ def paper() -> dict[str, Profile]:
     }
 
 
-def requests_of(num_requests: int, rate: float | None, seed: int = 0) -> list[SimRequest]:
-    """At once, or at ``rate`` a second."""
-    draw, at_s = random.Random(seed), 0.0
-    requests: list[SimRequest] = []
-    for number in range(num_requests):
-        at_s += 0.0 if rate is None else draw.expovariate(rate)
-        requests.append(
-            SimRequest(
-                at_s=at_s,
-                images=((f"image {number}", 640 * 480),),
-                num_text_tokens=NUM_TEXT_TOKENS,
-                num_output_tokens=NUM_OUTPUT_TOKENS,
-            )
+def requests_of(num_requests: int) -> list[SimRequest]:
+    return [
+        SimRequest(
+            at_s=0.0,
+            images=((f"image {number}", 640 * 480),),
+            num_text_tokens=NUM_TEXT_TOKENS,
+            num_output_tokens=NUM_OUTPUT_TOKENS,
         )
-    return requests
+        for number in range(num_requests)
+    ]
 
 
 def run(
-    profiles: dict[str, Profile], requests: list[SimRequest], rule: StealRule, *, batch: int
+    profiles: dict[str, Profile],
+    requests: list[SimRequest],
+    rule: StealRule,
+    *,
+    batch: int,
+    concurrency: int | None,
 ) -> dict[str, Any]:
-    """``batch``: of the language pool."""
+    """``batch``: of a language instance; ``concurrency``: of clients, None: all requests at once."""
     deployment = build(
         parse_topology("2EPD-2PD"),
         ["rtx-4090:0", "rtx-4090:1", "a100:0", "a100:1"],
@@ -89,7 +89,7 @@ def run(
         batching=lambda role: Batching(policy="unlimited", max_num_seqs=16 if role.encodes else batch),
         steals=True,
     )
-    outcome = simulate(replace(deployment, steal=rule), requests)
+    outcome = simulate(replace(deployment, steal=rule), requests_of(NUM_REQUESTS), concurrency=concurrency)
     check_books(outcome)
     stealing = outcome.gateway.stealing
     assert stealing is not None and not any(job.failure for job in outcome.jobs)
@@ -106,29 +106,26 @@ def run(
 def main() -> None:
     rows: list[dict[str, Any]] = []
     for name, profiles, batch in (("data sheets", data_sheet(), 64), ("times of Table 6", paper(), BATCH)):
-        for rate in (None, 0.9, 1.2):
-            requests = requests_of(2048, None)
-            without = run(profiles, requests, NEVER, batch=batch)
-            if rate is not None:  # of what the language pool can do alone
-                requests = requests_of(2048, rate * without["tokens_per_s"] / NUM_OUTPUT_TOKENS)
-                without = run(profiles, requests, NEVER, batch=batch)
-            with_it = run(profiles, requests, StealRule(), batch=batch)
+        for concurrency in (None, 2 * batch + 64, 4 * batch, 8 * batch):
+            without, stealing = (
+                run(profiles, rule, batch=batch, concurrency=concurrency) for rule in (NEVER, StealRule())
+            )
+            ratio = stealing["tokens_per_s"] / without["tokens_per_s"]
             rows.append(
                 {
                     "times": name,
-                    "requests": 2048,
-                    "rate_over_capacity": rate,
+                    "language_batch": batch,
+                    "clients": concurrency,
                     "without": without,
-                    "with": with_it,
-                    "ratio": with_it["tokens_per_s"] / without["tokens_per_s"],
+                    "with": stealing,
+                    "ratio": ratio,
                 }
             )
             print(
-                f"{name:17} {'at once' if rate is None else f'{rate} x capacity':15}"
-                f" {without['tokens_per_s']:7.0f} {with_it['tokens_per_s']:7.0f} tokens/s,"
-                f" {rows[-1]['ratio']:.3f} x;"
-                f" TTFT {without['mean_ttft_s']:.2f} s, {with_it['mean_ttft_s']:.2f} s;"
-                f" taken {sum(with_it['num_taken'].values())}",
+                f"{name:17} {'at once' if concurrency is None else f'{concurrency} clients':12}"
+                f" {without['tokens_per_s']:6.0f} {stealing['tokens_per_s']:6.0f} tokens/s, {ratio:.3f};"
+                f" mean TTFT {without['mean_ttft_s']:.2f} s, {stealing['mean_ttft_s']:.2f} s;"
+                f" taken {sum(stealing['num_taken'].values())} of {NUM_REQUESTS}",
                 flush=True,
             )
     result = {"command": "python -m benchmarks.work_stealing", "paper": PAPER, "rows": rows}

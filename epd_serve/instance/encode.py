@@ -225,10 +225,10 @@ class EncodeService:
         """Wait for the others of the batch that the consumer gets together."""
         if self._aligned is None or consumer == self._url:
             return
-        complete = asyncio.get_running_loop().create_future()
-        ticket = self._aligned.join(consumer, lambda: complete.done() or complete.set_result(None))
+        complete = asyncio.Event()
+        ticket = self._aligned.join(consumer, complete.set)
         try:
-            await complete
+            await complete.wait()
         finally:
             self._aligned.leave(consumer, ticket)
 

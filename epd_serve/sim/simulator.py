@@ -95,6 +95,7 @@ def simulate(
     give_up: Callable[[list[Job]], bool] | None = None,
     progress: Callable[[int], None] | None = None,
     until_s: float = float("inf"),
+    concurrency: int | None = None,
     switching: Switching | None = None,
 ) -> Outcome:
     """Run all requests to their ends. The same arguments give the same outcome.
@@ -104,6 +105,7 @@ def simulate(
         give_up: asked after each report with what has ended; True ends the run there.
         progress: told how many requests have ended.
         until_s: the run ends there whatever is under way.
+        concurrency: so many requests at a time, whatever their times are: the next is sent as one ends.
         switching: changes the roles of instances, each alone on its device.
     """
     clock = Clock()
@@ -140,12 +142,23 @@ def simulate(
         start(spec)
     draw = random.Random(seed).random
     router = router_of(deployment.routing, draw, parallel_encode=deployment.parallel_encode)
-    gateway = SimGateway(clock, instances, router, link=link, on_done=done.append, steal=deployment.steal)
+    gateway = SimGateway(clock, instances, router, link=link, on_done=lambda job: end(job), steal=deployment.steal)
     jobs = [
         Job(number=number, request=request, num_tokens=0, sent_s=request.at_s)
         for number, request in enumerate(requests)
     ]
     given_up = False
+
+    waiting = iter(jobs if concurrency is not None else ())
+
+    def send() -> None:
+        if (job := next(waiting, None)) is not None:
+            job.sent_s = clock.now
+            gateway.serve(job)
+
+    def end(job: Job) -> None:
+        done.append(job)
+        send()
 
     def arrive(index: int) -> None:
         gateway.serve(jobs[index])
@@ -177,7 +190,9 @@ def simulate(
 
     if switching is not None:
         switching.begin(clock, gateway, instances, start)
-    if jobs:
+    for _ in range(concurrency or 0):
+        clock.at(0.0, send)
+    if jobs and concurrency is None:
         clock.at(jobs[0].sent_s, lambda: arrive(0))
     clock.at(0.0, report)
     for fault in faults:
