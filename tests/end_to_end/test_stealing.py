@@ -52,7 +52,8 @@ async def ask(client: httpx.AsyncClient, body: dict[str, object]) -> list[str]:
 async def stolen(url: str) -> float:
     async with httpx.AsyncClient() as client:
         text = (await client.get(f"{url}/metrics")).text
-    return next(float(line.split()[-1]) for line in text.splitlines() if "requests_stolen_total " in line)
+    name = "epd_serve_requests_stolen_total "
+    return next(float(line.removeprefix(name)) for line in text.splitlines() if line.startswith(name))
 
 
 async def test_what_an_idle_encoder_steals_is_answered_as_it_would_be_elsewhere(tmp_path: Path) -> None:
