@@ -74,12 +74,7 @@ def requests_of(num_requests: int) -> list[SimRequest]:
 
 
 def run(
-    profiles: dict[str, Profile],
-    requests: list[SimRequest],
-    rule: StealRule,
-    *,
-    batch: int,
-    concurrency: int | None,
+    profiles: dict[str, Profile], rule: StealRule, *, batch: int, concurrency: int | None = None
 ) -> dict[str, Any]:
     """``batch``: of a language instance; ``concurrency``: of clients, None: all requests at once."""
     deployment = build(
@@ -89,7 +84,8 @@ def run(
         batching=lambda role: Batching(policy="unlimited", max_num_seqs=16 if role.encodes else batch),
         steals=True,
     )
-    outcome = simulate(replace(deployment, steal=rule), requests_of(NUM_REQUESTS), concurrency=concurrency)
+    requests = requests_of(NUM_REQUESTS)
+    outcome = simulate(replace(deployment, steal=rule), requests, concurrency=concurrency)
     check_books(outcome)
     stealing = outcome.gateway.stealing
     assert stealing is not None and not any(job.failure for job in outcome.jobs)

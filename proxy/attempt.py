@@ -225,7 +225,7 @@ class Attempt:
         for one in waiting:
             one.add_done_callback(tell)
         stealing, claim = self._instances.stealing, self._claim
-        if claim is None or claim.thief is not None or self._generated or not stealing.is_on:
+        if claim is None or claim.thief is not None or self._generated:
             await news
         else:
             with stealing.until_first(self._job.loop, claim, self._job.model, self._route, self._encodes):

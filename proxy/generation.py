@@ -91,7 +91,10 @@ class Generator:
     ) -> T:
         """What ``use`` makes of an attempt; after a failure of another one, which goes on behind the tokens that
         are ``generated`` until then."""
-        with self._instances.stealing.claim() as claim:
+        stealing = self._instances.stealing
+        if not stealing.is_on:
+            return await self._try_each(job, use, may_go_on, generated, None)
+        with stealing.claim() as claim:
             return await self._try_each(job, use, may_go_on, generated, claim)
 
     async def _try_each(
@@ -100,7 +103,7 @@ class Generator:
         use: Callable[[Attempt], Awaitable[T]],
         may_go_on: Callable[[], bool],
         generated: Callable[[], list[int]],
-        claim: Claim,
+        claim: Claim | None,
     ) -> T:
         instances = self._instances
         demand = await demand_of(job, instances)
@@ -119,6 +122,7 @@ class Generator:
             except Moved:
                 instances.health.ended(names)
                 job.trail.attempt_failed()
+                assert claim is not None, "nothing is stolen without"
                 route = claim.route(route)
                 continue
             except ServeError as failure:
@@ -127,7 +131,8 @@ class Generator:
                 instances.health.ended(names, () if isinstance(failure, Unavailable) else attempt.suspects)
                 if not may_help(failure) or not may_go_on() or not attempt.suspects & names:
                     raise
-                if number - (claim.thief is not None) >= instances.failover.max_attempts:
+                is_stolen = claim is not None and claim.thief is not None
+                if number - is_stolen >= instances.failover.max_attempts:
                     raise
                 suspects.add(attempt.suspects)
                 table, policy, wait_s = instances.table, instances.policy, instances.failover.wait_s
@@ -145,7 +150,7 @@ class Generator:
         return policy.choose_route(table, model, demand=demand)
 
     async def _attempt_of(
-        self, job: Job, route: Route, number: int, generated: list[int], claim: Claim
+        self, job: Job, route: Route, number: int, generated: list[int], claim: Claim | None
     ) -> Attempt:
         assert route.prefill.info is not None, "a ready instance has said what it is"
         fingerprint = route.prefill.info.media_fingerprint
