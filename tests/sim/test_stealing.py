@@ -65,7 +65,7 @@ def test_idle_encoders_add_to_the_throughput() -> None:
     assert [job.num_output for job in stealing.jobs] == [128] * 400
 
 
-@settings(max_examples=12)
+@settings(max_examples=12, deadline=None)
 @given(
     gaps=st.lists(st.sampled_from([0.0, 0.0, 0.0, 0.02, 0.3, 2.0]), min_size=40, max_size=160),
     line=st.sampled_from(["EPD-PD", "2EPD-2PD", "EPD-P-D"]),
