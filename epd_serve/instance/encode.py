@@ -71,7 +71,7 @@ class EncodeService:
         may_start: asked on the event loop before each batch; while it says no, items wait. Whoever makes it say
             yes again calls :meth:`reconsider` afterwards. It must say yes while nothing else runs.
         processor: decodes and preprocesses images.
-        aligned: collects features for each consumer before they are announced; None: each by itself, at once.
+        feature_batch: features that a consumer is told of together, and for how many seconds they are collected.
         on_delivered: told of each item that its consumer has: request id, mm_hash, when the call came, when the
             batch began and ended, for metrics.
         on_batch: told of each batch: images, begin, end; on the tower's thread.
@@ -92,7 +92,7 @@ class EncodeService:
         limits: MediaLimits,
         processor: RequestProcessor,
         url: str = "",
-        aligned: AlignedBatches | None = None,
+        feature_batch: tuple[int, float] = (1, 1.0),
         deliver_here: Callable[[str, MediaRef, Tensor], Awaitable[None]] | None = None,
         may_start: Callable[[], bool] = lambda: True,
         stream: TowerStream,
@@ -107,7 +107,7 @@ class EncodeService:
         self._budget = image_budget_pixels
         self._limits = limits
         self._url = url
-        self._aligned = aligned
+        self.aligned = AlignedBatches(*feature_batch, asyncio.get_running_loop().call_later)
         self._processor = processor
         self._deliver_here = deliver_here
         self._may_start = may_start
@@ -124,6 +124,7 @@ class EncodeService:
         self.num_waiting_pixels = 0
         self._changed = asyncio.Event()
         self._is_held = False
+        self._in_tower: frozenset[str] = frozenset()
         self._num_batches = 0
         self._loop_task = asyncio.create_task(self._run())
 
@@ -135,6 +136,21 @@ class EncodeService:
     def num_parameters(self) -> int:
         """Parameters of the tower held; 0 while it is not loaded."""
         return 0 if self._tower is None else self._tower.num_parameters
+
+    def has_begun(self, mm_hash: str) -> bool:
+        """Whether an item that was asked for is in the tower, or past it."""
+        return mm_hash not in self._flights or mm_hash in self._in_tower
+
+    def serve(
+        self, store: FeatureStore, deliver_here: Callable[[str, MediaRef, Tensor], Awaitable[None]] | None
+    ) -> None:
+        """From now on, in another role of the instance. Nothing may be under way."""
+        assert not self._waiters, "something is being encoded"
+        self._store, self._deliver_here = store, deliver_here
+
+    def unload(self) -> None:
+        """Give the tower's memory back; it is loaded again when it is needed."""
+        self._tower = None
 
     async def warm_up(self, find_budget: Callable[[Tower], int] | None = None) -> None:
         """Load the tower; ``find_budget`` may measure it, on its thread, and says how many pixels a batch has."""
@@ -223,14 +239,14 @@ class EncodeService:
 
     async def _align(self, consumer: str) -> None:
         """Wait for the others of the batch that the consumer gets together."""
-        if self._aligned is None or consumer == self._url:
+        if consumer == self._url:
             return
         complete = asyncio.Event()
-        ticket = self._aligned.join(consumer, complete.set)
+        ticket = self.aligned.join(consumer, complete.set)
         try:
             await complete.wait()
         finally:
-            self._aligned.leave(consumer, ticket)
+            self.aligned.leave(consumer, ticket)
 
     async def _encoded(self, request: EncodeRequest) -> _Encoded:
         """The item's feature; requests for one item share one encode, which ends when nobody wants it any more."""
@@ -292,7 +308,9 @@ class EncodeService:
                     break
                 self._is_held = False
                 del self._waiting[: len(batch)]
+                self._in_tower = frozenset(item.mm_hash for item in batch)
                 await self._encode_batch(batch)
+                self._in_tower = frozenset()
 
     def _next_batch(self) -> list[_Item]:
         """What may start now of what waits."""

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
 
 from device.base import Device
 from epd_serve.config import InstanceOptions
@@ -19,6 +20,7 @@ from epd_serve.sched.language import ScheduleOutput
 from epd_serve.sched.pace import PaceFigures, Slack, TokenTimeAccount, pause_s
 from epd_serve.worker.device_board import DeviceBoard
 from epd_serve.worker.share import apply_share, rank_share
+from epd_serve.worker.vision_hold import VisionHold
 
 _SMOOTHING = 0.3
 #: A batch under a limit on the time per token is small enough for a layer to take no more than so many tokens.
@@ -231,6 +233,15 @@ class LanguageStream:
             self.on_pause()
 
 
+class Encodes(Protocol):
+    """Of :class:`~epd_serve.instance.encode.EncodeService`."""
+
+    @property
+    def num_waiting(self) -> int: ...
+
+    def reconsider(self) -> None: ...
+
+
 class DualStream:
     """Both sides of one instance, as its options and its device say.
 
@@ -255,6 +266,13 @@ class DualStream:
             is_busy=lambda: self.language.is_busy,
             clock=clock,
         )
+
+    def put_vision_first(self, encodes: Encodes | None) -> None:
+        """Steps of the language model wait for these; None: for nothing."""
+        if encodes is None:
+            self.language.hold = None
+        else:
+            self.language.hold = VisionHold(lambda: encodes.num_waiting, encodes.reconsider)
 
     def figures(self) -> PaceFigures:
         return PaceFigures(paused_s=self.tower.paused_s, slack=self.language.slack)

@@ -283,8 +283,8 @@ async def test_a_guard_that_fails_does_not_end_the_encoder(bench: Bench) -> None
 async def test_features_are_announced_in_aligned_batches(bench: Bench) -> None:
     """Each consumer's when there are as many, or when the time is over; who gives up is not waited for."""
     peers, late = Peers(), []
-    aligned = AlignedBatches(2, 0.5, lambda seconds, run: late.append(run))
-    service, store = bench.service(ReadyTower(), peers, aligned=aligned)
+    service, store = bench.service(ReadyTower(), peers)
+    aligned = service.aligned = AlignedBatches(2, 0.5, lambda seconds, run: late.append(run))
 
     async def encode(name: str, announce_to: str) -> None:
         ref = wire.MediaRef(name * 64, *PICTURE.size)

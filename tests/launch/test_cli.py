@@ -84,6 +84,7 @@ OPTIONS = InstanceOptions(
     steals=True,
     link_bandwidth=5000,
     link_latency_ms=0.5,
+    switch_dir=Path("/run/roles"),
     trace=Path("/traces"),
 )
 
