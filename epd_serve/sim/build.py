@@ -31,6 +31,7 @@ def build(
     host_of: Callable[[str], str] = lambda device: "host0",
     matrix: InterferenceMatrix | None = None,
     cores: float | None = None,
+    threads: int | None = None,
     block_size: int | None = None,
     num_blocks: int | None = None,
     dual_stream: bool = True,
@@ -39,8 +40,13 @@ def build(
     """Instances on their devices as ``epd-serve up`` would place them.
 
     Memory of a device is shared by the language models on it, in equal parts. On CPUs (``cores`` given) all
+<<<<<<< HEAD
     instances of a host share its cores, each with an equal part of threads, as ``epd-serve up`` gives them out.
     ``steals``: EPD instances do.
+=======
+    instances of a host share its cores, each with ``threads``, or with an equal part of the cores, as ``epd-serve
+    up`` gives them out.
+>>>>>>> main
     """
     placed = place(topology, devices)
     specs: list[SimInstanceSpec] = []
@@ -59,7 +65,7 @@ def build(
             num_blocks=num_blocks or 2,
             block_size=size,
             batching=batching(one.role) if callable(batching) else batching,
-            cores=max(cores / len(placed), 1.0) if device == CPU and cores is not None else 1.0,
+            cores=float(threads or max(cores / len(placed), 1.0)) if device == CPU and cores is not None else 1.0,
             dual_stream=dual_stream,
             steals=steals and str(one.role) == "EPD",
             is_grouped=is_grouped,
@@ -68,9 +74,9 @@ def build(
             spec = with_memory(spec, share=1 / num_models)
         specs.append(spec)
     sharing: dict[str, Sharing] = {}
-    if matrix is not None or cores is not None:
-        measured = MeasuredSharing(cores=cores or float("inf"))
+    for spec in specs:
         if matrix is not None:
+<<<<<<< HEAD
             measured = MeasuredSharing.of(matrix, cores or float("inf"))
         sharing = {spec.device: measured for spec in specs}
     return SimDeployment(
@@ -80,3 +86,9 @@ def build(
         sharing=sharing,
         label=str(topology),
     )
+=======
+            sharing[spec.device] = MeasuredSharing.of(matrix, cores or float("inf"))
+        elif cores is not None or spec.profile.interference:
+            sharing[spec.device] = MeasuredSharing.of_profile(spec.profile, cores or float("inf"))
+    return SimDeployment(instances=tuple(specs), routing=routing, sharing=sharing, label=str(topology))
+>>>>>>> main

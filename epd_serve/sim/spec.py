@@ -8,6 +8,7 @@ from epd_serve.config.options import BatchingOrder, BatchingPolicy
 from epd_serve.cost.profile import Profile
 from epd_serve.sched.budget import MIN_CHUNK, PREFILL_SHARE, StepCost, StepPace, latency_limit_s, search_budget
 from epd_serve.sched.language import Budget
+from epd_serve.topology.placement import CPU
 from epd_serve.types import Role
 
 #: Blocks of a pool beyond which more cannot change anything in a simulation of some thousand requests.
@@ -57,6 +58,10 @@ class SimInstanceSpec:
     feature_bytes: int = 256 << 20
     feature_batch: int = 1
     feature_batch_s: float = 0.5
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.device == CPU
 
     @property
     def limit_s(self) -> float | None:
