@@ -40,13 +40,9 @@ def build(
     """Instances on their devices as ``epd-serve up`` would place them.
 
     Memory of a device is shared by the language models on it, in equal parts. On CPUs (``cores`` given) all
-<<<<<<< HEAD
-    instances of a host share its cores, each with an equal part of threads, as ``epd-serve up`` gives them out.
-    ``steals``: EPD instances do.
-=======
     instances of a host share its cores, each with ``threads``, or with an equal part of the cores, as ``epd-serve
     up`` gives them out.
->>>>>>> main
+    ``steals``: EPD instances do.
     """
     placed = place(topology, devices)
     specs: list[SimInstanceSpec] = []
@@ -76,9 +72,9 @@ def build(
     sharing: dict[str, Sharing] = {}
     for spec in specs:
         if matrix is not None:
-<<<<<<< HEAD
-            measured = MeasuredSharing.of(matrix, cores or float("inf"))
-        sharing = {spec.device: measured for spec in specs}
+            sharing[spec.device] = MeasuredSharing.of(matrix, cores or float("inf"))
+        elif cores is not None or spec.profile.interference:
+            sharing[spec.device] = MeasuredSharing.of_profile(spec.profile, cores or float("inf"))
     return SimDeployment(
         instances=tuple(specs),
         routing=routing,
@@ -86,9 +82,3 @@ def build(
         sharing=sharing,
         label=str(topology),
     )
-=======
-            sharing[spec.device] = MeasuredSharing.of(matrix, cores or float("inf"))
-        elif cores is not None or spec.profile.interference:
-            sharing[spec.device] = MeasuredSharing.of_profile(spec.profile, cores or float("inf"))
-    return SimDeployment(instances=tuple(specs), routing=routing, sharing=sharing, label=str(topology))
->>>>>>> main

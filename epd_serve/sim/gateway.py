@@ -176,12 +176,8 @@ class SimGateway:
             if instance is prefill:
                 arrived()
             else:
-<<<<<<< HEAD
-                seconds = self._link(instance, prefill).seconds(nbytes)
+                seconds = self._link(instance, prefill).seconds(nbytes) + profile.feature_s
                 instance.handed.join(prefill.spec.name, lambda: self._clock.after(seconds, arrived))
-=======
-                self._clock.after(self._link(instance, prefill).seconds(nbytes) + profile.feature_s, arrived)
->>>>>>> main
 
         if prefill.inbox.acquire(ref.mm_hash, attempt.id) is None:
             instance.tower.encode(ref.mm_hash, ref.width, encoded)
