@@ -36,6 +36,7 @@ from proxy.observer import new_observer
 from proxy.openapi import openapi_router
 from proxy.operations import operations_router
 from proxy.poller import Poller
+from proxy.redeploy import Redeployer, tokens_per_pixel
 from proxy.settings import GatewaySettings
 from proxy.views import health_router, models_router
 
@@ -63,6 +64,10 @@ def create_app(
     )
     trace = TraceWriter(settings.trace, "gateway") if settings.trace else None
     observer = new_observer(settings, metrics)
+    redeployer: Redeployer | None = None
+    if settings.redeploy is not None:
+        redeployer = Redeployer(settings.redeploy, lambda: tokens_per_pixel(table))
+        observer.on_finish = redeployer.put
     poller = Poller(table, calls, settings.poll_interval_s, settings.startup_wait_s)
     health = Health(table, calls, settings.health)
     generator = Generator(
@@ -90,7 +95,8 @@ def create_app(
                 admin = create_admin_app(table, gate, settings.admin.key, routers)
                 app.state.admin_url = await stack.enter_async_context(running_admin(admin, settings.admin))
             reloading = [app.state.reloader.run()] if app.state.reloader is not None else []
-            polling = asyncio.gather(poller.run(), health.run(), *reloading)
+            planning = [redeployer.run()] if redeployer is not None else []
+            polling = asyncio.gather(poller.run(), health.run(), *reloading, *planning)
             try:
                 yield
             finally:

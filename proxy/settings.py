@@ -14,9 +14,11 @@ from epd_serve.topology.notation import Topology
 from epd_serve.types import Routing
 from proxy.arrival import ArrivalLimits
 from proxy.breaker import BreakerLimits
+from proxy.elastic import ElasticSettings
 from proxy.engines import vllm_targets
 from proxy.failover import Failover
 from proxy.health import HealthSettings
+from proxy.redeploy import RedeploySettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +53,7 @@ class GatewaySettings:
         trace: directory for the file that says what the gateway did when; None: none is written.
         access_log: file that gets a line for each request, "-" for the standard output; None: none is written.
         dashboard: whether there is a live page.
+        elastic, redeploy: the controller that this gateway runs, and how it answers drifts; None: not at all.
         topology: that the instances make up, where it is known.
         routing: how P and D are chosen.
         startup_wait_s: how long after the gateway's start requests wait for instances that are still loading.
@@ -86,10 +89,15 @@ class GatewaySettings:
     admin: AdminSettings | None = None
     routing: Routing = "least_loaded"
     vllm: Mapping[str, VllmTarget] | None = None
+    elastic: ElasticSettings | None = None
+    redeploy: RedeploySettings | None = None
 
     @classmethod
-    def of(cls, config: DeploymentConfig, host: str) -> GatewaySettings:
-        """The settings of a deployment whose gateway listens on ``host``."""
+    def of(cls, config: DeploymentConfig, host: str, *, controls: bool = False) -> GatewaySettings:
+        """The settings of a deployment whose gateway listens on ``host``.
+
+        ``controls``: it is the one gateway of the deployment that runs the controller, where that is enabled.
+        """
         gateway, media = config.gateway, config.gateway.media
         return cls(
             max_body_bytes=gateway.max_body_bytes,
@@ -130,6 +138,8 @@ class GatewaySettings:
             topology=config.topology,
             admin=_admin(gateway.admin),
             routing=gateway.routing,
+            elastic=ElasticSettings.of(config) if controls else None,
+            redeploy=RedeploySettings.of(config) if controls else None,
             vllm=vllm_targets(config) if config.engine == "vllm" else None,
             allowed_file_dirs=tuple(Path(folder).expanduser().resolve() for folder in media.allowed_file_dirs),
         )
