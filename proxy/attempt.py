@@ -138,10 +138,11 @@ class Attempt:
     async def __aenter__(self) -> Self:
         table, route, job = self._instances.table, self._route, self._job
         self._sent_at = time.monotonic()
-        hop = job.trail.sent(route.prefill.name, [ref.mm_hash for ref in self._refs])
-        distinct = {ref.mm_hash: (ref, item) for ref, item in zip(self._refs, job.items, strict=True)}
+        hop = job.trail.sent(route.prefill.name, [ref.mm_hash for ref in self._refs] if self._refs else [])
+        distinct: dict[str, tuple[MediaRef, MediaItem]] = {}
         encoders: list[InstanceRecord] = []
-        if distinct:
+        if self._refs:
+            distinct = {ref.mm_hash: (ref, item) for ref, item in zip(self._refs, job.items, strict=True)}
             items = [ref for ref, _ in distinct.values()]
             encoders = self._instances.policy.choose_encoders(table, route.prefill, items)
         prefill = PrefillRequest(
@@ -174,10 +175,11 @@ class Attempt:
                 raise
             counted = table.in_flight(route.decode, Stage.DECODE, request_id=self._id, work=route.decode_work)
             self._decode = _Call(route.decode, call, counted)
-        self._encodes = [
-            job.loop.create_task(self._encode(ref, item, encoder))
-            for (ref, item), encoder in zip(distinct.values(), encoders, strict=True)
-        ]
+        if distinct:
+            self._encodes = [
+                job.loop.create_task(self._encode(ref, item, encoder))
+                for (ref, item), encoder in zip(distinct.values(), encoders, strict=True)
+            ]
         return self
 
     async def __aexit__(

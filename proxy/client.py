@@ -1,17 +1,14 @@
-"""The client of one request, whatever server has accepted its connection: body in, streamed answer out."""
+"""The client of one request, whatever server has accepted its connection: body in, answer out."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Protocol, cast
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from starlette.types import Receive, Scope, Send
 
 from epd_serve.errors import TooLarge
-
-#: Where an ASGI scope's extensions hold a Client, if the server is ours (proxy/connection.py).
-EXTENSION = "epd_serve.client"
 
 Header = tuple[bytes, bytes]
 
@@ -23,7 +20,7 @@ class ClientLeft(Exception):
 class Outlet(Protocol):
     """Where a streamed answer goes. Writing never waits: ``write`` says when the client cannot keep up."""
 
-    def start(self, headers: list[Header]) -> None:
+    def start(self, headers: Sequence[Header]) -> None:
         """Status 200 and the headers; they go out with the first bytes."""
 
     def write(self, data: bytes | memoryview, *, last: bool = False) -> bool:
@@ -47,17 +44,14 @@ class Client(Outlet, Protocol):
     async def body(self, max_bytes: int) -> bytearray:
         """The whole body. Raises TooLarge as soon as it is known to be, ClientLeft where it ends early."""
 
+    async def respond(self, status: int, headers: Sequence[Header], body: bytes) -> None:
+        """The whole answer in one piece; the length is added to its headers."""
+
     def watch(self, on_left: Callable[[], None]) -> None:
         """Call ``on_left`` when the client is gone before :meth:`close`."""
 
     def close(self) -> None:
         """The answer is complete, or will not be."""
-
-
-def client_of(scope: Scope, receive: Receive, send: Send) -> Client:
-    """The server's own client where it has one."""
-    own = scope.get("extensions", {}).get(EXTENSION)
-    return AsgiClient(scope, receive, send) if own is None else cast(Client, own)
 
 
 def headers_of(scope: Scope) -> dict[bytes, bytes]:
@@ -69,45 +63,19 @@ def too_large(max_bytes: int) -> TooLarge:
     return TooLarge(f"the body has more than {max_bytes} bytes, the limit of this gateway")
 
 
-class SendOutlet:
-    """:class:`Outlet` over ASGI's ``send``."""
-
-    def __init__(self, send: Send) -> None:
-        self._send = send
-        self._start: list[Header] | None = None
-        self._written: list[bytes | memoryview] = []
-        self._ended = False
-        self._sending = asyncio.Lock()
-
-    def start(self, headers: list[Header]) -> None:
-        self._start = headers
-
-    def write(self, data: bytes | memoryview, *, last: bool = False) -> bool:
-        self._written.append(data)
-        self._ended = last
-        return False
-
-    async def drain(self) -> None:
-        async with self._sending:  # several answers may share a stream
-            if self._start is not None:
-                headers, self._start = self._start, None
-                await self._send({"type": "http.response.start", "status": 200, "headers": headers})
-            written, self._written = self._written, []
-            if written:
-                await self._send({"type": "http.response.body", "body": b"".join(written), "more_body": True})
-                if self._ended:
-                    await self._send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-class AsgiClient(SendOutlet):
+class AsgiClient:
     """:class:`Client` over ASGI."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        super().__init__(send)
         self._headers = headers_of(scope)
         self.loop = asyncio.get_running_loop()
         self._receive = receive
+        self._send = send
         self._watcher: asyncio.Task[None] | None = None
+        self._start: Sequence[Header] | None = None
+        self._written: list[bytes | memoryview] = []
+        self._ended = False
+        self._sending = asyncio.Lock()
 
     @property
     def has_body(self) -> bool:
@@ -128,6 +96,30 @@ class AsgiClient(SendOutlet):
                 raise too_large(max_bytes)
             more = message.get("more_body", False)
         return body
+
+    async def respond(self, status: int, headers: Sequence[Header], body: bytes) -> None:
+        headers = [*headers, (b"content-length", b"%d" % len(body))]
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+    def start(self, headers: Sequence[Header]) -> None:
+        self._start = headers
+
+    def write(self, data: bytes | memoryview, *, last: bool = False) -> bool:
+        self._written.append(data)
+        self._ended = last
+        return False
+
+    async def drain(self) -> None:
+        async with self._sending:  # several answers may share a stream
+            if self._start is not None:
+                headers, self._start = self._start, None
+                await self._send({"type": "http.response.start", "status": 200, "headers": list(headers)})
+            written, self._written = self._written, []
+            if written:
+                await self._send({"type": "http.response.body", "body": b"".join(written), "more_body": True})
+                if self._ended:
+                    await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def watch(self, on_left: Callable[[], None]) -> None:
         async def until_left() -> None:

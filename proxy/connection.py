@@ -12,11 +12,9 @@ import asyncio
 import re
 from typing import TYPE_CHECKING, Any, cast
 
-from uvicorn.protocols.utils import get_local_addr, get_remote_addr, is_ssl
-
 from proxy.arrival import HeadWatch
 from proxy.http import MAX_HEADER_BYTES, BoundedHttp, arrival_limits
-from proxy.raw_client import RawClient
+from proxy.raw_client import RawClient, RawEndpoint
 
 if TYPE_CHECKING:
     from uvicorn.config import Config
@@ -30,6 +28,8 @@ _HEADER = re.compile(rb"([^:]+):[ \t]*(.*?)[ \t]*\r\n")
 _LENGTH = re.compile(rb"[0-9]{1,15}")
 #: Headers that ask for more than is done here.
 _UNUSUAL = frozenset({b"transfer-encoding", b"expect", b"upgrade", b"trailer", b"te"})
+#: Headers that must not have two values.
+_ONCE = frozenset({b"content-length", b"connection"})
 
 #: A closed connection whose client takes nothing for so long is not waited for.
 _LINGER_S = 30.0
@@ -55,7 +55,6 @@ class GatewayConnection(asyncio.BufferedProtocol):
         self._loop = _loop or asyncio.get_event_loop()
         self._endpoints = getattr(getattr(config.app, "state", None), "endpoints", {})
         self._transport: asyncio.Transport
-        self._scope: dict[str, Any]
         self._uvicorn: _ReturningHttp | None = None
         #: Received and not yet looked at: a head, or what comes behind the request in progress.
         self._pending = bytearray()
@@ -83,17 +82,6 @@ class GatewayConnection(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by name
-        self._scope = {
-            "type": "http",
-            "asgi": {"version": self._config.asgi_version, "spec_version": "2.3"},
-            "http_version": "1.1",
-            "method": "POST",
-            "server": get_local_addr(self._transport),
-            "client": get_remote_addr(self._transport),
-            "scheme": "https" if is_ssl(self._transport) else "http",
-            "root_path": "",
-            "query_string": b"",
-        }
         self._state.connections.add(cast(Any, self))
         self._head.begin()
 
@@ -147,21 +135,24 @@ class GatewayConnection(asyncio.BufferedProtocol):
             if not plain or b"\r\n\r\n" in pending or len(pending) > MAX_HEADER_BYTES:
                 self._hand_over()
             return
-        path = head[1]
-        headers = [(name.lower(), value) for name, value in _HEADER.findall(head[2])]
-        names = {}
-        for name, value in headers:
-            names[name] = None if name in names else value
-        length = names.get(b"content-length")
-        connection = names.get(b"connection", b"keep-alive")
-        endpoint = self._endpoints.get(path)
+        headers: dict[bytes, bytes] = {}
+        repeated: set[bytes] = set()
+        for name, value in _HEADER.findall(head[2]):
+            name = name.lower()
+            if name in headers:
+                repeated.add(name)
+            else:
+                headers[name] = value
+        length = headers.get(b"content-length")
+        connection = headers.get(b"connection", b"keep-alive").lower()
+        endpoint: RawEndpoint | None = self._endpoints.get(head[1])
         if (
             endpoint is None
             or length is None
             or _LENGTH.fullmatch(length) is None
-            or connection is None
-            or connection.lower() not in (b"keep-alive", b"close")
-            or not _UNUSUAL.isdisjoint(names)
+            or connection not in (b"keep-alive", b"close")
+            or not _UNUSUAL.isdisjoint(headers)
+            or not repeated.isdisjoint(_ONCE)
         ):
             self._hand_over()
             return
@@ -175,20 +166,11 @@ class GatewayConnection(asyncio.BufferedProtocol):
             max_bytes=endpoint.max_body_bytes,
             default_headers=self._state.default_headers,
         )
-        client.keep_alive = connection.lower() == b"keep-alive" and not self._stopping
+        client.keep_alive = connection == b"keep-alive" and not self._stopping
         self._pending = pending[end + size :]
-        text = path.decode()
-        scope = {
-            **self._scope,
-            "path": text,
-            "raw_path": path,
-            "headers": headers,
-            "state": self._app_state.copy(),
-            "extensions": client.extensions,
-        }
         self._head.complete()
         self._state.total_requests += 1
-        task = self._loop.create_task(client.serve(endpoint, scope))
+        task = self._loop.create_task(client.serve(endpoint, headers))
         self._state.tasks.add(task)
         task.add_done_callback(self._finish)
 

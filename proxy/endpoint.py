@@ -6,7 +6,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -22,10 +22,10 @@ from epd_serve.randomness import random_block
 from epd_serve.routing.table import InstanceTable
 from proxy.arrival import ArrivalLimits
 from proxy.attempt import Job
-from proxy.client import Client, ClientLeft, SendOutlet, client_of, headers_of
+from proxy.client import AsgiClient, Client, ClientLeft, Outlet, headers_of
 from proxy.gate import Gate, Visit
 from proxy.generation import Generator
-from proxy.interruption import TimeLimit
+from proxy.interruption import Deadlines, TimeLimit
 from proxy.limits import BYTES_PER_TOKEN, estimate_tokens
 from proxy.media import MediaItem, MediaLoader
 from proxy.observer import Observer
@@ -51,7 +51,7 @@ def new_id() -> str:
 
 
 class Endpoint:
-    """Reads and checks a request and bounds its time, as an ASGI application; :meth:`_generate` answers it."""
+    """Reads and checks a request and bounds its time; :meth:`_generate` answers it."""
 
     def __init__(
         self,
@@ -80,52 +80,51 @@ class Endpoint:
     def reconfigure(self, *, max_body_bytes: int, timeout_s: float) -> None:
         """For the next requests."""
         self.max_body_bytes = max_body_bytes
-        self._timeout_s = timeout_s
-        self._too_long = f"the request took longer than {timeout_s:g} s, this gateway's limit"
+        late = f"the request took longer than {timeout_s:g} s, this gateway's limit"
+        self._deadlines = Deadlines(timeout_s, lambda: StageTimeout(late))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        client, headers = client_of(scope, receive, send), headers_of(scope)
-        exchange = Exchange(headers, client, send, self._observer.begin(self._kind, headers))
+        """As an ASGI application."""
+        await self.serve(AsgiClient(scope, receive, send), headers_of(scope))
+
+    async def serve(self, client: Client, headers: Mapping[bytes, bytes]) -> None:
+        """One request; its headers by their names in lower case.
+
+        Raises ResponseAborted for a stream that broke off, so that the connection is closed, and whatever is a
+        fault of the gateway's own.
+        """
+        trail = self._observer.begin(self._kind, headers)
         try:
-            visit = self._gate.enter(exchange.headers.get(b"authorization"))
+            visit = self._gate.enter(headers.get(b"authorization"))
         except ServeError as error:
-            await send_error(send, error, exchange.trail)
-            self._count(exchange, error.status, error)
+            await send_error(client, error, trail)
+            self._count(trail, error.status, error)
             return
-        exchange.trail.key = visit.client.name
+        trail.key = visit.client.name
         try:
-            await self._serve(exchange, visit)
+            await self._serve(Exchange(client, headers, trail, visit))
         finally:
             client.close()
             visit.leave()
 
-    async def _serve(self, exchange: Exchange, visit: Visit) -> None:
+    async def _serve(self, exchange: Exchange) -> None:
+        client, trail = exchange.client, exchange.trail
         try:
             body = await self._receive(exchange)
         except ServeError as error:
-            await send_error(exchange.send, error, exchange.trail)
-            self._count(exchange, error.status, error)
+            await send_error(client, error, trail)
+            self._count(trail, error.status, error)
             return
         except ClientLeft:
-            self._count(exchange, CLIENT_LEFT)
+            self._count(trail, CLIENT_LEFT)
             return
-        task = asyncio.current_task(exchange.client.loop)
-        assert task is not None
-        left = False
-
-        def leave() -> None:
-            nonlocal left
-            if not exchange.answered:
-                left = True
-                task.cancel()
-
-        exchange.client.watch(leave)
+        exchange.watch()
         try:
-            await self._answer(exchange, visit, body)
+            await self._answer(exchange, body)
         except asyncio.CancelledError:
-            if not left or task.uncancel():
+            if not exchange.is_left_alone():
                 raise
-            self._count(exchange, CLIENT_LEFT)
+            self._count(trail, CLIENT_LEFT)
 
     async def _receive(self, exchange: Exchange) -> bytearray:
         given = exchange.headers.get(_REQUEST_ID)
@@ -146,37 +145,38 @@ class Endpoint:
         with TimeLimit(client.loop, limit_s, reason):
             return await client.body(self.max_body_bytes)
 
-    async def _answer(self, exchange: Exchange, visit: Visit, body: bytearray) -> None:
-        sink = EventSink(exchange.client, exchange.trail, lambda: self._first_token(exchange))
+    async def _answer(self, exchange: Exchange, body: bytearray) -> None:
+        client, trail = exchange.client, exchange.trail
+        sink = EventSink(client, trail, self._observer.first_token)
         status, failure = 200, None
         try:
-            with TimeLimit(exchange.client.loop, self._timeout_s, StageTimeout(self._too_long)):
-                await self._generate(exchange, visit, body, sink)
+            with self._deadlines.limit(client.loop):
+                await self._generate(exchange, body, sink)
         except ServeError as error:
             status, failure = BROKEN_OFF if sink.started else error.status, error
             if error.status >= 500:
-                logger.warning("request %s: %s", exchange.trail.request_id, error.message)
+                logger.warning("request %s: %s", trail.request_id, error.message)
             if exchange.answered or sink.ended:  # by now an error would be read as the next answer
                 exchange.answered = True
                 raise ResponseAborted(error.message) from error
             exchange.answered = True
             if not sink.started:
-                await send_error(exchange.send, error, exchange.trail)
+                await send_error(client, error, trail)
                 return
             with suppress(TimeoutError):
                 async with asyncio.timeout(_LAST_WORDS_S):
                     await sink.fail(error)
             raise ResponseAborted(error.message) from error
         except Exception:
-            # A fault of the gateway's own: the application answers it, or the server cuts the stream off.
+            # A fault of the gateway's own, counted as one: who serves the connection answers it or breaks it off.
             status = BROKEN_OFF if sink.started else 500
             exchange.answered = True
             raise
         finally:
             if exchange.answered:
-                self._count(exchange, status, failure)
+                self._count(trail, status, failure)
 
-    async def _generate(self, exchange: Exchange, visit: Visit, body: bytearray, sink: EventSink) -> None:
+    async def _generate(self, exchange: Exchange, body: bytearray, sink: EventSink) -> None:
         """Answer a request, through ``sink`` or in one piece. Raises ServeError, even after the first byte."""
         raise NotImplementedError
 
@@ -197,11 +197,8 @@ class Endpoint:
             raise ModelNotFound(f"there is no model {wanted[:100]!r}; served here: {known}", param="model")
         return wanted
 
-    def _first_token(self, exchange: Exchange) -> None:
-        self._observer.first_token(exchange.trail)
-
-    def _count(self, exchange: Exchange, status: int, error: ServeError | None = None) -> None:
-        self._observer.finish(exchange.trail, status, "" if error is None else error.code or error.type)
+    def _count(self, trail: Trail, status: int, error: ServeError | None = None) -> None:
+        self._observer.finish(trail, status, "" if error is None else error.code or error.type)
 
 
 class GenerationEndpoint(Endpoint):
@@ -214,14 +211,14 @@ class GenerationEndpoint(Endpoint):
         self._parse = parse
         self._generator = generator
 
-    async def _generate(self, exchange: Exchange, visit: Visit, body: bytearray, sink: EventSink) -> None:
+    async def _generate(self, exchange: Exchange, body: bytearray, sink: EventSink) -> None:
         parsed = ParsedBody(self._parse, body)
         request = parsed.request
         await self._poller.started()
         model = exchange.trail.model = self._model(request.model)
         num_choices = (request.n or 1) * max(1, len(request.prompts()))
         num_tokens = estimate_tokens(parsed.text_bytes, request.token_limit(), num_choices)
-        waiting = visit.admit(
+        waiting = exchange.visit.admit(
             priority=request.priority or 0,
             num_tokens=num_tokens,
             num_prompt_tokens=parsed.text_bytes // BYTES_PER_TOKEN,
@@ -237,9 +234,7 @@ class GenerationEndpoint(Endpoint):
         jobs = self._jobs(exchange, request, model, items)
         exchange.trail.streamed = bool(request.stream)
         if request.stream:
-            translation = self._translation(request, jobs[0], exchange.send)
-            if translation is not exchange.send:
-                sink.redirect(SendOutlet(translation))
+            sink.redirect(self._translation(request, jobs[0], exchange.client))
             if len(jobs) == 1:
                 await self._generator.stream(jobs[0], sink)
             else:
@@ -254,7 +249,7 @@ class GenerationEndpoint(Endpoint):
             exchange.trail.answered(answer)
             answer = self._translate(request, jobs[0], answer)
             exchange.answered = True
-            await send_json(exchange.send, 200, answer, exchange.trail)
+            await send_json(exchange.client, 200, answer, exchange.trail)
 
     def _jobs(
         self, exchange: Exchange, request: GenerationRequest, model: str, items: list[MediaItem]
@@ -282,9 +277,9 @@ class GenerationEndpoint(Endpoint):
             for index, prompt in enumerate(prompts)
         ]
 
-    def _translation(self, request: GenerationRequest, job: Job, send: Send) -> Send:
-        """What a streamed answer goes through on its way to ``send``."""
-        return send
+    def _translation(self, request: GenerationRequest, job: Job, outlet: Outlet) -> Outlet:
+        """What a streamed answer goes through on its way to ``outlet``."""
+        return outlet
 
     def _translate(self, request: GenerationRequest, job: Job, answer: bytes) -> bytes:
         """The same for an answer in one piece."""
@@ -295,14 +290,34 @@ class Exchange:
     """One request and its answer.
 
     Attributes:
-        client: of a streamed answer; ``send`` is for one in one piece.
-        answered: the last word is on its way; a client that leaves from now on has left nothing.
+        headers: by their names in lower case.
         trail: what is noted of it.
+        visit: its place at the gate.
+        answered: the last word is on its way; a client that leaves from now on has left nothing.
     """
 
-    def __init__(self, headers: dict[bytes, bytes], client: Client, send: Send, trail: Trail) -> None:
-        self.headers = headers
+    __slots__ = ("_left", "_task", "answered", "client", "headers", "trail", "visit")
+
+    def __init__(self, client: Client, headers: Mapping[bytes, bytes], trail: Trail, visit: Visit) -> None:
         self.client = client
-        self.send = send
+        self.headers = headers
         self.trail = trail
+        self.visit = visit
         self.answered = False
+        self._left = False
+        self._task: asyncio.Task[object] | None = None
+
+    def watch(self) -> None:
+        """Cancel the running task when the client leaves before it is answered."""
+        self._task = asyncio.current_task(self.client.loop)
+        self.client.watch(self._leave)
+
+    def is_left_alone(self) -> bool:
+        """Whether the task was cancelled for that reason, and for no other."""
+        return self._left and self._task is not None and not self._task.uncancel()
+
+    def _leave(self) -> None:
+        if not self.answered:
+            self._left = True
+            assert self._task is not None
+            self._task.cancel()

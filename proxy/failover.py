@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass
 from types import TracebackType
@@ -98,11 +97,11 @@ class Losses:
     """Tells those that wait for an instance that it has stopped answering."""
 
     def __init__(self) -> None:
-        self._watches: defaultdict[str, set[LossWatch]] = defaultdict(set)
+        self._watches: set[LossWatch] = set()
 
     def report(self, name: str) -> None:
         """The instance is as good as dead."""
-        for watch in list(self._watches.get(name, ())):
+        for watch in [one for one in self._watches if name in one.names]:
             watch.fire(InstanceStalled(name))
 
     def unless_lost(self, loop: asyncio.AbstractEventLoop, names: Collection[str]) -> LossWatch:
@@ -113,26 +112,19 @@ class Losses:
 class LossWatch(Interruption):
     """See :meth:`Losses.unless_lost`."""
 
-    __slots__ = ("_names", "_watches")
+    __slots__ = ("_watches", "names")
 
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, watches: defaultdict[str, set[LossWatch]], names: Collection[str]
-    ) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, watches: set[LossWatch], names: Collection[str]) -> None:
         super().__init__(loop)
         self._watches = watches
-        self._names = names
+        self.names = names
 
     def __enter__(self) -> Self:
-        for name in self._names:
-            self._watches[name].add(self)
+        self._watches.add(self)
         return super().__enter__()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for name in self._names:
-            watches = self._watches[name]
-            watches.discard(self)
-            if not watches:
-                del self._watches[name]
+        self._watches.discard(self)
         super().__exit__(kind, error, trace)

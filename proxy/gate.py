@@ -81,7 +81,7 @@ class Gate:
 class Visit:
     """One request between arrival and end."""
 
-    __slots__ = ("_entered_s", "_gate", "_left", "_prompt", "_ticket", "_timer", "_waiting", "client")
+    __slots__ = ("_charged", "_entered_s", "_gate", "_left", "_prompt", "_ticket", "_timer", "_waiting", "client")
 
     def __init__(self, gate: Gate, client: Client, entered_s: float) -> None:
         self.client = client
@@ -92,6 +92,7 @@ class Visit:
         self._timer: asyncio.TimerHandle | None = None
         self._left = False
         self._prompt = (0, False)
+        self._charged = 0
 
     def admit(
         self, *, priority: int = 0, num_tokens: int = 0, num_prompt_tokens: int = 0, has_media: bool = False
@@ -99,7 +100,8 @@ class Visit:
         """Ask to run, once the request is known. None: at once. Else a future to await: done when it may run, or
         Overloaded after the queue's time limit. It may be cancelled, or simply left.
 
-        ``num_tokens`` is what the key is charged; the prompt's tokens and media say how long instances will take.
+        ``num_tokens`` is what the key is charged if it runs; the prompt's tokens and media say how long instances
+        will take.
 
         Raises Overloaded where the queue is full, the key's tokens are used up, or the SLO is out of reach, and
         InvalidRequest for a priority above the key's.
@@ -120,8 +122,10 @@ class Visit:
                 spent_s = now_s - self._entered_s + (gate.queue.estimated_wait_s() or 0.0)
                 gate.shedding.check(spent_s, *self._prompt)
             client.charge(num_tokens, now_s)
+            self._charged = num_tokens
             ticket = self._ticket = gate.queue.enter(client, priority, now_s, self._on_admitted)
         except Overloaded as error:
+            self._refund()
             gate.refused(error.code or "", client.name)
             raise
         if ticket.state is TicketState.ADMITTED:
@@ -146,7 +150,14 @@ class Visit:
     def _give_up_place(self, ran: bool = True) -> None:
         ticket, self._ticket = self._ticket, None
         if ticket is not None:
+            if ticket.state is TicketState.WAITING or not ran:
+                self._refund()
             self._gate.queue.leave(ticket, self._gate.clock(), ran=ran)
+
+    def _refund(self) -> None:
+        """The key is charged for what runs only."""
+        charged, self._charged = self._charged, 0
+        self.client.refund(charged)
 
     def _on_admitted(self) -> None:
         assert self._timer is not None and self._waiting is not None

@@ -10,11 +10,12 @@ from typing import TypeVar
 
 from epd_serve.backends.base import Answer, InstanceLost
 from epd_serve.errors import InstanceFailed, ServeError, Unavailable
+from epd_serve.protocol.frames import FrameError
 from epd_serve.routing.policy import Demand, Route
 from proxy.attempt import Attempt, Instances, Job
 from proxy.demand import demand_of
 from proxy.failover import Failover, InstanceStalled, Suspects, may_help, substitute
-from proxy.progress import Progress
+from proxy.progress import Progress, broke
 from proxy.sink import EventSink
 
 T = TypeVar("T")
@@ -136,25 +137,38 @@ class Generator:
         self, attempt: Attempt, name: str, answer: Answer, progress: Progress, sink: EventSink
     ) -> None:
         """Forward the whole events of an answer as they come."""
-        read, note, write = progress.reader(framed=answer.framed), attempt.trail.forwarded, sink.write
+        reader, trail = progress.reader(framed=answer.framed), attempt.trail
+        read, write = reader.read, sink.outlet.write
+        failure: InstanceFailed | None = None
 
         def relay(chunk: bytes) -> bool:
-            events = read(chunk)
+            """Called for each token: it calls little."""
+            nonlocal failure
+            try:
+                events = read(chunk)
+            except FrameError as error:
+                failure = InstanceFailed(f"an instance's answer cannot be read: {error}")
+                return False
+            ended = progress.complete = reader.ended
+            if reader.error is not None and not ended:
+                failure = broke(reader.error)
             if not events:
-                return progress.failure is None
-            note(events)
-            return write(events, last=progress.complete) and progress.failure is None
+                return failure is None
+            trail.forwarded(events)
+            if ended or not sink.started:
+                return sink.write(events, last=ended) and failure is None
+            return write(events) and failure is None
 
         try:
-            while not await answer.forward(relay) and progress.failure is None:
+            while not await answer.forward(relay) and failure is None:
                 await sink.drain()
         except InstanceLost:
             await attempt.broken_off(attempt.record(name))
             raise
-        if progress.failure is not None:
+        if failure is not None:
             await sink.drain()
             attempt.suspects.add(name)
-            raise progress.failure
+            raise failure
 
     async def _chunks(self, attempt: Attempt, name: str, chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         """An answer's bytes. A connection that breaks means a lost instance."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
@@ -75,4 +76,57 @@ class TimeLimit(Interruption):
     ) -> None:
         if self._timer is not None:
             self._timer.cancel()
+        super().__exit__(kind, error, trace)
+
+
+class Deadlines:
+    """Blocks that all may take the same time: one timer for the first of them, however many begin and end."""
+
+    def __init__(self, seconds: float, reason: Callable[[], Exception]) -> None:
+        self._seconds = seconds
+        self._reason = reason
+        self._open: dict[Deadline, float] = {}  # the oldest first
+        self._is_watching = False
+
+    def limit(self, loop: asyncio.AbstractEventLoop) -> Deadline:
+        """A block that ends with the reason when its time is over."""
+        return Deadline(loop, self)
+
+    def begin(self, deadline: Deadline, loop: asyncio.AbstractEventLoop) -> None:
+        self._open[deadline] = loop.time() + self._seconds
+        if not self._is_watching:
+            self._is_watching = True
+            loop.call_later(self._seconds, self._look, loop)
+
+    def end(self, deadline: Deadline) -> None:
+        self._open.pop(deadline, None)
+
+    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
+        now_s = loop.time()
+        for deadline, end_s in list(self._open.items()):
+            if end_s > now_s:
+                loop.call_later(end_s - now_s, self._look, loop)
+                return
+            del self._open[deadline]
+            deadline.fire(self._reason())
+        self._is_watching = False
+
+
+class Deadline(Interruption):
+    """See :meth:`Deadlines.limit`."""
+
+    __slots__ = ("_deadlines",)
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, deadlines: Deadlines) -> None:
+        super().__init__(loop)
+        self._deadlines = deadlines
+
+    def __enter__(self) -> Self:
+        self._deadlines.begin(self, self._loop)
+        return super().__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._deadlines.end(self)
         super().__exit__(kind, error, trace)

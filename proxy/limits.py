@@ -41,6 +41,10 @@ class TokenBucket:
         """Take ``cost`` out, as of the last :meth:`wait_s`."""
         self._level -= cost
 
+    def give_back(self, cost: float) -> None:
+        """What was taken for nothing."""
+        self._level = min(self._burst, self._level + cost)
+
     @property
     def level(self) -> float:
         """What was there at the last :meth:`wait_s`; below 0 where a debt is paid back."""
@@ -124,6 +128,18 @@ class Client:
                 retry_after_s=wait_s,
             )
         self._tokens.take(num_tokens)
+
+    def num_tokens_left(self, now_s: float) -> float:
+        """Of the key's minute; infinite without a limit."""
+        if self._tokens is None:
+            return math.inf
+        self._tokens.wait_s(now_s)
+        return self._tokens.level
+
+    def refund(self, num_tokens: float) -> None:
+        """A request that was charged has not run."""
+        if self._tokens is not None:
+            self._tokens.give_back(num_tokens)
 
 
 def estimate_tokens(text_bytes: int, max_tokens: int | None, num_choices: int = 1) -> int:

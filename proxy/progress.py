@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
 from epd_serve.errors import ErrorBody, ErrorEnvelope, InstanceFailed
-from epd_serve.protocol.frames import FrameError, FrameReader, num_tokens, token_ids
-
-#: Takes an answer's bytes as they come; returns the whole events among them.
-Reader = Callable[[bytes], bytes]
+from epd_serve.protocol.frames import FrameReader, num_tokens, token_ids
 
 _END_OF_EVENT = b"\n\n"
 _DONE = b"data: [DONE]\n\n"
@@ -30,24 +26,36 @@ class InstanceBroke(InstanceFailed):
         return {"error": msgspec.structs.asdict(self._error)}
 
 
+class Reader(Protocol):
+    """Takes one instance's answer apart. A piece of an event is forgotten with it.
+
+    Attributes:
+        ended: whether the answer has come to its end.
+        error: the event that came in place of the rest of it.
+    """
+
+    ended: bool
+    error: bytes | None
+
+    def read(self, chunk: bytes) -> bytes:
+        """Bytes as they come → the whole events among them. Raises FrameError for what cannot be read."""
+
+
 class Progress:
     """What was read of an answer, over all instances that gave a part of it.
 
     Attributes:
         resumable: whether all tokens that were sent to the client are known, so that another instance can go on.
         complete: whether the answer has come to its end.
-        failure: what came behind the events that were read last, in place of more of them.
     """
 
-    __slots__ = ("_readers", "complete", "failure", "resumable")
+    __slots__ = ("_readers", "complete", "resumable")
 
     def __init__(self, num_choices: int) -> None:
         self._readers: list[FrameReader] = []
         self.resumable = num_choices == 1
         self.complete = False
-        self.failure: InstanceFailed | None = None
 
-    @property
     def num_tokens(self) -> int:
         """Of the output, over all choices, as far as it came in frames."""
         return sum([num_tokens(reader.labels) for reader in self._readers])
@@ -57,45 +65,24 @@ class Progress:
         return [token for reader in self._readers for token in token_ids(reader.labels)]
 
     def reader(self, *, framed: bool) -> Reader:
-        """For the body of one instance's answer. A piece of an event is forgotten with its reader."""
-        self.failure = None
+        """For the body of one instance's answer."""
         if framed:
             frames = FrameReader()
             self._readers.append(frames)
-            return _Frames(self, frames).read
+            return frames
         self.resumable = False
-        return _PlainEvents(self).read
-
-
-class _Frames:
-    __slots__ = ("_frames", "_progress")
-
-    def __init__(self, progress: Progress, frames: FrameReader) -> None:
-        self._frames = frames
-        self._progress = progress
-
-    def read(self, chunk: bytes) -> bytes:
-        frames, progress = self._frames, self._progress
-        try:
-            events = frames.read(chunk)
-        except FrameError as error:
-            progress.failure = InstanceFailed(f"an instance's answer cannot be read: {error}")
-            return b""
-        if frames.ended:
-            progress.complete = True
-        elif frames.error is not None:
-            progress.failure = _broke(frames.error)
-        return events
+        return _PlainEvents()
 
 
 class _PlainEvents:
     """Server-sent events without their tokens. What follows the last empty line waits for its event's rest."""
 
-    __slots__ = ("_pending", "_progress")
+    __slots__ = ("_pending", "ended", "error")
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self) -> None:
         self._pending = b""
-        self._progress = progress
+        self.ended = False
+        self.error: bytes | None = None
 
     def read(self, chunk: bytes) -> bytes:
         if self._pending:
@@ -106,16 +93,17 @@ class _PlainEvents:
             end = 0 if end < 0 else end + len(_END_OF_EVENT)
             chunk, self._pending = chunk[:end], chunk[end:]
         if chunk:
-            self._progress.complete = chunk.endswith(_DONE) and not self._pending
+            self.ended = chunk.endswith(_DONE) and not self._pending
             start = chunk.rfind(_END_OF_EVENT, 0, -len(_END_OF_EVENT))
             last = 0 if start < 0 else start + len(_END_OF_EVENT)
             if _ERROR.match(chunk, last):
-                self._progress.failure = _broke(chunk[last:])
+                self.error = chunk[last:]
                 return chunk[:last]
         return chunk
 
 
-def _broke(event: bytes) -> InstanceBroke:
+def broke(event: bytes) -> InstanceBroke:
+    """What :attr:`Reader.error` means."""
     try:
         error = msgspec.json.decode(event.removeprefix(b"data:"), type=ErrorEnvelope).error
     except msgspec.MsgspecError:

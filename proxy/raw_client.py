@@ -4,41 +4,58 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from http import HTTPStatus
-from typing import Any, Protocol
-
-from starlette.types import ASGIApp, Receive, Scope, Send
+from typing import Protocol
 
 from epd_serve.errors import ServeError
-from proxy.client import EXTENSION, ClientLeft, Header, too_large
+from proxy.client import Client, ClientLeft, Header, too_large
 from proxy.sink import ResponseAborted
 
 logger = logging.getLogger(__name__)
 
 _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
 _LAST_CHUNK = b"0\r\n\r\n"
+_CHUNKED = (b"transfer-encoding", b"chunked")
 
 
 class RawEndpoint(Protocol):
-    """An ASGI application that takes its body from :class:`proxy.client.Client`."""
+    """What serves a request."""
 
     @property
     def max_body_bytes(self) -> int: ...
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None: ...
+    async def serve(self, client: Client, headers: Mapping[bytes, bytes]) -> None: ...
 
 
 class RawClient:
-    """:class:`proxy.client.Client` over a transport, and ASGI's ``send`` for answers in one piece.
+    """:class:`proxy.client.Client` over a transport.
 
     Attributes:
-        extensions: of the request's ASGI scope.
         keep_alive: whether the connection goes on after the answer.
         is_complete: whether the answer is out.
         unread_bytes: what is still to come of the body.
         on_skipped: called when a body that nobody wants has been read to its end.
     """
+
+    __slots__ = (
+        "_body",
+        "_body_waiter",
+        "_can_write",
+        "_default_headers",
+        "_head",
+        "_is_lost",
+        "_on_left",
+        "_size",
+        "_started",
+        "_transport",
+        "_writable",
+        "is_complete",
+        "keep_alive",
+        "loop",
+        "on_skipped",
+        "unread_bytes",
+    )
 
     def __init__(
         self,
@@ -52,7 +69,6 @@ class RawClient:
     ) -> None:
         """``begin`` is what has come of the body, whose length is ``size``."""
         self.loop = loop
-        self.extensions = {EXTENSION: self}
         self.keep_alive = True
         self.is_complete = False
         self.unread_bytes = size - len(begin)
@@ -71,16 +87,16 @@ class RawClient:
         self._on_left: Callable[[], None] | None = None
         self._is_lost = False
         self._head = b""
-        self._started = self._chunked = False
+        self._started = False
         self._can_write = True
         self._writable: asyncio.Event | None = None
 
     # Of the connection.
 
-    async def serve(self, endpoint: ASGIApp, scope: Scope) -> None:
+    async def serve(self, endpoint: RawEndpoint, headers: Mapping[bytes, bytes]) -> None:
         """Run the endpoint; whatever goes wrong, the connection learns from ``is_complete`` what became of it."""
         try:
-            await endpoint(scope, _nothing, self.send)
+            await endpoint.serve(self, headers)
         except ResponseAborted:
             pass
         except Exception as error:
@@ -93,7 +109,6 @@ class RawClient:
         finally:
             self._body = None
             self._on_left = None
-            self.extensions.clear()  # no cycle is left for the collector
 
     def buffer(self) -> memoryview | None:
         """Where the next bytes of the body belong; None: they are not kept."""
@@ -156,9 +171,13 @@ class RawClient:
     def close(self) -> None:
         self._on_left = None
 
-    def start(self, headers: list[Header]) -> None:
-        self._chunked = True
-        self._head = self._render(200, [*headers, (b"transfer-encoding", b"chunked")])
+    async def respond(self, status: int, headers: Sequence[Header], body: bytes) -> None:
+        if status == HTTPStatus.REQUEST_TIMEOUT:
+            self.keep_alive = False  # nobody knows when the rest of the body comes
+        self._respond(status, headers, body)
+
+    def start(self, headers: Sequence[Header]) -> None:
+        self._head = self._render(200, (*headers, _CHUNKED))
 
     def write(self, data: bytes | memoryview, *, last: bool = False) -> bool:
         out = b"%x\r\n%b\r\n" % (len(data), bytes(data)) if data else b""
@@ -178,44 +197,13 @@ class RawClient:
         if not self._can_write and self._writable is not None and not self._transport.is_closing():
             await self._writable.wait()
 
-    # ASGI.
-
-    async def send(self, message: MutableMapping[str, Any]) -> None:
-        if message["type"] == "http.response.start":
-            headers = list(message["headers"])
-            if message["status"] == HTTPStatus.REQUEST_TIMEOUT:
-                self.keep_alive = False  # nobody knows when the rest of the body comes
-            self._chunked = not any(name.lower() == b"content-length" for name, _ in headers)
-            if self._chunked:
-                headers.append((b"transfer-encoding", b"chunked"))
-            self._head = self._render(message["status"], headers)
-            return
-        more = message.get("more_body", False)
-        if self._chunked:
-            self.write(message.get("body", b""), last=not more)
-        else:
-            head, self._head = self._head, b""
-            self._started = True
-            self._send(head + message.get("body", b""))
-            self.is_complete = not more
-        await self.drain()
-
-    def _respond(self, status: int, headers: list[Header], body: bytes) -> None:
-        length = (b"content-length", str(len(body)).encode())
-        self._started = True
-        self._send(self._render(status, [*headers, length]) + body)
-        self.is_complete = True
+    def _respond(self, status: int, headers: Sequence[Header], body: bytes) -> None:
+        self._started = self.is_complete = True
+        if not self._transport.is_closing():
+            self._transport.write(self._render(status, (*headers, (b"content-length", b"%d" % len(body)))) + body)
 
     def _render(self, status: int, headers: Iterable[Header]) -> bytes:
         lines = [b"%b: %b\r\n" % header for header in (*self._default_headers, *headers)]
         if not self.keep_alive:
             lines.append(b"connection: close\r\n")
         return b"%b%b\r\n" % (_STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status, b"".join(lines))
-
-    def _send(self, data: bytes) -> None:
-        if not self._transport.is_closing():
-            self._transport.write(data)
-
-
-async def _nothing() -> MutableMapping[str, Any]:
-    raise RuntimeError("the body is in the client")

@@ -91,7 +91,7 @@ class Redeployer:
         self._lines.append(msgspec.json.encode(line_of(trail, self._wall_offset_s)))
         drifts = self._detector.observe(
             Observed(
-                at_s=time.monotonic(),
+                at_s=trail.arrived_s + trail.duration_s,
                 num_prompt_tokens=trail.prompt_tokens,
                 num_output_tokens=trail.output_tokens,
                 num_images=trail.num_images,

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
-from typing import Any
-
 import msgspec
-from starlette.types import Send
 
 from epd_serve.protocol.openai import GenerationRequest
 from epd_serve.protocol.response_events import Event, ResponseBuilder, event_bytes
 from epd_serve.protocol.responses import ResponsesCall
 from proxy.attempt import Job
+from proxy.client import Outlet
 from proxy.endpoint import GenerationEndpoint
 
 _END_OF_EVENT = b"\n\n"
@@ -22,8 +19,8 @@ _DONE = b"[DONE]"
 class ResponsesEndpoint(GenerationEndpoint):
     """Translates between the two APIs on the way in (by its request) and out."""
 
-    def _translation(self, request: GenerationRequest, job: Job, send: Send) -> Send:
-        return _Translation(_builder(request, job), send)
+    def _translation(self, request: GenerationRequest, job: Job, outlet: Outlet) -> Outlet:
+        return _Translation(_builder(request, job), outlet)
 
     def _translate(self, request: GenerationRequest, job: Job, answer: bytes) -> bytes:
         return msgspec.json.encode(_builder(request, job).whole(msgspec.json.decode(answer)))
@@ -35,18 +32,18 @@ def _builder(request: GenerationRequest, job: Job) -> ResponseBuilder:
 
 
 class _Translation:
-    """ASGI's ``send`` for a stream of chat chunks; whole events come in, whole events go out."""
+    """An outlet for chat chunks: whole events come in, whole events go out."""
 
-    def __init__(self, builder: ResponseBuilder, send: Send) -> None:
+    def __init__(self, builder: ResponseBuilder, outlet: Outlet) -> None:
         self._builder = builder
-        self._send = send
+        self._outlet = outlet
+        self.start = outlet.start
+        self.drain = outlet.drain
 
-    async def __call__(self, message: MutableMapping[str, Any]) -> None:
-        if message["type"] == "http.response.body" and message.get("body"):
-            events = bytes(message["body"]).split(_END_OF_EVENT)
-            body = b"".join(event_bytes(*new) for event in events if event for new in self._events_of(event))
-            message = {**message, "body": body}
-        await self._send(message)
+    def write(self, data: bytes | memoryview, *, last: bool = False) -> bool:
+        events = bytes(data).split(_END_OF_EVENT)
+        body = b"".join(event_bytes(*new) for event in events if event for new in self._events_of(event))
+        return self._outlet.write(body, last=last) if body or last else True
 
     def _events_of(self, event: bytes) -> list[Event]:
         data = event.removeprefix(_DATA)

@@ -70,7 +70,7 @@ class _Strand:
         self.usage = (0, 0)
         self._into = into
 
-    def start(self, headers: list[Header]) -> None:
+    def start(self, headers: Sequence[Header]) -> None:
         """The common stream has headers of its own."""
 
     def write(self, data: bytes | memoryview, *, last: bool = False) -> bool:

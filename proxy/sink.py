@@ -1,14 +1,12 @@
-"""The client's side of an answer: ASGI messages out, and what may still be said when something fails."""
+"""The client's side of an answer: JSON or events out, and what may still be said when something fails."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 
-from starlette.types import Send
-
 from epd_serve.errors import ServeError
-from proxy.client import Outlet
+from proxy.client import Client, Outlet
 from proxy.trail import Trail
 
 
@@ -33,68 +31,67 @@ def retry_headers(status: int, retry_after_s: float | None = None) -> dict[str, 
     return {"retry-after": str(max(1, seconds))}
 
 
-async def send_error(send: Send, error: ServeError, trail: Trail) -> None:
+async def send_error(client: Client, error: ServeError, trail: Trail) -> None:
     """An error as the whole answer."""
-    await send_json(send, error.status, error.to_json(), trail, error.retry_after_s)
+    await send_json(client, error.status, error.to_json(), trail, error.retry_after_s)
 
 
 async def send_json(
-    send: Send, status: int, body: bytes, trail: Trail, retry_after_s: float | None = None
+    client: Client, status: int, body: bytes, trail: Trail, retry_after_s: float | None = None
 ) -> None:
     """A whole answer in JSON."""
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", str(len(body)).encode()),
-        *trail.headers,
-    ]
+    headers = [(b"content-type", b"application/json"), *trail.headers]
     headers += [(name.encode(), value.encode()) for name, value in retry_headers(status, retry_after_s).items()]
     if status == 408:  # the rest of the body may still come, and is no request
         headers.append((b"connection", b"close"))
     if status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body, "more_body": False})
+    await client.respond(status, headers, body)
 
 
 class EventSink:
     """Forwards whole server-sent events, unparsed; status and headers go out with the first of them.
 
-    ``started`` and ``ended`` say whether the first and the last of them were written.
+    Attributes:
+        started, ended: whether the first and the last of them were written.
+        outlet: where they go; once it has started, what is not the last may be written there.
     """
 
-    def __init__(self, outlet: Outlet, trail: Trail, on_start: Callable[[], None] = lambda: None) -> None:
+    __slots__ = ("_on_start", "_trail", "ended", "outlet", "started")
+
+    def __init__(self, outlet: Outlet, trail: Trail, on_start: Callable[[Trail], None] = lambda _: None) -> None:
         """``on_start`` is called with the first event."""
-        self._outlet = outlet
+        self.outlet = outlet
         self._trail = trail
         self._on_start = on_start
         self.started = self.ended = False
 
     def redirect(self, outlet: Outlet) -> None:
         assert not self.started
-        self._outlet = outlet
+        self.outlet = outlet
 
     def write(self, events: bytes | memoryview, *, last: bool = False) -> bool:
         """Returns False where :meth:`drain` has to come before the next events. ``last``: these are all."""
         if not self.started:
             self.started = True
-            self._on_start()
-            self._outlet.start([*_HEADERS, *self._trail.headers])
+            self._on_start(self._trail)
+            self.outlet.start((*_HEADERS, *self._trail.headers))
         self.ended = last
-        return self._outlet.write(events, last=last)
+        return self.outlet.write(events, last=last)
 
     async def drain(self) -> None:
         """Wait until the client can take more."""
-        await self._outlet.drain()
+        await self.outlet.drain()
 
     async def finish(self) -> None:
         if not self.ended:
-            self._outlet.write(b"", last=True)
-        await self._outlet.drain()
+            self.outlet.write(b"", last=True)
+        await self.outlet.drain()
 
     async def fail(self, error: ServeError) -> None:
         """Tell the client what happened. The caller aborts the connection."""
         self.write(b"data: " + error.to_json() + b"\n\n")
-        await self._outlet.drain()
+        await self.outlet.drain()
 
 
 _HEADERS = (

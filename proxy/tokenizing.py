@@ -15,7 +15,6 @@ from epd_serve.protocol.wire import MediaRef
 from epd_serve.routing.table import InstanceRecord
 from epd_serve.types import Stage
 from proxy.endpoint import Endpoint, Exchange
-from proxy.gate import Visit
 from proxy.sink import EventSink, send_json
 
 
@@ -33,7 +32,7 @@ class TokenizingEndpoint(Endpoint):
         self._parse_call = parse
         self._calls = calls
 
-    async def _generate(self, exchange: Exchange, visit: Visit, body: bytearray, sink: EventSink) -> None:
+    async def _generate(self, exchange: Exchange, body: bytearray, sink: EventSink) -> None:
         request = self._parse_call(body)
         body.clear()
         await self._poller.started()
@@ -42,7 +41,7 @@ class TokenizingEndpoint(Endpoint):
         refs = [MediaRef(mm_hash="", width=item.width, height=item.height) for item in items]
         answer = await self._ask(request, refs, model, exchange.trail.request_id)
         exchange.answered = True
-        await send_json(exchange.send, 200, answer, exchange.trail)
+        await send_json(exchange.client, 200, answer, exchange.trail)
 
     async def _ask(
         self, request: TokenizeBody | DetokenizeBody, refs: list[MediaRef], model: str, trace_id: str

@@ -92,6 +92,7 @@ class Trail:
         "_before_last",
         "_last",
         "_prefill",
+        "_streams",
         "arrived_s",
         "context",
         "continuations",
@@ -149,6 +150,7 @@ class Trail:
         self.pace: Pace | None = None
         self._last: bytes | memoryview = b""
         self._before_last: bytes | memoryview = b""
+        self._streams: list[tuple[bytes | memoryview, bytes | memoryview, Callable[[], int]]] = []
 
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:
@@ -220,17 +222,11 @@ class Trail:
         if self.pace is not None:
             self.pace.mark()
 
-    def streamed_all(self, num_tokens: int) -> None:
-        """No more will come of a streamed answer; 0 tokens: nobody has counted. Several prompts add up."""
-        tail = bytes(self._before_last[-_TAIL_BYTES:]) + bytes(self._last[-_TAIL_BYTES:])
+    def streamed_all(self, count: Callable[[], int]) -> None:
+        """No more will come of a streamed answer. ``count`` is asked later for its tokens; 0: nobody has counted.
+        Several prompts add up."""
+        self._streams.append((self._before_last, self._last, count))
         self._before_last = self._last = b""
-        usage = self._read_tail(tail)
-        if num_tokens:
-            self.output_tokens = (self.output_tokens or 0) + num_tokens
-        elif usage is not None:
-            self.output_tokens = usage[1]
-        if usage is not None:
-            self.prompt_tokens = usage[0]
 
     def answered(self, body: bytes) -> None:
         """The whole answer in one piece."""
@@ -254,14 +250,26 @@ class Trail:
     # ------------------------------------------------------------------ what is read when it is over
 
     def finish(self, status: int, error: str = "", *, clock: Callable[[], float] = time.monotonic) -> None:
-        """The request is over."""
+        """The request is over. What follows of what was noted is found by :meth:`complete`, when there is time."""
         self.status = status
         self.error = error
         self.end_s = clock()
+
+    def complete(self) -> None:
+        """Once, after :meth:`finish`."""
+        for before, last, count in self._streams:
+            usage = self._read_tail(bytes(before[-_TAIL_BYTES:]) + bytes(last[-_TAIL_BYTES:]))
+            if counted := count():
+                self.output_tokens = (self.output_tokens or 0) + counted
+            elif usage is not None:
+                self.output_tokens = usage[1]
+            if usage is not None:
+                self.prompt_tokens = usage[0]
+        self._streams.clear()
         for hop in self.hops:
             if hop.end_s is None:
                 hop.end_s = self.end_s
-                hop.failed = status != 200
+                hop.failed = self.status != 200
                 if hop.item and not hop.failed:
                     hop.source = ENCODED  # came faster than the answer that tells whether it was stored
         if self.prompt_note:

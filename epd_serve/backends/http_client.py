@@ -1,27 +1,24 @@
 """HTTP/1.1 to one instance over kept-alive connections, for calls by the thousand per second.
 
 A call costs no task: its request is written at once where a connection is idle, and what comes back is handed on
-from the event loop's own callbacks. Parsing is llhttp's (httptools).
+from the event loop's own callbacks.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 from urllib.parse import urlsplit
 
-import httptools
-
 from epd_serve.backends.base import InstanceLost
+from epd_serve.backends.http_connection import Connection
 from epd_serve.errors import ServeError, error_from_response
 
 CONNECT_TIMEOUT_S = 5.0
 #: Below the keep-alive time of the instances' server (5 s), so that a call never meets a connection that is just
 #: being closed.
 KEEP_ALIVE_S = 3.0
-MAX_HEAD_BYTES = 64 * 1024
 #: An answer that nobody reads yet is held up to here; then the instance has to wait.
 MAX_UNREAD_BYTES = 256 * 1024
 
@@ -41,8 +38,8 @@ class HttpPool:
         self._port = parts.port or (443 if self._tls else 80)
         self._prefix = parts.path.rstrip("/")
         self._host_header = parts.netloc.rpartition("@")[2]
-        self._idle: list[_Connection] = []
-        self._connections: set[_Connection] = set()
+        self._idle: list[Connection] = []
+        self._connections: set[Connection] = set()
         self._connecting: set[asyncio.Task[None]] = set()
         self._closes_old = False
         self._all_closed = asyncio.Event()
@@ -83,7 +80,7 @@ class HttpPool:
         await self._all_closed.wait()
         self._loop = None
 
-    def _take_idle(self) -> _Connection | None:
+    def _take_idle(self) -> Connection | None:
         if not self._idle:
             return None
         oldest_s = self.loop.time() - KEEP_ALIVE_S
@@ -98,7 +95,7 @@ class HttpPool:
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 _, connection = await self.loop.create_connection(
-                    lambda: _Connection(self), self._host, self._port, ssl=self._tls or None
+                    lambda: Connection(self), self._host, self._port, ssl=self._tls or None
                 )
         except OSError as error:  # TimeoutError is one
             call.fail(call.lost(str(error) or f"no connection in {CONNECT_TIMEOUT_S:g} s"))
@@ -113,7 +110,7 @@ class HttpPool:
             self._all_closed.clear()
             connection.begin(call)
 
-    def put_back(self, connection: _Connection) -> None:
+    def put_back(self, connection: Connection) -> None:
         connection.idle_since_s = self.loop.time()
         if not self._closes_old:  # one timer, however often there is none idle
             self._closes_old = True
@@ -129,7 +126,7 @@ class HttpPool:
         if self._idle:
             self.loop.call_later(max(0.1, self._idle[0].idle_since_s - oldest_s), self._close_old)
 
-    def lost(self, connection: _Connection) -> None:
+    def lost(self, connection: Connection) -> None:
         self._connections.discard(connection)
         if not self._connections:
             self._all_closed.set()
@@ -154,7 +151,7 @@ class HttpCall:
         self._pool = pool
         self.request = [pool.head(method, path, headers, sum(map(len, body))), *body]
         self.connecting: asyncio.Task[None] | None = None
-        self.connection: _Connection | None = None
+        self.connection: Connection | None = None
         self.opened: asyncio.Future[Any] = pool.loop.create_future()
         self.status = 0
         self.headers: dict[bytes, bytes] = {}
@@ -299,106 +296,3 @@ class HttpCall:
     def _resume(self) -> None:
         if self.connection is not None:
             self.connection.resume()
-
-
-class _Connection(asyncio.Protocol):
-    """Parses answers; one call at a time."""
-
-    def __init__(self, pool: HttpPool) -> None:
-        self._pool = pool
-        self._transport: asyncio.Transport
-        self.idle_since_s = 0.0
-        self._call: HttpCall | None = None
-        self._headers: dict[bytes, bytes] = {}
-        self._pieces: list[bytes] = []
-        self._head_bytes = 0
-        self._begun = self._ended = self._reusable = self._paused = False
-        # A namespace of their own, where the parser finds them without a frame of Python for each piece.
-        self._parser = httptools.HttpResponseParser(
-            SimpleNamespace(
-                on_header=self._headers.__setitem__,
-                on_headers_complete=self._on_headers_complete,
-                on_body=self._pieces.append,
-                on_message_complete=self._on_message_complete,
-            )
-        )
-
-    def begin(self, call: HttpCall) -> None:
-        self._call = call
-        call.connection = self
-        self._head_bytes = 0
-        self._begun = self._ended = False
-        request, call.request = call.request, []
-        self._transport.writelines(request)
-
-    @property
-    def is_closing(self) -> bool:
-        return self._transport.is_closing()
-
-    def abort(self) -> None:
-        self._transport.abort()
-
-    def pause(self) -> None:
-        if not self._paused and not self._transport.is_closing():
-            self._paused = True
-            self._transport.pause_reading()
-
-    def resume(self) -> None:
-        if self._paused and not self._transport.is_closing():
-            self._paused = False
-            self._transport.resume_reading()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by name
-
-    def data_received(self, data: bytes) -> None:
-        call = self._call
-        if call is None:  # nobody has asked: the server wants to end the connection, or is not in its senses
-            self._transport.abort()
-            return
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserError as error:
-            self._give_up(f"no HTTP answer: {error}")
-            return
-        if not self._begun:
-            self._head_bytes += len(data)
-            if self._head_bytes > MAX_HEAD_BYTES:
-                self._give_up(f"the head of its answer has more than {MAX_HEAD_BYTES} bytes")
-            return
-        if self._pieces:
-            call.feed(self._pieces)
-        if self._ended and self._call is call:
-            self._call = None
-            call.end()
-            # An answer before its request was out leaves the rest of the request on the connection.
-            if self._reusable and not self._transport.get_write_buffer_size():
-                self.resume()
-                self._pool.put_back(self)
-            else:
-                self._transport.abort()
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self._pool.lost(self)
-        call, self._call = self._call, None
-        if call is not None:
-            call.fail(call.lost(str(error) if error else "the connection was closed"))
-
-    def _give_up(self, reason: str) -> None:
-        call, self._call = self._call, None
-        self._transport.abort()
-        if call is not None:
-            call.fail(call.lost(reason))
-
-    def _on_headers_complete(self) -> None:
-        status = self._parser.get_status_code()
-        headers = {name.lower(): value for name, value in self._headers.items()}
-        self._headers.clear()
-        if status >= 200 and self._call is not None:
-            self._begun = True
-            self._call.begin(status, headers)
-
-    def _on_message_complete(self) -> None:
-        if self._begun:
-            self._ended = True
-            self._reusable = self._parser.should_keep_alive()

@@ -12,14 +12,13 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-import msgspec
-
 from epd_serve.backends import vllm_chat
 from epd_serve.backends.base import InstanceLost, StageCall
+from epd_serve.backends.http_client import HttpPool
 from epd_serve.backends.native import NativeConnections
 from epd_serve.backends.vllm_answer import PrefillAnswer, VllmCall, Work
 from epd_serve.backends.vllm_command import FEATURE_PORT, KV_PORT
-from epd_serve.backends.vllm_server import VllmServer, read
+from epd_serve.backends.vllm_server import VllmServer
 from epd_serve.backends.vllm_target import VllmTarget
 from epd_serve.errors import InstanceFailed, InvalidRequest, StageTimeout
 from epd_serve.protocol import wire
@@ -75,6 +74,7 @@ class VllmInstance(VllmServer):
         self._prompts: dict[object, int] = {}
         self._encodes: dict[object, int] = {}
         self._engine_id: tuple[float, str] | None = None
+        self._bootstrap: HttpPool | None = None
 
     # ------------------------------------------------------------------ how it is
 
@@ -215,7 +215,7 @@ class VllmInstance(VllmServer):
         async def steps(work: Work) -> Any:
             body = vllm_chat.answer_body(exchange.request, exchange.media)
             if _is_several(exchange.request):
-                await exchange.answered
+                await asyncio.shield(exchange.answered)
             else:
                 body["kv_transfer_params"] = await self._take_over(exchange)
             call = self._answer_call(exchange.request, body)
@@ -248,11 +248,16 @@ class VllmInstance(VllmServer):
         return {**params, "remote_bootstrap_addr": bootstrap, "remote_engine_id": await prefill.engine_id()}
 
     async def engine_id(self) -> str:
-        """What Mooncake's bootstrap server calls this instance."""
+        """What Mooncake's bootstrap server calls this instance. Raises InstanceLost where it does not tell."""
         if self._engine_id is None or self._engine_id[0] != self._warm:
-            pool = self._others.connections.pool(self.name, f"http://{self.address(KV_PORT)}")
-            answer = msgspec.json.decode(await read(VllmCall(pool, "GET", "/query")))
-            self._engine_id = (self._warm or 0.0, next(iter(answer.values()))["engine_id"])
+            if self._bootstrap is None:
+                self._bootstrap = self._others.connections.pool(self.name, f"http://{self.address(KV_PORT)}")
+            answer = await self.ask_json("/query", self._bootstrap)
+            try:
+                engine_id = next(iter(answer.values()))["engine_id"]
+            except (AttributeError, LookupError, TypeError, StopIteration) as error:
+                raise InstanceLost(f"{self._bootstrap.url}/query is no answer of Mooncake ({error!r})") from error
+            self._engine_id = (self._warm or 0.0, str(engine_id))
         return self._engine_id[1]
 
     async def _withdraw(self, request_id: str, mm_hash: str) -> None:

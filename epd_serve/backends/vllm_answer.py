@@ -48,6 +48,8 @@ class VllmCall(HttpCall):
     prompt_note = ""
     #: What has to be put right in each object on its way: choices' index and the answer's id.
     rewrite: Callable[[dict[str, Any]], None] | None = None
+    #: The beginning of an event whose end has not come yet.
+    _rest = b""
 
     def error(self, body: bytes) -> ServeError:
         return error_of(self.status, body, self._pool.name)
@@ -57,39 +59,38 @@ class VllmCall(HttpCall):
             async for chunk in super().chunks():
                 yield chunk
             return
-        answer = msgspec.json.decode(await self.read())
-        self.rewrite(answer)
-        yield msgspec.json.encode(answer)
+        yield self._rewritten(await self.read())
 
     async def forward(self, write: Callable[[bytes], bool]) -> bool:
-        """As HttpCall's; raises InstanceFailed for an error event, after what came before it."""
-        rest = b""
+        """As HttpCall's, in whole events; raises InstanceFailed for an error event, after what came before it."""
 
         def pass_on(chunk: bytes) -> bool:
-            nonlocal rest
-            if self.rewrite is not None:
-                chunk, rest = self._rewritten(rest + chunk)
-            if (at := chunk.find(_ERROR)) >= 0:
-                if chunk[:at]:
-                    write(chunk[:at])
-                event = chunk[at:].removeprefix(_DATA).split(_END)[0]
-                raise error_of(500, event, self._pool.name)
-            return write(chunk) if chunk else True
+            *events, self._rest = (self._rest + chunk).split(_END)
+            passed = bytearray()
+            for event in events:
+                if event.startswith(_ERROR):
+                    if passed:
+                        write(bytes(passed))
+                    raise error_of(500, event.removeprefix(_DATA), self._pool.name)
+                told = event.removeprefix(_DATA)
+                if self.rewrite is not None and told.strip() != _DONE:
+                    event = _DATA + self._rewritten(told)
+                passed += event + _END
+            return write(bytes(passed)) if passed else True
 
-        return await super().forward(pass_on)
+        is_complete = await super().forward(pass_on)
+        if is_complete and self._rest.strip():
+            raise InstanceFailed(f"instance {self._pool.name} ended its answer in the middle of an event")
+        return is_complete
 
-    def _rewritten(self, data: bytes) -> tuple[bytes, bytes]:
+    def _rewritten(self, data: bytes) -> bytes:
         assert self.rewrite is not None
-        *events, rest = data.split(_END)
-        done = []
-        for event in events:
-            told = event.removeprefix(_DATA)
-            if told.strip() != _DONE and not event.startswith(_ERROR):
-                answer = msgspec.json.decode(told)
-                self.rewrite(answer)
-                event = _DATA + msgspec.json.encode(answer)
-            done.append(event + _END)
-        return b"".join(done), rest
+        try:
+            answer = msgspec.json.decode(data)
+            self.rewrite(answer)
+        except (msgspec.MsgspecError, LookupError, TypeError) as error:
+            raise InstanceFailed(f"instance {self._pool.name} gave an unreadable answer ({error})") from error
+        return msgspec.json.encode(answer)
 
 
 class PrefillAnswer:

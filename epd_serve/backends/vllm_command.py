@@ -195,15 +195,13 @@ def _mooncake(options: VllmOptions) -> dict[str, Any]:
             "kv_port": str(options.port + KV_PORT),
             "kv_connector_extra_config": {stage: {"dp_size": 1, "tp_size": width} for stage, width in sizes},
         }
-    protocol = {"mooncake_protocol": "tcp"} if options.kind == "cpu" else {}
-    extra = {"kv_connector_extra_config": protocol} if protocol else {}
     if options.kind == "cpu":  # vLLM's asks for the index of an accelerator
         return {
             "kv_connector": "MooncakeCPUConnector",
             "kv_connector_module_path": f"{_PLUGIN}.mooncake_cpu",
-            **extra,
+            "kv_connector_extra_config": {"mooncake_protocol": "tcp", **_link(options.connectors)},
         }
-    return {"kv_connector": "MooncakeConnector", **extra}
+    return {"kv_connector": "MooncakeConnector"}
 
 
 def shell_line(command: tuple[str, ...], variables: Mapping[str, str]) -> str:

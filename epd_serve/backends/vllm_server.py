@@ -89,16 +89,17 @@ class VllmServer:
     async def figures(self) -> VllmFigures:
         return read_figures((await self.get("/metrics")).decode("utf-8", "replace"))
 
-    async def ask_json(self, path: str) -> Any:
+    async def ask_json(self, path: str, pool: HttpPool | None = None) -> Any:
+        """What a path answers; ``pool`` is that of another server of the instance."""
         try:
-            return msgspec.json.decode(await self.get(path))
+            return msgspec.json.decode(await self.get(path, pool))
         except msgspec.MsgspecError as error:
-            raise InstanceLost(f"{self.url}{path} is no answer of vLLM ({error})") from error
+            raise InstanceLost(f"{(pool or self.pool).url}{path} is no answer of vLLM ({error})") from error
 
-    async def get(self, path: str) -> bytes:
+    async def get(self, path: str, pool: HttpPool | None = None) -> bytes:
         try:
             async with asyncio.timeout(INFO_TIMEOUT_S):
-                return await read(VllmCall(self.pool, "GET", path))
+                return await read(VllmCall(pool or self.pool, "GET", path))
         except TimeoutError as error:
             raise InstanceLost(f"instance {self.name} said nothing in {INFO_TIMEOUT_S:g} s") from error
 

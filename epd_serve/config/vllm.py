@@ -33,7 +33,7 @@ _NATIVE_KEYS = {
     "batching": "vLLM schedules by max_num_batched_tokens",
     "share_weights": "each vLLM process loads its own",
     "preload": "vLLM processes are not forked",
-    "link": "set vllm.link, for features: store and kv: grouped",
+    "link": "set vllm.link",
 }
 _NATIVE_SECTIONS = {
     "feature_store": "choose vllm.features",
@@ -70,7 +70,8 @@ class VllmConfig(Section):
         description="What D does where KV does not come: compute the prompt itself, or give an error.",
     )
     link: LinkConfig = Field(
-        default=LinkConfig(), description="Slows features: store and kv: grouped down, for experiments."
+        default=LinkConfig(),
+        description="Slows features: store, kv: grouped and, on CPUs, kv: mooncake down, for experiments.",
     )
     group_layers: int | None = Field(
         default=None, ge=1, description="Layers sent together with kv: grouped; null: chosen from measured times."

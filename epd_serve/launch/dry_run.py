@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from epd_serve.backends.vllm_command import shell_line
-from epd_serve.config import DeploymentConfig
+from epd_serve.config import DeploymentConfig, model_path
 from epd_serve.launch.commands import instance_specs
 from epd_serve.launch.ports import Ports, instance_urls
 from epd_serve.launch.vllm import check_engine, vllm_processes
@@ -17,8 +17,9 @@ _PARENT = "--parent-pid"
 def dry_run(config: DeploymentConfig, file: Path | None, environment: Mapping[str, str]) -> Iterator[str]:
     """Lines: a comment and a command for each process. Nothing is started.
 
-    ``file`` is the deployment file, None for the default deployment. Raises ValueError where the model is not
-    there, or the ports are not fixed.
+    ``file`` is the deployment file, None for the default deployment. A model that is not there is a comment for
+    vLLM, whose lines do not depend on it. Raises ValueError where the native engine's is not there, or the ports
+    are not fixed.
     """
     ports = tuple(int(url.rpartition(":")[2]) for _, url in instance_urls(config))
     shown = str(file) if file else "DEPLOYMENT.yaml"
@@ -45,7 +46,12 @@ def _vllm(config: DeploymentConfig, ports: tuple[int, ...], environment: Mapping
             yield "# PLUGIN_PATH: a directory with the packages epd_serve and device, or install epd-serve there"
     except ValueError as error:
         yield f"# not checked on this machine: {error}"
-    for process in vllm_processes(config, ports, environment, path):
+    try:
+        model = str(model_path(config.model))
+    except ValueError as error:
+        model = str(Path(config.model).expanduser().resolve())
+        yield f"# not on this machine: {error}"
+    for process in vllm_processes(config, ports, environment, path, model=model):
         placed = process.placement
         yield f"\n# {placed.name}: {placed.role} on {', '.join(dict.fromkeys(placed.devices))}"
         yield shell_line(process.command, process.variables)

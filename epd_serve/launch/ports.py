@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import random
 import socket
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 
 from epd_serve.config import DeploymentConfig
 from epd_serve.config.vllm import PORTS_PER_INSTANCE
 from epd_serve.protocol.addresses import url_of
 
 _TRIES = 50
+_LOWEST = 10_240
+#: The ports that a host gives to outgoing connections, of which any may be one.
+_EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,11 +70,16 @@ def ports_each(config: DeploymentConfig) -> int:
 
 
 def _bind_block(held: ExitStack, host: str, port: int, count: int, user: str) -> int:
-    """Bind ``count`` ports in a row and return the first; ``port`` 0 chooses them."""
+    """Bind ``count`` ports in a row and return the first; ``port`` 0 chooses them.
+
+    A block is chosen below the ports of outgoing connections: its servers bind some of it a minute later.
+    """
+    highest = _lowest_ephemeral() - count
     for _ in range(_TRIES):
         with ExitStack() as trying:
+            chosen = port or (random.randint(_LOWEST, highest) if count > 1 and highest > _LOWEST else 0)
             try:
-                first = _bind(trying, host, port, user, "instances.base_port")
+                first = _bind(trying, host, chosen, user, "instances.base_port")
                 for offset in range(1, count):
                     _bind(trying, host, first + offset, user, "instances.base_port")
             except ValueError:
@@ -79,6 +89,13 @@ def _bind_block(held: ExitStack, host: str, port: int, count: int, user: str) ->
             held.enter_context(trying.pop_all())
             return first
     raise ValueError(f"{user} needs {count} free ports in a row on {host}; set instances.base_port")
+
+
+def _lowest_ephemeral() -> int:
+    try:
+        return int(_EPHEMERAL.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return 32768
 
 
 def _bind(held: ExitStack, host: str, port: int, user: str, key: str) -> int:

@@ -67,13 +67,20 @@ def connectors_of(config: DeploymentConfig) -> Connectors:
 
 
 def vllm_processes(
-    config: DeploymentConfig, ports: Sequence[int], environment: Mapping[str, str], plugin_path: str = ""
+    config: DeploymentConfig,
+    ports: Sequence[int],
+    environment: Mapping[str, str],
+    plugin_path: str = "",
+    *,
+    model: str | None = None,
 ) -> list[VllmProcess]:
     """The processes in placement order; ``ports`` are theirs.
 
     ``plugin_path`` is a directory from which vLLM's Python can import epd_serve; "" where it is installed there.
-    Raises ValueError where the model is not there.
+    ``model`` is the model's directory where it need not be on this machine. Raises ValueError where it must be and
+    is not.
     """
+    model = model or str(model_path(config.model))
     used = connectors_of(config)
     if used.features == "file" and not used.feature_dir:
         raise ValueError("vllm.feature_dir is not set: a directory through which E hands its features to P")
@@ -84,8 +91,11 @@ def vllm_processes(
     for number, (instance, port) in enumerate(zip(placement, ports, strict=True)):
         share = shares.get(instance.name)
         settings = config.settings_for(str(instance.role))
-        threads = settings.threads or threads_each(num_ranks, environment, share)
-        options = _options(config, settings, instance, number, port, used, environment, threads, share)
+        threads = threads_each(num_ranks, environment, share)
+        if settings.threads is not None:  # more would take turns on the share's cores
+            on_a_share = share is not None and _kind(instance.devices[0]) == "cpu"
+            threads = min(settings.threads, threads) if on_a_share else settings.threads
+        options = _options(config, settings, instance, number, port, used, environment, threads, share, model)
         variables = environment_of(options)
         if plugin_path:
             variables["PYTHONPATH"] = plugin_path
@@ -160,6 +170,7 @@ def _options(
     environment: Mapping[str, str],
     threads: int,
     share: DeviceShare | None,
+    model: str,
 ) -> VllmOptions:
     kind = _kind(instance.devices[0])
     shown, _ = visibility(instance.devices, environment)
@@ -175,7 +186,7 @@ def _options(
         name=instance.name,
         role=instance.role,
         python=str(config.vllm.python or sys.executable),
-        model=str(model_path(config.model)),
+        model=model,
         served_model_name=config.model_name,
         host=config.instances.host,
         port=port,
@@ -217,7 +228,9 @@ def link_plugin(directory: Path) -> str:
     directory.mkdir(parents=True, exist_ok=True)
     for package in (epd_serve, device):
         assert package.__file__ is not None
-        link = directory / package.__name__
+        link, source = directory / package.__name__, Path(package.__file__).resolve().parent
+        if link.is_symlink() and link.readlink() != source:  # of an installation that was here before
+            link.unlink()
         if not link.is_symlink():
-            link.symlink_to(Path(package.__file__).resolve().parent)
+            link.symlink_to(source)
     return str(directory)

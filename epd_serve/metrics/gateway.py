@@ -62,6 +62,8 @@ class GatewayMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        #: Called before anything is shown: who tells late can do so now.
+        self.before_render: Callable[[], None] = lambda: None
         self._tallies = _Tallies()
         endpoint = ("endpoint", "modality")
         self.requests = self._counter(
@@ -216,6 +218,7 @@ class GatewayMetrics:
 
     def render(self, instances: Iterable[InstanceFigures]) -> bytes:
         """The exposition text with ``instances`` as of now."""
+        self.before_render()
         for one in instances:
             self._ready.labels(one.name).set(one.ready)
             for stage, count in one.in_flight:

@@ -47,7 +47,8 @@ class KVWanted(Notice, frozen=True):
 
     Attributes:
         prompt: checksum of what D will compute, which must be what P has computed.
-        regions: D's memory, one for each layer.
+        region: D's memory: that of each layer after the one before, all of one size.
+        num_layers: in the region.
         planes: number of equal parts of a layer's memory that each hold a part of every block (keys, values).
         block_bytes: of one block in one plane.
     """
@@ -56,7 +57,8 @@ class KVWanted(Notice, frozen=True):
     prompt: str
     first_block: int
     block_ids: list[int]
-    regions: list[Region]
+    region: Region
+    num_layers: int
     planes: int
     block_bytes: int
 

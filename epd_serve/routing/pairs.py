@@ -1,4 +1,4 @@
-"""The cheapest pair of P and D among many, without a look at each pair by itself.
+"""The cheapest pair of P and D, and among many without a look at each pair by itself.
 
 What a pair costs is a sum of what P costs, what the KV's way costs and what D costs, and that way is one of three.
 So each instance is looked at once, and for each P the best D of each distance. The choice is the same as by
@@ -11,10 +11,43 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from epd_serve.cost.links import NETWORK, SAME_DEVICE, SAME_HOST
+from epd_serve.cost.links import NETWORK, SAME_DEVICE, SAME_HOST, link_between
 from epd_serve.routing.policy import NEAR_S, Demand, Route, route_parts
 from epd_serve.routing.table import InstanceRecord, InstanceTable
 from epd_serve.types import Stage
+
+
+def cheapest_of_few(table: InstanceTable, model: str, exclude: Collection[str], demand: Demand) -> Route:
+    """As :func:`cheapest_pair`, by a look at each pair, which is sooner done where there are few of them."""
+    parts = route_parts(table, model, exclude, demand)
+    rests: list[tuple[InstanceRecord, float]] | None = None
+    pairs: list[tuple[float, float, InstanceRecord, InstanceRecord]] = []
+    for prefill in parts.prefills:
+        first_s = parts.first_s(prefill)
+        if prefill.covers(Stage.DECODE):
+            pairs.append((first_s, parts.rest_s(prefill, demand), prefill, prefill))
+            continue
+        if rests is None:
+            rests = [(decode, parts.rest_s(decode, demand) + decode.encode_s) for decode in parts.decodes]
+        nbytes = parts.num_tokens * (prefill.info.kv_token_bytes if prefill.info is not None else 0)
+        for decode, rest_s in rests:
+            way_s = link_between(prefill.place, decode.place).seconds(nbytes)
+            pairs.append((first_s + way_s, rest_s, prefill, decode))
+    if len(pairs) == 1:
+        return parts.route(*pairs[0][2:])
+    best_first, best_rest, *_ = pairs[0]
+    for first_s, rest_s, _, _ in pairs:
+        if first_s + rest_s < best_first + best_rest:
+            best_first, best_rest = first_s, rest_s
+    limit_first, limit_rest = best_first + NEAR_S, best_rest + NEAR_S
+    turn: tuple[float, int] | None = None
+    for first_s, rest_s, prefill, decode in pairs:
+        if first_s <= limit_first and rest_s <= limit_rest:
+            num_chosen = prefill.num_chosen[Stage.PREFILL] + decode.num_chosen[Stage.DECODE]
+            its_turn = (decode.pending.num_sequences, num_chosen)
+            if turn is None or its_turn < turn:
+                turn, chosen = its_turn, (prefill, decode)
+    return parts.route(*chosen)
 
 
 def cheapest_pair(table: InstanceTable, model: str, exclude: Collection[str], demand: Demand) -> Route:

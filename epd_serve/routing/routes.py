@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from epd_serve.routing.pairs import cheapest_pair
+from epd_serve.routing.pairs import cheapest_of_few, cheapest_pair
 from epd_serve.routing.policy import ANY, Demand, Route, in_turn, near_best, possible_routes, route_s
 from epd_serve.routing.table import InstanceTable
 
@@ -15,7 +15,10 @@ _FEW = 8
 
 
 class LeastLoaded:
-    """The pair that costs the request the fewest seconds; about equal ones take turns."""
+    """The pair that costs the request the fewest seconds; about equal ones take turns.
+
+    The same as ``min(near_best(possible_routes(...)), key=in_turn)``, in less time.
+    """
 
     uses_prefix = False
 
@@ -23,7 +26,7 @@ class LeastLoaded:
         self, table: InstanceTable, model: str, *, exclude: Collection[str] = (), demand: Demand = ANY
     ) -> Route:
         if len(table) <= _FEW:
-            return min(near_best(possible_routes(table, model, exclude, demand), demand), key=in_turn)
+            return cheapest_of_few(table, model, exclude, demand)
         return cheapest_pair(table, model, exclude, demand)
 
 

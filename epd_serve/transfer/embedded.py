@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from epd_serve.protocol.wire import Region
+from epd_serve.transfer.joined import JoinedMemory
 from epd_serve.transfer.shared_memory import SharedMemoryPeers, SharedSlab, host_id
 from epd_serve.transfer.tcp import TcpPeers, TcpServer
 from epd_serve.transfer.transport import Piece, TransferError
@@ -31,7 +32,7 @@ class EmbeddedTransport:
         self._path = path
         self._lock = threading.Lock()
         self._slabs: dict[str, SharedSlab] = {}
-        self._offered: dict[str, memoryview] = {}
+        self._offered: dict[str, JoinedMemory] = {}
         self.gate = WriteGate()
         self._server = None if path == "shm" else TcpServer(host, self._find, self.gate, timeout_s)
         self._shared = SharedMemoryPeers()
@@ -46,19 +47,20 @@ class EmbeddedTransport:
             self._slabs[slab.region.name] = slab
         return slab
 
-    def offer(self, name: str, buffer: memoryview) -> Region:
-        """Memory of this process that another library has made, for peers to read and write over TCP.
+    def offer(self, name: str, buffers: Sequence[memoryview]) -> Region:
+        """Memory of this process that another library has made, for peers to read and write over TCP: its parts
+        as if they lay one after the other. A piece of a write or read must lie in one of them.
 
         It must outlive this transport. Raises ValueError where the transport offers no TCP.
         """
         if self._server is None:
             raise ValueError("memory of others is offered over TCP, which path='shm' leaves out")
-        unique = f"{name}-{uuid.uuid4().hex}"
+        unique, memory = f"{name}-{uuid.uuid4().hex}", JoinedMemory(buffers)
         with self._lock:
-            self._offered[unique] = buffer
+            self._offered[unique] = memory
         return Region(
             name=unique,
-            nbytes=buffer.nbytes,
+            nbytes=memory.nbytes,
             host_id="",
             pid=os.getpid(),
             fd=-1,
@@ -93,7 +95,7 @@ class EmbeddedTransport:
             return self._shared
         return self._tcp
 
-    def _find(self, name: str) -> memoryview | None:
+    def _find(self, name: str) -> memoryview | JoinedMemory | None:
         with self._lock:
             slab = self._slabs.get(name)
             return self._offered.get(name) if slab is None else slab.buffer

@@ -20,6 +20,7 @@ from contextlib import suppress
 from typing import NoReturn
 
 from epd_serve.protocol.wire import Region
+from epd_serve.transfer.joined import JoinedMemory
 from epd_serve.transfer.transport import Piece, TransferError, check_bounds
 from epd_serve.transfer.write_gate import WriteGate
 
@@ -56,7 +57,11 @@ class TcpServer:
     """
 
     def __init__(
-        self, host: str, lookup: Callable[[str], memoryview | None], gate: WriteGate, timeout_s: float
+        self,
+        host: str,
+        lookup: Callable[[str], memoryview | JoinedMemory | None],
+        gate: WriteGate,
+        timeout_s: float,
     ) -> None:
         self._lookup = lookup
         self._gate = gate
@@ -133,7 +138,7 @@ class TcpServer:
         refusal = ""
         if slab is None:
             refusal = f"region {name} is not here"
-        elif any(offset + nbytes > slab.nbytes for offset, nbytes in wanted):
+        elif any(slab[offset : offset + nbytes].nbytes != nbytes for offset, nbytes in wanted):
             refusal = f"a piece lies outside region {name}"
         if refusal or slab is None:
             self._refuse(connection, refusal)

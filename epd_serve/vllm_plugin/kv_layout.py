@@ -26,15 +26,16 @@ class LayerMemory:
 
 
 def remote_pieces(
-    layer: LayerMemory, remote_nbytes: int, runs: list[tuple[int, int, int]]
+    layer: LayerMemory, remote_start: int, remote_nbytes: int, runs: list[tuple[int, int, int]]
 ) -> list[tuple[int, memoryview]]:
-    """The local bytes of runs of blocks, each with its offset in a peer's layer of ``remote_nbytes``.
+    """The local bytes of runs of blocks, each with its offset in a peer's memory.
 
-    A run is (first block here, first block there, count).
+    A run is (first block here, first block there, count); the peer's layer has ``remote_nbytes`` from
+    ``remote_start`` on.
     """
     pieces = []
     for plane in range(layer.planes):
-        here_base, there_base = plane * layer.plane_bytes, plane * (remote_nbytes // layer.planes)
+        here_base, there_base = plane * layer.plane_bytes, remote_start + plane * (remote_nbytes // layer.planes)
         for here, there, count in runs:
             start = here_base + here * layer.block_bytes
             local = layer.buffer[start : start + count * layer.block_bytes]

@@ -53,7 +53,7 @@ class KVReceiver:
     ) -> None:
         self._transport = transport
         self._layers = layers
-        self._regions: list[Region] = [transport.offer("kv", layer.buffer) for layer in layers]
+        self._region: Region = transport.offer("kv", [layer.buffer for layer in layers])
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._open: dict[str, Conversation] = {}
@@ -103,7 +103,8 @@ class KVReceiver:
             prompt=wanted.prompt,
             first_block=wanted.first_block,
             block_ids=wanted.blocks,
-            regions=self._regions,
+            region=self._region,
+            num_layers=len(self._layers),
             planes=layer.planes,
             block_bytes=layer.block_bytes,
         )

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 import logging
-import queue
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TextIO
 
 from epd_serve.protocol.engine_notices import AnyNotice, KVUnwanted, KVWanted
 from epd_serve.transfer.grouping import GroupSizer
 from epd_serve.transfer.transport import TransferError, Transport
+from epd_serve.vllm_plugin.kv_lanes import Lanes
 from epd_serve.vllm_plugin.kv_layout import LayerMemory, remote_pieces, runs_of
 
 logger = logging.getLogger("vllm.epd_serve")
@@ -56,8 +55,8 @@ class _Transfer:
 
 
 class KVSender:
-    """Transfers by id. ``push`` and ``finish`` come from the engine, ``handle`` from D's connections, and one
-    thread writes: what belongs to one transfer is written in order.
+    """Transfers by id. ``push`` and ``finish`` come from the engine, ``handle`` from D's connections, and a
+    thread for each D writes: in order, and no D waits for another.
 
     Args:
         lease_s: how long the blocks of a finished prompt are kept for a D that has not asked for them.
@@ -79,13 +78,13 @@ class KVSender:
         self._sizer = sizer
         self._lease_s = lease_s
         self._clock = clock
-        self._trace = None if trace is None else _open_trace(trace)
+        self._trace = None if trace is None else _new_trace(trace)
         self._lock = threading.Lock()
         self._transfers: dict[str, _Transfer] = {}
         self._unwanted: OrderedDict[str, None] = OrderedDict()
         self._sent: set[str] = set()
-        self._work: queue.SimpleQueue[tuple[str, _Transfer, _Work]] = queue.SimpleQueue()
-        threading.Thread(target=self._write_all, name="kv-sender", daemon=True).start()
+        self._lanes: Lanes[tuple[str, _Transfer, _Work]] = Lanes("kv-sender", self._handle_work)
+        self._last_link = ""
 
     # ------------------------------------------------------------------ the engine's thread
 
@@ -108,7 +107,7 @@ class KVSender:
             if transfer.target is None:
                 transfer.waiting.append(work)
             else:
-                self._work.put((transfer_id, transfer, work))
+                self._lanes.put(_link(transfer.target), (transfer_id, transfer, work))
 
     def finish(self, transfer_id: str, *, computed: bool) -> None:
         """The engine is through with the request; its blocks stay until :meth:`take_sent` names it if it was
@@ -146,15 +145,15 @@ class KVSender:
             return ""
         if not isinstance(notice, KVWanted):
             return f"an instance that hands KV over knows no {type(notice).__name__}"
-        if len(notice.regions) != len(self._layers) or notice.block_bytes != self._layers[0].block_bytes:
-            return f"KV caches differ: {len(notice.regions)} layers, blocks of {notice.block_bytes} bytes"
+        if notice.num_layers != len(self._layers) or notice.block_bytes != self._layers[0].block_bytes:
+            return f"KV caches differ: {notice.num_layers} layers, blocks of {notice.block_bytes} bytes"
         with self._lock:
             transfer = self._transfers.setdefault(notice.transfer_id, _Transfer())
             transfer.target = notice
             self._check(transfer)
             waiting, transfer.waiting = transfer.waiting, []
             for work in waiting:
-                self._work.put((notice.transfer_id, transfer, work))
+                self._lanes.put(_link(notice), (notice.transfer_id, transfer, work))
         asked_at = self._clock()
         while not transfer.done.wait(_LOOK_S):
             late = transfer.request_id == "" and self._clock() - asked_at > self._lease_s
@@ -196,25 +195,24 @@ class KVSender:
         if self._transfers.pop(transfer_id, None) is not None and transfer.request_id:
             self._sent.add(transfer.request_id)
 
-    # ------------------------------------------------------------------ the writing thread
+    # ------------------------------------------------------------------ the writing threads
 
-    def _write_all(self) -> None:
-        while True:
-            transfer_id, transfer, work = self._work.get()
-            if transfer.outcome is not None:
-                continue
-            try:
-                self._write(transfer_id, transfer, work)
-            except Exception as error:  # one D's must not end the thread that all wait for
-                if not isinstance(error, TransferError):
-                    logger.exception("KV of transfer %s cannot be written", transfer_id)
-                with self._lock:
-                    self._end(transfer_id, transfer, str(error) or type(error).__name__)
-                continue
-            if work.last and work.chunk.last:
-                with self._lock:
-                    self._record(transfer_id, transfer)
-                    self._end(transfer_id, transfer, "")
+    def _handle_work(self, item: tuple[str, _Transfer, _Work]) -> None:
+        transfer_id, transfer, work = item
+        if transfer.outcome is not None:
+            return
+        try:
+            self._write(transfer_id, transfer, work)
+        except Exception as error:  # one request's must not end the thread that all of a D wait for
+            if not isinstance(error, TransferError):
+                logger.exception("KV of transfer %s cannot be written", transfer_id)
+            with self._lock:
+                self._end(transfer_id, transfer, str(error) or type(error).__name__)
+            return
+        if work.last and work.chunk.last:
+            with self._lock:
+                self._record(transfer_id, transfer)
+                self._end(transfer_id, transfer, "")
 
     def _write(self, transfer_id: str, transfer: _Transfer, work: _Work) -> None:
         target = transfer.target
@@ -228,23 +226,28 @@ class KVSender:
         runs = runs_of(pairs)
         if not runs:
             return
-        link = f"{target.regions[0].host}:{target.regions[0].port}"
+        region, link = target.region, _link(target)
+        layer_bytes = region.nbytes // target.num_layers
+        pieces = []
         for layer in work.layers:
-            region = target.regions[layer]
-            pieces = remote_pieces(self._layers[layer], region.nbytes, runs)
-            nbytes = sum(data.nbytes for _, data in pieces)
-            started = self._clock()
+            pieces += remote_pieces(self._layers[layer], layer * layer_bytes, layer_bytes, runs)
+        nbytes = sum(data.nbytes for _, data in pieces)
+        started = self._clock()
+        try:
             self._transport.write(region, pieces, [transfer_id])
-            seconds = self._clock() - started
-            self._sizer.observe_transfer(link, nbytes, seconds)
-            transfer.write_s += seconds
-            transfer.nbytes += nbytes
-            transfer.num_writes += 1
+        except TransferError:
+            self._sizer.forget(link)
+            raise
+        seconds = self._clock() - started
+        self._sizer.observe_transfer(link, nbytes, seconds)
+        self._last_link = link
+        transfer.write_s += seconds
+        transfer.nbytes += nbytes
+        transfer.num_writes += 1
 
     def group_size(self, num_tokens: int, layer_bytes: float) -> int:
         """Layers to send together in a step, for the link that was used last."""
-        links = self._sizer.known_links()
-        return self._sizer.group_size(next(reversed(links), ""), num_tokens, layer_bytes)
+        return self._sizer.group_size(self._last_link, num_tokens, layer_bytes)
 
     def observe_compute(self, num_tokens: int, seconds: float) -> None:
         """A prefill step took ``seconds``."""
@@ -263,9 +266,9 @@ class KVSender:
             "overlap": round(1 - min(1.0, exposed_s / transfer.write_s), 4) if transfer.write_s else 0.0,
         }
         try:
-            self._trace.write(json.dumps(record) + "\n")
-            self._trace.flush()
-        except (OSError, ValueError) as error:  # no reason to hand nothing over
+            with self._trace.open("a") as file:
+                file.write(json.dumps(record) + "\n")
+        except OSError as error:  # no reason to hand nothing over
             logger.warning("the record of transfer %s cannot be written: %s", transfer_id, error)
 
     def check_integrity(self) -> None:
@@ -275,6 +278,12 @@ class KVSender:
             assert not open_ones, f"{len(open_ones)} ended transfers are kept"
 
 
-def _open_trace(directory: Path) -> TextIO:
+def _link(target: KVWanted) -> str:
+    return f"{target.region.host}:{target.region.port}"
+
+
+def _new_trace(directory: Path) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
-    return (directory / f"vllm-kv-{time.time_ns()}.jsonl").open("a")
+    file = directory / f"vllm-kv-{time.time_ns()}.jsonl"
+    file.touch()
+    return file

@@ -1,4 +1,6 @@
 import socket
+from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +14,14 @@ def test_zero_chooses_free_ports_that_differ() -> None:
     chosen = {ports.gateway, *ports.instances}
     assert len(chosen) == 12
     assert 0 not in chosen
+
+
+def test_blocks_of_ports_are_none_that_outgoing_connections_get() -> None:
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    config = parse_config("topology: E-P-D\nengine: vllm\ninstances: {base_port: 0}\ngateway: {port: 0}")
+    blocks = sorted(choose_ports(config).instances)
+    assert blocks[-1] + 16 <= first
+    assert all(b - a >= 16 for a, b in pairwise(blocks))
 
 
 def test_instances_follow_the_base_port() -> None:

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from epd_serve.config import DeploymentConfig, load_config, parse_config
 from epd_serve.launch.dry_run import dry_run
-from epd_serve.launch.vllm import VllmProcess, vllm_processes
+from epd_serve.launch.vllm import VllmProcess, link_plugin, vllm_processes
 from epd_serve.launch.vllm_check import check_vllm_engine, connectors_of
 from epd_serve.launch.vllm_probe import VllmFound, check_flags, check_found, probe_vllm
 
@@ -86,6 +86,31 @@ def test_devices_memory_and_threads(model: Path) -> None:
     assert (host["OMP_NUM_THREADS"], host["VLLM_CPU_KVCACHE_SPACE"]) == ("3", "2")
 
 
+def test_threads_stay_within_the_cores_of_a_share(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+    text = "topology: (E-P)-D\ninstances: {threads: 6}\nroles: {E: {share: 0.25}, P: {share: 0.75, threads: 2}}"
+    found = {name: one.variables for name, one in processes(text, model).items()}
+    assert {name: one["OMP_NUM_THREADS"] for name, one in found.items()} == {"e0": "2", "p0": "2", "d0": "6"}
+    assert found["e0"]["VLLM_CPU_OMP_THREADS_BIND"] == "0,1"
+
+
+def test_a_plugin_link_to_another_installation_is_made_anew(tmp_path: Path) -> None:
+    folder = tmp_path / "plugin"
+    folder.mkdir()
+    (folder / "epd_serve").symlink_to(tmp_path / "gone")
+    for _ in range(2):
+        assert link_plugin(folder) == str(folder)
+        assert (folder / "epd_serve").resolve() == ROOT / "epd_serve"
+        assert (folder / "device" / "__init__.py").is_file()
+
+
+def test_the_dry_run_of_a_model_that_is_elsewhere_has_all_command_lines(tmp_path: Path) -> None:
+    config = parse_config(f"engine: vllm\ntopology: E-P-D\nmodel: {tmp_path / 'elsewhere'}")
+    lines = list(dry_run(config, None, {}))
+    assert any(line.startswith("# not on this machine: model") for line in lines)
+    assert sum(f"serve {tmp_path / 'elsewhere'} " in line for line in lines) == 3
+
+
 def test_settings_and_flags_are_passed_on(model: Path) -> None:
     one = processes(
         "topology: PD\ndtype: bfloat16\nserved_model_name: mine\n"
@@ -101,7 +126,7 @@ def test_settings_and_flags_are_passed_on(model: Path) -> None:
 
 
 def dry_lines(file: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    monkeypatch.setattr("epd_serve.launch.vllm.model_path", lambda _: Path("MODEL"))
+    monkeypatch.setattr("epd_serve.launch.dry_run.model_path", lambda _: Path("MODEL"))
     config = load_config(file)
     config = DeploymentConfig.model_validate({**config.model_dump(exclude_unset=True), "model": str(model)})
     lines = [line for text in dry_run(config, Path(file.name), {}) for line in text.splitlines()]

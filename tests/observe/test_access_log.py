@@ -21,6 +21,7 @@ from proxy.trail import ENCODED, STORED, Trail
 def trail(name: str) -> Trail:
     made = Trail("chat", new_context(), name, time.monotonic())
     made.finish(200)
+    made.complete()
     return made
 
 
@@ -149,7 +150,9 @@ def test_events_of_a_stream_tell_its_end() -> None:
     made.forwarded(b'data: {"choices":[{"delta":{"content":"a"},"finish_reason":null}]}\n\n')
     made.forwarded(b'data: {"choices":[{"delta":{},"finish_reason":"stop"}]}\n\n')
     made.forwarded(b'data: {"choices":[],"usage":{"prompt_tokens":7,"completion_tokens":2}}\n\ndata: [DONE]\n\n')
-    made.streamed_all(0)
+    made.streamed_all(lambda: 0)
+    made.finish(200)
+    made.complete()
     assert (made.finish_reason, made.prompt_tokens, made.output_tokens) == ("stop", 7, 2)
 
 
@@ -160,8 +163,10 @@ def test_an_item_whose_encoder_was_overtaken_by_the_answer_is_counted() -> None:
     heard.end(STORED)
     failed.fail()
     made.finish(200)
+    made.complete()
     assert [hop.source for hop in (heard, overtaken, failed)] == [STORED, ENCODED, ""]
     left = Trail("chat", new_context(), "r", time.monotonic())
     hop = left.encode("e0", "a")
     left.finish(499)
+    left.complete()
     assert hop.failed and not hop.source

@@ -43,6 +43,19 @@ async def test_operators_see_instances_and_requests_with_their_own_key(start, ki
         assert response.status == 404 and (await response.json())["error"]["type"] == "invalid_request_error"
 
 
+async def test_web_pages_cannot_use_the_admin_plane_through_a_browser(start):
+    gateway = await start("pd0:PD", admin=AdminSettings())
+    url = gateway.app.state.admin_url
+    port = url.rpartition(":")[2]
+    for headers in ({"origin": "http://evil.example"}, {"origin": "null"}, {"host": f"evil.example:{port}"}):
+        async with gateway.session.post(f"{url}/instances/pd0/drain", headers=headers) as response:
+            assert response.status == 403
+            assert (await response.json())["error"]["code"] == "cross_site"
+    for host in (f"localhost:{port}", "127.0.0.1", "[::1]:1"):
+        async with gateway.session.get(f"{url}/instances", headers={"host": host}) as response:
+            assert response.status == 200
+
+
 async def test_routes_of_others_are_behind_the_same_key(start):
     gateway = await start("pd0:PD")
     router = APIRouter()

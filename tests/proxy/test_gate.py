@@ -12,7 +12,7 @@ from epd_serve.protocol import wire
 from proxy.admission import AdmissionQueue
 from proxy.auth import Authenticator, Unauthorized
 from proxy.gate import Gate, Shedding
-from proxy.limits import Client
+from proxy.limits import Client, KeyLimits
 
 
 def key(name: str, **limits) -> tuple[dict[str, str], ApiKeyConfig]:
@@ -73,6 +73,23 @@ async def test_a_key_pays_for_the_tokens_it_asks_for(start, kit):
         assert response.status == 429
         assert 1 <= int(response.headers["retry-after"]) <= 60
     await gateway.until(lambda: not gateway.gate.queue.num_in_flight)
+
+
+async def test_a_key_does_not_pay_for_what_never_ran():
+    secret, hashed = new_key()
+    client = Client("a", KeyLimits(tokens_per_min=600))
+    gate = Gate(Authenticator([(hashed, client)]), AdmissionQueue(1, 1), queue_timeout_s=60.0, clock=lambda: 1.0)
+    running, waiting, refused = (gate.enter(f"Bearer {secret}") for _ in range(3))
+    assert running.admit(num_tokens=100) is None
+    assert waiting.admit(num_tokens=200) is not None
+    with pytest.raises(Overloaded):
+        refused.admit(num_tokens=300)
+    assert client.num_tokens_left(1.0) == 300
+    waiting.leave()
+    refused.leave()
+    assert client.num_tokens_left(1.0) == 500
+    running.leave()
+    assert client.num_tokens_left(1.0) == 500
 
 
 class Crowd:

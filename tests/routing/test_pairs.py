@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from epd_serve.protocol.wire import InstanceInfo, Load, Report
-from epd_serve.routing.pairs import cheapest_pair
+from epd_serve.routing.pairs import cheapest_of_few, cheapest_pair
 from epd_serve.routing.policy import Demand, in_turn, near_best, possible_routes
 from epd_serve.routing.table import InstanceTable
 from epd_serve.types import Stage, StageRate
@@ -78,3 +78,4 @@ def test_it_is_the_choice_among_all_pairs(
     demand = Demand(num_tokens=num_tokens, num_pixels=num_pixels, max_tokens=64)
     expected = min(near_best(possible_routes(table, "m", (), demand), demand), key=in_turn)
     assert cheapest_pair(table, "m", (), demand) == expected
+    assert cheapest_of_few(table, "m", (), demand) == expected

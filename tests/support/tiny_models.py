@@ -26,6 +26,14 @@ from epd_serve.demo import weights_dir
 
 KINDS = ("qwen2_5_vl", "qwen3_vl", "llava")
 _INIT = {"initializer_range": 0.2}
+#: transformers has these where a model's file has nothing; vLLM then leaves pixels as they are.
+_NORMALISATION = {
+    "do_rescale": True,
+    "rescale_factor": 1 / 255,
+    "do_normalize": True,
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
+}
 
 
 def _text(vocab_size: int, **extra: Any) -> dict[str, Any]:
@@ -127,6 +135,7 @@ def _preprocessor(kind: str) -> dict[str, Any]:
             "size": {"shortest_edge": 56},
             "crop_size": {"height": 56, "width": 56},
             "do_center_crop": True,
+            **_NORMALISATION,
         }
     return {
         "image_processor_type": "Qwen2VLImageProcessor",
@@ -135,4 +144,5 @@ def _preprocessor(kind: str) -> dict[str, Any]:
         "patch_size": 14,
         "temporal_patch_size": 2,
         "merge_size": 2,
+        **_NORMALISATION,
     }

@@ -48,16 +48,19 @@ def engine_python() -> str | None:
 
 
 def questions() -> list[dict[str, Any]]:
-    """Eight with pictures, two of them with two and one a picture again, and eight without."""
+    """Eight with pictures, two of them with two and one a picture again, and eight without.
+
+    The pictures need not be resized: pixels of engines that do it differently differ by rounding.
+    """
     pictures = [
-        noise(seed, size) for seed, size in ((1, (120, 90)), (2, (60, 140)), (3, (90, 90)), (4, (140, 70)))
+        noise(seed, size) for seed, size in ((1, (112, 84)), (2, (56, 140)), (3, (84, 84)), (4, (140, 56)))
     ]
     asked = [chat("What is this?", picture) for picture in pictures]
     asked += [
         chat("Compare them.", pictures[0], pictures[1]),
         chat("Compare them.", pictures[1], pictures[0]),
         chat("What color is it? " * 12, pictures[2]),
-        chat("Where is it?", noise(5, (100, 100))),
+        chat("Where is it?", noise(5, (112, 112))),
     ]
     asked += [chat(text) for text in ("Say apple", "What is 2 + 3?", "Hello", "Repeat: " + "apple banana " * 60)]
     asked += [chat(f"Count to {number}. " * number) for number in (3, 7, 19, 31)]
@@ -206,6 +209,16 @@ class Deployment:
             )
 
         self.wait_until(is_idle, f"{name} is idle", 20)
+
+    def encodes_in_flight(self) -> float:
+        """Pictures that the gateway has sent to an E that has not answered."""
+        text = httpx.get(f"{self.url}/metrics", trust_env=False, timeout=60).text
+        samples = [one for family in text_string_to_metric_families(text) for one in family.samples]
+        return sum(
+            one.value
+            for one in samples
+            if one.name.endswith("in_flight_calls") and one.labels["stage"] == "encode"
+        )
 
     def tail(self) -> str:
         return "\n".join(f"{log.name}: {log.read_text()[-1500:]}" for log in sorted(self.logs.glob("*.log")))

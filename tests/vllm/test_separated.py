@@ -1,11 +1,18 @@
-"""E-P-D of vLLM instances: who does what, and what happens when one of them dies."""
+"""E-P-2D of vLLM instances: who does what, and what happens when one of them dies.
+
+One deployment serves all tests, in order. A start of vLLM takes long: the instances die one after the other, each
+when the tests that need it are through, and come back together.
+"""
 
 from __future__ import annotations
 
+import json
 import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +24,28 @@ from vllm_runs import MODEL, Deployment, Tokens, ask, ask_all, figures, same, up
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 EXTERNAL = "prompt_tokens_by_source_total external_kv_transfer"
+DECODES = ("d0", "d1")
+ERROR_WITHIN_S = 2
+#: The picture that E dies with, and what was answered about pictures then.
+LOST = 9
+ANSWERS: dict[int, Tokens] = {}
 
 
 @pytest.fixture(scope="module")
 def deployment(python: str, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    with up(python, "E-P-D", model, tmp_path_factory.mktemp("up")) as running:
+    with up(python, "E-P-2D", model, tmp_path_factory.mktemp("up")) as running:
         yield running
 
 
 def picture(seed: int, **fields: Any) -> dict[str, Any]:
     wish = {"model": MODEL, "max_tokens": 8, "ignore_eos": True, "logprobs": True, "skip_special_tokens": False}
     return chat("What is this?", noise(seed), **{**wish, **fields})
+
+
+@pytest.fixture(scope="module")
+def pids(deployment: Deployment) -> dict[str, int]:
+    """Of the instances' first processes."""
+    return {name: deployment.pid(name) for name in deployment.urls}
 
 
 def features(deployment: Deployment, name: str, event: str) -> float:
@@ -41,7 +59,8 @@ def test_answers_are_those_of_vllm_alone(
     answers = ask_all(deployment.url, asked, stream=stream)
     wrong = [index for index, (a, b) in enumerate(zip(answers, expected, strict=True)) if not same(a, b)]
     assert not wrong, [(index, answers[index], expected[index]) for index in wrong]
-    assert figures(deployment.urls["d0"])[EXTERNAL] > 0, "D has computed the prompts itself"
+    for name in DECODES:
+        assert figures(deployment.urls[name])[EXTERNAL] > 0, f"{name} has computed the prompts itself"
     for name in deployment.urls:
         deployment.check_idle(name)
 
@@ -90,51 +109,83 @@ def test_a_client_that_leaves_takes_its_work_along(deployment: Deployment) -> No
         deployment.check_idle(name)
 
 
-def test_without_e_p_encodes_itself(
-    deployment: Deployment, asked: list[dict[str, Any]], expected: list[Tokens]
-) -> None:
-    body = picture(9)
-    with ThreadPoolExecutor(1) as thread:
-        deployment.signal("e0", signal.SIGSTOP)  # it has the picture, and will never answer
-        waiting = thread.submit(ask, deployment.url, body)
-        time.sleep(0.5)
-        deployment.kill("e0")
-        first = waiting.result()
-    assert same(ask(deployment.url, asked[0]), expected[0])
-    deployment.wait_until(lambda: deployment.is_ready("e0"), "E is back")
-    assert same(ask(deployment.url, body), first)
+def working(deployment: Deployment, key: str) -> str | None:
+    """A decode instance with a request in the state that a figure counts."""
+    for name in DECODES:
+        with suppress(httpx.TransportError):  # it may be on its way back
+            if figures(deployment.urls[name])[key]:
+                return name
+    return None
 
 
-def test_a_dead_p_is_told_and_leaves_no_block_at_d(deployment: Deployment) -> None:
-    with ThreadPoolExecutor(1) as thread:
-        deployment.signal("p0", signal.SIGSTOP)
-        waiting = thread.submit(ask, deployment.url, picture(10))
-        time.sleep(1)
-        killed_at = time.monotonic()
-        deployment.kill("p0")
-        with pytest.raises(AssertionError, match="instance_error"):
-            waiting.result()
-        assert time.monotonic() - killed_at < 2
-    deployment.check_idle("d0")
-    deployment.wait_until(lambda: deployment.is_ready("p0"), "P is back")
-    ask(deployment.url, picture(10))
-
-
-def test_a_dead_d_is_told_and_leaves_no_block_at_p(deployment: Deployment) -> None:
+def test_a_dead_d_is_told_and_leaves_no_block(deployment: Deployment, pids: dict[str, int]) -> None:
     body = {**picture(11), "max_tokens": 900, "stream": True}
+    told: list[str] = []
     with (
         httpx.Client(base_url=deployment.url, timeout=60, trust_env=False) as client,
         client.stream("POST", "/v1/chat/completions", json=body) as answer,
     ):
         lines = answer.iter_lines()
-        for _ in range(3):
-            next(lines)
+        next(lines)
+        dead = working(deployment, "num_requests_running")
+        assert dead is not None
         killed_at = time.monotonic()
-        deployment.kill("d0")
-        with pytest.raises(httpx.RemoteProtocolError):
-            told = [line for line in lines if line]
-            raise AssertionError(f"the answer ended in order: {told[-1]}")
-        assert time.monotonic() - killed_at < 2
-    deployment.check_idle("p0")
-    deployment.wait_until(lambda: deployment.is_ready("d0"), "D is back")
+        deployment.kill(dead)
+        with pytest.raises(httpx.RemoteProtocolError):  # broken off, so that no client takes it for whole
+            told += (line for line in lines if line)
+        assert time.monotonic() - killed_at < ERROR_WITHIN_S
+    assert json.loads(told[-1].removeprefix("data: "))["error"]["type"] == "instance_error", told[-1]
+    for name in {"p0", *DECODES} - {dead}:
+        deployment.check_idle(name)
     ask(deployment.url, picture(11))
+
+
+def test_without_e_p_encodes_itself(
+    deployment: Deployment, pids: dict[str, int], asked: list[dict[str, Any]], expected: list[Tokens]
+) -> None:
+    with ThreadPoolExecutor(1) as thread:
+        deployment.signal("e0", signal.SIGSTOP)
+        waiting = thread.submit(ask, deployment.url, picture(LOST))
+        deployment.wait_until(deployment.encodes_in_flight, "E has a picture, and will never answer")
+        deployment.kill("e0")
+        ANSWERS[LOST] = waiting.result()
+    assert features(deployment, "p0", "encoded") == 2
+    assert same(ask(deployment.url, asked[1]), expected[1])
+
+
+def test_a_dead_p_is_told_and_leaves_no_block_at_d(deployment: Deployment, pids: dict[str, int]) -> None:
+    with ThreadPoolExecutor(1) as thread:
+        deployment.signal("p0", signal.SIGSTOP)
+        waiting = thread.submit(ask, deployment.url, picture(10))
+        deployment.wait_until(lambda: working(deployment, "num_requests_waiting"), "D waits for KV")
+        killed_at = time.monotonic()
+        deployment.kill("p0")
+        with pytest.raises(AssertionError, match="instance_error"):  # there is no other P
+            waiting.result()
+        assert time.monotonic() - killed_at < ERROR_WITHIN_S
+    alive = [name for name in DECODES if deployment.pid(name) == pids[name]]
+    assert alive
+    for name in alive:
+        deployment.check_idle(name)
+
+
+def test_the_dead_come_back(
+    deployment: Deployment, pids: dict[str, int], asked: list[dict[str, Any]], expected: list[Tokens]
+) -> None:
+    for name in deployment.urls:
+        deployment.wait_until(partial(deployment.is_ready, name), f"{name} is back")
+    assert sum(deployment.pid(name) != pid for name, pid in pids.items()) == 3
+    answers = ask_all(deployment.url, asked)
+    assert all(same(a, b) for a, b in zip(answers, expected, strict=True))
+    assert same(ask(deployment.url, picture(LOST)), ANSWERS[LOST]), "E encodes as P did"
+    assert features(deployment, "p0", "encoded") == 1
+    with ThreadPoolExecutor(
+        1
+    ) as thread:  # an answer of which the client has nothing is begun again at the other D
+        waiting = thread.submit(ask, deployment.url, picture(12, max_tokens=900))
+        deployment.wait_until(lambda: working(deployment, "num_requests_running"), "D decodes")
+        dead = working(deployment, "num_requests_running")
+        assert dead is not None
+        deployment.kill(dead)
+        again = waiting.result()
+    assert same(ask(deployment.url, picture(12, max_tokens=900)), again)

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from epd_serve.protocol.engine_notices import FeatureWithdrawn, pack, unpack
+from epd_serve.protocol.engine_notices import FeatureWithdrawn, KVWanted, pack, unpack
+from epd_serve.protocol.wire import Region
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.grouping import GroupSizer
 from epd_serve.transfer.shaped import ShapedTransport
@@ -48,11 +49,16 @@ class Sides:
             layer.copy_(torch.arange(layer.numel()).reshape(layer.shape) + number * 10_000)
         sizer = GroupSizer(num_layers=NUM_LAYERS, fixed=1)
         self.transport = EmbeddedTransport()
-        link = ShapedTransport(EmbeddedTransport(), bytes_per_s)
-        self.sender = KVSender(link, memories(self.at_p), sizer, lease_s=lease_s, trace=trace)
+        self.link = ShapedTransport(EmbeddedTransport(), bytes_per_s)
+        self.sender = KVSender(self.link, memories(self.at_p), sizer, lease_s=lease_s, trace=trace)
         self.server = NoticeServer("127.0.0.1", 0, self.sender.handle)
         self.receiver = KVReceiver(self.transport, memories(self.at_d), timeout_s=20)
         return self
+
+    def close(self) -> None:
+        self.server.close()
+        self.transport.close()
+        self.link.close()
 
     def want(
         self, blocks: list[int], *, first_block: int = 0, prompt: str = "hello", name: str = "r", port: int = 0
@@ -112,8 +118,7 @@ def until(condition: Callable[[], bool]) -> None:
 def sides() -> Iterator[Sides]:
     sides = Sides().open()
     yield sides
-    sides.server.close()
-    sides.transport.close()
+    sides.close()
 
 
 @pytest.mark.parametrize("d_first", [True, False])
@@ -147,6 +152,42 @@ def test_blocks_stay_at_p_until_they_are_sent(sides: Sides) -> None:
     assert sides.ended() == ({"r"}, set())
     until(lambda: sides.sender.take_sent() == {"p-r"})
     sides.check_empty()
+
+
+def test_a_d_that_takes_nothing_holds_no_other_up(sides: Sides) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as stalled:
+        region = Region(
+            name="kv",
+            nbytes=sum(layer.numel() * 4 for layer in sides.at_d),
+            host_id="",
+            pid=1,
+            fd=-1,
+            host="127.0.0.1",
+            port=stalled.getsockname()[1],
+        )
+        layer = memories(sides.at_d)[0]
+        wanted = KVWanted(
+            transfer_id="t-stalled",
+            prompt="hello",
+            first_block=0,
+            block_ids=[3],
+            region=region,
+            num_layers=NUM_LAYERS,
+            planes=layer.planes,
+            block_bytes=layer.block_bytes,
+        )
+        has_left = threading.Event()
+        d = threading.Thread(target=sides.sender.handle, args=(wanted, has_left.is_set))
+        d.start()
+        sides.compute([1], name="stalled")
+        connection, _ = stalled.accept()
+        with connection:
+            sides.want([3])
+            sides.compute([1])
+            assert sides.ended() == ({"r"}, set())
+        has_left.set()
+        d.join()
+    sides.check({1: 3})
 
 
 def test_different_prompts_are_not_mixed(sides: Sides) -> None:
@@ -202,18 +243,18 @@ def test_a_request_that_d_never_asks_for_is_released_when_declined_or_late(sides
     late.compute([1])
     late.sender.finish("t-r", computed=True)
     until(lambda: late.sender.take_sent() == {"p-r"})
-    late.server.close()
+    late.close()
 
 
 def test_a_record_that_cannot_be_written_holds_nobody_up(tmp_path: Path) -> None:
     sides = Sides().open(trace=tmp_path)
     assert sides.sender._trace is not None
-    sides.sender._trace.close()  # as a full disk, nothing can be written to it
+    sides.sender._trace = tmp_path  # as to a full disk, nothing can be written to a directory
     for name in ("first", "second"):
         sides.want([3], name=name)
         sides.compute([1], name=name)
         assert sides.ended() == ({name}, set())
-    sides.server.close()
+    sides.close()
 
 
 def test_a_record_says_how_much_of_the_transfer_was_hidden(tmp_path: Path) -> None:
@@ -224,7 +265,7 @@ def test_a_record_says_how_much_of_the_transfer_was_hidden(tmp_path: Path) -> No
     (file,) = tmp_path.iterdir()
     until(lambda: bool(file.read_text()))
     assert '"transfer_id": "t-r"' in file.read_text()
-    sides.server.close()
+    sides.close()
 
 
 def overlap(folder: Path, layers_together: int) -> float:
@@ -241,7 +282,7 @@ def overlap(folder: Path, layers_together: int) -> float:
     assert sides.ended() == ({"r"}, set())
     (file,) = folder.iterdir()
     until(lambda: bool(file.read_text()))
-    sides.server.close()
+    sides.close()
     ratio: float = json.loads(file.read_text())["overlap"]
     return ratio
 

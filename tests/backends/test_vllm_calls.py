@@ -1,0 +1,186 @@
+"""What calls to vLLM servers do when these say odd things, or say them in odd pieces."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import pytest
+
+from epd_serve.backends import vllm_server
+from epd_serve.backends.base import InstanceLost
+from epd_serve.backends.native import NativeConnections
+from epd_serve.backends.vllm import VllmInstances
+from epd_serve.backends.vllm_answer import PrefillAnswer, VllmCall
+from epd_serve.backends.vllm_command import KV_PORT
+from epd_serve.backends.vllm_target import VllmTarget
+from epd_serve.errors import InstanceFailed
+from epd_serve.protocol.wire import ChatMessage, DecodeRequest, MediaRef, OutputOptions, Part, PrefillRequest
+from epd_serve.types import Role, SamplingParams
+
+Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Any]
+
+
+@asynccontextmanager
+async def server(talk: Talk) -> AsyncIterator[int]:
+    """The port of a server that says what ``talk`` does, on one connection after the other."""
+    open_ones: set[asyncio.Task[None]] = set()
+
+    async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        open_ones.add(task)
+        try:
+            await reader.readuntil(b"\r\n\r\n")
+            await talk(reader, writer)
+        except asyncio.CancelledError:
+            pass
+        finally:
+            open_ones.discard(task)
+            writer.close()
+
+    listening = await asyncio.start_server(take, "127.0.0.1", 0)
+    try:
+        yield listening.sockets[0].getsockname()[1]
+    finally:
+        listening.close()
+        for task in list(open_ones):
+            task.cancel()
+        await asyncio.gather(*open_ones, return_exceptions=True)
+
+
+def target(role: str, **fields: Any) -> VllmTarget:
+    return VllmTarget(role=Role.parse(role), device="cpu", dtype="float32", model_path="/model", **fields)
+
+
+def answering(body: bytes) -> Talk:
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        await writer.drain()
+
+    return talk
+
+
+async def silence(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    await asyncio.Event().wait()
+
+
+EVENTS = b'data: {"choices":[{"index":0}]}\n\n'
+ERROR = b'data: {"error":{"message":"the engine is dead","code":500}}\n\n'
+
+
+async def forwarded(port: int, rewrite: Any = None, room: int = 1000) -> tuple[bytes, str]:
+    """What of a stream is passed on, and the failure it ends with; ``room`` writes at a time."""
+    written: list[bytes] = []
+    left = room
+
+    def write(chunk: bytes) -> bool:
+        nonlocal left
+        written.append(chunk)
+        left -= 1
+        return left > 0
+
+    async with NativeConnections() as connections:
+        call = VllmCall(connections.pool("d0", f"http://127.0.0.1:{port}"), "POST", "/v1/chat/completions")
+        call.rewrite = rewrite
+        call.send()
+        try:
+            await call.opened
+            while not await call.forward(write):
+                left = room
+        except InstanceFailed as error:
+            return b"".join(written), error.message
+        finally:
+            call.close()
+    return b"".join(written), ""
+
+
+@pytest.mark.parametrize("size", [1, 7, 20, 40, 1000])
+@pytest.mark.parametrize("rewrites", [False, True])
+async def test_an_error_event_is_one_however_it_is_cut(size: int, rewrites: bool) -> None:
+    body = EVENTS + ERROR
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % (len(body) + 14))
+        for start in range(0, len(body), size):
+            writer.write(body[start : start + size])
+            await writer.drain()
+            await asyncio.sleep(0.001)
+        writer.write(b"data: [DONE]\n\n")
+        await writer.drain()
+
+    def renumber(answer: dict[str, Any]) -> None:
+        answer["choices"][0]["index"] = 0
+
+    async with server(talk) as port:
+        passed, failure = await forwarded(port, renumber if rewrites else None, room=1)
+    assert passed == EVENTS
+    assert "the engine is dead" in failure
+
+
+async def test_a_stream_is_passed_on_whole_to_a_slow_client() -> None:
+    body = EVENTS * 50 + b"data: [DONE]\n\n"
+    async with server(answering(body)) as port:
+        assert await forwarded(port, lambda answer: None, room=1) == (body, "")
+
+
+async def test_what_is_no_answer_is_the_instances_failure() -> None:
+    async with server(answering(EVENTS + b"data: {oops\n\n")) as port:
+        passed, failure = await forwarded(port, lambda answer: None)
+    assert "unreadable" in failure
+    async with server(answering(EVENTS + b"data: {")) as port:
+        passed, failure = await forwarded(port)
+    assert (passed, "in the middle of an event" in failure) == (EVENTS, True)
+
+
+@pytest.mark.parametrize(
+    ("talk", "words"),
+    [(silence, "said nothing"), (answering(b"[]"), "no answer of Mooncake"), (answering(b"<html>"), "no answer")],
+)
+async def test_a_bootstrap_server_that_tells_no_engine_is_a_lost_instance(
+    talk: Talk, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_server, "INFO_TIMEOUT_S", 0.3)
+    async with server(talk) as port, NativeConnections() as connections:
+        others = VllmInstances(connections, {"p0": target("P", kv="mooncake")})
+        prefill = others.connect("p0", f"http://127.0.0.1:{port - KV_PORT}")
+        with pytest.raises(InstanceLost, match=words):
+            await prefill.engine_id()
+
+
+async def test_the_engine_is_asked_for_its_id_once() -> None:
+    answer = msgspec.json.encode({"0": {"engine_id": "abc"}})
+    async with server(answering(answer)) as port, NativeConnections() as connections:
+        others = VllmInstances(connections, {"p0": target("P", kv="mooncake")})
+        prefill = others.connect("p0", f"http://127.0.0.1:{port - KV_PORT}")
+        prefill._warm = 1.0
+        assert await prefill.engine_id() == "abc"
+    assert await prefill.engine_id() == "abc", "the server is gone"
+
+
+async def test_a_d_that_is_given_up_leaves_p_its_answer() -> None:
+    """Of several choices P computes nothing, and D waits for its answer: closed, it must not take that along."""
+    async with NativeConnections() as connections:
+        targets = {"p0": target("P", features="file", kv="nixl", pulls=True), "d0": target("D", kv="nixl")}
+        others = VllmInstances(connections, targets)
+        prefill, decode = (others.connect(name, "http://127.0.0.1:1") for name in targets)
+        ref = MediaRef(mm_hash="a", width=1, height=1)
+        request = PrefillRequest(
+            request_id="r",
+            output=OutputOptions(kind="chat", id="c-1", created=0, model="m"),
+            sampling=SamplingParams(seed=0, temperature=1.0, n=2),
+            items=[ref],
+            messages=[ChatMessage(role="user", content=[Part(type="image")])],
+            decode_url="http://127.0.0.1:1",
+        )
+        call = prefill.prefill(request, trace_id="r", media=[b""])
+        waiting = decode.decode(DecodeRequest(request_id="r", stream=False), trace_id="r")
+        await asyncio.sleep(0)  # both wait: P for E, D for P
+        waiting.close()
+        await asyncio.sleep(0)
+        others.exchanges["r"].settle("a")
+        assert isinstance(await call.opened, PrefillAnswer)
+        call.close()
