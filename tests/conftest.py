@@ -15,6 +15,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import tiny_models
+from own_ports import own_ports
 from zygote import zygote
 
 # How long an example takes is the machine's affair, not the code's.
@@ -35,6 +36,12 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 def _one_thread() -> None:
     """Tests run beside the processes that they start; more threads would only make them wait for each other."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_ports() -> Iterator[None]:
+    with own_ports():
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -6,25 +6,15 @@ import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 _EXAMPLES = "'poisson', 'constant', 'gamma:0.5', 'ramp:1:12', 'trace' or 'closed:16'"
 
 
-class Arrivals(Protocol):
-    """An open loop: requests come whether or not those before were answered."""
-
-    @property
-    def rate(self) -> float:
-        """Requests a second, on average."""
-
-    def times(self, count: int, seed: int) -> Iterator[float]:
-        """``count`` ascending seconds from the plan's begin; the same seed gives the same ones."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Gamma:
-    """Independent gaps with a gamma distribution.
+    """Independent gaps with a gamma distribution, ``rate`` requests a second on average.
+
+    An open loop, as the next two: requests come whether or not those before were answered.
 
     Attributes:
         shape: 1 is a Poisson process; below 1 requests come in bursts, above 1 more evenly.
@@ -34,6 +24,7 @@ class Gamma:
     shape: float = 1.0
 
     def times(self, count: int, seed: int) -> Iterator[float]:
+        """``count`` ascending seconds from the plan's begin; the same seed gives the same ones."""
         gaps = random.Random(seed)
         scale = 1 / (self.rate * self.shape)
         at_s = 0.0

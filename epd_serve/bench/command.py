@@ -6,7 +6,7 @@ import math
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -123,12 +123,11 @@ def run_bench(
         path = new_directory(work_dir)
         try:
             outcome = session.begin(path, settings, workload)
-        except ValueError:
-            with suppress(OSError):  # it holds a run already
+        finally:
+            with suppress(OSError):  # it holds a run, unless none could begin
                 path.rmdir()
-            raise
         return _end_run(console, outcome, outputs, as_json=as_json)
-    first = rates[0] if rates else wanted.rate or 1.0
+    first = rates[0] if rates else 1.0 if wanted.rate is None else wanted.rate
     settings = wanted.settings(first)
     sweep = _sweep(console, session, new_directory(work_dir), settings, wanted.duration_s, wanted.attainment)
     if rates is not None:
@@ -149,6 +148,7 @@ def resume_bench(path: Path, *, api_key: str | None, as_json: bool, outputs: Out
         return run_comparison(console, _comparison(session, path, compared), candidates, outputs)
     if (path / "sweep.json").exists():
         file = read_sweep(path)
+        outputs = replace(outputs, attainment=file.target)
         sweep = _sweep(console, session, path, file.settings, file.duration_s, file.target)
         if file.search is not None:
             return _end_sweep(console, sweep, sweep.find(file.search), None, outputs, as_json=as_json)
@@ -167,7 +167,7 @@ def redraw_bench(
     for those of the runs. Returns the exit code."""
     console = _console(as_json=False)
     runs = [run for path in directories for run in read_runs(path, ttft_ms, tpot_ms)]
-    show_comparison(console, runs)
+    show_comparison(console, runs, outputs.attainment)
     outputs.write(console, directories[0], runs)
     return outputs.exit_code(console, runs)
 

@@ -124,9 +124,9 @@ class Comparison:
         half.replace(self.path / "compare.json")
 
 
-def show_comparison(console: Console, runs: Sequence[Measured]) -> None:
+def show_comparison(console: Console, runs: Sequence[Measured], share: float) -> None:
     """The paper's table 5 for this machine, at the load that tells deployments apart, then attainment at all."""
-    for grid in grids(runs):
+    for grid in grids(runs, share):
         load = grid.telling
         console.print(f"{grid.workload} at {load:.4g} {grid.unit}; good: {slo_text(grid)}", highlight=False)
         table = Table(box=box.SIMPLE_HEAD, padding=(0, 0))
@@ -172,7 +172,7 @@ def run_comparison(
     not answer; 130 where it was interrupted; that of ``outputs`` where the SLO was missed."""
     runs, is_whole = comparison.run(console, candidates)
     if runs:
-        show_comparison(console, runs)
+        show_comparison(console, runs, outputs.attainment)
         outputs.write(console, comparison.path, runs)
     console.print(f"in {comparison.path}", highlight=False, markup=False, soft_wrap=True)
     if failed := comparison.file.failed:

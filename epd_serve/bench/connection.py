@@ -39,12 +39,16 @@ class Target:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"{url!r} is no URL of a server; it should look like 'http://127.0.0.1:8000'")
+        if parts.username is not None or parts.password is not None:
+            raise ValueError(
+                "a user or a password in --base-url is not sent; leave them out, and put a key into OPENAI_API_KEY"
+            )
         self.url = url.rstrip("/")
         self.host = parts.hostname
         self.tls = ssl.create_default_context() if parts.scheme == "https" else None
         self.port = parts.port or (443 if self.tls else 80)
         self.prefix = parts.path.rstrip("/").removesuffix("/v1")
-        self.host_header = parts.netloc.rpartition("@")[2]
+        self.host_header = parts.netloc
         try:
             found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
         except OSError as error:
@@ -142,9 +146,11 @@ class Connections:
         self._all: set[_Connection] = set()
         self._connecting: set[asyncio.Task[None]] = set()
 
-    def send(self, exchange: Exchange) -> None:
+    def send(self, exchange: Exchange, timeout_s: float | None = None) -> None:
+        """``timeout_s``: the connections' own where it is None."""
         loop = asyncio.get_running_loop()
-        exchange.timer = loop.call_later(self._timeout_s, self._time_out, exchange)
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        exchange.timer = loop.call_later(limit_s, self._time_out, exchange, limit_s)
         exchange.sent_s = self.clock()
         while self._idle:
             connection = self._idle.pop()
@@ -156,12 +162,12 @@ class Connections:
         self._connecting.add(task)
         task.add_done_callback(self._connecting.discard)
 
-    async def get(self, path: str, headers: str = "") -> Exchange:
+    async def get(self, path: str, headers: str = "", *, timeout_s: float | None = None) -> Exchange:
         """A plain answer, whole in ``body``; of one that failed ``failure`` says why."""
         done = asyncio.Event()
         request = [self.target.head("GET", path, headers, 0)]
         exchange = Exchange(request, lambda _: done.set(), expects_events=False)
-        self.send(exchange)
+        self.send(exchange, timeout_s)
         await done.wait()
         return exchange
 
@@ -207,11 +213,11 @@ class Connections:
                 return connection
         raise AssertionError("a name has an address")
 
-    def _time_out(self, exchange: Exchange) -> None:
+    def _time_out(self, exchange: Exchange, limit_s: float) -> None:
         if exchange.connecting is not None:
             exchange.connecting.cancel()
         connection = exchange.connection
-        exchange.fail(self.clock(), Failure.TIMEOUT, f"not finished within {self._timeout_s:g} s")
+        exchange.fail(self.clock(), Failure.TIMEOUT, f"not finished within {limit_s:g} s")
         if connection is not None:
             connection.forget()
 

@@ -29,6 +29,7 @@ class Outputs:
     report: whether plots are wanted; without plotly they are left out with a word.
     png: whether they are wanted as pictures too.
     fail_on_slo: whether a run below ``attainment`` gives an exit code of its own.
+    attainment: share of good requests from which a load counts as served, in plots too.
     """
 
     report: bool = True
@@ -44,13 +45,13 @@ class Outputs:
 
         if self.report:
             try:
-                write_report(path / REPORT, runs, title=title)
+                write_report(path / REPORT, runs, title=title, share=self.attainment)
             except ValueError as error:
                 console.print(f"no report: {error}", highlight=False, markup=False)
             else:
                 console.print(f"report: {path / REPORT}", highlight=False, markup=False, soft_wrap=True)
         if self.png:
-            paths = write_pngs(path / "png", runs)
+            paths = write_pngs(path / "png", runs, share=self.attainment)
             console.print(
                 f"{len(paths)} pictures in {path / 'png'}", highlight=False, markup=False, soft_wrap=True
             )

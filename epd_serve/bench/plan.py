@@ -47,14 +47,6 @@ class Plan:
             times += [(item.index, None if item.turn else chain.at_s) for item in chain.items]
         return sorted(times)
 
-    @property
-    def rate(self) -> float | None:
-        """Requests a second as planned (the gaps between the first and the last), None where answers decide."""
-        times = [chain.at_s for chain in self.chains if chain.at_s is not None]
-        if len(times) < 2 or times[-1] == times[0] or len(times) < self.num_items:
-            return None
-        return (len(times) - 1) / (times[-1] - times[0])
-
 
 def take_items(workload: Workload, count: int | None, seed: int) -> list[Item]:
     """The first ``count`` items, or all. Raises ValueError where there are none, or no end."""

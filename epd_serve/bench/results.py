@@ -5,11 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import msgspec
 
 from epd_serve.bench.arrivals import ClosedLoop, Trace, parse_load
 from epd_serve.bench.types import Record, RunSettings, Sample, Summary
 
 MS = 1e3
+_SECRET = re.compile(r"key|secret|password|credential|authorization|(access|auth|bearer)_?token", re.IGNORECASE)
+_HIDDEN = "(hidden)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +57,24 @@ class Measured:
         if self.rate is not None:
             return f"{self.rate:.4g} req/s"
         return f"{self.settings.arrivals.removeprefix('closed:')} at once"
+
+
+def public_settings(settings: RunSettings) -> dict[str, Any]:
+    """For results that are passed on: without the values of secrets among the request's fields."""
+    public: dict[str, Any] = msgspec.to_builtins(settings)
+    public["fields"] = _without_secrets(public["fields"])
+    if public["fields"] != settings.fields:  # where they are typed as well
+        public["argv"] = [
+            _HIDDEN if before == "--extra-body" or one.startswith("--extra-body=") else one
+            for before, one in zip(["", *settings.argv], settings.argv, strict=False)
+        ]
+    return public
+
+
+def _without_secrets(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _HIDDEN if _SECRET.search(key) else _without_secrets(one) for key, one in value.items()}
+    return [_without_secrets(one) for one in value] if isinstance(value, list) else value
 
 
 def file_name(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 
@@ -67,14 +68,14 @@ def parse_rates(text: str) -> list[float]:
     try:
         if ":" in text:
             begin, end, step = (float(part) for part in text.split(":"))
-            if not (begin > 0 and step > 0 and end >= begin):
+            if not (begin > 0 and step > 0 and begin <= end < math.inf and step < math.inf):
                 raise ValueError
             count = int((end - begin) / step + 1e-9) + 1
             if count > 1000:
                 raise ValueError
             return [round(begin + index * step, 9) for index in range(count)]
         rates = [float(part) for part in text.split(",")]
-        if not all(0 < rate < float("inf") for rate in rates) or rates != sorted(set(rates)):
+        if not all(0 < rate < math.inf for rate in rates) or rates != sorted(set(rates)):
             raise ValueError
     except ValueError:
         raise ValueError(f"rates {text!r} cannot be read; {example}") from None

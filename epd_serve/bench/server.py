@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -12,8 +14,18 @@ import msgspec
 from epd_serve.bench.connection import Connections
 from epd_serve.bench.types import StageSpan
 
+#: For an answer to what is asked first: a gateway may hold it back until its instances have loaded their model.
+MEET_TIMEOUT_S = 60.0
+#: For what is asked besides; without an answer there is no figure.
+LOOK_TIMEOUT_S = 10.0
 #: Of other names in a page of metrics there may be thousands.
 _PREFIXES = (b"epd_serve_", b"vllm:", b"sglang:", b"process_cpu_seconds_total", b"process_resident_memory_bytes")
+
+
+#: Name, labels in quotes, value; a time or an exemplar may follow.
+_SAMPLE = re.compile(
+    rb'(?P<name>(?P<bare>[a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(?:[^"{}]|"(?:[^"\\]|\\.)*")*\})?)\s+(?P<value>\S+)'
+)
 
 
 class _Stage(msgspec.Struct):
@@ -62,7 +74,7 @@ class Server:
 
         Raises ValueError where it does not answer, or where it has several models and none is named.
         """
-        answer = await self._connections.get("/v1/models", self._authorization)
+        answer = await self._connections.get("/v1/models", self._authorization, timeout_s=MEET_TIMEOUT_S)
         where = self._connections.target.url
         if answer.failure is not None:
             status = "" if answer.status is None else f" (HTTP {answer.status})"
@@ -92,7 +104,7 @@ class Server:
 
     async def metrics(self) -> dict[str, float]:
         """Of /metrics: name with labels to value, without buckets; empty where there is no such page."""
-        answer = await self._connections.get("/metrics", self._authorization)
+        answer = await self._connections.get("/metrics", self._authorization, timeout_s=LOOK_TIMEOUT_S)
         return {} if answer.failure is not None else parse_metrics(bytes(answer.body))
 
     async def new_stages(self, take: Callable[[int, list[StageSpan]], None]) -> bool:
@@ -114,7 +126,7 @@ class Server:
         return bool(dashboard.requests) and not num_seen
 
     async def _dashboard(self) -> _Dashboard | None:
-        answer = await self._connections.get("/dashboard/data", self._authorization)
+        answer = await self._connections.get("/dashboard/data", self._authorization, timeout_s=LOOK_TIMEOUT_S)
         if answer.failure is not None:
             return None
         try:
@@ -131,13 +143,13 @@ def parse_metrics(page: bytes) -> dict[str, float]:
     """The samples of a Prometheus text page that a server of models is judged by."""
     found: dict[str, float] = {}
     for line in page.split(b"\n"):
-        if line.startswith(_PREFIXES):
-            name, _, value = line.rpartition(b" ")
-            bare = name.partition(b"{")[0]
-            if not bare.endswith((b"_bucket", b"_created")):
-                number = float(value)
-                if math.isfinite(number):  # JSON has no other
-                    found[name.decode()] = number
+        sample = _SAMPLE.match(line) if line.startswith(_PREFIXES) else None
+        if sample is None or sample["bare"].endswith((b"_bucket", b"_created")):
+            continue
+        with suppress(ValueError):  # no number, or a name that is no text
+            number = float(sample["value"])
+            if math.isfinite(number):  # JSON has no other
+                found[sample["name"].decode()] = number
     return found
 
 

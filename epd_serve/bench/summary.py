@@ -93,9 +93,16 @@ def _within(
     name: str,
     window: tuple[float, float],
 ) -> WindowSummary:
-    """Latencies are of the requests that were sent in the window, throughput is what came out in it."""
+    """Latencies are of the requests that were sent in the window, throughput is what came out in it.
+
+    What was never sent, as a turn before it had failed, counts at its scheduled time.
+    """
     begin_s, end_s = window
-    ours = [record for record in records if record.sent_s is not None and begin_s <= record.sent_s < end_s]
+    ours = [
+        record
+        for record in records
+        if begin_s <= (record.scheduled_s if record.sent_s is None else record.sent_s) < end_s
+    ]
     finished = [record for record in records if record.succeeded]
     num_finished = sum(begin_s <= record.finish_s < end_s for record in finished)
     tokens = 0.0

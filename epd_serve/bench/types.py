@@ -319,7 +319,7 @@ class Share(msgspec.Struct, kw_only=True):
 
 
 class WindowSummary(msgspec.Struct, kw_only=True):
-    """The figures of the requests sent in ``[begin_s, end_s)``; of a whole run, those never sent are among them.
+    """The figures of the requests sent in ``[begin_s, end_s)``; those never sent count by their scheduled time.
 
     Attributes:
         modality: "all" or one of the items'.

@@ -59,10 +59,12 @@ class LocalServer:
 
 
 def parse_nvidia(text: str) -> dict[str, dict[str, float]]:
-    """Lines of index, per cent, MiB, MiB; what the driver does not support is left out."""
+    """Lines of index, per cent, MiB, MiB, without what the driver does not support or says in words."""
     found: dict[str, dict[str, float]] = {}
     for line in text.splitlines():
         index, *values = (field.strip() for field in line.split(","))
+        if not index.isdecimal():
+            continue
         figures: dict[str, float] = {}
         for name, value, scale in zip(
             ("utilisation", "memory_used_bytes", "memory_bytes"), values, (0.01, 1 << 20, 1 << 20), strict=False

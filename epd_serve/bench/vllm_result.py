@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from epd_serve.bench.results import MS, Measured
+from epd_serve.bench.results import MS, Measured, public_settings
 from epd_serve.bench.types import Distribution, Record
 
 _LATENCIES = ("ttft", "tpot", "itl", "e2el")
@@ -59,7 +59,7 @@ def vllm_result(measured: Measured) -> dict[str, Any]:
     for name in _LATENCIES:
         result |= _latency(name, total.figures.get(name))
     result["epd_serve"] = {
-        "settings": msgspec.to_builtins(settings),
+        "settings": public_settings(settings),
         "summary": msgspec.to_builtins(measured.summary),
     }
     return result

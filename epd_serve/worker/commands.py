@@ -8,6 +8,7 @@ from __future__ import annotations
 import socket
 import struct
 import threading
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -111,6 +112,9 @@ class Channel:
         return bytes(self._read(length))
 
     def close(self) -> None:
+        """The other end learns of it, and so does a thread that receives here."""
+        with suppress(OSError):  # the other end is gone
+            self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
     def _read(self, count: int) -> bytearray:

@@ -80,8 +80,6 @@ def test_a_conversation_is_scheduled_by_its_first_turn() -> None:
     plan = make_plan(items, Constant(rate=2.0), 0)
     assert [[one.index for one in chain.items] for chain in plan.chains] == [[0], [1, 3], [2]]
     assert plan.schedule() == [(0, 0.0), (1, 0.5), (2, 1.0), (3, None)]
-    assert plan.rate is None
-    assert make_plan(items[:3], Constant(rate=2.0), 0).rate == 2.0
 
 
 def test_a_trace_keeps_its_times() -> None:

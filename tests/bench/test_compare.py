@@ -99,5 +99,12 @@ def test_labels_and_devices_of_deployments(tmp_path: Path) -> None:
     assert found == [
         *(("E-P-D (a)", 1), ("(E-P)-D", 1), ("EPD", 1), ("E-P-D (gpu)", 3), ("(E-D)-P", 2)),
     ]
+    (tmp_path / "b").mkdir()
+    alike = [deployment(tmp_path, "x"), deployment(tmp_path / "b", "x"), deployment(tmp_path, "y")]
+    assert [one.label for one in read_candidates(alike)] == [
+        f"EPD ({tmp_path / 'x'})",
+        f"EPD ({tmp_path / 'b' / 'x'})",
+        "EPD (y)",
+    ], "each has a directory of its own"
     with pytest.raises(ValueError, match=r"names .*c\.yaml twice"):
         read_candidates([*files, files[2]])

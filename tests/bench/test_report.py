@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -22,8 +23,9 @@ from epd_serve.bench.report.series import grids
 from epd_serve.bench.report.stages import pieces
 from epd_serve.bench.report.table import html_tables, rows
 from epd_serve.bench.report.timeline import timelines
-from epd_serve.bench.results import Measured
+from epd_serve.bench.results import Measured, public_settings
 from epd_serve.bench.types import StageSpan
+from epd_serve.bench.vllm_result import vllm_result
 
 RATES = (2.0, 6.0, 12.0)
 
@@ -78,6 +80,28 @@ def test_goodput_lies_between_the_loads_around_90_percent() -> None:
     assert grid.goodput("EPD") < grid.goodput("E-P-D")
     (none,) = grids(CASES["failures alone"]())
     assert none.goodput("E-P-D") == 0
+
+
+def test_the_share_that_goodput_needs_is_what_was_asked_for(tmp_path: Path) -> None:
+    (grid,) = grids(comparison())
+    (lenient,) = grids(comparison(), 0.3)
+    assert lenient.goodput("EPD") > grid.goodput("EPD")
+    assert "with 30% of requests" in str(plots(lenient)["capacity"])
+    for figure in plots(lenient).values():
+        go.Figure(figure)
+    write_report(tmp_path / "report.html", comparison(), share=1.0)
+
+
+def test_secrets_among_the_fields_are_not_passed_on(tmp_path: Path) -> None:
+    (run,) = CASES["run"]()
+    typed = '{"api_key": "s3cret", "max_tokens": 5}'
+    run.settings.fields = json.loads(typed) | {"more": [{"password": "s3cret"}], "top_k": 3}
+    run.settings.argv = ["bench", "--extra-body", typed, "--rate", "2"]
+    write_report(tmp_path / "report.html", [run])
+    text = (tmp_path / "report.html").read_text(encoding="utf-8") + json.dumps(vllm_result(run))
+    assert "s3cret" not in text
+    assert public_settings(run.settings)["fields"]["max_tokens"] == 5
+    assert public_settings(run.settings)["argv"][-2:] == ["--rate", "2"]
 
 
 def test_the_load_that_tells_deployments_apart_is_shown() -> None:

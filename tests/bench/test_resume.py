@@ -21,13 +21,16 @@ from epd_serve.bench.workloads import load_workload
 
 ANSWER = "".join(f" t{index}" for index in range(NUM_TOKENS))
 NUM_CONVERSATIONS, NUM_TURNS, NUM_ALONE = 4, 3, 20
+NUM_REQUESTS = NUM_ALONE + NUM_CONVERSATIONS * NUM_TURNS
 
 
-def workload(path: Path) -> Path:
-    lines: list[dict[str, object]] = [{"prompt": f"steady {index}"} for index in range(NUM_ALONE)]
+def workload(path: Path, gate: str) -> Path:
+    """Its last request is not answered before ``gate`` is released: no run of it can be over too soon."""
+    lines: list[dict[str, object]] = [{"prompt": f"steady {index}"} for index in range(NUM_ALONE - 1)]
     lines[5:5] = [
         {"turns": [f"steady c{one} t{turn}" for turn in range(NUM_TURNS)]} for one in range(NUM_CONVERSATIONS)
     ]
+    lines.append({"prompt": f"hold {gate}"})
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
 
@@ -50,8 +53,7 @@ def wait_for_records(work_dir: Path, number: int) -> Path:
 def check_whole(run: RunDirectory, scripted: Scripted) -> None:
     """Every request once, and none sent again that had its record."""
     records = run.records()
-    number = NUM_ALONE + NUM_CONVERSATIONS * NUM_TURNS
-    assert [record.index for record in records] == list(range(number))
+    assert [record.index for record in records] == list(range(NUM_REQUESTS))
     assert all(record.succeeded for record in records)
     sent = [one for one in scripted.log().values() if one["id"].startswith("bench-")]
     prefixes = {record.request_id.rpartition("-")[0] for record in records}
@@ -70,7 +72,7 @@ def check_whole(run: RunDirectory, scripted: Scripted) -> None:
 
 
 def test_a_killed_run_is_resumed(scripted: Scripted, tmp_path: Path) -> None:
-    wanted = ("--base-url", scripted.url, "--workload", f"custom:{workload(tmp_path / 'w.jsonl')}")
+    wanted = ("--base-url", scripted.url, "--workload", f"custom:{workload(tmp_path / 'w.jsonl', 'killed')}")
     first = start(*wanted, "--rate", "15", "--work-dir", str(tmp_path / "runs"), "--warmups", "1")
     path = wait_for_records(tmp_path / "runs", 8)
     with pytest.raises(ValueError, match="another process works on this run"):
@@ -78,7 +80,8 @@ def test_a_killed_run_is_resumed(scripted: Scripted, tmp_path: Path) -> None:
     os.kill(first.pid, signal.SIGKILL)
     first.communicate()
     early = RunDirectory.open(path).records()
-    assert 8 <= len(early) < NUM_ALONE + NUM_CONVERSATIONS * NUM_TURNS
+    assert 8 <= len(early) < NUM_REQUESTS
+    scripted.release("killed")
     with (path / "records.jsonl").open("ab") as file:  # as though it had been killed within a write
         file.write(b'{"index":31,"workload":"w","moda')
 
@@ -90,7 +93,7 @@ def test_a_killed_run_is_resumed(scripted: Scripted, tmp_path: Path) -> None:
     check_whole(run, scripted)
     assert [record for record in run.records() if record.segment == 0] == early
     assert [segment.ended for segment in run.segments()] == ["", "complete"]
-    assert run.segments()[1].num_requests == NUM_ALONE + NUM_CONVERSATIONS * NUM_TURNS - len(early)
+    assert run.segments()[1].num_requests == NUM_REQUESTS - len(early)
 
     third = start("--resume", str(path))
     output, _ = third.communicate(timeout=60)
@@ -99,10 +102,13 @@ def test_a_killed_run_is_resumed(scripted: Scripted, tmp_path: Path) -> None:
 
 
 def test_ctrl_c_waits_for_what_is_under_way(scripted: Scripted, tmp_path: Path) -> None:
-    wanted = ("--base-url", scripted.url, "--workload", f"custom:{workload(tmp_path / 'w.jsonl')}")
+    wanted = ("--base-url", scripted.url, "--workload", f"custom:{workload(tmp_path / 'w.jsonl', 'stopped')}")
     first = start(*wanted, "--arrivals", "closed:4", "--work-dir", str(tmp_path / "runs"), "--warmups", "0")
     path = wait_for_records(tmp_path / "runs", 4)
     first.send_signal(signal.SIGINT)
+    assert first.stdout is not None
+    assert any("requests are on their way" in line for line in first.stdout)
+    scripted.release("stopped")
     output, _ = first.communicate(timeout=60)
     assert first.returncode == 130
     assert "go on with --resume" in " ".join(output.split())

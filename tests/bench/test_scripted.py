@@ -16,6 +16,7 @@ from epd_serve.bench.outputs import Outputs
 from epd_serve.bench.run_directory import RunDirectory
 from epd_serve.bench.statistics import percentile
 from epd_serve.bench.types import Failure, Record
+from epd_serve.bench.window import load_curve
 
 GOOD = ("steady", "stall", "early_role", "keep_alive_comments", "no_usage", "no_done")
 BAD = {
@@ -31,7 +32,6 @@ BAD = {
     "refused": Failure.HTTP_STATUS,
     "overloaded": Failure.HTTP_STATUS,
     "reset": Failure.CONNECTION_LOST,
-    "hang": Failure.TIMEOUT,
 }
 #: Of each figure against the server's own clock, which is this process's too.
 LIMIT_S = 0.002
@@ -97,9 +97,17 @@ def test_each_misbehaviour_has_its_name_and_counts_against_the_server(scripted: 
     assert summary.total.num_failed == len(BAD)
     assert (summary.total.attainment.part, summary.total.attainment.whole) == (1, len(names))
     assert summary.total.failures["malformed"] == 3
-    assert any("13 of 14 requests failed" in warning for warning in summary.warnings)
+    assert any("12 of 13 requests failed" in warning for warning in summary.warnings)
     # nothing was tried twice
-    assert len([one for one in scripted.log().values() if one["id"] in {r.request_id for r in records}]) == 14
+    assert len([one for one in scripted.log().values() if one["id"] in {r.request_id for r in records}]) == 13
+
+
+def test_an_answer_that_never_ends_is_given_up_at_the_time_limit(scripted: Scripted, tmp_path: Path) -> None:
+    run, _ = session().begin(tmp_path / "run", settings(scripted.url, timeout_s=1.0), Scripts(("hang",)))
+    (record,) = run.records()
+    assert record.failure is Failure.TIMEOUT
+    assert record.detail == "not finished within 1 s"
+    assert record.finish_s - (record.sent_s or 0.0) > 0.9
 
 
 def test_a_server_that_is_not_there(tmp_path: Path) -> None:
@@ -125,7 +133,8 @@ def test_waiting_for_a_slot_counts_from_the_schedule(scripted: Scripted, tmp_pat
         assert late.ttft_s >= FIRST_S
         assert late.ttft_scheduled_s >= late.ttft_s + FIRST_S
         assert late.send_lag_s is not None
-        assert FIRST_S < late.slot_wait_s <= late.send_lag_s
+        assert late.send_lag_s >= FIRST_S
+        assert 0 < late.slot_wait_s <= late.send_lag_s  # less by what the tester itself was late before
     assert any("2 requests waited for one of 2 client slots" in warning for warning in summary.warnings)
 
 
@@ -134,9 +143,12 @@ def test_a_closed_loop_keeps_its_number_of_requests_under_way(scripted: Scripted
     run, summary = session().begin(tmp_path / "run", wanted, Scripts(("steady",) * 12))
     assert summary is not None
     assert summary.total.max_concurrency == 3
-    assert summary.total.mean_concurrency > 2.5
     assert summary.total.planned_rate is None
-    assert len(run.records()) == 12
+    records = run.records()
+    assert len(records) == 12
+    last_s = max(record.sent_s or 0.0 for record in records)
+    working = [number for at_s, number in load_curve(records) if (records[2].sent_s or 0.0) <= at_s <= last_s]
+    assert set(working) <= {2, 3}  # what ends is followed by the next before another ends
 
 
 def test_a_name_with_several_addresses_is_reached_at_the_one_that_answers(scripted: Scripted) -> None:

@@ -68,6 +68,21 @@ def test_rates_as_typed() -> None:
     assert parse_rates("0.5:2:0.5") == [0.5, 1.0, 1.5, 2.0]
     assert parse_rates("1,2,4") == [1.0, 2.0, 4.0]
     assert parse_rates("3") == [3.0]
-    for text in ("", "a", "0:4:1", "4:1:1", "1:4:0", "2,1", "1,1", "1:2", "0,1", "inf", "nan"):
+    for text in (
+        "",
+        "a",
+        "0:4:1",
+        "4:1:1",
+        "1:4:0",
+        "2,1",
+        "1,1",
+        "1:2",
+        "0,1",
+        "inf",
+        "nan",
+        "1:inf:1",
+        "1:12:inf",
+        "nan:2:1",
+    ):
         with pytest.raises(ValueError, match="write FROM:TO:STEP"):
             parse_rates(text)

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import pytest
+from bench_runs import failed
 from hypothesis import given
 from hypothesis import strategies as st
 from load_tester import settings
@@ -36,18 +37,6 @@ def record(index: int, at_s: float, *, ttft_s: float = 0.1, gap_s: float = 0.01,
         "has_usage": True,
     }
     return Record(index=index, **{**found, **more})
-
-
-def failed(index: int, at_s: float) -> Record:
-    return Record(
-        index=index,
-        workload="w",
-        modality="text",
-        scheduled_s=at_s,
-        sent_s=at_s,
-        finish_s=at_s + 0.5,
-        failure=Failure.CUT_STREAM,
-    )
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=60), st.floats(0, 100))
@@ -84,7 +73,7 @@ def test_failures_are_in_the_denominator_and_the_schedule_decides() -> None:
     assert total.ttft_attainment.part == 2
     assert total.tpot_attainment.part == 2
     assert total.num_failed == 1
-    assert total.failures == {"cut_stream": 1}
+    assert total.failures == {"connect": 1}
     assert total.figures["ttft"].max == pytest.approx(0.1)
     assert total.figures["ttft_scheduled"].max == pytest.approx(2.3)
     assert total.figures["tpot"].max == pytest.approx(0.06)
@@ -112,6 +101,27 @@ def test_the_stable_window_of_an_open_loop() -> None:
     assert found.stable.request_throughput == pytest.approx(10.0, rel=0.02)
     assert found.stable.mean_concurrency == pytest.approx(10.0, abs=0.3)
     assert found.total.output_token_throughput < 46.0
+
+
+def test_turns_that_were_never_sent_are_missed_in_the_stable_window_too() -> None:
+    records = [record(index, index / 10) for index in range(100)]
+    late = [
+        Record(
+            index=100 + number,
+            workload="w",
+            modality="text",
+            scheduled_s=at_s,
+            finish_s=at_s,
+            failure=Failure.NOT_SENT,
+        )
+        for number, at_s in enumerate((5.0, 6.0, 9.95))
+    ]
+    found = summarise(settings(URL, rate=10.0, num_requests=103), [*records, *late], {}).stable
+    assert found is not None
+    assert (found.begin_s, found.end_s) == (pytest.approx(0.14), pytest.approx(9.9))
+    assert (found.num_failed, found.failures) == (2, {"not_sent": 2})
+    assert found.attainment.part == found.num_requests - 2
+    assert found.achieved_rate == pytest.approx(10.0)
 
 
 def test_the_stable_window_of_a_closed_loop() -> None:

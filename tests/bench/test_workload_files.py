@@ -170,6 +170,7 @@ def test_requests_of_a_users_file(tmp_path: Path) -> None:
         ({"prompt": "a", "images": ["notes.txt"]}, "is no image"),
         ({"prompt": "a", "images": ["data:image/png,raw"]}, "a data URL looks like"),
         ({"prompt": "a", "images": ["data:image/png;base64,!"]}, "no base64"),
+        ({"prompt": "a", "images": ["data:text/plain;base64,AAAA"]}, "is no image: its type should begin with"),
         ({"turns": []}, "turns: expected a list"),
         ({"turns": [{"images": []}]}, "an object with prompt and images"),
         ({"messages": [{"content": "a"}]}, "each needs a role"),

@@ -87,6 +87,12 @@ def request(request_id: str, announce_to: str = "http://p") -> wire.EncodeReques
     return wire.EncodeRequest(request_id, REF, png(PICTURE), announce_to)
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
 @dataclass
 class Bench:
     transport: EmbeddedTransport
@@ -106,7 +112,7 @@ class Bench:
         service = EncodeService(
             *parts,
             limits=MediaLimits(),
-            processor=RequestProcessor(2, queue_timeout_s=5),
+            processor=RequestProcessor(2, queue_timeout_s=60),
             url=HERE,
             deliver_here=deliver_here,
             **settings,
@@ -137,8 +143,7 @@ async def test_requests_for_one_item_share_one_encode_and_outlive_each_other(ben
     tower, peers = SlowTower(), Peers()
     service, store = bench.service(tower, peers)
     asked = [asyncio.create_task(service.encode(request(f"r{number}"))) for number in range(5)]
-    await asyncio.sleep(0.05)
-    assert service.num_waiting == 1
+    await until(lambda: service.num_waiting == 1)
     asked[0].cancel()  # the one that began it
     await asyncio.gather(asked[0], return_exceptions=True)
     tower.go.set()
@@ -207,14 +212,16 @@ async def test_a_batch_waits_until_it_may_start_and_is_not_asked_for_meanwhile(b
     tower.go.set()
     service, _ = bench.service(tower, Peers(), may_start=gate.may_start)
     asked = asyncio.create_task(service.encode(request("r")))
-    await asyncio.sleep(0.1)
+    await until(lambda: gate.num_asked == 1)
+    await asyncio.sleep(0.05)
     assert (gate.num_asked, tower.num_images) == (1, 0)
     service.reconsider()
+    await until(lambda: gate.num_asked == 2)
     await asyncio.sleep(0.05)
     assert (gate.num_asked, tower.num_images) == (2, 0), "asked again, still no"
     gate.is_open = True
     await asyncio.to_thread(service.reconsider)
-    assert (await asyncio.wait_for(asked, 5)).num_tokens == 2
+    assert (await asyncio.wait_for(asked, 30)).num_tokens == 2
     service.reconsider()
     await asyncio.sleep(0.05)
     assert gate.num_asked == 3, "nothing waits: nothing to ask"
@@ -237,11 +244,10 @@ async def test_a_batch_counts_the_pixels_that_the_tower_sees(bench: Bench) -> No
         for letter in "abc"
     ]
     asked = [asyncio.create_task(service.encode(call)) for call in calls]
-    while len(service._waiting) < 3:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
+    await until(lambda: len(service._waiting) == 3)
     gate.is_open = True
     service.reconsider()
-    await asyncio.wait_for(asyncio.gather(*asked), 5)
+    await asyncio.wait_for(asyncio.gather(*asked), 30)
     assert sizes == [1, 2], "the first one alone, to be measured"
 
 
@@ -260,7 +266,7 @@ async def test_a_change_in_the_middle_of_the_question_is_not_lost(bench: Bench) 
 
     service, _ = bench.service(tower, Peers(), may_start=may_start)
     services.append(service)
-    assert (await asyncio.wait_for(service.encode(request("r")), 5)).num_tokens == 2
+    assert (await asyncio.wait_for(service.encode(request("r")), 30)).num_tokens == 2
 
 
 async def test_a_guard_that_fails_does_not_end_the_encoder(bench: Bench) -> None:
@@ -270,4 +276,4 @@ async def test_a_guard_that_fails_does_not_end_the_encoder(bench: Bench) -> None
     tower = SlowTower()
     tower.go.set()
     service, _ = bench.service(tower, Peers(), may_start=may_start)
-    assert (await asyncio.wait_for(service.encode(request("r")), 5)).num_tokens == 2
+    assert (await asyncio.wait_for(service.encode(request("r")), 30)).num_tokens == 2

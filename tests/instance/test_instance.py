@@ -28,7 +28,8 @@ async def test_housekeeping_goes_on(instance: Instance, monkeypatch: pytest.Monk
 
     instance.language = Failing()  # type: ignore[assignment]
     housekeeping = asyncio.create_task(instance._housekeep())
-    await asyncio.sleep(0.2)
-    assert len(calls) > 2
+    async with asyncio.timeout(20):
+        while len(calls) < 3:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
     housekeeping.cancel()
     await asyncio.gather(housekeeping, return_exceptions=True)

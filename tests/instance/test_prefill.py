@@ -118,7 +118,7 @@ class Bench:
         parts: list[Any] = [self.engine, self.prompts, self.inbox, deliver, LAYOUT]
         self.service = PrefillService(
             *parts,
-            processor=RequestProcessor(1, queue_timeout_s=5),
+            processor=RequestProcessor(1, queue_timeout_s=60),
             feature_timeout_s=5,
             lease_s=LEASE_S,
             listen=self.listeners.__setitem__,
@@ -145,7 +145,7 @@ async def test_a_lease_that_is_not_renewed_fails_the_request() -> None:
     peers = Peers(reserve=RESERVED, renew=Unavailable("the transfer has ended"))
     bench = Bench(peers)
     with pytest.raises(InstanceFailed, match="the transfer has ended"):
-        await asyncio.wait_for(bench.service.prefill(request()), 5)
+        await asyncio.wait_for(bench.service.prefill(request()), 30)
     await bench.close()
     assert peers.calls[-1] == "/kv/cancel"
 
@@ -155,14 +155,15 @@ async def test_a_transfer_that_was_stopped_is_not_completed() -> None:
     peers = Peers(reserve=RESERVED, renew=ServeError("out of memory"))
     bench = Bench(peers)
     working = asyncio.create_task(bench.service.prefill(request()))
-    await asyncio.wait_for(bench.engine.busy.wait(), 5)
+    await asyncio.wait_for(bench.engine.busy.wait(), 30)
     feed = bench.listeners["r"]
     assert feed is not None
     sequence, transfer = bench.engine.submitted[0]
     feed(PromptEvent(sequence, [(SampledToken(5), None)]))
     reply = await working
-    await asyncio.sleep(LEASE_S / 2)
-    assert transfer.cancelled, "by the renewal"
+    async with asyncio.timeout(20):
+        while not transfer.cancelled:  # by the renewal  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
     assert reply.stream is not None
     with pytest.raises(BrokenStream):
         _ = [piece async for piece in reply.stream]
@@ -182,9 +183,9 @@ async def test_a_lease_counts_from_its_grant_however_late_we_hear_of_it(renewed:
     bench = Bench(peers)
     working = asyncio.create_task(bench.service.prefill(request()))
     if renewed:
-        await asyncio.wait_for(bench.engine.busy.wait(), 5)
+        await asyncio.wait_for(bench.engine.busy.wait(), 30)
         assert peers.calls[:2] == ["/kv/reserve", "/kv/renew"]
-        assert asked_at + LEASE_S / 2 < bench.engine.submitted[0][1].deadline < asked_at + LEASE_S * 4
+        assert asked_at + LEASE_S / 2 < bench.engine.submitted[0][1].deadline < time.monotonic() + LEASE_S
         working.cancel()
         await asyncio.gather(working, return_exceptions=True)
     else:
@@ -227,7 +228,7 @@ async def test_a_decode_instance_that_refuses_a_cancellation_is_no_error() -> No
 async def test_a_prompt_that_is_sent_twice_is_computed_once() -> None:
     bench = Bench(Peers(reserve=RESERVED))
     working = asyncio.create_task(bench.service.prefill(request()))
-    await asyncio.wait_for(bench.engine.busy.wait(), 5)
+    await asyncio.wait_for(bench.engine.busy.wait(), 30)
     with pytest.raises(InvalidRequest, match="being served already"):
         await bench.service.prefill(request())
     assert len(bench.engine.submitted) == 1

@@ -131,7 +131,7 @@ async def test_nobody_waits_for_a_server_whose_reader_is_cancelled(fakes: Any, t
         process = await server.fork(spec, tmp_path / "e0.log")
         assert server._reading is not None
         server._reading.cancel()  # what asyncio.run() does when it ends early
-        assert await asyncio.wait_for(process.wait(), 10) == -signal.SIGKILL
+        assert await asyncio.wait_for(process.wait(), 60) == -signal.SIGKILL
         await until(lambda: not psutil.pid_exists(process.pid))
         with pytest.raises(ForkServerGone):
             await server.fork(spec, tmp_path / "e0.log")

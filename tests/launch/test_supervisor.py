@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 
 from epd_serve.launch import Backoff, ManagedProcess, ProcessDied, ProcessState, Supervisor, supervisor
@@ -79,7 +80,7 @@ async def test_a_death_after_ready_is_reported_where_nothing_is_restarted(fakes:
         await running.start()
         await running.wait_ready(timeout_s=60)
         os.kill(fakes.pids["d0"], signal.SIGKILL)
-        death = await asyncio.wait_for(running.wait_failure(), 10)
+        death = await asyncio.wait_for(running.wait_failure(), 60)
         assert death.name == "d0"
         assert death.how.startswith("killed by SIGKILL, as the kernel does when memory runs out")
         assert fakes.alive == {"e0"}
@@ -106,14 +107,17 @@ def test_all_graces_together_leave_room_below_ten_seconds() -> None:
     assert sum(supervisor.GRACES_S.values()) <= 9.5
 
 
-async def test_kill_ends_deaf_processes_at_once(fakes: Any, tmp_path: Path) -> None:
+async def test_kill_ends_deaf_processes_at_once(
+    fakes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(supervisor.GRACES_S, "then", 600)
     running = Supervisor([fakes.spec("e0", "deaf"), fakes.spec("p0", "deaf")], tmp_path)
     await running.start()
     await running.wait_ready(timeout_s=60)
     stopping = asyncio.create_task(running.stop())
     await asyncio.sleep(0.1)
     running.kill()
-    await asyncio.wait_for(stopping, 2)
+    await asyncio.wait_for(stopping, 30)
     assert fakes.alive == set()
 
 
@@ -235,7 +239,7 @@ async def test_stop_while_one_waits_to_be_started_again(fakes: Any, tmp_path: Pa
     await running.start()
     await running.wait_ready(timeout_s=60)
     os.kill(fakes.pids["d0"], signal.SIGKILL)
-    await asyncio.wait_for(waiting.wait(), 10)
+    await asyncio.wait_for(waiting.wait(), 60)
     assert running.processes[1].state is ProcessState.WAITING
     await running.stop()
     assert [process.state for process in running.processes] == [ProcessState.STOPPED] * 2
@@ -305,23 +309,36 @@ async def test_what_was_ready_and_hangs_is_killed_and_started_again(fakes: Any, 
     fakes.wait_until(lambda: not fakes.alive)
 
 
-async def test_a_pause_and_an_error_are_no_hang(fakes: Any, tmp_path: Path) -> None:
+async def test_a_pause_and_an_error_are_no_hang(
+    fakes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A gateway without instances answers 503, and a process may be suspended for a moment."""
     deaths: list[str] = []
+    asked: set[tuple[str, bool]] = set()
+    ask = ManagedProcess._ask
+
+    async def remembered(process: ManagedProcess, session: aiohttp.ClientSession, timeout_s: float) -> int | None:
+        status = await ask(process, session, timeout_s)
+        asked.add((process.spec.name, bool(status)))
+        return status
+
+    monkeypatch.setattr(ManagedProcess, "_ask", remembered)
     running = Supervisor(
         [fakes.spec("e0"), fakes.spec("gateway", "ails")],
         tmp_path,
-        hang_timeout_s=3.0,
+        hang_timeout_s=4.5,
         on_death=lambda death, delay_s: deaths.append(f"{death.name}: {death.how}"),
     )
     try:
         await running.start()
         await running.wait_ready(timeout_s=60)
         for _ in range(3):
+            asked.clear()
             os.kill(fakes.pids["e0"], signal.SIGSTOP)
-            await asyncio.sleep(1.2)
+            await until(lambda: ("e0", False) in asked)
+            asked.clear()
             os.kill(fakes.pids["e0"], signal.SIGCONT)
-            await asyncio.sleep(0.3)
+            await until(lambda: ("e0", True) in asked)
     finally:
         await running.stop()
     assert deaths == []

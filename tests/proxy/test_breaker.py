@@ -116,7 +116,7 @@ async def test_a_wedged_instance_loses_its_requests_to_another(start, kit):
     started = time.monotonic()
     answers = await asyncio.gather(*(gateway.answer(kit.chat()) for _ in range(4)))
     assert answers == [(200, kit.WHOLE)] * 4
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 30, "not the request's own time limit"
     assert gateway.table["a0"].ready and not gateway.table["a0"].accepting
     del gateway["a0"].scripts["/probe"], gateway["a0"].scripts["/stage/prefill"]
     await gateway.until(lambda: gateway.table["a0"].accepting)

@@ -2,7 +2,6 @@
 
 import json
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ import pytest
 
 from epd_serve.config import parse_config
 from epd_serve.config.gateway import is_loopback
+from epd_serve.launch.ports import free_port
 from proxy.settings import GatewaySettings
 
 
@@ -23,9 +23,7 @@ def test_importing_the_gateway_leaves_torch_out():
 
 
 def test_sigterm_ends_it_cleanly():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port("127.0.0.1")
     code = (
         "from epd_serve.config import parse_config; from proxy.main import run_gateway; "
         f"run_gateway(parse_config(''), [('epd0', 'http://127.0.0.1:1')], '127.0.0.1', {port}); print('ended')"
@@ -34,7 +32,7 @@ def test_sigterm_ends_it_cleanly():
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     try:
-        deadline_s = time.monotonic() + 30
+        deadline_s = time.monotonic() + 120
         while True:
             try:
                 urllib.request.urlopen(f"http://127.0.0.1:{port}/health/live", timeout=5).close()
@@ -48,7 +46,7 @@ def test_sigterm_ends_it_cleanly():
             assert response.code == 503
             assert json.load(response)["instances"]["epd0"] == {"role": None, "ready": False}
         process.send_signal(signal.SIGTERM)
-        out, err = process.communicate(timeout=15)
+        out, err = process.communicate(timeout=60)
     finally:
         process.kill()
         process.wait()

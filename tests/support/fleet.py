@@ -76,9 +76,16 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 60) 
         time.sleep(0.05)
 
 
+async def until_decoding(url: str) -> None:
+    """Wait until an instance holds blocks for requests."""
+    async with httpx.AsyncClient(timeout=60) as client, asyncio.timeout(60):
+        while not (await client.get(f"{url}/integrity")).json()["blocks"]:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
 async def figures(url: str) -> dict[str, float]:
     """The sum of each metric of an instance over its labels."""
-    async with httpx.AsyncClient() as client:
+    async with httpx.AsyncClient(timeout=60) as client:
         text = (await client.get(f"{url}/metrics")).text
     sums: dict[str, float] = {}
     for family in text_string_to_metric_families(text):
@@ -94,9 +101,9 @@ class Books:
 
     urls: Mapping[str, str]
 
-    async def check(self, timeout_s: float = 15) -> None:
+    async def check(self, timeout_s: float = 30) -> None:
         """Clean-up after a cancellation runs in the background, so "all free" is awaited, not demanded at once."""
-        async with httpx.AsyncClient() as client:
+        async with httpx.AsyncClient(timeout=60) as client:
             deadline = time.monotonic() + timeout_s
             while True:
                 state = {name: (await client.get(f"{url}/integrity")) for name, url in self.urls.items()}

@@ -22,6 +22,10 @@ class Scripted:
 
     url: str
 
+    def release(self, name: str) -> None:
+        """Let requests for "hold NAME" be answered, from now on at once."""
+        urllib.request.urlopen(f"{self.url}/release/{name}").close()
+
     def log(self) -> dict[str, dict[str, Any]]:
         with urllib.request.urlopen(f"{self.url}/log") as answer:
             return {one["id"]: one for one in json.load(answer)}
@@ -62,6 +66,6 @@ def settings(url: str, arrivals: str = "constant", rate: float | None = 20.0, **
         "workload": "scripts",
         "num_requests": 0,
         "seed": 0,
-        "timeout_s": 1.5,
+        "timeout_s": 60.0,
     }
     return RunSettings(base_url=url, arrivals=arrivals, rate=rate, **{**defaults, **more})

@@ -1,7 +1,8 @@
 """A server with known faults and delays, for testers. Run it: it prints its port, and ends with its stdin.
 
-What a chat's last message names is done; GET /log says when, by the clock of CLOCK_MONOTONIC, which is the same in
-every process of a host: when a request was there in whole, and when each event left.
+What a chat's last message names is done; what "hold NAME" asks for waits until somebody has got /release/NAME.
+GET /log says when, by the clock of CLOCK_MONOTONIC, which is the same in every process of a host: when a request
+was there in whole, and when each event left.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ class Call:
     writer: asyncio.StreamWriter
     id: str
     script: str
+    text: str = ""
     received: float = field(default_factory=time.perf_counter)
     events: list[float] = field(default_factory=list)
     due: float = 0.0
@@ -188,6 +190,11 @@ async def hang(call: Call) -> None:
     await asyncio.sleep(3600)
 
 
+async def hold(call: Call) -> None:
+    await _GATES.setdefault(call.text.split()[1], asyncio.Event()).wait()
+    await steady(call)
+
+
 async def no_http(call: Call) -> None:
     call.raw(b"SSH-2.0-OpenSSH_9.6\r\n")
 
@@ -213,10 +220,12 @@ SCRIPTS: dict[str, Callable[[Call], Awaitable[None]]] = {
         overloaded,
         reset,
         hang,
+        hold,
         no_http,
     )
 }
 _LOG: list[dict[str, Any]] = []
+_GATES: dict[str, asyncio.Event] = {}
 
 
 async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -226,6 +235,10 @@ async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
             headers = dict(line.lower().split(": ", 1) for line in lines[1:] if line)
             body = await reader.readexactly(int(headers.get("content-length", 0)))
             path = lines[0].split()[1]
+            if path.startswith("/release/"):
+                _GATES.setdefault(path.removeprefix("/release/"), asyncio.Event()).set()
+                Call(writer, "", "").plain(200, b"{}")
+                continue
             if path != "/v1/chat/completions":
                 answers: dict[str, Any] = {"/v1/models": {"data": [{"id": "scripted"}]}, "/log": _LOG}
                 call = Call(writer, "", "")
@@ -233,7 +246,7 @@ async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
                 continue
             content = json.loads(body)["messages"][-1]["content"]
             script = content if isinstance(content, str) else content[-1]["text"]
-            call = Call(writer, headers.get("x-request-id", ""), script.split()[0])
+            call = Call(writer, headers.get("x-request-id", ""), script.split()[0], script)
             messages = json.loads(body)["messages"] if len(body) < 10_000 else []
             entry = {"id": call.id, "script": call.script, "messages": messages}
             _LOG.append({**entry, "received": call.received, "events": call.events})

@@ -261,7 +261,7 @@ async def test_a_store_that_hangs_in_a_put_is_waited_for_no_longer_than_the_time
         started = time.monotonic()
         names = [f"{i}{key[1:]}" for i in range(3)]
         events = await asyncio.gather(*(put(store, name, name.encode()) for name in names))
-        assert time.monotonic() - started < 2 * TIMEOUT_S
+        assert time.monotonic() - started < 2.8 * TIMEOUT_S, "not once for each"
         assert [event.store for event in events] == [""] * 3
         assert [store.fetch(event) for event in events] == [name.encode() for name in names]
         go_on.set()

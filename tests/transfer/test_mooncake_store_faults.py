@@ -151,6 +151,6 @@ async def test_an_encoder_that_hangs_is_waited_for_no_longer_than_the_timeout(
     started = time.monotonic()
     with pytest.raises(TransferError):
         consumer.fetch(store.event(key, found, "r"))
-    assert time.monotonic() - started < 3 * TIMEOUT_S
+    assert time.monotonic() - started < 10 * TIMEOUT_S
     assert await store.acquire(key, "r") is None
     assert consumer.fetch(await put(store, key, b"feature")) == b"feature"

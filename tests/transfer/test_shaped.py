@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Sequence
 
 import msgspec
@@ -41,6 +40,10 @@ class Time:
         self.now += seconds
 
 
+class TimeOfAThread(threading.local, Time):
+    """All threads begin at 0, and none is held up by what the machine does with the others."""
+
+
 def pieces(nbytes: int) -> list[Piece]:
     return [(0, memoryview(bytes(nbytes)))] if nbytes else []
 
@@ -60,14 +63,14 @@ def test_transfers_one_after_the_other(transfers: list[tuple[int, float]], laten
 
 
 def test_transfers_of_several_threads_queue_on_one_link_and_not_on_another() -> None:
-    link = ShapedTransport(Instant(), 1e6, 0.05)  # type: ignore[arg-type]
+    clock = TimeOfAThread()
+    link = ShapedTransport(Instant(), 1e6, 0.05, clock=clock, sleep=clock.sleep)  # type: ignore[arg-type]
     other = msgspec.structs.replace(REGION, pid=2)
     took: dict[str, float] = {}
 
     def run(name: str, region: Region) -> None:
-        start = time.monotonic()
         (link.read if name == "c" else link.write)(region, pieces(200_000))
-        took[name] = time.monotonic() - start
+        took[name] = clock.now
 
     threads = [
         threading.Thread(target=run, args=arguments) for arguments in (("a", REGION), ("b", REGION), ("c", other))
@@ -77,18 +80,19 @@ def test_transfers_of_several_threads_queue_on_one_link_and_not_on_another() -> 
     for thread in threads:
         thread.join()
     first, second = sorted((took["a"], took["b"]))
-    assert 0.24 <= first < 0.4
-    assert 0.44 <= second < 0.6, "the latency of the second is spent while the link serves the first"
-    assert 0.24 <= took["c"] < 0.4, "another peer has a link of its own"
+    assert first == pytest.approx(0.25)
+    assert second == pytest.approx(0.45), "the latency of the second is spent while the link serves the first"
+    assert took["c"] == pytest.approx(0.25), "another peer has a link of its own"
 
 
 def test_bytes_and_errors_are_those_of_the_inner_transport() -> None:
-    link, peer = ShapedTransport(EmbeddedTransport(path="shm"), 1.0), EmbeddedTransport(path="shm")
+    clock = Time()
+    inner, peer = EmbeddedTransport(path="shm"), EmbeddedTransport(path="shm")
+    link = ShapedTransport(inner, 1.0, clock=clock, sleep=clock.sleep)
     slab = peer.allocate("slab", 64)
-    start = time.monotonic()
     with pytest.raises(TransferError, match="outside region"):
         link.write(slab.region, [(60, memoryview(b"12345"))])
-    assert time.monotonic() - start < 0.5, "a failure is not slowed down"
+    assert clock.now == 0, "a failure is not slowed down"
     fast = ShapedTransport(link, None, 0.01)
     link._s_per_byte = 0.0
     fast.write(slab.region, [(3, memoryview(b"abc"))])

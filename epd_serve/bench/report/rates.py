@@ -8,7 +8,6 @@ from typing import Any
 from epd_serve.bench.report.series import Grid, window
 from epd_serve.bench.report.theme import (
     GOOD,
-    GOODPUT_SHARE,
     Figure,
     Trace,
     color_of,
@@ -53,7 +52,7 @@ def capacity(grid: Grid) -> Figure:
     return figure(
         [bar],
         "How much each deployment carries",
-        f"Highest load with {GOODPUT_SHARE:.0%} of requests within {slo_text(grid)}; longer is better",
+        f"Highest load with {grid.share:.0%} of requests within {slo_text(grid)}; longer is better",
         is_narrow=True,
         xaxis={"title": {"text": grid.load_title}, "range": [0, 1.18 * highest]},
         yaxis={"type": "category"},
@@ -71,6 +70,7 @@ def attainment_map(grid: Grid) -> Figure:
         ]
         for label in labels
     ]
+    edge = min(grid.share, 0.999)
     cells: Trace = {
         "type": "heatmap",
         "x": grid.load_texts,
@@ -80,16 +80,18 @@ def attainment_map(grid: Grid) -> Figure:
         "texttemplate": "%{text}",
         "zmin": 0,
         "zmax": 100,
-        "colorscale": [[0, "#B2182B"], [0.5, "#F4A582"], [0.9, "#F7F0D0"], [0.9001, "#B7E2B1"], [1, "#1B9E4B"]],
+        "colorscale": [
+            *([0, "#B2182B"], [edge / 2, "#F4A582"], [edge, "#F7F0D0"], [edge + 1e-4, "#B7E2B1"], [1, "#1B9E4B"]),
+        ],
         "xgap": 3,
         "ygap": 3,
-        "colorbar": {"title": {"text": "good, %"}, "tickvals": [0, 50, 90, 100]},
+        "colorbar": {"title": {"text": "good, %"}, "tickvals": sorted({0, 50, round(100 * grid.share), 100})},
         "hovertemplate": "%{y} at %{x}: %{z:.1f} %<extra></extra>",
     }
     return figure(
         [cells],
         "Who keeps its promise at which load",
-        f"Share of requests within {slo_text(grid)}; green from {GOODPUT_SHARE:.0%} on",
+        f"Share of requests within {slo_text(grid)}; green from {grid.share:.0%} on",
         is_narrow=True,
         xaxis={"title": {"text": grid.load_title}, "type": "category"},
         yaxis={"type": "category"},
@@ -121,7 +123,7 @@ def attainment(grid: Grid) -> Figure:
         is_narrow=True,
         xaxis=grid.axis,
         yaxis={"title": {"text": "good requests, %"}, "range": [-3, 106]},
-        shapes=[limit_line(100 * GOODPUT_SHARE, f"{GOODPUT_SHARE:.0%}")],
+        shapes=[limit_line(100 * grid.share, f"{grid.share:.0%}")],
         height=_with_legend(len(lines) + 1),
     )
 
@@ -152,7 +154,7 @@ def _attainment_bars(grid: Grid) -> Figure:
         is_narrow=True,
         xaxis={"type": "category"},
         yaxis={"title": {"text": "good requests, %"}, "range": [0, 106]},
-        shapes=[limit_line(100 * GOODPUT_SHARE, f"{GOODPUT_SHARE:.0%}")],
+        shapes=[limit_line(100 * grid.share, f"{grid.share:.0%}")],
     )
 
 

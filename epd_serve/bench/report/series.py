@@ -25,6 +25,7 @@ class Grid:
         loads: requests a second, or in closed loops how many at once; ascending.
         runs: by label and load; the last of several.
         per_device: whether loads are per device: where deployments have different numbers of them.
+        share: of good requests, from which a load counts as served.
     """
 
     workload: str
@@ -32,6 +33,7 @@ class Grid:
     loads: tuple[float, ...]
     runs: dict[tuple[str, float], Measured]
     per_device: bool
+    share: float = GOODPUT_SHARE
 
     @property
     def load_title(self) -> str:
@@ -71,13 +73,13 @@ class Grid:
         ]
 
     def goodput(self, label: str) -> float:
-        """The highest load up to which attainment is 90 % or more; between two loads on the straight line."""
+        """The highest load up to which attainment is ``share`` or more; between two loads on the straight line."""
         best, before = 0.0, (0.0, 1.0)
         for load, run in self.of(label):
             share = window(run).attainment.value
-            if share < GOODPUT_SHARE:
+            if share < self.share:
                 at, good = before
-                return max(best, at + (load - at) * (good - GOODPUT_SHARE) / (good - share)) if best else 0.0
+                return max(best, at + (load - at) * (good - self.share) / (good - share)) if best else 0.0
             best, before = load, (load, share)
         return best
 
@@ -91,7 +93,7 @@ class Grid:
         return [f"{load:.4g}" for load in self.loads]
 
 
-def grids(runs: Sequence[Measured]) -> list[Grid]:
+def grids(runs: Sequence[Measured], share: float = GOODPUT_SHARE) -> list[Grid]:
     """One of each workload, in the order in which they were measured."""
     found = []
     for workload in dict.fromkeys(run.workload_name for run in runs):
@@ -105,6 +107,7 @@ def grids(runs: Sequence[Measured]) -> list[Grid]:
                 loads=tuple(sorted({load for _, load in keyed})),
                 runs=keyed,
                 per_device=per_device,
+                share=share,
             )
         )
     return found

@@ -31,7 +31,7 @@ STAGE_COLORS = {
     "tokens": "#009E73",
     "failed": "#C0392B",
 }
-#: Share of good requests from which a rate counts as served.
+#: Share of good requests from which a rate counts as served, where no other is wanted.
 GOODPUT_SHARE = 0.9
 
 

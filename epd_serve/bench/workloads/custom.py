@@ -166,6 +166,8 @@ class Custom:
             head, comma, data = url.removeprefix("data:").partition(",")
             if not comma or not head.endswith(";base64"):
                 raise LineError("a data URL looks like data:image/jpeg;base64,...")
+            if not head.startswith(f"{kind}/"):
+                raise LineError(f"{url[:40]!r}... is no {kind}: its type should begin with {kind}/")
             return Media(mime=head.removesuffix(";base64"), data=_base64(data))
         path = self._folder / Path(url.removeprefix("file://")).expanduser()
         mime, _ = mimetypes.guess_type(path.name)

@@ -1,0 +1,47 @@
+"""Ports for servers of tests that are started a while after their port was chosen.
+
+The system gives the ports of its own range to whoever asks next: to a server of the tests in the other process,
+while ours is still loading. These lie below that range, with a part for each of pytest-xdist's processes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from epd_serve.launch import ports
+
+_LOWEST, _EACH = 12_000, 4_000
+_SYSTEMS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+
+
+@contextmanager
+def own_ports() -> Iterator[None]:
+    """Within, port 0 of :mod:`epd_serve.launch.ports` stands for one of ours."""
+    begin = _LOWEST + _EACH * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    if begin + _EACH > int(_SYSTEMS.read_text().split()[0]):
+        yield
+        return
+    ours = itertools.cycle(range(begin, begin + _EACH))
+    for _ in range(random.randrange(_EACH)):  # other runs on this machine choose too
+        next(ours)
+    bind = ports._bind
+
+    def bind_ours(held: ExitStack, host: str, port: int, user: str, key: str) -> int:
+        for candidate in [port] if port else itertools.islice(ours, _EACH):
+            try:
+                return bind(held, host, candidate, user, key)
+            except ValueError:
+                if port:
+                    raise
+        return bind(held, host, 0, user, key)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ports, "_bind", bind_ours)
+        yield
