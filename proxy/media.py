@@ -33,7 +33,8 @@ T = TypeVar("T")
 class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
     """A checked media item; ``param`` is its place in the request.
 
-    ``low_detail``: width and height are those to which it is scaled down.
+    ``low_detail``: width and height are those to which it is scaled down. ``mm_hash`` is its name under
+    ``fingerprint``, where it has one already.
     """
 
     data: bytes
@@ -41,11 +42,14 @@ class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
     height: int
     param: str
     low_detail: bool = False
+    fingerprint: str = ""
+    mm_hash: str = ""
 
     async def name(self, fingerprint: str) -> MediaRef:
         """The item as P knows it, under a model's ``media_fingerprint``."""
-        kind = "image/low" if self.low_detail else "image"
-        name = await _off_loop(len(self.data), mm_hash, self.data, kind, fingerprint)
+        name = self.mm_hash
+        if not name or fingerprint != self.fingerprint:
+            name = await _off_loop(len(self.data), mm_hash, self.data, _kind(self.low_detail), fingerprint)
         return MediaRef(mm_hash=name, width=self.width, height=self.height, low_detail=self.low_detail)
 
 
@@ -59,8 +63,12 @@ class MediaLoader:
         self._max_total_bytes = max_total_bytes
         self._max_items = max_items
 
-    async def load(self, sources: Sequence[MediaSource]) -> list[MediaItem]:
-        """All items of a request, in order. Raises InvalidRequest with ``param`` for the first that is no good."""
+    async def load(self, sources: Sequence[MediaSource], fingerprint: str = "") -> list[MediaItem]:
+        """All items of a request, in order. Raises InvalidRequest with ``param`` for the first that is no good.
+
+        Those that the request holds are named at once under the ``fingerprint`` of the model that they are most
+        likely for, while their bytes are at hand; "": not yet.
+        """
         if len(sources) > self._max_items:
             raise InvalidRequest(
                 f"the request has {len(sources)} images over all messages; at most {self._max_items} are accepted",
@@ -81,11 +89,11 @@ class MediaLoader:
             return item
 
         async def load_one(source: MediaSource) -> MediaItem:
-            return checked(await self._load(source))
+            return checked(await self._load(source, fingerprint))
 
         items: dict[int, MediaItem] = {}
         for index, source in enumerate(sources):
-            if (item := self._load_small(source)) is not None:
+            if (item := self._load_small(source, fingerprint)) is not None:
                 items[index] = checked(item)
         if len(items) < len(sources):
             try:
@@ -100,19 +108,21 @@ class MediaLoader:
             items.update((index, task.result()) for index, task in tasks.items())
         return [items[index] for index in range(len(sources))]
 
-    def _load_small(self, source: MediaSource) -> MediaItem | None:
+    def _load_small(self, source: MediaSource, fingerprint: str) -> MediaItem | None:
         """An item that is little work; None for one that needs a thread or the network."""
         if not _is_inline(source) or _num_characters(source) > INLINE_BYTES:
             return None
         with _telling_place(source):
-            data = _decode(source, self._limits.max_bytes)
-        size = self._plain_size(data)
-        return None if size is None else _item(source, data, size)
+            read = self._read(source, fingerprint)
+        return read if isinstance(read, MediaItem) else None
 
-    async def _load(self, source: MediaSource) -> MediaItem:
+    async def _load(self, source: MediaSource, fingerprint: str) -> MediaItem:
         with _telling_place(source):
             if _is_inline(source):
-                data = await _off_loop(_num_characters(source), _decode, source, self._limits.max_bytes)
+                read = await _off_loop(_num_characters(source), self._read, source, fingerprint)
+                if isinstance(read, MediaItem):
+                    return read
+                data = read
             else:
                 data = await self._fetcher.fetch(source.url)
             size = self._plain_size(data)
@@ -121,16 +131,34 @@ class MediaLoader:
                 size = await asyncio.to_thread(pixel_size, data, self._limits)
         return _item(source, data, size)
 
+    def _read(self, source: MediaSource, fingerprint: str) -> MediaItem | bytes:
+        """An item of the request's own; its bytes where its size is not plain to see."""
+        data = _decode(source, self._limits.max_bytes)
+        size = self._plain_size(data)
+        return data if size is None else _item(source, data, size, fingerprint)
+
     def _plain_size(self, data: bytes) -> tuple[int, int] | None:
         """Within the limits; what is not is Pillow's to explain."""
         size = plain_size(data) if len(data) <= self._limits.max_bytes else None
         return size if size is not None and size[0] * size[1] <= self._limits.max_pixels else None
 
 
-def _item(source: MediaSource, data: bytes, size: tuple[int, int]) -> MediaItem:
+def _item(source: MediaSource, data: bytes, size: tuple[int, int], fingerprint: str = "") -> MediaItem:
     width, height = low_detail_size(size) if source.low_detail else size
     scaled = (width, height) != size
-    return MediaItem(data=data, width=width, height=height, param=source.param, low_detail=scaled)
+    return MediaItem(
+        data=data,
+        width=width,
+        height=height,
+        param=source.param,
+        low_detail=scaled,
+        fingerprint=fingerprint,
+        mm_hash=mm_hash(data, _kind(scaled), fingerprint) if fingerprint else "",
+    )
+
+
+def _kind(low_detail: bool) -> str:
+    return "image/low" if low_detail else "image"
 
 
 def _is_inline(source: MediaSource) -> bool:

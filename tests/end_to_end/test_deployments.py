@@ -116,7 +116,7 @@ def check_stages(traces: Path, num_instances: int) -> None:
     assert [other.stages["encode_execute"] for other in (*others, text)] == [0, 0, 0], "the store had it"
     assert all(request.stages["prefill_execute"] > 0 for request in requests)
     print(f"not in any stage: {', '.join(f'{share:.1%}' for share in rest)}")
-    assert min(rest) < 0.35, "the rest is calls and the answer's way"
+    assert min(rest) < 0.5, "the rest is calls and the answer's way"
 
 
 def start_up(*arguments: str) -> subprocess.Popen[str]:

@@ -238,7 +238,7 @@ assert not loaded, loaded
 @pytest.mark.parametrize("arguments", [["proxy", "--help"], ["up", "--help"], ["topology", "E-P-D"], ["schema"]])
 def test_no_torch_is_loaded_outside_instances(arguments: list[str]) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", NO_TORCH.format(arguments=arguments)], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", NO_TORCH.format(arguments=arguments)], capture_output=True, text=True, timeout=150
     )
     assert done.returncode == 0, done.stderr
 
@@ -249,7 +249,7 @@ def test_instances_without_torch_say_what_to_install() -> None:
         [sys.executable, "-c", program, "instance", "--name", "e0", "--role", "E"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=150,
     )
     assert done.returncode == 2, done.stderr
     assert done.stderr == "epd-serve: torch is not installed; run: pip install 'epd-serve[native]'\n"
@@ -257,6 +257,6 @@ def test_instances_without_torch_say_what_to_install() -> None:
 
 def test_the_module_runs_as_a_program() -> None:
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "epd_serve.cli", "version"], capture_output=True, text=True, timeout=60
+        [sys.executable, "-P", "-m", "epd_serve.cli", "version"], capture_output=True, text=True, timeout=150
     )
     assert done.stdout == f"epd-serve {__version__}\n"

@@ -16,6 +16,7 @@ from epd_serve.errors import InvalidRequest, ServeError
 from epd_serve.media import MediaLimits
 from epd_serve.protocol import wire
 from epd_serve.protocol.media_message import encode_in_parts
+from epd_serve.protocol.messages import MediaSource
 from epd_serve.protocol.openai import ChatCompletionRequest
 from proxy import payloads
 from proxy.media import MediaLoader
@@ -181,6 +182,19 @@ async def test_the_body_is_let_go_of():
     assert body
     await parsed.load(MediaLoader(MediaLimits(), _NoFetcher(), 1 << 20, 8).load)  # type: ignore[arg-type]
     assert not body
+
+
+@pytest.mark.parametrize("nbytes", [6000, 2_000_000])
+@pytest.mark.parametrize("low_detail", [False, True])
+async def test_an_item_that_is_named_early_has_the_same_name(nbytes, low_detail):
+    loader = MediaLoader(MediaLimits(), _NoFetcher(), 1 << 24, 8)  # type: ignore[arg-type]
+    url = HEADERS[0] + base64.b64encode(_picture("PNG", nbytes)).decode()
+    sources = [MediaSource(url=url, param="", low_detail=low_detail)]
+    [early], [late] = await loader.load(sources, "f00d"), await loader.load(sources)
+    assert early.mm_hash and not late.mm_hash
+    for fingerprint in ("f00d", "another"):
+        assert await early.name(fingerprint) == await late.name(fingerprint)
+    assert await early.name("f00d") != await early.name("another")
 
 
 def _image(url: str) -> dict[str, object]:

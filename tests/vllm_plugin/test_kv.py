@@ -25,7 +25,7 @@ from epd_serve.vllm_plugin.notices import Conversation, NoticeRefused, NoticeSer
 
 NUM_LAYERS, BLOCKS_AT_P, BLOCKS_AT_D = 3, 8, 12
 #: Of four blocks, keys and values.
-LAYER_BYTES, LAYER_S = 4 * 2 * 2 * 4 * 8 * 4, 0.2
+LAYER_BYTES, LAYER_S = 4 * 2 * 2 * 4 * 8 * 4, 0.5
 
 
 def caches(num_blocks: int) -> list[torch.Tensor]:

@@ -59,7 +59,7 @@ def test_another_process_sees_it(tmp_path: Path) -> None:
         "from epd_serve.worker.device_board import DeviceBoard, Slack\n"
         "DeviceBoard(Path(sys.argv[1]), 1, time.monotonic).decodes(Slack(credit_s=-0.5, limit_s=0.25))"
     )
-    subprocess.run([sys.executable, "-c", script, str(tmp_path / "board")], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", script, str(tmp_path / "board")], check=True, timeout=150)
     slack = board.slack()
     assert slack is not None
     assert (slack.credit_s, slack.limit_s) == (-0.5, 0.25)
