@@ -33,7 +33,7 @@ import psutil
 from rich.console import Console
 
 from benchmarks.chaos_load import Outcome, Request, Result, ask, make_requests
-from epd_serve.config import DeploymentConfig
+from epd_serve.config import DEMO_MODEL, DeploymentConfig
 from epd_serve.launch import Backoff, LocalDeployment, ProcessState
 
 ROOT = Path(__file__).parents[1]
@@ -92,6 +92,16 @@ class Chaos:
     async def run(self, requests: list[Request], concurrency: int) -> None:
         """Ask all requests while processes are killed; again, until at least one of each kind was."""
         kinds = {kind_of(process.spec.name) for process in self.deployment.processes} - {"gateway"}
+        killing = asyncio.create_task(self._kill())
+        try:
+            while not kinds <= {kind_of(name) for name in self.kills}:
+                await self.ask_all(requests, concurrency)
+        finally:
+            killing.cancel()
+            await asyncio.gather(killing, return_exceptions=True)
+
+    async def ask_all(self, requests: list[Request], concurrency: int) -> None:
+        """Ask all requests."""
 
         async def one(request: Request) -> None:
             result = await ask(self.client, request, self.expected[request.key], DEADLINE_S)
@@ -99,13 +109,7 @@ class Chaos:
             if result.outcome is Outcome.ERROR:
                 await asyncio.sleep(PAUSE_S)
 
-        killing = asyncio.create_task(self._kill())
-        try:
-            while not kinds <= {kind_of(name) for name in self.kills}:
-                await _in_parallel([one(request) for request in requests], concurrency)
-        finally:
-            killing.cancel()
-            await asyncio.gather(killing, return_exceptions=True)
+        await _in_parallel([one(request) for request in requests], concurrency)
 
     async def _kill(self) -> None:
         """Each kind of process in its turn, so that a short run kills some of each too."""
@@ -198,6 +202,7 @@ async def _in_parallel(work: list[Any], concurrency: int) -> None:
 def deployment_config(arguments: argparse.Namespace, **gateway: Any) -> DeploymentConfig:
     return DeploymentConfig(
         topology=arguments.topology,
+        model=getattr(arguments, "model", DEMO_MODEL),
         hang_timeout_s=HANG_TIMEOUT_S,
         gateway={"port": 0, "request_timeout_s": DEADLINE_S * 0.75, **gateway},
         feature_store=arguments.store,

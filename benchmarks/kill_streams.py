@@ -65,19 +65,19 @@ async def _judged(chaos: Chaos) -> dict[str, Any]:
     report, results = chaos.report(), [result for _, result in chaos.results]
     complete = sum(result.outcome is Outcome.IDENTICAL for result in results) / len(results)
     failed = [result.seconds for result in results if result.outcome is not Outcome.IDENTICAL]
-    counters = await _counters(chaos.client)
+    counted = await counters(chaos.client)
     wrong = report["outcomes"][Outcome.WRONG.value] + report["outcomes"][Outcome.HANG.value]
     return {
         "passed": complete >= LEAST_COMPLETE and not wrong and not report["leaks"],
         "complete": round(complete, 4),
         "longest_failure_s": round(max(failed, default=0.0), 2),
         "longest_s": round(max(result.seconds for result in results), 2),
-        **counters,
+        **counted,
         **report,
     }
 
 
-async def _counters(client: httpx.AsyncClient) -> dict[str, int]:
+async def counters(client: httpx.AsyncClient) -> dict[str, int]:
     """What the gateway did for them."""
     exposition = (await client.get("/metrics")).text
     return {name: int(float(value)) for name, value in _COUNTERS.findall(exposition)}

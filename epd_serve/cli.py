@@ -41,7 +41,9 @@ from epd_serve.key_command import key_app
 from epd_serve.launch.ports import instance_urls, name_and_url
 from epd_serve.plan_command import plan
 from epd_serve.profile_command import profile
+from epd_serve.switch_command import switch
 from epd_serve.topology import draw, explain, parse_topology
+from epd_serve.trace_command import trace
 from epd_serve.types import KVMode, Role
 
 app = typer.Typer(
@@ -240,6 +242,7 @@ def instance(
     link_latency_ms: Annotated[
         float, typer.Option(min=0, help="What each transfer takes besides, for experiments.")
     ] = InstanceOptions.link_latency_ms,
+    switch_dir: Annotated[Path | None, typer.Option(help="Directory in which its role is kept.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Directory for a trace of what it does.")] = None,
     parent_pid: ParentPid = None,
 ) -> None:
@@ -297,6 +300,7 @@ def instance(
         batching_encodes=batching_encodes,
         link_bandwidth=link_bandwidth,
         link_latency_ms=link_latency_ms,
+        switch_dir=switch_dir,
         trace=trace,
     )
     with needs_native():
@@ -341,28 +345,8 @@ app.command()(bench)
 app.command()(cost)
 app.command()(plan)
 app.command()(profile)
-
-
-@app.command()
-def trace(
-    directory: Annotated[Path, typer.Argument(help="What the deployment file calls trace.")],
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write all of it as one file for ui.perfetto.dev.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
-) -> None:
-    """Join the traces of a deployment and say where the time of its requests went."""
-    from epd_serve.metrics.breakdown import read_traces, summary
-    from epd_serve.metrics.table import breakdown_table
-
-    joined = read_traces(directory)
-    if output is not None:
-        output.write_bytes(joined.to_json())
-    figures = summary(joined.requests)
-    if as_json:
-        typer.echo(json.dumps(figures, indent=2))
-    else:
-        Console().print(breakdown_table(figures))
+app.command()(switch)
+app.command()(trace)
 
 
 @app.command()

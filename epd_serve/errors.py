@@ -6,6 +6,7 @@
     ├── InvalidRequest          400  the request is wrong; ``param`` names the field
     │   ├── ModelNotFound       404
     │   └── TooLarge            413
+    ├── Conflict                409  something else is under way with what the request is about
     ├── Unavailable             503  no instance can take the request now; trying again later may help
     │   └── Overloaded          429  a queue is full
     ├── InstanceFailed          502  an instance died or broke off while it had the request
@@ -81,6 +82,11 @@ class TooLarge(InvalidRequest):
     default_code = "request_too_large"
 
 
+class Conflict(ServeError):
+    status = 409
+    type = "conflict"
+
+
 class Unavailable(ServeError):
     status = 503
     type = "service_unavailable"
@@ -106,14 +112,24 @@ class StageTimeout(ServeError):
 PREPARATION_FULL = "preparation_full"
 #: Code of the error of an instance that answers and computes nothing.
 WEDGED = "wedged"
-#: Code of the Unavailable of an instance that finishes what it has and takes nothing new.
+#: Code of the error of an instance that finishes what it has and takes nothing new, or serves another role by now.
+#: It has computed nothing wrong: the request goes on at another.
 DRAINING = "draining"
 #: Code of the Unavailable of a decode instance without blocks for a request's KV.
 NO_ROOM = "no_room"
 
 _BY_STATUS: dict[int, type[ServeError]] = {
     cls.status: cls
-    for cls in (InvalidRequest, ModelNotFound, TooLarge, Unavailable, Overloaded, InstanceFailed, StageTimeout)
+    for cls in (
+        InvalidRequest,
+        ModelNotFound,
+        TooLarge,
+        Conflict,
+        Unavailable,
+        Overloaded,
+        InstanceFailed,
+        StageTimeout,
+    )
 }
 
 

@@ -38,6 +38,7 @@ from proxy.operations import operations_router
 from proxy.poller import Poller
 from proxy.redeploy import Redeployer, tokens_per_pixel
 from proxy.settings import GatewaySettings
+from proxy.switches import Switches, switches_router
 from proxy.views import health_router, models_router
 
 
@@ -83,6 +84,7 @@ def create_app(
             trace=trace,
         )
     )
+    switches = Switches(table, calls, health)
     loader = MediaLoader(settings.media, fetcher, settings.max_body_bytes, settings.max_items)
 
     @asynccontextmanager
@@ -91,7 +93,7 @@ def create_app(
             await stack.enter_async_context(connections)
             await stack.enter_async_context(fetcher)
             if settings.admin is not None:
-                routers = [operations_router(table, health)]
+                routers = [operations_router(table, health, switches), switches_router(switches)]
                 admin = create_admin_app(table, gate, settings.admin.key, routers)
                 app.state.admin_url = await stack.enter_async_context(running_admin(admin, settings.admin))
             reloading = [app.state.reloader.run()] if app.state.reloader is not None else []
@@ -104,11 +106,13 @@ def create_app(
                 await asyncio.gather(polling, return_exceptions=True)
                 if trace is not None:
                     trace.close()
+                observer.take_account()
                 await asyncio.to_thread(observer.close)
 
     app = FastAPI(title="epd-serve gateway", lifespan=lifespan, openapi_url=None)
     app.state.table = table
     app.state.health = health
+    app.state.switches = switches
     app.state.gate = gate
     #: Path → endpoint, for the server's own short way (proxy/connection.py).
     app.state.endpoints = {}

@@ -37,7 +37,7 @@ from epd_serve.protocol.wire import (
 from epd_serve.routing.policy import Policy, Route
 from epd_serve.routing.table import InstanceRecord, InstanceTable, OpenCall
 from epd_serve.types import SamplingParams, Stage
-from proxy.failover import Failover
+from proxy.failover import Failover, is_planned
 from proxy.health import Health
 from proxy.interruption import TimeLimit
 from proxy.media import MediaItem
@@ -253,7 +253,8 @@ class Attempt:
         if self._decode is not None and record is self._route.prefill:
             await asyncio.wait({self._decode.opened}, timeout=_LAST_WORDS_S)
             opened = self._decode.opened
-            if opened.done() and not opened.cancelled() and isinstance(opened.exception(), InstanceFailed):
+            failure = opened.exception() if opened.done() and not opened.cancelled() else None
+            if isinstance(failure, InstanceFailed) or (isinstance(failure, ServeError) and is_planned(failure)):
                 self._result(self._decode)
         self.lost(record)
 
@@ -347,6 +348,9 @@ class Attempt:
             if failure.code == PREPARATION_FULL and (encoder.name in tried or not encoder.covers(Stage.ENCODE)):
                 raise failure  # P does not take over what encoders are only too busy for
             if encoder.name in tried:
+                if is_planned(failure):  # P leaves its role; else it would encode the item itself
+                    self.suspects.add(prefill.name)
+                    raise failure
                 raise InstanceFailed(f"the image could not be encoded: {failure.message}", param=item.param)
             self.trail.encode_retries += 1
             instances.metrics.encode_retries.inc()

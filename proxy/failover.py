@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Self
 
 from epd_serve.backends.base import InstanceLost
-from epd_serve.errors import Overloaded, ServeError, Unavailable
+from epd_serve.errors import DRAINING, Overloaded, ServeError, Unavailable
 from epd_serve.routing.policy import ANY, Demand, Policy, Route
 from epd_serve.routing.table import InstanceTable
 from epd_serve.types import Stage
@@ -40,21 +40,26 @@ class InstanceStalled(InstanceLost):
 
 
 class Suspects:
-    """Instances that failed a request: it avoids them, until they are other processes than they were."""
+    """Instances that failed a request: it avoids them, until they are other processes, or have another role."""
 
     def __init__(self, table: InstanceTable) -> None:
         self._table = table
-        self._pids: dict[str, int | None] = {}
+        self._lives: dict[str, tuple[int, int] | None] = {}
 
     def add(self, names: Collection[str]) -> None:
-        self._pids.update((name, self._pid(name)) for name in names)
+        self._lives.update((name, self._life(name)) for name in names)
 
     def names(self) -> set[str]:
-        return {name for name, pid in self._pids.items() if self._pid(name) == pid}
+        return {name for name, life in self._lives.items() if self._life(name) == life}
 
-    def _pid(self, name: str) -> int | None:
+    def _life(self, name: str) -> tuple[int, int] | None:
         record = self._table.get(name)
-        return None if record is None or record.info is None else record.info.pid
+        return None if record is None or record.info is None else (record.info.pid, record.info.epoch)
+
+
+def is_planned(failure: ServeError) -> bool:
+    """Whether the instance only leaves its role: nothing speaks against it, nor against another attempt."""
+    return failure.code == DRAINING
 
 
 def may_help(failure: ServeError) -> bool:

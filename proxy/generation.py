@@ -14,11 +14,13 @@ from epd_serve.protocol.frames import FrameError
 from epd_serve.routing.policy import Demand, Route
 from proxy.attempt import Attempt, Instances, Job
 from proxy.demand import demand_of
-from proxy.failover import Failover, InstanceStalled, Suspects, may_help, substitute
+from proxy.failover import Failover, InstanceStalled, Suspects, is_planned, may_help, substitute
 from proxy.progress import Progress, broke
 from proxy.sink import EventSink
 
 T = TypeVar("T")
+#: Attempts that ended because an instance left its role, and do not count.
+_MAX_PLANNED = 50
 
 
 class Generator:
@@ -95,6 +97,7 @@ class Generator:
         route = self._first_route(job.model, demand)
         suspects = Suspects(instances.table)
         before: list[int] = []
+        num_planned = 0
         for number in count(1):
             attempt = await self._attempt_of(job, route, number, before)
             names = route.names
@@ -107,12 +110,19 @@ class Generator:
             except ServeError as failure:
                 if isinstance(failure, InstanceStalled):
                     attempt.suspects.add(failure.name)
-                instances.health.ended(names, () if isinstance(failure, Unavailable) else attempt.suspects)
+                planned = is_planned(failure)
+                innocent = planned or isinstance(failure, Unavailable)
+                instances.health.ended(names, () if innocent else attempt.suspects)
                 if not may_help(failure) or not may_go_on() or not attempt.suspects & names:
                     raise
-                if number >= instances.failover.max_attempts:
+                num_planned += planned
+                if number - min(num_planned, _MAX_PLANNED) >= instances.failover.max_attempts:
                     raise
-                suspects.add(attempt.suspects)
+                if planned:  # for as long as it says so itself
+                    for name in attempt.suspects:
+                        instances.table.mark_lost(name)
+                else:
+                    suspects.add(attempt.suspects)
                 table, policy, wait_s = instances.table, instances.policy, instances.failover.wait_s
                 route = await substitute(table, policy, job.model, suspects, failure, wait_s, demand)
             before = generated()

@@ -116,6 +116,9 @@ class Health:
         watched.draining = on
         self._apply(name, watched)
 
+    def is_draining(self, name: str) -> bool:
+        return self._of(name).draining
+
     def describe(self, name: str) -> dict[str, object]:
         """Of an instance, for people: its breaker's state, whether it is drained, its share."""
         watched = self._of(name)

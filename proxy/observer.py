@@ -52,7 +52,7 @@ class Observer:
         self._num_begun = 0
         self.on_finish: Callable[[Trail], None] | None = None
         self.started_s = time.monotonic()
-        metrics.before_render = self._take_account
+        metrics.before_render = self.take_account
         if access_log is not None:
             metrics.watch_access_log(lambda: access_log.num_written, lambda: access_log.num_dropped)
 
@@ -77,16 +77,17 @@ class Observer:
         """It is over, however it went."""
         trail.finish(status, error)
         if not self._finished:
-            asyncio.get_running_loop().call_later(_LATER_S, self._take_account)
+            asyncio.get_running_loop().call_later(_LATER_S, self.take_account)
         self._finished.append(trail)
 
     @property
     def figures(self) -> Figures:
         """Of all requests that are over."""
-        self._take_account()
+        self.take_account()
         return self._figures
 
-    def _take_account(self) -> None:
+    def take_account(self) -> None:
+        """Of all requests that are over by now."""
         finished, self._finished = self._finished, []
         for trail in finished:
             trail.complete()
@@ -110,8 +111,10 @@ class Observer:
                 self.tracing.put(trail)
 
     def close(self) -> None:
-        """Write what is waiting. Blocks, for some seconds where a collector of spans does not answer."""
-        self._take_account()
+        """Write what is waiting, after :meth:`take_account`.
+
+        Blocks, for some seconds where a collector of spans does not answer.
+        """
         if self.access_log is not None:
             self.access_log.close()
         if self.tracing is not None:

@@ -5,25 +5,17 @@ from __future__ import annotations
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 
-from epd_serve.errors import InvalidRequest
 from epd_serve.routing.table import InstanceTable
 from proxy.health import Health
+from proxy.switches import Switches
 
 
-class NoSuchInstance(InvalidRequest):
-    status = 404
-    default_code = "instance_not_found"
-
-
-def operations_router(table: InstanceTable, health: Health) -> APIRouter:
+def operations_router(table: InstanceTable, health: Health, switches: Switches) -> APIRouter:
     """``GET /admin/instances``, ``POST /admin/instances/{name}/drain`` and ``/undrain``."""
     router = APIRouter()
 
     def describe(name: str) -> dict[str, object]:
-        record = table.get(name)
-        if record is None:
-            known = ", ".join(one.name for one in table) or "none"
-            raise NoSuchInstance(f"there is no instance {name[:100]!r}; there are: {known}", param="name")
+        record = switches.find(name)
         return {
             "name": name,
             "url": record.url,

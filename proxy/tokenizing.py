@@ -15,6 +15,7 @@ from epd_serve.protocol.wire import MediaRef
 from epd_serve.routing.table import InstanceRecord
 from epd_serve.types import Stage
 from proxy.endpoint import Endpoint, Exchange
+from proxy.failover import is_planned
 from proxy.sink import EventSink, send_json
 
 
@@ -55,6 +56,9 @@ class TokenizingEndpoint(Endpoint):
             except InstanceLost as error:
                 self._poller.report_lost(record.name)
                 lost = error
+            except Unavailable as error:
+                if not is_planned(error):
+                    raise
         raise lost or Unavailable("no instance that prefills is ready; try again shortly")
 
     async def _ask_one(

@@ -96,6 +96,11 @@ class NativeInstance:
         except TimeoutError as error:
             raise StageTimeout(f"instance {self.name} does not answer within {timeout_s:g} s") from error
 
+    async def switch(self, order: wire.RoleOrder) -> wire.RoleChanged:
+        """Returns when the instance serves that role. Raises ServeError as it answers."""
+        body = await _body(self._call("/role", [wire.encode(order)], "switch"))
+        return wire.decode(body, wire.RoleChanged)
+
     async def reports(self) -> AsyncGenerator[wire.Report, None]:
         call = HttpCall(self._pool, "GET", "/reports")
         call.send()

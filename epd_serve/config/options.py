@@ -75,6 +75,8 @@ class InstanceOptions:
         batching_encodes: whether encodes start while prompts are computed.
         link_bandwidth, link_latency_ms: bytes per second and milliseconds for each transfer that links between
             instances are slowed down to, for experiments; None and 0: not at all.
+        switch_dir: where its settings in other roles are found, and its role is kept for when it is started again
+            (:mod:`epd_serve.config.role_files`); None: it is not kept.
         trace: directory for the file that says what the instance did when; None: none is written.
     """
 
@@ -123,6 +125,7 @@ class InstanceOptions:
     batching_encodes: BatchingEncodes = "concurrent"
     link_bandwidth: int | None = None
     link_latency_ms: float = 0.0
+    switch_dir: Path | None = None
     trace: Path | None = None
 
     @property

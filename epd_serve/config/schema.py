@@ -268,11 +268,12 @@ class DeploymentConfig(Section):
         master: str | None = None,
         share: DeviceShare | None = None,
         device_board: str | None = None,
+        switch_dir: Path | None = None,
     ) -> InstanceOptions:
         """The options of one placed instance; ``device`` is what its devices are called in its process.
 
         ``master`` is the address of the mooncake_master where the deployment itself starts one; ``device_board``
-        the instance's slot of the file that instances on its device share.
+        the instance's slot of the file that instances on its device share; ``switch_dir`` keeps its role.
 
         Raises ValueError where the model's directory is not one.
         """
@@ -297,6 +298,7 @@ class DeploymentConfig(Section):
             share=share.share if share else None,
             share_start=share.start if share else 0.0,
             device_board=device_board,
+            switch_dir=switch_dir,
             kv_mode=settings.kv_transfer.mode,
             kv_group_layers=None if group_layers == "auto" else group_layers,
             slo_ttft_ms=self.slo.ttft_ms,

@@ -31,6 +31,11 @@ class Answer:
         return all(choice.finish_reason is not None for choice in self._choices)
 
     @property
+    def can_move(self) -> bool:
+        """Whether another instance can go on with it, or begin it anew: not where several choices are streamed."""
+        return len(self._choices) == 1 or not self._options.stream
+
+    @property
     def usage(self) -> chunks.Usage:
         return chunks.Usage(self._num_prompt_tokens, sum(choice.num_tokens for choice in self._choices))
 

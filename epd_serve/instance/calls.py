@@ -13,6 +13,7 @@ from epd_serve.instance.http import Handler, Reply
 from epd_serve.instance.kv_delivery import Pulls
 from epd_serve.instance.metrics import InstanceMetrics
 from epd_serve.instance.prefill import PrefillService
+from epd_serve.instance.refusals import Refusals
 from epd_serve.instance.reports import Reporter
 from epd_serve.protocol import prompt_calls, wire
 from epd_serve.types import Stage
@@ -27,6 +28,8 @@ class Stages(Protocol):
     metrics: InstanceMetrics
     pulls: Pulls
     reports: Reporter
+    refusals: Refusals
+    url: str
 
     def check_accepting(self) -> None: ...
 
@@ -63,14 +66,18 @@ class StageCalls:
         ]
 
     async def _encode(self, body: bytes) -> Reply:
-        self._stages.check_accepting()
         request = wire.decode(body, wire.EncodeRequest)
+        is_own = request.announce_to == self._stages.url  # the last resort of a prompt that has begun here
+        if not (is_own and self._stages.prefills().is_serving(request.request_id)):
+            self._stages.check_accepting()
+        encodes = self._stages.encodes()
         self._stages.metrics.received(request.request_id, request.traceparent, request.ref.mm_hash)
         reports, mm_hash = self._stages.reports, request.ref.mm_hash
         with reports.call(Stage.ENCODE, request.request_id):
             is_named = reports.will_have(mm_hash)
             try:
-                reply = await self._stages.encodes().encode(request)
+                async with self._stages.refusals.call(lambda: is_own or encodes.has_begun(mm_hash)):
+                    reply = await encodes.encode(request)
             except BaseException:
                 reports.will_not_have(mm_hash)
                 raise
@@ -83,15 +90,19 @@ class StageCalls:
         self._stages.check_accepting()
         request = wire.decode(body, wire.PrefillRequest)
         self._stages.metrics.received(request.request_id, request.traceparent)
+        prefills = self._stages.prefills()
         with self._stages.reports.call(Stage.PREFILL, request.request_id):
-            return await self._stages.prefills().prefill(request)
+            async with self._stages.refusals.call(lambda: prefills.has_begun(request.request_id)):
+                return await prefills.prefill(request)
 
     async def _decode(self, body: bytes) -> Reply:
         self._stages.check_accepting()
         request = wire.decode(body, wire.DecodeRequest)
         self._stages.metrics.received(request.request_id, request.traceparent)
+        decodes = self._stages.decodes()
         with self._stages.reports.call(Stage.DECODE, request.request_id):
-            return await self._stages.decodes().decode(request)
+            async with self._stages.refusals.call(lambda: decodes.has_begun(request.request_id)):
+                return await decodes.decode(request)
 
     async def _tokenize(self, body: bytes) -> Reply:
         reply = await self._stages.prefills().tokenize(wire.decode(body, prompt_calls.TokenizeRequest))
@@ -106,7 +117,10 @@ class StageCalls:
         return _DONE
 
     async def _kv_reserve(self, body: bytes) -> Reply:
-        reply = await self._stages.decodes().reserve(wire.decode(body, wire.ReserveRequest))
+        self._stages.check_accepting()
+        request = wire.decode(body, wire.ReserveRequest)
+        async with self._stages.refusals.call(lambda: True):
+            reply = await self._stages.decodes().reserve(request)
         return Reply(body=wire.encode(reply))
 
     async def _kv_renew(self, body: bytes) -> Reply:
@@ -125,6 +139,7 @@ class StageCalls:
         return _DONE
 
     async def _kv_pull(self, body: bytes) -> Reply:
+        self._stages.check_accepting()
         await self._stages.decodes().pull(wire.decode(body, wire.PullRequest))
         return _DONE
 

@@ -120,6 +120,7 @@ class EncodeService:
         self.num_waiting_pixels = 0
         self._changed = asyncio.Event()
         self._is_held = False
+        self._in_tower: frozenset[str] = frozenset()
         self._num_batches = 0
         self._loop_task = asyncio.create_task(self._run())
 
@@ -131,6 +132,21 @@ class EncodeService:
     def num_parameters(self) -> int:
         """Parameters of the tower held; 0 while it is not loaded."""
         return 0 if self._tower is None else self._tower.num_parameters
+
+    def has_begun(self, mm_hash: str) -> bool:
+        """Whether an item that was asked for is in the tower, or past it."""
+        return mm_hash not in self._flights or mm_hash in self._in_tower
+
+    def serve(
+        self, store: FeatureStore, deliver_here: Callable[[str, MediaRef, Tensor], Awaitable[None]] | None
+    ) -> None:
+        """From now on, in another role of the instance. Nothing may be under way."""
+        assert not self._waiters, "something is being encoded"
+        self._store, self._deliver_here = store, deliver_here
+
+    def unload(self) -> None:
+        """Give the tower's memory back; it is loaded again when it is needed."""
+        self._tower = None
 
     async def warm_up(self, find_budget: Callable[[Tower], int] | None = None) -> None:
         """Load the tower; ``find_budget`` may measure it, on its thread, and says how many pixels a batch has."""
@@ -276,7 +292,9 @@ class EncodeService:
                     break
                 self._is_held = False
                 del self._waiting[: len(batch)]
+                self._in_tower = frozenset(item.mm_hash for item in batch)
                 await self._encode_batch(batch)
+                self._in_tower = frozenset()
 
     def _next_batch(self) -> list[_Item]:
         """What may start now of what waits."""

@@ -15,9 +15,14 @@ from epd_serve.worker.events import EngineEvent, FailureEvent, TokenEvent
 
 
 class Generation:
-    """Turns engine events into an OpenAI answer, streamed or whole; ``on_finished`` is told of the last token."""
+    """Turns engine events into an OpenAI answer, streamed or whole; ``on_finished`` is told of the last token.
+
+    Attributes:
+        can_move: whether another instance can go on with it, or begin it anew.
+    """
 
     def __init__(self, answer: Answer, engine: Engine, on_finished: Callable[[], None] = lambda: None) -> None:
+        self.can_move = answer.can_move
         self._answer = answer
         self._engine = engine
         self._on_finished = on_finished

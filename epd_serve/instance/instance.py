@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import os
 import time
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from torch import Tensor
 from device.base import Device
 from device.registry import get_device
 from epd_serve.config import InstanceOptions
+from epd_serve.config.role_files import in_role, remember
 from epd_serve.errors import DRAINING, Unavailable
 from epd_serve.instance.calls import StageCalls
 from epd_serve.instance.data_plane import start_feature_store, start_transport
@@ -25,14 +25,18 @@ from epd_serve.instance.decode import DecodeService
 from epd_serve.instance.encode import EncodeService
 from epd_serve.instance.feature_supply import FeatureSupply
 from epd_serve.instance.kv_delivery import Pulls
-from epd_serve.instance.language_stages import LanguageStages, Surroundings
+from epd_serve.instance.language_parts import LanguageParts, Surroundings
+from epd_serve.instance.language_stages import LanguageStages, end_process
 from epd_serve.instance.metrics import InstanceMetrics
 from epd_serve.instance.peers import Peers
 from epd_serve.instance.prefill import PrefillService
 from epd_serve.instance.rates import StageRates
+from epd_serve.instance.refusals import Refusals, left, moved
+from epd_serve.instance.registration import identity
 from epd_serve.instance.reports import Reporter
 from epd_serve.instance.request_processor import RequestProcessor
 from epd_serve.instance.status import StatusCalls
+from epd_serve.instance.switching import Switching
 from epd_serve.instance.tracing import StageTracing
 from epd_serve.media import MediaLimits
 from epd_serve.metrics.otel import span_recorder
@@ -44,7 +48,9 @@ from epd_serve.protocol import wire
 from epd_serve.protocol.addresses import url_of
 from epd_serve.sched.encode import EncodeGate
 from epd_serve.sched.language import ScheduleOutput
-from epd_serve.transfer.shared_memory import host_id
+from epd_serve.topology import SwitchState
+from epd_serve.transfer.feature_store import FeatureStore
+from epd_serve.types import Role
 from epd_serve.worker.batching import Batching, measurements
 from epd_serve.worker.dual_stream import DualStream
 from epd_serve.worker.sizing import check_dtype, resolve_dtype
@@ -52,8 +58,6 @@ from epd_serve.worker.sizing import check_dtype, resolve_dtype
 logger = logging.getLogger(__name__)
 
 _HOUSEKEEPING_S = 0.25
-#: Pixels of an image for which tokens per pixel are given.
-_TYPICAL_SIZE = (448, 448)
 _ASK_AGAIN_S = 0.01
 _MAX_MEDIA_THREADS = 8
 #: The gateway applies the operator's limits; an instance only guards itself.
@@ -81,7 +85,10 @@ class Instance:
         self.metrics = InstanceMetrics(self.trace, stores=tuple(stores), tracing=self._tracing)
         self.pulls = Pulls()
         self.rates = StageRates(time.monotonic)
-        self.reports = Reporter(self.load, self.check_ready)
+        self.refusals = Refusals(options.name)
+        self.switching = Switching(self, options.role)
+        self.reports = Reporter(self.load, self.check_started, state=self._state)
+        self._parts: LanguageParts | None = None
 
     async def start(self) -> None:
         """Load what the role needs. Raises ValueError for a model or device that cannot serve it."""
@@ -92,13 +99,11 @@ class Instance:
         check_dtype(self._dtype, self._device)
         dtype_name = str(self._dtype).removeprefix("torch.")
         self._fingerprint = await asyncio.to_thread(media_fingerprint, self._path, dtype_name)
+        self._identity = identity(options, self._family, self._dtype, self._fingerprint, self._streams.share)
         self._transport = await asyncio.to_thread(start_transport, options, self._device.type)
         self._peers = Peers()
-        self._batching = Batching(options, measurements(options, self._device, self._fingerprint))
         self._gate = EncodeGate(lambda: bool(self.language and self.language.engine.is_prefilling), time.monotonic)
-        self._store = await asyncio.to_thread(
-            start_feature_store, options, self._transport, self._device.type, self.metrics.store_did
-        )
+        self._store = await self._new_store()
         self._processor = RequestProcessor(
             min(options.threads or max(1, len(os.sched_getaffinity(0)) // 2), _MAX_MEDIA_THREADS),
             queue_timeout_s=options.queue_timeout_s,
@@ -118,18 +123,30 @@ class Instance:
             on_batch=self.metrics.encoded_batch,
             on_encoded=self._tower_computed,
             url=self.url,
-            deliver_here=self._deliver_here if options.role.has_language_model else None,
             stream=self._streams.tower,
             may_start=self._may_encode,
         )
         self._streams.language.on_pause = self._encode.reconsider
-        if options.role.encodes:
-            await self._encode.warm_up(lambda tower: self._batching.find_image_budget(tower, self._family))
-        if options.role.has_language_model:
-            self.language = await asyncio.to_thread(LanguageStages, self._surroundings())
-            self.language.start()
+        await self._build()
         self._spawn(asyncio.create_task(self._housekeep()))
         self.ready = True
+
+    async def _new_store(self) -> FeatureStore:
+        told = self.metrics.store_did
+        return await asyncio.to_thread(start_feature_store, self.options, self._transport, self._device.type, told)
+
+    async def _build(self) -> None:
+        """The stages of the role, out of what is there of them."""
+        options, role = self.options, self.options.role
+        self._batching = Batching(options, measurements(options, self._device, self._fingerprint))
+        self._encode.serve(self._store, self._deliver_here if role.has_language_model else None)
+        if role.encodes:
+            await self._encode.warm_up(lambda tower: self._batching.find_image_budget(tower, self._family))
+        if role.has_language_model:
+            language = await asyncio.to_thread(LanguageStages, self._surroundings(), self._parts)
+            self._parts = language.parts
+            language.start()
+            self.language = language
 
     def _surroundings(self) -> Surroundings:
         return Surroundings(
@@ -145,6 +162,7 @@ class Instance:
             store=self._store,
             peers=self._peers,
             pulls=self.pulls,
+            refusals=self.refusals,
             processor=self._processor,
             streams=self._streams,
             batching=self._batching,
@@ -156,6 +174,7 @@ class Instance:
 
     async def close(self) -> None:
         """Stop threads and give back memory."""
+        await self.switching.settled()
         self.ready = False
         for task in list(self._tasks):
             task.cancel()
@@ -164,6 +183,8 @@ class Instance:
         await self._encode.close()
         if self.language is not None:
             await asyncio.to_thread(self.language.close)
+        if self._parts is not None:
+            await asyncio.to_thread(self._parts.close)
         await self._peers.close()
         await asyncio.to_thread(self._store.close)
         self._transport.close()
@@ -177,18 +198,27 @@ class Instance:
 
     def routes(self) -> list[tuple[str, str, Callable[[bytes], Any]]]:
         """(method, path, handler) of the control server; see :mod:`epd_serve.protocol.wire`."""
-        return [*StatusCalls(self).routes(), *self.reports.routes(), *StageCalls(self).routes()]
+        parts = (StatusCalls(self), self.reports, StageCalls(self), self.switching)
+        return [route for part in parts for route in part.routes()]
 
-    def check_ready(self) -> None:
-        """Raise Unavailable while the model is being loaded."""
+    def check_started(self) -> None:
+        """Raise Unavailable until the model is loaded."""
         if not self.ready:
             raise Unavailable("the instance is loading its model")
+
+    def check_ready(self) -> None:
+        """Raise Unavailable while there are no stages."""
+        self.check_started()
+        if self.switching.machine.state is SwitchState.REBUILDING:
+            raise left(self.options.name)
 
     def check_accepting(self) -> None:
         """Raise Unavailable while the instance takes no new requests."""
         self.check_ready()
         if self.draining:
             raise Unavailable(f"instance {self.options.name} is being shut down", code=DRAINING)
+        if not self.switching.machine.is_serving:
+            raise left(self.options.name)
 
     async def drained(self) -> None:
         """Take no new requests; return when those that are here have ended."""
@@ -206,34 +236,29 @@ class Instance:
 
     def info(self) -> wire.InstanceInfo:
         """What the instance is and does. Raises Unavailable while it is loading."""
-        self.check_ready()
-        model_context: int = self._family.config.get_text_config().max_position_embeddings
-        return wire.InstanceInfo(
-            name=self.options.name,
-            role=str(self.options.role),
-            url=self.url,
-            model=self.options.served_model_name,
-            model_path=str(self._path),
-            max_model_len=self.language.max_model_len
-            if self.language
-            else self.options.max_model_len or model_context,
-            media_fingerprint=self._fingerprint,
-            device=self.options.device,
-            dtype=str(self._dtype).removeprefix("torch."),
-            pid=os.getpid(),
-            ready=self.ready and not self.draining,
+        self.check_started()
+        machine, language = self.switching.machine, self.language
+        ready, epoch = self._state()
+        info = msgspec.structs.replace(
+            self._identity,
+            role=str(machine.role),
+            ready=ready,
+            epoch=epoch,
+            state=machine.state,
             load=self.load(),
             parameters={
                 "tower": self._encode.num_parameters,
-                "language_model": self.language.num_parameters if self.language else 0,
+                "language_model": language.num_parameters if language else 0,
             },
-            share=self._streams.share,
             budgets=self._batching.summary(),
-            host_id=host_id(),
-            block_size=self.options.tokens_per_block if self.language else 0,
-            kv_token_bytes=self.language.kv_token_bytes if self.language else 0,
-            tokens_per_pixel=self._family.num_image_tokens(_TYPICAL_SIZE) / math.prod(_TYPICAL_SIZE),
-            feature_token_bytes=self._dtype.itemsize * self._family.config.get_text_config().hidden_size,
+        )
+        if language is None:
+            return info
+        return msgspec.structs.replace(
+            info,
+            max_model_len=language.max_model_len,
+            block_size=self.options.tokens_per_block,
+            kv_token_bytes=language.kv_token_bytes,
         )
 
     def load(self) -> wire.Load:
@@ -257,6 +282,7 @@ class Instance:
     def in_use(self) -> dict[str, int]:
         """What is held, by kind; all zero on an idle instance."""
         in_use = {
+            "calls": len(self.refusals),
             "features_held": self._store.num_owners,
             "encodes": self._encode.num_waiting,
             "preparations": self._processor.num_waiting,
@@ -280,23 +306,61 @@ class Instance:
 
     def prefills(self) -> PrefillService:
         """The prefill stage. Raises Unavailable where the role has none, or while it is loading."""
-        self.check_ready()
-        if self.language is None or not self.options.role.prefills:
-            raise Unavailable(f"instance {self.options.name} has role {self.options.role} and does not prefill")
-        return self.language.prefill
+        return self._stages("prefill", self.options.role.prefills).prefill
 
     def decodes(self) -> DecodeService:
         """The decode stage, likewise."""
-        self.check_ready()
-        if self.language is None or not self.options.role.decodes:
-            raise Unavailable(f"instance {self.options.name} has role {self.options.role} and does not decode")
-        return self.language.decode
+        return self._stages("decode", self.options.role.decodes).decode
 
     def features(self) -> FeatureSupply:
         """What the prefill stage has features from, likewise."""
-        self.prefills()
-        assert self.language is not None
-        return self.language.supply
+        return self._stages("prefill", self.options.role.prefills).supply
+
+    def _stages(self, what: str, has_it: bool) -> LanguageStages:
+        self.check_ready()
+        if self.language is None or not has_it:
+            message = f"instance {self.options.name} has role {self.options.role} and does not {what}"
+            raise Unavailable(message, code=DRAINING)  # the caller may know it by the role that it had
+        return self.language
+
+    # ------------------------------------------------------------------ another role
+
+    def _state(self) -> tuple[bool, int]:
+        """Whether it takes work, and its epoch."""
+        machine = self.switching.machine
+        return self.ready and not self.draining and machine.is_serving, machine.epoch
+
+    def state_changed(self) -> None:
+        self.reports.state_changed()
+
+    def send_away(self, *, begun: bool) -> None:
+        """See :class:`~epd_serve.instance.switching.Stages`."""
+        if self.language is not None:
+            self.language.send_away(moved(self.options.name), begun=begun)
+        self.refusals.refuse(begun=begun)
+
+    async def rebuild(self, role: Role) -> None:
+        """Serve another role from now on. Weights stay where they fit and are needed, or may be soon."""
+        options = in_role(self.options, role)
+        if self.language is not None:
+            await asyncio.to_thread(self.language.close)
+            self.language = None
+        remember(options)
+        lends = self.options.feature_store == "mooncake" and self.options.role.stages != role.stages
+        self.options = options
+        if self._parts is not None and not (role.has_language_model and self._parts.followers is None):
+            self._parts.forget(self._transport)
+            if self._device.type != "cpu" or self._parts.followers is not None:
+                await asyncio.to_thread(self._parts.close)
+                self._parts = None
+        if self._device.type != "cpu" and not role.encodes:
+            self._encode.unload()
+        if lends:
+            await asyncio.to_thread(self._store.close)
+            self._store = await self._new_store()
+        await self._build()
+
+    end_process = staticmethod(end_process)
 
     # ------------------------------------------------------------------ inside
 

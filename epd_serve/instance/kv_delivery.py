@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from epd_serve.errors import InstanceFailed, ServeError, Unavailable
+from epd_serve.errors import DRAINING, InstanceFailed, ServeError, Unavailable
 from epd_serve.instance.peers import Peers
 from epd_serve.protocol import wire
 from epd_serve.request import Sequence
@@ -104,7 +104,10 @@ class PushDelivery:
             raise InstanceFailed(f"the KV transfer failed: {self.transfer.error}")
         if self.transfer.cancelled:  # by the renewal; some of the KV was not written
             raise InstanceFailed(f"{self._url} gave up the KV transfer")
-        await self._peers.call(self._url, "/kv/complete", handoff, self._reserve.lease_s)
+        try:
+            await self._peers.call(self._url, "/kv/complete", handoff, self._reserve.lease_s)
+        except Unavailable as error:
+            raise _blamed(self._url, error) from error
         self._end_renewal()
 
     def stop(self) -> None:
@@ -252,6 +255,11 @@ class PullDelivery:
         await tell_cancelled(self._peers, self._url, ref)
 
 
+def _blamed(url: str, error: Unavailable) -> ServeError:
+    """That D leaves its role is no matter of this instance."""
+    return InstanceFailed(f"{url}: {error.message}", code=DRAINING) if error.code == DRAINING else error
+
+
 async def _while_it_answers(
     peers: Peers, url: str, path: str, message: wire.Message, ref: wire.TransferRef, lease_s: float
 ) -> bytes:
@@ -274,6 +282,8 @@ async def _while_it_answers(
                 pass  # nothing to renew, but it answers
             heard_at = time.monotonic()
         return call.result()
+    except Unavailable as error:
+        raise _blamed(url, error) from error
     finally:
         call.cancel()
         await asyncio.gather(call, return_exceptions=True)

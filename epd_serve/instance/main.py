@@ -19,6 +19,7 @@ import uvloop
 
 from device.registry import get_device
 from epd_serve.config import InstanceOptions
+from epd_serve.config.role_files import remembered
 from epd_serve.instance.http import BrokenStream, ControlApp
 from epd_serve.instance.instance import Instance
 
@@ -35,6 +36,7 @@ def run_instance(options: InstanceOptions) -> None:
 
     Raises ValueError for a model or a device that cannot be served.
     """
+    options = remembered(options)
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {options.name} %(levelname)s %(message)s")
     logging.getLogger("uvicorn.error").addFilter(_is_no_broken_stream)
     transformers.logging.set_verbosity_error()

@@ -11,17 +11,19 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
-from epd_serve.errors import InvalidRequest, ServeError, StageTimeout
+from epd_serve.errors import DRAINING, InvalidRequest, ServeError, StageTimeout
 from epd_serve.instance.answer import Answer
 from epd_serve.instance.feature_inbox import FeatureInbox
 from epd_serve.instance.generation import Generation, check_constraint
 from epd_serve.instance.http import JSON, BrokenStream, Reply
 from epd_serve.instance.kv_delivery import Delivery
 from epd_serve.instance.prompt import Prompt, PromptProcessor
+from epd_serve.instance.prompt_sequence import sequence_of
+from epd_serve.instance.refusals import Refusals, moved
 from epd_serve.instance.request_processor import S_PER_CHARACTER, RequestProcessor
 from epd_serve.metrics.timeline import Timeline
-from epd_serve.protocol import frames, prompt_calls, prompt_note, wire
-from epd_serve.request import Sequence
+from epd_serve.protocol import chunks, frames, prompt_calls, prompt_note, wire
+from epd_serve.request import Sequence, SequenceState
 from epd_serve.transfer.kv_sender import OutgoingTransfer
 from epd_serve.worker.engine import Engine
 from epd_serve.worker.events import EngineEvent, FailureEvent, PromptEvent
@@ -72,6 +74,7 @@ class PrefillService:
         listen: directs a request's engine events to a function; None ends that.
         spawn: runs a clean-up in the background, owned by the instance.
         tokens_per_character: of prompts, for the load.
+        refusals: what hands a request over may be refused by.
     """
 
     def __init__(
@@ -90,7 +93,9 @@ class PrefillService:
         delivered: Callable[[OutgoingTransfer], None] = lambda transfer: None,
         timeline: Timeline | None = None,
         tokens_per_character: Callable[[], float] = lambda: 0.0,
+        refusals: Refusals | None = None,
     ) -> None:
+        self._refusals = refusals or Refusals("")
         self._engine = engine
         self._prompts = prompts
         self._processor = processor
@@ -106,11 +111,28 @@ class PrefillService:
         self._spawn = spawn
         self._active: set[str] = set()
         self._preparing: dict[str, int] = {}
+        self._submitted: dict[str, Sequence] = {}
+        self._generations: dict[str, Generation] = {}
 
     @property
     def num_preparing_tokens(self) -> int:
         """Of prompts that the engine does not know yet, about."""
         return sum(self._preparing.values())
+
+    def is_serving(self, request_id: str) -> bool:
+        return request_id in self._active
+
+    def has_begun(self, request_id: str) -> bool:
+        """Whether the prompt is being computed, or was."""
+        sequence = self._submitted.get(request_id)
+        return sequence is not None and sequence.state is not SequenceState.WAITING
+
+    def send_away(self, error: ServeError, *, begun: bool) -> None:
+        """With ``begun``, end the answers that can go on elsewhere."""
+        if begun:
+            for generation in self._generations.values():
+                if generation.can_move:
+                    generation.fail(error)
 
     async def prefill(self, request: wire.PrefillRequest) -> Reply:
         """Compute the prompt and answer with the first token as soon as there is one.
@@ -164,7 +186,7 @@ class PrefillService:
         if request.generated and request.sampling.n > 1:
             raise InvalidRequest("an answer of several choices cannot go on from its middle", param="generated")
         answer = Answer(self._prompts.tokenizer, request.output, prompt.sampling, prompt.ids)
-        sequence = _sequence(request, prompt, hand_off=False)
+        sequence = sequence_of(request, prompt, hand_off=False)
         for count, token_id in enumerate(request.generated, start=1):
             answer.replay(0, token_id, sequence.finish_reason(token_id, count, self._engine.eos_token_ids))
         return prompt, answer
@@ -185,13 +207,15 @@ class PrefillService:
             return
         self._active.discard(request_id)
         self._preparing.pop(request_id, None)
+        self._submitted.pop(request_id, None)
+        self._generations.pop(request_id, None)
         self._listen(request_id, None)
         self._engine.abort(request_id)
         self._timeline.drop(request_id)
         self._inbox.release(request_id)
 
     def _sequence(self, request: wire.PrefillRequest, prompt: Prompt, *, hand_off: bool) -> Sequence:
-        sequence = _sequence(request, prompt, hand_off=hand_off)
+        sequence = sequence_of(request, prompt, hand_off=hand_off)
         num_new = 0 if hand_off else prompt.max_tokens - len(sequence.output_ids)
         self._engine.check_fits(sequence.num_tokens, num_new, sequence.num_forked)
         return sequence
@@ -210,13 +234,20 @@ class PrefillService:
                 started.set_result(None)
             generation.feed(event)
 
+        self._generations[request.request_id] = generation
         self._listen(request.request_id, feed)
-        self._engine.submit(sequence)
-        self._preparing.pop(request.request_id, None)
+        self._submit(request, sequence)
         await self._started(request, started, features)
         return await generation.reply(
             stream=request.output.stream, headers=(NEXT_NONE,), on_close=lambda: self._end(request.request_id)
         )
+
+    def _submit(
+        self, request: wire.PrefillRequest, sequence: Sequence, transfer: OutgoingTransfer | None = None
+    ) -> None:
+        self._engine.submit(sequence, transfer)
+        self._submitted[request.request_id] = sequence
+        self._preparing.pop(request.request_id, None)
 
     async def _started(
         self, request: wire.PrefillRequest, started: asyncio.Future[None], features: asyncio.Task[None]
@@ -261,8 +292,7 @@ class PrefillService:
         await work.delivery.open(feed)
         try:
             self._listen(request.request_id, feed)
-            self._engine.submit(sequence, work.delivery.transfer)
-            self._preparing.pop(request.request_id, None)
+            self._submit(request, sequence, work.delivery.transfer)
             await self._started(request, started, features)
             event = await work.first
             check_constraint(event.sequence)
@@ -302,7 +332,8 @@ class PrefillService:
         yield body
         transfer = work.delivery.transfer
         try:
-            await work.delivery.hand_over(self._handoff(work, first))
+            async with self._refusals.call(lambda: True, moved):
+                await work.delivery.hand_over(self._handoff(work, first))
             self._timeline.handed_over(work.request.request_id)
             work.confirmed = True
             self._delivered(transfer)
@@ -315,6 +346,8 @@ class PrefillService:
             )
         except ServeError as error:
             self._give_up(work, error.message)
+            if error.code == DRAINING and work.request.output.stream:
+                yield frames.pack(frames.ERROR, (), chunks.event(error.body()))
             raise BrokenStream(error.message) from error
 
     def _handoff(self, work: _Handover, first: list[wire.FirstToken]) -> wire.Handoff:
@@ -357,20 +390,3 @@ class PrefillService:
         work.delivery.stop()
         self._engine.abort(work.request.request_id)
         self._spawn(asyncio.create_task(work.delivery.withdraw(reason)))
-
-
-def _sequence(request: wire.PrefillRequest, prompt: Prompt, *, hand_off: bool) -> Sequence:
-    return Sequence(
-        request_id=request.request_id,
-        prompt_ids=prompt.ids,
-        sampling=prompt.sampling,
-        max_tokens=prompt.max_tokens,
-        positions=prompt.positions,
-        position_delta=prompt.position_delta,
-        spans=prompt.spans,
-        block_hashes=prompt.block_hashes,
-        num_sequences=request.sampling.n,
-        hand_off=hand_off,
-        constraint=prompt.constraint,
-        output_ids=list(request.generated),
-    )

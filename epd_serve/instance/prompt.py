@@ -44,7 +44,11 @@ class Prompt:
 
 
 class PromptProcessor:
-    """Chat template, tokenizer and position layout of one model. Safe for use from a pool of threads."""
+    """Chat template, tokenizer and position layout of one model. Safe for use from a pool of threads.
+
+    Attributes:
+        max_model_len: longest prompt and answer together, in tokens.
+    """
 
     def __init__(
         self,
@@ -63,7 +67,7 @@ class PromptProcessor:
         self._template = ChatTemplate(self.tokenizer, path)
         self._family = family
         self._language_model = language_model
-        self._max_model_len = max_model_len
+        self.max_model_len = max_model_len
         self._block_size = block_size
         self._on_prompt = on_prompt
 
@@ -86,7 +90,7 @@ class PromptProcessor:
         if not isinstance(request.prompt, list):
             self._on_prompt(_num_characters(request), len(ids) - sum(span.length for span in spans))
         sampling = self._complete(request.sampling)
-        max_model_len = min(self._max_model_len, request.max_model_len or self._max_model_len)
+        max_model_len = min(self.max_model_len, request.max_model_len or self.max_model_len)
         max_tokens = _max_tokens(len(ids), sampling.max_tokens, max_model_len)
         sizes = [(item.width, item.height) for item in request.items]
         positions, delta = self._family.positions(ids, sizes, self._language_model)

@@ -39,11 +39,18 @@ class Reporter:
     Args:
         load: the instance's as of now.
         check_ready: raises Unavailable while there is nothing to report.
+        state: whether the instance takes work, and its epoch.
     """
 
     def __init__(
-        self, load: Callable[[], wire.Load], check_ready: Callable[[], None], *, interval_s: float = INTERVAL_S
+        self,
+        load: Callable[[], wire.Load],
+        check_ready: Callable[[], None],
+        *,
+        state: Callable[[], tuple[bool, int]] = lambda: (True, 0),
+        interval_s: float = INTERVAL_S,
     ) -> None:
+        self._state = state
         self._load = load
         self._check_ready = check_ready
         self._is_closed = False
@@ -100,11 +107,15 @@ class Reporter:
         for listener in self._listeners:
             listener.encoded.append(mm_hash)
 
+    def state_changed(self) -> None:
+        """Tell all listeners now."""
+        for listener in self._listeners:
+            listener.much_changed.set()
+
     def close(self) -> None:
         """End all streams, each with a last report that says so."""
         self._is_closed = True
-        for listener in self._listeners:
-            listener.much_changed.set()
+        self.state_changed()
 
     async def _reports(self, body: bytes) -> Reply:
         self._check_ready()
@@ -120,8 +131,13 @@ class Reporter:
                 has_more = bool(listener.received or listener.encoded)
                 listener.num_changes = 0
                 listener.much_changed.clear()
+                ready, epoch = self._state()
                 report = wire.Report(
-                    load=self._load(), ready=not self._is_closed, received=received, encoded=encoded
+                    load=self._load(),
+                    ready=ready and not self._is_closed,
+                    received=received,
+                    encoded=encoded,
+                    epoch=epoch,
                 )
                 yield wire.to_json(report) + b"\n"
                 if self._is_closed:

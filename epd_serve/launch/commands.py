@@ -62,6 +62,7 @@ def instance_specs(
             master=master,
             share=share,
             device_board=boards.get(instance.name),
+            switch_dir=directory,
         )
         mps = share_environment(share.share) if share and instance.devices[0].startswith("cuda:") else {}
         chosen.append((instance, options, {**visible, **mps, "OMP_NUM_THREADS": str(threads)}))

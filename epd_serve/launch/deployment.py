@@ -14,6 +14,7 @@ from typing import Self
 
 from device.weight_files import open_weight_files
 from epd_serve.config import DeploymentConfig, change_config, model_path
+from epd_serve.config.role_files import write_role_settings
 from epd_serve.launch.backoff import Backoff
 from epd_serve.launch.commands import gateway_spec, instance_specs, master_spec, shared_parts, sharing_weights
 from epd_serve.launch.forking import ForkServer, ForkServerGone
@@ -89,6 +90,7 @@ class LocalDeployment:
             if config.engine == "vllm":
                 instances = vllm_instance_specs(config, ports.instances, environment, self.log_dir.resolve())
             else:
+                write_role_settings(self.log_dir, config)
                 instances = instance_specs(config, ports, environment, self.log_dir.resolve())
         except BaseException:
             self._give_back(keep_logs=False)

@@ -18,6 +18,8 @@ call                    from, to   body                  answer
 ``/prompt/tokenize``    gateway,P  TokenizeRequest       TokenizeReply
 ``/prompt/detokenize``  gateway,P  DetokenizeRequest     DetokenizeReply
 ``/probe``              gateway    ProbeRequest          204 once the instance has computed something
+``/role``               gateway    RoleOrder             RoleChanged once the instance serves that role; 409 while
+                                                         it is on its way to another, 504 where it could not be
 ``/info``               any        (GET)                 InstanceInfo, as JSON
 ``/reports``            gateway,   (GET)                 Report after Report, each a line of JSON, until the caller
                         any                              closes the connection
@@ -268,6 +270,29 @@ class ProbeRequest(Message, frozen=True):
     timeout_s: float
 
 
+class RoleOrder(Message, frozen=True):
+    """Serve another role. The role that the instance has calls an order back, as long as it drains.
+
+    Attributes:
+        deadline_s: after so long it gives up and serves its old role again.
+        patience_s: for so long running answers may come to their end here; then they go on elsewhere.
+    """
+
+    role: str
+    deadline_s: float = 30.0
+    patience_s: float = 1.0
+
+
+class RoleChanged(Message, frozen=True):
+    """``drain_s`` of the ``seconds`` went by until nothing was left of the old role's work."""
+
+    old: str
+    new: str
+    epoch: int
+    seconds: float
+    drain_s: float = 0.0
+
+
 class Load(Message, frozen=True):
     """What an instance reports of itself, for routing. It counts all that was received, from whichever gateway.
 
@@ -302,12 +327,14 @@ class Report(Message, frozen=True):
             this caller, in the first report of all that are open: the load contains them, so that the caller need
             not count them itself any more.
         encoded: mm_hashes of features that came to be made here since then, in the first of the latest ones.
+        epoch: as in InstanceInfo. Another one than before means that ``/info`` has changed, the role with it.
     """
 
     load: Load
     ready: bool = True
     received: list[str] = msgspec.field(default_factory=list)
     encoded: list[str] = msgspec.field(default_factory=list)
+    epoch: int = 0
 
 
 class AppliedShare(Message, frozen=True):
@@ -331,6 +358,8 @@ class InstanceInfo(Message, frozen=True):
         block_size: tokens per KV block; 0 where there is no KV cache.
         kv_token_bytes: of the KV of one token, likewise.
         tokens_per_pixel: of the model's features, about; a feature has ``feature_token_bytes`` for each token.
+        epoch: how often this process has changed its role; its caches were made anew with it.
+        state: of its role, see :class:`epd_serve.topology.SwitchState`.
     """
 
     name: str
@@ -353,3 +382,5 @@ class InstanceInfo(Message, frozen=True):
     kv_token_bytes: int = 0
     tokens_per_pixel: float = 0.0
     feature_token_bytes: int = 0
+    epoch: int = 0
+    state: str = "SERVING"

@@ -246,17 +246,23 @@ class InstanceTable:
         record = self._records[name]
         record.role = Role.parse(info.role)
         self._models = None
-        if info.pid != (record.info.pid if record.info else info.pid):
+        before = record.info or info
+        if (info.pid, info.epoch) != (before.pid, before.epoch):
             record.kept.clear()
-            record.features.clear()  # another process, with nothing in its caches
+            record.features.clear()  # another process, or its caches were made anew
             record.prefixes.clear()
         record.info = info
         record.place = Place(host_id=info.host_id, device=info.device)
         if contains is not None:
-            before = [key for key, calls in record._unreported.items() for c in calls if c.number <= contains]
-            self._report(record, Report(load=info.load, ready=info.ready, received=before))
+            received = [key for key, calls in record._unreported.items() for c in calls if c.number <= contains]
+            self._report(record, Report(load=info.load, ready=info.ready, received=received, epoch=info.epoch))
         else:
             self._set_ready(record, info.ready)
+
+    def epoch(self, name: str) -> int:
+        """Of the last info of an instance; see :class:`~epd_serve.protocol.wire.InstanceInfo`."""
+        info = self._records[name].info
+        return 0 if info is None else info.epoch
 
     def report(self, name: str, report: Report) -> None:
         """Take over a report of an instance whose info is known."""

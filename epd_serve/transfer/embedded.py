@@ -12,7 +12,7 @@ from epd_serve.protocol.wire import Region
 from epd_serve.transfer.joined import JoinedMemory
 from epd_serve.transfer.shared_memory import SharedMemoryPeers, SharedSlab, host_id
 from epd_serve.transfer.tcp import TcpPeers, TcpServer
-from epd_serve.transfer.transport import Piece, TransferError
+from epd_serve.transfer.transport import Piece, Slab, TransferError
 from epd_serve.transfer.write_gate import WriteGate
 
 Path = Literal["auto", "shm", "tcp"]
@@ -46,6 +46,12 @@ class EmbeddedTransport:
         with self._lock:
             self._slabs[slab.region.name] = slab
         return slab
+
+    def release(self, slab: Slab) -> None:
+        with self._lock:
+            released = self._slabs.pop(slab.region.name, None)
+        if released is not None:
+            released.close()
 
     def offer(self, name: str, buffers: Sequence[memoryview]) -> Region:
         """Memory of this process that another library has made, for peers to read and write over TCP: its parts

@@ -227,8 +227,9 @@ class EmbeddedFeatureStore:
         return data
 
     def close(self) -> None:
-        """The slab goes with its transport; nothing writes to it any more."""
+        """Nothing writes to the slab any more."""
         self._thread.shutdown()
+        self._transport.release(self._slab)
 
     def check_integrity(self) -> None:
         self._cache.check_integrity()

@@ -18,7 +18,7 @@ from epd_serve.transfer.mooncake import Engine, MooncakeOptions
 from epd_serve.transfer.shared_memory import SharedSlab
 from epd_serve.transfer.staging import Staged, StagingPool, address_of
 from epd_serve.transfer.tcp import TcpPeers, TcpServer
-from epd_serve.transfer.transport import Piece, TransferError, check_bounds
+from epd_serve.transfer.transport import Piece, Slab, TransferError, check_bounds
 from epd_serve.transfer.write_gate import WriteGate
 
 #: A slab's name, behind its bytes: a process that came in the place of another is not mistaken for it.
@@ -98,6 +98,13 @@ class MooncakeTransport:
         with self._lock:
             self._slabs.append(slab)
         return slab
+
+    def release(self, slab: Slab) -> None:
+        with self._lock:
+            released = [own for own in self._slabs if own.region.name == slab.region.name]
+            self._slabs = [own for own in self._slabs if own not in released]
+        for own in released:
+            own.close()
 
     def write(self, region: Region, pieces: Sequence[Piece], transfer_ids: Sequence[str] = ()) -> None:
         with self._open(region, pieces, self.engine.write) as batch:

@@ -124,6 +124,10 @@ class ReservationTable:
         """Whether that transfer was completed: a repeated completion is no error."""
         return self._ended.get(transfer_id) is ReservationState.COMPLETED
 
+    def has_blocks(self, request_id: str) -> bool:
+        """Whether a reservation of the request is GRANTED."""
+        return any(r.request_id == request_id and r.state is ReservationState.GRANTED for r in self._live.values())
+
     def stop_writing(self, transfer_id: str) -> None:
         """The writer promises to write no more: blocks go back at once. Idempotent, also before :meth:`open`."""
         reservation = self._live.get(transfer_id)

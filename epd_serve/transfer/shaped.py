@@ -53,6 +53,9 @@ class ShapedTransport:
     def allocate(self, name: str, nbytes: int) -> Slab:
         return self._inner.allocate(name, nbytes)
 
+    def release(self, slab: Slab) -> None:
+        self._inner.release(slab)
+
     def write(self, region: Region, pieces: Sequence[Piece], transfer_ids: Sequence[str] = ()) -> None:
         start = self._clock()
         self._inner.write(region, pieces, transfer_ids)

@@ -85,7 +85,7 @@ class SharedMemoryPeers:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._maps: dict[str, tuple[int, mmap.mmap]] = {}
+        self._maps: dict[str, tuple[Region, mmap.mmap]] = {}
 
     def write(self, region: Region, pieces: Sequence[Piece], transfer_ids: Sequence[str]) -> None:
         """The transfers are guarded by :class:`~epd_serve.transfer.write_locks.WriteLocks`."""
@@ -110,11 +110,19 @@ class SharedMemoryPeers:
             if known is not None:
                 return known[1]
             mapped = map_region(region)
-            for name, (pid, _) in list(self._maps.items()):
-                if not Path(f"/proc/{pid}").exists():  # else the memory of a dead peer would stay for ever
+            for name, (other, _) in list(self._maps.items()):
+                if not is_there(other):  # else memory that a peer has given up would stay for ever
                     del self._maps[name]
-            self._maps[region.name] = (region.pid, mapped)
+            self._maps[region.name] = (region, mapped)
             return mapped
+
+
+def is_there(region: Region) -> bool:
+    """Whether the process on this host that owns a region still offers it."""
+    try:
+        return str(Path(f"/proc/{region.pid}/fd/{region.fd}").readlink()).startswith(f"/memfd:{region.name}")
+    except OSError:
+        return False
 
 
 def map_region(region: Region) -> mmap.mmap:

@@ -42,6 +42,10 @@ class Transport(Protocol):
         """Register ``nbytes`` of zeroed memory under a name that is new to this transport."""
         ...
 
+    def release(self, slab: Slab) -> None:
+        """Offer a slab no longer; its memory goes with the last view of it. No transfer may be under way."""
+        ...
+
     def write(self, region: Region, pieces: Sequence[Piece], transfer_ids: Sequence[str] = ()) -> None:
         """Copy each piece to its offset in ``region``, for these transfers: see :class:`WriteGate`.
 

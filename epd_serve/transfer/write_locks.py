@@ -28,10 +28,9 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 from epd_serve.protocol.wire import Region
-from epd_serve.transfer.shared_memory import host_id, open_region
+from epd_serve.transfer.shared_memory import host_id, is_there, open_region
 from epd_serve.transfer.transport import TransferError
 
 #: struct flock of 64-bit Linux: type, whence, start, length, pid (0 for these locks).
@@ -42,7 +41,7 @@ class _LockFile:
     """A region's memfd, open until its last user has let it go."""
 
     def __init__(self, region: Region) -> None:
-        self.pid = region.pid
+        self.region = region
         self._fd = open_region(region)
         weakref.finalize(self, os.close, self._fd)
 
@@ -93,7 +92,7 @@ class WriteLocks:
                     return None
                 raise
             for name, other in list(self._files.items()):
-                if not Path(f"/proc/{other.pid}").exists():
+                if not is_there(other.region):
                     del self._files[name]
             self._files[region.name] = file
             return file

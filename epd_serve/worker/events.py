@@ -65,6 +65,10 @@ class Listeners:
         else:
             self._feeds[request_id] = feed
 
+    def fail(self, request_id: str, error: ServeError) -> None:
+        """As if a step had failed with this request in it."""
+        self.dispatch([FailureEvent(request_id, error)])
+
     def dispatch(self, events: list[EngineEvent]) -> None:
         for event in events:
             feed = self._feeds.get(event.request_id)

@@ -96,7 +96,7 @@ class KVMemory:
         self.num_blocks = num_blocks
         nbytes = block_nbytes(layout)
         self.block_bytes = nbytes // (2 * layout.num_layers)  # K or V of one layer
-        slab = transport.allocate("kv", num_blocks * nbytes)
+        self.slab = slab = transport.allocate("kv", num_blocks * nbytes)
         self.region: Region = slab.region
         self._bytes = slab.buffer
         self._device = device

@@ -81,6 +81,7 @@ OPTIONS = InstanceOptions(
     batching_encodes="after-prefill",
     link_bandwidth=5000,
     link_latency_ms=0.5,
+    switch_dir=Path("/run/roles"),
     trace=Path("/traces"),
 )
 

@@ -1,0 +1,172 @@
+"""What prefill and decode have in common and keep from one role to the next: weights, tokenizer, KV memory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from device.base import Device
+from epd_serve.config import InstanceOptions, decode_graph_sizes
+from epd_serve.instance.kv_delivery import Pulls
+from epd_serve.instance.metrics import InstanceMetrics
+from epd_serve.instance.peers import Peers
+from epd_serve.instance.prompt import PromptProcessor
+from epd_serve.instance.rates import StageRates
+from epd_serve.instance.refusals import Refusals
+from epd_serve.instance.request_processor import RequestProcessor
+from epd_serve.models.family import Family
+from epd_serve.models.language import LanguageModel
+from epd_serve.models.loader import eos_token_ids
+from epd_serve.protocol import wire
+from epd_serve.sched.language import ScheduleOutput
+from epd_serve.transfer.feature_store import FeatureStore
+from epd_serve.transfer.transport import Transport
+from epd_serve.worker.batching import Batching
+from epd_serve.worker.commands import CreateCache
+from epd_serve.worker.dual_stream import DualStream
+from epd_serve.worker.followers import Followers
+from epd_serve.worker.kv_memory import KVMemory
+from epd_serve.worker.runner import LanguageRunner
+from epd_serve.worker.sizing import num_kv_blocks
+from epd_serve.worker.step import StepExecutor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Surroundings:
+    """What the stages of an instance share.
+
+    Attributes:
+        fingerprint: see :class:`epd_serve.protocol.wire.InstanceInfo`.
+        spawn: runs a clean-up in the background, owned by the instance.
+        stepped: told of each step and the seconds it took, on the engine's thread.
+    """
+
+    options: InstanceOptions
+    path: Path
+    url: str
+    device: Device
+    dtype: torch.dtype
+    fingerprint: str
+    family: Family
+    loop: asyncio.AbstractEventLoop
+    transport: Transport
+    store: FeatureStore
+    peers: Peers
+    pulls: Pulls
+    refusals: Refusals
+    processor: RequestProcessor
+    streams: DualStream
+    batching: Batching
+    metrics: InstanceMetrics
+    rates: StageRates
+    spawn: Callable[[asyncio.Task[None]], None]
+    stepped: Callable[[ScheduleOutput, float], None]
+
+
+class LanguageParts:
+    """Weights and KV of one instance, on all ranks. Making it takes as long as loading the weights.
+
+    Attributes:
+        max_model_len: of a sequence that is alone here.
+    """
+
+    def __init__(self, around: Surroundings) -> None:
+        """Raises ValueError for a model that cannot be served."""
+        options, group = around.options, None
+        self.followers: Followers | None = None
+        if len(options.devices) > 1:
+            self.followers = Followers(options, around.dtype)
+            group = self.followers.join(around.device)
+        self.language = LanguageModel(around.path, around.dtype, around.device, group)
+        self.eos_token_ids = eos_token_ids(around.path, around.family.config)
+        self.prompts = PromptProcessor(
+            around.path,
+            around.family,
+            self.language.inner,
+            max_model_len=self.language.max_model_len,
+            block_size=options.tokens_per_block,
+            on_prompt=around.rates.prompted,
+            eos_token_ids=self.eos_token_ids,
+        )
+        self._memory: KVMemory | None = None
+        self._sized_by: tuple[int | None, int | None, int] | None = None
+
+    @property
+    def memory(self) -> KVMemory:
+        assert self._memory is not None, "no KV memory: prepare() comes first"
+        return self._memory
+
+    @property
+    def layout(self) -> wire.KVLayout:
+        return self.memory.layout
+
+    def prepare(self, around: Surroundings) -> LanguageRunner:
+        """KV memory, and graphs where the role decodes; what there is and fits is kept."""
+        options = around.options
+        sized_by = (options.num_blocks, options.kv_cache_bytes, options.tokens_per_block)
+        if self._memory is None or sized_by != self._sized_by:
+            self.forget(around.transport)
+            self._memory = self._new_memory(around)
+            self._sized_by = sized_by
+        memory = self._memory
+        # a sequence that is alone must be able to reach its end
+        self.max_model_len = self.prompts.max_model_len = min(
+            options.max_model_len or around.family.config.get_text_config().max_position_embeddings,
+            self.language.max_model_len,
+            (memory.num_blocks - 1) * options.tokens_per_block,
+        )
+        create = CreateCache(
+            layout=memory.layout,
+            num_blocks=memory.num_blocks,
+            slab=memory.region,
+            num_position_axes=around.family.num_position_axes,
+            graph_sizes=decode_graph_sizes(options.max_num_seqs) if options.role.decodes else [],
+            max_model_len=self.max_model_len,
+        )
+        if self.followers is not None:
+            self.followers.send(create)
+        return LanguageRunner(
+            StepExecutor.for_cache(self.language, around.device, memory.tensor, create),
+            around.device.ops,
+            block_size=options.tokens_per_block,
+            num_position_axes=around.family.num_position_axes,
+            eos_token_ids=self.eos_token_ids,
+            followers=self.followers,
+        )
+
+    def forget(self, transport: Transport) -> None:
+        """Give the KV memory back. Nobody may be about to write there."""
+        if self._memory is not None:
+            transport.release(self._memory.slab)
+            self._memory = None
+
+    def close(self) -> None:
+        """End the other ranks. Blocks."""
+        if self.followers is not None:
+            self.followers.close()
+
+    def _new_memory(self, around: Surroundings) -> KVMemory:
+        options, language = around.options, self.language
+        layout = wire.KVLayout(
+            num_layers=language.num_layers,
+            num_kv_heads=language.num_kv_heads,
+            head_dim=language.head_dim,
+            block_size=options.tokens_per_block,
+            dtype=str(around.dtype).removeprefix("torch."),
+            model=around.fingerprint,
+        )
+        free_bytes = around.device.headroom()
+        if self.followers is not None:
+            free_bytes = min(free_bytes, self.followers.wait_joined())
+        return KVMemory(
+            layout,
+            num_kv_blocks(options, layout, around.device.type, free_bytes),
+            around.device,
+            around.transport,
+            heads=language.kv_heads if self.followers else None,
+            followers=self.followers,
+        )

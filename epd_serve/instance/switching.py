@@ -1,0 +1,174 @@
+"""An instance on its way to another role: drain, rebuild, serve (001, section 3.2.4)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from epd_serve.config import InstanceOptions
+from epd_serve.config.role_files import in_role
+from epd_serve.errors import Conflict, InvalidRequest, ServeError, StageTimeout
+from epd_serve.instance.http import Handler, Reply
+from epd_serve.protocol import wire
+from epd_serve.topology import RoleSwitch, SwitchState
+from epd_serve.types import Role
+
+logger = logging.getLogger(__name__)
+
+_TICK_S = 0.005
+
+
+class Stages(Protocol):
+    """What is switched: see :class:`~epd_serve.instance.instance.Instance`."""
+
+    options: InstanceOptions
+
+    def check_ready(self) -> None: ...
+
+    def state_changed(self) -> None:
+        """Tell those that listen."""
+        ...
+
+    def send_away(self, *, begun: bool) -> None:
+        """Refuse what has not begun; with ``begun``, give up what can go on elsewhere as well."""
+        ...
+
+    def in_use(self) -> dict[str, int]: ...
+
+    async def rebuild(self, role: Role) -> None:
+        """Nothing is in use. Raises whatever keeps the stages of the role from being made."""
+        ...
+
+    def end_process(self) -> None:
+        """Nothing can be served any more; whoever started the process starts it again."""
+        ...
+
+
+class Switching:
+    """Carries orders out, one at a time; it belongs to the event loop.
+
+    Attributes:
+        machine: where the instance is now.
+    """
+
+    def __init__(self, stages: Stages, role: Role, clock: Callable[[], float] = time.monotonic) -> None:
+        self.machine = RoleSwitch(role)
+        self._stages = stages
+        self._clock = clock
+        self._called_back = asyncio.Event()
+        self._settled = asyncio.Event()
+        self._settled.set()
+        self._rebuilding: asyncio.Task[None] | None = None
+
+    def routes(self) -> list[tuple[str, str, Handler]]:
+        """(method, path, handler)."""
+        return [("POST", "/role", self._role)]
+
+    async def _role(self, body: bytes) -> Reply:
+        return Reply(body=wire.encode(await self.order(wire.decode(body, wire.RoleOrder))))
+
+    async def settled(self) -> None:
+        """Return when no order is under way."""
+        await self._settled.wait()
+
+    async def order(self, order: wire.RoleOrder) -> wire.RoleChanged:
+        """Return when the instance serves the role. Cancelled while it drains, it goes on in its old one.
+
+        Raises:
+            InvalidRequest: it cannot have that role.
+            Conflict: it is on its way to another, or was called back.
+            StageTimeout: something was still there at the deadline; it serves its old role again.
+            ServeError: the stages could not be made; likewise.
+        """
+        self._stages.check_ready()
+        machine, role, began = self.machine, _parse(order.role), self._clock()
+        if role == machine.role:
+            if machine.state is SwitchState.DRAINING:
+                self._called_back.set()
+                await self._settled.wait()
+            elif not machine.is_serving:
+                raise Conflict(f"the stages of role {machine.wanted} are being made; wait for them")
+            return wire.RoleChanged(str(role), str(role), machine.epoch, self._clock() - began)
+        if not machine.is_serving:
+            raise Conflict(f"it is {machine.state} on its way from {machine.role} to {machine.wanted}")
+        try:
+            in_role(self._stages.options, role)
+        except ValueError as error:
+            raise InvalidRequest(str(error), param="role") from error
+        old = machine.role
+        machine.order(role)
+        logger.info("role %s → %s: draining", old, role)
+        self._settled.clear()
+        self._called_back.clear()
+        try:
+            self._stages.state_changed()
+            drain_s = await self._drain(order, began)
+            machine.drained()
+            self._stages.state_changed()
+            self._rebuilding = asyncio.create_task(self._rebuild(role))
+            await asyncio.shield(self._rebuilding)
+        finally:
+            if machine.state is SwitchState.DRAINING:
+                machine.call_back()
+                logger.info("role %s stays", old)
+            if machine.is_serving:
+                self._settle()
+        seconds = self._clock() - began
+        logger.info("role %s → %s in %.3f s, %.3f s of it to drain", old, role, seconds, drain_s)
+        return wire.RoleChanged(str(old), str(role), machine.epoch, seconds, drain_s)
+
+    async def _drain(self, order: wire.RoleOrder, began: float) -> float:
+        """Seconds until nothing was left."""
+        deadline, patience = began + order.deadline_s, began + min(order.patience_s, order.deadline_s / 2)
+        while True:
+            now = self._clock()
+            self._stages.send_away(begun=now >= patience)
+            in_use = {what: count for what, count in self._stages.in_use().items() if count}
+            if not in_use:
+                return now - began
+            if now >= deadline:
+                left = ", ".join(f"{count} {what}" for what, count in in_use.items())
+                raise StageTimeout(
+                    f"after {order.deadline_s:g} s there is still something to do ({left}); role "
+                    f"{self.machine.role} is served on"
+                )
+            try:
+                async with asyncio.timeout(_TICK_S):
+                    await self._called_back.wait()
+            except TimeoutError:
+                continue
+            raise Conflict(f"it was called back to role {self.machine.role}")
+
+    async def _rebuild(self, role: Role) -> None:
+        machine, old = self.machine, self.machine.role
+        try:
+            try:
+                await self._stages.rebuild(role)
+            except Exception as error:
+                logger.exception("role %s cannot be served", role)
+                await self._stages.rebuild(old)
+                machine.rebuilt(old)
+                raise ServeError(f"role {role} cannot be served ({error}); role {old} is served on") from error
+            machine.rebuilt(role)
+        except ServeError:
+            raise
+        except BaseException:
+            logger.critical("neither role %s nor role %s can be served", role, old, exc_info=True)
+            self._stages.end_process()
+            raise
+        finally:
+            self._settle()  # here as well: nobody may wait for the order any more
+
+    def _settle(self) -> None:
+        self._settled.set()
+        self._stages.state_changed()
+
+
+def _parse(text: str) -> Role:
+    try:
+        return Role.parse(text)
+    except ValueError as error:
+        raise InvalidRequest(str(error), param="role") from error

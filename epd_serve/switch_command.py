@@ -1,0 +1,63 @@
+"""``epd-serve switch``: another role for a running instance."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated, Any
+
+import httpx
+import typer
+
+from epd_serve.types import Role
+
+#: Where the admin key is read from, so that it stands in no list of processes.
+KEY_VARIABLE = "EPD_SERVE_ADMIN_KEY"
+AdminUrl = Annotated[str, typer.Option("--admin", help="The gateway's admin plane: gateway.admin.")]
+_MARGIN_S = 130.0
+
+
+def switch(
+    instance: Annotated[str, typer.Argument(help="Its name, as in p0.")],
+    role: Annotated[str, typer.Argument(help="E, P, D, EP, ED, PD or EPD; the role it has calls an order back.")],
+    admin: AdminUrl = "http://127.0.0.1:8001",
+    deadline: Annotated[
+        float, typer.Option(min=0.001, help="Seconds after which it serves its old role again.")
+    ] = 30.0,
+    patience: Annotated[
+        float, typer.Option(min=0, help="Seconds for which running answers may end there; then others go on.")
+    ] = 1.0,
+) -> None:
+    """Have a running instance serve another role; returns when it does.
+
+    The key of the admin plane is read from EPD_SERVE_ADMIN_KEY.
+    """
+    body = {"role": str(Role.parse(role)), "deadline_s": deadline, "patience_s": patience}
+    changed = ask_admin("POST", f"{admin}/instances/{instance}/role", body, deadline + _MARGIN_S)
+    if changed["from"] == changed["to"]:
+        typer.echo(f"{instance} serves {changed['to']}")
+    else:
+        typer.echo(
+            f"{instance}: {changed['from']} → {changed['to']} in {changed['seconds']:.3f} s, "
+            f"{changed['drain_s']:.3f} s of it to finish what it had"
+        )
+
+
+def ask_admin(method: str, url: str, body: dict[str, Any] | None, timeout_s: float) -> Any:
+    """The JSON of an admin plane's answer. Raises ValueError where it refuses, or is not there."""
+    key = os.environ.get(KEY_VARIABLE)
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    try:
+        answer = httpx.request(method, url, json=body, headers=headers, timeout=timeout_s, trust_env=False)
+    except httpx.TransportError as error:
+        raise ValueError(
+            f"nothing answers at {url} ({error}); set gateway.admin.port in the deployment file, and --admin here"
+        ) from error
+    try:
+        content = answer.json()
+    except ValueError:
+        raise ValueError(f"{url} answered {answer.status_code}, and no JSON; is it an admin plane?") from None
+    if answer.status_code >= 400:
+        hint = f"; its key is read from {KEY_VARIABLE}" if answer.status_code == 401 else ""
+        said = content.get("error", {}) if isinstance(content, dict) else {}
+        raise ValueError(f"{said.get('message') or content}{hint}")
+    return content

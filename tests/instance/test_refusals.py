@@ -1,0 +1,49 @@
+"""What is refused hears it once, and what has begun only when all are."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from epd_serve.errors import InstanceFailed, Unavailable
+from epd_serve.instance.refusals import Refusals, moved
+
+
+async def test_a_call_is_refused_once_however_often_it_is_asked() -> None:
+    refusals, begun = Refusals("d0"), asyncio.Event()
+
+    async def work(seconds: float) -> str:
+        try:
+            await asyncio.sleep(seconds)
+        except asyncio.CancelledError:
+            for _ in range(3):
+                await asyncio.sleep(0)  # clean-up, while it is refused again
+                refusals.refuse(begun=True)
+            raise
+        return "done"
+
+    async def call(refusal: bool) -> str:
+        async with refusals.call(begun.is_set, *([moved] if refusal else [])):
+            return await work(60)
+
+    calls = [asyncio.create_task(call(refusal)) for refusal in (False, True)]
+    await asyncio.sleep(0)
+    begun.set()
+    refusals.refuse(begun=False)
+    assert len(refusals) == 2
+    begun.clear()
+    refusals.refuse(begun=False)
+    with pytest.raises(Unavailable, match="d0 is leaving its role") as refused:
+        await calls[0]
+    assert refused.value.code == "draining"
+    with pytest.raises(InstanceFailed):
+        await calls[1]
+    assert not len(refusals)
+
+
+async def test_a_timeout_of_its_own_stays_one() -> None:
+    refusals = Refusals("d0")
+    with pytest.raises(TimeoutError):
+        async with refusals.call(lambda: True), asyncio.timeout(0):
+            await asyncio.sleep(1)

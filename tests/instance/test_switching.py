@@ -1,0 +1,181 @@
+"""A running instance comes to another role: what it has goes on elsewhere, and whatever fails, it serves."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import tiny_models
+from fleet import Books
+from services import serving
+
+from epd_serve.config import InstanceOptions
+from epd_serve.config.role_files import in_role, remember, remembered
+from epd_serve.errors import Conflict, InvalidRequest, ServeError, StageTimeout
+from epd_serve.instance.instance import Instance
+from epd_serve.instance.peers import Peers
+from epd_serve.protocol import frames, wire
+from epd_serve.topology import SwitchState
+from epd_serve.types import Role, SamplingParams
+
+MAX_TOKENS = 400
+
+
+def request(name: str, *, n: int = 1, generated: list[int] | None = None, max_tokens: int = MAX_TOKENS) -> bytes:
+    return wire.encode(
+        wire.PrefillRequest(
+            request_id=name,
+            output=wire.OutputOptions("completion", "r", 0, "tiny", stream=True),
+            sampling=SamplingParams(seed=7, max_tokens=max_tokens, ignore_eos=True, temperature=0.0, n=n),
+            items=[],
+            prompt="apple banana cherry " * 3,
+            generated=generated or [],
+        )
+    )
+
+
+def order(role: str, **limits: Any) -> wire.RoleOrder:
+    return wire.RoleOrder(role=role, **limits)
+
+
+@asynccontextmanager
+async def answering(instance: Instance, body: bytes) -> AsyncIterator[httpx.Response]:
+    """A streamed answer whose head is here."""
+    async with (
+        httpx.AsyncClient(timeout=60) as client,
+        client.stream("POST", f"{instance.url}/stage/prefill", content=body) as answer,
+    ):
+        yield answer
+
+
+async def read(answer: httpx.Response) -> list[tuple[int, list[int], bytes]]:
+    """The frames until the end, or until the connection is cut."""
+    body = b""
+    try:
+        async for chunk in answer.aiter_raw():
+            body += chunk
+    except httpx.RemoteProtocolError:
+        pass
+    return frames.whole_frames(body)
+
+
+def tokens(answer: list[tuple[int, list[int], bytes]]) -> list[int]:
+    return [token for _, ids, _ in answer for token in ids]
+
+
+async def draining(instance: Instance) -> None:
+    while instance.switching.machine.state is not SwitchState.DRAINING:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+
+
+async def test_every_role_is_reached_from_every_other(tmp_path: Path) -> None:
+    model = tiny_models.make_tiny_model("qwen3_vl", tmp_path / "model")
+    roles = ("P", "D", "E", "PD", "E", "EPD", "D", "EP", "ED", "P")
+    async with serving(model, "P", num_blocks=40) as instance:
+        for epoch, role in enumerate(roles[1:], start=1):
+            changed = await instance.switching.order(order(role))
+            assert (changed.old, changed.new, changed.epoch) == (roles[epoch - 1], role, epoch)
+            info = instance.info()
+            assert (info.role, info.epoch, info.ready, info.state) == (role, epoch, True, "SERVING")
+            assert (info.block_size > 0) == (role != "E")
+            await instance.probe(60)
+            if set("PD") <= set(role):
+                async with answering(instance, request(f"r{epoch}", max_tokens=5)) as answer:
+                    assert len(tokens(await read(answer))) == 5
+            await Books({"i": instance.url}).check()
+        with pytest.raises(InvalidRequest, match="no stage"):
+            await instance.switching.order(order("X"))
+
+
+async def test_running_answers_go_on_elsewhere_token_by_token(tmp_path: Path) -> None:
+    model = tiny_models.make_tiny_model("qwen2_5_vl", tmp_path / "model")
+    async with serving(model, "PD", num_blocks=100) as leaving, serving(model, "EPD", num_blocks=100) as staying:
+        async with answering(staying, request("whole")) as answer:
+            whole = tokens(await read(answer))
+        async with answering(leaving, request("first")) as answer:
+            changed = await leaving.switching.order(order("P", patience_s=0))
+            first = await read(answer)
+        assert changed.new == "P" and leaving.info().role == "P"
+        assert 0 < len(tokens(first)) < MAX_TOKENS, "it was given up in its middle"
+        label, _, event = first[-1]
+        assert label == frames.ERROR and json.loads(event[6:])["error"]["code"] == "draining"
+        async with answering(staying, request("rest", generated=tokens(first))) as answer:
+            assert tokens(first) + tokens(await read(answer)) == whole
+        with pytest.raises(ServeError, match="does not decode") as lacks:
+            leaving.decodes()
+        assert lacks.value.code == "draining", "others go elsewhere as well"
+        await Books({"leaving": leaving.url, "staying": staying.url}).check()
+
+
+async def test_an_order_is_called_back_cancelled_or_too_late(tmp_path: Path) -> None:
+    model = tiny_models.make_tiny_model("llava", tmp_path / "model")
+    peers = Peers()
+    async with serving(model, "PD", num_blocks=100) as instance:
+        # two choices of a stream cannot go on elsewhere, and end when they end
+        async with answering(instance, request("two", n=2)) as answer:
+            with pytest.raises(StageTimeout, match="role PD is served on"):
+                await instance.switching.order(order("P", deadline_s=0.05))
+            assert instance.info().ready and instance.info().epoch == 0
+            ordered = asyncio.create_task(instance.switching.order(order("P")))
+            await draining(instance)
+            assert not instance.info().ready
+            with pytest.raises(Conflict, match="on its way from PD to P"):
+                await instance.switching.order(order("D"))
+            with pytest.raises(ServeError) as refused:
+                body = await peers.call(
+                    instance.url, "/stage/prefill", wire.decode(request("x"), wire.PrefillRequest)
+                )
+                raise AssertionError(body)
+            assert refused.value.code == "draining"
+            back = await instance.switching.order(order("PD"))
+            assert (back.old, back.new, back.epoch) == ("PD", "PD", 0)
+            with pytest.raises(Conflict, match="called back"):
+                await ordered
+            ordered = asyncio.create_task(instance.switching.order(order("P")))
+            await draining(instance)
+            ordered.cancel()
+            await asyncio.gather(ordered, return_exceptions=True)
+            assert instance.info().ready, "whoever ordered it is gone"
+            assert len(tokens(await read(answer))) == 2 * MAX_TOKENS
+        await Books({"i": instance.url}).check()
+    await peers.close()
+
+
+async def test_a_role_that_cannot_be_built_leaves_the_old_one(tmp_path: Path) -> None:
+    model = tiny_models.make_tiny_model("qwen3_vl", tmp_path / "model")
+    (tmp_path / "roles.json").write_text(
+        json.dumps({"P": {"num_blocks": 50}, "D": {"kv_transport": "auto", "num_blocks": 0}})
+    )
+    async with serving(model, "P", num_blocks=50, switch_dir=tmp_path) as instance:
+        with pytest.raises(ServeError, match="role P is served on"):
+            await instance.switching.order(order("D"))
+        info = instance.info()
+        assert (info.role, info.epoch, info.ready) == ("P", 1, True)
+        assert (tmp_path / "p.role").read_text() == "P"
+        await instance.probe(60)
+        await Books({"i": instance.url}).check()
+
+
+def test_the_role_outlives_the_process(tmp_path: Path) -> None:
+    options = InstanceOptions(
+        name="p0", role=Role.parse("P"), model=Path("m"), served_model_name="m", switch_dir=tmp_path, num_blocks=10
+    )
+    assert remembered(options) == options
+    (tmp_path / "roles.json").write_text(json.dumps({"D": {"num_blocks": 20}, "P": {"num_blocks": 10}}))
+    remember(in_role(options, Role.parse("D")))
+    again = remembered(options)
+    assert (str(again.role), again.num_blocks) == ("D", 20)
+    remember(in_role(again, Role.parse("P")))
+    assert remembered(options) == options
+    with pytest.raises(ValueError, match="order a role with P or D"):
+        in_role(InstanceOptions(**{**vars_of(options), "device": "cuda:0,cuda:1"}), Role.parse("E"))
+
+
+def vars_of(options: InstanceOptions) -> dict[str, Any]:
+    return {name: getattr(options, name) for name in options.__dataclass_fields__}
