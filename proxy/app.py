@@ -13,8 +13,10 @@ from starlette.routing import Route
 
 from epd_serve.backends.base import StageCalls
 from epd_serve.backends.native import NativeConnections
+from epd_serve.elastic.controller import Order
 from epd_serve.metrics.gateway import GatewayMetrics
 from epd_serve.metrics.trace import TraceWriter
+from epd_serve.protocol.wire import RoleOrder
 from epd_serve.routing.choice import router_of
 from epd_serve.routing.policy import Policy
 from epd_serve.routing.table import InstanceTable
@@ -23,6 +25,7 @@ from proxy.admin import create_admin_app, running_admin
 from proxy.attempt import Instances
 from proxy.control import Control
 from proxy.dashboard import dashboard_router
+from proxy.elastic import ElasticLoop, elastic_router
 from proxy.endpoints import endpoints
 from proxy.engines import connector
 from proxy.entrance import new_gate
@@ -85,6 +88,11 @@ def create_app(
         )
     )
     switches = Switches(table, calls, health)
+
+    async def give(order: Order, deadline_s: float) -> None:
+        await switches.order(order.instance, RoleOrder(role=str(order.role), deadline_s=deadline_s))
+
+    elastic = None if settings.elastic is None else ElasticLoop(settings.elastic, table, give)
     loader = MediaLoader(settings.media, fetcher, settings.max_body_bytes, settings.max_items)
 
     @asynccontextmanager
@@ -93,12 +101,13 @@ def create_app(
             await stack.enter_async_context(connections)
             await stack.enter_async_context(fetcher)
             if settings.admin is not None:
-                routers = [operations_router(table, health, switches), switches_router(switches)]
+                routers = [operations_router(table, health, switches)]
+                routers += [switches_router(switches), elastic_router(elastic)]
                 admin = create_admin_app(table, gate, settings.admin.key, routers)
                 app.state.admin_url = await stack.enter_async_context(running_admin(admin, settings.admin))
             reloading = [app.state.reloader.run()] if app.state.reloader is not None else []
-            planning = [redeployer.run()] if redeployer is not None else []
-            polling = asyncio.gather(poller.run(), health.run(), *reloading, *planning)
+            loops = [one.run() for one in (elastic, redeployer) if one is not None]
+            polling = asyncio.gather(poller.run(), health.run(), *reloading, *loops)
             try:
                 yield
             finally:

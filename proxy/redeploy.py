@@ -41,7 +41,6 @@ class RedeploySettings:
     slo: str = ""
     devices: Path | None = None
     most: int = 500
-    apply: bool = False
     hook: Hook | None = None
     program: tuple[str, ...] = (sys.executable, "-P", "-m", "epd_serve.cli")
 
@@ -57,7 +56,6 @@ class RedeploySettings:
             slo=",".join(f"{name}={limit:g}" for name, limit in limits.items() if limit is not None),
             devices=drift.devices,
             most=drift.most,
-            apply=drift.apply,
             hook=None if hook is None else Hook(command=hook.command, url=hook.url, timeout_s=hook.timeout_s),
         )
 
@@ -130,9 +128,11 @@ class Redeployer:
         if answer is None:
             return
         self.plan = plan
-        logger.info("elastic: planned anew: %s", json.loads(answer)["recommended"])
-        if settings.apply and await self._run("apply", str(plan)) is not None:
-            logger.info("elastic: the new plan is in effect")
+        recommended = f"planned anew: {json.loads(answer)['recommended']}"
+        logger.info("elastic: %s", recommended)
+        if settings.hook is not None:
+            text = plan.read_text(encoding="utf-8")
+            await settings.hook.tell({"event": "plan", "role": None, "reason": recommended, "plan": text})
 
     async def _run(self, *arguments: str) -> bytes | None:
         """The standard output of epd-serve; None where it failed, which is logged."""

@@ -15,7 +15,8 @@ RoleName = Literal["E", "P", "D", "EP", "ED", "PD", "EPD"]
 class HookConfig(Section):
     """Who is told that the controller wants more or fewer instances, or that the workload has drifted.
 
-    A JSON object with ``event`` ("more", "fewer" or "drift"), ``role`` and ``reason`` is what it gets.
+    A JSON object with ``event`` ("more", "fewer", "drift" or "plan"), ``role`` and ``reason`` is what it gets, of
+    a plan also the deployment file, as ``plan``.
     """
 
     command: tuple[Annotated[str, Field(min_length=1)], ...] | None = Field(
@@ -47,13 +48,6 @@ class DriftConfig(Section):
         "with a plan. null: it is only said.",
     )
     most: int = Field(default=500, ge=50, description="Requests in one simulation of the plan, at most.")
-    apply: bool = Field(default=False, description="Whether 'epd-serve apply' carries the plan out.")
-
-    @model_validator(mode="after")
-    def _plans_need_devices(self) -> DriftConfig:
-        if self.apply and self.devices is None:
-            raise ValueError("apply: true needs a plan, and a plan needs devices; name the file")
-        return self
 
 
 class ElasticConfig(Section):

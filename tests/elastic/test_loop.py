@@ -157,7 +157,6 @@ def test_one_gateway_of_a_deployment_runs_the_controller() -> None:
         ({"elastic": {"enabled": True}}, "set slo.ttft_ms and slo.tpot_ms"),
         ({"elastic": {"hook": {}}}, "write either command"),
         ({"elastic": {"hook": {"command": ["a"], "url": "http://b"}}}, "write either command"),
-        ({"elastic": {"drift": {"apply": True}}}, "a plan needs devices"),
         ({"elastic": {"roles": []}}, "at least 1 item"),
     ],
 )

@@ -29,7 +29,7 @@ def served(number: int, *, output: int) -> Trail:
 async def test_longer_answers_are_said_and_planned_for(tmp_path: Path) -> None:
     fleet, told = tmp_path / "fleet.yaml", tmp_path / "told.json"
     fleet.write_text("model: qwen2-vl-7b\npools: [{device: a100, count: 1}]")
-    program = f"import pathlib, sys; pathlib.Path({str(told)!r}).write_text(sys.stdin.read())"
+    program = f"import sys; open({str(told)!r}, 'a').write(sys.stdin.read() + chr(10))"
     settings = RedeploySettings(
         options=DriftOptions(num_requests=25),
         slo="ttft=4000,tpot=100",
@@ -50,12 +50,14 @@ async def test_longer_answers_are_said_and_planned_for(tmp_path: Path) -> None:
         for number in range(61, 90):
             redeployer.put(served(number, output=200))
         async with asyncio.timeout(120):
-            while redeployer.plan is None:
+            while redeployer.plan is None or len(told.read_text().splitlines()) < 2:
                 assert not running.done(), running.exception()
                 await asyncio.sleep(0.02)
         assert "tokens of an answer went from" in redeployer.drifts[0]
-        assert json.loads(told.read_text())["event"] == "drift"
-        planned = parse_config(redeployer.plan.read_text())
+        drift, plan = (json.loads(line) for line in told.read_text().splitlines())
+        assert (drift["event"], plan["event"]) == ("drift", "plan")
+        assert plan["plan"] == redeployer.plan.read_text()
+        planned = parse_config(plan["plan"])
         assert isinstance(planned.topology, Topology) and planned.topology.num_devices == 1
         assert planned.slo.tpot_ms == 100
     finally:
