@@ -25,7 +25,7 @@ async def test_a_late_decode_gets_an_encoder_and_every_answer_stays_right() -> N
         {
             "topology": "2E-P-D",
             "gateway": {"port": 0, "admin": {"port": port}},
-            "slo": {"ttft_ms": 100, "tpot_ms": 60000},
+            "slo": {"ttft_ms": 400, "tpot_ms": 60000},
             "instances": {"base_port": 0, "threads": 1, "queue_timeout_s": 120, "num_blocks": 512},
             "roles": {"D": {"max_num_seqs": 1}},
             "elastic": {"enabled": True, "interval_s": 0.1, "hold_s": 0.3, "window_s": 2, "cooldown_s": 1},
