@@ -19,6 +19,10 @@ def profile(
     clock: Annotated[
         Literal["wall", "cpu"], typer.Option(help="cpu: CPU time, for a machine that others use too.")
     ] = "wall",
+    deployments: Annotated[
+        bool,
+        typer.Option(help="Bring up EPD and E-P-D too, for what requests take besides their stages."),
+    ] = True,
 ) -> None:
     """Measure encode, prefill, decode and transfers on a device and fit the costs that 'epd-serve plan' uses."""
     with needs_native():
@@ -29,6 +33,7 @@ def profile(
     from rich.table import Table
 
     from epd_serve.config.schema import model_path
+    from epd_serve.launch.overheads import OverheadOptions, with_overheads
 
     options = GridOptions(
         model=model_path(model),
@@ -40,6 +45,9 @@ def profile(
     )
     with Console(stderr=True).status("measuring") as status:
         result = profile_device(options, lambda text: status.update(f"measuring {text}"))
+        if deployments:
+            overheads = OverheadOptions(model=model, device=device, dtype=dtype, threads=threads)
+            result = with_overheads(result, overheads, lambda text: status.update(f"measuring {text}"))
     out.write_bytes(result.to_json())
     table = Table(
         "stage", "samples", "median error", "90 %", "worst", title=f"{result.model} on {result.description}"
@@ -48,3 +56,18 @@ def profile(
         errors = (f"{value:.0%}" for value in (residual.median, residual.p90, residual.worst))
         table.add_row(stage, str(residual.num_samples), *errors)
     Console().print(table)
+    besides = {
+        "request": result.request_s,
+        "image": result.image_s,
+        "megapixel": 1e6 * result.image_pixel_s,
+        "KV elsewhere": result.split_s,
+        "1000 tokens' KV": 1e3 * result.split_token_s,
+        "feature from elsewhere": result.feature_s,
+        "hand-over to decode": result.hand_over_s,
+        "sequence of a step": result.stream_s,
+    }
+    if any(besides.values()):
+        rest = Table("besides the stages, for each", "ms")
+        for name, seconds in besides.items():
+            rest.add_row(name, f"{1e3 * seconds:.2f}")
+        Console().print(rest)

@@ -111,12 +111,14 @@ class Sequence:
     @property
     def is_decoding(self) -> bool:
         """Whether its newest token is all that is to be computed here; what is handed off is prefilled."""
-        return bool(self.output_ids) and not self.hand_off and self.num_uncomputed == 1
+        num_output = len(self.output_ids)  # asked of each sequence in each step
+        return num_output > 0 and not self.hand_off and len(self.prompt_ids) + num_output - self.num_computed == 1
 
     @property
     def is_complete(self) -> bool:
         """Whether its last token is on its way."""
-        return self.output_ids[-1:] == [PLACEHOLDER] and len(self.output_ids) >= self.max_tokens
+        ids = self.output_ids
+        return len(ids) >= self.max_tokens and ids[-1:] == [PLACEHOLDER]
 
     @property
     def goes_on(self) -> bool:

@@ -140,6 +140,7 @@ class Line(msgspec.Struct, frozen=True):
     model: str | None
     modality: str
     images: int
+    pixels: tuple[int, ...]
     media_bytes: int
     stream: bool
     status: int
@@ -177,6 +178,7 @@ def line_of(trail: Trail, wall_offset_s: float) -> Line:
         trail.model or None,
         trail.modality,
         trail.num_images,
+        trail.pixels,
         trail.media_bytes,
         trail.streamed,
         trail.status,

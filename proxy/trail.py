@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from epd_serve.metrics.trace_context import TRACEPARENT_HEADER, TraceContext
 from epd_serve.protocol.prompt_note import read_prompt_note
@@ -111,6 +111,7 @@ class Trail:
         "num_images",
         "output_tokens",
         "pace",
+        "pixels",
         "prompt_note",
         "prompt_tokens",
         "queue_s",
@@ -130,6 +131,7 @@ class Trail:
         self.modality = "text"
         self.num_images = 0
         self.media_bytes = 0
+        self.pixels: tuple[int, ...] = ()
         self.status = 0
         self.error = ""
         self.streamed = False
@@ -170,9 +172,11 @@ class Trail:
         hop.end_s = now_s
         self.hops.append(hop)
 
-    def media(self, number: int, nbytes: int) -> None:
-        self.num_images, self.media_bytes = number, nbytes
-        self.modality = "image" if number else "text"
+    def media(self, pixels: Iterable[int], nbytes: int) -> None:
+        """``pixels`` of each image, in the request's order."""
+        self.pixels, self.media_bytes = tuple(pixels), nbytes
+        self.num_images = len(self.pixels)
+        self.modality = "image" if self.pixels else "text"
 
     def sent(self, prefill: str, items: list[str]) -> Hop:
         """An attempt has begun: its prompt is on its way to P."""

@@ -20,7 +20,7 @@ import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-LOCKS = {"base": (), "full": ("native", "dev", "mooncake-cpu", "otel", "bench")}
+LOCKS = {"base": (), "full": ("native", "dev", "mooncake-cpu", "otel", "bench", "plan")}
 _ENTRY = re.compile(r"^[A-Za-z0-9].*?(?=^[A-Za-z0-9]|\Z)", re.MULTILINE | re.DOTALL)
 _CPU_WHEEL = "sys_platform == 'linux' and platform_machine == 'x86_64'"
 _NO_CPU_WHEEL = "sys_platform != 'linux' or platform_machine != 'x86_64'"

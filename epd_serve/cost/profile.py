@@ -69,8 +69,15 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
         pixels_per_token: of images whose tokens go by their size; tokens_per_image: of towers with one size.
         min_pixels, max_pixels: between which the model's processor brings every image.
         link_bytes_per_s: to other devices of the machine; handshake_s: before each transfer.
-        request_s: that a request takes on its way to the engine: gateway, preparation.
+        request_s: that a request takes on its way to the engine and back: gateway, HTTP, tokenising.
+        image_s, image_pixel_s: to read and resize an image, and each of its pixels as sent, before it is encoded.
+        split_s: before a prefill whose KV goes elsewhere: its reservation; split_token_s: of it, for each token.
+        feature_s: from an encode elsewhere until its feature is there, transfer apart.
         hand_over_s: from the end of a prefill to the first step at D, transfer apart.
+        loop_s, stream_s: of a step besides the model, for each of its sequences: scheduling, its token's way out.
+        interference: how much longer a stage takes beside another one on the device: "P/D" is P beside D;
+            interference_within: of one instance, whose process they share.
+        crowding: how much longer stages that want more cores than there are take than an equal part of them says.
         residuals: of the fits, by stage.
         samples: what was measured: stage, its work, seconds.
     """
@@ -100,7 +107,17 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
     link_bytes_per_s: float = 4e9
     handshake_s: float = 3e-4
     request_s: float = 0.0
+    image_s: float = 0.0
+    image_pixel_s: float = 0.0
+    split_s: float = 0.0
+    split_token_s: float = 0.0
+    feature_s: float = 0.0
     hand_over_s: float = 0.0
+    loop_s: float = 0.0
+    stream_s: float = 0.0
+    interference: dict[str, float] = {}
+    interference_within: dict[str, float] = {}
+    crowding: float = 0.0
     residuals: dict[str, Residual] = {}
     samples: list[tuple[str, list[float], float]] = []
 
@@ -122,6 +139,10 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
             raise ValueError(f"the profile of {self.model} on {self.device} has no encode")
         seen = [self._seen(count) for count in pixels]
         return max(line.seconds(seen) for line in self.encode)
+
+    def prepare_s(self, num_pixels: int) -> float:
+        """From an image as it was sent to what the tower takes."""
+        return self.image_s + self.image_pixel_s * num_pixels
 
     def image_tokens(self, num_pixels: int) -> int:
         """Of one image."""

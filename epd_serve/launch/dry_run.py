@@ -37,9 +37,10 @@ def dry_run(config: DeploymentConfig, file: Path | None, environment: Mapping[st
 
 
 def _vllm(config: DeploymentConfig, ports: tuple[int, ...], environment: Mapping[str, str]) -> Iterator[str]:
-    path = ""
+    path, flags = "", list[str]()
     try:
         found = check_engine(config)
+        flags = found.flags
         yield f"# vLLM {found.vllm}" + (f", vllm-ascend {found.vllm_ascend}" if found.vllm_ascend else "")
         if not found.epd_serve:
             path = "PLUGIN_PATH"
@@ -51,7 +52,7 @@ def _vllm(config: DeploymentConfig, ports: tuple[int, ...], environment: Mapping
     except ValueError as error:
         model = str(Path(config.model).expanduser().resolve())
         yield f"# not on this machine: {error}"
-    for process in vllm_processes(config, ports, environment, path, model=model):
+    for process in vllm_processes(config, ports, environment, path, flags=flags, model=model):
         placed = process.placement
         yield f"\n# {placed.name}: {placed.role} on {', '.join(dict.fromkeys(placed.devices))}"
         yield shell_line(process.command, process.variables)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -16,6 +16,7 @@ from epd_serve.config.shares import DeviceShare
 from epd_serve.config.vllm import connectors
 from epd_serve.launch.commands import threads_each, visibility
 from epd_serve.launch.process import ProcessSpec
+from epd_serve.launch.vllm_pixels import pixel_flags
 from epd_serve.launch.vllm_probe import VllmFound, check_flags, check_found, probe_vllm
 from epd_serve.protocol.addresses import url_of
 from epd_serve.topology import InstancePlacement
@@ -72,18 +73,20 @@ def vllm_processes(
     environment: Mapping[str, str],
     plugin_path: str = "",
     *,
+    flags: Collection[str] = (),
     model: str | None = None,
 ) -> list[VllmProcess]:
     """The processes in placement order; ``ports`` are theirs.
 
     ``plugin_path`` is a directory from which vLLM's Python can import epd_serve; "" where it is installed there.
-    ``model`` is the model's directory where it need not be on this machine. Raises ValueError where it must be and
-    is not.
+    ``flags`` are those that vLLM is known to have. ``model`` is the model's directory where it need not be on this
+    machine. Raises ValueError where it must be and is not.
     """
     model = model or str(model_path(config.model))
     used = connectors_of(config)
     if used.features == "file" and not used.feature_dir:
         raise ValueError("vllm.feature_dir is not set: a directory through which E hands its features to P")
+    pixels = pixel_flags(Path(model), flags)
     placement = config.placement()
     num_ranks = sum(instance.tensor_parallel for instance in placement)
     shares = config.device_shares()
@@ -95,7 +98,9 @@ def vllm_processes(
         if settings.threads is not None:  # more would take turns on the share's cores
             on_a_share = share is not None and _kind(instance.devices[0]) == "cpu"
             threads = min(settings.threads, threads) if on_a_share else settings.threads
-        options = _options(config, settings, instance, number, port, used, environment, threads, share, model)
+        options = _options(
+            config, settings, instance, number, port, used, environment, threads, share, model, pixels
+        )
         variables = environment_of(options)
         if plugin_path:
             variables["PYTHONPATH"] = plugin_path
@@ -139,7 +144,8 @@ def vllm_instance_specs(
     """
     found = check_engine(config)
     plugin_path = "" if found.epd_serve else link_plugin(directory / "plugin")
-    return vllm_specs(config, vllm_processes(config, ports, environment, plugin_path), environment)
+    processes = vllm_processes(config, ports, environment, plugin_path, flags=found.flags)
+    return vllm_specs(config, processes, environment)
 
 
 def check_engine(config: DeploymentConfig) -> VllmFound:
@@ -171,6 +177,7 @@ def _options(
     threads: int,
     share: DeviceShare | None,
     model: str,
+    defaults: Mapping[str, bool],
 ) -> VllmOptions:
     kind = _kind(instance.devices[0])
     shown, _ = visibility(instance.devices, environment)
@@ -200,7 +207,7 @@ def _options(
         threads=threads,
         cores=_cores(share) if share is not None and kind == "cpu" else "",
         connectors=used,
-        arguments={**given, **settings.engine_args},
+        arguments={**defaults, **given, **settings.engine_args},
     )
 
 

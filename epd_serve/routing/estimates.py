@@ -48,8 +48,11 @@ def resolve_costs(load: Load, budgets: Mapping[str, float], peers: Sequence[Load
     """
 
     def rate(stage: Stage) -> StageRate:
-        own = load.rates.get(stage.value)
-        known = [one.rates[stage.value] for one in (load, *peers) if stage.value in one.rates]
+        name = stage.value
+        own = load.rates.get(name)
+        known = [one.rates[name] for one in (load, *peers) if name in one.rates]
+        if own is not None and own.is_fresh and known.count(own) == len(known):
+            return own
         fresh = [one for one in known if one.is_fresh]
         if not known:
             return _PRIORS[stage]

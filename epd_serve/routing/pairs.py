@@ -7,8 +7,7 @@ So each instance is looked at once, and for each P the best D of each distance. 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from epd_serve.cost.links import NETWORK, SAME_DEVICE, SAME_HOST, link_between
@@ -60,101 +59,105 @@ def cheapest_pair(table: InstanceTable, model: str, exclude: Collection[str], de
     decodes = [] if all(fused) else parts.decodes
     rests = [parts.rest_s(one, demand) + one.encode_s for one in decodes]
     places = [_place(one) for one in decodes]
-    rows: list[tuple[InstanceRecord, _Ways, float | None]] = []
+    by_bytes: dict[float, _Ways] = {}
+    rows: list[tuple[InstanceRecord, float, _Ways, float | None]] = []
     for prefill, is_fused in zip(parts.prefills, fused, strict=True):
         first_s = parts.first_s(prefill)
         if is_fused:
-            rows.append((prefill, _Ways(first_s, first_s, first_s), parts.rest_s(prefill, demand)))
+            rows.append((prefill, first_s, _NO_WAY, parts.rest_s(prefill, demand)))
             continue
         nbytes = parts.num_tokens * (prefill.info.kv_token_bytes if prefill.info is not None else 0)
-        seconds = (first_s + link.seconds(nbytes) for link in (SAME_DEVICE, SAME_HOST, NETWORK))
-        rows.append((prefill, _Ways(*seconds), None))
+        ways = by_bytes.get(nbytes)
+        if ways is None:
+            ways = by_bytes[nbytes] = (
+                SAME_DEVICE.seconds(nbytes),
+                SAME_HOST.seconds(nbytes),
+                NETWORK.seconds(nbytes),
+            )
+        rows.append((prefill, first_s, ways, None))
 
     by_rest = _ByPlace(places, rests, range(len(decodes)))
     costs: list[tuple[float, float]] = []
-    for prefill, ways, rest in rows:
+    for prefill, first_s, ways, rest in rows:
         if rest is not None:
-            costs.append((ways.far, rest))
+            costs.append((first_s, rest))
         else:
-            costs += [(first, rests[index]) for first, index in by_rest.nearest(_place(prefill), ways)]
+            costs += [(first_s + ways[way], rests[index]) for index, way in by_rest.nearest(_place(prefill))]
     best_first, best_rest = min(costs, key=sum)
     limit_first, limit_rest = best_first + NEAR_S, best_rest + NEAR_S
 
     turns = [(one.pending.num_sequences, one.num_chosen[Stage.DECODE]) for one in decodes]
     by_turn = _ByPlace(places, turns, [index for index, rest in enumerate(rests) if rest <= limit_rest])
     found: list[tuple[float, int, int, InstanceRecord, InstanceRecord]] = []
-    for number, (prefill, ways, rest) in enumerate(rows):
+    for number, (prefill, first_s, ways, rest) in enumerate(rows):
+        if first_s + ways[_ON_DEVICE] > limit_first:
+            continue
         num_chosen = prefill.num_chosen[Stage.PREFILL]
         if rest is not None:
-            if ways.far <= limit_first and rest <= limit_rest:
+            if rest <= limit_rest:
                 num_chosen += prefill.num_chosen[Stage.DECODE]
                 found.append((prefill.pending.num_sequences, num_chosen, number, prefill, prefill))
             continue
-        if ways.same_device > limit_first:
-            continue
-        for first, index in by_turn.nearest(_place(prefill), ways):
-            if first <= limit_first:
+        for index, way in by_turn.nearest(_place(prefill)):
+            if first_s + ways[way] <= limit_first:
                 num_sequences, times = turns[index]
                 found.append((num_sequences, num_chosen + times, number, prefill, decodes[index]))
     *_, prefill, decode = min(found, key=lambda one: one[:2])
     return parts.route(prefill, decode)
 
 
+#: Seconds that the KV is on its way to a D, by how far that is.
+_Ways = tuple[float, float, float]
+_ON_DEVICE, _ON_HOST, _FAR = range(3)
+_NO_WAY = 0.0, 0.0, 0.0
+
+
 def _place(record: InstanceRecord) -> tuple[str, str]:
     return ("", "") if record.info is None else (record.info.host_id, record.info.device)
-
-
-@dataclass(frozen=True, slots=True)
-class _Ways:
-    """Seconds until a P's first token and its KV is at a D, by how far that is."""
-
-    same_device: float
-    same_host: float
-    far: float
 
 
 class _ByPlace:
     """The lowest value (the first of equal ones) at each distance from a place. Unknown hosts ("") are far."""
 
     def __init__(self, places: Sequence[tuple[str, str]], values: Sequence[Any], indices: Sequence[int]) -> None:
-        devices: dict[tuple[str, str], int] = {}
+        devices: dict[tuple[str, str], tuple[Any, int]] = {}
         for index in indices:
+            one = values[index], index
             known = devices.get(places[index])
-            if known is None or values[index] < values[known]:
-                devices[places[index]] = index
-
-        def order(index: int) -> tuple[Any, int]:
-            return values[index], index
-
+            if known is None or one < known:
+                devices[places[index]] = one
+        hosts: dict[str, list[tuple[Any, int]]] = {}
+        for (host, _), one in devices.items():
+            here = hosts.get(host)
+            if here is None:
+                hosts[host] = [one]
+            elif len(here) == 1 or one < here[1]:  # the best two: one of them is on another device
+                here[1:] = [one]
+                here.sort()
         self._devices = devices
-        self._hosts: dict[str, list[int]] = {}
-        for (host, _), index in devices.items():
-            self._hosts.setdefault(host, []).append(index)
-        for found in self._hosts.values():
-            found.sort(key=order)
-        self._best = sorted((found[0] for found in self._hosts.values()), key=order)
-        self._order: Callable[[int], tuple[Any, int]] = order
+        self._hosts = hosts
+        self._best = sorted(found[0] for found in hosts.values())[:2]  # one of them is on another host
         self._places = places
-        self._found: dict[tuple[str, str], list[tuple[int, str]]] = {}  # places without a D of their own by host
+        self._found: dict[tuple[str, str], list[tuple[int, int]]] = {}  # places without a D of their own by host
 
-    def nearest(self, place: tuple[str, str], ways: _Ways) -> Iterator[tuple[float, int]]:
-        """(seconds of the way, index), in the order of the indices."""
+    def nearest(self, place: tuple[str, str]) -> list[tuple[int, int]]:
+        """(index, distance), in the order of the indices."""
         known = place if place in self._devices and place[0] else (place[0], "")
         found = self._found.get(known)
         if found is None:
             found = self._found[known] = self._nearest(*place)
-        return ((getattr(ways, way), index) for index, way in found)
+        return found
 
-    def _nearest(self, host: str, device: str) -> list[tuple[int, str]]:
+    def _nearest(self, host: str, device: str) -> list[tuple[int, int]]:
         place = host, device
-        found: list[tuple[int, str]] = []
+        found: list[tuple[int, int]] = []
         if host:
             if place in self._devices:
-                found.append((self._devices[place], "same_device"))
-            here = (index for index in self._hosts.get(host, ()) if self._places[index] != place)
+                found.append((self._devices[place][1], _ON_DEVICE))
+            here = (index for _, index in self._hosts.get(host, ()) if self._places[index] != place)
             if (index := next(here, None)) is not None:
-                found.append((index, "same_host"))
-        far = (index for index in self._best if not host or self._places[index][0] != host)
+                found.append((index, _ON_HOST))
+        far = (index for _, index in self._best if not host or self._places[index][0] != host)
         if (index := next(far, None)) is not None:
-            found.append((index, "far"))
+            found.append((index, _FAR))
         return sorted(found)

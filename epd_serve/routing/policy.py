@@ -199,8 +199,8 @@ def first_token_s(prefill: InstanceRecord, num_tokens: float) -> float:
 
 
 def answer_s(decode: InstanceRecord, answer: Work, demand: Demand) -> float:
-    seconds = decode.costs.decode_s(answer.num_sequences, decode.pending.num_sequences, demand.max_tokens)
-    return seconds + decode.room_s(answer.num_kv_tokens) if decode.load.total_blocks else seconds
+    seconds, room_tokens = decode.decode_s(answer.num_sequences, demand.max_tokens)
+    return seconds if answer.num_kv_tokens <= room_tokens else seconds + decode.room_s(answer.num_kv_tokens)
 
 
 def ready(table: InstanceTable, stage: Stage, model: str, exclude: Collection[str]) -> list[InstanceRecord]:

@@ -66,6 +66,7 @@ class InstanceRecord:
     _own: Work = NONE  # of calls that the report does not contain
     _ended: Work = NONE  # of calls that it contains and that have ended since
     _unreported: dict[str, list[OpenCall]] = field(default_factory=dict)
+    _known: dict[tuple[float, float | None], tuple[float, float]] = field(default_factory=dict)  # see decode_s
 
     @property
     def pending(self) -> Work:
@@ -102,6 +103,17 @@ class InstanceRecord:
         held = (self.load.total_blocks - self.load.free_blocks) * self.info.block_size + self.pending.num_kv_tokens
         return self.costs.room_s(missing, held, self.pending.num_sequences)
 
+    def decode_s(self, num_sequences: float, max_tokens: float | None) -> tuple[float, float]:
+        """Seconds that so many more sequences cost beside those that it has to do, and KV tokens for which there
+        is room. A request is compared at all instances, and few of them have changed since the one before it."""
+        key = num_sequences, max_tokens
+        known = self._known.get(key)
+        if known is None:
+            seconds = self.costs.decode_s(num_sequences, self.pending.num_sequences, max_tokens)
+            has_room = not self.load.total_blocks or self.info is None
+            known = self._known[key] = seconds, float("inf") if has_room else self.room_tokens
+        return known
+
     def covers(self, stage: Stage) -> bool:
         return self.role is not None and stage in self.role.stages
 
@@ -117,7 +129,11 @@ class InstanceRecord:
                     del self._unreported[key]
         if not self._unreported:
             self._own = NONE  # floating point leaves crumbs
+        self._changed()
+
+    def _changed(self) -> None:
         self._pending = None
+        self._known.clear()
 
 
 class OpenCall:
@@ -135,7 +151,7 @@ class OpenCall:
         record.in_flight[stage] += 1
         record.num_chosen[stage] += 1
         record._own += work
-        record._pending = None
+        record._changed()
         calls = record._unreported.get(key)
         if calls is None:
             record._unreported[key] = [self]
@@ -146,7 +162,7 @@ class OpenCall:
         """Once."""
         record, key = self._record, self._key
         record.in_flight[self._stage] -= 1
-        record._pending = None
+        record._changed()
         if self.is_reported:
             record._ended += self.work
             return
@@ -211,6 +227,7 @@ class InstanceTable:
             raise ValueError(f"instance names must be unique, got {[name for name, _ in instances]}")
         self.num_calls = 0
         self._models: dict[str, InstanceInfo] | None = None  # None: to be looked up
+        self._peers: dict[frozenset[Stage], list[InstanceRecord]] = {}  # by their stages
 
     def __iter__(self) -> Iterator[InstanceRecord]:
         return iter(self._records.values())
@@ -227,11 +244,13 @@ class InstanceTable:
     def add(self, name: str, url: str) -> None:
         assert name not in self._records
         self._models = None
+        self._peers.clear()
         self._records[name] = InstanceRecord(name=name, url=url)
 
     def remove(self, name: str) -> None:
         """Nothing new for this instance; whoever holds its record may go on to use it."""
         self._models = None
+        self._peers.clear()
         del self._records[name]
 
     # ------------------------------------------------------------------ what instances say
@@ -246,12 +265,14 @@ class InstanceTable:
         record = self._records[name]
         record.role = Role.parse(info.role)
         self._models = None
+        self._peers.clear()
         before = record.info or info
         if (info.pid, info.epoch) != (before.pid, before.epoch):
             record.kept.clear()
             record.features.clear()  # another process, or its caches were made anew
             record.prefixes.clear()
         record.info = info
+        record._changed()
         record.place = Place(host_id=info.host_id, device=info.device)
         if contains is not None:
             received = [key for key, calls in record._unreported.items() for c in calls if c.number <= contains]
@@ -273,15 +294,19 @@ class InstanceTable:
         for mm_hash in report.encoded:
             record.features.add(mm_hash)
         assert record.info is not None and record.role is not None
-        stages = record.role.stages
-        others = [
-            one
-            for one in self._records.values()
-            if one is not record and one.role is not None and one.role.stages == stages
-        ]
-        record.costs = resolve_costs(report.load, record.info.budgets, [one.load for one in others])
+        others = [one.load for one in self._peers_of(record.role) if one is not record]
+        record.costs = resolve_costs(report.load, record.info.budgets, others)
+        record._changed()
         record.is_stale = False
         self._set_ready(record, report.ready)
+
+    def _peers_of(self, role: Role) -> list[InstanceRecord]:
+        """All of one role."""
+        known = self._peers.get(role.stages)
+        if known is None:
+            known = [one for one in self if one.role is not None and one.role.stages == role.stages]
+            self._peers[role.stages] = known
+        return known
 
     def _set_ready(self, record: InstanceRecord, ready: bool) -> None:
         if ready and not record.ready:

@@ -51,9 +51,11 @@ class BlockTables:
 
     def num_needed(self, sequence: Sequence) -> int:
         """Blocks that a sequence takes from the pool to be admitted, or, where it has some, to go on."""
-        if sequence.blocks:
+        if blocks := sequence.blocks:
+            if sequence.num_tokens <= len(blocks) * self._pool.block_size:
+                return 0
             # admitted with room for one more token, it may have a block to spare
-            return max(num_blocks_for(sequence.num_tokens, self._pool.block_size) - len(sequence.blocks), 0)
+            return max(num_blocks_for(sequence.num_tokens, self._pool.block_size) - len(blocks), 0)
         return self._pool.num_missing(
             sequence.num_tokens, sequence.room_tokens, sequence.num_forked, sequence.block_hashes
         )
@@ -86,10 +88,13 @@ class BlockTables:
 
     def grow(self, sequence: Sequence) -> bool:
         """Let a sequence have a block for its newest token; False: there is none."""
+        if sequence.blocks and sequence.num_tokens <= len(sequence.blocks) * self._pool.block_size:
+            return True  # as it mostly is
         needed = self.num_needed(sequence)
         if needed > self._pool.num_free:
             return False
-        sequence.blocks += self._pool.allocate(needed)
+        if needed:
+            sequence.blocks += self._pool.allocate(needed)
         return True
 
     def fork(self, root: Sequence) -> list[Sequence]:

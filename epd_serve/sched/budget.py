@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
 from epd_serve.request import Sequence
 from epd_serve.types import Role
 
@@ -59,8 +61,7 @@ def search_budget(measure: Callable[[int], float], limit_s: float, low: int, hig
     return best
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepWork:
+class StepWork(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What a step's time depends on.
 
     Attributes:

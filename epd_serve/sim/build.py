@@ -29,6 +29,7 @@ def build(
     host_of: Callable[[str], str] = lambda device: "host0",
     matrix: InterferenceMatrix | None = None,
     cores: float | None = None,
+    threads: int | None = None,
     block_size: int | None = None,
     num_blocks: int | None = None,
     dual_stream: bool = True,
@@ -37,7 +38,8 @@ def build(
     """Instances on their devices as ``epd-serve up`` would place them.
 
     Memory of a device is shared by the language models on it, in equal parts. On CPUs (``cores`` given) all
-    instances of a host share its cores, each with an equal part of threads, as ``epd-serve up`` gives them out.
+    instances of a host share its cores, each with ``threads``, or with an equal part of the cores, as ``epd-serve
+    up`` gives them out.
     """
     placed = place(topology, devices)
     specs: list[SimInstanceSpec] = []
@@ -56,7 +58,7 @@ def build(
             num_blocks=num_blocks or 2,
             block_size=size,
             batching=batching(one.role) if callable(batching) else batching,
-            cores=max(cores / len(placed), 1.0) if device == CPU and cores is not None else 1.0,
+            cores=float(threads or max(cores / len(placed), 1.0)) if device == CPU and cores is not None else 1.0,
             dual_stream=dual_stream,
             is_grouped=is_grouped,
         )
@@ -64,9 +66,9 @@ def build(
             spec = with_memory(spec, share=1 / num_models)
         specs.append(spec)
     sharing: dict[str, Sharing] = {}
-    if matrix is not None or cores is not None:
-        measured = MeasuredSharing(cores=cores or float("inf"))
+    for spec in specs:
         if matrix is not None:
-            measured = MeasuredSharing.of(matrix, cores or float("inf"))
-        sharing = {spec.device: measured for spec in specs}
+            sharing[spec.device] = MeasuredSharing.of(matrix, cores or float("inf"))
+        elif cores is not None or spec.profile.interference:
+            sharing[spec.device] = MeasuredSharing.of_profile(spec.profile, cores or float("inf"))
     return SimDeployment(instances=tuple(specs), routing=routing, sharing=sharing, label=str(topology))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from epd_serve.cost.interference import InterferenceMatrix
+from epd_serve.cost.profile import Profile
 from epd_serve.sim.clock import Clock
 
 
@@ -19,6 +20,7 @@ class Activity:
         compute, bandwidth: of the device's peak, the part that it uses when it is alone.
         work_s: what it takes alone; done_s of that is done.
         cores: of a CPU.
+        owner: the instance.
     """
 
     stage: str
@@ -27,6 +29,7 @@ class Activity:
     work_s: float
     on_end: Callable[[], None]
     cores: float = 1.0
+    owner: str = ""
     done_s: float = 0.0
     rate: float = 1.0
     since_s: float = 0.0
@@ -56,11 +59,14 @@ class FluidSharing:
 class MeasuredSharing:
     """As pairs of stages were measured side by side; increases of several neighbours add up.
 
-    A CPU has ``cores``; what asks for more in all gets its part of them.
+    A CPU has ``cores``; what asks for more in all gets its part of them, less ``crowding``. ``within``: of two
+    stages in one instance.
     """
 
     increase: dict[tuple[str, str], float] = field(default_factory=dict)
     cores: float = float("inf")
+    within: dict[tuple[str, str], float] = field(default_factory=dict)
+    crowding: float = 0.0
 
     @classmethod
     def of(cls, matrix: InterferenceMatrix, cores: float = float("inf")) -> MeasuredSharing:
@@ -72,15 +78,34 @@ class MeasuredSharing:
                     pairs[name, beside] = matrix.increase_of(name, beside)
                 except KeyError:
                     continue
-        return cls(pairs, cores)
+        return cls(pairs, cores, pairs)
+
+    @classmethod
+    def of_profile(cls, profile: Profile, cores: float = float("inf")) -> MeasuredSharing:
+        """What was not measured is taken for what was: E beside P for E beside D. In one instance, which shares a
+        process too, stages slow each other down as in two at least."""
+
+        def pairs(known: dict[str, float]) -> dict[tuple[str, str], float]:
+            return {(pair[0], pair[-1]): value for pair, value in known.items()}
+
+        increase = pairs(profile.interference)
+        for pair, like in ((("E", "P"), ("E", "D")), (("P", "E"), ("P", "D"))):
+            if like in increase:
+                increase.setdefault(pair, increase[like])
+        within = pairs(profile.interference_within)
+        within = {pair: max(within.get(pair, 0.0), increase.get(pair, 0.0)) for pair in {*within, *increase}}
+        return cls(increase, cores, within, profile.crowding)
 
     def rates(self, activities: Sequence[Activity]) -> list[float]:
-        scarce = max(1.0, sum(one.cores for one in activities) / self.cores)
+        wanted = sum(one.cores for one in activities)
+        scarce = wanted / self.cores * (1 + self.crowding) if wanted > self.cores else 1.0
         rates: list[float] = []
         for one in activities:
-            more = sum(
-                self.increase.get((one.stage, other.stage), 0.0) for other in activities if other is not one
-            )
+            more = 0.0
+            for other in activities:
+                if other is not one:
+                    pairs = self.within if one.owner == other.owner else self.increase
+                    more += pairs.get((one.stage, other.stage), 0.0)
             rates.append(1 / ((1 + more) * scarce))
         return rates
 

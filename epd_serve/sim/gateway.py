@@ -190,7 +190,7 @@ class SimGateway:
             if instance is prefill:
                 arrived()
             else:
-                self._clock.after(self._link(instance, prefill).seconds(nbytes), arrived)
+                self._clock.after(self._link(instance, prefill).seconds(nbytes) + profile.feature_s, arrived)
 
         if prefill.inbox.acquire(ref.mm_hash, attempt.id) is None:
             instance.tower.encode(ref.mm_hash, ref.width, encoded)
@@ -205,10 +205,19 @@ class SimGateway:
             prefill.language.submit(sequence)
             return
 
+        split_s = prefill.spec.profile.split_s
+
+        def submit() -> None:
+            assert prefill.language is not None
+            if not attempt.is_over:
+                prefill.language.submit(sequence)
+
         def granted(blocks: Any) -> None:
             attempt.blocks = blocks
-            assert prefill.language is not None
-            prefill.language.submit(sequence)
+            if split_s:
+                self._clock.after(split_s, submit)
+            else:
+                submit()
 
         attempt.reservation = Reservation(
             sequence.num_prompt_tokens, sequence.block_hashes, self._clock.now, granted

@@ -181,7 +181,13 @@ class LanguageSide:
         self._run = run
         stage = "P" if output.prefills else "D"
         self._activity = Activity(
-            stage, run.compute, run.bandwidth, run.total_s(run.length), self._ended, self._spec.cores
+            stage,
+            run.compute,
+            run.bandwidth,
+            run.total_s(run.length),
+            self._ended,
+            self._spec.cores,
+            self._spec.name,
         )
         self._device.start(self._activity)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from epd_serve.cost.profile import Profile
 from epd_serve.sched.budget import StepWork
@@ -28,13 +29,17 @@ class StepRun:
             [sequence.num_tokens for sequence in output.decodes],
             [(sequence.num_computed, count) for sequence, count in output.prefills],
         )
+        beside_s = profile.loop_s + profile.stream_s * len(output.decodes) if output.decodes else 0.0
+        if profile.split_token_s:
+            beside_s += profile.split_token_s * sum(n for sequence, n in output.prefills if sequence.hand_off)
         self.output = output
         self._work = work
         self.num_applied = 0
         # (seconds of the first step, what each further one takes longer)
         self._lines = [
             (
-                line.seconds(work.num_tokens, work.num_sequences, work.decode_context, work.prefill_pairs),
+                beside_s
+                + line.seconds(work.num_tokens, work.num_sequences, work.decode_context, work.prefill_pairs),
                 line.context_s * len(output.decodes),
             )
             for line in profile.step

@@ -8,6 +8,7 @@ from epd_serve.config.options import BatchingOrder, BatchingPolicy
 from epd_serve.cost.profile import Profile
 from epd_serve.sched.budget import MIN_CHUNK, PREFILL_SHARE, StepCost, StepPace, latency_limit_s, search_budget
 from epd_serve.sched.language import Budget
+from epd_serve.topology.placement import CPU
 from epd_serve.types import Role
 
 #: Blocks of a pool beyond which more cannot change anything in a simulation of some thousand requests.
@@ -52,6 +53,10 @@ class SimInstanceSpec:
     dual_stream: bool = True
     is_grouped: bool = True
     feature_bytes: int = 256 << 20
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.device == CPU
 
     @property
     def limit_s(self) -> float | None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from epd_serve.cache.feature_cache import FeatureCache
 from epd_serve.sched.encode import schedule_encodes
 from epd_serve.sim.clock import Clock
-from epd_serve.sim.device import Activity, SimDevice
+from epd_serve.sim.device import Activity, MeasuredSharing, SimDevice
 from epd_serve.sim.spec import SimInstanceSpec, find_image_budget
 
 Encoded = Callable[[bool], None]
@@ -42,6 +43,9 @@ class TowerSide:
         self.store: FeatureCache[int] = FeatureCache(spec.feature_bytes)
         self._waiting: list[_Item] = []
         self._flights: dict[str, _Item] = {}
+        # a CPU prepares images itself, beside what it computes; of other devices the host does, with cores enough
+        self._host = device if spec.on_cpu else SimDevice(clock, MeasuredSharing())
+        self._preparing: dict[str, Activity] = {}
         self._activity: Activity | None = None
         self.made: list[str] = []
         self.num_encoded = self.num_hits = 0
@@ -72,8 +76,18 @@ class TowerSide:
             return
         self.num_encoded += 1
         item = self._flights[key] = _Item(key, num_pixels, [done])
-        self._waiting.append(item)
         self.made.append(key)
+        prepare_s = self._spec.profile.prepare_s(num_pixels)
+        if prepare_s:
+            host = Activity("host", 0.0, 0.0, prepare_s, partial(self._prepared, item), owner=self._spec.name)
+            self._preparing[key] = host
+            self._host.start(host)
+        else:
+            self._prepared(item)
+
+    def _prepared(self, item: _Item) -> None:
+        self._preparing.pop(item.key, None)
+        self._waiting.append(item)
         self.kick()
 
     def kick(self) -> None:
@@ -87,7 +101,9 @@ class TowerSide:
         if profile.kind == "analytic" and len(profile.encode) == 2:
             busy = [(line.seconds(pixels) - profile.encode[0].base_s) / seconds for line in profile.encode]
             compute, bandwidth = profile.compute_share * busy[0], profile.bandwidth_share * busy[1]
-        self._activity = Activity("E", compute, bandwidth, seconds, lambda: self._encoded(batch), self._spec.cores)
+        self._activity = Activity(
+            "E", compute, bandwidth, seconds, lambda: self._encoded(batch), self._spec.cores, self._spec.name
+        )
         self._device.start(self._activity)
 
     def drop_all(self) -> None:
@@ -95,6 +111,9 @@ class TowerSide:
         if self._activity is not None:
             self._device.stop(self._activity)
         self._activity = None
+        for preparing in self._preparing.values():
+            self._host.stop(preparing)
+        self._preparing.clear()
         self._waiting.clear()
         self._flights.clear()
         self.made.clear()

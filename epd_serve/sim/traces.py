@@ -13,7 +13,7 @@ from epd_serve.bench.workloads.trace import BLOCK_TOKENS
 from epd_serve.sim.request import SimRequest
 from epd_serve.sim.workloads import WORKLOADS
 
-#: Of an image of which only the number is known: ShareGPT-4o's mean (EPD-Serve, section 4.1).
+#: Of an image whose size is not known: ShareGPT-4o's mean (EPD-Serve, section 4.1).
 IMAGE_PIXELS = 802 * 652
 
 
@@ -82,7 +82,8 @@ def _mooncake(line: Mapping[str, Any]) -> SimRequest:
 
 
 def _logged(line: Mapping[str, Any], tokens_of_image: int) -> SimRequest:
-    """Images are told apart by the names of their encodes; of those without one, none is like another."""
+    """Images are told apart by the names of their encodes; of those without one, none is like another. Logs of
+    before there were pixels in them have images of a mean size."""
     at_s = datetime.fromisoformat(str(line.get("time"))).timestamp()
     num_images = whole_number(line, "images", 0, at_least=0)
     num_tokens = whole_number(line, "prompt_tokens")
@@ -90,9 +91,13 @@ def _logged(line: Mapping[str, Any], tokens_of_image: int) -> SimRequest:
         str(stage["item"]) for stage in line.get("stages", ()) if isinstance(stage, dict) and stage.get("item")
     ]
     names = [*dict.fromkeys(named), *(f"{line.get('request_id')}/{i}" for i in range(num_images))][:num_images]
+    pixels = line.get("pixels", [])
+    if not isinstance(pixels, list) or not all(type(one) is int and one > 0 for one in pixels):
+        raise LineError("pixels: expected a list of whole numbers, one for each image")
+    sizes = [*pixels, *[IMAGE_PIXELS] * num_images]
     return SimRequest(
         at_s=at_s,
-        images=tuple((name, IMAGE_PIXELS) for name in names),
+        images=tuple(zip(names, sizes, strict=False)),
         num_text_tokens=max(num_tokens - num_images * tokens_of_image, 1),
         num_output_tokens=whole_number(line, "completion_tokens"),
     )

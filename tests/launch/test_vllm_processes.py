@@ -25,6 +25,7 @@ KNOWN_FLAGS = {
     "kv_cache_memory_bytes", "ec_transfer_config", "kv_transfer_config", "enable_prefix_caching", "max_model_len",
     "max_num_seqs", "max_num_batched_tokens", "block_size", "num_gpu_blocks_override", "enforce_eager",
     "trust_remote_code", "mm_processor_cache_gb", "enable_auto_tool_choice", "tool_call_parser",
+    "mm_device_do_normalize",
 }  # fmt: skip
 
 
@@ -84,6 +85,61 @@ def test_devices_memory_and_threads(model: Path) -> None:
     assert [flag(one, "gpu-memory-utilization") for one in shared.values()] == ["0.23", "0.6", None]
     host = processes("instances: {threads: 3, kv_cache_bytes: 1500MiB}", model)["d0"].variables
     assert (host["OMP_NUM_THREADS"], host["VLLM_CPU_KVCACHE_SPACE"]) == ("3", "2")
+
+
+@pytest.mark.parametrize(
+    ("kv", "connector", "devices"),
+    [
+        ("grouped", "GroupedKVConnector", "cpu"),
+        ("mooncake", "MooncakeCPUConnector", "cpu"),
+        ("nixl", "NixlConnector", "cpu"),
+        ("mooncake", "MooncakeConnector", "cuda"),
+        ("nixl", "NixlConnector", "cuda"),
+        ("mooncake", "MooncakeConnectorV1", "npu"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("features", "name"), [("store", "StoreFeatureConnector"), ("file", "ECExampleConnector")]
+)
+def test_every_connector_has_its_configuration(
+    kv: str, connector: str, devices: str, features: str, name: str, model: Path
+) -> None:
+    text = (
+        f"topology: E-P-D\ndevices: [{', '.join(f'{devices}:{n}' for n in range(3))}]" if devices != "cpu" else ""
+    )
+    link = "link: {bandwidth: 20MB/s, latency_ms: 2}"
+    found = processes(f"{text}\nvllm: {{features: {features}, feature_dir: /shared, kv: {kv}, {link}}}", model)
+    feature_configs = [json.loads(flag(found[one], "ec-transfer-config") or "") for one in ("e0", "p0")]
+    kv_configs = [json.loads(flag(found[one], "kv-transfer-config") or "") for one in ("p0", "d0")]
+    assert {one["ec_connector"] for one in feature_configs} == {name}
+    assert {one["kv_connector"] for one in kv_configs} == {connector}
+    assert [one["kv_role"] for one in kv_configs] == ["kv_producer", "kv_consumer"]
+    slow = {"link_bytes_per_s": 20_000_000, "link_latency_s": 0.002}
+    extra = [one.get("kv_connector_extra_config", {}) for one in kv_configs]
+    is_slow = kv == "grouped" or connector == "MooncakeCPUConnector"
+    assert [slow.items() <= one.items() for one in extra] == [is_slow] * 2
+    assert ("VLLM_MOONCAKE_BOOTSTRAP_PORT" in found["p0"].variables) is (kv == "mooncake" and devices != "npu")
+    assert ("VLLM_NIXL_SIDE_CHANNEL_PORT" in found["d0"].variables) is (kv == "nixl")
+
+
+@pytest.mark.parametrize(
+    ("files", "flags", "raw"),
+    [
+        ({"preprocessor_config.json": {"min_pixels": 1}}, ["mm_device_do_normalize"], True),
+        ({"preprocessor_config.json": {"min_pixels": 1}}, [], False),
+        ({"preprocessor_config.json": {"image_mean": [0, 0, 0]}}, ["mm_device_do_normalize"], False),
+        ({"processor_config.json": {"image_processor": {"do_rescale": True}}}, ["mm_device_do_normalize"], False),
+        ({"preprocessor_config.json": []}, ["mm_device_do_normalize"], False),
+    ],
+)
+def test_pixels_are_normalised_where_the_model_does_not_say_how(
+    files: dict[str, object], flags: list[str], raw: bool, model: Path
+) -> None:
+    for name, content in files.items():
+        (model / name).write_text(json.dumps(content))
+    config = parse_config(f"engine: vllm\nmodel: {model}\ntopology: PD")
+    (process,) = vllm_processes(config, [9000], {}, flags=flags)
+    assert ("--no-mm-device-do-normalize" in process.command) is raw
 
 
 def test_threads_stay_within_the_cores_of_a_share(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,6 +42,7 @@ async def test_a_streamed_request_with_an_image_leaves_a_line_with_its_stages(lo
     assert line["trace_id"] == TRACE
     assert (line["key"], line["endpoint"], line["modality"], line["status"]) == ("alice", "chat", "image", 200)
     assert (line["images"], line["completion_tokens"], line["finish_reason"]) == (1, 5, "length")
+    assert len(line["pixels"]) == 1 and line["pixels"][0] > 100
     assert line["media_bytes"] > 50 and line["prompt_tokens"] > 10 and line["error"] is None
     assert 0 < line["ttft_ms"] < line["duration_ms"] and line["tpot_ms"] > 0
     assert (line["prefill"], line["decode"], line["retries"]) == ("p1", "d2", 0)

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from epd_serve.sim.traces import read_requests
+from epd_serve.sim.traces import IMAGE_PIXELS, read_requests
 from proxy.access_log import Line, StageLine
 
 
@@ -37,6 +37,7 @@ def test_the_gateways_history(tmp_path: Path) -> None:
         model="m",
         modality="image",
         images=2,
+        pixels=(640 * 480, 28 * 28),
         media_bytes=1,
         stream=True,
         status=200,
@@ -60,7 +61,14 @@ def test_the_gateways_history(tmp_path: Path) -> None:
     log.write_bytes(b"\n".join(msgspec.json.encode(one) for one in (line, refused)))
     (request,) = read_requests(str(log), count=10, seed=0, tokens_of_image=500)
     assert (request.num_text_tokens, request.num_output_tokens) == (100, 9)
-    assert [name for name, _ in request.images] == ["cat", "r1/0"]
+    assert request.images == (("cat", 640 * 480), ("r1/0", 28 * 28))
+    before = {name: value for name, value in msgspec.to_builtins(line).items() if name != "pixels"}
+    log.write_bytes(msgspec.json.encode(before))
+    (request,) = read_requests(str(log), count=10, seed=0)
+    assert {pixels for _, pixels in request.images} == {IMAGE_PIXELS}
+    log.write_bytes(msgspec.json.encode({**before, "pixels": [0]}))
+    with pytest.raises(ValueError, match="one for each image"):
+        read_requests(str(log), count=10, seed=0)
 
 
 def test_own_lines_and_names(tmp_path: Path) -> None:

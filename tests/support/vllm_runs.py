@@ -27,7 +27,7 @@ from epd_serve.backends.vllm_command import VllmOptions, command_of, environment
 from epd_serve.launch.ports import free_port
 from epd_serve.types import Role
 
-READY_TIMEOUT_S = 300
+READY_TIMEOUT_S = 500
 MAX_TOKENS = 8
 MODEL = "tested"
 #: vLLM would join a picture and a text with a line feed where it does not see that the template takes parts.
@@ -215,9 +215,7 @@ class Deployment:
         text = httpx.get(f"{self.url}/metrics", trust_env=False, timeout=60).text
         samples = [one for family in text_string_to_metric_families(text) for one in family.samples]
         return sum(
-            one.value
-            for one in samples
-            if one.name.endswith("in_flight_calls") and one.labels["stage"] == "encode"
+            one.value for one in samples if one.name.endswith("in_flight_calls") and one.labels["stage"] == "E"
         )
 
     def tail(self) -> str:

@@ -35,7 +35,7 @@ def small_grid(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("small_grid")
 def test_the_command_measures_fits_and_writes(tmp_path: Path) -> None:
     out = tmp_path / "demo.json"
-    result = CliRunner().invoke(app, ["profile", str(out), "--threads", "1", "--clock", "cpu"])
+    result = CliRunner().invoke(app, ["profile", str(out), "--threads", "1", "--clock", "cpu", "--no-deployments"])
     assert result.exit_code == 0, result.output
     profile = Profile.read(out)
     assert (profile.kind, profile.device, profile.model, profile.dtype) == ("measured", "cpu", "demo", "float32")

@@ -1,0 +1,227 @@
+"""Measured runs simulated again: the same requests at the same times (``planner_runs`` measures them).
+
+    python -m benchmarks.planner_measured --profile results/profile-runs-cpu.json
+
+The simulator knows the profile and nothing of the runs. Errors are of runs below saturation: those whose rate is
+at most ``BELOW`` of the most requests a second that the deployment got through at any rate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from itertools import combinations, pairwise
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import msgspec
+
+from benchmarks.planner_papers import kendall_tau
+from benchmarks.planner_runs import RUNS, TPOT_MS, TTFT_MS, Asked, MeasuredRun
+from epd_serve.bench.statistics import wilson
+from epd_serve.cost.profile import Profile
+from epd_serve.sim.build import build
+from epd_serve.sim.request import SimRequest
+from epd_serve.sim.simulator import simulate
+from epd_serve.topology import parse_topology
+
+RESULTS = Path(__file__).parent / "results"
+FIGURES = ("ttft_s", "tpot_s", "throughput")
+BELOW = 0.75
+CORES = 2
+
+
+def simulated(run: MeasuredRun, profile: Profile) -> list[Asked]:
+    """The run's requests through the simulator."""
+    requests = [
+        SimRequest(
+            at_s=one.sent_s,
+            images=((str(number), one.pixels),) if one.pixels else (),
+            num_text_tokens=max(
+                one.num_prompt_tokens - (profile.image_tokens(one.pixels) if one.pixels else 0), 1
+            ),
+            num_output_tokens=one.num_output_tokens,
+        )
+        for number, one in enumerate(run.requests)
+        if one.num_output_tokens
+    ]
+    deployment = build(
+        parse_topology(run.topology), ["cpu"], lambda *_: profile, cores=CORES, threads=1, num_blocks=4096
+    )
+    found: list[Asked] = []
+    for job in simulate(deployment, requests).jobs:
+        assert job.first_token_s is not None and job.last_token_s is not None and job.finish_s is not None
+        found.append(
+            Asked(
+                sent_s=job.sent_s,
+                pixels=job.request.num_pixels,
+                num_prompt_tokens=job.num_tokens,
+                num_output_tokens=job.num_output,
+                ttft_s=job.first_token_s - job.sent_s,
+                tpot_s=(job.last_token_s - job.first_token_s) / max(job.num_output - 1, 1),
+                finish_s=job.finish_s,
+            )
+        )
+    return found
+
+
+def is_good(one: Asked) -> bool:
+    return one.num_output_tokens > 0 and 1e3 * one.ttft_s <= TTFT_MS and 1e3 * one.tpot_s <= TPOT_MS
+
+
+def figures(requests: Sequence[Asked]) -> dict[str, float]:
+    done = [one for one in requests if one.num_output_tokens]
+    seconds = max(one.finish_s for one in done)
+    share = wilson(sum(map(is_good, requests)), len(requests))
+    return {
+        "ttft_s": fmean(one.ttft_s for one in done),
+        "tpot_s": fmean(one.tpot_s for one in done),
+        "throughput": sum(one.num_output_tokens for one in done) / seconds,
+        "served": len(done) / seconds,
+        "attainment": share.value,
+        "low": share.low,
+        "high": share.high,
+    }
+
+
+def compare(runs: Sequence[MeasuredRun], profile: Profile) -> dict[str, Any]:
+    rows: list[dict[str, Any]] = []
+    good: dict[str, dict[tuple[str, str], list[bool]]] = {"measured": {}, "simulated": {}}
+    for run in runs:
+        row: dict[str, Any] = {
+            "file": run.file,
+            "topology": run.topology,
+            "workload": run.workload,
+            "rate": run.rate,
+        }
+        for side, requests in (("measured", run.requests), ("simulated", simulated(run, profile))):
+            row[side] = figures(requests)
+            good[side].setdefault((run.workload, run.file), []).extend(map(is_good, requests))
+        rows.append(row)
+    for row in rows:
+        alike = [one for one in rows if (one["file"], one["workload"]) == (row["file"], row["workload"])]
+        most = max(one["measured"]["served"] for one in alike)
+        row["below_saturation"] = row["rate"] <= BELOW * most
+    below = [row for row in rows if row["below_saturation"]]
+    return {
+        "limits": {"ttft_ms": TTFT_MS, "tpot_ms": TPOT_MS},
+        "runs_below_saturation": len(below),
+        "errors_below_saturation": {name: _errors(below, name) for name in FIGURES},
+        "errors_of_all": {name: _errors(rows, name) for name in FIGURES},
+        "rankings": {name: _ranking(rows, good, name) for name in sorted({row["workload"] for row in rows})},
+        "runs": rows,
+    }
+
+
+def _errors(rows: Sequence[dict[str, Any]], name: str) -> dict[str, float]:
+    """Relative: of the mean over all runs, and of single runs."""
+    errors = [row["simulated"][name] / row["measured"][name] - 1 for row in rows]
+    sizes = sorted(map(abs, errors))
+    return {
+        "bias": fmean(errors),
+        "mean": fmean(sizes),
+        "median": median(sizes),
+        "worst": sizes[-1],
+        "within_10": sum(size <= 0.1 for size in sizes) / len(sizes),
+    }
+
+
+def goodput(rows: Sequence[dict[str, Any]], side: str, value: str = "attainment") -> float:
+    """The rate at which attainment falls below 90 %, between the rates that were run; it is 100 % at none."""
+    known = [(0.0, 1.0), *sorted((row["rate"], row[side][value]) for row in rows)]
+    for (low, above), (high, below) in pairwise(known):
+        if below < 0.9:
+            return float(low + (high - low) * (above - 0.9) / (above - below))
+    return float(known[-1][0])
+
+
+def _ranking(
+    rows: Sequence[dict[str, Any]], good: dict[str, dict[tuple[str, str], list[bool]]], workload: str
+) -> dict[str, Any]:
+    """Of deployments by the good requests among all that were sent, at all rates. All got the same requests, so
+    two deployments are told apart by those that were good at one alone (McNemar, 5 %). Tau is over all pairs,
+    and over those told apart."""
+    table: dict[str, dict[str, float]] = {}
+    for file in dict.fromkeys(row["file"] for row in rows if row["workload"] == workload):
+        some = [row for row in rows if (row["file"], row["workload"]) == (file, workload)]
+        table[file] = {
+            "measured": sum(good["measured"][workload, file]),
+            "simulated": sum(good["simulated"][workload, file]),
+            "measured_goodput": goodput(some, "measured"),
+            "simulated_goodput": goodput(some, "simulated"),
+        }
+    apart: list[float] = []
+    for one, other in combinations(table, 2):
+        pairs = list(zip(good["measured"][workload, one], good["measured"][workload, other], strict=True))
+        first, second = (sum(a and not b for a, b in pairs), sum(b and not a for a, b in pairs))
+        if abs(first - second) > 1.96 * (first + second) ** 0.5:
+            apart.append((first - second) * (table[one]["simulated"] - table[other]["simulated"]))
+    best = max(table, key=lambda file: table[file]["simulated"])
+    measured, predicted = ([one[side] for one in table.values()] for side in ("measured", "simulated"))
+    return {
+        "good_requests": dict(sorted(table.items(), key=lambda one: -one[1]["measured"])),
+        "tau": kendall_tau(predicted, measured),
+        "pairs_told_apart": len(apart),
+        "tau_of_those": fmean((sign > 0) - (sign < 0) for sign in apart) if apart else None,
+        "choice": best,
+        "choice_of_best": table[best]["measured"] / max(measured),
+    }
+
+
+def draw(found: dict[str, Any], path: Path) -> None:
+    """Simulated over measured, each run a point; open circles are of saturated deployments."""
+    import matplotlib.pyplot as plt
+
+    panels = (("ttft_s", "TTFT, s"), ("tpot_s", "TPOT, s"), ("throughput", "tokens/s"))
+    figure, axes = plt.subplots(1, len(panels) + 1, figsize=(17, 4.4), layout="constrained")
+    rows = found["runs"]
+    for axis, (name, title) in zip(axes, panels, strict=False):
+        for number, file in enumerate(dict.fromkeys(row["file"] for row in rows)):
+            for below in (True, False):
+                some = [row for row in rows if row["file"] == file and row["below_saturation"] is below]
+                axis.scatter(
+                    [row["measured"][name] for row in some],
+                    [row["simulated"][name] for row in some],
+                    edgecolors=f"C{number}",
+                    facecolors=f"C{number}" if below else "none",
+                    label=file.removeprefix("cpu-").removesuffix(".yaml") if below else None,
+                )
+        axis.set(title=title, xscale="log", yscale="log", xlabel="measured", ylabel="simulated")
+    for number, (workload, ranking) in enumerate(found["rankings"].items()):
+        counts = ranking["good_requests"].values()
+        axes[-1].scatter(
+            [one["measured"] for one in counts],
+            [one["simulated"] for one in counts],
+            c=f"C{number}",
+            label=workload,
+        )
+    axes[-1].set(title="good requests of a deployment", xlabel="measured", ylabel="simulated")
+    for axis in axes:
+        low, high = min(axis.get_xlim()[0], axis.get_ylim()[0]), max(axis.get_xlim()[1], axis.get_ylim()[1])
+        axis.plot([low, high], [low, high], color="gray", linewidth=0.8)
+    axes[0].legend(fontsize=7)
+    axes[-1].legend(fontsize=7)
+    figure.savefig(path, dpi=80)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--profile", type=Path, default=RESULTS / "profile-runs-cpu.json")
+    parser.add_argument("--runs", type=Path, default=RUNS)
+    parser.add_argument("--png", action="store_true", help="draw planner-measured.png too")
+    wanted = parser.parse_args()
+    runs = msgspec.json.decode(wanted.runs.read_bytes(), type=list[MeasuredRun])
+    found = compare(runs, Profile.read(wanted.profile))
+    (RESULTS / "planner-measured.json").write_text(json.dumps(found, indent=1) + "\n")
+    for row in found["runs"]:
+        pairs = " ".join(f"{name} {row['measured'][name]:.4g}/{row['simulated'][name]:.4g}" for name in FIGURES)
+        print(row["file"], row["workload"], row["rate"], pairs, "" if row["below_saturation"] else "saturated")
+    print(json.dumps({name: value for name, value in found.items() if name != "runs"}, indent=1))
+    if wanted.png:
+        draw(found, RESULTS / "planner-measured.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,279 @@
+"""What a request takes besides its stages: real deployments of one's own model, asked one request at a time.
+
+The stages' times are known by then (``worker/grid.py``). What a monolithic deployment takes longer is the gateway,
+HTTP and the preparation of images; what stages apart take longer than that is their talking to each other,
+measured while D streams to somebody else, as it does wherever it matters. How much stages slow each other down is
+measured by keeping one of them busy. Queues are the simulator's to find.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from statistics import fmean, linear_regression, median
+
+import httpx
+import msgspec
+from rich.console import Console
+
+from epd_serve.bench.deployed import Candidate, deployed
+from epd_serve.bench.progress import Progress
+from epd_serve.bench.session import Session
+from epd_serve.bench.types import Record, RunSettings
+from epd_serve.bench.workloads import load_workload
+from epd_serve.config import parse_config
+from epd_serve.cost.profile import Profile
+
+#: Requests of each kind, one after the other, in each deployment.
+NUM_REQUESTS = 12
+NUM_OUTPUT = 24
+#: Sides of square images as they are sent.
+SIDES = (256, 1024)
+TEXT, LONG_TEXT = 10, 256
+#: Requests under way at a time that tell what a sequence costs a step besides the model.
+TOGETHER = (8, 16)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OverheadOptions:
+    """``model`` and ``dtype`` as deployment files have them."""
+
+    model: str
+    device: str
+    dtype: str
+    threads: int | None = None
+    num_requests: int = NUM_REQUESTS
+
+
+def with_overheads(
+    profile: Profile, options: OverheadOptions, progress: Callable[[str], None] = lambda text: None
+) -> Profile:
+    """``profile`` with what deployments on ``options.device`` take besides its stages.
+
+    Raises ValueError where a deployment does not come up or does not answer.
+    """
+    has_images = bool(profile.encode)
+    with _asked("EPD", options, progress) as ask:
+        whole = _measure(ask, has_images, options.num_requests)
+        together = [(1, whole["text"])]
+        together += [(count, ask(_text(TEXT, 4 * NUM_OUTPUT), 2 * count, f"closed:{count}")) for count in TOGETHER]
+        with ask.busy(_STREAMS):
+            within = _measure(ask, has_images, options.num_requests)
+    with _asked("E-P-D" if has_images else "P-D", options, progress) as ask:
+        apart = _measure(ask, has_images, options.num_requests)
+        with ask.busy(_STREAMS):
+            beside_d = _measure(ask, has_images, options.num_requests)
+            with ask.busy(_LOADS["P"]):
+                crowded = ask(_image(SIDES[1]), options.num_requests) if has_images else []
+        beside: dict[str, list[Record]] = {}
+        for stage, load in _LOADS.items():
+            if has_images or stage != "E":
+                with ask.busy(load):
+                    beside[stage] = ask(_text(TEXT, 2 * NUM_OUTPUT), max(options.num_requests // 2, 1))
+    request_s = max(_beyond(whole["text"], profile, 0), 0.0)
+    known = msgspec.structs.replace(profile, request_s=request_s)
+    image_s, image_pixel_s = _images(whole, known)
+    tpot_s = _tpot_s(apart["text"])
+    pairs = {f"D/{stage}": _tpot_s(records) / tpot_s - 1 for stage, records in beside.items()}
+    pairs["P/D"] = _longer(beside_d, "long") / _longer(apart, "long") - 1
+    inside: dict[str, float] = {}
+    crowding = 0.0
+    if has_images:
+        alone_s, large = _encode_s(apart[f"{SIDES[1]}"]), f"{SIDES[1]}"
+        pairs["E/D"] = _encode_s(beside_d[large]) / alone_s - 1
+        inside["E/D"] = _encode_s(within[large]) / _encode_s(whole[large]) - 1
+        cores = len(os.sched_getaffinity(0)) if options.device == "cpu" else len(_LOADS) + 1
+        fair = max((len(_LOADS) + 1) * (options.threads or 1) / cores, 1.0)
+        crowding = _encode_s(crowded) / alone_s / fair - 1
+    loop_s, stream_s = _loop(together, profile)
+    known = msgspec.structs.replace(
+        known,
+        image_s=image_s,
+        image_pixel_s=image_pixel_s,
+        split_s=max(_beyond(beside_d["text"], known, 0), 0.0),
+        split_token_s=max(_longer(apart, "long") - _longer(whole, "long"), 0.0) / (LONG_TEXT - TEXT),
+        hand_over_s=max(
+            median(_first_gap_s(one, profile) for records in beside_d.values() for one in records), 0.0
+        ),
+        loop_s=loop_s,
+        stream_s=stream_s,
+        interference={pair: max(value, 0.0) for pair, value in pairs.items()},
+        interference_within={pair: max(value, 0.0) for pair, value in inside.items()},
+        crowding=max(crowding, 0.0),
+    )
+    if not has_images:
+        return known
+    feature_s = median(_beyond(apart[f"{side}"], known, side, is_split=True) for side in SIDES)
+    return msgspec.structs.replace(known, feature_s=max(feature_s, 0.0))
+
+
+def _measure(ask: _Asker, has_images: bool, count: int) -> dict[str, list[Record]]:
+    asked = {"text": _text(TEXT), "long": _text(LONG_TEXT)}
+    if has_images:
+        asked |= {f"{side}": _image(side) for side in SIDES}
+    return {name: ask(workload, count) for name, workload in asked.items()}
+
+
+def _text(num_tokens: int, num_output: int = NUM_OUTPUT, images: int = 0) -> str:
+    return f"synthetic,text_tokens={num_tokens},output_tokens={num_output},image_share={images}"
+
+
+def _image(side: int, num_output: int = NUM_OUTPUT) -> str:
+    return f"{_text(TEXT, num_output, images=1)},image_size={side}x{side}"
+
+
+#: What keeps a stage of E-P-D busy, one request after the other, and how many of them.
+_LOADS = {
+    "P": (_text(900, 1), 400),
+    "E": (_image(SIDES[1], 1), 80),
+}
+_STREAMS = _text(TEXT, 512), 100
+_BUSY_TIMEOUT_S = 60.0
+_RUNNING = re.compile(r"^epd_serve_in_flight_calls\{[^}]*\} [1-9]", re.MULTILINE)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Asker:
+    """A deployment that is up."""
+
+    topology: str
+    url: str
+    folder: Path
+    progress: Callable[[str], None]
+
+    def __call__(self, workload: str, count: int, arrivals: str = "closed:1") -> list[Record]:
+        """``count`` requests of a workload. Raises ValueError unless all are answered."""
+        self.progress(f"{self.topology}: {workload}, {arrivals}")
+        quiet = Console(file=StringIO())
+        session = Session(progress=lambda title, number, done: Progress(quiet, title, number, done))
+        settings = RunSettings(
+            base_url=self.url,
+            model="profile",
+            workload=workload,
+            num_requests=count,
+            seed=0,
+            arrivals=arrivals,
+            num_warmups=2,
+        )
+        path = Path(tempfile.mkdtemp(dir=self.folder))
+        run, _ = session.begin(path, settings, load_workload(workload))
+        records = [one for one in run.records() if one.succeeded and len(one.token_times_s) > 2]
+        if len(records) < count:
+            failed = [one.detail for one in run.records() if not one.succeeded]
+            raise ValueError(f"{self.topology}: {failed[0] if failed else 'answers of one token'}")
+        return records
+
+    @contextmanager
+    def busy(self, load: tuple[str, int]) -> Iterator[None]:
+        """Another client asks as well, one request after the other."""
+        workload, count = load
+        command = [sys.executable, "-m", "epd_serve.cli", "bench", "--base-url", self.url, "--model", "profile"]
+        command += ["--workload", workload, "--arrivals", "closed:1", "--num-requests", str(count), "--no-report"]
+        command += ["--work-dir", tempfile.mkdtemp(dir=self.folder), "--warmups", "0"]
+        nothing = subprocess.DEVNULL
+        client = subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=nothing)
+        try:
+            self._wait_busy()
+            yield
+        finally:
+            client.kill()
+            client.wait()
+
+    def _wait_busy(self) -> None:
+        """Until the gateway has requests of the other client, which takes a while to make its pictures."""
+        deadline = time.monotonic() + _BUSY_TIMEOUT_S
+        while not _RUNNING.search(httpx.get(f"{self.url}/metrics").text):
+            if time.monotonic() > deadline:
+                raise ValueError(f"{self.topology}: the client that keeps a stage busy sent nothing")
+            time.sleep(0.05)
+
+
+@contextmanager
+def _asked(topology: str, options: OverheadOptions, progress: Callable[[str], None]) -> Iterator[_Asker]:
+    on_one = options.device != "cpu" and topology != "EPD"
+    deployment = {
+        "topology": f"({topology})" if on_one else topology,
+        "model": options.model,
+        "served_model_name": "profile",
+        "devices": [options.device],
+        "dtype": options.dtype,
+        "instances": {} if options.threads is None else {"threads": options.threads},
+    }
+    config = parse_config(json.dumps(deployment), source="the profile's deployment")  # JSON is YAML
+    with tempfile.TemporaryDirectory(prefix="epd-serve-profile-") as folder:
+        progress(f"{topology}: starting")
+        candidate = Candidate(file=Path(folder) / "deployment.yaml", label=topology, config=config)
+        with deployed(candidate, Path(folder) / "up.log") as url:
+            yield _Asker(topology=topology, url=url, folder=Path(folder), progress=progress)
+
+
+def _beyond(records: Sequence[Record], profile: Profile, side: int, *, is_split: bool = False) -> float:
+    """Seconds until the first token beyond what the profile knows; the median."""
+
+    def known_s(one: Record) -> float:
+        num_tokens = one.num_prompt_tokens or 1
+        seconds = profile.request_s + profile.step_s(num_tokens, 1, 0, num_tokens**2)
+        if side:
+            seconds += profile.prepare_s(side * side) + profile.encode_s([side * side])
+        # the reservation is there before the feature is
+        return seconds + (profile.split_token_s * num_tokens if is_split else 0.0)
+
+    return median((one.ttft_s or 0.0) - known_s(one) for one in records)
+
+
+def _images(whole: dict[str, list[Record]], profile: Profile) -> tuple[float, float]:
+    """For each image, and for each pixel of it as it was sent."""
+    if not profile.encode:
+        return 0.0, 0.0
+    small, large = (_beyond(whole[f"{side}"], profile, side) for side in SIDES)
+    pixels = [side * side for side in SIDES]
+    pixel_s = max((large - small) / (pixels[1] - pixels[0]), 0.0)
+    return max(small - pixel_s * pixels[0], 0.0), pixel_s
+
+
+def _longer(measured: dict[str, list[Record]], name: str) -> float:
+    """Seconds to the first token beyond those of a short text; the median."""
+    text_s = median(one.ttft_s or 0.0 for one in measured["text"])
+    return max(median(one.ttft_s or 0.0 for one in measured[name]) - text_s, 1e-6)
+
+
+def _tpot_s(records: Sequence[Record]) -> float:
+    """Behind the second token: the first gap is the hand-over's."""
+    return median(median(one.itl_s[1:]) for one in records)
+
+
+def _first_gap_s(record: Record, profile: Profile) -> float:
+    """Beyond a step of two sequences and the half of one that was under way."""
+    context = record.num_prompt_tokens or 1
+    return record.itl_s[0] - 1.5 * profile.step_s(2, 2, 2 * context) - profile.handshake_s
+
+
+def _encode_s(records: Sequence[Record]) -> float:
+    """From an encode's call to its answer, as the gateway saw it; the median."""
+    spans = [span.duration_s for one in records for span in one.stages if span.stage == "encode"]
+    if not spans:
+        raise ValueError("the deployment told nothing of its encodes")
+    return median(spans)
+
+
+def _loop(measured: Sequence[tuple[int, Sequence[Record]]], profile: Profile) -> tuple[float, float]:
+    """Of a decode step besides the model: a part for the step and one for each of its sequences."""
+    beyond: list[float] = []
+    for count, records in measured:
+        context = median((one.num_prompt_tokens or 0) + one.num_output_tokens / 2 for one in records)
+        beyond.append(median(one.tpot_s or 0.0 for one in records) - profile.step_s(count, count, count * context))
+    counts = [count for count, _ in measured]
+    slope, base = linear_regression(counts, beyond)
+    if base < 0:
+        base, slope = 0.0, fmean(seconds / count for seconds, count in zip(beyond, counts, strict=True))
+    return max(base, 0.0), max(slope, 0.0)

@@ -1,0 +1,45 @@
+"""What requests take besides their stages, measured on real deployments of the demo model."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from epd_serve.cost.profile import Profile
+from epd_serve.launch import overheads
+from epd_serve.launch.overheads import OverheadOptions, with_overheads
+
+DEMO = Path(__file__).parents[2] / "benchmarks" / "results" / "profile-demo-cpu.json"
+
+
+@pytest.fixture
+def little(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "synthetic,text_tokens=10,image_share=0,output_tokens="
+    image = "synthetic,text_tokens=10,image_share=1,output_tokens=1,image_size=64x64"
+    for name, value in {
+        "SIDES": (32, 128),
+        "TOGETHER": (2,),
+        "_LOADS": {"P": (f"{text}1", 300), "E": (image, 60)},
+        "_STREAMS": (f"{text}256", 20),
+    }.items():
+        monkeypatch.setattr(overheads, name, value)
+
+
+@pytest.mark.usefixtures("little")
+@pytest.mark.timeout(900)  # a dozen processes that import what they need
+def test_deployments_are_measured_and_nothing_of_the_stages_is_changed() -> None:
+    told: list[str] = []
+    stages = Profile.read(DEMO)
+    options = OverheadOptions(model="demo", device="cpu", dtype="float32", threads=1, num_requests=1)
+    found = with_overheads(stages, options, told.append)
+    assert (found.step, found.encode, found.samples) == (stages.step, stages.encode, stages.samples)
+    seconds = (
+        *(found.request_s, found.image_s, found.image_pixel_s, found.split_s, found.split_token_s),
+        *(found.feature_s, found.hand_over_s, found.loop_s, found.stream_s),
+    )
+    assert all(0 <= one < 10 for one in seconds) and any(seconds)
+    assert set(found.interference) == {"D/P", "D/E", "P/D", "E/D"}
+    assert set(found.interference_within) == {"E/D"}
+    assert min(*found.interference.values(), *found.interference_within.values(), found.crowding) >= 0
+    assert {text.partition(":")[0] for text in told} == {"EPD", "E-P-D"}
+    assert msgspec.json.decode(found.to_json(), type=Profile) == found
