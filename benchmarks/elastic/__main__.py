@@ -1,17 +1,14 @@
 """EPD's table 6: with and without role switches where answers get ten times longer behind the first tenth.
 
     python -m benchmarks.elastic simulated [--requests 200] [--rate 3]
-    python -m benchmarks.elastic live [--topology 3E-P-D] [--requests 80] [--repeats 2]
 
 It writes its figures and the roles over time to ``benchmarks/results/elastic-*``. ``simulated``: 8 instances of
-the simulator, driven by the controller that runs live. ``live``: processes on this machine's CPU with the
-built-in model, the same requests with the controller and without it, in turn.
+the simulator, driven by the controller that runs live.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -43,34 +40,13 @@ def simulated(count: int, rate: float) -> dict[str, Any]:
     return {"long": found, "half_as_long": shorter}
 
 
-def live(topology: str, count: int, repeats: int) -> dict[str, Any]:
-    from benchmarks.elastic.live import table_6
-
-    found, spans, shift_s = asyncio.run(table_6(topology, count, repeats))
-    ratio = found["rows"][0]["ratio"]
-    drawing = roles_over_time(
-        spans,
-        f"Roles over time, from {topology}: processes on a CPU",
-        f"{count} requests, {found['rate']:.2f}/s; latency {ratio['latency_s']:.1f} times and TPOT "
-        f"{ratio['tpot_s']:.1f} times lower than without switches",
-        [(shift_s, "answers get 10 times longer")],
-    )
-    write_png(RESULTS / "elastic-live.png", drawing)
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["simulated", "live"])
-    parser.add_argument("--requests", type=int, help="200 simulated, 80 live")
-    parser.add_argument("--rate", type=float, default=3.0, help="requests a second, of simulated")
-    parser.add_argument("--topology", default="3E-P-D", help="of live")
-    parser.add_argument("--repeats", type=int, default=2, help="of live")
+    parser.add_argument("what", choices=["simulated"])
+    parser.add_argument("--requests", type=int, default=200)
+    parser.add_argument("--rate", type=float, default=3.0, help="requests a second")
     wanted = parser.parse_args()
-    if wanted.what == "simulated":
-        found = simulated(wanted.requests or 200, wanted.rate)
-    else:
-        found = live(wanted.topology, wanted.requests or 80, wanted.repeats)
+    found = simulated(wanted.requests, wanted.rate)
     text = json.dumps(found, indent=1)
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"elastic-{wanted.what}.json").write_text(text + "\n")

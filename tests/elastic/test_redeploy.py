@@ -20,7 +20,7 @@ from proxy.trail import Trail
 def served(number: int, *, output: int) -> Trail:
     draw = random.Random(number)
     made = Trail("chat", new_context(), str(number), 1000.0 + 0.5 * number)
-    made.media(1, 1000)
+    made.media([802 * 652], 1000)
     made.prompt_tokens, made.output_tokens = 600 + draw.randrange(200), output + draw.randrange(output)
     made.finish(200)
     return made
