@@ -23,6 +23,7 @@ def served(number: int, *, output: int) -> Trail:
     made.media([802 * 652], 1000)
     made.prompt_tokens, made.output_tokens = 600 + draw.randrange(200), output + draw.randrange(output)
     made.finish(200)
+    made.end_s = made.arrived_s + 1.0
     return made
 
 
