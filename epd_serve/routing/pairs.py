@@ -57,7 +57,14 @@ def cheapest_pair(table: InstanceTable, model: str, exclude: Collection[str], de
     parts = route_parts(table, model, exclude, demand)
     fused = [one.covers(Stage.DECODE) for one in parts.prefills]
     decodes = [] if all(fused) else parts.decodes
-    rests = [parts.rest_s(one, demand) + one.encode_s for one in decodes]
+    answer = parts.answer
+    num_sequences, num_kv_tokens, max_tokens = answer.num_sequences, answer.num_kv_tokens, demand.max_tokens
+    rests: list[float] = []
+    for decode in decodes:
+        rest_s, room_tokens, encode_s = decode.decode_s(num_sequences, max_tokens)
+        if num_kv_tokens > room_tokens:
+            rest_s += decode.room_s(num_kv_tokens)
+        rests.append(rest_s + encode_s)
     places = [_place(one) for one in decodes]
     by_bytes: dict[float, _Ways] = {}
     rows: list[tuple[InstanceRecord, float, _Ways, float | None]] = []

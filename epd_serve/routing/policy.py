@@ -199,7 +199,7 @@ def first_token_s(prefill: InstanceRecord, num_tokens: float) -> float:
 
 
 def answer_s(decode: InstanceRecord, answer: Work, demand: Demand) -> float:
-    seconds, room_tokens = decode.decode_s(answer.num_sequences, demand.max_tokens)
+    seconds, room_tokens, _ = decode.decode_s(answer.num_sequences, demand.max_tokens)
     return seconds if answer.num_kv_tokens <= room_tokens else seconds + decode.room_s(answer.num_kv_tokens)
 
 

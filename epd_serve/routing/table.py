@@ -66,7 +66,7 @@ class InstanceRecord:
     _own: Work = NONE  # of calls that the report does not contain
     _ended: Work = NONE  # of calls that it contains and that have ended since
     _unreported: dict[str, list[OpenCall]] = field(default_factory=dict)
-    _known: dict[tuple[float, float | None], tuple[float, float]] = field(default_factory=dict)  # see decode_s
+    _known: dict[tuple[float, float | None], tuple[float, float, float]] = field(default_factory=dict)
 
     @property
     def pending(self) -> Work:
@@ -103,15 +103,15 @@ class InstanceRecord:
         held = (self.load.total_blocks - self.load.free_blocks) * self.info.block_size + self.pending.num_kv_tokens
         return self.costs.room_s(missing, held, self.pending.num_sequences)
 
-    def decode_s(self, num_sequences: float, max_tokens: float | None) -> tuple[float, float]:
-        """Seconds that so many more sequences cost beside those that it has to do, and KV tokens for which there
-        is room. A request is compared at all instances, and few of them have changed since the one before it."""
+    def decode_s(self, num_sequences: float, max_tokens: float | None) -> tuple[float, float, float]:
+        """Seconds that so many more sequences cost, KV tokens for which there is room, seconds of encoding to do.
+        A request is compared at all instances, and few of them have changed since the one before it."""
         key = num_sequences, max_tokens
         known = self._known.get(key)
         if known is None:
             seconds = self.costs.decode_s(num_sequences, self.pending.num_sequences, max_tokens)
             has_room = not self.load.total_blocks or self.info is None
-            known = self._known[key] = seconds, float("inf") if has_room else self.room_tokens
+            known = self._known[key] = seconds, float("inf") if has_room else self.room_tokens, self.encode_s
         return known
 
     def covers(self, stage: Stage) -> bool:
