@@ -41,6 +41,7 @@ from proxy.operations import operations_router
 from proxy.poller import Poller
 from proxy.redeploy import Redeployer, tokens_per_pixel
 from proxy.settings import GatewaySettings
+from proxy.stealing import StealQueue
 from proxy.switches import Switches, switches_router
 from proxy.views import health_router, models_router
 
@@ -74,16 +75,18 @@ def create_app(
         observer.on_finish = redeployer.put
     poller = Poller(table, calls, settings.poll_interval_s, settings.startup_wait_s)
     health = Health(table, calls, settings.health)
+    stealing = StealQueue(table, settings.stealing, on_move=metrics.requests_stolen.inc)
     generator = Generator(
         Instances(
             table=table,
             calls=calls,
-            policy=policy or router_of(settings.routing, random.random),
+            policy=policy or router_of(settings.routing, random.random, parallel_encode=settings.parallel_encode),
             poller=poller,
             metrics=metrics,
             encode_timeout_s=settings.encode_timeout_s,
             health=health,
             failover=settings.failover,
+            stealing=stealing,
             trace=trace,
         )
     )
@@ -107,7 +110,7 @@ def create_app(
                 app.state.admin_url = await stack.enter_async_context(running_admin(admin, settings.admin))
             reloading = [app.state.reloader.run()] if app.state.reloader is not None else []
             loops = [one.run() for one in (elastic, redeployer) if one is not None]
-            polling = asyncio.gather(poller.run(), health.run(), *reloading, *loops)
+            polling = asyncio.gather(poller.run(), health.run(), stealing.run(), *reloading, *loops)
             try:
                 yield
             finally:
