@@ -165,13 +165,9 @@ def instance(
     device_board: Annotated[
         str | None, typer.Option(help="PATH:SLOT of the file that instances on one device share.")
     ] = None,
-    block_size: Annotated[
-        int | None, typer.Option(min=1, help="Tokens per KV block; 128 on an NPU, else 16.")
-    ] = None,
+    block_size: Annotated[int | None, typer.Option(min=1, help="Tokens; 128 on an NPU, else 16.")] = None,
     num_blocks: Annotated[int | None, typer.Option(min=1, help="KV blocks.")] = None,
-    kv_cache_bytes: Annotated[
-        int | None, typer.Option(min=1, help="KV cache size, instead of --num-blocks.")
-    ] = None,
+    kv_cache_bytes: Annotated[int | None, typer.Option(min=1, help="Instead of --num-blocks.")] = None,
     max_num_batched_tokens: Annotated[
         int, typer.Option(min=1, help="Token budget of a step.")
     ] = InstanceOptions.max_num_batched_tokens,
@@ -186,9 +182,9 @@ def instance(
     feature_store_bytes: Annotated[
         int, typer.Option(min=1, help="Encoder output that E keeps.")
     ] = InstanceOptions.feature_store_bytes,
-    feature_cache_bytes: Annotated[
-        int, typer.Option(min=1, help="Fetched encoder output that P keeps.")
-    ] = InstanceOptions.feature_cache_bytes,
+    feature_cache_bytes: Annotated[int, typer.Option(min=1, help="Of P.")] = InstanceOptions.feature_cache_bytes,
+    feature_batch: Annotated[int, typer.Option(min=1, help="Handed over together.")] = 1,
+    feature_batch_ms: Annotated[float, typer.Option(help="To fill one.")] = InstanceOptions.feature_batch_ms,
     feature_timeout_s: Annotated[
         float, typer.Option(min=0.001, help="How long P waits for a feature.")
     ] = InstanceOptions.feature_timeout_s,
@@ -214,9 +210,7 @@ def instance(
         int, typer.Option(min=1, help="Registered memory for bytes that lie elsewhere.")
     ] = InstanceOptions.mooncake_staging_bytes,
     kv_mode: Annotated[KVMode, typer.Option(help="What KV is sent when.")] = InstanceOptions.kv_mode,
-    kv_group_layers: Annotated[
-        int | None, typer.Option(min=1, help="Layers sent together; chosen when absent.")
-    ] = None,
+    kv_group_layers: Annotated[int | None, typer.Option(min=1, help="Sent together; else chosen.")] = None,
     feature_prefetch: Annotated[
         FeaturePrefetch, typer.Option(help="Fetch features when announced (async) or needed (sync).")
     ] = InstanceOptions.feature_prefetch,
@@ -232,6 +226,7 @@ def instance(
     batching_encodes: Annotated[
         BatchingEncodes, typer.Option(help="Start encodes while prompts are computed, or after.")
     ] = InstanceOptions.batching_encodes,
+    steals: Annotated[bool, typer.Option("--steals", help="Encode first; take prompts from others.")] = False,
     link_bandwidth: Annotated[
         int | None, typer.Option(min=1, help="Bytes per second of links between instances, for experiments.")
     ] = None,
@@ -275,6 +270,8 @@ def instance(
         image_budget_pixels=image_budget_pixels,
         feature_store_bytes=feature_store_bytes,
         feature_cache_bytes=feature_cache_bytes,
+        feature_batch=feature_batch,
+        feature_batch_ms=feature_batch_ms,
         feature_timeout_s=feature_timeout_s,
         queue_timeout_s=queue_timeout_s,
         lease_s=lease_s,
@@ -294,6 +291,7 @@ def instance(
         batching_order=batching_order,
         batching_policy=batching_policy,
         batching_encodes=batching_encodes,
+        steals=steals,
         link_bandwidth=link_bandwidth,
         link_latency_ms=link_latency_ms,
         switch_dir=switch_dir,

@@ -37,6 +37,7 @@ from proxy.openapi import openapi_router
 from proxy.operations import operations_router
 from proxy.poller import Poller
 from proxy.settings import GatewaySettings
+from proxy.stealing import StealQueue
 from proxy.switches import Switches, switches_router
 from proxy.views import health_router, models_router
 
@@ -66,16 +67,18 @@ def create_app(
     observer = new_observer(settings, metrics)
     poller = Poller(table, calls, settings.poll_interval_s, settings.startup_wait_s)
     health = Health(table, calls, settings.health)
+    stealing = StealQueue(table, settings.stealing, on_move=metrics.requests_stolen.inc)
     generator = Generator(
         Instances(
             table=table,
             calls=calls,
-            policy=policy or router_of(settings.routing, random.random),
+            policy=policy or router_of(settings.routing, random.random, parallel_encode=settings.parallel_encode),
             poller=poller,
             metrics=metrics,
             encode_timeout_s=settings.encode_timeout_s,
             health=health,
             failover=settings.failover,
+            stealing=stealing,
             trace=trace,
         )
     )
@@ -92,7 +95,7 @@ def create_app(
                 admin = create_admin_app(table, gate, settings.admin.key, routers)
                 app.state.admin_url = await stack.enter_async_context(running_admin(admin, settings.admin))
             reloading = [app.state.reloader.run()] if app.state.reloader is not None else []
-            polling = asyncio.gather(poller.run(), health.run(), *reloading)
+            polling = asyncio.gather(poller.run(), health.run(), stealing.run(), *reloading)
             try:
                 yield
             finally:

@@ -42,6 +42,7 @@ from proxy.health import Health
 from proxy.interruption import TimeLimit
 from proxy.media import MediaItem
 from proxy.poller import Poller
+from proxy.stealing import Claim, StealQueue
 from proxy.trail import ENCODED, RECOMPUTED, STORED, Trail
 
 #: Encoders that may leave one item without an answer before P encodes it itself.
@@ -83,6 +84,7 @@ class Instances:
     encode_timeout_s: float
     health: Health
     failover: Failover
+    stealing: StealQueue
     trace: TraceWriter | None = None
 
 
@@ -121,12 +123,14 @@ class Attempt:
         refs: list[MediaRef],
         number: int,
         generated: list[int] | None = None,
+        claim: Claim | None = None,
     ) -> None:
         self._instances = instances
         self._job = job
         self._route = route
         self._refs = refs
         self._generated = generated or []
+        self._claim = claim
         # Each attempt has an id of its own: the one before may still be on its way out of P and D.
         self._id = f"{job.id}-{number}"
         self._encodes: list[asyncio.Task[None]] = []
@@ -203,7 +207,10 @@ class Attempt:
             self.close_decode()
 
     async def first(self) -> Answer:
-        """P's answer, once the first token is there. Raises what any of the calls failed with before that."""
+        """P's answer, once the first token is there.
+
+        Raises what any of the calls failed with before that, and Moved where a thief has taken the request.
+        """
         opened = self._prefill.opened
         news = self._job.loop.create_future()
 
@@ -217,7 +224,12 @@ class Attempt:
             waiting.append(self._decode.opened)
         for one in waiting:
             one.add_done_callback(tell)
-        await news
+        stealing, claim = self._instances.stealing, self._claim
+        if claim is None or claim.thief is not None or self._generated:
+            await news
+        else:
+            with stealing.until_first(self._job.loop, claim, self._job.model, self._route, self._encodes):
+                await news
         # An encode's failure explains that of P, and P's that of D.
         for encode in self._encodes:
             if encode.done():

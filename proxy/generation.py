@@ -17,6 +17,7 @@ from proxy.demand import demand_of
 from proxy.failover import Failover, InstanceStalled, Suspects, is_planned, may_help, substitute
 from proxy.progress import Progress, broke
 from proxy.sink import EventSink
+from proxy.stealing import Claim, Moved
 
 T = TypeVar("T")
 #: Attempts that ended because an instance left its role, and do not count.
@@ -92,6 +93,20 @@ class Generator:
     ) -> T:
         """What ``use`` makes of an attempt; after a failure of another one, which goes on behind the tokens that
         are ``generated`` until then."""
+        stealing = self._instances.stealing
+        if not stealing.is_on:
+            return await self._try_each(job, use, may_go_on, generated, None)
+        with stealing.claim() as claim:
+            return await self._try_each(job, use, may_go_on, generated, claim)
+
+    async def _try_each(
+        self,
+        job: Job,
+        use: Callable[[Attempt], Awaitable[T]],
+        may_go_on: Callable[[], bool],
+        generated: Callable[[], list[int]],
+        claim: Claim | None,
+    ) -> T:
         instances = self._instances
         demand = await demand_of(job, instances)
         route = self._first_route(job.model, demand)
@@ -99,7 +114,7 @@ class Generator:
         before: list[int] = []
         num_planned = 0
         for number in count(1):
-            attempt = await self._attempt_of(job, route, number, before)
+            attempt = await self._attempt_of(job, route, number, before, claim)
             names = route.names
             try:
                 with instances.health.losses.unless_lost(job.loop, names):
@@ -107,6 +122,12 @@ class Generator:
                         result = await use(attempt)
                 instances.health.ended(names)
                 return result
+            except Moved:
+                instances.health.ended(names)
+                job.trail.attempt_failed()
+                assert claim is not None, "nothing is stolen without"
+                route = claim.route(route)
+                continue
             except ServeError as failure:
                 if isinstance(failure, InstanceStalled):
                     attempt.suspects.add(failure.name)
@@ -116,7 +137,8 @@ class Generator:
                 if not may_help(failure) or not may_go_on() or not attempt.suspects & names:
                     raise
                 num_planned += planned
-                if number - min(num_planned, _MAX_PLANNED) >= instances.failover.max_attempts:
+                is_stolen = claim is not None and claim.thief is not None
+                if number - is_stolen - min(num_planned, _MAX_PLANNED) >= instances.failover.max_attempts:
                     raise
                 if planned:  # for as long as it says so itself
                     for name in attempt.suspects:
@@ -137,11 +159,13 @@ class Generator:
                 return policy.choose_route(table, model, exclude=held_back, demand=demand)
         return policy.choose_route(table, model, demand=demand)
 
-    async def _attempt_of(self, job: Job, route: Route, number: int, generated: list[int]) -> Attempt:
+    async def _attempt_of(
+        self, job: Job, route: Route, number: int, generated: list[int], claim: Claim | None
+    ) -> Attempt:
         assert route.prefill.info is not None, "a ready instance has said what it is"
         fingerprint = route.prefill.info.media_fingerprint
         refs = [await item.name(fingerprint) for item in job.items]
-        return Attempt(self._instances, job, route, refs, number, generated)
+        return Attempt(self._instances, job, route, refs, number, generated, claim)
 
     async def _relay(
         self, attempt: Attempt, name: str, answer: Answer, progress: Progress, sink: EventSink

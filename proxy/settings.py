@@ -10,6 +10,7 @@ from epd_serve.backends.vllm_target import VllmTarget
 from epd_serve.config import DeploymentConfig
 from epd_serve.config.gateway import AdminConfig, ApiKeyConfig, is_loopback, read_secret
 from epd_serve.media import MediaLimits
+from epd_serve.routing.stealing import DEFAULT_RULE, StealRule
 from epd_serve.topology.notation import Topology
 from epd_serve.types import Routing
 from proxy.arrival import ArrivalLimits
@@ -52,7 +53,8 @@ class GatewaySettings:
         access_log: file that gets a line for each request, "-" for the standard output; None: none is written.
         dashboard: whether there is a live page.
         topology: that the instances make up, where it is known.
-        routing: how P and D are chosen.
+        routing: how P and D are chosen. parallel_encode: whether a request's items go to several encoders.
+        stealing: how instances that steal take requests from the others.
         startup_wait_s: how long after the gateway's start requests wait for instances that are still loading.
     """
 
@@ -85,6 +87,8 @@ class GatewaySettings:
     topology: Topology | None = None
     admin: AdminSettings | None = None
     routing: Routing = "least_loaded"
+    parallel_encode: bool = True
+    stealing: StealRule = DEFAULT_RULE
     vllm: Mapping[str, VllmTarget] | None = None
 
     @classmethod
@@ -130,6 +134,12 @@ class GatewaySettings:
             topology=config.topology,
             admin=_admin(gateway.admin),
             routing=gateway.routing,
+            parallel_encode=gateway.parallel_encode,
+            stealing=StealRule(
+                threshold=gateway.stealing.threshold,
+                batch=gateway.stealing.batch,
+                collect_s=gateway.stealing.collect_ms / 1000,
+            ),
             vllm=vllm_targets(config) if config.engine == "vllm" else None,
             allowed_file_dirs=tuple(Path(folder).expanduser().resolve() for folder in media.allowed_file_dirs),
         )

@@ -23,6 +23,7 @@ from pydantic import (
 from epd_serve.config.resilience import FailoverConfig, HealthConfig, InstanceName, InstanceUrl, NotNegative
 from epd_serve.config.sections import Port, Seconds, Section
 from epd_serve.config.sizes import Bytes, BytesPerSecond
+from epd_serve.config.stealing import StealingConfig
 from epd_serve.types import Routing
 
 _SHA256 = re.compile(r"sha256:[0-9a-f]{64}")
@@ -242,6 +243,12 @@ class GatewayConfig(Section):
         "prefix_affinity: the cheapest, where a beginning of the prompt that P has computed before costs nothing. "
         "round_robin: in turn. Images always go where equal ones went, unless that encoder has too much to do.",
     )
+    parallel_encode: bool = Field(
+        default=True,
+        description="Images of one request go to several encoders at once. false: to one encoder, one after the "
+        "other or in batches there.",
+    )
+    stealing: StealingConfig = StealingConfig()
     instances: dict[InstanceName, InstanceUrl] | None = Field(
         default=None,
         description="Control URLs of instances that were started elsewhere, by name; null: those of the topology. "

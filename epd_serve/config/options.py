@@ -53,6 +53,8 @@ class InstanceOptions:
             is encoded alone.
         feature_store_bytes: what E keeps of its encoder output, for P to fetch.
         feature_cache_bytes: what P keeps of the features it has fetched.
+        feature_batch, feature_batch_ms: features that E announces to a P together, and for how many milliseconds
+            it collects them; 1: each at once.
         feature_timeout_s: how long P waits for a feature before it computes it itself.
         queue_timeout_s: how long a request waits for room in D's KV cache before it is refused.
         lease_s: how long memory that a peer has not confirmed is kept for it.
@@ -73,6 +75,8 @@ class InstanceOptions:
         batching_order: in which order waiting prompts are computed.
         batching_policy: ``unlimited`` ignores the SLO; the other options alone bound a step then.
         batching_encodes: whether encodes start while prompts are computed.
+        steals: encodes come before steps of the language model, and gateways give it only prompts that it takes
+            from the queues of others.
         link_bandwidth, link_latency_ms: bytes per second and milliseconds for each transfer that links between
             instances are slowed down to, for experiments; None and 0: not at all.
         switch_dir: where its settings in other roles are found, and its role is kept for when it is started again
@@ -104,6 +108,8 @@ class InstanceOptions:
     image_budget_pixels: int = 8 * MEBIBYTE
     feature_store_bytes: int = 256 * MEBIBYTE
     feature_cache_bytes: int = 256 * MEBIBYTE
+    feature_batch: int = 1
+    feature_batch_ms: float = 500.0
     feature_timeout_s: float = 30.0
     queue_timeout_s: float = 60.0
     lease_s: float = 30.0
@@ -123,6 +129,7 @@ class InstanceOptions:
     batching_order: BatchingOrder = "fcfs"
     batching_policy: BatchingPolicy = "stage-level"
     batching_encodes: BatchingEncodes = "concurrent"
+    steals: bool = False
     link_bandwidth: int | None = None
     link_latency_ms: float = 0.0
     switch_dir: Path | None = None
@@ -155,7 +162,9 @@ class InstanceOptions:
         arguments = []
         for field in fields(self):
             value = getattr(self, field.name)
-            if value is not None:
+            if isinstance(value, bool):
+                arguments += [f"--{field.name.replace('_', '-')}"] * value
+            elif value is not None:
                 arguments += [f"--{field.name.replace('_', '-')}", str(value)]
         return arguments
 

@@ -28,6 +28,7 @@ from epd_serve.config.sections import (
     SLOConfig,
 )
 from epd_serve.config.shares import DeviceShare, device_shares
+from epd_serve.config.stealing import check_thieves
 from epd_serve.config.vllm import VllmConfig, check_vllm
 from epd_serve.cost.interference import InterferenceMatrix
 from epd_serve.demo import weights_dir
@@ -153,6 +154,13 @@ class DeploymentConfig(Section):
             check_vllm(placement, settings, self.vllm, self.model_fields_set)
         elif "vllm" in self.model_fields_set or any(one.engine_args for one in settings.values()):
             raise ValueError("vllm and engine_args are for engine: vllm; write that, or leave them out")
+        return self
+
+    @model_validator(mode="after")
+    def _thieves_can(self) -> DeploymentConfig:
+        placement = self.placement()
+        settings = {str(one.role): self.settings_for(str(one.role)) for one in placement}
+        check_thieves(self.engine, placement, settings)
         return self
 
     @model_validator(mode="after")

@@ -215,6 +215,18 @@ class InstanceSettings(Section):
     feature_cache_bytes: Bytes = Field(
         default=InstanceOptions.feature_cache_bytes, description="Fetched encoder output that P keeps."
     )
+    feature_batch: int = Field(
+        default=InstanceOptions.feature_batch,
+        ge=1,
+        description="Encoder output that E hands to one P together, so that P's prompts fill its steps; "
+        "1: each at once. HeteroServe hands over 32.",
+    )
+    feature_batch_ms: float = Field(
+        default=InstanceOptions.feature_batch_ms,
+        gt=0,
+        allow_inf_nan=False,
+        description="How long E waits for such a batch to fill.",
+    )
     feature_timeout_s: Seconds = Field(
         default=InstanceOptions.feature_timeout_s,
         description="How long P waits for a feature before computing it itself.",
@@ -233,6 +245,11 @@ class InstanceSettings(Section):
     feature_prefetch: FeaturePrefetch = Field(
         default=InstanceOptions.feature_prefetch,
         description="async: P fetches a feature as soon as it is announced; sync: when a step needs it.",
+    )
+    steals: bool = Field(
+        default=InstanceOptions.steals,
+        description="For EPD beside others: an encoder that, when it has nothing to encode, takes requests from a "
+        "long queue of theirs (gateway.stealing), and gets no other prompts.",
     )
     engine_args: EngineArgs = Field(
         default_factory=dict,

@@ -22,6 +22,7 @@ from epd_serve.media import MediaLimits, low_detail_size, open_image
 from epd_serve.models.family import Family, TowerInputs
 from epd_serve.models.tower import Tower
 from epd_serve.protocol.wire import EncodeReply, EncodeRequest, MediaRef
+from epd_serve.sched.aligned import AlignedBatches
 from epd_serve.sched.encode import schedule_encodes
 from epd_serve.transfer.feature_store import FeatureStore, StoredFeature
 from epd_serve.worker.dual_stream import TowerStream
@@ -70,6 +71,7 @@ class EncodeService:
         may_start: asked on the event loop before each batch; while it says no, items wait. Whoever makes it say
             yes again calls :meth:`reconsider` afterwards. It must say yes while nothing else runs.
         processor: decodes and preprocesses images.
+        feature_batch: features that a consumer is told of together, and for how many seconds they are collected.
         on_delivered: told of each item that its consumer has: request id, mm_hash, when the call came, when the
             batch began and ended, for metrics.
         on_batch: told of each batch: images, begin, end; on the tower's thread.
@@ -90,6 +92,7 @@ class EncodeService:
         limits: MediaLimits,
         processor: RequestProcessor,
         url: str = "",
+        feature_batch: tuple[int, float] = (1, 1.0),
         deliver_here: Callable[[str, MediaRef, Tensor], Awaitable[None]] | None = None,
         may_start: Callable[[], bool] = lambda: True,
         stream: TowerStream,
@@ -104,6 +107,7 @@ class EncodeService:
         self._budget = image_budget_pixels
         self._limits = limits
         self._url = url
+        self.aligned = AlignedBatches(*feature_batch, asyncio.get_running_loop().call_later)
         self._processor = processor
         self._deliver_here = deliver_here
         self._may_start = may_start
@@ -224,6 +228,7 @@ class EncodeService:
                 encoded = await self._encoded(request)
                 batch = encoded.batch_s
                 feature = await self._put(ref.mm_hash, encoded.feature, owner)
+            await self._align(request.announce_to)
             event = msgspec.structs.replace(
                 self._store.event(ref.mm_hash, feature, owner), width=ref.width, height=ref.height
             )
@@ -231,6 +236,17 @@ class EncodeService:
         finally:
             self._store.release(owner, ref.mm_hash)
         return EncodeReply(cached=cached, num_tokens=feature.shape[0]), batch
+
+    async def _align(self, consumer: str) -> None:
+        """Wait for the others of the batch that the consumer gets together."""
+        if consumer == self._url:
+            return
+        complete = asyncio.Event()
+        ticket = self.aligned.join(consumer, complete.set)
+        try:
+            await complete.wait()
+        finally:
+            self.aligned.leave(consumer, ticket)
 
     async def _encoded(self, request: EncodeRequest) -> _Encoded:
         """The item's feature; requests for one item share one encode, which ends when nobody wants it any more."""

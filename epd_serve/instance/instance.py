@@ -123,6 +123,7 @@ class Instance:
             on_batch=self.metrics.encoded_batch,
             on_encoded=self._tower_computed,
             url=self.url,
+            feature_batch=(options.feature_batch, options.feature_batch_ms / 1000),
             stream=self._streams.tower,
             may_start=self._may_encode,
         )
@@ -138,6 +139,7 @@ class Instance:
     async def _build(self) -> None:
         """The stages of the role, out of what is there of them."""
         options, role = self.options, self.options.role
+        self._streams.put_vision_first(self._encode if options.steals else None)
         self._batching = Batching(options, measurements(options, self._device, self._fingerprint))
         self._encode.serve(self._store, self._deliver_here if role.has_language_model else None)
         if role.encodes:
@@ -238,6 +240,7 @@ class Instance:
         """What the instance is and does. Raises Unavailable while it is loading."""
         self.check_started()
         machine, language = self.switching.machine, self.language
+        num_language = language.num_parameters if language else 0
         ready, epoch = self._state()
         info = msgspec.structs.replace(
             self._identity,
@@ -246,11 +249,9 @@ class Instance:
             epoch=epoch,
             state=machine.state,
             load=self.load(),
-            parameters={
-                "tower": self._encode.num_parameters,
-                "language_model": language.num_parameters if language else 0,
-            },
+            parameters={"tower": self._encode.num_parameters, "language_model": num_language},
             budgets=self._batching.summary(),
+            steals=self.options.steals and str(machine.role) == "EPD",
         )
         if language is None:
             return info
@@ -263,9 +264,8 @@ class Instance:
 
     def load(self) -> wire.Load:
         """As of now. The instance must be ready."""
-        load = self.language.load() if self.language else wire.Load()
         return msgspec.structs.replace(
-            load,
+            self.language.load() if self.language else wire.Load(),
             num_waiting_encodes=self._encode.num_waiting,
             num_waiting_pixels=self._encode.num_waiting_pixels,
             mean_output_tokens=self.rates.mean_output_tokens,

@@ -358,6 +358,7 @@ class InstanceInfo(Message, frozen=True):
         block_size: tokens per KV block; 0 where there is no KV cache.
         kv_token_bytes: of the KV of one token, likewise.
         tokens_per_pixel: of the model's features, about; a feature has ``feature_token_bytes`` for each token.
+        steals: it encodes, and gets prompts only by taking them from the queues of others.
         epoch: how often this process has changed its role; its caches were made anew with it.
         state: of its role, see :class:`epd_serve.topology.SwitchState`.
     """
@@ -382,5 +383,6 @@ class InstanceInfo(Message, frozen=True):
     kv_token_bytes: int = 0
     tokens_per_pixel: float = 0.0
     feature_token_bytes: int = 0
+    steals: bool = False
     epoch: int = 0
     state: str = "SERVING"

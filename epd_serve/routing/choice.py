@@ -11,6 +11,7 @@ from epd_serve.routing.encoders import BoundedHash
 from epd_serve.routing.policy import ANY, Demand, Route
 from epd_serve.routing.routes import LeastLoaded, PrefixAffinity, RandomOfTwo, RoundRobin
 from epd_serve.routing.table import InstanceRecord, InstanceTable
+from epd_serve.routing.together import EncoderChoice, Together
 from epd_serve.types import Routing
 
 
@@ -21,17 +22,6 @@ class RouteChoice(Protocol):
     def choose_route(
         self, table: InstanceTable, model: str, *, exclude: Collection[str] = (), demand: Demand = ANY
     ) -> Route: ...
-
-
-class EncoderChoice(Protocol):
-    def choose_encoders(
-        self,
-        table: InstanceTable,
-        prefill: InstanceRecord,
-        items: Sequence[MediaRef],
-        *,
-        exclude: Collection[str] = (),
-    ) -> list[InstanceRecord]: ...
 
 
 @dataclass(frozen=True)
@@ -61,12 +51,15 @@ class Router:
         return self.encoders.choose_encoders(table, prefill, items, exclude=exclude)
 
 
-def router_of(name: Routing, draw: Callable[[], float]) -> Router:
-    """The policy of a deployment; ``draw`` gives numbers in [0, 1). Items always go by :class:`BoundedHash`."""
+def router_of(name: Routing, draw: Callable[[], float], *, parallel_encode: bool = True) -> Router:
+    """The policy of a deployment; ``draw`` gives numbers in [0, 1). Items always go by :class:`BoundedHash`: each
+    by itself, or unless ``parallel_encode`` those of a request to one encoder.
+    """
     routes: dict[Routing, Callable[[], RouteChoice]] = {
         "least_loaded": LeastLoaded,
         "round_robin": RoundRobin,
         "random_of_two": lambda: RandomOfTwo(draw),
         "prefix_affinity": PrefixAffinity,
     }
-    return Router(routes[name]())
+    encoders: EncoderChoice = BoundedHash()
+    return Router(routes[name](), encoders if parallel_encode else Together(encoders))

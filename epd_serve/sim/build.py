@@ -26,6 +26,8 @@ def build(
     *,
     batching: Batching | Callable[[Role], Batching] = DEFAULT,
     routing: Routing = "least_loaded",
+    parallel_encode: bool = True,
+    steals: bool = False,
     host_of: Callable[[str], str] = lambda device: "host0",
     matrix: InterferenceMatrix | None = None,
     cores: float | None = None,
@@ -40,6 +42,7 @@ def build(
     Memory of a device is shared by the language models on it, in equal parts. On CPUs (``cores`` given) all
     instances of a host share its cores, each with ``threads``, or with an equal part of the cores, as ``epd-serve
     up`` gives them out.
+    ``steals``: EPD instances do.
     """
     placed = place(topology, devices)
     specs: list[SimInstanceSpec] = []
@@ -60,6 +63,7 @@ def build(
             batching=batching(one.role) if callable(batching) else batching,
             cores=float(threads or max(cores / len(placed), 1.0)) if device == CPU and cores is not None else 1.0,
             dual_stream=dual_stream,
+            steals=steals and str(one.role) == "EPD",
             is_grouped=is_grouped,
         )
         if num_blocks is None:
@@ -71,4 +75,10 @@ def build(
             sharing[spec.device] = MeasuredSharing.of(matrix, cores or float("inf"))
         elif cores is not None or spec.profile.interference:
             sharing[spec.device] = MeasuredSharing.of_profile(spec.profile, cores or float("inf"))
-    return SimDeployment(instances=tuple(specs), routing=routing, sharing=sharing, label=str(topology))
+    return SimDeployment(
+        instances=tuple(specs),
+        routing=routing,
+        parallel_encode=parallel_encode,
+        sharing=sharing,
+        label=str(topology),
+    )

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
 from itertools import count
@@ -15,63 +13,20 @@ from epd_serve.errors import InvalidRequest, Unavailable
 from epd_serve.protocol.wire import MediaRef
 from epd_serve.request import Sequence, SequenceState
 from epd_serve.routing.policy import Demand, Policy, Route
+from epd_serve.routing.stealing import StealRule
 from epd_serve.routing.table import InstanceRecord, InstanceTable
 from epd_serve.sim.clock import Clock
 from epd_serve.sim.instance import Reservation, SimInstance
+from epd_serve.sim.jobs import Attempt
+from epd_serve.sim.jobs import Job as Job
 from epd_serve.sim.request import SimRequest
+from epd_serve.sim.stealing import SimStealing
 from epd_serve.types import MediaSpan, SamplingParams, Stage
 
 _SAMPLING = SamplingParams(seed=0, temperature=0.0)
 _PROMPTS: dict[int, list[int]] = {}
 _RETRIES = 2
 _MODEL = "model"
-
-
-@dataclass(slots=True, eq=False)
-class Job:
-    """A request under way. Times are the clock's; None: not yet."""
-
-    number: int
-    request: SimRequest
-    num_tokens: int
-    sent_s: float
-    first_token_s: float | None = None
-    last_token_s: float | None = None
-    finish_s: float | None = None
-    num_output: int = 0
-    token_times_s: list[float] = field(default_factory=list)
-    failure: str = ""
-    num_retries: int = 0
-    prefilled_s: float | None = None
-    encoded_s: float | None = None
-
-
-@dataclass(slots=True, eq=False)
-class _Attempt:
-    """A job on its route; another one where an instance dies."""
-
-    job: Job
-    id: str
-    route: Route
-    sequence: Sequence
-    calls: list[AbstractContextManager[Any]] = field(default_factory=list)
-    encodes: list[AbstractContextManager[Any]] = field(default_factory=list)
-    instances: set[str] = field(default_factory=set)
-    blocks: Any = None
-    reservation: Reservation | None = None
-    begun_s: float = 0.0
-    is_over: bool = False
-    is_expected: bool = False
-    num_before: int = 0
-
-    def close(self) -> None:
-        for call in (*self.calls, *self.encodes):
-            call.__exit__(None, None, None)
-        self.calls.clear()
-        self.encodes.clear()
-        self.is_over = True
-        if self.reservation is not None:
-            self.reservation.is_over = True
 
 
 class SimGateway:
@@ -85,6 +40,7 @@ class SimGateway:
         *,
         link: Callable[[SimInstance, SimInstance], Link],
         on_done: Callable[[Job], None],
+        steal: StealRule | None = None,
     ) -> None:
         self._clock = clock
         self._instances = instances
@@ -94,8 +50,11 @@ class SimGateway:
         self.table = InstanceTable([(name, "") for name in instances])
         for name, instance in instances.items():
             self.table.update(name, instance.info(), contains=0)
-        self._attempts: dict[str, _Attempt] = {}
+        self._attempts: dict[str, Attempt] = {}
         self._numbers = count()
+        self.stealing: SimStealing | None = None
+        if steal is not None and any(one.spec.steals for one in instances.values()):
+            self.stealing = SimStealing(clock, self.table, steal, _MODEL)
 
     @property
     def num_open(self) -> int:
@@ -115,7 +74,6 @@ class SimGateway:
 
     def _dispatch(self, job: Job, exclude: frozenset[str]) -> None:
         request = job.request
-        refs = [MediaRef(mm_hash=name, width=pixels, height=1) for name, pixels in dict(request.images).items()]
         try:
             demand = Demand(
                 num_characters=4 * request.num_text_tokens,
@@ -125,17 +83,23 @@ class SimGateway:
                 prefix_characters=4 * request.num_text_tokens,
             )
             route = self._policy.choose_route(self.table, _MODEL, exclude=exclude, demand=demand)
-            encoders = (
-                self._policy.choose_encoders(self.table, route.prefill, refs, exclude=exclude) if refs else []
-            )
             self._check_fits(job, route)
         except (Unavailable, InvalidRequest) as error:
             job.failure, job.finish_s = error.message, self._clock.now
             self._on_done(job)
             return
-        attempt = _Attempt(
+        self._send(
+            job, f"{job.number}" if not job.num_retries else f"{job.number}.{job.num_retries}", route, exclude
+        )
+
+    def _send(self, job: Job, request_id: str, route: Route, exclude: frozenset[str] = frozenset()) -> None:
+        images = dict(job.request.images)
+        refs = [MediaRef(mm_hash=name, width=pixels, height=1) for name, pixels in images.items()]
+        choose = self._policy.choose_encoders
+        encoders = choose(self.table, route.prefill, refs, exclude=exclude) if refs else []
+        attempt = Attempt(
             job=job,
-            id=f"{job.number}" if not job.num_retries else f"{job.number}.{job.num_retries}",
+            id=request_id,
             route=route,
             sequence=self._sequence(job, hand_off=not route.fused),
             num_before=job.num_output,
@@ -149,8 +113,29 @@ class SimGateway:
         for ref, record in zip(refs, encoders, strict=True):
             self._encode(attempt, ref, record, prefill)
         self._prefill(attempt)
+        attempt.is_sent = True
+        self._queue(attempt)
 
-    def _open(self, attempt: _Attempt, record: InstanceRecord, stage: Stage) -> None:
+    def _queue(self, attempt: Attempt) -> None:
+        """For thieves to see, once its features are all there."""
+        if self.stealing is None:
+            return
+        is_new = attempt.job.first_token_s is None and not attempt.route.prefill.steals
+        if is_new and attempt.is_sent and not attempt.encodes:
+            self.stealing.queued(attempt.id, partial(self._move, attempt))
+        else:
+            self.stealing.poll()
+
+    def _move(self, attempt: Attempt, thief: InstanceRecord) -> None:
+        """Withdraw a request that has no token yet, and have it served by a thief."""
+        assert self.stealing is not None
+        attempt.close()
+        self._abandon(attempt, dead="")
+        work, request_id = attempt.route.prefill_work + attempt.route.decode_work, f"{attempt.id}.stolen"
+        self.stealing.taken(request_id, thief.name)
+        self._send(attempt.job, request_id, Route(prefill=thief, decode=thief, prefill_work=work))
+
+    def _open(self, attempt: Attempt, record: InstanceRecord, stage: Stage) -> None:
         route, instance = attempt.route, self._instances[record.name]
         work = route.prefill_work if stage is Stage.PREFILL else route.decode_work
         prefix = route.prefix if stage is Stage.PREFILL else ()
@@ -164,7 +149,7 @@ class SimGateway:
             instance.num_expected += 1
             attempt.is_expected = True
 
-    def _encode(self, attempt: _Attempt, ref: MediaRef, record: InstanceRecord, prefill: SimInstance) -> None:
+    def _encode(self, attempt: Attempt, ref: MediaRef, record: InstanceRecord, prefill: SimInstance) -> None:
         call = self.table.encoding(record, ref, attempt.id)
         encoding = call.__enter__()
         attempt.encodes.append(call)
@@ -187,17 +172,19 @@ class SimGateway:
             call.__exit__(None, None, None)
             instance.is_changed = True
             attempt.job.encoded_s = self._clock.now
+            self._queue(attempt)
             if instance is prefill:
                 arrived()
             else:
-                self._clock.after(self._link(instance, prefill).seconds(nbytes) + profile.feature_s, arrived)
+                seconds = self._link(instance, prefill).seconds(nbytes) + profile.feature_s
+                instance.handed.join(prefill.spec.name, lambda: self._clock.after(seconds, arrived))
 
         if prefill.inbox.acquire(ref.mm_hash, attempt.id) is None:
             instance.tower.encode(ref.mm_hash, ref.width, encoded)
         else:
             encoded(True)
 
-    def _prefill(self, attempt: _Attempt) -> None:
+    def _prefill(self, attempt: Attempt) -> None:
         prefill, sequence = self._instances[attempt.route.prefill.name], attempt.sequence
         assert prefill.language is not None
         sequence.arrival_s = self._clock.now
@@ -231,6 +218,8 @@ class SimGateway:
         attempt = self._attempts[sequence.request_id]
         job, now = attempt.job, self._clock.now
         instance.is_changed = True
+        if self.stealing is not None:
+            self.stealing.left(attempt.id)
         if job.first_token_s is None:
             job.first_token_s = now
         job.last_token_s = now
@@ -244,7 +233,7 @@ class SimGateway:
         sent_s = instance.send_s(self._link(instance, decode), sequence.num_prompt_tokens, computing_s)
         self._clock.after(sent_s + profile.hand_over_s, partial(self._hand_over, attempt, instance, decode))
 
-    def _hand_over(self, attempt: _Attempt, prefill: SimInstance, decode: SimInstance) -> None:
+    def _hand_over(self, attempt: Attempt, prefill: SimInstance, decode: SimInstance) -> None:
         if attempt.is_over:
             return
         old = attempt.sequence
@@ -279,6 +268,8 @@ class SimGateway:
         job = attempt.job
         job.num_output = attempt.num_before + len(sequence.output_ids)
         job.last_token_s = job.finish_s = self._clock.now
+        if self.stealing is not None:
+            self.stealing.ended(attempt.id)
         self._on_done(job)
 
     def lost(self, name: str) -> None:
@@ -298,9 +289,13 @@ class SimGateway:
                 job.num_retries += 1
                 self._dispatch(job, frozenset({name}))
 
-    def _abandon(self, attempt: _Attempt, *, dead: str) -> None:
+    def _abandon(self, attempt: Attempt, *, dead: str) -> None:
         """Give back what it holds at instances that live."""
         del self._attempts[attempt.id]
+        if self.stealing is not None:
+            self.stealing.left(attempt.id)
+            if dead:
+                self.stealing.ended(attempt.id)
         for name in attempt.instances - {dead}:
             instance = self._instances[name]
             instance.inbox.release(attempt.id)

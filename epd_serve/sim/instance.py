@@ -11,6 +11,8 @@ from epd_serve.cache.feature_cache import FeatureCache
 from epd_serve.cost.links import Link
 from epd_serve.protocol.wire import InstanceInfo, Load, Report
 from epd_serve.request import Sequence
+from epd_serve.sched.aligned import AlignedBatches
+from epd_serve.sched.vision_first import VisionFirst
 from epd_serve.sim.clock import Clock
 from epd_serve.sim.device import SimDevice
 from epd_serve.sim.language import LanguageSide
@@ -56,7 +58,8 @@ class SimInstance:
         self.pid = 1
         self.inbox: FeatureCache[int] = FeatureCache(spec.feature_bytes)
         self.language: LanguageSide | None = None
-        takes_turns = not spec.dual_stream
+        self._takes_turns = takes_turns = not spec.dual_stream or spec.steals
+        first = VisionFirst()
         self.tower = TowerSide(
             clock,
             device,
@@ -74,9 +77,13 @@ class SimInstance:
                 on_end=self._ended,
                 on_tokens=on_tokens,
                 on_free=self._grant,
-                may_start=lambda: not (takes_turns and self.tower.is_busy),
+                may_start=lambda: (
+                    not (takes_turns and self.tower.is_busy)
+                    and (not spec.steals or first.may_step(clock.now, self.tower.num_waiting))
+                ),
                 on_step=self.tower.kick if takes_turns else lambda: None,
             )
+        self.handed = AlignedBatches(spec.feature_batch, spec.feature_batch_s, clock.after)
         self._waiting: deque[Reservation] = deque()
         self._granting = False
         self.num_expected = 0
@@ -110,6 +117,7 @@ class SimInstance:
             kv_token_bytes=profile.kv_token_bytes,
             tokens_per_pixel=1 / profile.pixels_per_token if profile.pixels_per_token else 0.0,
             feature_token_bytes=profile.feature_token_bytes,
+            steals=spec.steals,
         )
 
     def load(self) -> Load:
@@ -159,7 +167,7 @@ class SimInstance:
         return rates
 
     def _tower_may_start(self) -> bool:
-        if self.spec.dual_stream or self.language is None or not self.language.is_busy:
+        if not self._takes_turns or self.language is None or not self.language.is_busy:
             return True
         self.language.settle()  # behind the step under way it is the tower's turn
         return False

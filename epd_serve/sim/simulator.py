@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from epd_serve.cost.links import NETWORK, SAME_DEVICE, Link
 from epd_serve.routing.choice import router_of
+from epd_serve.routing.stealing import DEFAULT_RULE, StealRule
 from epd_serve.sim.clock import Clock
 from epd_serve.sim.device import FluidSharing, Sharing, SimDevice
 from epd_serve.sim.gateway import Job, SimGateway
@@ -39,11 +40,15 @@ class SimDeployment:
 
     Attributes:
         sharing: of a device, by its name; fluid where none is named.
+        steal: by what rule instances that steal do so.
+        parallel_encode: False: all images of a request go to one encoder.
         network: between hosts. Within one, devices are as far apart as the sender's profile says.
     """
 
     instances: tuple[SimInstanceSpec, ...]
     routing: Routing = "least_loaded"
+    parallel_encode: bool = True
+    steal: StealRule = DEFAULT_RULE
     sharing: dict[str, Sharing] = field(default_factory=dict)
     network: Link = NETWORK
     label: str = ""
@@ -104,6 +109,7 @@ def simulate(
     give_up: Callable[[list[Job]], bool] | None = None,
     progress: Callable[[int], None] | None = None,
     until_s: float = float("inf"),
+    concurrency: int | None = None,
     switching: Switching | None = None,
 ) -> Outcome:
     """Run all requests to their ends. The same arguments give the same outcome.
@@ -113,6 +119,7 @@ def simulate(
         give_up: asked after each report with what has ended; True ends the run there.
         progress: told how many requests have ended.
         until_s: the run ends there whatever is under way.
+        concurrency: so many requests at a time, whatever their times are: the next is sent as one ends.
         switching: changes the roles of instances, each alone on its device.
     """
     clock = Clock()
@@ -147,13 +154,25 @@ def simulate(
 
     for spec in deployment.instances:
         start(spec)
-    router = router_of(deployment.routing, random.Random(seed).random)
-    gateway = SimGateway(clock, instances, router, link=link, on_done=done.append)
+    draw = random.Random(seed).random
+    router = router_of(deployment.routing, draw, parallel_encode=deployment.parallel_encode)
+    gateway = SimGateway(clock, instances, router, link=link, on_done=lambda job: end(job), steal=deployment.steal)
     jobs = [
         Job(number=number, request=request, num_tokens=0, sent_s=request.at_s)
         for number, request in enumerate(requests)
     ]
     given_up = False
+
+    waiting = iter(jobs if concurrency is not None else ())
+
+    def send() -> None:
+        if (job := next(waiting, None)) is not None:
+            job.sent_s = clock.now
+            gateway.serve(job)
+
+    def end(job: Job) -> None:
+        done.append(job)
+        send()
 
     def arrive(index: int) -> None:
         gateway.serve(jobs[index])
@@ -185,7 +204,9 @@ def simulate(
 
     if switching is not None:
         switching.begin(clock, gateway, instances, start)
-    if jobs:
+    for _ in range(concurrency or 0):
+        clock.at(0.0, send)
+    if jobs and concurrency is None:
         clock.at(jobs[0].sent_s, lambda: arrive(0))
     clock.at(0.0, report)
     for fault in faults:

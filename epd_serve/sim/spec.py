@@ -37,8 +37,10 @@ class SimInstanceSpec:
         host, device: instances of one device slow each other down.
         cores: of a CPU, that a step keeps busy.
         dual_stream: False: tower and language model of this instance take turns, as in a monolithic engine.
+        steals: it encodes first, and gets prompts only by taking them from others.
         kv_mode: whether KV goes out in groups of layers while the prompt is computed, or all of it afterwards.
         feature_bytes: of the features that an encoder keeps.
+        feature_batch, feature_batch_s: features that it hands over together, and how long it collects them.
     """
 
     name: str
@@ -51,8 +53,11 @@ class SimInstanceSpec:
     batching: Batching = Batching()
     cores: float = 1.0
     dual_stream: bool = True
+    steals: bool = False
     is_grouped: bool = True
     feature_bytes: int = 256 << 20
+    feature_batch: int = 1
+    feature_batch_s: float = 0.5
 
     @property
     def on_cpu(self) -> bool:

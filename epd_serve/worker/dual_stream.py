@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
 
 from device.base import Device
 from epd_serve.config import InstanceOptions
@@ -19,6 +20,7 @@ from epd_serve.sched.language import ScheduleOutput
 from epd_serve.sched.pace import PaceFigures, Slack, TokenTimeAccount, pause_s
 from epd_serve.worker.device_board import DeviceBoard
 from epd_serve.worker.share import apply_share, rank_share
+from epd_serve.worker.vision_hold import VisionHold
 
 _SMOOTHING = 0.3
 #: A batch under a limit on the time per token is small enough for a layer to take no more than so many tokens.
@@ -154,6 +156,7 @@ class LanguageStream:
     Attributes:
         is_busy: whether a step runs, or one that ran just now has decodes to go on with.
         on_pause: told when no step follows, after all: one has failed, or nothing can be computed.
+        hold: returns when a step may be computed; None: at once.
 
     Args:
         limit_s: of the time per token; None: encodes run as they like.
@@ -178,10 +181,14 @@ class LanguageStream:
         self._encoded_s = 0.0
         self.is_busy = False
         self.on_pause: Callable[[], None] = lambda: None
+        self.hold: Callable[[], None] | None = None
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """Around the computation of a step; :meth:`stepped` follows unless it fails."""
+        if self.hold is not None:
+            self.is_busy = False
+            self.hold()
         self.is_busy = True
         if self._threads is not None:
             self._device.set_threads(self._threads[0 if self._board.encodes_here else 1])
@@ -226,6 +233,15 @@ class LanguageStream:
             self.on_pause()
 
 
+class Encodes(Protocol):
+    """Of :class:`~epd_serve.instance.encode.EncodeService`."""
+
+    @property
+    def num_waiting(self) -> int: ...
+
+    def reconsider(self) -> None: ...
+
+
 class DualStream:
     """Both sides of one instance, as its options and its device say.
 
@@ -250,6 +266,13 @@ class DualStream:
             is_busy=lambda: self.language.is_busy,
             clock=clock,
         )
+
+    def put_vision_first(self, encodes: Encodes | None) -> None:
+        """Steps of the language model wait for these; None: for nothing."""
+        if encodes is None:
+            self.language.hold = None
+        else:
+            self.language.hold = VisionHold(lambda: encodes.num_waiting, encodes.reconsider)
 
     def figures(self) -> PaceFigures:
         return PaceFigures(paused_s=self.tower.paused_s, slack=self.language.slack)

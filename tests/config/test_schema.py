@@ -93,6 +93,8 @@ def test_every_setting_reaches_the_instance() -> None:
         "image_budget_pixels": 1000,
         "feature_store_bytes": 2000,
         "feature_cache_bytes": 3000,
+        "feature_batch": 8,
+        "feature_batch_ms": 250,
         "feature_timeout_s": 1.5,
         "queue_timeout_s": 3.5,
         "lease_s": 2.5,
@@ -105,9 +107,8 @@ def test_every_setting_reaches_the_instance() -> None:
         {"instances": {**values, "kv_transfer": {"transport": "shm", "group_layers": 4}}}
     )
     options = config.options_for(config.placement()[1], device="cpu", port=9001, threads=3)
-    assert set(values) | {"kv_cache_bytes", "share", "kv_transfer", "link", "batching", "engine_args"} == set(
-        InstanceSettings.model_fields
-    )
+    elsewhere = {"kv_cache_bytes", "share", "kv_transfer", "link", "batching", "engine_args", "steals"}
+    assert set(values) | elsewhere == set(InstanceSettings.model_fields)
     assert {name: getattr(options, name) for name in values} == values
     assert (options.kv_transport, options.kv_group_layers) == ("shm", 4)
     assert (options.name, str(options.role), options.port, options.dtype) == ("p0", "P", 9001, "float32")

@@ -1,0 +1,43 @@
+"""Who may steal, and what an instance and a gateway are told of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from epd_serve.config import ConfigError, parse_config
+from epd_serve.routing.stealing import StealRule
+from proxy.settings import GatewaySettings
+
+TIERS = """
+topology: 2EPD-2PD
+roles: {EPD: {steals: true, max_num_seqs: 16}, PD: {feature_batch_ms: 200}}
+instances: {feature_batch: 32}
+gateway: {stealing: {threshold: 4, batch: 8, collect_ms: 50}, parallel_encode: false}
+"""
+
+
+def test_thieves_and_their_rule_are_told() -> None:
+    config = parse_config(TIERS)
+    options = {one.name: config.options_for(one, device="cpu", port=1, threads=1) for one in config.placement()}
+    assert [name for name, one in options.items() if one.steals] == ["epd0", "epd1"]
+    assert ("--steals" in options["epd0"].to_arguments()) and "--steals" not in options["pd0"].to_arguments()
+    assert options["epd0"].feature_batch == 32 and options["epd0"].feature_batch_ms == 500
+    assert options["pd0"].feature_batch_ms == 200
+    settings = GatewaySettings.of(config, "127.0.0.1")
+    assert settings.stealing == StealRule(threshold=4, batch=8, collect_s=0.05) and not settings.parallel_encode
+    assert GatewaySettings.of(parse_config(""), "127.0.0.1").stealing == StealRule()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{topology: E-PD, roles: {E: {steals: true}}}", "lacks a stage"),
+        ("{topology: EPD, instances: {steals: true}}", "nobody to steal from"),
+        ("{topology: EPD-P, roles: {EPD: {steals: true}}}", "nobody to steal from"),
+        ("{gateway: {stealing: {batch: 1}}}", "greater than or equal to 2"),
+        ("{instances: {feature_batch: 0}}", "greater than or equal to 1"),
+    ],
+)
+def test_what_cannot_steal_is_refused(text: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        parse_config(text)
