@@ -190,7 +190,7 @@ async def answers(topology: str, *, parallel: bool) -> tuple[list[list[str]], li
                 content = answer.json()["choices"][0]["logprobs"]["content"]
                 tokens.append([one["token"] for one in content])
                 grown = {name: growth(before[name], await figures(deployment, name)) for name in names}
-                encoded.append({name: round(one.get("encodes_total:false", 0)) for name, one in grown.items()})
+                encoded.append({name: round(one.get("tower_images_total", 0)) for name, one in grown.items()})
     return tokens, encoded
 
 

@@ -107,6 +107,9 @@ def proxy(
     ] = None,
     host: Host = None,
     port: Port = None,
+    control: Annotated[
+        bool, typer.Option("--control", help="Run the controller of 'elastic'; in one gateway of a deployment.")
+    ] = False,
     parent_pid: ParentPid = None,
 ) -> None:
     """Run the gateway alone, in front of instances that were started by themselves.
@@ -133,6 +136,7 @@ def proxy(
         host or deployment.gateway.host,
         deployment.gateway.port if port is None else port,
         Reread(config, reread) if config else None,
+        controls=control,
     )
 
 

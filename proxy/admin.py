@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, ClassVar
 
+import msgspec
 import uvicorn
 from fastapi import APIRouter, Depends, FastAPI
 from fastapi.responses import JSONResponse
@@ -77,7 +78,7 @@ def _describe(record: InstanceRecord) -> dict[str, Any]:
         "ready": record.ready,
         "in_flight": {stage.value: count for stage, count in record.in_flight.items() if count},
         "device": info.device if info else None,
-        "load": {name: getattr(info.load, name) for name in info.load.__struct_fields__} if info else None,
+        "load": msgspec.to_builtins(info.load) if info else None,
     }
 
 

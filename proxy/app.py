@@ -13,8 +13,10 @@ from starlette.routing import Route
 
 from epd_serve.backends.base import StageCalls
 from epd_serve.backends.native import NativeConnections
+from epd_serve.elastic.controller import Order
 from epd_serve.metrics.gateway import GatewayMetrics
 from epd_serve.metrics.trace import TraceWriter
+from epd_serve.protocol.wire import RoleOrder
 from epd_serve.routing.choice import router_of
 from epd_serve.routing.policy import Policy
 from epd_serve.routing.table import InstanceTable
@@ -23,6 +25,7 @@ from proxy.admin import create_admin_app, running_admin
 from proxy.attempt import Instances
 from proxy.control import Control
 from proxy.dashboard import dashboard_router
+from proxy.elastic import ElasticLoop, elastic_router
 from proxy.endpoints import endpoints
 from proxy.engines import connector
 from proxy.entrance import new_gate
@@ -37,6 +40,7 @@ from proxy.observer import new_observer
 from proxy.openapi import openapi_router
 from proxy.operations import operations_router
 from proxy.poller import Poller
+from proxy.redeploy import Redeployer, tokens_per_pixel
 from proxy.settings import GatewaySettings
 from proxy.stealing import StealQueue
 from proxy.switches import Switches, switches_router
@@ -66,6 +70,10 @@ def create_app(
     )
     trace = TraceWriter(settings.trace, "gateway") if settings.trace else None
     observer = new_observer(settings, metrics)
+    redeployer: Redeployer | None = None
+    if settings.redeploy is not None:
+        redeployer = Redeployer(settings.redeploy, lambda: tokens_per_pixel(table))
+        observer.on_finish = redeployer.put
     poller = Poller(table, calls, settings.poll_interval_s, settings.startup_wait_s)
     health = Health(table, calls, settings.health)
     stealing = StealQueue(table, settings.stealing, on_move=metrics.requests_stolen.inc)
@@ -84,6 +92,11 @@ def create_app(
         )
     )
     switches = Switches(table, calls, health)
+
+    async def give(order: Order, deadline_s: float) -> None:
+        await switches.order(order.instance, RoleOrder(role=str(order.role), deadline_s=deadline_s))
+
+    elastic = None if settings.elastic is None else ElasticLoop(settings.elastic, table, give)
     loader = MediaLoader(settings.media, fetcher, settings.max_body_bytes, settings.max_items)
 
     @asynccontextmanager
@@ -92,15 +105,13 @@ def create_app(
             await stack.enter_async_context(connections)
             await stack.enter_async_context(fetcher)
             if settings.admin is not None:
-                routers = [
-                    operations_router(table, health, switches),
-                    switches_router(switches),
-                    leases_router(leases),
-                ]
+                routers = [operations_router(table, health, switches)]
+                routers += [switches_router(switches), leases_router(leases), elastic_router(elastic)]
                 admin = create_admin_app(table, gate, settings.admin.key, routers)
                 app.state.admin_url = await stack.enter_async_context(running_admin(admin, settings.admin))
             reloading = [app.state.reloader.run()] if app.state.reloader is not None else []
-            polling = asyncio.gather(poller.run(), health.run(), leases.run(), stealing.run(), *reloading)
+            loops = [one.run() for one in (elastic, redeployer) if one is not None]
+            polling = asyncio.gather(poller.run(), health.run(), leases.run(), stealing.run(), *reloading, *loops)
             try:
                 yield
             finally:

@@ -47,13 +47,15 @@ def run_gateway(
     host: str,
     port: int,
     reread: Reread | None = None,
+    *,
+    controls: bool = False,
 ) -> None:
     """Serve until SIGTERM or SIGINT, then finish what is in progress (``gateway.shutdown_grace_s``) and return.
 
     Blocks; must run in the main thread, for the signals. ``instances`` are (name, control URL). With ``reread``,
-    SIGHUP or a change of the file makes the gateway take it over.
+    SIGHUP or a change of the file makes the gateway take it over. ``controls``: as in GatewaySettings.of.
     """
-    settings = GatewaySettings.of(config, host)
+    settings = GatewaySettings.of(config, host, controls=controls)
     redaction = redact_logs(_secrets(settings))
     app = create_app(settings, instances)
     if reread is not None:
@@ -61,7 +63,7 @@ def run_gateway(
         def apply() -> None:
             nonlocal redaction
             config, members = reread.read()
-            changed = GatewaySettings.of(config, host)
+            changed = GatewaySettings.of(config, host, controls=controls)
             redaction()
             redaction = redact_logs(_secrets(changed) | _secrets(app.state.control.settings))
             app.state.control.apply(changed, members)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from msgspec.structs import replace
 
@@ -32,6 +32,9 @@ class Observer:
     Args:
         access_log: None: there is none.
         tracing: None: no spans are recorded here; trace contexts are passed on all the same.
+
+    Attributes:
+        on_finish: told of each request that is over.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class Observer:
         self.access_log = access_log
         self.tracing = tracing
         self._num_begun = 0
+        self.on_finish: Callable[[Trail], None] | None = None
         self.started_s = time.monotonic()
         metrics.before_render = self.take_account
         if access_log is not None:
@@ -99,6 +103,8 @@ class Observer:
                 stages=[(hop.stage, (hop.end_s or hop.start_s) - hop.start_s, hop.source) for hop in trail.hops],
             )
             self._figures.add(trail)
+            if self.on_finish is not None:
+                self.on_finish(trail)
             if self.access_log is not None:
                 self.access_log.put(trail)
             if self.tracing is not None and trail.context.sampled:

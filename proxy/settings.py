@@ -15,9 +15,11 @@ from epd_serve.topology.notation import Topology
 from epd_serve.types import Routing
 from proxy.arrival import ArrivalLimits
 from proxy.breaker import BreakerLimits
+from proxy.elastic import ElasticSettings
 from proxy.engines import vllm_targets
 from proxy.failover import Failover
 from proxy.health import HealthSettings
+from proxy.redeploy import RedeploySettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +54,7 @@ class GatewaySettings:
         trace: directory for the file that says what the gateway did when; None: none is written.
         access_log: file that gets a line for each request, "-" for the standard output; None: none is written.
         dashboard: whether there is a live page.
+        elastic, redeploy: the controller that this gateway runs, and how it answers drifts; None: not at all.
         topology: that the instances make up, where it is known.
         routing: how P and D are chosen. parallel_encode: whether a request's items go to several encoders.
         stealing: how instances that steal take requests from the others.
@@ -90,10 +93,15 @@ class GatewaySettings:
     parallel_encode: bool = True
     stealing: StealRule = DEFAULT_RULE
     vllm: Mapping[str, VllmTarget] | None = None
+    elastic: ElasticSettings | None = None
+    redeploy: RedeploySettings | None = None
 
     @classmethod
-    def of(cls, config: DeploymentConfig, host: str) -> GatewaySettings:
-        """The settings of a deployment whose gateway listens on ``host``."""
+    def of(cls, config: DeploymentConfig, host: str, *, controls: bool = False) -> GatewaySettings:
+        """The settings of a deployment whose gateway listens on ``host``.
+
+        ``controls``: it is the one gateway of the deployment that runs the controller, where that is enabled.
+        """
         gateway, media = config.gateway, config.gateway.media
         return cls(
             max_body_bytes=gateway.max_body_bytes,
@@ -134,6 +142,8 @@ class GatewaySettings:
             topology=config.topology,
             admin=_admin(gateway.admin),
             routing=gateway.routing,
+            elastic=ElasticSettings.of(config) if controls else None,
+            redeploy=RedeploySettings.of(config) if controls else None,
             parallel_encode=gateway.parallel_encode,
             stealing=StealRule(
                 threshold=gateway.stealing.threshold,

@@ -44,7 +44,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["simulated"])
     parser.add_argument("--requests", type=int, default=200)
-    parser.add_argument("--rate", type=float, default=3.0)
+    parser.add_argument("--rate", type=float, default=3.0, help="requests a second")
     wanted = parser.parse_args()
     found = simulated(wanted.requests, wanted.rate)
     text = json.dumps(found, indent=1)

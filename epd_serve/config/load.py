@@ -50,6 +50,8 @@ def load_config(path: Path) -> DeploymentConfig:
             changes["interference"] = str(here / config.interference.expanduser())
         if config.trace is not None:
             changes["trace"] = str(here / config.trace.expanduser())
+        if (devices := config.elastic.drift.devices) is not None:
+            changes["elastic"] = {"drift": {"devices": str(here / devices.expanduser())}}
         if gateway := _gateway_paths(config.gateway, here):
             changes["gateway"] = gateway
         if vllm := _vllm_paths(config.vllm, here):

@@ -17,6 +17,7 @@ from pydantic import (
     model_validator,
 )
 
+from epd_serve.config.elastic import ElasticConfig
 from epd_serve.config.gateway import GatewayConfig
 from epd_serve.config.options import MIN_SEGMENT_BYTES, DType, FeatureStoreKind, InstanceOptions
 from epd_serve.config.sections import (
@@ -110,6 +111,7 @@ class DeploymentConfig(Section):
     )
     mooncake: MooncakeConfig = MooncakeConfig()
     slo: SLOConfig = SLOConfig()
+    elastic: ElasticConfig = ElasticConfig()
     trace: Path | None = Field(
         default=None,
         description="Directory, relative to this file, in which every process writes what it did when; "
@@ -168,6 +170,16 @@ class DeploymentConfig(Section):
         slack = [role for role in ("instances", *self.roles) if self.settings_for(role).batching.order == "slack"]
         if slack and self.slo.ttft_ms is None:
             raise ValueError("batching.order: slack needs a time to be kept; set slo.ttft_ms")
+        return self
+
+    @model_validator(mode="after")
+    def _elasticity_has_a_goal(self) -> DeploymentConfig:
+        if not self.elastic.enabled:
+            return self
+        if self.slo.ttft_ms is None or self.slo.tpot_ms is None:
+            raise ValueError("elastic.enabled needs to know what is late: set slo.ttft_ms and slo.tpot_ms")
+        if self.engine != "native":
+            raise ValueError(f"elastic.enabled: instances of engine: {self.engine} cannot change their roles")
         return self
 
     @model_validator(mode="after")

@@ -110,6 +110,8 @@ class Controller:
         self._since_s = self._ordered_s = float("-inf")
         self._order: Order | None = None  # until it is seen, or its deadline
         self._from: Role | None = None
+        self._roles: dict[str, Role] = {}
+        self._layout: Layout = frozenset()  # before the last order
         self._left: dict[Layout, tuple[float, float]] = {}
         self._refused: set[tuple[str, Role]] = set()
         self._calm_since: float | None = None
@@ -118,17 +120,19 @@ class Controller:
     def refused(self, order: Order) -> None:
         """It cannot be carried out, now or later: it is not given again."""
         self._refused.add((order.instance, order.role))
-        self._order = None
+        self.failed(order)
 
     def failed(self, order: Order) -> None:
         """It was not carried out; another time it may be."""
         self._order = None
+        self._left.pop(self._layout, None)
 
     def decide(self, now_s: float, instances: Sequence[Seen]) -> Decision:
         """``now_s`` never runs backwards."""
         serving = frozenset((one.name, one.role) for one in instances if one.is_serving)
         if serving != self._serving:
             self._serving, self._since_s = serving, now_s
+        self._heed_others(now_s, instances)
         self._samples.append((now_s, {stage: sample(stage, instances) for stage in self._stages}))
         options = self.options
         while len(self._samples) > 1 and self._samples[1][0] <= now_s - max(options.window_s, options.hold_s):
@@ -189,6 +193,13 @@ class Controller:
 
     # ------------------------------------------------------------------ parts
 
+    def _heed_others(self, now_s: float, instances: Sequence[Seen]) -> None:
+        """A switch that somebody else has ordered counts for the cooldown, too."""
+        before, self._roles = self._roles, {one.name: one.role for one in instances}
+        own = (self._order.instance, self._order.role) if self._order is not None else None
+        if any(before.get(name, role) != role and (name, role) != own for name, role in self._roles.items()):
+            self._ordered_s = now_s
+
     def _pending(self, now_s: float, instances: Sequence[Seen]) -> tuple[Kind, str] | None:
         """What is to be said of the last order, while it is under way."""
         order = self._order
@@ -200,7 +211,7 @@ class Controller:
             return None
         if seen is not None and now_s < self._ordered_s + self.options.deadline_s:
             return Kind.SWITCHING, f"{order.instance} is on its way from {self._from} to {order.role}"
-        self._order = None
+        self.failed(order)
         what = "is gone" if seen is None else f"is still no {order.role} after {self.options.deadline_s:g} s"
         return Kind.FAILED, f"{order.instance} {what}: the switch has failed"
 
@@ -213,14 +224,14 @@ class Controller:
         late = [stage for stage, load in loads.items() if load.pressure > 1]
         best: _Move | None = None
         is_held = is_back = False
-        donors: dict[Role, Seen] = {}
-        for one in here:  # of a role, the one that is ready first
-            if one.role not in donors or _work_s(one) < _work_s(donors[one.role]):
-                donors[one.role] = one
-        for donor in donors.values():
-            for role in self.options.roles:
-                if role == donor.role or (donor.name, role) in self._refused:
+        for role in self.options.roles:
+            donors: dict[Role, Seen] = {}
+            for one in here:  # of a role, the one that is ready first
+                if one.role == role or (one.name, role) in self._refused:
                     continue
+                if one.role not in donors or _work_s(one) < _work_s(donors[one.role]):
+                    donors[one.role] = one
+            for donor in donors.values():
                 others = [one.role for one in here if one is not donor]
                 if not self._keeps_floor(donor.role, role, others):
                     is_held = True
@@ -259,7 +270,8 @@ class Controller:
     def _take(self, now_s: float, move: _Move, order: Order, here: Sequence[Seen], worst: float) -> None:
         self._ordered_s = self._since_s = now_s
         if not self.options.dry_run:
-            self._left[_layout([one.role for one in here])] = (now_s, worst)
+            self._layout = _layout([one.role for one in here])
+            self._left[self._layout] = (now_s, worst)
             self._order, self._from = order, move.instance.role
 
     def _too_few(self, now_s: float, stage: Stage, late: str) -> Wish | None:

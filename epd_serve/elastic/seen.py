@@ -41,33 +41,56 @@ class Seen:
 
 
 def see(table: InstanceTable) -> list[Seen]:
-    """Every instance whose role is known, in the order of the deployment."""
+    """Every instance whose role is known, in the order of the deployment.
+
+    A prompt is computed once a decode instance has a place for it. Until then it is expected there, and counts as
+    waiting where it is to be prefilled; where places are what it waits for, that is the decode instance's queue.
+    """
     records = [record for record in table if record.role is not None]
     prompts = sum(
         one.load.num_running + one.load.num_waiting
         for one in records
         if one.covers(Stage.PREFILL) and not one.covers(Stage.DECODE)
     )
-    expected = sum(one.load.num_expected for one in records)
-    # Expected ones that no P has are held up by D: P submits a prompt once D has room for it.
-    held_up = max(expected - prompts, 0) / expected if expected else 0.0
-    return [_see(record, held_up) for record in records]
+    encodes = sum(one.load.num_waiting_encodes for one in records)
+    expected = sum(one.load.num_expected for one in records if _is_full(one))
+    held_up = min(max(sum(one.load.num_expected for one in records) - prompts - encodes, 0), expected)
+    return [
+        _see(
+            record,
+            held_up=held_up * record.load.num_expected / expected if expected and _is_full(record) else 0.0,
+            own=prompts / (prompts + held_up) if held_up else 1.0,
+        )
+        for record in records
+    ]
 
 
-def _see(record: InstanceRecord, held_up: float) -> Seen:
+def _is_full(record: InstanceRecord) -> bool:
+    """Whether it decodes and has no place, or no KV room, for another sequence."""
+    assert record.info is not None
+    most = record.info.budgets.get("max_num_seqs")
+    return record.covers(Stage.DECODE) and (
+        _used(record) > _FULL or (most is not None and record.load.num_running >= most)
+    )
+
+
+def _used(record: InstanceRecord) -> float:
+    load = record.load
+    return 1 - load.free_blocks / load.total_blocks if load.total_blocks else 0.0
+
+
+def _see(record: InstanceRecord, *, held_up: float, own: float) -> Seen:
+    """``held_up``: prompts that wait for a place here; ``own``: of prompts elsewhere, the part that does not."""
     load, costs, role = record.load, record.costs, record.role
     assert role is not None
     queue_s: dict[Stage, float] = {}
     if role.encodes:
         queue_s[Stage.ENCODE] = record.encode_s
     if role.prefills:
-        queue_s[Stage.PREFILL] = record.prefill_s
-    used = 1 - load.free_blocks / load.total_blocks if load.total_blocks else 0.0
+        queue_s[Stage.PREFILL] = record.prefill_s * (1.0 if role.decodes else own)
     num_decoding = float(load.num_running) if role.decodes else 0.0
     if role.decodes:
-        waiting = 0.0 if role.prefills else float(load.num_waiting)
-        if used > _FULL:
-            waiting += held_up * load.num_expected
+        waiting = held_up + (0.0 if role.prefills else float(load.num_waiting))
         batch = max(num_decoding, 1.0)
         queue_s[Stage.DECODE] = waiting * costs.mean_output_tokens * costs.step_s(batch) / batch
     base_s = costs.step_s(0)
@@ -79,5 +102,5 @@ def _see(record: InstanceRecord, held_up: float) -> Seen:
         num_decoding=num_decoding,
         step=StageRate(base_s, costs.step_s(1) - base_s),
         output_tokens=costs.mean_output_tokens,
-        kv_used=used,
+        kv_used=_used(record),
     )

@@ -142,6 +142,8 @@ def gateway_spec(
     command = [*PROGRAM, "proxy", "--config", str(config_file)]
     for instance in instances:
         command += ["--instance", f"{instance.name}={instance.url}"]
+    if config.elastic.enabled or config.elastic.drift.enabled:
+        command.append("--control")
     command += ["--host", config.gateway.host, "--port", str(ports.gateway), "--parent-pid", str(os.getpid())]
     return ProcessSpec(
         name="gateway",

@@ -129,6 +129,16 @@ def test_a_switch_that_does_not_come_fails_at_its_deadline() -> None:
     assert [decision.reason for decision in failed] == ["i0 is still no D after 5 s: the switch has failed"]
 
 
+def test_a_switch_that_somebody_else_orders_counts_for_the_cooldown() -> None:
+    fluid, one = Fluid(roles=["E", "E", "E", "P", "D"], load={Stage.DECODE: 4 * MOST_TOKENS}), controller()
+    fluid.flow(one, 2.0)
+    fluid.roles[0] = "D"
+    at_s = fluid.now_s
+    fluid.flow(one, 20.0)
+    assert fluid.orders[0].at_s >= at_s + OPTIONS.cooldown_s
+    assert any(decision.kind is Kind.COOLDOWN for decision in fluid.decisions)
+
+
 def test_what_was_refused_is_not_ordered_again() -> None:
     one = controller()
     for name in ("i0", "i1", "i2"):

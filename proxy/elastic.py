@@ -1,0 +1,149 @@
+"""The controller at work: what the table knows goes in, orders and wishes come out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import APIRouter
+from fastapi.responses import JSONResponse
+
+from epd_serve.config import DeploymentConfig
+from epd_serve.elastic.controller import Controller, Decision, Kind, Order, Wish
+from epd_serve.elastic.hook import Hook
+from epd_serve.elastic.options import ControllerOptions, Limits
+from epd_serve.elastic.seen import see
+from epd_serve.errors import InvalidRequest, ServeError
+from epd_serve.routing.table import InstanceTable
+from epd_serve.types import Role, Stage
+
+logger = logging.getLogger(__name__)
+
+#: Beyond its deadline, for an instance that makes its new stages.
+_REBUILD_S = 60.0
+_NUM_KEPT = 500
+
+#: Carries out an order; raises ServeError where it cannot.
+GiveOrder = Callable[[Order, float], Awaitable[Any]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ElasticSettings:
+    """As :class:`~epd_serve.config.elastic.ElasticConfig` and the SLO have it."""
+
+    options: ControllerOptions
+    limits: Limits
+    needed: tuple[Stage, ...]
+    interval_s: float = 1.0
+    deadline_s: float = 30.0
+    hook: Hook | None = None
+
+    @classmethod
+    def of(cls, config: DeploymentConfig) -> ElasticSettings | None:
+        """None where it is not enabled."""
+        elastic, slo = config.elastic, config.slo
+        if not elastic.enabled:
+            return None
+        assert slo.ttft_ms is not None and slo.tpot_ms is not None
+        hook = elastic.hook
+        return cls(
+            options=ControllerOptions(
+                roles=tuple(Role.parse(role) for role in elastic.roles),
+                cooldown_s=elastic.cooldown_s,
+                hold_s=elastic.hold_s,
+                window_s=elastic.window_s,
+                hysteresis=elastic.hysteresis,
+                deadline_s=elastic.deadline_s + _REBUILD_S,
+                dry_run=elastic.dry_run,
+            ),
+            limits=Limits(ttft_s=slo.ttft_ms / 1e3, tpot_s=slo.tpot_ms / 1e3),
+            needed=tuple(stage for stage in Stage if stage in config.topology.stages),
+            interval_s=elastic.interval_s,
+            deadline_s=elastic.deadline_s,
+            hook=None if hook is None else Hook(command=hook.command, url=hook.url, timeout_s=hook.timeout_s),
+        )
+
+
+class ElasticLoop:
+    """Decides each ``interval_s``; an order is carried out beside it, one at a time.
+
+    Attributes:
+        decisions: each that orders or wishes something, and the first of each row of equal ones, with its time.
+    """
+
+    def __init__(self, settings: ElasticSettings, table: InstanceTable, give: GiveOrder) -> None:
+        self._settings = settings
+        self._table = table
+        self._give = give
+        self._controller = Controller(settings.options, settings.limits, needed=settings.needed)
+        self.decisions: deque[dict[str, Any]] = deque(maxlen=_NUM_KEPT)
+        self._last: Kind | None = None
+
+    async def run(self) -> None:
+        """Until cancelled; orders under way are given up then, which leaves them to their deadline."""
+        async with asyncio.TaskGroup() as group:
+            while True:
+                await asyncio.sleep(self._settings.interval_s)
+                decision = self._controller.decide(time.monotonic(), see(self._table))
+                self._note(decision)
+                if decision.order is not None:
+                    group.create_task(self._carry_out(decision.order))
+                if decision.wish is not None and self._settings.hook is not None:
+                    group.create_task(self._tell(self._settings.hook, decision.wish))
+
+    def _note(self, decision: Decision) -> None:
+        """Each decision is logged with its reason; a row of equal ones once."""
+        wish, order = decision.wish, decision.order or decision.would
+        if decision.kind is self._last and order is None and wish is None:
+            return
+        self._last = decision.kind
+        quiet = decision.kind is Kind.CALM and wish is None
+        logger.log(logging.DEBUG if quiet else logging.INFO, "elastic: %s", decision.reason)
+        if wish is not None:
+            logger.info("elastic: %s of role %s: %s", _event(wish), wish.role, wish.reason)
+        self.decisions.append(
+            {
+                "time": time.time(),
+                "kind": decision.kind.value,
+                "reason": decision.reason,
+                "order": None if order is None else {"instance": order.instance, "role": str(order.role)},
+                "wish": None if wish is None else {"event": _event(wish), "role": str(wish.role)},
+                "pressures": {stage.value: round(value, 3) for stage, value in decision.pressures.items()},
+            }
+        )
+
+    async def _carry_out(self, order: Order) -> None:
+        try:
+            await self._give(order, self._settings.deadline_s)
+        except InvalidRequest as error:
+            self._controller.refused(order)
+            logger.warning("elastic: %s will not become %s: %s", order.instance, order.role, error.message)
+        except ServeError as error:
+            self._controller.failed(order)
+            logger.warning("elastic: %s did not become %s: %s", order.instance, order.role, error.message)
+        else:
+            logger.info("elastic: %s serves %s", order.instance, order.role)
+
+    async def _tell(self, hook: Hook, wish: Wish) -> None:
+        await hook.tell({"event": _event(wish), "role": str(wish.role), "reason": wish.reason})
+
+
+def elastic_router(loop: ElasticLoop | None) -> APIRouter:
+    """``GET /elastic`` of the admin plane."""
+    router = APIRouter()
+
+    @router.get("/elastic")
+    async def elastic() -> JSONResponse:
+        """What the controller has decided, newest last; null where this gateway has none."""
+        return JSONResponse({"decisions": None if loop is None else list(loop.decisions)})
+
+    return router
+
+
+def _event(wish: Wish) -> str:
+    return "more" if wish.change > 0 else "fewer"

@@ -1,0 +1,174 @@
+"""The loop that runs the controller live: a real table, real orders' outcomes, a real command for wishes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from epd_serve.config import DeploymentConfig
+from epd_serve.config.load import load_config
+from epd_serve.elastic.controller import Order
+from epd_serve.elastic.options import ControllerOptions, Limits
+from epd_serve.errors import InvalidRequest, Unavailable
+from epd_serve.protocol.wire import InstanceInfo, Load
+from epd_serve.routing.table import InstanceTable
+from epd_serve.types import Role, Stage, StageRate
+from proxy.elastic import ElasticLoop, ElasticSettings, GiveOrder
+from proxy.settings import GatewaySettings
+
+OPTIONS = ControllerOptions(cooldown_s=0.05, hold_s=0.02, window_s=0.1, calm_s=0.05)
+SETTINGS = ElasticSettings(
+    options=OPTIONS, limits=Limits(ttft_s=2.0, tpot_s=0.05), needed=tuple(Stage), interval_s=0.01
+)
+SLO = {"ttft_ms": 2000, "tpot_ms": 50}
+
+
+def info(name: str, role: str, num_running: int = 0) -> InstanceInfo:
+    return InstanceInfo(
+        name=name,
+        role=role,
+        url="",
+        model="m",
+        model_path="",
+        max_model_len=1024,
+        media_fingerprint="",
+        device="cpu",
+        dtype="float32",
+        pid=1,
+        ready=True,
+        load=Load(num_running=num_running, rates={"D": StageRate(0.02, 0.001)}),
+        budgets={},
+    )
+
+
+def table(roles: dict[str, str], num_running: int) -> InstanceTable:
+    made = InstanceTable([(name, "") for name in roles])
+    for name, role in roles.items():
+        made.update(name, info(name, role, num_running if role == "D" else 0), contains=0)
+    return made
+
+
+async def run_until(loop: ElasticLoop, condition: Callable[[], bool]) -> None:
+    running = asyncio.create_task(loop.run())
+    try:
+        async with asyncio.timeout(30):
+            while not condition():
+                assert not running.done(), running.exception()
+                await asyncio.sleep(0.005)
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_a_late_stage_gets_an_instance_and_the_admin_plane_says_why() -> None:
+    here, given = table({"e0": "E", "e1": "E", "p0": "P", "d0": "D"}, num_running=100), []
+
+    async def give(order: Order, deadline_s: float) -> None:
+        here["e0"].accepting = False
+        await asyncio.sleep(0.05)
+        here.update(order.instance, info(order.instance, str(order.role), 10), contains=0)
+        here.update("d0", info("d0", "D", 10), contains=0)
+        here["e0"].accepting = True
+        given.append((order.instance, str(order.role), deadline_s))
+
+    loop = ElasticLoop(SETTINGS, here, give)
+    await run_until(loop, lambda: bool(given) and loop.decisions[-1]["kind"] == "calm")
+    assert given == [("e0", "D", 30.0)]
+    switch = next(one for one in loop.decisions if one["order"])
+    assert switch["order"] == {"instance": "e0", "role": "D"}
+    assert switch["reason"].startswith("decode is at 2.4 times what the SLO allows: e0 goes from E to D")
+    assert switch["pressures"]["D"] == 2.4
+
+
+@pytest.mark.parametrize(
+    ("error", "said", "again"),
+    [
+        (InvalidRequest("e0 has no weights"), "will not become D: e0 has no weights", False),
+        (Unavailable("it drains"), "did not become D: it drains", True),
+    ],
+)
+async def test_an_order_that_fails_is_given_again_unless_it_cannot_be(
+    error: Exception, said: str, again: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    given: list[str] = []
+
+    async def give(order: Order, deadline_s: float) -> None:
+        given.append(order.instance)
+        raise error
+
+    here = table({"e0": "E", "e1": "E", "p0": "P", "d0": "D"}, num_running=100)
+    loop = ElasticLoop(SETTINGS, here, give)
+    with caplog.at_level(logging.WARNING):
+        await run_until(loop, lambda: len(given) == 2)
+    assert given == ["e0", "e0" if again else "e1"]
+    assert said in caplog.text
+
+
+async def test_without_an_instance_to_move_a_command_is_told(tmp_path: Path) -> None:
+    file = tmp_path / "told"
+    program = f"import sys; open({str(file)!r}, 'a').write(sys.stdin.read() + chr(10))"
+    config = DeploymentConfig.model_validate(
+        {"slo": SLO, "elastic": {"enabled": True, "hook": {"command": [sys.executable, "-c", program]}}}
+    )
+    settings = GatewaySettings.of(config, "127.0.0.1", controls=True).elastic
+    assert settings is not None
+    settings = replace(settings, options=OPTIONS, interval_s=0.01)
+    loop = ElasticLoop(settings, table({"e0": "E", "p0": "P", "d0": "D"}, num_running=100), never)
+    await run_until(loop, lambda: file.exists() and file.read_text().endswith("\n"))
+    told = json.loads(file.read_text().splitlines()[0])
+    assert (told["event"], told["role"]) == ("more", "D")
+    assert told["reason"].startswith("decode is at 2.4 times")
+
+
+async def never(order: Order, deadline_s: float) -> None:
+    raise AssertionError(order)
+
+
+async def test_a_dry_run_gives_no_order() -> None:
+    settings = replace(SETTINGS, options=replace(OPTIONS, dry_run=True))
+    loop = ElasticLoop(settings, table({"e0": "E", "e1": "E", "p0": "P", "d0": "D"}, num_running=100), never)
+    await run_until(loop, lambda: any(one["order"] for one in loop.decisions))
+    assert "dry run, nothing is ordered" in next(one for one in loop.decisions if one["order"])["reason"]
+
+
+def test_one_gateway_of_a_deployment_runs_the_controller() -> None:
+    config = DeploymentConfig.model_validate({"slo": SLO, "elastic": {"enabled": True, "roles": ["E", "D"]}})
+    assert GatewaySettings.of(config, "127.0.0.1").elastic is None
+    settings = GatewaySettings.of(config, "127.0.0.1", controls=True).elastic
+    assert settings is not None and settings.options.roles == (Role.parse("E"), Role.parse("D"))
+    assert settings.limits == Limits(ttft_s=2.0, tpot_s=0.05)
+    text = DeploymentConfig.model_validate({"topology": "P-D", "slo": SLO, "elastic": {"enabled": True}})
+    settings = GatewaySettings.of(text, "127.0.0.1", controls=True).elastic
+    assert settings is not None and settings.needed == (Stage.PREFILL, Stage.DECODE)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"elastic": {"enabled": True}}, "set slo.ttft_ms and slo.tpot_ms"),
+        ({"elastic": {"hook": {}}}, "write either command"),
+        ({"elastic": {"hook": {"command": ["a"], "url": "http://b"}}}, "write either command"),
+        ({"elastic": {"roles": []}}, "at least 1 item"),
+    ],
+)
+def test_a_section_that_cannot_be_says_what_would_be_right(values: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        DeploymentConfig.model_validate(values)
+
+
+def test_paths_are_relative_to_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "deployment.yaml"
+    file.write_text("elastic: {drift: {enabled: true, devices: fleet.yaml}}")
+    assert load_config(file).elastic.drift.devices == tmp_path / "fleet.yaml"
+
+
+_: GiveOrder = never

@@ -1,0 +1,84 @@
+"""A drift of what the gateway serves ends in a plan for the new workload, made by the real planner."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import sys
+from pathlib import Path
+
+from epd_serve.config.load import parse_config
+from epd_serve.elastic.drift import DriftOptions
+from epd_serve.elastic.hook import Hook
+from epd_serve.metrics.trace_context import new_context
+from epd_serve.topology import Topology
+from proxy.redeploy import Redeployer, RedeploySettings
+from proxy.trail import Trail
+
+
+def served(number: int, *, output: int) -> Trail:
+    draw = random.Random(number)
+    made = Trail("chat", new_context(), str(number), 1000.0 + 0.5 * number)
+    made.media([802 * 652], 1000)
+    made.prompt_tokens, made.output_tokens = 600 + draw.randrange(200), output + draw.randrange(output)
+    made.finish(200)
+    made.end_s = made.arrived_s + 1.0
+    return made
+
+
+async def test_longer_answers_are_said_and_planned_for(tmp_path: Path) -> None:
+    fleet, told = tmp_path / "fleet.yaml", tmp_path / "told.json"
+    fleet.write_text("model: qwen2-vl-7b\npools: [{device: a100, count: 1}]")
+    program = f"import sys; open({str(told)!r}, 'a').write(sys.stdin.read() + chr(10))"
+    settings = RedeploySettings(
+        options=DriftOptions(num_requests=25),
+        slo="ttft=4000,tpot=100",
+        devices=fleet,
+        most=50,
+        hook=Hook(command=(sys.executable, "-c", program)),
+    )
+    redeployer = Redeployer(settings, lambda: 1 / 784)
+    running = asyncio.create_task(redeployer.run())
+    try:
+        for number in range(60):
+            redeployer.put(served(number, output=20))
+        failed = served(60, output=2000)
+        failed.finish(500)
+        redeployer.put(failed)
+        await asyncio.sleep(0)
+        assert redeployer.drifts == []
+        for number in range(61, 90):
+            redeployer.put(served(number, output=200))
+        async with asyncio.timeout(120):
+            while redeployer.plan is None or len(told.read_text().splitlines()) < 2:
+                assert not running.done(), running.exception()
+                await asyncio.sleep(0.02)
+        assert "tokens of an answer went from" in redeployer.drifts[0]
+        drift, plan = (json.loads(line) for line in told.read_text().splitlines())
+        assert (drift["event"], plan["event"]) == ("drift", "plan")
+        assert plan["plan"] == redeployer.plan.read_text()
+        planned = parse_config(plan["plan"])
+        assert isinstance(planned.topology, Topology) and planned.topology.num_devices == 1
+        assert planned.slo.tpot_ms == 100
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    assert not redeployer.plan.exists()
+
+
+async def test_a_plan_that_fails_is_said_and_nothing_else(tmp_path: Path, caplog: object) -> None:
+    settings = RedeploySettings(options=DriftOptions(num_requests=20), devices=tmp_path / "none.yaml")
+    redeployer = Redeployer(settings, lambda: 0.0)
+    for number in range(80):
+        redeployer.put(served(number, output=20 if number < 40 else 400))
+    running = asyncio.create_task(redeployer.run())
+    try:
+        async with asyncio.timeout(60):
+            while "none.yaml" not in caplog.text:  # type: ignore[attr-defined]
+                assert not running.done()
+                await asyncio.sleep(0.02)
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    assert redeployer.plan is None
