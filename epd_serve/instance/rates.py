@@ -11,6 +11,9 @@ from epd_serve.types import Stage, StageRate
 
 #: After so many seconds without work a rate is old: the machine may be another by now.
 _FRESH_S = 60.0
+#: With fewer prompt tokens a step's time is its own, not that of the tokens: a probe's, or that of what the cache
+#: does not hold of a prompt.
+_FEWEST_TOKENS = 16
 #: Of a new sequence in the mean of output lengths, of a new prompt in that of tokens per character.
 _GAIN = 0.05
 
@@ -52,8 +55,10 @@ class StageRates:
         """
         num_decodes = len(output.decodes)
         if output.prefills:
-            seconds -= self._fits[Stage.DECODE].unit_s * num_decodes
-            self._observe(Stage.PREFILL, output.num_tokens - num_decodes, seconds)
+            num_tokens = output.num_tokens - num_decodes
+            if num_tokens >= _FEWEST_TOKENS:
+                seconds -= self._fits[Stage.DECODE].unit_s * num_decodes
+                self._observe(Stage.PREFILL, num_tokens, seconds)
         else:
             self._observe(Stage.DECODE, num_decodes, seconds)
         for sequence in output.decodes:

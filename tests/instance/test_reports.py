@@ -163,6 +163,16 @@ def test_rates_are_what_steps_and_encodes_took():
     assert not rates.report()["E"].is_fresh
 
 
+def test_a_probe_says_nothing_of_the_rate_of_prompts():
+    """A prompt of one token takes a whole step: as a rate, that would keep prompts away from an idle instance."""
+    rates = StageRates(lambda: 0.0)
+    for _ in range(5):
+        rates.stepped(ScheduleOutput(decodes=[], prefills=[(sequence(), 1)]), 0.026)
+    assert rates.report() == {}
+    rates.stepped(ScheduleOutput(decodes=[], prefills=[(sequence(), 256)]), 0.026)
+    assert rates.report()["P"].seconds(256) == pytest.approx(0.026)
+
+
 def test_lengths_of_answers_and_prompts():
     rates = StageRates(lambda: 0.0)
     ended = sequence(1, 2, 3, state=SequenceState.FINISHED)

@@ -30,7 +30,7 @@ def fake_module(monkeypatch: pytest.MonkeyPatch, name: str, function: str, **mor
     """Put a module in place whose ``function`` remembers its arguments; ``more`` is what else is in it."""
     calls: list[Any] = []
     module = ModuleType(name)
-    setattr(module, function, lambda *arguments: calls.append(arguments))
+    setattr(module, function, lambda *arguments, **named: calls.append((*arguments, *([named] if named else []))))
     vars(module).update(more)
     monkeypatch.setitem(sys.modules, name, module)
     return calls
@@ -114,7 +114,8 @@ def test_proxy_passes_configuration_instances_and_address(monkeypatch: pytest.Mo
     instances = ("--instance", "e0=http://a:1", "--instance", "pd0=http://b:2/")
     assert run(monkeypatch, "proxy", "--config", str(file), *instances) == 0
     assert run(monkeypatch, "proxy", "--config", str(file), *instances, "--host", "0.0.0.0", "--port", "0") == 0
-    config, named, *address, reread = calls[0]
+    config, named, *address, reread, rest = calls[0]
+    assert rest == {"controls": False}, "what up starts gives orders, no other gateway"
     assert config.gateway.request_timeout_s == 5
     assert named == [("e0", "http://a:1"), ("pd0", "http://b:2")]
     assert address == ["127.0.0.9", 1234]
