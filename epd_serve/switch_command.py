@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated, Any
 
-import httpx
+import aiohttp
+import msgspec
 import typer
 
 from epd_serve.config.keys import ADMIN_KEY, admin_headers
@@ -43,17 +45,26 @@ def switch(
 def ask_admin(method: str, url: str, body: dict[str, Any] | None, timeout_s: float) -> Any:
     """The JSON of an admin plane's answer. Raises ValueError where it refuses, or is not there."""
     try:
-        answer = httpx.request(method, url, json=body, headers=admin_headers(), timeout=timeout_s, trust_env=False)
-    except httpx.TransportError as error:
+        status, data = asyncio.run(_ask(method, url, body, timeout_s))
+    except (aiohttp.ClientError, TimeoutError) as error:
         raise ValueError(
             f"nothing answers at {url} ({error}); set gateway.admin.port in the deployment file, and --admin here"
         ) from error
     try:
-        content = answer.json()
-    except ValueError:
-        raise ValueError(f"{url} answered {answer.status_code}, and no JSON; is it an admin plane?") from None
-    if answer.status_code >= 400:
-        hint = f"; its key is read from {ADMIN_KEY}" if answer.status_code == 401 else ""
+        content = msgspec.json.decode(data)
+    except msgspec.DecodeError:
+        raise ValueError(f"{url} answered {status}, and no JSON; is it an admin plane?") from None
+    if status >= 400:
+        hint = f"; its key is read from {ADMIN_KEY}" if status == 401 else ""
         said = content.get("error", {}) if isinstance(content, dict) else {}
         raise ValueError(f"{said.get('message') or content}{hint}")
     return content
+
+
+async def _ask(method: str, url: str, body: dict[str, Any] | None, timeout_s: float) -> tuple[int, bytes]:
+    timeout = aiohttp.ClientTimeout(total=timeout_s)
+    async with (
+        aiohttp.ClientSession(timeout=timeout, headers=admin_headers(), trust_env=False) as session,
+        session.request(method, url, json=body) as answer,
+    ):
+        return answer.status, await answer.read()

@@ -25,6 +25,7 @@ MESSAGES: dict[str, type[wire.Message]] = {
     "/stage/encode": wire.EncodeRequest,
     "/stage/prefill": wire.PrefillRequest,
     "/stage/decode": wire.DecodeRequest,
+    "/role": wire.RoleOrder,
 }
 
 

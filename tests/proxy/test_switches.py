@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from epd_serve.protocol.wire import Load, Report
+from epd_serve.protocol import wire
+from epd_serve.protocol.wire import Load, Report, RoleChanged
+from epd_serve.switch_command import switch
 from proxy.settings import AdminSettings
 
 
@@ -57,3 +59,28 @@ async def test_a_planned_departure_counts_against_nobody(gateway: Any, kit: Any)
     answers = await asyncio.gather(*(gateway.answer(kit.chat()) for _ in range(12)))
     assert answers == [(200, kit.WHOLE)] * 12 and refused
     assert gateway.app.state.health.describe("p0")["breaker"] == "closed"
+
+
+async def test_the_command_says_what_the_admin_plane_says(
+    start: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gateway = await start("p0:P", "p1:P", "d0:D", admin=AdminSettings(key="secret"))
+    address = gateway.app.state.admin_url
+    for key, name, where, message in (
+        (None, "d0", address, "EPD_SERVE_ADMIN_KEY"),
+        ("secret", "d0", address, "the only one that is ready for stage D"),
+        ("secret", "x9", address, "there are: p0, p1, d0"),
+        ("secret", "d0", "http://127.0.0.1:9", "gateway.admin.port"),
+    ):
+        monkeypatch.setenv("EPD_SERVE_ADMIN_KEY", key) if key else monkeypatch.delenv("EPD_SERVE_ADMIN_KEY", False)
+        with pytest.raises(ValueError) as refused:
+            await asyncio.to_thread(switch, name, "P", where)
+        assert message in str(refused.value)
+    for old, said in (
+        ("D", "p1: D → P in 0.250 s, 0.125 s of it to finish what it had\n"),
+        ("P", "p1 serves P\n"),
+    ):
+        changed = wire.encode(RoleChanged(old, "P", 1, 0.25, 0.125))
+        gateway["p1"].scripts["/role"] = lambda _, changed=changed: [(200, {}), changed]
+        await asyncio.to_thread(switch, "p1", "P", address)
+        assert capsys.readouterr().out == said
