@@ -18,6 +18,7 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from epd_serve.config.gateway import is_loopback
 from epd_serve.config.keys import hash_key
 from epd_serve.errors import ServeError
 from epd_serve.protocol.addresses import url_of
@@ -126,7 +127,7 @@ class NoBrowsers:
     def __init__(self, app: ASGIApp, host: str) -> None:
         """``host`` is the address on which ``app`` is served."""
         self._app = app
-        self._hosts = _LOCAL if host in _LOCAL else None
+        self._is_local = is_loopback(host)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and (problem := self._problem(Headers(scope=scope))) is not None:
@@ -139,12 +140,9 @@ class NoBrowsers:
         if "origin" in headers:
             return CrossSite("the admin plane is not for web pages; send no Origin header")
         host = headers.get("host", "").lower()
-        if self._hosts is not None and re.sub(r":[0-9]*$", "", host).strip("[]") not in self._hosts:
+        if self._is_local and not is_loopback(re.sub(r":[0-9]*$", "", host).strip("[]")):
             return CrossSite(f"the admin plane is at localhost; the request's Host is {host[:100]!r}")
         return None
-
-
-_LOCAL = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
 def _family(host: str) -> socket.AddressFamily:

@@ -126,6 +126,9 @@ class ElasticLoop:
         except ServeError as error:
             self._controller.failed(order)
             logger.warning("elastic: %s did not become %s: %s", order.instance, order.role, error.message)
+        except Exception:  # one order must not end the controller
+            self._controller.failed(order)
+            logger.exception("elastic: the order for %s failed", order.instance)
         else:
             logger.info("elastic: %s serves %s", order.instance, order.role)
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, MutableMapping, Sequence
 
 from epd_serve.backends.base import StageCalls
-from epd_serve.errors import Conflict
+from epd_serve.errors import Conflict, InvalidRequest
 from epd_serve.routing.table import InstanceTable
 from proxy.health import Health
 from proxy.poller import Poller
@@ -52,11 +52,17 @@ class Members:
                 self._add(name, url)
 
     def join(self, name: str, url: str) -> None:
-        """One more, which :meth:`replace` leaves where it is. Raises Conflict for a name that is taken."""
+        """One more, which :meth:`replace` leaves where it is.
+
+        Raises Conflict for a name that is taken, InvalidRequest for an instance that cannot be called.
+        """
         if self._table.get(name) is not None:
             raise Conflict(f"the deployment has an instance {name} of its own; take another name")
+        try:
+            self._add(name, url)
+        except ValueError as error:
+            raise InvalidRequest(f"instance {name} cannot join: {error}", param="url") from error
         self._joined[name] = url
-        self._add(name, url)
 
     def leave(self, name: str) -> None:
         """One that has joined is gone."""
@@ -64,8 +70,8 @@ class Members:
         self._remove(name)
 
     def _add(self, name: str, url: str) -> None:
-        logger.info("instance %s at %s is part of the deployment now", name, url)
         self._calls[name] = self._connect(name, url)
+        logger.info("instance %s at %s is part of the deployment now", name, url)
         self._table.add(name, url)
         self._poller.add(name)
 

@@ -138,8 +138,9 @@ class Poller:
                 silence = self._silences[name] = _Silence(scope)
                 async for report in reports:
                     silence.ticks_left = _NUM_TICKS
-                    if has_changed := report.epoch != table.epoch(name):  # its role, before it gets work
-                        self._heard(name, partial(table.update, name, await calls.info()))
+                    has_changed = report.epoch != table.epoch(name)  # its role, before it gets work
+                    if has_changed and not self._heard(name, partial(table.update, name, await calls.info())):
+                        continue
                     self._heard(name, partial(table.report, name, report))
                     if not has_changed and loop.time() >= ask_at:
                         self._heard(name, partial(table.update, name, await calls.info()))

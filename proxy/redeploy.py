@@ -105,7 +105,10 @@ class Redeployer:
             while True:
                 await self._drifted.wait()
                 self._drifted.clear()
-                await self._answer(self._drifts, Path(directory))
+                try:
+                    await self._answer(self._drifts, Path(directory))
+                except OSError as error:  # a full disk, no room for a process
+                    logger.error("elastic: the drift is left without a plan: %s", error)
 
     async def _answer(self, drifts: Sequence[Drift], directory: Path) -> None:
         settings = self._settings

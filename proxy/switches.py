@@ -89,7 +89,8 @@ class Switches:
             del self._ordered[name]
             if self._table.get(name) is record:
                 await self._look(record, calls)
-                self._health.drain(name, was_draining)
+                if self._table.get(name) is record:  # it may have left meanwhile
+                    self._health.drain(name, was_draining)
 
     async def _ask(self, name: str, calls: NativeInstance, order: RoleOrder) -> RoleChanged:
         try:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from types import TracebackType
 from typing import Self
+from weakref import WeakSet
 
 import msgspec
 
@@ -33,11 +34,11 @@ class NativeConnections:
     """
 
     def __init__(self) -> None:
-        self._pools: list[HttpPool] = []
+        self._pools: WeakSet[HttpPool] = WeakSet()  # those of instances that have left go with their calls
 
     def pool(self, name: str, url: str) -> HttpPool:
         pool = HttpPool(name, url)
-        self._pools.append(pool)
+        self._pools.add(pool)
         return pool
 
     async def __aenter__(self) -> Self:
@@ -46,7 +47,7 @@ class NativeConnections:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await asyncio.gather(*(pool.close() for pool in self._pools))
+        await asyncio.gather(*[pool.close() for pool in list(self._pools)])
 
 
 class _StageCall(HttpCall):

@@ -30,5 +30,5 @@ def hash_key(key: str) -> str:
 
 def admin_headers() -> dict[str, str]:
     """What a call to an admin plane takes along, where its key is known."""
-    key = os.environ.get(ADMIN_KEY)
+    key = os.environ.get(ADMIN_KEY, "").strip()
     return {"authorization": f"Bearer {key}"} if key else {}

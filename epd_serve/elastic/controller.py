@@ -124,6 +124,8 @@ class Controller:
 
     def failed(self, order: Order) -> None:
         """It was not carried out; another time it may be."""
+        if order != self._order:
+            return  # it was given up before, and another may be under way
         self._order = None
         self._left.pop(self._layout, None)
 

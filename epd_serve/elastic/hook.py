@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 import aiohttp
 
@@ -34,7 +35,9 @@ class Hook:
         except (OSError, aiohttp.ClientError) as error:
             problem = str(error) or type(error).__name__
         if problem:
-            logger.warning("elastic.hook %s: %s", self.url or " ".join(self.command or ()), problem)
+            # no more than where: addresses of webhooks and arguments of commands hold secrets
+            where = urlsplit(self.url).hostname if self.url is not None else (self.command or ("",))[0]
+            logger.warning("elastic.hook %s: %s", where, problem)
         return not problem
 
     async def _run(self, body: bytes) -> str:

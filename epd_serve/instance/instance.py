@@ -145,8 +145,12 @@ class Instance:
         if role.encodes:
             await self._encode.warm_up(lambda tower: self._batching.find_image_budget(tower, self._family))
         if role.has_language_model:
-            language = await asyncio.to_thread(LanguageStages, self._surroundings(), self._parts)
-            self._parts = language.parts
+            around = self._surroundings()
+            if (
+                self._parts is None
+            ):  # known as soon as they are there: the stages may fail, and others use them then
+                self._parts = await asyncio.to_thread(LanguageParts, around)
+            language = await asyncio.to_thread(LanguageStages, around, self._parts)
             language.start()
             self.language = language
 

@@ -31,6 +31,7 @@ class Joining:
         self._name = name
         self._headers = dict(headers)
         self._lease_s = lease_s
+        self._has_lease = False
 
     async def run(self) -> None:
         """Join and stay; leave when cancelled. A gateway that is not there is asked again and again."""
@@ -44,9 +45,10 @@ class Joining:
                         logger.warning("%s", problem) if problem else logger.info("joined %s", self._url)
                     await asyncio.sleep(self._lease_s / 3)
             finally:
-                with suppress(aiohttp.ClientError, TimeoutError, OSError):
-                    async with session.delete(f"{self._url}/{self._name}"):
-                        logger.info("left %s", self._url)
+                if self._has_lease:  # where the name was refused, it is another's
+                    with suppress(aiohttp.ClientError, TimeoutError, OSError):
+                        async with session.delete(f"{self._url}/{self._name}"):
+                            logger.info("left %s", self._url)
 
     async def _renew(self, session: aiohttp.ClientSession) -> str:
         """What is wrong; "" for nothing."""
@@ -55,4 +57,5 @@ class Joining:
                 text = await answer.text()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             return f"{self._url} does not answer: {error or type(error).__name__}"
-        return "" if answer.status < 300 else f"{self._url} answered {answer.status}: {text[:300]}"
+        self._has_lease = answer.status < 300
+        return "" if self._has_lease else f"{self._url} answered {answer.status}: {text[:300]}"

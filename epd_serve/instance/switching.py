@@ -124,6 +124,8 @@ class Switching:
         """Seconds until nothing was left."""
         deadline, patience = began + order.deadline_s, began + min(order.patience_s, order.deadline_s / 2)
         while True:
+            if self._called_back.is_set():
+                raise Conflict(f"it was called back to role {self.machine.role}")
             now = self._clock()
             self._stages.send_away(begun=now >= patience)
             in_use = {what: count for what, count in self._stages.in_use().items() if count}
@@ -140,7 +142,6 @@ class Switching:
                     await self._called_back.wait()
             except TimeoutError:
                 continue
-            raise Conflict(f"it was called back to role {self.machine.role}")
 
     async def _rebuild(self, role: Role) -> None:
         machine, old = self.machine, self.machine.role

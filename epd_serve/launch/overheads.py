@@ -40,6 +40,8 @@ NUM_OUTPUT = 24
 #: Sides of square images as they are sent.
 SIDES = (256, 1024)
 TEXT, LONG_TEXT = 10, 256
+#: A prefill's seconds below which they are not to be told from the rest of a request.
+_LEAST_S = 1e-3
 #: Requests under way at a time that tell what a sequence costs a step besides the model.
 TOGETHER = (8, 16)
 
@@ -85,7 +87,8 @@ def with_overheads(
     image_s, image_pixel_s = _images(whole, known)
     tpot_s = _tpot_s(apart["text"])
     pairs = {f"D/{stage}": _tpot_s(records) / tpot_s - 1 for stage, records in beside.items()}
-    pairs["P/D"] = _longer(beside_d, "long") / _longer(apart, "long") - 1
+    prefill_s = _longer(apart, "long")
+    pairs["P/D"] = _longer(beside_d, "long") / prefill_s - 1 if prefill_s > _LEAST_S else 0.0
     inside: dict[str, float] = {}
     crowding = 0.0
     if has_images:
@@ -139,7 +142,7 @@ _LOADS = {
 }
 _STREAMS = _text(TEXT, 512), 100
 _BUSY_TIMEOUT_S = 60.0
-_RUNNING = re.compile(r"^epd_serve_in_flight_calls\{[^}]*\} [1-9]", re.MULTILINE)
+_RUNNING = re.compile(r"^epd_serve_in_flight_calls\{[^}]*\} (\d+)", re.MULTILINE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -180,20 +183,25 @@ class _Asker:
         command = [sys.executable, "-m", "epd_serve.cli", "bench", "--base-url", self.url, "--model", "profile"]
         command += ["--workload", workload, "--arrivals", "closed:1", "--num-requests", str(count), "--no-report"]
         command += ["--work-dir", tempfile.mkdtemp(dir=self.folder), "--warmups", "0"]
-        nothing = subprocess.DEVNULL
+        nothing, before = subprocess.DEVNULL, self._num_running()
         client = subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=nothing)
         try:
-            self._wait_busy()
+            self._wait_busy(before)
             yield
         finally:
             client.kill()
             client.wait()
 
-    def _wait_busy(self) -> None:
-        """Until the gateway has requests of the other client, which takes a while to make its pictures."""
+    def _num_running(self) -> int:
+        """Calls that the gateway has under way."""
+        page = build_opener(ProxyHandler({})).open(f"{self.url}/metrics", timeout=10).read()
+        return sum(map(int, _RUNNING.findall(page.decode())))
+
+    def _wait_busy(self, before: int) -> None:
+        """Until the gateway has more than that under way: the other client takes a while to make its pictures."""
         deadline = time.monotonic() + _BUSY_TIMEOUT_S
-        direct = build_opener(ProxyHandler({}))
-        while not _RUNNING.search(direct.open(f"{self.url}/metrics", timeout=10).read().decode()):
+        while (now := self._num_running()) <= before:
+            before = min(before, now)
             if time.monotonic() > deadline:
                 raise ValueError(f"{self.topology}: the client that keeps a stage busy sent nothing")
             time.sleep(0.05)

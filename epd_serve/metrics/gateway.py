@@ -222,6 +222,8 @@ class GatewayMetrics:
     def render(self, instances: Iterable[InstanceFigures]) -> bytes:
         """The exposition text with ``instances`` as of now."""
         self.before_render()
+        for gauge in (self._ready, self._in_flight, self._pending, self._kv_usage, self._sequences):
+            gauge.clear()  # of instances that have left
         for one in instances:
             self._ready.labels(one.name).set(one.ready)
             for stage, count in one.in_flight:

@@ -43,8 +43,9 @@ async def test_operators_see_instances_and_requests_with_their_own_key(start, ki
         assert response.status == 404 and (await response.json())["error"]["type"] == "invalid_request_error"
 
 
-async def test_web_pages_cannot_use_the_admin_plane_through_a_browser(start):
-    gateway = await start("pd0:PD", admin=AdminSettings())
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.2"])
+async def test_web_pages_cannot_use_the_admin_plane_through_a_browser(start, address):
+    gateway = await start("pd0:PD", admin=AdminSettings(host=address))
     url = gateway.app.state.admin_url
     port = url.rpartition(":")[2]
     for headers in ({"origin": "http://evil.example"}, {"origin": "null"}, {"host": f"evil.example:{port}"}):

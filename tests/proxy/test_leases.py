@@ -42,18 +42,23 @@ def test_a_lease_ends_unless_it_is_renewed() -> None:
     assert leases.join("d7", "http://b:1", 10), "the name is free again"
 
 
-async def test_an_instance_joins_serves_and_leaves(start: Any, kit: Any) -> None:
+async def test_an_instance_joins_serves_and_leaves(start: Any, kit: Any, caplog: pytest.LogCaptureFixture) -> None:
     gateway = await start("a0:EPD", "spare:EPD", admin=AdminSettings(key="secret"))
     url, spare = gateway.app.state.admin_url, gateway["spare"].url
     gateway.app.state.control.apply(gateway.app.state.control.settings, [("a0", gateway["a0"].url)])
     assert [record.name for record in gateway.table] == ["a0"]
     key = {"authorization": "Bearer secret"}
-    joining = asyncio.create_task(Joining(url, "late", spare, key).run())
+    joining = asyncio.create_task(Joining(url, "late", spare, key, lease_s=60).run())
     await gateway.until(lambda: gateway.table.get("late") is not None and gateway.table["late"].ready)
     gateway.app.state.control.apply(gateway.app.state.control.settings, [("a0", gateway["a0"].url)])
     assert gateway.table.get("late") is not None, "what is read again from the file leaves it alone"
     assert await asyncio.gather(*(gateway.answer(kit.chat()) for _ in range(6))) == [(200, kit.WHOLE)] * 6
     assert gateway["spare"].calls
+    twin = asyncio.create_task(Joining(url, "late", gateway["a0"].url, key).run())
+    await gateway.until(lambda: "has joined; take another name" in caplog.text)
+    twin.cancel()
+    await asyncio.gather(twin, return_exceptions=True)
+    assert gateway.table.get("late") is not None, "one that was refused takes nobody out"
     joining.cancel()
     await asyncio.gather(joining, return_exceptions=True)
     assert gateway.table.get("late") is None
@@ -62,9 +67,11 @@ async def test_an_instance_joins_serves_and_leaves(start: Any, kit: Any) -> None
         ({"name": "a0", "url": spare}, key, 409, "of its own"),
         ({"name": "x0", "url": "nowhere"}, key, 400, "url"),
         ({"name": "x0", "url": spare, "lease_s": 0}, key, 400, "lease_s"),
+        ({"name": "x0", "url": "http://127.0.0.1:99999"}, key, 400, "cannot join"),
     ):
         async with gateway.session.post(f"{url}/instances", json=body, headers=headers) as answer:
             said = await answer.json()
             assert answer.status == status and message in said["error"]["message"], said
+    gateway.app.state.control.apply(gateway.app.state.control.settings, [("a0", gateway["a0"].url)])
     async with gateway.session.delete(f"{url}/instances/late", headers=key) as answer:
         assert answer.status == 404
