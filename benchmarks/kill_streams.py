@@ -83,17 +83,21 @@ async def counters(client: httpx.AsyncClient) -> dict[str, int]:
     return {name: int(float(value)) for name, value in _COUNTERS.findall(exposition)}
 
 
+def publish(report: dict[str, Any], output: Path) -> int:
+    """Print and keep what was found; the exit code."""
+    logs = report.pop("logs")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(report, indent=2) + "\n")
+    Console().print_json(data=report)
+    print(f"logs: {logs}")
+    return 0 if report["passed"] else 1
+
+
 def main() -> int:
     parser = new_parser(__doc__ or "", num_requests=500)
     parser.add_argument("--output", type=Path, default=RESULT)
     arguments = parser.parse_args()
-    report = asyncio.run(run(arguments))
-    logs = report.pop("logs")
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(json.dumps(report, indent=2) + "\n")
-    Console().print_json(data=report)
-    print(f"logs: {logs}")
-    return 0 if report["passed"] else 1
+    return publish(asyncio.run(run(arguments)), arguments.output)
 
 
 if __name__ == "__main__":

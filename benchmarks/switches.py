@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import platform
 import shlex
 import statistics
@@ -24,11 +23,10 @@ from typing import Any
 
 import httpx
 import psutil
-from rich.console import Console
 
 from benchmarks.chaos import DEADLINE_S, ROOT, Chaos, deployment_config, new_parser, started
 from benchmarks.chaos_load import Outcome, make_streams
-from benchmarks.kill_streams import counters
+from benchmarks.kill_streams import counters, publish
 from epd_serve.launch.ports import free_port
 
 RESULT = ROOT / "benchmarks" / "results" / "switches-cpu.json"
@@ -154,13 +152,7 @@ def main() -> int:
     parser.add_argument("--model", default="demo", help="demo, or a transformers model directory")
     parser.add_argument("--output", type=Path, default=RESULT)
     arguments = parser.parse_args()
-    report = asyncio.run(run(arguments))
-    logs = report.pop("logs")
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(json.dumps(report, indent=2) + "\n")
-    Console().print_json(data=report)
-    print(f"logs: {logs}")
-    return 0 if report["passed"] else 1
+    return publish(asyncio.run(run(arguments)), arguments.output)
 
 
 if __name__ == "__main__":

@@ -62,6 +62,10 @@ async def test_an_instance_joins_serves_and_leaves(start: Any, kit: Any, caplog:
     joining.cancel()
     await asyncio.gather(joining, return_exceptions=True)
     assert gateway.table.get("late") is None
+    async with gateway.session.get(f"{gateway.url}/metrics") as answer:
+        page = await answer.text()
+    assert 'epd_serve_instance_ready{instance="a0"}' in page
+    assert 'epd_serve_instance_ready{instance="late"}' not in page, "who has left has no state"
     for body, headers, status, message in (
         ({"name": "x0", "url": spare}, {}, 401, "key"),
         ({"name": "a0", "url": spare}, key, 409, "of its own"),
