@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 def create_admin_app(
     table: InstanceTable, gate: Gate, key: str | None, crew: Crew, routers: Sequence[APIRouter] = ()
 ) -> FastAPI:
-    """``GET /instances``, ``/requests`` and ``/workers`` of all the crew, and the routes of ``routers``, all behind ``key``."""
+    """``GET /instances``, ``/requests`` and ``/workers`` of all the crew, and ``routers``, all behind ``key``."""
     keys = [] if key is None else [(hash_key(key), Client("admin"))]
     router = APIRouter()
 

@@ -157,7 +157,9 @@ def create_app(
         app.state.endpoints[path.encode()] = endpoint
     members = Members(table, calls, poller, health, connect)
     leases = Leases(members)
-    app.state.control = Control(settings, members, gate, generator, health, served.values(), loader, fetcher, crew.ledger)
+    app.state.control = Control(
+        settings, members, gate, generator, health, served.values(), loader, fetcher, crew.ledger
+    )
     app.state.reloader = None
     app.include_router(models_router(table, poller, gate.authenticator))
     app.include_router(health_router(table, metrics, gate.authenticator, settings, crew))

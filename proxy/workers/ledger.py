@@ -24,8 +24,8 @@ _COUNT = struct.Struct("=I")
 class Ledger:
     """One account for each API key with limits, in a file in memory that all workers have mapped.
 
-    An account is locked while it is read and written (POSIX record locks: one that dies with a lock gives it back).
-    It takes some microseconds; accounts of different keys do not meet.
+    An account is locked while it is read and written, by POSIX record locks: who dies with one gives it back. It
+    takes some microseconds; accounts of different keys do not meet.
 
     ::
 

@@ -33,9 +33,7 @@ _NUM_PINGS = 3
 _END_S = 5.0
 
 
-def run_workers(
-    config: DeploymentConfig, host: str, port: int, arguments: Sequence[str], *, reloads: bool
-) -> int:
+def run_workers(config: DeploymentConfig, host: str, port: int, arguments: Sequence[str], *, reloads: bool) -> int:
     """Run ``config.gateway.workers`` processes on one port until SIGTERM or SIGINT; the exit code.
 
     ``arguments`` are those of this program, with which the workers are started, too; ``reloads``: whether there is

@@ -11,7 +11,7 @@ _ANY_PORT = 0
 
 class Listeners:
     """For each worker its own sockets at one address (SO_REUSEPORT): the kernel spreads connections over those on
-    which somebody listens. They stay open here, so that connections to a worker that has died wait for its next life.
+    which somebody listens. They stay open here: connections to a worker that has died wait for its next life.
     """
 
     def __init__(self, host: str, port: int, count: int) -> None:

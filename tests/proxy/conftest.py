@@ -17,7 +17,7 @@ import pytest
 import uvicorn
 from PIL import Image
 
-from epd_serve.protocol import frames, wire
+from epd_serve.protocol import frames, prompt_calls, wire
 from proxy.app import create_app
 from proxy.main import new_server
 from proxy.settings import GatewaySettings
@@ -27,6 +27,7 @@ MESSAGES: dict[str, type[wire.Message]] = {
     "/stage/prefill": wire.PrefillRequest,
     "/stage/decode": wire.DecodeRequest,
     "/role": wire.RoleOrder,
+    "/prompt/tokenize": prompt_calls.TokenizeRequest,
 }
 
 
@@ -147,6 +148,8 @@ class FakeInstance:
     def _regular(self, message: Any) -> Script:
         if isinstance(message, wire.EncodeRequest):
             return [(200, {}), wire.encode(wire.EncodeReply(cached=False, num_tokens=4))]
+        if isinstance(message, prompt_calls.TokenizeRequest):
+            return [(200, {}), wire.encode(prompt_calls.TokenizeReply(tokens=[1, 2]))]
         if isinstance(message, wire.DecodeRequest):
             return [0.05, (200, {}), *([REST, DONE] if message.stream else [WHOLE])]
         follows = message.decode_url is not None
