@@ -13,9 +13,9 @@ from epd_serve.errors import InstanceFailed, ServeError, Unavailable
 from epd_serve.protocol.frames import FrameError
 from epd_serve.routing.policy import Demand, Route
 from proxy.attempt import Attempt, Instances, Job
+from proxy.choices import goes_on_apart, stream_choices
 from proxy.demand import demand_of
 from proxy.failover import Failover, InstanceStalled, Suspects, is_planned, may_help, substitute
-from proxy.choices import goes_on_apart, stream_choices
 from proxy.progress import Progress, broke
 from proxy.sink import EventSink
 from proxy.stealing import Claim, Moved
