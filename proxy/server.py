@@ -46,8 +46,8 @@ class GatewayServer(uvicorn.Server):
 
 
 class WorkerServer(GatewayServer):
-    """The server of one of several workers. Its parent says when it ends; signals, which service managers send to all
-    processes at once, say it once and no more."""
+    """The server of one of several workers. Its parent says when it ends; signals, which a service manager sends to
+    all processes at once, say it once only."""
 
     _told = False
 

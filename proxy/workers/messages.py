@@ -28,8 +28,8 @@ class Left(msgspec.Struct, frozen=True, tag=True):
 
 
 class TakenOver(msgspec.Struct, frozen=True, tag=True):
-    """The deployment file was read again and taken over, as each worker does by itself; ``config`` is what it says, in
-    JSON."""
+    """The deployment file was read again and taken over, as each worker does by itself; ``config`` is what it has,
+    as JSON."""
 
     config: str
 
