@@ -38,8 +38,8 @@ _KEPT_BYTES = 4 * 1024 * 1024
 
 @dataclass(frozen=True)
 class Reread:
-    """Where a configuration comes from: ``read`` gives what ``file`` says now, ``instances`` those that it has; both
-    may raise ValueError."""
+    """Where a configuration comes from: ``read`` gives what ``file`` says now, ``instances`` those that it has;
+    both may raise ValueError."""
 
     read: Callable[[], DeploymentConfig]
     file: Path

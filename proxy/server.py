@@ -46,8 +46,8 @@ class GatewayServer(uvicorn.Server):
 
 
 class WorkerServer(GatewayServer):
-    """The server of one of several workers. Its parent says when it ends; signals, which a service manager sends to
-    all processes at once, say it once only."""
+    """The server of one of several workers. Its parent says when it ends; signals, which a service manager sends
+    to all processes at once, say it once only."""
 
     _told = False
 

@@ -220,8 +220,8 @@ class GatewayConfig(Section):
         default=1,
         ge=1,
         le=256,
-        description="Processes that serve this port. max_in_flight and max_queue are divided among them; limits of "
-        "API keys, metrics and the admin plane are one.",
+        description="Processes that serve this port. max_in_flight and max_queue are divided among them; limits "
+        "of API keys, metrics and the admin plane are one.",
     )
     max_body_bytes: Bytes = Field(default=64 * 1024**2, description="Largest request body.")
     header_timeout_s: Seconds = Field(
