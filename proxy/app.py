@@ -65,7 +65,7 @@ def create_app(
     table = InstanceTable(instances)
     metrics = GatewayMetrics()
     gate = new_gate(settings, table, metrics, crew.ledger)
-    connections = NativeConnections()
+    connections = NativeConnections(settings.cluster_key)
     connect = connector(connections, settings.vllm)
     calls: dict[str, StageCalls] = {name: connect(name, url) for name, url in instances}
     fetcher = MediaFetcher(

@@ -107,7 +107,7 @@ def run_gateway(
 
 
 def _secrets(settings: GatewaySettings) -> set[str | None]:
-    return {settings.api_key, settings.admin.key if settings.admin else None}
+    return {settings.api_key, settings.cluster_key, settings.admin.key if settings.admin else None}
 
 
 def _keep_freed_memory() -> None:

@@ -59,6 +59,7 @@ class GatewaySettings:
         topology: that the instances make up, where it is known.
         routing: how P and D are chosen. parallel_encode: whether a request's items go to several encoders.
         stealing: how instances that steal take requests from the others.
+        cluster_key: that the instances ask for.
         startup_wait_s: how long after the gateway's start requests wait for instances that are still loading.
     """
 
@@ -97,6 +98,7 @@ class GatewaySettings:
     vllm: Mapping[str, VllmTarget] | None = None
     elastic: ElasticSettings | None = None
     redeploy: RedeploySettings | None = None
+    cluster_key: str | None = field(default=None, repr=False)
 
     @classmethod
     def of(
@@ -150,6 +152,7 @@ class GatewaySettings:
             routing=gateway.routing,
             elastic=ElasticSettings.of(config) if controls else None,
             redeploy=RedeploySettings.of(config) if controls else None,
+            cluster_key=config.read_cluster_key(),
             parallel_encode=gateway.parallel_encode,
             stealing=StealRule(
                 threshold=gateway.stealing.threshold,
