@@ -35,9 +35,7 @@ def hash_key(key: str) -> str:
 def check_cluster_key(key: str, where: str) -> str:
     """Raises ValueError for what no header can hold, or anybody can guess; ``where`` it was read."""
     if not _CLUSTER_KEY.fullmatch(key):
-        raise ValueError(
-            f"{where}: write 16 printable ASCII characters at least, without blanks; these are no key"
-        )
+        raise ValueError(f"{where} is no key; write 16 printable ASCII characters at least, without blanks")
     return key
 
 

@@ -123,7 +123,7 @@ class DeploymentConfig(Section):
         default=None,
         repr=False,
         description="Instances answer callers that send it, and no others: text, {env: VARIABLE} or {file: PATH}. "
-        "Those that are started elsewhere have it as EPD_SERVE_CLUSTER_KEY. null: they answer whoever reaches them.",
+        "Those started elsewhere read EPD_SERVE_CLUSTER_KEY. null: they answer whoever reaches them.",
     )
     roles: dict[RoleName, InstanceSettings] = Field(
         default_factory=dict,
@@ -165,7 +165,7 @@ class DeploymentConfig(Section):
             raise ValueError("vllm and engine_args are for engine: vllm; write that, or leave them out")
         if self.engine == "vllm" and self.cluster_key is not None:
             raise ValueError(
-                "cluster_key: vLLM does not ask for it; leave it out, and vLLM where nobody reaches it"
+                "cluster_key: vLLM does not ask for it; leave it out, and vLLM in a network of its own"
             )
         return self
 
