@@ -164,9 +164,7 @@ class DeploymentConfig(Section):
         elif "vllm" in self.model_fields_set or any(one.engine_args for one in settings.values()):
             raise ValueError("vllm and engine_args are for engine: vllm; write that, or leave them out")
         if self.engine == "vllm" and self.cluster_key is not None:
-            raise ValueError(
-                "cluster_key: vLLM does not ask for it; leave it out, and vLLM in a network of its own"
-            )
+            raise ValueError("cluster_key: vLLM asks for none; leave it out, and vLLM in a network of its own")
         return self
 
     @model_validator(mode="after")

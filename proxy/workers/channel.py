@@ -79,7 +79,8 @@ class Channel:
         """The answer. Raises ChannelClosed, or TimeoutError."""
         self._number += 1
         number = self._number
-        waiting = self._waiting[number] = asyncio.get_running_loop().create_future()
+        waiting: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = waiting
         try:
             self._send(_Frame("call", number, name, msgspec.msgpack.encode(argument)))
             async with asyncio.timeout(timeout_s):

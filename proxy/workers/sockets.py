@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 from contextlib import ExitStack
+from typing import Any
 
 _ANY_PORT = 0
 
@@ -81,9 +82,11 @@ def admin_socket(host: str, port: int) -> socket.socket:
         raise ValueError(f"gateway.admin: cannot listen on {host}:{port}: {error.strerror}") from error
 
 
-def _resolve(host: str, port: int) -> list[tuple[socket.AddressFamily, tuple[object, ...]]]:
+def _resolve(host: str, port: int) -> list[tuple[int, tuple[Any, ...]]]:
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    addresses = dict.fromkeys((family, address) for family, _, _, _, address in found)
+    addresses: dict[tuple[int, tuple[Any, ...]], None] = {}
+    for family, _, _, _, address in found:
+        addresses[int(family), address] = None
     if port == _ANY_PORT:  # one free port for two families cannot be had at once
         return list(addresses)[:1]
     return list(addresses)

@@ -52,7 +52,7 @@ def test_one_part_is_shown_as_it_is():
     assert samples(exposition(merge([metrics.families(instances)], SUMMED_GAUGES))) == alone
     twice = samples(exposition(merge([metrics.families(instances)] * 2, SUMMED_GAUGES)))
     assert {name for name, value in twice.items() if value != alone[name]} == {
-        ("epd_serve_refused_total", (("reason", "overloaded"), ("key", "mine"))),
+        ("epd_serve_refused_total", (("key", "mine"), ("reason", "overloaded"))),
         ("epd_serve_in_flight_calls", (("instance", "e0"), ("stage", "E"))),
         *(
             (f"epd_serve_{kind}_{state}", ())
