@@ -12,7 +12,6 @@ from epd_serve.plan.space import Candidate
 from epd_serve.sim.simulator import NoWay
 from epd_serve.types import Stage
 
-
 #: Of the race: plans whose goodputs are closer are the same to it.
 _COARSE = 1.5 * PRECISION
 
