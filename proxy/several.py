@@ -9,9 +9,9 @@ from typing import TypeVar
 import msgspec
 
 from epd_serve.protocol import chunks
-from proxy.attempt import Job
 from proxy.client import Header
 from proxy.generation import Generator
+from proxy.job import Job
 from proxy.sink import EventSink
 
 _END_OF_EVENT = b"\n\n"
