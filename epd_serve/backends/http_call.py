@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from epd_serve.backends.base import InstanceLost
-from epd_serve.compiling import mypyc_attr
 from epd_serve.errors import ServeError, error_from_response
 
 if TYPE_CHECKING:
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
 MAX_UNREAD_BYTES = 256 * 1024
 
 
-@mypyc_attr(allow_interpreted_subclasses=True)
 class HttpCall:
     """One request and its answer. After :meth:`send`, :meth:`close` must be called; before the answer's end it
     breaks the call off.
