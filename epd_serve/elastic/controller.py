@@ -27,6 +27,7 @@ class Kind(StrEnum):
     """Of a decision: why it orders something, or nothing."""
 
     SWITCH = "switch"
+    STARTING = "starting"
     CALM = "calm"
     WATCHING = "watching"
     COOLDOWN = "cooldown"
@@ -89,6 +90,7 @@ class Controller:
     together are least pressed as far as can be predicted, if that is less by ``hysteresis`` at least. Each stage
     of ``needed`` keeps a serving instance. Behind an order comes a ``cooldown_s``. A layout that was left for its
     pressure is gone back to at a higher one only, so that under a constant load the switches come to an end.
+    Until each stage has been served for the first time, nothing is ordered: instances start one after the other.
 
     Args:
         needed: stages that the deployment serves; one instance of each must always be left.
@@ -105,6 +107,7 @@ class Controller:
         self.limits = limits
         self._needed = frozenset(needed)
         self._stages = [stage for stage in Stage if stage in self._needed]
+        self._is_starting = True
         self._samples: deque[_At] = deque()
         self._serving: frozenset[tuple[str, Role]] = frozenset()
         self._since_s = self._ordered_s = float("-inf")
@@ -131,6 +134,10 @@ class Controller:
 
     def decide(self, now_s: float, instances: Sequence[Seen]) -> Decision:
         """``now_s`` never runs backwards."""
+        if self._is_starting and (missing := self._missing(instances)):
+            names = " and ".join(_NAMES[stage] for stage in missing)
+            return Decision(at_s=now_s, kind=Kind.STARTING, reason=f"no instance has served {names} so far")
+        self._is_starting = False
         serving = frozenset((one.name, one.role) for one in instances if one.is_serving)
         if serving != self._serving:
             self._serving, self._since_s = serving, now_s
@@ -194,6 +201,10 @@ class Controller:
         )
 
     # ------------------------------------------------------------------ parts
+
+    def _missing(self, instances: Sequence[Seen]) -> list[Stage]:
+        served = {stage for one in instances if one.is_serving for stage in one.role.stages}
+        return [stage for stage in self._stages if stage not in served]
 
     def _heed_others(self, now_s: float, instances: Sequence[Seen]) -> None:
         """A switch that somebody else has ordered counts for the cooldown, too."""

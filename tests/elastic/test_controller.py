@@ -160,16 +160,28 @@ def test_too_few_instances_are_wished_for_and_too_many_told() -> None:
     assert [(wish.change, str(wish.role)) for wish in wishes] == [(-1, "D")]
 
 
-def test_a_stage_without_an_instance_gets_one() -> None:
+def seen(**serving: bool) -> list[Seen]:
+    """Idle instances, by name, that serve or do not."""
+    return [Seen(name=name, role=Role.parse(name[0].upper()), is_serving=value) for name, value in serving.items()]
+
+
+def test_a_stage_whose_last_instance_is_gone_gets_another() -> None:
     one = controller()
-    seen = [
-        Seen(name="e0", role=Role.parse("E"), queue_s={Stage.ENCODE: 0.0}),
-        Seen(name="e1", role=Role.parse("E"), queue_s={Stage.ENCODE: 0.0}),
-        Seen(name="p0", role=Role.parse("P"), queue_s={Stage.PREFILL: 0.5}),
-        Seen(name="d0", role=Role.parse("D"), is_serving=False),
-    ]
-    orders = [one.decide(float(at), seen).order for at in range(10)]
-    assert [order for order in orders if order] == [Order(instance="e0", role=Role.parse("D"))]
+    one.decide(0.0, seen(e0=True, e1=True, p0=True, d0=True))
+    decisions = [one.decide(float(at), seen(e0=True, e1=True, p0=True, d0=False)) for at in range(1, 10)]
+    orders = [decision.order for decision in decisions if decision.order]
+    assert orders == [Order(instance="e0", role=Role.parse("D"))]
+
+
+def test_instances_that_are_still_to_come_are_waited_for() -> None:
+    """Encoders are ready first; a model takes its time, and nobody is to take its place meanwhile."""
+    one = controller()
+    starting = [one.decide(float(at), seen(e0=True, e1=True, p0=at > 30, d0=False)) for at in range(60)]
+    assert {decision.kind for decision in starting} == {Kind.STARTING}
+    assert starting[0].reason == "no instance has served prefill and decode so far"
+    assert starting[-1].reason == "no instance has served decode so far"
+    later = [one.decide(float(at), seen(e0=True, e1=True, p0=True, d0=True)) for at in range(60, 90)]
+    assert {decision.kind for decision in later} == {Kind.CALM}
 
 
 @pytest.mark.parametrize("wrong", [{"roles": ()}, {"cooldown_s": 0.0}, {"hysteresis": 1.0}])
