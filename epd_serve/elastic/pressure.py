@@ -2,8 +2,8 @@
 
 Encode and prefill queue: their pressure is the queue's seconds over what the SLO leaves for it. Decode shares its
 steps: its pressure is a step's seconds over the limit between two tokens. With ``n`` instances that make ``T``
-tokens a second together, a batch has ``B = T / n * step(B)`` sequences, so that with ``step(B) = a + b * B`` a
-step takes ``a / (1 - T * b / n)``; demand stays when instances come and go, batches do not.
+tokens a second together, a batch has ``B = T / n * step(B)`` sequences besides one's own, so that with ``step(B) =
+a + b * B`` a step takes ``(a + b) / (1 - T * b / n)``; demand stays when instances come and go, batches do not.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class StageLoad:
         if not self.tokens_per_s:
             return 0.0
         part = self.tokens_per_s * self.step.unit_s / capacity
-        return self.step.base_s / (1 - min(part, _ENDLESS)) * max(part / _ENDLESS, 1.0)
+        return self.step.seconds(1) / (1 - min(part, _ENDLESS)) * max(part / _ENDLESS, 1.0)
 
 
 def load_of(
