@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -45,6 +46,8 @@ from proxy.settings import GatewaySettings
 from proxy.stealing import StealQueue
 from proxy.switches import Switches, switches_router
 from proxy.views import health_router, models_router
+
+logger = logging.getLogger(__name__)
 
 
 def create_app(
@@ -112,6 +115,7 @@ def create_app(
             reloading = [app.state.reloader.run()] if app.state.reloader is not None else []
             loops = [one.run() for one in (elastic, redeployer) if one is not None]
             polling = asyncio.gather(poller.run(), health.run(), leases.run(), stealing.run(), *reloading, *loops)
+            polling.add_done_callback(_say_why)
             try:
                 yield
             finally:
@@ -156,3 +160,9 @@ def create_app(
         app.include_router(dashboard_router(table, observer, gate, settings.topology))
     install_error_handlers(app)
     return app
+
+
+def _say_why(polling: asyncio.Future[Any]) -> None:
+    """What runs beside the requests ends with the gateway, or by a fault that must not pass in silence."""
+    if not polling.cancelled() and (error := polling.exception()) is not None:
+        logger.critical("a part of the gateway has ended; it serves on without", exc_info=error)

@@ -164,7 +164,9 @@ async def run(pace: Pace, count: int, seed: int, *, controlled: bool) -> tuple[d
         "held_in_the_end": held,
         "end": _layout(spans),
         "switches": [
-            {"at_s": one["time"] - wall_s, "reason": one["reason"]} for one in decisions if one["order"] is not None
+            {"at_s": one["time"] - wall_s, "reason": one["reason"]}
+            for one in decisions
+            if one["order"] is not None
         ],
     }
     return found, spans, arrivals_s[count // 10]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from epd_serve.elastic.controller import Controller, Kind, Order
 from epd_serve.elastic.options import ControllerOptions, Limits
 from epd_serve.elastic.seen import Seen
-from epd_serve.types import Role, Stage
+from epd_serve.types import Role, Stage, StageRate
 
 LIMITS = Limits(ttft_s=2.0, tpot_s=0.05)
 OPTIONS = ControllerOptions()
@@ -146,6 +146,9 @@ def test_what_was_refused_is_not_ordered_again() -> None:
     fluid = Fluid(roles=["E", "E", "P", "D"], load={Stage.DECODE: 2 * MOST_TOKENS})
     fluid.flow(one, 60.0)
     assert not fluid.orders
+    one.decide(fluid.now_s, fluid.seen()[1:])  # i0 has left, and comes again as another
+    fluid.flow(one, 60.0)
+    assert [decision.order.instance for decision in fluid.orders if decision.order] == ["i0"]
 
 
 def test_too_few_instances_are_wished_for_and_too_many_told() -> None:
@@ -171,6 +174,22 @@ def test_a_stage_whose_last_instance_is_gone_gets_another() -> None:
     decisions = [one.decide(float(at), seen(e0=True, e1=True, p0=True, d0=False)) for at in range(1, 10)]
     orders = [decision.order for decision in decisions if decision.order]
     assert orders == [Order(instance="e0", role=Role.parse("D"))]
+
+
+def test_a_decode_whose_steps_all_had_one_size_is_helped() -> None:
+    """Nothing tells the two parts of such a step apart: all of it goes by the number of sequences (RateFit)."""
+
+    def here(queue_s: float) -> list[Seen]:
+        num = 1.0 if queue_s else 0.0
+        step, waiting = StageRate(0.0, 0.003), {Stage.DECODE: queue_s}
+        decode = Seen(name="d0", role=Role.parse("D"), queue_s=waiting, num_decoding=num, step=step)
+        return [*seen(e0=True, e1=True, p0=True), decode]
+
+    one = controller()
+    decisions = [one.decide(float(at), here(0.0 if at < 5 else 4.0)) for at in range(10)]
+    assert [decision.order for decision in decisions if decision.order] == [
+        Order(instance="e0", role=Role.parse("D"))
+    ]
 
 
 def test_instances_that_are_still_to_come_are_waited_for() -> None:
