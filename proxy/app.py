@@ -177,5 +177,6 @@ def create_app(
 
 def _say_why(polling: asyncio.Future[Any]) -> None:
     """What runs beside the requests ends with the gateway, or by a fault that must not pass in silence."""
-    if not polling.cancelled() and (error := polling.exception()) is not None:
+    error = None if polling.cancelled() else polling.exception()
+    if isinstance(error, Exception):  # else it was cancelled, which a gather passes on as what it is
         logger.critical("a part of the gateway has ended; it serves on without", exc_info=error)
