@@ -1,16 +1,14 @@
 """EPD's table 6: with and without role switches where answers get ten times longer behind the first tenth.
 
     python -m benchmarks.elastic simulated [--requests 200] [--rate 3]
-    python -m benchmarks.elastic live [--requests 100] [--runs 3]
 
 It writes its figures and the roles over time to ``benchmarks/results/elastic-*``. ``simulated``: 8 instances of
-the simulator, driven by the controller that runs live. ``live``: 5 processes on this machine's CPU.
+the simulator, driven by the controller that runs live.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -42,33 +40,13 @@ def simulated(count: int, rate: float) -> dict[str, Any]:
     return {"long": found, "half_as_long": shorter}
 
 
-def live(count: int, runs: int) -> dict[str, Any]:
-    from benchmarks.elastic.live import table_6
-
-    found, spans, shift_s = asyncio.run(table_6(count, seeds=range(1, runs + 1)))
-    row = found["rows"][0]
-    drawing = roles_over_time(
-        spans,
-        f"Roles over time, from {found['start']} to {row['with']['end']}: processes on a CPU",
-        f"{count} requests, {found['rate']:.1f}/s; latency {row['ratio']['latency_s']:.1f} times and TPOT "
-        f"{row['ratio']['tpot_s']:.1f} times lower than without switches",
-        [(shift_s, "answers get 10 times longer"), (count / found["rate"], "last arrival")],
-    )
-    write_png(RESULTS / "elastic-live.png", drawing)
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["simulated", "live"])
-    parser.add_argument("--requests", type=int, help="200 simulated ones, 100 live ones")
-    parser.add_argument("--rate", type=float, default=3.0, help="simulated: requests a second")
-    parser.add_argument("--runs", type=int, default=3, help="live: of each kind")
+    parser.add_argument("what", choices=["simulated"])
+    parser.add_argument("--requests", type=int, default=200)
+    parser.add_argument("--rate", type=float, default=3.0, help="requests a second")
     wanted = parser.parse_args()
-    if wanted.what == "live":
-        found = live(wanted.requests or 100, wanted.runs)
-    else:
-        found = simulated(wanted.requests or 200, wanted.rate)
+    found = simulated(wanted.requests, wanted.rate)
     text = json.dumps(found, indent=1)
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"elastic-{wanted.what}.json").write_text(text + "\n")
