@@ -43,7 +43,7 @@ class Site:
 
     async def complete(self, prompt: str) -> None:
         """Its text is the one that came first."""
-        body = {"model": "demo", "prompt": prompt, "max_tokens": 100, "temperature": 0, "ignore_eos": True}
+        body = {"model": "demo", "prompt": prompt, "max_tokens": 50, "temperature": 0, "ignore_eos": True}
         text = (await self.post("completions", body))["text"]
         assert self.texts.setdefault(prompt, text) == text
 
