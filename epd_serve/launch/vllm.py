@@ -64,6 +64,7 @@ def connectors_of(config: DeploymentConfig) -> Connectors:
         feature_timeout_s=prefill.feature_timeout_s,
         widths=(_width(config, Stage.PREFILL), _width(config, Stage.DECODE)),
         trace=str(config.trace) if config.trace else None,
+        rewrites=vllm.media == "rewritten",
     )
 
 
@@ -120,8 +121,8 @@ def vllm_processes(
 def vllm_specs(
     config: DeploymentConfig, processes: Sequence[VllmProcess], environment: Mapping[str, str]
 ) -> tuple[ProcessSpec, ...]:
-    """The same for the supervisor; each process ends with this one."""
-    tie = (sys.executable, "-P", "-m", "epd_serve.launch.lifeline", str(os.getpid()))
+    """The same for the supervisor; each process ends with this one, and its engine processes with it."""
+    tie = (sys.executable, "-P", "-m", "epd_serve.launch.lifeline", "--group", str(os.getpid()))
     return tuple(
         ProcessSpec(
             name=process.placement.name,
