@@ -351,7 +351,7 @@ class VllmInstance(VllmServer):
         path, output = vllm_chat.path_of(request), request.output
         request_id = output.id.partition("-")[2] or request.request_id  # vLLM makes the answer's id of it
         if self.target.continues and can_go_on(request):
-            known = self.call(path, body | {"return_token_ids": True}, request_id, KnownTokens)
+            known = KnownTokens(*self.parts_of_call(path, body | {"return_token_ids": True}, request_id))
             known.for_request(request, prompt)
             return known
         call = self.call(path, body, request_id)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -19,7 +19,6 @@ from epd_serve.protocol import wire
 from epd_serve.protocol.prompt_calls import DetokenizeReply, DetokenizeRequest, TokenizeReply, TokenizeRequest
 from epd_serve.types import SamplingParams
 
-Call = TypeVar("Call", bound=VllmCall)
 INFO_TIMEOUT_S = 10.0
 #: The first request of a process compiles and allocates what later ones find.
 WARM_UP_TIMEOUT_S = 300.0
@@ -116,11 +115,14 @@ class VllmServer:
             raise InstanceLost(f"instance {self.name} gave an unreadable answer ({error})") from error
         return answer
 
-    def call(
-        self, path: str, body: dict[str, Any], request_id: str, kind: type[Call] = VllmCall
-    ) -> Call:
+    def call(self, path: str, body: dict[str, Any], request_id: str) -> VllmCall:
+        return VllmCall(*self.parts_of_call(path, body, request_id))
+
+    def parts_of_call(
+        self, path: str, body: dict[str, Any], request_id: str
+    ) -> tuple[HttpPool, str, str, str, list[bytes]]:
         headers = f"content-type: application/json\r\n{wire.REQUEST_ID_HEADER}: {request_id}\r\n"
-        return kind(self.pool, "POST", path, headers, [msgspec.json.encode(body)])
+        return self.pool, "POST", path, headers, [msgspec.json.encode(body)]
 
 
 async def read(call: VllmCall) -> bytes:

@@ -23,8 +23,9 @@ _SEEDS = 1 << 31
 def can_go_on(request: PrefillRequest) -> bool:
     """Whether vLLM computes the rest of such an answer as it would have computed it within the whole.
 
-    Not where it looks back at more of its output than the tokens: text that it holds back (``stop``), penalties for
-    what it has said, the state of a grammar or of a tool call. Prompts with pictures it does not take as tokens.
+    Not where it looks back at more of its output than the tokens: text that it holds back (``stop``), penalties
+    for what it has said, the state of a grammar or of a tool call. Prompts with pictures it does not take as
+    tokens.
     """
     sampling, output, prompting = request.sampling, request.output, request.prompting
     if not output.stream or request.items or output.echo or output.first_index or sampling.n > 1:
@@ -91,7 +92,10 @@ class KnownTokens(VllmCall):
         try:
             answer = msgspec.json.decode(told)
             choice = (answer.get("choices") or [{}])[0]
-            tokens, prompt = choice.get("token_ids"), choice.get("prompt_token_ids", answer.get("prompt_token_ids"))
+            tokens, prompt = (
+                choice.get("token_ids"),
+                choice.get("prompt_token_ids", answer.get("prompt_token_ids")),
+            )
             text = (choice.get("delta") or choice).get("content", choice.get("text"))
             self._right(answer, choice)
         except (msgspec.MsgspecError, AttributeError, LookupError, TypeError) as error:

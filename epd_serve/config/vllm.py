@@ -71,9 +71,9 @@ class VllmConfig(Section):
     )
     media: Literal["raw", "rewritten"] = Field(
         default="raw",
-        description="What D gets of a picture. raw: its pixels, as E and P do. rewritten: no more than its place in "
-        "the prompt, which E tells; D then neither receives nor prepares pixels, and is called once E has answered. "
-        "Needs E, D and features: store.",
+        description="What D gets of a picture. raw: its pixels, as E and P do. rewritten: no more than its place "
+        "in the prompt, which E tells; D then neither receives nor prepares pixels, and is called once E has "
+        "answered. Needs E, P and D and features: store.",
     )
     link: LinkConfig = Field(
         default=LinkConfig(),
@@ -146,7 +146,7 @@ def check_vllm(
         )
     if vllm.media == "rewritten" and (connectors(placement, vllm)[0] != "store" or not moving):
         raise ValueError(
-            "vllm.media: rewritten gives D what E tells of a picture: it needs E, P and D, and vllm.features: store"
+            "vllm.media: rewritten gives D what E tells of pictures: it needs E, P and D, and vllm.features: store"
         )
     if encoders and vllm.features == "file" and vllm.feature_dir is None:
         raise ValueError("vllm.features: file needs vllm.feature_dir, a directory that E and P both see")

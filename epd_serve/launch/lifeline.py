@@ -1,7 +1,7 @@
 """A child process that cannot outlive its supervisor, however the supervisor ends.
 
-``python -m epd_serve.launch.lifeline [--group] PARENT_PID COMMAND...`` becomes a command that is tied in this way;
-with ``--group`` it leads a process group, which ends with it: for programs whose own children are not tied to them.
+``python -m epd_serve.launch.lifeline [--group] PARENT_PID COMMAND...`` becomes a command that is tied in this way.
+With ``--group`` it leads a process group, which ends with it: for programs whose children are not tied to them.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def die_with_parent(parent_pid: int) -> None:
 def keep_group_together() -> None:
     """Have all that is left of this process's group killed when it ends, also where it is killed itself.
 
-    It leads the group from here on, if it did not before. Must be called while it has one thread: it forks a process
-    that does nothing but wait, and stays in the group. A descendant that makes a group of its own is not found.
+    It leads the group from here on, if it did not before. Must be called while it has one thread: it forks a
+    process that does nothing but wait, and stays in the group. A descendant with a group of its own is not found.
     """
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)
@@ -42,7 +42,7 @@ def keep_group_together() -> None:
         try:
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
             _tell_of_parents_end(signal.SIGUSR1)
-            for descriptor in os.listdir("/proc/self/fd"):  # its readers wait for no end of this process
+            for descriptor in os.listdir("/proc/self/fd"):  # noqa: PTH208 - its readers wait for no end of this process
                 os.closerange(int(descriptor), int(descriptor) + 1)
             while os.getppid() == leader:
                 signal.sigwait({signal.SIGUSR1})

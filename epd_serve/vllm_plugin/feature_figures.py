@@ -9,7 +9,7 @@ import prometheus_client
 from vllm.distributed.ec_transfer.ec_connector.metrics import ECConnectorPromMetrics, ECConnectorStats
 
 #: ``encoded`` by this instance's tower; ``reused`` by E, which had it; ``fetched`` by P from an E, now or before;
-#: ``rewritten`` at D, which was given no pixels; ``missing`` for requests of these that D would have had to encode.
+#: ``rewritten`` at D, which was given no pixels; ``missing`` for requests that D would have had to encode for.
 EVENTS = ("encoded", "reused", "fetched", "rewritten", "missing")
 
 

@@ -78,7 +78,9 @@ class StoreFeatureConnector(ECConnectorBase):
         self._side: _SchedulerOfE | _SchedulerOfP | _WorkerOfE | _WorkerOfP
         if role is ECConnectorRole.SCHEDULER:
             if self.is_producer:
-                describes = PlaceholderMetadataResolver(vllm_config.model_config) if extra.get("describe") else None
+                describes = (
+                    PlaceholderMetadataResolver(vllm_config.model_config) if extra.get("describe") else None
+                )
                 self._side = _SchedulerOfE(config.ec_ip, config.ec_port, describes)
             else:
                 transport = shaped(EmbeddedTransport(config.ec_ip), extra)

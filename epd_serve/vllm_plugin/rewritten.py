@@ -1,8 +1,8 @@
 """D's side of prompts without pixels: a vLLM EC connector that keeps D from encoding what it was not given.
 
-Of a rewritten picture D knows how many tokens it has and where they lie, no more: that is all it needs where P's KV
-comes. Where it does not, or D takes a request's blocks away to compute it again later, vLLM would run its encoder on
-nothing and die of it: such a request ends with an error in place of that.
+Of a rewritten picture D knows how many tokens it has and where they lie, no more: that is all it needs where P's
+KV comes. Where it does not, or D takes a request's blocks away to compute it again later, vLLM would run its
+encoder on nothing and die of it: such a request ends with an error in place of that.
 """
 
 from __future__ import annotations

@@ -156,7 +156,7 @@ def test_only_what_hangs_on_the_tokens_alone_can_go_on(fields: dict[str, Any], m
 def test_pictures_and_tools_cannot_go_on() -> None:
     request = asked()
     assert not can_go_on(replace(request, items=[MediaRef(mm_hash="a", width=2, height=2)]))
-    assert not can_go_on(replace(request, prompting=replace(request.prompting, tools=b"[]")))
+    assert not can_go_on(replace(request, prompting=replace(request.prompting, tools="[]")))
 
 
 @given(st.lists(st.integers(0, 99), max_size=8), st.integers(0, 8), st.integers(0, 2**31 - 1))

@@ -26,7 +26,8 @@ sys.stdin.readline()
 SUPERVISOR = """
 import os, subprocess, sys
 command = [sys.executable, "-P", "-m", "epd_serve.launch.lifeline", "--group", str(os.getpid())]
-started = subprocess.Popen([*command, sys.executable, "-S", "-c", sys.argv[1]], start_new_session=sys.argv[2] == "yes")
+command += [sys.executable, "-S", "-c", sys.argv[1]]
+started = subprocess.Popen(command, start_new_session=sys.argv[2] == "yes")
 print('program', started.pid, flush=True)
 started.wait()
 sys.stdin.readline()

@@ -21,7 +21,13 @@ from epd_serve.types import Role
 
 async def ask_without_kv(urls: Mapping[str, str], body: dict[str, Any], image: Image.Image) -> Tokens:
     """The answer to a chat with a picture, with ``media: rewritten``, where D finds nobody at P's address."""
-    given: dict[str, Any] = {"device": "cpu", "dtype": "float32", "model_path": "", "features": "store", "kv": "grouped"}
+    given: dict[str, Any] = {
+        "device": "cpu",
+        "dtype": "float32",
+        "model_path": "",
+        "features": "store",
+        "kv": "grouped",
+    }
     targets = {f"{role.lower()}0": VllmTarget(role=Role.parse(role), rewrites=True, **given) for role in "EPD"}
     parsed = ChatCompletionRequest.model_validate(body)
     ref = MediaRef(mm_hash="of a picture without KV", width=image.width, height=image.height)
