@@ -14,6 +14,7 @@ from epd_serve.backends.vllm_command import Connectors, VllmOptions, command_of,
 from epd_serve.config import DeploymentConfig, InstanceSettings, model_path
 from epd_serve.config.shares import DeviceShare
 from epd_serve.config.vllm import connectors
+from epd_serve.launch import lifeline
 from epd_serve.launch.commands import threads_each, visibility
 from epd_serve.launch.process import ProcessSpec
 from epd_serve.launch.vllm_pixels import pixel_flags
@@ -122,7 +123,8 @@ def vllm_specs(
     config: DeploymentConfig, processes: Sequence[VllmProcess], environment: Mapping[str, str]
 ) -> tuple[ProcessSpec, ...]:
     """The same for the supervisor; each process ends with this one, and its engine processes with it."""
-    tie = (sys.executable, "-P", "-m", "epd_serve.launch.lifeline", "--group", str(os.getpid()))
+    # As a script it loads nothing else, of which its waiting half would keep a copy.
+    tie = (sys.executable, "-IS", lifeline.__file__, "--group", str(os.getpid()))
     return tuple(
         ProcessSpec(
             name=process.placement.name,

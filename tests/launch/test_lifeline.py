@@ -13,6 +13,8 @@ from contextlib import contextmanager, suppress
 import psutil
 import pytest
 
+from epd_serve.launch import lifeline
+
 #: A program whose child heeds no signal that it may ignore, and does not look at its parent; it may end early.
 TREE = """
 import signal, subprocess, sys
@@ -25,7 +27,7 @@ sys.stdin.readline()
 """
 SUPERVISOR = """
 import os, subprocess, sys
-command = [sys.executable, "-P", "-m", "epd_serve.launch.lifeline", "--group", str(os.getpid())]
+command = [sys.executable, "-IS", sys.argv[3], "--group", str(os.getpid())]
 command += [sys.executable, "-S", "-c", sys.argv[1]]
 started = subprocess.Popen(command, start_new_session=sys.argv[2] == "yes")
 print('program', started.pid, flush=True)
@@ -37,7 +39,7 @@ sys.stdin.readline()
 @contextmanager
 def supervised(*, session: bool) -> Iterator[tuple[subprocess.Popen[str], psutil.Process, psutil.Process]]:
     """A supervisor, the program that it started, and that program's child."""
-    command = [sys.executable, "-c", SUPERVISOR, TREE, "yes" if session else "no"]
+    command = [sys.executable, "-c", SUPERVISOR, TREE, "yes" if session else "no", lifeline.__file__]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as supervisor:
         assert supervisor.stdout is not None
         found: dict[str, psutil.Process] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,9 +15,11 @@ from epd_serve.backends.native import NativeConnections
 from epd_serve.backends.vllm import VllmInstances
 from epd_serve.backends.vllm_command import KV_PORT
 from epd_serve.backends.vllm_target import VllmTarget
+from epd_serve.protocol.engine_notices import KVUnwanted
 from epd_serve.protocol.openai import ChatCompletionRequest
 from epd_serve.protocol.wire import DecodeRequest, EncodeRequest, MediaRef, PrefillRequest
 from epd_serve.types import Role
+from epd_serve.vllm_plugin.notices import Conversation
 
 
 async def ask_without_kv(urls: Mapping[str, str], body: dict[str, Any], image: Image.Image) -> Tokens:
@@ -58,4 +61,7 @@ async def ask_without_kv(urls: Mapping[str, str], body: dict[str, Any], image: I
         finally:
             decode.close()
             prefill.close()
+            # P would keep its blocks for a while, in case D comes after all.
+            unwanted = KVUnwanted(transfer_id=request.request_id)
+            await asyncio.to_thread(Conversation(to_p(KV_PORT)).ask, unwanted, 60)
     return tokens_of(msgspec.json.decode(whole)["choices"][0]["logprobs"])
