@@ -74,7 +74,7 @@ def questions() -> list[dict[str, Any]]:
     return [{**one, **fields} for one in asked]
 
 
-def ask(url: str, body: Mapping[str, Any], *, stream: bool = False, timeout_s: float = 120) -> Tokens:
+def ask(url: str, body: Mapping[str, Any], *, stream: bool = False, timeout_s: float = 300) -> Tokens:
     """Raises httpx.HTTPStatusError for an error."""
     with httpx.Client(base_url=url, timeout=timeout_s, trust_env=False) as client:
         if not stream:

@@ -169,7 +169,7 @@ def test_a_dead_d_is_told_and_leaves_no_block(deployment: Deployment, pids: dict
         assert time.monotonic() - killed_at < ERROR_WITHIN_S
         answers = [streamed_tokens(text) for text in texts]
     assert deployment.gateway_figure("request_continuations_total") >= 1
-    whole = ask(deployment.url, {**words, "max_tokens": 900})
+    whole = ask(deployment.url, {**words, **long}, stream=True)
     assert all(same(answer, whole) for answer in answers)
     assert json.loads(told[-1].removeprefix("data: "))["error"]["type"] == "instance_error", told[-1]
     for name in {"p0", *DECODES} - {dead}:
@@ -202,7 +202,8 @@ def test_without_e_p_encodes_itself(
 def test_a_dead_p_is_told_and_leaves_no_block_at_d(deployment: Deployment, pids: dict[str, int]) -> None:
     with ThreadPoolExecutor(1) as thread:
         deployment.signal("p0", signal.SIGSTOP)
-        waiting = thread.submit(ask, deployment.url, picture(10))
+        # of words: of a picture P itself would have to say first that it encodes it, as E may be gone
+        waiting = thread.submit(ask, deployment.url, {**picture(10), **chat("What is it?"), "model": MODEL})
         deployment.wait_until(lambda: working(deployment, "num_requests_waiting"), "D waits for KV")
         killed_at = time.monotonic()
         deployment.kill("p0")
