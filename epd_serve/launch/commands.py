@@ -12,6 +12,7 @@ from device.ascend_limits import parse_visible_devices
 from device.shares import share_environment
 from device.weight_files import VARIABLE, to_variable
 from epd_serve.config import DeploymentConfig
+from epd_serve.config.keys import CLUSTER_KEY
 from epd_serve.config.shares import DeviceShare
 from epd_serve.cost.interference import InterferenceMatrix
 from epd_serve.launch.npu import npu_environments
@@ -46,6 +47,8 @@ def instance_specs(
     master = f"{config.instances.host}:{ports.master[0]}" if ports.master else None
     shares = config.device_shares(InterferenceMatrix.read(config.interference) if config.interference else None)
     boards = _device_boards(placement, directory) if directory else {}
+    cluster_key = config.read_cluster_key()
+    secrets = {} if cluster_key is None else {CLUSTER_KEY: cluster_key}
     chosen = []
     for instance, port in zip(placement, ports.instances, strict=True):
         share = shares.get(instance.name)
@@ -79,6 +82,7 @@ def instance_specs(
                     **_common(environment),
                     **variables,
                     **npu_variables,
+                    **secrets,
                 },
                 url=url_of(config.instances.host, options.port),
                 can_fork=config.instances.preload and set(instance.devices) == {"cpu"},
