@@ -87,7 +87,7 @@ def test_d_neither_gets_nor_prepares_pixels(deployment: Deployment) -> None:
     prepared, rewritten = at_d("mm_cache_queries_total"), at_d("epd_serve_features_total rewritten")
     ask(deployment.url, picture(101))
     assert at_d("mm_cache_queries_total") == prepared
-    assert at_d("epd_serve_features_total rewritten") == rewritten + 1 > 1
+    assert at_d("epd_serve_features_total rewritten") == rewritten + 1
     assert at_d("epd_serve_features_total missing") == 0
 
 
