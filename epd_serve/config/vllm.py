@@ -32,6 +32,7 @@ _NATIVE_KEYS = {
     "feature_prefetch": "the store connector always prefetches",
     "batching": "vLLM schedules by max_num_batched_tokens",
     "share_weights": "each vLLM process loads its own",
+    "keep_weights": "vLLM processes keep their roles",
     "preload": "vLLM processes are not forked",
     "link": "set vllm.link",
 }

@@ -129,6 +129,19 @@ def test_a_switch_that_does_not_come_fails_at_its_deadline() -> None:
     assert [decision.reason for decision in failed] == ["i0 is still no D after 5 s: the switch has failed"]
 
 
+def test_an_order_that_fails_late_says_nothing_of_the_next_one() -> None:
+    one = controller(replace(OPTIONS, deadline_s=5.0))
+    fluid = Fluid(roles=["E", "E", "E", "P", "D"], load={Stage.DECODE: 3 * MOST_TOKENS}, switch_s=1e9)
+    while len(fluid.orders) < 2:
+        fluid.flow(one, 1.0)
+        assert fluid.now_s < 100
+    first, second = (decision.order for decision in fluid.orders)
+    assert first is not None and second is not None and first.instance != second.instance
+    one.failed(first)  # as the one that carries it out hears at last
+    fluid.flow(one, 1.0)
+    assert fluid.decisions[-1].reason == f"{second.instance} is on its way from E to D"
+
+
 def test_a_switch_that_somebody_else_orders_counts_for_the_cooldown() -> None:
     fluid, one = Fluid(roles=["E", "E", "E", "P", "D"], load={Stage.DECODE: 4 * MOST_TOKENS}), controller()
     fluid.flow(one, 2.0)
