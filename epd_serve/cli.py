@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from epd_serve.apply_command import apply
 from epd_serve.bench_command import bench
 from epd_serve.config import (
     DEMO_MODEL,
@@ -110,6 +111,7 @@ def proxy(
     control: Annotated[
         bool, typer.Option("--control", help="Run the controller of 'elastic'; in one gateway of a deployment.")
     ] = False,
+    orders: Annotated[Path | None, typer.Option(help="Socket for the launcher's orders.", hidden=True)] = None,
     parent_pid: ParentPid = None,
 ) -> None:
     """Run the gateway alone, in front of instances that were started by themselves.
@@ -125,9 +127,8 @@ def proxy(
         raise ValueError(f"instance {', '.join(sorted(twice))} is named twice; names must differ")
     from proxy.main import Reread, run_gateway
 
-    def reread() -> tuple[DeploymentConfig, list[tuple[str, str]]]:
-        assert config is not None
-        changed = load_config(config)
+    def reread(file: Path) -> tuple[DeploymentConfig, list[tuple[str, str]]]:
+        changed = load_config(file)
         return changed, [name_and_url(text) for text in instance or ()] or instance_urls(changed)
 
     run_gateway(
@@ -137,6 +138,7 @@ def proxy(
         deployment.gateway.port if port is None else port,
         Reread(config, reread) if config else None,
         controls=control,
+        orders=orders,
     )
 
 
@@ -342,6 +344,7 @@ def devices(
             raise typer.Exit(1)
 
 
+app.command()(apply)
 app.command()(interference)
 app.command()(bench)
 app.command()(cost)

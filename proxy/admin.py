@@ -101,7 +101,7 @@ async def running_admin(app: FastAPI, settings: AdminSettings) -> AsyncIterator[
         log_level="warning",
         server_header=False,
     )
-    server = _Server(config)
+    server = QuietServer(config)
     url = url_of(settings.host, listener.getsockname()[1])
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     logger.info("the admin plane is at %s", url)
@@ -149,7 +149,7 @@ def _family(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
-class _Server(uvicorn.Server):
+class QuietServer(uvicorn.Server):
     """uvicorn without its signal handling, which is the gateway's own server's."""
 
     @contextmanager

@@ -39,6 +39,7 @@ from proxy.members import Members
 from proxy.observer import new_observer
 from proxy.openapi import openapi_router
 from proxy.operations import operations_router
+from proxy.orders import Departures, Hold, orders_router, running_orders
 from proxy.poller import Poller
 from proxy.redeploy import Redeployer, tokens_per_pixel
 from proxy.settings import GatewaySettings
@@ -93,7 +94,10 @@ def create_app(
     )
     switches = Switches(table, calls, health)
 
+    hold = Hold()
+
     async def give(order: Order, deadline_s: float) -> None:
+        hold.check()
         await switches.order(order.instance, RoleOrder(role=str(order.role), deadline_s=deadline_s))
 
     elastic = None if settings.elastic is None else ElasticLoop(settings.elastic, table, give)
@@ -109,6 +113,14 @@ def create_app(
                 routers += [switches_router(switches), leases_router(leases), elastic_router(elastic)]
                 admin = create_admin_app(table, gate, settings.admin.key, routers)
                 app.state.admin_url = await stack.enter_async_context(running_admin(admin, settings.admin))
+            if app.state.orders is not None:
+                departures = Departures(table, switches, calls, health)
+                routers = [operations_router(table, health, switches), switches_router(switches)]
+                routers.append(orders_router(departures, hold, app.state.orders))
+                orders = create_admin_app(table, gate, None, routers)
+                await stack.enter_async_context(running_orders(orders, app.state.orders.path))
+                if redeployer is not None:
+                    redeployer.deployment = app.state.orders.path.parent.name
             reloading = [app.state.reloader.run()] if app.state.reloader is not None else []
             loops = [one.run() for one in (elastic, redeployer) if one is not None]
             polling = asyncio.gather(poller.run(), health.run(), leases.run(), stealing.run(), *reloading, *loops)
@@ -149,10 +161,11 @@ def create_app(
     leases = Leases(members)
     app.state.control = Control(settings, members, gate, generator, health, served.values())
     app.state.reloader = None
+    app.state.orders = None
     app.include_router(models_router(table, poller, gate.authenticator))
     app.include_router(health_router(table, metrics, gate.authenticator, settings))
     app.include_router(openapi_router())
     if settings.dashboard:
-        app.include_router(dashboard_router(table, observer, gate, settings.topology))
+        app.include_router(dashboard_router(table, observer, gate, lambda: app.state.control.settings.topology))
     install_error_handlers(app)
     return app

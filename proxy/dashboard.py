@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import re
 import time
+from collections.abc import Callable
 from functools import cache
 from hashlib import sha256
 from importlib.metadata import version
@@ -47,7 +48,7 @@ def dashboard_router(
     table: InstanceTable,
     observer: Observer,
     gate: Gate,
-    topology: Topology | None = None,
+    topology: Callable[[], Topology | None] = lambda: None,
 ) -> APIRouter:
     """The page is open to all and shows nothing by itself; its data ask for an API key where there are any.
 
@@ -69,7 +70,7 @@ def dashboard_router(
 
     @router.get("/dashboard/data", dependencies=[Depends(guard)])
     async def data() -> Response:
-        shown = snapshot(table, observer, gate, topology)
+        shown = snapshot(table, observer, gate, topology())
         return Response(
             msgspec.json.encode(shown), media_type="application/json", headers={"cache-control": "no-store"}
         )

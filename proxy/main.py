@@ -18,6 +18,7 @@ from fastapi import FastAPI
 from epd_serve.config import DeploymentConfig
 from proxy.app import create_app
 from proxy.connection import GatewayConnection
+from proxy.orders import OrdersSettings
 from proxy.redaction import redact_logs
 from proxy.reload import Reloader
 from proxy.server import GatewayServer, mark_stopping
@@ -35,10 +36,10 @@ _KEPT_BYTES = 4 * 1024 * 1024
 
 @dataclass(frozen=True)
 class Reread:
-    """Where a configuration comes from: ``read`` gives what ``file`` says now, or raises ValueError."""
+    """Where a configuration comes from: ``read`` gives what a file says now, or raises ValueError."""
 
     file: Path
-    read: Callable[[], tuple[DeploymentConfig, list[tuple[str, str]]]]
+    read: Callable[[Path], tuple[DeploymentConfig, list[tuple[str, str]]]]
 
 
 def run_gateway(
@@ -49,11 +50,13 @@ def run_gateway(
     reread: Reread | None = None,
     *,
     controls: bool = False,
+    orders: Path | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT, then finish what is in progress (``gateway.shutdown_grace_s``) and return.
 
     Blocks; must run in the main thread, for the signals. ``instances`` are (name, control URL). With ``reread``,
     SIGHUP or a change of the file makes the gateway take it over. ``controls``: as in GatewaySettings.of.
+    ``orders``: the socket on which the launcher gives orders (proxy/orders.py).
     """
     settings = GatewaySettings.of(config, host, controls=controls)
     redaction = redact_logs(_secrets(settings))
@@ -62,13 +65,19 @@ def run_gateway(
 
         def apply() -> None:
             nonlocal redaction
-            config, members = reread.read()
+            config, members = reread.read(reread.file)
             changed = GatewaySettings.of(config, host, controls=controls)
             redaction()
             redaction = redact_logs(_secrets(changed) | _secrets(app.state.control.settings))
             app.state.control.apply(changed, members)
 
+        def left_by(file: Path) -> list[str]:
+            changed = GatewaySettings.of(reread.read(file)[0], host, controls=controls)
+            return app.state.control.left_by(changed)  # type: ignore[no-any-return]
+
         app.state.reloader = Reloader(reread.file, apply)
+        if orders is not None:
+            app.state.orders = OrdersSettings(orders, app.state.reloader.take, left_by)
     gateway = config.gateway
     server = new_server(app, host, port, delay_s=gateway.shutdown_delay_s, grace_s=gateway.shutdown_grace_s)
     # uvicorn raises the signal that stopped it again when it is done; for us that is the regular end.
