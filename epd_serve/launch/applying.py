@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from epd_serve.config import DeploymentConfig, change_config
 from epd_serve.config.role_files import remembered_role, role_file
@@ -233,7 +234,7 @@ class Applier:
         return self._holdings.orders
 
     async def _order(
-        self, method: str, path: str, body: dict[str, object], deadline_s: float
+        self, method: str, path: str, body: dict[str, Any], deadline_s: float
     ) -> dict[str, list[str]]:
         answer: dict[str, list[str]] = await GatewayOrders(self._socket).give(method, path, body, deadline_s)
         return answer

@@ -197,7 +197,7 @@ def _notes(
     holdings: Holdings, config: DeploymentConfig, prepared: Sequence[PreparedInstance], steps: Sequence[Step]
 ) -> Iterator[str]:
     gone = {step.name for step in steps if step.kind is StepKind.STOP}
-    automatic = {one.options.threads for one in prepared if one.chose_threads}
+    automatic = {one.options.threads or 1 for one in prepared if one.chose_threads}
     kept = [
         one.options
         for name, one in holdings.live.items()

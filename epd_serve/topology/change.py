@@ -103,10 +103,15 @@ class _Move(NamedTuple):
     after: _Label | None
 
     @property
-    def key(self) -> tuple[int, int, _Label]:
-        label = self.before or self.after
+    def label(self) -> _Label:
+        """After it, or of an instance that is stopped."""
+        label = self.after or self.before
         assert label is not None
-        return (self.step, self.kind, label)
+        return label
+
+    @property
+    def key(self) -> tuple[int, int, _Label]:
+        return (self.step, self.kind, self.before or self.label)
 
 
 def plan_change(running: Sequence[Part], wanted: Sequence[Part]) -> list[Step]:
@@ -126,13 +131,13 @@ def plan_change(running: Sequence[Part], wanted: Sequence[Part]) -> list[Step]:
         to_start.setdefault((kind, label), []).append(part.name)
     steps = []
     for move in search.ordered(search.path()):
-        label = move.after or move.before
-        assert label is not None
-        source = to_start[move.kind, label] if move.before is None else pools[move.kind, move.before]
-        name = source.pop()
+        label = move.label
+        if move.before is None:
+            name, old = to_start[move.kind, label].pop(0), None
+        else:
+            name, old = pools[move.kind, move.before].pop(), Role.parse(move.before.role)
         if move.after is not None:
             pools.setdefault((move.kind, move.after), []).insert(0, name)  # those that had the role go first
-        old = Role.parse(move.before.role) if move.before is not None else None
         steps.append(Step(kind=move.step, name=name, role=Role.parse(label.role), old=old))
     return steps
 

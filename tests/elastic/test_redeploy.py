@@ -91,7 +91,7 @@ async def test_a_plan_is_applied_where_that_is_enabled(tmp_path: Path) -> None:
         "import pathlib, sys\n"
         "if sys.argv[1] == 'plan':\n"
         "    pathlib.Path(sys.argv[sys.argv.index('--output') + 1]).write_text('topology: EPD')\n"
-        "    print('{\"recommended\": \"EPD\"}')\n"
+        '    print(\'{"recommended": "EPD"}\')\n'
         "else:\n"
         f"    part = pathlib.Path({str(told)!r} + '.part')\n"
         "    part.write_text(' '.join(sys.argv[1:]))\n"

@@ -159,18 +159,19 @@ def test_new_settings_come_by_a_switch_or_with_another_process() -> None:
     stale = [part("e0", "E"), part("pd0", "PD"), part("pd1", "PD", is_current=False)]
     wanted = [part("we", "E"), part("w0", "PD"), part("w1", "PD")]
     steps = plan_change(stale, wanted)
-    assert [step.name for step in steps] == ["pd1", "pd1"] and steps[-1].role == Role.parse("PD")
+    assert [step.kind for step in steps] == [StepKind.SWITCH] * 2 and steps[0].name == "pd1"
+    assert as_counter(carry_out(stale, wanted, steps)) == as_counter(wanted)
     alone = plan_change([part("epd0", "EPD", is_current=False)], [part("w0", "EPD")])
     assert [str(step) for step in alone] == ["start w0 (EPD)", "stop epd0 (EPD)"]
 
 
 def test_a_tensor_parallel_instance_stays_a_language_model() -> None:
     wide = ("cuda:0", "cuda:1")
-    running = [part("pd0", "PD", wide, devices=wide), part("pd1", "PD", "a", devices=("cuda:2",))]
-    wanted = [part("w0", "P", wide, devices=wide), part("w1", "D", "a", devices=("cuda:2",))]
-    assert len(plan_change(running, wanted)) == 2
+    other = part("pd1", "PD", "a", devices=("cuda:2",))
+    running = [part("pd0", "PD", wide, devices=wide), other]
+    assert said(running, [part("w0", "P", wide, devices=wide), other]) == ["switch pd0 from PD to P"]
     with pytest.raises(ChangeImpossible):
-        plan_change(running, [part("w0", "E", wide, devices=wide), wanted[1]])
+        plan_change(running, [part("w0", "E", wide, devices=wide), other])
 
 
 def test_large_deployments_are_planned_at_once() -> None:
