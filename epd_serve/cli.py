@@ -113,6 +113,7 @@ def proxy(
     ] = False,
     orders: Annotated[Path | None, typer.Option(help="Socket for the launcher's orders.", hidden=True)] = None,
     parent_pid: ParentPid = None,
+    worker: Annotated[str | None, typer.Option(help="One of gateway.workers.", hidden=True)] = None,
 ) -> None:
     """Run the gateway alone, in front of instances that were started by themselves.
 
@@ -120,26 +121,27 @@ def proxy(
     instances.base_port on.
     """
     _tie_to(parent_pid)
-    deployment = load_config(config) if config else DeploymentConfig()
-    instances = [name_and_url(text) for text in instance or ()] or instance_urls(deployment)
+    from proxy.workers.place import WorkerPlace
+
+    place = WorkerPlace.parse(worker) if worker else None
+    deployment = place.deployment() if place else load_config(config) if config else DeploymentConfig()
+
+    def instances_of(deployment: DeploymentConfig) -> list[tuple[str, str]]:
+        return [name_and_url(text) for text in instance or ()] or instance_urls(deployment)
+
+    instances = instances_of(deployment)
     names = [name for name, _ in instances]
     if twice := {name for name in names if names.count(name) > 1}:
         raise ValueError(f"instance {', '.join(sorted(twice))} is named twice; names must differ")
+    address = (host or deployment.gateway.host, deployment.gateway.port if port is None else port)
+    if place is None and deployment.gateway.workers > 1:
+        from proxy.workers.parent import run_workers
+
+        raise typer.Exit(run_workers(deployment, *address, sys.argv[1:], reloads=config is not None))
     from proxy.main import Reread, run_gateway
 
-    def reread(file: Path) -> tuple[DeploymentConfig, list[tuple[str, str]]]:
-        changed = load_config(file)
-        return changed, [name_and_url(text) for text in instance or ()] or instance_urls(changed)
-
-    run_gateway(
-        deployment,
-        instances,
-        host or deployment.gateway.host,
-        deployment.gateway.port if port is None else port,
-        Reread(config, reread) if config else None,
-        controls=control,
-        orders=orders,
-    )
+    reread = Reread(lambda: load_config(config), config, instances_of) if config else None
+    run_gateway(deployment, instances, *address, reread, controls=control, place=place, orders=orders)
 
 
 @app.command()

@@ -116,7 +116,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ``temperature == 0`` is greedy. ``max_tokens`` is None until the instance that knows the prompt length fills
     it with the room that the context leaves. ``seed`` is always set: whoever makes the request draws one.
     ``include_stop``: a stop string stays in the text. ``bad_word_ids`` are ``bad_words`` as the instance that has
-    the tokenizer spells them.
+    the tokenizer spells them. ``priority``: lower is computed earlier.
+    ``first_choice``: which choice of the client's request the first of these is; its random numbers depend on it.
     """
 
     seed: int
@@ -141,6 +142,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     bad_words: tuple[str, ...] = ()
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     grammar: Grammar | None = None
+    priority: int = 0
+    first_choice: int = 0
 
     @property
     def greedy(self) -> bool:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import re
 import socket
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, ClassVar
 
@@ -30,38 +30,35 @@ from proxy.http import BoundedHttp
 from proxy.limits import Client
 from proxy.settings import AdminSettings
 from proxy.views import key_required
+from proxy.workers.crew import Crew
+from proxy.workers.follow import in_flight_everywhere, requests_everywhere, workers_everywhere
+from proxy.workers.sockets import admin_socket
 
 logger = logging.getLogger(__name__)
 
 
 def create_admin_app(
-    table: InstanceTable, gate: Gate, key: str | None, routers: Sequence[APIRouter] = ()
+    table: InstanceTable, gate: Gate, key: str | None, crew: Crew, routers: Sequence[APIRouter] = ()
 ) -> FastAPI:
-    """``GET /instances`` and ``/requests``, and the routes of ``routers``, all of them behind ``key``."""
+    """``GET /instances``, ``/requests`` and ``/workers`` of all the crew, and ``routers``, all behind ``key``."""
     keys = [] if key is None else [(hash_key(key), Client("admin"))]
     router = APIRouter()
 
     @router.get("/instances")
     async def instances() -> JSONResponse:
         """Every instance as the gateway sees it."""
-        return JSONResponse({"instances": [_describe(record) for record in table]})
+        calls = await in_flight_everywhere(crew, table)
+        return JSONResponse({"instances": [_describe(record, calls[record.name]) for record in table]})
 
     @router.get("/requests")
     async def requests() -> JSONResponse:
         """Who runs and who waits, in all and for each API key."""
-        queue = gate.queue
-        clients = [
-            {"key": client.name, "active": client.num_active, "refused": client.num_refused}
-            for client in gate.authenticator.clients
-        ]
-        return JSONResponse(
-            {
-                "running": queue.num_in_flight,
-                "waiting": queue.num_waiting,
-                "estimated_wait_s": queue.estimated_wait_s(),
-                "keys": clients,
-            }
-        )
+        return JSONResponse(await requests_everywhere(crew, gate))
+
+    @router.get("/workers")
+    async def workers() -> JSONResponse:
+        """The processes of this gateway."""
+        return JSONResponse({"workers": await workers_everywhere(crew, gate)})
 
     app = FastAPI(title="epd-serve admin", openapi_url=None)
     for one in (router, *routers):
@@ -70,28 +67,28 @@ def create_admin_app(
     return app
 
 
-def _describe(record: InstanceRecord) -> dict[str, Any]:
+def _describe(record: InstanceRecord, in_flight: Mapping[str, int]) -> dict[str, Any]:
     info = record.info
     return {
         "name": record.name,
         "url": record.url,
         "role": str(record.role) if record.role else None,
         "ready": record.ready,
-        "in_flight": {stage.value: count for stage, count in record.in_flight.items() if count},
+        "in_flight": in_flight,
         "device": info.device if info else None,
         "load": msgspec.to_builtins(info.load) if info else None,
     }
 
 
 @asynccontextmanager
-async def running_admin(app: FastAPI, settings: AdminSettings) -> AsyncIterator[str]:
-    """Serve ``app`` while the context lasts; yields its URL. Raises ValueError where the port is taken."""
-    try:
-        listener = socket.create_server((settings.host, settings.port), family=_family(settings.host))
-    except OSError as error:
-        raise ValueError(
-            f"gateway.admin: cannot listen on {settings.host}:{settings.port}: {error.strerror}"
-        ) from error
+async def running_admin(
+    app: FastAPI, settings: AdminSettings, listener: socket.socket | None = None
+) -> AsyncIterator[str]:
+    """Serve ``app`` while the context lasts, on ``listener`` if there is one; yields its URL.
+
+    Raises ValueError where the port is taken.
+    """
+    listener = listener or admin_socket(settings.host, settings.port)
     config = uvicorn.Config(
         NoBrowsers(app, settings.host),
         http=BoundedHttp,
@@ -143,10 +140,6 @@ class NoBrowsers:
         if self._is_local and not is_loopback(re.sub(r":[0-9]*$", "", host).strip("[]")):
             return CrossSite(f"the admin plane is at localhost; the request's Host is {host[:100]!r}")
         return None
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 class QuietServer(uvicorn.Server):

@@ -39,27 +39,34 @@ from proxy.members import Members
 from proxy.observer import new_observer
 from proxy.openapi import openapi_router
 from proxy.operations import operations_router
-from proxy.orders import Departures, Hold, orders_router, running_orders
+from proxy.orders import Departures, Hold, orders_router, running_orders, show_ready
 from proxy.poller import Poller
 from proxy.redeploy import Redeployer, tokens_per_pixel
 from proxy.settings import GatewaySettings
 from proxy.stealing import StealQueue
 from proxy.switches import Switches, switches_router
 from proxy.views import health_router, models_router
+from proxy.workers.crew import Crew
+from proxy.workers.follow import follow
 
 
 def create_app(
-    settings: GatewaySettings, instances: list[tuple[str, str]], *, policy: Policy | None = None
+    settings: GatewaySettings,
+    instances: list[tuple[str, str]],
+    *,
+    policy: Policy | None = None,
+    crew: Crew | None = None,
 ) -> FastAPI:
-    """The gateway for ``instances``, given as (name, control URL).
+    """The gateway for ``instances``, given as (name, control URL), as one of a crew of workers or alone.
 
     ``app.state.table`` is its instance table, ``app.state.gate`` its admission, ``app.state.admin_url`` its
     admin plane, where it has one. Connections and polling live as long as the application's lifespan.
     """
+    crew = crew or Crew()
     table = InstanceTable(instances)
     metrics = GatewayMetrics()
-    gate = new_gate(settings, table, metrics)
-    connections = NativeConnections()
+    gate = new_gate(settings, table, metrics, crew.ledger)
+    connections = NativeConnections(settings.cluster_key)
     connect = connector(connections, settings.vllm)
     calls: dict[str, StageCalls] = {name: connect(name, url) for name, url in instances}
     fetcher = MediaFetcher(
@@ -70,7 +77,7 @@ def create_app(
         rules=UrlRules(domains=settings.allowed_domains, ports=settings.allowed_ports),
     )
     trace = TraceWriter(settings.trace, "gateway") if settings.trace else None
-    observer = new_observer(settings, metrics)
+    observer = new_observer(settings, metrics, crew.ledger)
     redeployer: Redeployer | None = None
     if settings.redeploy is not None:
         redeployer = Redeployer(settings.redeploy, lambda: tokens_per_pixel(table))
@@ -108,16 +115,21 @@ def create_app(
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(connections)
             await stack.enter_async_context(fetcher)
-            if settings.admin is not None:
-                routers = [operations_router(table, health, switches)]
-                routers += [switches_router(switches), leases_router(leases), elastic_router(elastic)]
-                admin = create_admin_app(table, gate, settings.admin.key, routers)
-                app.state.admin_url = await stack.enter_async_context(running_admin(admin, settings.admin))
-            if app.state.orders is not None:
+            await crew.join()
+            stack.push_async_callback(crew.leave)
+            if settings.admin is not None and crew.leads:
+                routers = [operations_router(table, health, switches, crew)]
+                routers += [switches_router(switches), leases_router(leases, crew), elastic_router(elastic)]
+                admin = create_admin_app(table, gate, settings.admin.key, crew, routers)
+                running = running_admin(admin, settings.admin, crew.admin_socket())
+                app.state.admin_url = await stack.enter_async_context(running)
+            if app.state.orders is not None and crew.leads:
                 departures = Departures(table, switches, calls, health)
-                routers = [operations_router(table, health, switches), switches_router(switches)]
-                routers.append(orders_router(departures, hold, app.state.orders))
-                orders = create_admin_app(table, gate, None, routers)
+                routers = [
+                    switches_router(switches),
+                    orders_router(table, departures, hold, app.state.orders, crew),
+                ]
+                orders = create_admin_app(table, gate, None, crew, routers)
                 await stack.enter_async_context(running_orders(orders, app.state.orders.path))
                 if redeployer is not None:
                     redeployer.deployment = app.state.orders.path.parent.name
@@ -159,13 +171,19 @@ def create_app(
         app.state.endpoints[path.encode()] = endpoint
     members = Members(table, calls, poller, health, connect)
     leases = Leases(members)
-    app.state.control = Control(settings, members, gate, generator, health, served.values())
+    app.state.control = Control(
+        settings, members, gate, generator, health, served.values(), loader, fetcher, crew.ledger
+    )
     app.state.reloader = None
     app.state.orders = None
     app.include_router(models_router(table, poller, gate.authenticator))
-    app.include_router(health_router(table, metrics, gate.authenticator, settings))
+    app.include_router(health_router(table, metrics, gate.authenticator, settings, crew))
     app.include_router(openapi_router())
     if settings.dashboard:
-        app.include_router(dashboard_router(table, observer, gate, lambda: app.state.control.settings.topology))
+        app.include_router(
+            dashboard_router(table, observer, gate, crew, lambda: app.state.control.settings.topology)
+        )
+    follow(crew, table, gate, health, leases)
+    show_ready(crew, table)
     install_error_handlers(app)
     return app

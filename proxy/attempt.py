@@ -55,7 +55,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """A checked request, ready to be sent to instances.
 
     ``id`` is unique; ``trace_id`` may be the client's. A chat has ``messages``, a completion ``prompt``.
-    ``arrived_s`` is monotonic. ``loop`` runs it.
+    ``arrived_s`` is monotonic. ``loop`` runs it. ``generated`` are tokens that its client has already.
     """
 
     id: str
@@ -70,6 +70,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     trail: Trail
     prompting: PromptOptions
     loop: asyncio.AbstractEventLoop
+    generated: list[int] = []
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,11 +9,14 @@ from dataclasses import fields, replace
 
 from proxy.endpoint import Endpoint
 from proxy.entrance import key_holders
+from proxy.fetch import MediaFetcher, UrlRules
 from proxy.gate import Gate
 from proxy.generation import Generator
 from proxy.health import Health
+from proxy.media import MediaLoader
 from proxy.members import Members
 from proxy.settings import GatewaySettings
+from proxy.workers.ledger import Ledger
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +33,12 @@ RELOADED = frozenset(
         "failover",
         "health",
         "topology",
+        "media",
+        "max_items",
+        "fetch_timeout_s",
+        "allowed_domains",
+        "allowed_ports",
+        "allowed_file_dirs",
     }
 )
 #: Their values are not for the log.
@@ -47,8 +56,14 @@ class Control:
         generator: Generator,
         health: Health,
         endpoints: Iterable[Endpoint],
+        loader: MediaLoader,
+        fetcher: MediaFetcher,
+        ledger: Ledger | None = None,
     ) -> None:
         self.settings = settings
+        self._loader = loader
+        self._fetcher = fetcher
+        self._ledger = ledger
         self._members = members
         self._gate = gate
         self._generator = generator
@@ -76,10 +91,17 @@ class Control:
         logger.info("changed: %s", ", ".join(shown))
         now = self.settings = replace(old, **taken)
         if not taken.keys().isdisjoint(_SECRET):
-            self._gate.authenticator.replace(key_holders(now))
+            self._gate.authenticator.replace(key_holders(now, self._ledger))
         self._gate.queue.resize(now.max_in_flight, now.max_queue, time.monotonic())
         self._gate.queue_timeout_s = now.queue_timeout_s
         self._generator.reconfigure(now.failover)
         self._health.reconfigure(now.health)
+        self._loader.reconfigure(now.media, now.max_body_bytes, now.max_items)
+        self._fetcher.reconfigure(
+            max_bytes=now.media.max_bytes,
+            timeout_s=now.fetch_timeout_s,
+            allowed_file_dirs=now.allowed_file_dirs,
+            rules=UrlRules(domains=now.allowed_domains, ports=now.allowed_ports),
+        )
         for endpoint in self._endpoints:
             endpoint.reconfigure(max_body_bytes=now.max_body_bytes, timeout_s=now.request_timeout_s)

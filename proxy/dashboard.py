@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from hashlib import sha256
 from importlib.metadata import version
@@ -20,10 +20,12 @@ from epd_serve.topology.draw import sends_features, sends_kv
 from epd_serve.topology.notation import Topology
 from epd_serve.topology.placement import place_units
 from proxy.access_log import stages
+from proxy.figures import Second
 from proxy.gate import Gate
 from proxy.observer import Observer
 from proxy.trail import Trail
 from proxy.views import key_required, kv_usage, pending_s
+from proxy.workers.crew import Crew
 
 _NUM_REQUESTS = 30
 _PAGE = Path(__file__).with_name("dashboard.html")
@@ -48,6 +50,7 @@ def dashboard_router(
     table: InstanceTable,
     observer: Observer,
     gate: Gate,
+    crew: Crew,
     topology: Callable[[], Topology | None] = lambda: None,
 ) -> APIRouter:
     """The page is open to all and shows nothing by itself; its data ask for an API key where there are any.
@@ -55,6 +58,7 @@ def dashboard_router(
     The page asks its user for the key then, and keeps it for as long as the tab is open (sessionStorage).
     """
     router = APIRouter(include_in_schema=False)
+    crew.shown["dashboard"] = lambda: part_of(table, observer, gate)
     guard = key_required(gate.authenticator)
 
     @router.get("/dashboard")
@@ -70,7 +74,7 @@ def dashboard_router(
 
     @router.get("/dashboard/data", dependencies=[Depends(guard)])
     async def data() -> Response:
-        shown = snapshot(table, observer, gate, topology())
+        shown = snapshot(table, observer, gate, topology(), await crew.ask("dashboard", Part))
         return Response(
             msgspec.json.encode(shown), media_type="application/json", headers={"cache-control": "no-store"}
         )
@@ -78,27 +82,56 @@ def dashboard_router(
     return router
 
 
+class Part(msgspec.Struct, kw_only=True):
+    """What the page shows of one worker's own."""
+
+    running: int
+    waiting: int
+    in_flight: dict[str, int]
+    seconds: list[Second]
+    requests: list[dict[str, Any]]
+
+
+def part_of(table: InstanceTable, observer: Observer, gate: Gate) -> Part:
+    """As of now."""
+    now_s, figures = time.monotonic(), observer.figures
+    return Part(
+        running=gate.queue.num_in_flight,
+        waiting=gate.queue.num_waiting,
+        in_flight={record.name: sum(record.in_flight.values()) for record in table},
+        seconds=list(figures.seconds),
+        requests=[_request(trail, now_s) for trail in figures.latest(_NUM_REQUESTS)],
+    )
+
+
 def snapshot(
     table: InstanceTable,
     observer: Observer,
     gate: Gate,
     topology: Topology | None = None,
+    others: Sequence[Part] = (),
 ) -> dict[str, Any]:
-    """Everything that the page shows, as of now. Times of requests count back from now, in milliseconds."""
+    """Everything that the page shows, as of now, with the parts of ``others``. Times of requests count back from
+    now, in milliseconds."""
     now_s = time.monotonic()
     records = list(table)
+    parts = [part_of(table, observer, gate), *others]
+    figures = observer.figures.with_others(other.seconds for other in others) if others else observer.figures
+    requests = sorted((one for part in parts for one in part.requests), key=lambda one: float(one["ended_ms_ago"]))
     return {
         "version": version("epd-serve"),
         "uptime_s": round(now_s - observer.started_s, 1),
         "topology": None if topology is None else str(topology),
         "models": list(table.models()),
         "missing": [stage.value for stage in table.missing_stages()],
-        "running": gate.queue.num_in_flight,
-        "waiting": gate.queue.num_waiting,
-        "series": observer.figures.series(now_s),
-        "window": observer.figures.window(now_s, min(60, max(1, round(now_s - observer.started_s)))),
+        "running": sum(part.running for part in parts),
+        "waiting": sum(part.waiting for part in parts),
+        "series": figures.series(now_s),
+        "window": figures.window(now_s, min(60, max(1, round(now_s - observer.started_s)))),
         "units": _units(table, topology),
-        "instances": [_instance(record) for record in records],
+        "instances": [
+            _instance(record, sum(part.in_flight.get(record.name, 0) for part in parts)) for record in records
+        ],
         "links": [
             {"kind": kind, "source": source.name, "target": target.name}
             for source in records
@@ -107,11 +140,11 @@ def snapshot(
             for kind, sends in (("features", sends_features), ("kv", sends_kv))
             if sends(source.role, target.role)
         ],
-        "requests": [_request(trail, now_s) for trail in observer.figures.latest(_NUM_REQUESTS)],
+        "requests": requests[:_NUM_REQUESTS],
     }
 
 
-def _instance(record: InstanceRecord) -> dict[str, Any]:
+def _instance(record: InstanceRecord, in_flight: int) -> dict[str, Any]:
     info, load = record.info, record.load
     return {
         "name": record.name,
@@ -121,7 +154,7 @@ def _instance(record: InstanceRecord) -> dict[str, Any]:
         "device": None if info is None else info.device,
         "running": load.num_running,
         "waiting": load.num_waiting + load.num_waiting_encodes,
-        "in_flight": sum(record.in_flight.values()),
+        "in_flight": in_flight,
         "pending_ms": {stage.value: round(1e3 * seconds, 2) for stage, seconds in pending_s(record).items()},
         "kv_usage": kv_usage(record),
     }

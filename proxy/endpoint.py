@@ -6,7 +6,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -226,9 +226,7 @@ class GenerationEndpoint(Endpoint):
             has_media=parsed.has_media,
         )
         if waiting is not None:
-            since_s = time.monotonic()
-            await waiting
-            exchange.trail.queued(since_s)
+            await exchange.wait(waiting)
         items: list[MediaItem] = []
         if parsed.has_media:
             items = await parsed.load(lambda sources: self._media(exchange, sources))
@@ -307,6 +305,12 @@ class Exchange:
         self.answered = False
         self._left = False
         self._task: asyncio.Task[object] | None = None
+
+    async def wait(self, waiting: Awaitable[None]) -> None:
+        """For its turn. Raises Overloaded where that does not come in time."""
+        since_s = time.monotonic()
+        await waiting
+        self.trail.queued(since_s)
 
     def watch(self) -> None:
         """Cancel the running task when the client leaves before it is answered."""

@@ -12,14 +12,18 @@ from proxy.auth import Authenticator
 from proxy.gate import Gate, Shedding
 from proxy.limits import Client, KeyLimits
 from proxy.settings import GatewaySettings
+from proxy.workers.ledger import Ledger
 
 
-def new_gate(settings: GatewaySettings, table: InstanceTable, metrics: GatewayMetrics) -> Gate:
-    """The gate in front of the instances of ``table``; ``metrics`` show what it does."""
+def new_gate(
+    settings: GatewaySettings, table: InstanceTable, metrics: GatewayMetrics, ledger: Ledger | None = None
+) -> Gate:
+    """The gate in front of the instances of ``table``; ``metrics`` show what it does. ``ledger``: where several
+    workers count what keys have used."""
     queue = AdmissionQueue(settings.max_in_flight, settings.max_queue)
     metrics.watch_admission(lambda: queue.num_in_flight, lambda: queue.num_waiting)
     return Gate(
-        Authenticator(key_holders(settings)),
+        Authenticator(key_holders(settings, ledger)),
         queue,
         queue_timeout_s=settings.queue_timeout_s,
         shedding=_shedding(settings, table),
@@ -28,9 +32,14 @@ def new_gate(settings: GatewaySettings, table: InstanceTable, metrics: GatewayMe
     )
 
 
-def key_holders(settings: GatewaySettings) -> list[tuple[str, Client]]:
+def key_holders(settings: GatewaySettings, ledger: Ledger | None = None) -> list[tuple[str, Client]]:
     """(hash, holder) of all API keys."""
-    keys = [(key.hash, Client(key.name, _limits(key))) for key in settings.api_keys]
+
+    def holder(key: ApiKeyConfig) -> Client:
+        limits = _limits(key)
+        return Client(key.name, limits) if ledger is None else ledger.client(key.name, key.hash, limits)
+
+    keys = [(key.hash, holder(key)) for key in settings.api_keys]
     if settings.api_key is not None:
         keys.append((hash_key(settings.api_key), Client("default")))
     return keys

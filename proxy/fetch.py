@@ -84,12 +84,23 @@ class MediaFetcher:
         allowed_file_dirs: tuple[Path, ...] = (),
         rules: UrlRules | None = None,
     ) -> None:
+        self._allowed_address = allowed_address
+        self._session: aiohttp.ClientSession | None = None
+        self.reconfigure(
+            max_bytes=max_bytes,
+            timeout_s=timeout_s,
+            allowed_file_dirs=allowed_file_dirs,
+            rules=rules or UrlRules(),
+        )
+
+    def reconfigure(
+        self, *, max_bytes: int, timeout_s: float, allowed_file_dirs: tuple[Path, ...], rules: UrlRules
+    ) -> None:
+        """From now on."""
         self._max_bytes = max_bytes
         self._timeout_s = timeout_s
-        self._allowed_address = allowed_address
         self._file_dirs = allowed_file_dirs
-        self._rules = rules or UrlRules()
-        self._session: aiohttp.ClientSession | None = None
+        self._rules = rules
 
     async def __aenter__(self) -> Self:
         self._session = aiohttp.ClientSession(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from itertools import islice
 from statistics import quantiles
 from typing import Any
+
+import msgspec
 
 from proxy.trail import Trail
 
@@ -16,34 +18,39 @@ _MAX_SAMPLES = 128
 _NUM_REQUESTS = 120
 
 
-@dataclass(slots=True)
-class _Second:
+class Second(msgspec.Struct):
+    """Of the requests that ended in it; ``second`` is one of the monotonic clock."""
+
     second: int
     num_requests: int = 0
     num_failed: int = 0
     num_tokens: int = 0
-    ttft_s: list[float] = field(default_factory=list)
-    tpot_s: list[float] = field(default_factory=list)
-    sources: dict[str, int] = field(default_factory=dict)
-    flows: dict[tuple[str, str, str], int] = field(default_factory=dict)
-    stages: dict[str, int] = field(default_factory=dict)
+    ttft_s: list[float] = msgspec.field(default_factory=list)
+    tpot_s: list[float] = msgspec.field(default_factory=list)
+    sources: dict[str, int] = msgspec.field(default_factory=dict)
+    flows: dict[tuple[str, str, str], int] = msgspec.field(default_factory=dict)
+    stages: dict[str, int] = msgspec.field(default_factory=dict)
 
 
 class Figures:
-    """Takes requests that are over; :attr:`requests` are the last of them."""
+    """Takes requests that are over; :attr:`requests` are the last of them.
+
+    Attributes:
+        seconds: those in which any ended, oldest first.
+    """
 
     def __init__(self) -> None:
         self.requests: deque[Trail] = deque(maxlen=_NUM_REQUESTS)
-        self._seconds: deque[_Second] = deque(maxlen=SPAN_S + 2)
+        self.seconds: deque[Second] = deque(maxlen=SPAN_S + 2)
 
     def add(self, trail: Trail) -> None:
         """A finished request."""
         assert trail.end_s is not None
         self.requests.append(trail)
         second = int(trail.end_s)
-        if not self._seconds or self._seconds[-1].second != second:
-            self._seconds.append(_Second(second))
-        now = self._seconds[-1]
+        if not self.seconds or self.seconds[-1].second != second:
+            self.seconds.append(Second(second))
+        now = self.seconds[-1]
         now.num_requests += 1
         now.num_failed += trail.status >= 500
         now.num_tokens += trail.output_tokens or 0
@@ -66,6 +73,27 @@ class Figures:
             if flow is not None and not hop.failed:
                 now.flows[flow] = now.flows.get(flow, 0) + 1
 
+    def with_others(self, others: Iterable[Iterable[Second]]) -> Figures:
+        """These and those of other processes of this machine together; of the requests only these."""
+        together: dict[int, Second] = {}
+        for part in (self.seconds, *others):
+            for one in part:
+                sum_ = together.setdefault(one.second, Second(one.second))
+                sum_.num_requests += one.num_requests
+                sum_.num_failed += one.num_failed
+                sum_.num_tokens += one.num_tokens
+                sum_.ttft_s += one.ttft_s
+                sum_.tpot_s += one.tpot_s
+                for mine, theirs in ((sum_.sources, one.sources), (sum_.stages, one.stages)):
+                    for name, count in theirs.items():
+                        mine[name] = mine.get(name, 0) + count
+                for flow, count in one.flows.items():
+                    sum_.flows[flow] = sum_.flows.get(flow, 0) + count
+        figures = Figures()
+        figures.requests = self.requests
+        figures.seconds.extend(together[second] for second in sorted(together))
+        return figures
+
     def latest(self, number: int) -> list[Trail]:
         """The last ``number`` requests, newest first."""
         return list(islice(reversed(self.requests), number))
@@ -73,8 +101,8 @@ class Figures:
     def series(self, now_s: float) -> dict[str, list[float | None]]:
         """Of the last :data:`SPAN_S` whole seconds, oldest first; times in ms, None where there are none."""
         last = int(now_s) - 1
-        of = {second.second: second for second in self._seconds}
-        seconds = [of.get(number, _Second(number)) for number in range(last - SPAN_S + 1, last + 1)]
+        of = {second.second: second for second in self.seconds}
+        seconds = [of.get(number, Second(number)) for number in range(last - SPAN_S + 1, last + 1)]
         return {
             "requests": [second.num_requests for second in seconds],
             "failed": [second.num_failed for second in seconds],
@@ -85,7 +113,7 @@ class Figures:
 
     def window(self, now_s: float, span_s: int = 60) -> dict[str, Any]:
         """Rates, percentiles and sums of the last ``span_s`` seconds."""
-        seconds = [second for second in self._seconds if now_s - span_s <= second.second]
+        seconds = [second for second in self.seconds if now_s - span_s <= second.second]
         ttft_s = [value for second in seconds for value in second.ttft_s]
         tpot_s = [value for second in seconds for value in second.tpot_s]
         flows: dict[tuple[str, str, str], int] = {}

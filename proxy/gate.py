@@ -81,7 +81,18 @@ class Gate:
 class Visit:
     """One request between arrival and end."""
 
-    __slots__ = ("_charged", "_entered_s", "_gate", "_left", "_prompt", "_ticket", "_timer", "_waiting", "client")
+    __slots__ = (
+        "_charged",
+        "_entered_s",
+        "_gate",
+        "_generates",
+        "_left",
+        "_prompt",
+        "_ticket",
+        "_timer",
+        "_waiting",
+        "client",
+    )
 
     def __init__(self, gate: Gate, client: Client, entered_s: float) -> None:
         self.client = client
@@ -91,17 +102,25 @@ class Visit:
         self._waiting: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._left = False
+        self._generates = True
         self._prompt = (0, False)
         self._charged = 0
 
     def admit(
-        self, *, priority: int = 0, num_tokens: int = 0, num_prompt_tokens: int = 0, has_media: bool = False
+        self,
+        *,
+        priority: int | None = None,
+        num_tokens: int = 0,
+        num_prompt_tokens: int = 0,
+        has_media: bool = False,
+        generates: bool = True,
     ) -> asyncio.Future[None] | None:
         """Ask to run, once the request is known. None: at once. Else a future to await: done when it may run, or
         Overloaded after the queue's time limit. It may be cancelled, or simply left.
 
         ``num_tokens`` is what the key is charged if it runs; the prompt's tokens and media say how long instances
-        will take.
+        will take. A request that ``generates`` nothing has no first token to be late, and its time is not that of
+        a run. ``priority`` None: the middle, 0, or the highest that the key may send.
 
         Raises Overloaded where the queue is full, the key's tokens are used up, or the SLO is out of reach, and
         InvalidRequest for a priority above the key's.
@@ -109,6 +128,9 @@ class Visit:
         gate, client = self._gate, self.client
         assert self._ticket is None and not self._left
         highest = client.limits.highest_priority
+        if priority is None:
+            priority = max(0, highest or 0)
+        self._generates = generates
         if highest is not None and priority < highest:
             raise InvalidRequest(
                 f"this API key may send priority {highest} or a greater number, which is less urgent; "
@@ -118,7 +140,7 @@ class Visit:
         now_s = gate.clock()
         self._prompt = (num_prompt_tokens, has_media)
         try:
-            if gate.shedding is not None:
+            if gate.shedding is not None and generates:
                 spent_s = now_s - self._entered_s + (gate.queue.estimated_wait_s() or 0.0)
                 gate.shedding.check(spent_s, *self._prompt)
             client.charge(num_tokens, now_s)
@@ -152,7 +174,7 @@ class Visit:
         if ticket is not None:
             if ticket.state is TicketState.WAITING or not ran:
                 self._refund()
-            self._gate.queue.leave(ticket, self._gate.clock(), ran=ran)
+            self._gate.queue.leave(ticket, self._gate.clock(), ran=ran and self._generates)
 
     def _refund(self) -> None:
         """The key is charged for what runs only."""
@@ -168,7 +190,7 @@ class Visit:
         if waiting.done():
             return  # cancelled: the request is on its way out, and leave() frees the place
         try:
-            if gate.shedding is not None:
+            if gate.shedding is not None and self._generates:
                 gate.shedding.check(now_s - self._entered_s, *self._prompt)
         except Overloaded as error:
             self._refuse(error)

@@ -13,6 +13,7 @@ from epd_serve.errors import InstanceFailed, ServeError, Unavailable
 from epd_serve.protocol.frames import FrameError
 from epd_serve.routing.policy import Demand, Route
 from proxy.attempt import Attempt, Instances, Job
+from proxy.choices import goes_on_apart, stream_choices
 from proxy.demand import demand_of
 from proxy.failover import Failover, InstanceStalled, Suspects, is_planned, may_help, substitute
 from proxy.progress import Progress, broke
@@ -34,7 +35,7 @@ class Generator:
 
     async def stream(self, job: Job, sink: EventSink) -> None:
         """Write the answer's events to ``sink``. Raises ServeError, before or after ``sink.started``."""
-        progress = Progress(job.sampling.n)
+        progress = Progress(job.sampling.n, job.generated)
 
         async def forward(attempt: Attempt) -> None:
             answer, record = await attempt.first(), attempt.route.prefill
@@ -56,9 +57,14 @@ class Generator:
                 lambda: not progress.complete and (not sink.started or progress.resumable),
                 lambda: progress.tokens() if progress.resumable else [],
             )
-        except ServeError:
-            if not progress.complete:  # else the client has all of its answer
+        except ServeError as failure:
+            if progress.complete:  # the client has all of its answer
+                return
+            if not (sink.started and goes_on_apart(job, progress) and may_help(failure)):
                 raise
+            job.trail.again(continued=True)
+            self._instances.metrics.request_continuations.inc()
+            await stream_choices(self, job, progress.tokens_of_each(), sink)
         finally:
             job.trail.streamed_all(progress.num_tokens)
 
@@ -111,7 +117,7 @@ class Generator:
         demand = await demand_of(job, instances)
         route = self._first_route(job.model, demand)
         suspects = Suspects(instances.table)
-        before: list[int] = []
+        before = job.generated
         num_planned = 0
         for number in count(1):
             attempt = await self._attempt_of(job, route, number, before, claim)

@@ -16,6 +16,8 @@ from epd_serve.config.resilience import InstanceName, InstanceUrl
 from epd_serve.errors import Conflict, InvalidRequest
 from proxy.members import Members
 from proxy.switches import NoSuchInstance
+from proxy.workers.crew import Crew
+from proxy.workers.messages import Joined, Left
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +85,7 @@ class Leases:
             self.expire()
 
 
-def leases_router(leases: Leases) -> APIRouter:
+def leases_router(leases: Leases, crew: Crew) -> APIRouter:
     """``POST /instances`` and ``DELETE /instances/{name}``."""
     router = APIRouter()
 
@@ -92,11 +94,13 @@ def leases_router(leases: Leases) -> APIRouter:
         """Join, or stay for ``lease_s`` from now on; 201 where it is new."""
         body = _read(await request.body())
         is_new = leases.join(body.name, body.url, body.lease_s)
+        await crew.share(Joined(body.name, body.url, time.monotonic() + body.lease_s))
         return JSONResponse({"name": body.name, "lease_s": body.lease_s}, status_code=201 if is_new else 200)
 
     @router.delete("/instances/{name}")
     async def leave(name: str) -> JSONResponse:
         leases.leave(name)
+        await crew.share(Left(name))
         return JSONResponse({"name": name})
 
     return router

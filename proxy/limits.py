@@ -46,6 +46,15 @@ class TokenBucket:
         self._level = min(self._burst, self._level + cost)
 
     @property
+    def state(self) -> tuple[float, float]:
+        """(level, time of the last :meth:`wait_s`), to be kept elsewhere."""
+        return self._level, self._updated_s
+
+    @state.setter
+    def state(self, state: tuple[float, float]) -> None:
+        self._level, self._updated_s = state
+
+    @property
     def level(self) -> float:
         """What was there at the last :meth:`wait_s`; below 0 where a debt is paid back."""
         return self._level
@@ -91,10 +100,10 @@ class Client:
     def enter(self, now_s: float) -> None:
         """Count a request in; :meth:`leave` counts it out. Raises Overloaded over a limit."""
         limits = self.limits
-        if limits.max_concurrent is not None and self.num_active >= limits.max_concurrent:
+        if limits.max_concurrent is not None and (active := self.num_everywhere()) >= limits.max_concurrent:
             self.num_refused += 1
             raise Overloaded(
-                f"this API key has {self.num_active} requests in progress, which is its limit",
+                f"this API key has {active} requests in progress, which is its limit",
                 code="rate_limit_exceeded",
             )
         if self._requests is not None:
@@ -109,6 +118,10 @@ class Client:
                 )
             self._requests.take(1.0)
         self.num_active += 1
+
+    def num_everywhere(self) -> int:
+        """Requests that count against ``max_concurrent``."""
+        return self.num_active
 
     def leave(self) -> None:
         assert self.num_active > 0

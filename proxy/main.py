@@ -15,15 +15,18 @@ from typing import Any, cast
 import uvicorn
 from fastapi import FastAPI
 
-from epd_serve.config import DeploymentConfig
+from epd_serve.config import DeploymentConfig, load_config
 from proxy.app import create_app
 from proxy.connection import GatewayConnection
 from proxy.orders import OrdersSettings
 from proxy.redaction import redact_logs
 from proxy.reload import Reloader
-from proxy.server import GatewayServer, mark_stopping
+from proxy.server import GatewayServer, WorkerServer, mark_stopping
 from proxy.settings import GatewaySettings
 from proxy.sink import ResponseAborted
+from proxy.workers.crew import Crew
+from proxy.workers.messages import TakenOver
+from proxy.workers.place import WorkerPlace
 
 #: Longer than any client's own, so that no client sends into a connection that is just being closed.
 KEEP_ALIVE_S = 75
@@ -36,10 +39,12 @@ _KEPT_BYTES = 4 * 1024 * 1024
 
 @dataclass(frozen=True)
 class Reread:
-    """Where a configuration comes from: ``read`` gives what a file says now, or raises ValueError."""
+    """Where a configuration comes from: ``read`` gives what ``file`` says now, ``instances`` those that it has;
+    both may raise ValueError."""
 
+    read: Callable[[], DeploymentConfig]
     file: Path
-    read: Callable[[Path], tuple[DeploymentConfig, list[tuple[str, str]]]]
+    instances: Callable[[DeploymentConfig], list[tuple[str, str]]]
 
 
 def run_gateway(
@@ -50,36 +55,55 @@ def run_gateway(
     reread: Reread | None = None,
     *,
     controls: bool = False,
+    place: WorkerPlace | None = None,
     orders: Path | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT, then finish what is in progress (``gateway.shutdown_grace_s``) and return.
 
     Blocks; must run in the main thread, for the signals. ``instances`` are (name, control URL). With ``reread``,
     SIGHUP or a change of the file makes the gateway take it over. ``controls``: as in GatewaySettings.of.
-    ``orders``: the socket on which the launcher gives orders (proxy/orders.py).
+    ``place``: it is one of several workers, and listens on the sockets that it has inherited. ``orders``: the socket
+    on which the launcher gives orders (proxy/orders.py).
     """
-    settings = GatewaySettings.of(config, host, controls=controls)
+    crew = Crew(place)
+    part = (0, 1) if place is None else (place.index, place.count)
+    settings = GatewaySettings.of(config, host, controls=controls and crew.leads, part=part)
     redaction = redact_logs(_secrets(settings))
-    app = create_app(settings, instances)
+    app = create_app(settings, instances, crew=crew)
     if reread is not None:
 
-        def apply() -> None:
+        def take_over(config: DeploymentConfig) -> None:
             nonlocal redaction
-            config, members = reread.read(reread.file)
-            changed = GatewaySettings.of(config, host, controls=controls)
+            changed = GatewaySettings.of(config, host, controls=controls and crew.leads, part=part)
             redaction()
             redaction = redact_logs(_secrets(changed) | _secrets(app.state.control.settings))
-            app.state.control.apply(changed, members)
+            app.state.control.apply(changed, reread.instances(config))
+
+        def apply() -> None:
+            config = reread.read()
+            take_over(config)
+            crew.tell(TakenOver(config.model_dump_json(exclude_unset=True)))
 
         def left_by(file: Path) -> list[str]:
-            changed = GatewaySettings.of(reread.read(file)[0], host, controls=controls)
+            changed = GatewaySettings.of(load_config(file), host, controls=controls and crew.leads, part=part)
             return app.state.control.left_by(changed)  # type: ignore[no-any-return]
 
         app.state.reloader = Reloader(reread.file, apply)
+        crew.on_reload = app.state.reloader.ask
+        crew.on_config = lambda text: take_over(DeploymentConfig.model_validate_json(text))
         if orders is not None:
             app.state.orders = OrdersSettings(orders, app.state.reloader.take, left_by)
     gateway = config.gateway
-    server = new_server(app, host, port, delay_s=gateway.shutdown_delay_s, grace_s=gateway.shutdown_grace_s)
+    server = new_server(
+        app,
+        host,
+        port,
+        delay_s=gateway.shutdown_delay_s,
+        grace_s=gateway.shutdown_grace_s,
+        kind=GatewayServer if place is None else WorkerServer,
+    )
+    if isinstance(server, WorkerServer):
+        crew.on_stop, crew.on_end = server.stop, server.end
     # uvicorn raises the signal that stopped it again when it is done; for us that is the regular end.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _stop_quietly)
@@ -88,11 +112,11 @@ def run_gateway(
     gc.freeze()
     gc.set_threshold(_COLLECT_EVERY, 20, 50)
     _keep_freed_memory()
-    server.run()
+    server.run(None if place is None else place.sockets())
 
 
 def _secrets(settings: GatewaySettings) -> set[str | None]:
-    return {settings.api_key, settings.admin.key if settings.admin else None}
+    return {settings.api_key, settings.cluster_key, settings.admin.key if settings.admin else None}
 
 
 def _keep_freed_memory() -> None:
@@ -106,10 +130,16 @@ def _keep_freed_memory() -> None:
 
 
 def new_server(
-    app: FastAPI, host: str, port: int, *, delay_s: float = 0.0, grace_s: float = 30.0
-) -> uvicorn.Server:
+    app: FastAPI,
+    host: str,
+    port: int,
+    *,
+    delay_s: float = 0.0,
+    grace_s: float = 30.0,
+    kind: type[GatewayServer] = GatewayServer,
+) -> GatewayServer:
     """A uvicorn server as the gateway runs it; port 0 chooses a free one. The rest as in GatewayServer."""
-    server = GatewayServer(
+    server = kind(
         uvicorn.Config(
             app,
             host=host,

@@ -58,8 +58,12 @@ class MediaLoader:
     ``max_items`` their number."""
 
     def __init__(self, limits: MediaLimits, fetcher: MediaFetcher, max_total_bytes: int, max_items: int) -> None:
-        self._limits = limits
         self._fetcher = fetcher
+        self.reconfigure(limits, max_total_bytes, max_items)
+
+    def reconfigure(self, limits: MediaLimits, max_total_bytes: int, max_items: int) -> None:
+        """From now on."""
+        self._limits = limits
         self._max_total_bytes = max_total_bytes
         self._max_items = max_items
 

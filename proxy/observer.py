@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 
 from msgspec.structs import replace
 
@@ -17,6 +18,7 @@ from proxy.figures import Figures
 from proxy.settings import GatewaySettings
 from proxy.tracing import RequestTracing
 from proxy.trail import Pace, Trail
+from proxy.workers.ledger import Ledger
 
 #: A clock read at every token of every answer would cost more than the rest of what is observed.
 _PACED_EVERY = 32
@@ -121,11 +123,13 @@ class Observer:
             self.tracing.close()
 
 
-def new_observer(settings: GatewaySettings, metrics: GatewayMetrics) -> Observer:
-    """As the settings, and for spans the environment (:mod:`epd_serve.metrics.otel`), have it."""
+def new_observer(settings: GatewaySettings, metrics: GatewayMetrics, ledger: Ledger | None = None) -> Observer:
+    """As the settings, and for spans the environment (:mod:`epd_serve.metrics.otel`), have it. ``ledger``: where
+    several workers write one access log."""
     recorder = span_recorder("gateway")
+    writing = nullcontext if ledger is None else ledger.writing
     return Observer(
         metrics,
-        access_log=AccessLog(settings.access_log) if settings.access_log else None,
+        access_log=AccessLog(settings.access_log, writing=writing) if settings.access_log else None,
         tracing=None if recorder is None else RequestTracing(recorder),
     )

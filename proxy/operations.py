@@ -8,13 +8,22 @@ from fastapi.responses import JSONResponse
 from epd_serve.routing.table import InstanceTable
 from proxy.health import Health
 from proxy.switches import Switches
+from proxy.workers.crew import Crew
+from proxy.workers.follow import InFlight, in_flight_everywhere
+from proxy.workers.messages import Drained
 
 
-def operations_router(table: InstanceTable, health: Health, switches: Switches) -> APIRouter:
+def operations_router(table: InstanceTable, health: Health, switches: Switches, crew: Crew) -> APIRouter:
     """``GET /admin/instances``, ``POST /admin/instances/{name}/drain`` and ``/undrain``."""
     router = APIRouter()
 
-    def describe(name: str) -> dict[str, object]:
+    async def order(name: str, *, drain: bool) -> JSONResponse:
+        switches.find(name)
+        health.drain(name, drain)
+        await crew.share(Drained(name, drain))
+        return JSONResponse(describe(name, await in_flight_everywhere(crew, table)))
+
+    def describe(name: str, in_flight: InFlight) -> dict[str, object]:
         record = switches.find(name)
         return {
             "name": name,
@@ -22,26 +31,23 @@ def operations_router(table: InstanceTable, health: Health, switches: Switches) 
             "role": str(record.role) if record.role else None,
             "ready": record.ready,
             **health.describe(name),
-            "in_flight": sum(record.in_flight.values()),
+            "in_flight": sum(in_flight[name].values()),
         }
 
     @router.get("/admin/instances")
     async def instances() -> JSONResponse:
         """Every instance with what this gateway thinks of it."""
-        return JSONResponse({"instances": [describe(record.name) for record in table]})
+        in_flight = await in_flight_everywhere(crew, table)
+        return JSONResponse({"instances": [describe(record.name, in_flight) for record in table]})
 
     @router.post("/admin/instances/{name}/drain")
     async def drain(name: str) -> JSONResponse:
         """No new requests for it; it is empty when ``in_flight`` is 0."""
-        describe(name)
-        health.drain(name)
-        return JSONResponse(describe(name))
+        return await order(name, drain=True)
 
     @router.post("/admin/instances/{name}/undrain")
     async def undrain(name: str) -> JSONResponse:
         """It takes requests again."""
-        describe(name)
-        health.drain(name, False)
-        return JSONResponse(describe(name))
+        return await order(name, drain=False)
 
     return router

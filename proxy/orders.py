@@ -25,6 +25,7 @@ from proxy.admin import QuietServer
 from proxy.health import Health
 from proxy.http import BoundedHttp
 from proxy.switches import Switches
+from proxy.workers.crew import Crew
 
 #: Beyond its deadline, for the answer of an instance that has just become empty.
 _MARGIN_S = 10.0
@@ -98,9 +99,28 @@ class OrdersSettings:
     left_by: Callable[[Path], list[str]]
 
 
-def orders_router(departures: Departures, hold: Hold, settings: OrdersSettings) -> APIRouter:
-    """``POST /instances/{name}/leave``, ``/reload``, ``/check`` and ``/hold``."""
+def show_ready(crew: Crew, table: InstanceTable) -> None:
+    """Of each worker, for :func:`orders_router`: the instances that it gives work."""
+    crew.shown["ready"] = lambda: _ready(table)
+
+
+def _ready(table: InstanceTable) -> list[str]:
+    return [record.name for record in table if record.ready and record.accepting]
+
+
+def orders_router(
+    table: InstanceTable, departures: Departures, hold: Hold, settings: OrdersSettings, crew: Crew
+) -> APIRouter:
+    """``POST /instances/{name}/leave``, ``/reload``, ``/check`` and ``/hold``; ``GET /ready``."""
     router = APIRouter()
+
+    @router.get("/ready")
+    async def ready() -> JSONResponse:
+        """The instances to which each worker of the gateway gives work."""
+        found = set(_ready(table))
+        for theirs in await crew.ask("ready", list[str]):
+            found &= set(theirs)
+        return JSONResponse({"ready": sorted(found)})
 
     @router.post("/instances/{name}/leave")
     async def leave(name: str, request: Request) -> JSONResponse:

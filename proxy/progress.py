@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import msgspec
 
 from epd_serve.errors import ErrorBody, ErrorEnvelope, InstanceFailed
-from epd_serve.protocol.frames import FrameReader, num_tokens, token_ids
+from epd_serve.protocol.frames import FrameReader, num_tokens, token_ids, token_ids_of_each
 
 _END_OF_EVENT = b"\n\n"
 _DONE = b"data: [DONE]\n\n"
@@ -45,24 +46,37 @@ class Progress:
     """What was read of an answer, over all instances that gave a part of it.
 
     Attributes:
-        resumable: whether all tokens that were sent to the client are known, so that another instance can go on.
+        known: whether all tokens that were sent to the client are, so that another instance can go on.
+        resumable: whether it can with all that is left in one; else each choice goes on by itself.
         complete: whether the answer has come to its end.
     """
 
-    __slots__ = ("_readers", "complete", "resumable")
+    __slots__ = ("_before", "_num_choices", "_readers", "complete", "known")
 
-    def __init__(self, num_choices: int) -> None:
+    def __init__(self, num_choices: int, before: Sequence[int] = ()) -> None:
+        """``before``: tokens that the client had already, of a single choice."""
         self._readers: list[FrameReader] = []
-        self.resumable = num_choices == 1
+        self._num_choices = num_choices
+        self._before = before
+        self.known = True
         self.complete = False
+
+    @property
+    def resumable(self) -> bool:
+        return self.known and self._num_choices == 1
 
     def num_tokens(self) -> int:
         """Of the output, over all choices, as far as it came in frames."""
         return sum([num_tokens(reader.labels) for reader in self._readers])
 
     def tokens(self) -> list[int]:
-        """Their ids."""
-        return [token for reader in self._readers for token in token_ids(reader.labels)]
+        """The ids of all that the client has, of a single choice."""
+        return [*self._before, *(token for reader in self._readers for token in token_ids(reader.labels))]
+
+    def tokens_of_each(self) -> list[list[int]]:
+        """The same by choice; one instance gave all of them."""
+        labels = [text for reader in self._readers for text in reader.labels]
+        return token_ids_of_each(labels, self._num_choices)
 
     def reader(self, *, framed: bool) -> Reader:
         """For the body of one instance's answer."""
@@ -70,7 +84,7 @@ class Progress:
             frames = FrameReader()
             self._readers.append(frames)
             return frames
-        self.resumable = False
+        self.known = False
         return _PlainEvents()
 
 

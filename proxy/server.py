@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 import time
 from collections.abc import Callable
 from types import FrameType
@@ -42,6 +43,26 @@ class GatewayServer(uvicorn.Server):
         if self._exit_at is not None and time.monotonic() >= self._exit_at:
             self.should_exit = True
         return await super().on_tick(counter)
+
+
+class WorkerServer(GatewayServer):
+    """The server of one of several workers. Its parent says when it ends; signals, which a service manager sends
+    to all processes at once, say it once only."""
+
+    _told = False
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if not self._told:
+            self._told = True
+            super().handle_exit(sig, frame)
+
+    def stop(self) -> None:
+        """As one signal."""
+        self.handle_exit(signal.SIGTERM, None)
+
+    def end(self) -> None:
+        """Leave what is in progress."""
+        self.should_exit = self.force_exit = True
 
 
 def mark_stopping(state: Any) -> Callable[[], None]:

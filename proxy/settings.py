@@ -43,7 +43,8 @@ class GatewaySettings:
         allowed_domains, allowed_ports: what media URLs may name; None: any.
         allowed_file_dirs: directories, resolved, whose files a ``file://`` URL may name.
         api_key: a key in plain text; api_keys: others by their hash. Both may be there.
-        max_in_flight, max_queue, queue_timeout_s: of the admission queue.
+        workers: processes of this gateway, as the deployment has it.
+        max_in_flight, max_queue, queue_timeout_s: of the admission queue, of this worker.
         shed_ttft_s: refuse what cannot have its first token within so long; None: refuse nothing for that.
         guard_health, guard_metrics: show instances, and metrics, to holders of an API key only.
         poll_interval_s: how often each instance is asked for its state.
@@ -58,6 +59,7 @@ class GatewaySettings:
         topology: that the instances make up, where it is known.
         routing: how P and D are chosen. parallel_encode: whether a request's items go to several encoders.
         stealing: how instances that steal take requests from the others.
+        cluster_key: that the instances ask for.
         startup_wait_s: how long after the gateway's start requests wait for instances that are still loading.
     """
 
@@ -66,6 +68,7 @@ class GatewaySettings:
     arrival: ArrivalLimits = field(default_factory=ArrivalLimits)
     api_key: str | None = field(default=None, repr=False)
     api_keys: tuple[ApiKeyConfig, ...] = ()
+    workers: int = 1
     max_in_flight: int = 1024
     max_queue: int = 4096
     queue_timeout_s: float = 60.0
@@ -95,12 +98,16 @@ class GatewaySettings:
     vllm: Mapping[str, VllmTarget] | None = None
     elastic: ElasticSettings | None = None
     redeploy: RedeploySettings | None = None
+    cluster_key: str | None = field(default=None, repr=False)
 
     @classmethod
-    def of(cls, config: DeploymentConfig, host: str, *, controls: bool = False) -> GatewaySettings:
+    def of(
+        cls, config: DeploymentConfig, host: str, *, controls: bool = False, part: tuple[int, int] = (0, 1)
+    ) -> GatewaySettings:
         """The settings of a deployment whose gateway listens on ``host``.
 
         ``controls``: it is the one gateway of the deployment that runs the controller, where that is enabled.
+        ``part``: (index, number) of the worker, among which requests at once are divided.
         """
         gateway, media = config.gateway, config.gateway.media
         return cls(
@@ -113,8 +120,9 @@ class GatewaySettings:
             ),
             api_key=read_secret(gateway.api_key, "gateway.api_key"),
             api_keys=gateway.api_keys,
-            max_in_flight=gateway.max_in_flight,
-            max_queue=gateway.max_queue,
+            workers=gateway.workers,
+            max_in_flight=max(1, share_of(gateway.max_in_flight, *part)),
+            max_queue=share_of(gateway.max_queue, *part),
             queue_timeout_s=gateway.queue_timeout_s,
             shed_ttft_s=config.slo.ttft_ms / 1e3 if gateway.shed and config.slo.ttft_ms else None,
             guard_health=gateway.guard_health,
@@ -144,6 +152,7 @@ class GatewaySettings:
             routing=gateway.routing,
             elastic=ElasticSettings.of(config) if controls else None,
             redeploy=RedeploySettings.of(config) if controls else None,
+            cluster_key=config.read_cluster_key(),
             parallel_encode=gateway.parallel_encode,
             stealing=StealRule(
                 threshold=gateway.stealing.threshold,
@@ -153,6 +162,11 @@ class GatewaySettings:
             vllm=vllm_targets(config) if config.engine == "vllm" else None,
             allowed_file_dirs=tuple(Path(folder).expanduser().resolve() for folder in media.allowed_file_dirs),
         )
+
+
+def share_of(total: int, index: int, number: int) -> int:
+    """The part of a limit that worker ``index`` of ``number`` keeps to; the parts add up to ``total``."""
+    return total // number + (index < total % number)
 
 
 def _admin(config: AdminConfig) -> AdminSettings | None:

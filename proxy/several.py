@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Iterable, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
 from epd_serve.protocol import chunks
+from epd_serve.protocol.wire import OutputOptions
 from proxy.attempt import Job
 from proxy.client import Header
-from proxy.generation import Generator
 from proxy.sink import EventSink
+
+if TYPE_CHECKING:
+    from proxy.generation import Generator
 
 _END_OF_EVENT = b"\n\n"
 _NO_CHOICES = b'"choices":[]'
@@ -22,10 +25,19 @@ T = TypeVar("T")
 
 async def stream_several(generator: Generator, jobs: Sequence[Job], sink: EventSink) -> None:
     """Write the events of all jobs to ``sink`` as they come. Raises ServeError with the first that fails."""
+    usages = await stream_all(generator, jobs, sink)
+    end(sink, jobs[0].output, chunks.Usage(sum(prompt for prompt, _ in usages), sum(own for _, own in usages)))
+
+
+async def stream_all(generator: Generator, jobs: Sequence[Job], sink: EventSink) -> list[tuple[int, int]]:
+    """Write the events of all jobs but their ends; tokens of prompt and answer of each, where they are told."""
     strands = [_Strand(job, sink) for job in jobs]
     await _all(generator.stream(strand.job, strand.sink) for strand in strands)
-    options = jobs[0].output
-    usage = chunks.Usage(sum(s.usage[0] for s in strands), sum(s.usage[1] for s in strands))
+    return [strand.usage for strand in strands]
+
+
+def end(sink: EventSink, options: OutputOptions, usage: chunks.Usage) -> None:
+    """Write what comes behind the last token."""
     sink.write((chunks.usage_event(options, usage) if options.include_usage else b"") + chunks.DONE)
 
 

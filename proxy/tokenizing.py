@@ -1,4 +1,4 @@
-"""``POST /tokenize`` and ``/detokenize``: one question to an instance that prefills."""
+"""``POST /tokenize`` and ``/detokenize``: one question to an instance that prefills, asked when its turn comes."""
 
 from __future__ import annotations
 
@@ -38,6 +38,8 @@ class TokenizingEndpoint(Endpoint):
         body.clear()
         await self._poller.started()
         model = self._model(request.model)
+        if (waiting := exchange.visit.admit(generates=False)) is not None:
+            await exchange.wait(waiting)
         items = await self._media(exchange, request.media())
         refs = [MediaRef(mm_hash="", width=item.width, height=item.height) for item in items]
         answer = await self._ask(request, refs, model, exchange.trail.request_id)

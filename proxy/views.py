@@ -17,6 +17,7 @@ from epd_serve.types import Stage
 from proxy.auth import Authenticator, Unauthorized
 from proxy.poller import Poller
 from proxy.settings import GatewaySettings
+from proxy.workers.crew import Crew
 
 
 def key_required(authenticator: Authenticator) -> Callable[[Request], Awaitable[None]]:
@@ -66,14 +67,19 @@ def models_router(table: InstanceTable, poller: Poller, authenticator: Authentic
 
 
 def health_router(
-    table: InstanceTable, metrics: GatewayMetrics, authenticator: Authenticator, settings: GatewaySettings
+    table: InstanceTable,
+    metrics: GatewayMetrics,
+    authenticator: Authenticator,
+    settings: GatewaySettings,
+    crew: Crew,
 ) -> APIRouter:
     """``GET /health``, ``/health/ready`` (the same), ``/health/live`` and ``/metrics``.
 
     With ``settings.guard_health`` only holders of an API key see the instances; the status is open to all, for
-    load balancers and supervisors. With ``guard_metrics`` /metrics asks for a key.
+    load balancers and supervisors. With ``guard_metrics`` /metrics asks for a key; it shows all the crew.
     """
     router = APIRouter()
+    crew.shown["metrics"] = lambda: metrics.families(map(_figures, table))
     guard = [Depends(key_required(authenticator))]
 
     def may_see(request: Request) -> bool:
@@ -104,7 +110,8 @@ def health_router(
 
     @router.get("/metrics", dependencies=guard if settings.guard_metrics else [])
     async def exposition() -> Response:
-        return Response(metrics.render(map(_figures, table)), media_type=CONTENT_TYPE)
+        text = await crew.metrics() or metrics.render(map(_figures, table))
+        return Response(text, media_type=CONTENT_TYPE)
 
     return router
 

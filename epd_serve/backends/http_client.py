@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from epd_serve.backends.base import InstanceLost
 from epd_serve.backends.http_connection import Connection
 from epd_serve.errors import ServeError, error_from_response
+from epd_serve.protocol.wire import CLUSTER_HEADER
 
 CONNECT_TIMEOUT_S = 5.0
 #: Below the keep-alive time of the instances' server (5 s), so that a call never meets a connection that is just
@@ -26,8 +27,11 @@ MAX_UNREAD_BYTES = 256 * 1024
 class HttpPool:
     """The connections to one address; there are as many as there are calls."""
 
-    def __init__(self, name: str, url: str) -> None:
-        """``name`` is the instance's, for error messages. Raises ValueError for a URL that is not http(s)."""
+    def __init__(self, name: str, url: str, key: str | None = None) -> None:
+        """``name`` is the instance's, for error messages; ``key``, if any, is sent along with each call.
+
+        Raises ValueError for a URL that is not http(s).
+        """
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"{url!r} is no URL of an instance; it should look like 'http://10.0.0.1:9000'")
@@ -38,6 +42,8 @@ class HttpPool:
         self._port = parts.port or (443 if self._tls else 80)
         self._prefix = parts.path.rstrip("/")
         self._host_header = parts.netloc.rpartition("@")[2]
+        if key is not None:
+            self._host_header += f"\r\n{CLUSTER_HEADER}: {key}"
         self._idle: list[Connection] = []
         self._connections: set[Connection] = set()
         self._connecting: set[asyncio.Task[None]] = set()

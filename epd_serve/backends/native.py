@@ -33,11 +33,13 @@ class NativeConnections:
     There are as many connections as there are calls, and no limit on how long a call may take: the caller sets it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, key: str | None = None) -> None:
+        """``key``: that the instances ask for (:mod:`epd_serve.config.keys`)."""
+        self._key = key
         self._pools: WeakSet[HttpPool] = WeakSet()  # those of instances that have left go with their calls
 
     def pool(self, name: str, url: str) -> HttpPool:
-        pool = HttpPool(name, url)
+        pool = HttpPool(name, url, self._key)
         self._pools.add(pool)
         return pool
 

@@ -21,7 +21,7 @@ from epd_serve.config.vllm import VllmConfig
 
 Location = tuple[int | str, ...]
 #: Keys whose values no error may show.
-_SECRETS = frozenset({"api_key", "key", "hash"})
+_SECRETS = frozenset({"api_key", "cluster_key", "key", "hash"})
 
 
 class ConfigError(ValueError):
@@ -52,6 +52,8 @@ def load_config(path: Path) -> DeploymentConfig:
             changes["trace"] = str(here / config.trace.expanduser())
         if (devices := config.elastic.drift.devices) is not None:
             changes["elastic"] = {"drift": {"devices": str(here / devices.expanduser())}}
+        if isinstance(config.cluster_key, SecretSource) and config.cluster_key.file is not None:
+            changes["cluster_key"] = {"file": str(here / config.cluster_key.file.expanduser())}
         if gateway := _gateway_paths(config.gateway, here):
             changes["gateway"] = gateway
         if vllm := _vllm_paths(config.vllm, here):

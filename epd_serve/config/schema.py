@@ -18,7 +18,8 @@ from pydantic import (
 )
 
 from epd_serve.config.elastic import ElasticConfig
-from epd_serve.config.gateway import GatewayConfig
+from epd_serve.config.gateway import GatewayConfig, Secret, read_secret
+from epd_serve.config.keys import check_cluster_key, cluster_key
 from epd_serve.config.options import MIN_SEGMENT_BYTES, DType, FeatureStoreKind, InstanceOptions
 from epd_serve.config.sections import (
     InstancesConfig,
@@ -118,6 +119,12 @@ class DeploymentConfig(Section):
         "'epd-serve trace DIR' joins that for a viewer. null: nothing is written.",
     )
     instances: InstancesConfig = InstancesConfig()
+    cluster_key: Secret | None = Field(
+        default=None,
+        repr=False,
+        description="Instances answer callers that send it, and no others: text, {env: VARIABLE} or {file: PATH}. "
+        "Those started elsewhere read EPD_SERVE_CLUSTER_KEY. null: they answer whoever reaches them.",
+    )
     roles: dict[RoleName, InstanceSettings] = Field(
         default_factory=dict,
         description="Keys of 'instances' with other values for the instances of one role. "
@@ -156,6 +163,8 @@ class DeploymentConfig(Section):
             check_vllm(placement, settings, self.vllm, self.model_fields_set)
         elif "vllm" in self.model_fields_set or any(one.engine_args for one in settings.values()):
             raise ValueError("vllm and engine_args are for engine: vllm; write that, or leave them out")
+        if self.engine == "vllm" and self.cluster_key is not None:
+            raise ValueError("cluster_key: vLLM asks for none; leave it out, and vLLM in a network of its own")
         return self
 
     @model_validator(mode="after")
@@ -253,6 +262,13 @@ class DeploymentConfig(Section):
 
     def placement(self) -> tuple[InstancePlacement, ...]:
         return place(self.topology, self.devices)
+
+    def read_cluster_key(self) -> str | None:
+        """From the file, else the environment. Raises ValueError where it is not there, or no key."""
+        key = read_secret(self.cluster_key, "cluster_key")
+        if key is None:
+            return cluster_key() if self.engine == "native" else None
+        return check_cluster_key(key, "cluster_key")
 
     def settings_for(self, role: str) -> InstanceSettings:
         """The settings of the instances with this role: ``instances``, then what ``roles`` says instead."""

@@ -32,8 +32,9 @@ class Answer:
 
     @property
     def can_move(self) -> bool:
-        """Whether another instance can go on with it, or begin it anew: not where several choices are streamed."""
-        return len(self._choices) == 1 or not self._options.stream
+        """Whether another instance can go on with it, or begin it anew: not where several choices are streamed,
+        which go on one by one then, and each event is to tell the usage of all."""
+        return len(self._choices) == 1 or not (self._options.stream and self._options.continuous_usage)
 
     @property
     def usage(self) -> chunks.Usage:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, MutableMapping
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any
 
+from epd_serve.config.keys import CLUSTER_KEY
 from epd_serve.errors import InvalidRequest, ServeError
+from epd_serve.protocol.wire import CLUSTER_HEADER
 
 logger = logging.getLogger(__name__)
 
@@ -20,6 +23,9 @@ Send = Callable[[Event], Awaitable[None]]
 Header = tuple[bytes, bytes]
 
 JSON = (b"content-type", b"application/json")
+#: For whoever starts the instance, and for Prometheus.
+_OPEN = frozenset({"/health", "/metrics"})
+_HEADER = CLUSTER_HEADER.encode()
 #: As uvicorn hands them on, of up to 64 KiB each.
 _MANY_PIECES = 16
 
@@ -46,13 +52,24 @@ class BrokenStream(Exception):
 
 
 class ControlApp:
-    """ASGI application of an instance: (method, path) → handler of the body."""
+    """ASGI application of an instance: (method, path) → handler of the body.
 
-    def __init__(self, routes: Iterable[tuple[str, str, Handler]]) -> None:
+    With a ``key``, callers must send it (``CLUSTER_HEADER``), but for what everybody may see.
+    """
+
+    def __init__(self, routes: Iterable[tuple[str, str, Handler]], *, key: str | None = None) -> None:
         self._routes = {(method, path): handler for method, path, handler in routes}
+        self._key = None if key is None else key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http"
+        if self._key is not None and scope["path"] not in _OPEN and not self._may_call(scope):
+            await _send_error(
+                send,
+                InvalidRequest(f"this instance asks for its deployment's cluster_key: set {CLUSTER_KEY}"),
+                status=401,
+            )
+            return
         handler = self._routes.get((scope["method"], scope["path"]))
         if handler is None:
             await _send_error(send, InvalidRequest(f"there is no {scope['method']} {scope['path']}"), status=404)
@@ -71,6 +88,11 @@ class ControlApp:
                 await gone
             with suppress(asyncio.CancelledError):
                 await work
+
+    def _may_call(self, scope: Scope) -> bool:
+        assert self._key is not None
+        given = [value for name, value in scope["headers"] if name == _HEADER]
+        return len(given) == 1 and hmac.compare_digest(given[0], self._key)
 
 
 async def _run(handler: Handler, body: bytes, send: Send) -> None:

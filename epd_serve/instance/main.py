@@ -19,7 +19,7 @@ import uvloop
 
 from device.registry import get_device
 from epd_serve.config import InstanceOptions
-from epd_serve.config.keys import admin_headers
+from epd_serve.config.keys import admin_headers, cluster_key
 from epd_serve.config.role_files import remembered
 from epd_serve.instance.http import BrokenStream, ControlApp
 from epd_serve.instance.instance import Instance
@@ -65,7 +65,7 @@ def end_process() -> NoReturn:
 async def _serve(options: InstanceOptions) -> None:
     instance = Instance(options)
     config = uvicorn.Config(
-        ControlApp(instance.routes()),
+        ControlApp(instance.routes(), key=cluster_key()),
         host=options.host,
         port=options.port,
         http="httptools",

@@ -6,6 +6,7 @@ import asyncio
 
 import aiohttp
 
+from epd_serve.config.keys import cluster_key
 from epd_serve.errors import InstanceFailed, error_from_response
 from epd_serve.protocol import wire
 
@@ -20,8 +21,11 @@ class Peers:
     def _session(self) -> aiohttp.ClientSession:
         if self._opened is None:
             # no limit on connections: a reservation waits on its own for as long as D is full
+            key = cluster_key()
             self._opened = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None, sock_connect=5)
+                headers={} if key is None else {wire.CLUSTER_HEADER: key},
+                connector=aiohttp.TCPConnector(limit=0),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=5),
             )
         return self._opened
 

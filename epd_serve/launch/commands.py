@@ -12,6 +12,7 @@ from device.ascend_limits import parse_visible_devices
 from device.shares import share_environment
 from device.weight_files import VARIABLE, to_variable
 from epd_serve.config import DeploymentConfig, InstanceOptions
+from epd_serve.config.keys import CLUSTER_KEY
 from epd_serve.config.shares import DeviceShare
 from epd_serve.cost.interference import InterferenceMatrix
 from epd_serve.launch.npu import npu_environments
@@ -98,6 +99,7 @@ def prepare_instances(
 def spec_of(config: DeploymentConfig, instance: PreparedInstance, environment: Mapping[str, str]) -> ProcessSpec:
     """The process of an instance."""
     options, devices = instance.options, instance.placement.devices
+    cluster_key = config.read_cluster_key()
     return ProcessSpec(
         name=options.name,
         label=f"{options.role} on {', '.join(dict.fromkeys(devices))}",
@@ -108,6 +110,7 @@ def spec_of(config: DeploymentConfig, instance: PreparedInstance, environment: M
             **instance.variables,
             "OMP_NUM_THREADS": str(options.threads),
             **instance.own_variables,
+            **({} if cluster_key is None else {CLUSTER_KEY: cluster_key}),
         },
         url=url_of(config.instances.host, options.port),
         can_fork=config.instances.preload and set(devices) == {"cpu"},

@@ -19,7 +19,7 @@ from epd_serve.launch.ports import Ports, next_port
 from epd_serve.topology.change import Part, Step, StepKind, plan_change
 
 #: Keys that all processes of a deployment have in common, or that its launcher keeps.
-_COMMON = ("engine", "dtype", "feature_store", "mooncake", "restart", "hang_timeout_s", "trace")
+_COMMON = ("engine", "dtype", "cluster_key", "feature_store", "mooncake", "restart", "hang_timeout_s", "trace")
 _COMMON_INSTANCES = ("host", "share_weights", "preload")
 #: Options that two processes of the same kind may differ in.
 _OWN = frozenset({"name", "role", "port", "threads", "device_board", "switch_dir"}) | REBUILT
@@ -54,6 +54,8 @@ def check_same_deployment(old: DeploymentConfig, new: DeploymentConfig) -> None:
         for key in _COMMON_INSTANCES
         if getattr(old.instances, key) != getattr(new.instances, key)
     ]
+    if old.gateway.workers != new.gateway.workers:
+        other.append("gateway.workers")
     if other:
         raise ValueError(
             f"a change of {', '.join(other)} needs another start: stop the deployment and start it from the "

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from epd_serve.backends.vllm_command import shell_line
 from epd_serve.config import DeploymentConfig, model_path
+from epd_serve.config.keys import CLUSTER_KEY
 from epd_serve.launch.commands import instance_specs
 from epd_serve.launch.ports import Ports, instance_urls
 from epd_serve.launch.vllm import check_engine, vllm_processes
@@ -29,6 +30,8 @@ def dry_run(config: DeploymentConfig, file: Path | None, environment: Mapping[st
     else:
         for spec in instance_specs(config, Ports(gateway=config.gateway.port, instances=ports), environment):
             own = {name: value for name, value in spec.environment.items() if environment.get(name) != value}
+            if own.pop(CLUSTER_KEY, None) is not None:
+                yield f"# {CLUSTER_KEY}: the deployment's cluster_key, in the environment"
             command = spec.command[: spec.command.index(_PARENT)] if _PARENT in spec.command else spec.command
             yield f"\n# {spec.name}: {spec.label}"
             yield shell_line(command, own)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +51,9 @@ class GatewayOrders:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + deadline_s
         while (left_s := deadline - loop.time()) > 0:
-            listed = await self.give("GET", "/instances", None, left_s)
-            if any(one["name"] == name and one["ready"] for one in listed["instances"]):
-                return
+            with suppress(OrderRefused):
+                if name in (await self.give("GET", "/ready", None, left_s))["ready"]:
+                    return
             await asyncio.sleep(_AGAIN_S)
         raise OrderRefused(f"the gateway has not found {name} ready in {deadline_s:g} s")
 

@@ -12,6 +12,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from epd_serve.metrics.merged import Family, families_of
 from epd_serve.metrics.tally import Counter, Histogram
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -22,6 +23,14 @@ _TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 13
 _STAGES = ("queue", "encode", "prefill", "kv_transfer", "decode")
 _SOURCES = ("encoded", "store", "recomputed", "prefill")
 _REASONS = ("stop", "length", "tool_calls", "abort", "error")
+#: Gauges of which each process of a gateway has its part; others say of instances what all processes see.
+SUMMED_GAUGES = frozenset(
+    f"epd_serve_{name}"
+    for name in (
+        *(f"{kind}_{state}" for kind in ("num_requests", "requests") for state in ("running", "waiting")),
+        *("in_flight_calls", "access_log_lines", "access_log_dropped_lines"),
+    )
+)
 #: Of the client that left (proxy/endpoint.py).
 _CLIENT_LEFT = 499
 
@@ -221,6 +230,15 @@ class GatewayMetrics:
 
     def render(self, instances: Iterable[InstanceFigures]) -> bytes:
         """The exposition text with ``instances`` as of now."""
+        self._look_at(instances)
+        return generate_latest(self.registry)
+
+    def families(self, instances: Iterable[InstanceFigures]) -> list[Family]:
+        """The same for :func:`epd_serve.metrics.merged.merge`."""
+        self._look_at(instances)
+        return families_of(self.registry)
+
+    def _look_at(self, instances: Iterable[InstanceFigures]) -> None:
         self.before_render()
         for gauge in (self._ready, self._in_flight, self._pending, self._kv_usage, self._sequences):
             gauge.clear()  # of instances that have left
@@ -234,7 +252,6 @@ class GatewayMetrics:
                 self._kv_usage.labels(one.name).set(one.kv_usage)
             self._sequences.labels(one.name, "running").set(one.num_running)
             self._sequences.labels(one.name, "waiting").set(one.num_waiting)
-        return generate_latest(self.registry)
 
     def _counter(self, name: str, text: str, *more: Any) -> Counter:
         counter = Counter(f"epd_serve_{name}", text, *more)

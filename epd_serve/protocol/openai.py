@@ -187,6 +187,7 @@ class GenerationRequest(RequestModel):
             allowed_token_ids=tuple(self.allowed_token_ids or ()),
             bad_words=tuple(self.bad_words or ()),
             grammar=self.grammar(),
+            priority=self.priority or 0,
         )
 
     def _output(self, kind: Literal["chat", "completion"], id: str, created: int, model: str) -> OutputOptions:

@@ -53,6 +53,8 @@ from epd_serve.types import SamplingParams, StageRate
 
 CONTENT_TYPE = "application/msgpack"
 REQUEST_ID_HEADER = "x-request-id"
+#: Holds the deployment's ``cluster_key``, where it has one.
+CLUSTER_HEADER = "x-epd-cluster-key"
 #: Header of ``/stage/prefill``'s answer: "decode" when D's bytes follow, "none" when these are all.
 NEXT_HEADER = "x-epd-next"
 
@@ -84,7 +86,7 @@ class PrefillRequest(Message, frozen=True):
     Attributes:
         max_model_len: D's, where it may hold less than P.
         generated: output tokens of a streamed answer that its client has already, from an instance that was lost;
-            the answer goes on behind them. Only for ``sampling.n == 1``.
+            the answer goes on behind them. Only for ``sampling.n == 1``: several choices go on each by itself.
     """
 
     request_id: str

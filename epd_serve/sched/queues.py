@@ -25,7 +25,8 @@ class Queues:
 
     A sequence is admitted with blocks for its prompt and takes more as it decodes. Where there are none, the
     youngest gives its own to an older one and goes on later. Blocks are given out in this order: to what runs,
-    oldest first; to what was preempted; to new prompts and to reservations by the time at which they came.
+    oldest first; to what was preempted; to new prompts and to reservations by the time at which they came. A lower
+    number as priority comes before all that, as in vLLM: "older" means it. Reservations have none.
 
     Args:
         has_feature: whether media could be computed now.
@@ -166,7 +167,7 @@ class Queues:
         new: Iterable[Sequence] = self._order(self._waiting, now) if self._waiting else ()
         if self._reserving_since is not None:
             new = [s for s in new if s.arrival_s < self._reserving_since]
-        return [*self._preempted, *new]
+        return sorted((*self._preempted, *new), key=_priority)
 
     def _admit(self, sequence: Sequence) -> None:
         (self._preempted if sequence in self._preempted else self._waiting).remove(sequence)
@@ -210,6 +211,10 @@ class Queues:
         return max(span.start, computed)
 
 
-def _age(sequence: Sequence) -> tuple[float, int]:
-    """Ascending from the oldest."""
-    return sequence.arrival_s, sequence.index
+def _priority(sequence: Sequence) -> int:
+    return sequence.sampling.priority
+
+
+def _age(sequence: Sequence) -> tuple[int, float, int]:
+    """Ascending from the oldest, of the most urgent first."""
+    return sequence.sampling.priority, sequence.arrival_s, sequence.index

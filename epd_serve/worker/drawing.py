@@ -43,7 +43,7 @@ class Row:
 
     def uniform(self, attempt: int = 0) -> float:
         """The token's random number in [0, 1), by Philox 4x64-10; another one for each attempt."""
-        key_0, key_1 = self.sampling.seed & _WORD, self.index
+        key_0, key_1 = self.sampling.seed & _WORD, self.sampling.first_choice + self.index
         first, second, third, fourth = len(self.sequence.output_ids) + 1, attempt, 0, 0
         for _ in range(10):
             left, right = 0xD2E7_470E_E14C_6C93 * first, 0xCA5A_8263_9512_1157 * third

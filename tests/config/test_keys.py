@@ -69,3 +69,25 @@ def test_what_is_wrong_is_said_without_the_secret(text: str, problem: str) -> No
 def test_no_secret_in_the_text_of_a_deployment() -> None:
     config = parse_config("gateway: {api_key: s3cret-a, admin: {port: 8001, key: s3cret-b}}")
     assert "s3cret" not in repr(config)
+
+
+def test_the_cluster_key_is_a_secret_like_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, key = tmp_path / "deployment.yaml", "a-secret-of-this-cluster"
+    file.write_text("cluster_key: {file: cluster.key}")
+    (tmp_path / "cluster.key").write_text(f"{key}\n")
+    config = load_config(file)
+    assert config.read_cluster_key() == key and key not in repr(config)
+    (tmp_path / "cluster.key").write_text("too short")
+    with pytest.raises(ValueError, match="16 printable ASCII characters") as refused:
+        config.read_cluster_key()
+    assert "too short" not in str(refused.value)
+    for text, words in (
+        ("cluster_key: 7", "write text in quotes"),
+        ("{engine: vllm, cluster_key: x}", "vLLM asks"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            parse_config(text)
+    monkeypatch.setenv("EPD_SERVE_CLUSTER_KEY", key)
+    assert parse_config("").read_cluster_key() == key
+    monkeypatch.delenv("EPD_SERVE_CLUSTER_KEY")
+    assert parse_config("").read_cluster_key() is None

@@ -17,7 +17,7 @@ def test_an_empty_file_is_the_default_deployment() -> None:
         ("model: demo\ntopolgy: E-P-D", 2, "topolgy: unknown key; did you mean 'topology'?"),
         ("gateway:\n  host: 127.0.0.1\n  prot: 1", 3, "gateway.prot: unknown key; did you mean 'port'?"),
         ("port: 80", 1, "port: unknown key here; it belongs at gateway.port"),
-        ("gateway: {xyzzy: 1}", 1, "known here: host, port, max_body_bytes"),
+        ("gateway: {xyzzy: 1}", 1, "known here: host, port, workers, max_body_bytes"),
         ("model: demo\n\ntopology: (E-P-D", 3, "this parenthesis is never closed"),
         ("topology: E@tp2-P-D", 1, "for more encoders write a count, as in 2E"),
         ("topology: 3", 1, "a topology is a line of text"),

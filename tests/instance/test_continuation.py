@@ -91,6 +91,18 @@ def without_logprobs(answer: list[Frame]) -> list[Any]:
     return told
 
 
+async def each_choice_goes_on(instances: Instances) -> None:
+    """Of several, by itself: with the tokens that it would have had beside the others."""
+    one = request(temperature=1.5, max_tokens=9, n=3)
+    whole = await instances.ask(one, [], apart=True)
+    for choice in range(3):
+        ids = [token for index, tokens, _ in whole if index == choice for token in tokens]
+        sampling = msgspec.structs.replace(one.sampling, n=1, first_choice=choice)
+        for count, apart in ((0, False), (1, True), (5, False), (9, True)):
+            rest = await instances.ask(msgspec.structs.replace(one, sampling=sampling), ids[:count], apart=apart)
+            assert [token for _, tokens, _ in rest for token in tokens] == ids[count:], (choice, count, apart)
+
+
 @pytest.mark.parametrize("kv_mode", ["grouped", "pull"])
 async def test_an_answer_goes_on_from_any_token(tmp_path: Path, kv_mode: str) -> None:
     path = tiny_models.make_tiny_model("qwen2_5_vl", tmp_path / "model")
@@ -117,6 +129,7 @@ async def test_an_answer_goes_on_from_any_token(tmp_path: Path, kv_mode: str) ->
                 for apart in (False, True):
                     rest = await instances.ask(one, ids[:count], apart=apart)
                     assert without_logprobs(rest) == without_logprobs(whole[count:]), (one, count, apart)
+        await each_choice_goes_on(instances)
         await Books({"epd": fused.url, "ep": prefill.url, "d": decode.url}).check()
         with pytest.raises(InvalidRequest, match="several choices"):
             await fused.prefills().prefill(msgspec.structs.replace(request(n=2), generated=[5]))

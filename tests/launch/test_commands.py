@@ -7,6 +7,7 @@ import pytest
 from epd_serve.config import DeploymentConfig, parse_config
 from epd_serve.launch import ProcessSpec
 from epd_serve.launch.commands import gateway_spec, instance_specs, shared_parts, sharing_weights
+from epd_serve.launch.dry_run import dry_run
 from epd_serve.launch.ports import Ports
 
 
@@ -161,3 +162,12 @@ def test_a_share_of_a_gpu_goes_through_mps_where_it_runs(monkeypatch: pytest.Mon
 def test_auto_shares_follow_the_file(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"interference file .*none\.json: No such file"):
         specs(f"topology: (E-D)-P\ninstances: {{share: auto}}\ninterference: {tmp_path}/none.json")
+
+
+def test_the_cluster_key_is_in_the_environment_of_instances_and_nowhere_else() -> None:
+    key = "a-secret-of-this-cluster"
+    config, instances = specs(f"cluster_key: {key}")
+    assert {spec.environment["EPD_SERVE_CLUSTER_KEY"] for spec in instances} == {key}
+    assert key not in repr(instances) + " ".join(word for spec in instances for word in spec.command)
+    lines = "\n".join(dry_run(config, None, {}))
+    assert key not in lines and lines.count("EPD_SERVE_CLUSTER_KEY") == 3

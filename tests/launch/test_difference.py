@@ -155,6 +155,8 @@ def test_threads_that_were_divided_stay_and_that_is_said(tmp_path: Path, monkeyp
         ("dtype: bfloat16", "a change of dtype needs another start"),
         ("instances: {share_weights: true, host: 127.0.0.2}", "instances.host, instances.share_weights"),
         ("feature_store: mooncake", "feature_store"),
+        ("gateway: {workers: 2}", "a change of gateway.workers"),
+        ("cluster_key: a-key-of-many-letters", "a change of cluster_key"),
         ("engine: vllm\nvllm: {feature_dir: /tmp}", "instances of vLLM keep their roles"),
     ],
 )

@@ -8,6 +8,7 @@ import contextlib
 import io
 import json
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 import uvicorn
 from PIL import Image
 
-from epd_serve.protocol import frames, wire
+from epd_serve.protocol import frames, prompt_calls, wire
 from proxy.app import create_app
 from proxy.main import new_server
 from proxy.settings import GatewaySettings
@@ -27,6 +28,7 @@ MESSAGES: dict[str, type[wire.Message]] = {
     "/stage/decode": wire.DecodeRequest,
     "/role": wire.RoleOrder,
     "/leave": wire.LeaveOrder,
+    "/prompt/tokenize": prompt_calls.TokenizeRequest,
 }
 
 
@@ -147,6 +149,8 @@ class FakeInstance:
     def _regular(self, message: Any) -> Script:
         if isinstance(message, wire.EncodeRequest):
             return [(200, {}), wire.encode(wire.EncodeReply(cached=False, num_tokens=4))]
+        if isinstance(message, prompt_calls.TokenizeRequest):
+            return [(200, {}), wire.encode(prompt_calls.TokenizeReply(tokens=[1, 2]))]
         if isinstance(message, wire.DecodeRequest):
             return [0.05, (200, {}), *([REST, DONE] if message.stream else [WHOLE])]
         follows = message.decode_url is not None
@@ -201,6 +205,23 @@ class Servers:
         for server, _ in self._running:
             server.should_exit = True
         await asyncio.gather(*(task for _, task in self._running))
+
+
+async def run_fakes(servers: Servers, *instances: str) -> list[FakeInstance]:
+    """Instances as in ``"p0:P"``, each with its URL."""
+    fakes = [FakeInstance(*instance.split(":")) for instance in instances]
+    for fake in fakes:
+        config = uvicorn.Config(fake, port=0, lifespan="off", log_level="critical", timeout_graceful_shutdown=1)
+        fake.url = await servers.add(uvicorn.Server(config))
+    return fakes
+
+
+@pytest.fixture
+async def fakes() -> AsyncIterator[Callable[..., Any]]:
+    """``await fakes("p0:P", "d0:D")`` → instances that play scripts, for a gateway elsewhere."""
+    servers = Servers()
+    yield partial(run_fakes, servers)
+    await servers.stop()
 
 
 class Gateway:
@@ -272,15 +293,11 @@ async def start() -> AsyncIterator[Callable[..., Any]]:
         async def start_gateway(
             *instances: str, loading: bool = False, reporting: bool = False, policy: Any = None, **settings: Any
         ) -> Gateway:
-            fakes = [FakeInstance(*instance.split(":")) for instance in instances]
+            fakes = await run_fakes(servers, *instances)
             for fake in fakes:
                 fake.loading = loading
                 if reporting:
                     fake.report = lambda: wire.Report(load=wire.Load())
-                config = uvicorn.Config(
-                    fake, port=0, lifespan="off", log_level="critical", timeout_graceful_shutdown=1
-                )
-                fake.url = await servers.add(uvicorn.Server(config))
             chosen = GatewaySettings(**({"poll_interval_s": 0.05, "allow_private": True} | settings))
             app = create_app(chosen, [(fake.name, fake.url) for fake in fakes], policy=policy)
             url = await servers.add(new_server(app, "127.0.0.1", 0))

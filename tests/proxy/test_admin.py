@@ -9,6 +9,7 @@ from fastapi import APIRouter, FastAPI
 from epd_serve.config import parse_config
 from proxy.admin import create_admin_app, running_admin
 from proxy.settings import AdminSettings, GatewaySettings
+from proxy.workers.crew import Crew
 
 KEY = {"authorization": "Bearer admin-secret"}
 
@@ -65,7 +66,7 @@ async def test_routes_of_others_are_behind_the_same_key(start):
     async def drain(name: str) -> dict[str, str]:
         return {"draining": name}
 
-    app = create_admin_app(gateway.table, gateway.gate, "admin-secret", [router])
+    app = create_admin_app(gateway.table, gateway.gate, "admin-secret", Crew(), [router])
     async with running_admin(app, AdminSettings()) as url:
         async with gateway.session.post(f"{url}/instances/pd0/drain") as response:
             assert response.status == 401

@@ -101,11 +101,47 @@ async def test_one_instance_for_all_is_replaced_however_it_ends(start, kit, end)
     await gateway.settle()
 
 
-async def test_several_choices_end_in_an_error_event(start, kit):
+def of_choice(choice, number):
+    return frames.pack(choice, (number,), b'data: {"token":%d}\n\n' % number)
+
+
+async def test_several_choices_go_on_each_by_itself(start, kit):
+    """The first of three has ended, the last has no token yet; another death on the way is one of one choice."""
+    gateway = await start("a0:EPD", "a1:EPD", "a2:EPD")
+    whole = {0: [1, 2], 1: [11, 12, 13], 2: [21, 22]}
+    usage = b'data: {"choices":[],"usage":{"prompt_tokens":5,"completion_tokens":%d,"total_tokens":0}}\n\n'
+    died = []
+
+    def script(message):
+        if message.sampling.n == 3:
+            return [kit.FRAMES, *(of_choice(0, number) for number in whole[0]), of_choice(1, 11), kit.DIE]
+        choice = message.sampling.first_choice
+        assert message.output.first_index == choice and not died[2:]
+        rest = whole[choice][len(message.generated) :]
+        if choice == 1 and len(rest) == 2:
+            died.append(message.generated)
+            return [kit.FRAMES, of_choice(0, 12), kit.DIE]
+        end = frames.pack(frames.END, (), usage % len(whole[choice]) + kit.DONE)
+        return [kit.FRAMES, *(of_choice(0, number) for number in rest), end]
+
+    for fake in gateway.fakes.values():
+        fake.scripts["/stage/prefill"] = script
+    status, answer = await gateway.answer(kit.chat(stream=True, n=3, stream_options={"include_usage": True}))
+    *events, told, end = [line for line in answer.split(b"\n\n") if line]
+    assert (status, end) == (200, b"data: [DONE]")
+    numbers = [json.loads(line[6:])["token"] for line in events]
+    assert {c: [n for n in numbers if n // 10 == c] for c in whole} == whole
+    assert json.loads(told[6:])["usage"] == {"prompt_tokens": 5, "completion_tokens": 7, "total_tokens": 12}
+    assert died == [[11]]
+    await gateway.settle()
+
+
+async def test_several_choices_with_usage_in_each_event_end_in_an_error_event(start, kit):
     gateway = await start("a0:EPD", "a1:EPD")
     for name in ("a0", "a1"):
         gateway[name].scripts["/stage/prefill"] = lambda _: [kit.FRAMES, kit.frame(1), kit.DIE]
-    answer = await gateway.raw(kit.chat(stream=True, n=2))
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    answer = await gateway.raw(kit.chat(stream=True, n=2, stream_options=options))
     assert b'data: {"error"' in answer and b"[DONE]" not in answer and not answer.endswith(b"0\r\n\r\n")
     assert sum(len(gateway[name].calls) for name in ("a0", "a1")) == 1
     await gateway.settle()

@@ -139,6 +139,26 @@ async def test_the_queue_goes_by_priority_and_is_bounded(start, kit):
     assert "epd_serve_queue_wait_seconds_count 3.0" in text and "epd_serve_requests_waiting 0.0" in text
 
 
+async def test_tokenizing_waits_for_its_turn_and_is_not_shed(start, kit):
+    gateway = await start("pd0:PD", max_in_flight=1, max_queue=1, shed_ttft_s=1e-9)
+    asked = {"prompt": "How many tokens?"}
+    assert json.loads((await gateway.answer(asked, "/tokenize"))[1])["count"] == 2
+    assert gateway.gate.queue.estimated_wait_s() == 0.0
+    gateway.gate.shedding, shedding = None, gateway.gate.shedding
+    crowd = Crowd(gateway, kit)
+    first = crowd.send("first")
+    await gateway.until(lambda: crowd.served == ["first"])
+    gateway.gate.shedding = shedding
+    waiting = asyncio.create_task(gateway.answer(asked, "/tokenize"))
+    await crowd.waiting(1)
+    status, error = await gateway.error({"tokens": [1]}, "/detokenize")
+    assert (status, error["code"]) == (429, "overloaded")
+    assert gateway.gate.queue.estimated_wait_s() is None, "what it took says nothing of how long requests run"
+    first.cancel()
+    assert (await waiting)[0] == 200
+    await gateway.until(lambda: not gateway.gate.queue.num_in_flight)
+
+
 async def test_clients_that_leave_the_queue_free_their_places(start, kit):
     gateway = await start("pd0:PD", max_in_flight=1, max_queue=2)
     crowd = Crowd(gateway, kit)

@@ -10,6 +10,7 @@ import pytest
 
 from epd_serve.config.gateway import ApiKeyConfig
 from epd_serve.config.keys import hash_key
+from epd_serve.media import MediaLimits
 from proxy.reload import Reloader
 from proxy.settings import AdminSettings
 
@@ -79,6 +80,30 @@ async def test_limits_change_for_the_next_requests(start, kit, caplog):
     control.apply(replace(before, request_timeout_s=0.2), members)
     gateway["a0"].scripts["/stage/prefill"] = lambda _: [kit.FOREVER]
     assert (await gateway.error(kit.chat()))[0] == 504
+
+
+async def test_media_limits_change_for_the_next_requests(start, kit, tmp_path):
+    gateway = await start("a0:EPD", allowed_file_dirs=(tmp_path,))
+    control, members = gateway.app.state.control, [("a0", gateway["a0"].url)]
+    (tmp_path / "picture.png").write_bytes(kit.picture(20, 20))
+    inline, file = kit.data_url(kit.picture(20, 20)), f"file://{tmp_path}/picture.png"
+    for urls in ([inline], [file], [inline, file]):
+        assert await gateway.answer(kit.chat(*urls)) == (200, kit.WHOLE)
+    before = control.settings
+    for urls, changes, words in (
+        ([inline], {"media": MediaLimits(max_pixels=100)}, "at most 100 are accepted"),
+        ([inline], {"media": MediaLimits(max_bytes=10)}, "at most 10 are accepted"),
+        ([file], {"media": MediaLimits(max_bytes=10)}, "more than 10 bytes"),
+        ([inline, file], {"max_items": 1}, "at most 1 are accepted"),
+        ([file], {"allowed_file_dirs": ()}, "from the directories that the gateway allows"),
+        (["http://127.0.0.1:1/a.png"], {"allowed_domains": ("b.org",)}, "allowed are b.org"),
+        (["http://127.0.0.1:1/a.png"], {"allowed_ports": (443,)}, "allowed are 443"),
+    ):
+        control.apply(replace(before, **changes), members)
+        status, error = await gateway.error(kit.chat(*urls))
+        assert status in (400, 413) and words in error["message"]
+    control.apply(before, members)
+    assert await gateway.answer(kit.chat(inline, file)) == (200, kit.WHOLE)
 
 
 async def test_keys_change_while_requests_run(start, kit, caplog):

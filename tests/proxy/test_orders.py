@@ -17,6 +17,7 @@ from epd_serve.protocol import wire
 from epd_serve.protocol.wire import Left
 from proxy.admin import create_admin_app
 from proxy.orders import Departures, Hold, OrdersSettings, orders_router, running_orders
+from proxy.workers.crew import Crew
 
 
 class Launched:
@@ -39,7 +40,13 @@ class Launched:
         state = self.gateway.app.state
         departures = Departures(state.table, state.switches, state.switches._calls, state.health)
         settings = OrdersSettings(self.path, self.reload, lambda file: [file.name])
-        return create_admin_app(state.table, state.gate, None, [orders_router(departures, self.hold, settings)])
+        return create_admin_app(
+            state.table,
+            state.gate,
+            None,
+            Crew(),
+            [orders_router(state.table, departures, self.hold, settings, Crew())],
+        )
 
 
 @pytest.fixture

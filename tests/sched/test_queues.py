@@ -56,11 +56,13 @@ class Bench:
             sequence.move_to(SequenceState.ABORTED)
             self.queues.tables.release(sequence)
 
-    def submit(self, name: str, arrival_s: float, num_tokens: int, *, here: bool = True) -> Sequence:
+    def submit(
+        self, name: str, arrival_s: float, num_tokens: int, *, here: bool = True, priority: int = 0
+    ) -> Sequence:
         sequence = Sequence(
             request_id=name,
             prompt_ids=[1] * num_tokens,
-            sampling=SamplingParams(seed=0),
+            sampling=SamplingParams(seed=0, priority=priority),
             max_tokens=10,
             positions=() if here else None,
             arrival_s=arrival_s,
@@ -102,6 +104,20 @@ def test_the_preempted_come_before_reservations_and_those_before_younger_prompts
     bench.queues.stop_reserving()
     bench.finish(young)
     assert bench.step() == (["late"], [])
+
+
+def test_a_lower_number_as_priority_is_computed_before_older_ones_and_preempted_after_them() -> None:
+    bench = Bench(12)
+    bench.submit("old", 1.0, 4, priority=1)
+    assert bench.step() == (["old"], [])
+    urgent = bench.submit("urgent", 3.0, 4, priority=-1)
+    bench.submit("usual", 2.0, 3)
+    assert bench.step() == (["old", "urgent"], []), "what runs is not driven out by what waits"
+    assert bench.step() == (["urgent", "old"], [])
+    assert bench.step() == (["urgent"], [])
+    assert bench.step() == (["urgent"], ["old"]), "the oldest of all"
+    bench.finish(urgent)
+    assert bench.step() == (["usual"], []), "what has begun is no exception"
 
 
 def test_an_older_prompt_comes_before_a_reservation() -> None:

@@ -1,0 +1,160 @@
+"""The workers of a gateway as one of them sees them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import msgspec
+
+from proxy.workers.channel import NOTHING, Channel, ChannelClosed
+from proxy.workers.ledger import Ledger
+from proxy.workers.messages import Change, Drained, Joined, Left, Shared
+from proxy.workers.place import WorkerPlace
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+#: A worker that stands still for longer is left out of what is asked of all.
+ANSWER_S = 1.0
+
+
+class Crew:
+    """One worker among ``place.count``; without a place a gateway of one process, with nobody to tell or ask.
+
+    What the gateway's parts have to say is put into ``shown`` and ``on_...`` before :meth:`join`.
+
+    Attributes:
+        shown: by name, what the others may ask: a function that gives something for MessagePack.
+        on_drained, on_joined, on_left: what another worker was told and this one takes over.
+        on_config: a deployment, as JSON, that the others took over before this one was started again.
+        on_stop, on_end, on_reload: told by the parent: finish, finish at once, read the deployment file.
+        ledger: what API keys have used, at all workers together.
+    """
+
+    def __init__(self, place: WorkerPlace | None = None) -> None:
+        self.place = place
+        self.ledger = None if place is None else Ledger(place.ledger, place.count, place.index)
+        self.shown: dict[str, Callable[[], Any]] = {}
+        self.on_drained: Callable[[Drained], None] = lambda change: None
+        self.on_joined: Callable[[Joined], None] = lambda change: None
+        self.on_left: Callable[[Left], None] = lambda change: None
+        self.on_config: Callable[[str], None] = lambda config: None
+        self.on_stop: Callable[[], None] = lambda: None
+        self.on_end: Callable[[], None] = lambda: None
+        self.on_reload: Callable[[], None] = lambda: None
+        self._channel = Channel(
+            {
+                "ping": self._nothing,
+                "show": self._show,
+                "change": self._change,
+                "stop": self._call(lambda: self.on_stop()),
+                "end": self._call(lambda: self.on_end()),
+                "reload": self._call(lambda: self.on_reload()),
+            }
+        )
+        self._running: asyncio.Task[None] | None = None
+
+    @property
+    def leads(self) -> bool:
+        """Whether it is the one that does what one alone must do."""
+        return self.place is None or self.place.leads
+
+    def admin_socket(self) -> socket.socket | None:
+        """That the admin plane has inherited; None where it makes its own."""
+        if self.place is None or self.place.admin is None:
+            return None
+        return socket.socket(fileno=os.dup(self.place.admin))
+
+    async def join(self) -> None:
+        """Be one of them, and know what they know, from now until :meth:`leave`."""
+        if self.place is None:
+            return
+        sock = socket.socket(fileno=self.place.channel)
+        await self._channel.open(sock)
+        self._running = asyncio.create_task(self._run())
+        shared = await self._channel.call("join", timeout_s=30)
+        known = msgspec.msgpack.decode(shared, type=Shared)
+        if known.config:
+            self.on_config(known.config)
+        for change in known.changes():
+            self._take_over(change)
+        if known.again:
+            self.on_reload()  # what has changed since
+
+    async def leave(self) -> None:
+        """Idempotent."""
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.gather(self._running, return_exceptions=True)
+
+    async def share(self, change: Change) -> None:
+        """Return when all workers have taken ``change`` over; one that is being started will know it."""
+        if self.place is not None:
+            with suppress(ChannelClosed, TimeoutError):
+                await self._channel.call("share", change, timeout_s=2 * ANSWER_S)
+
+    def tell(self, change: Change) -> None:
+        """The same without waiting."""
+        if self.place is not None:
+            self._channel.tell("share", change)
+
+    async def ask(self, name: str, kind: type[T]) -> list[T]:
+        """What each other worker shows under ``name``, of those that answer in time."""
+        if self.place is None:
+            return []
+        try:
+            answer = await self._channel.call("ask", name, timeout_s=2 * ANSWER_S)
+        except (ChannelClosed, TimeoutError):
+            return []
+        bodies = msgspec.msgpack.decode(answer, type=list[bytes])
+        return [msgspec.msgpack.decode(body, type=kind) for body in bodies]
+
+    async def metrics(self) -> bytes | None:
+        """The exposition text of all workers together; None for a gateway of one process, or without an answer."""
+        if self.place is None:
+            return None
+        try:
+            answer = await self._channel.call("metrics", timeout_s=2 * ANSWER_S)
+        except (ChannelClosed, TimeoutError):
+            return None
+        return msgspec.msgpack.decode(answer, type=bytes)
+
+    async def _run(self) -> None:
+        await self._channel.run()
+        self.on_stop()  # without its parent there is nobody who would start it again
+
+    @staticmethod
+    async def _nothing(_: bytes) -> bytes:
+        return NOTHING
+
+    @staticmethod
+    def _call(function: Callable[[], None]) -> Any:
+        async def answer(_: bytes) -> bytes:
+            function()
+            return NOTHING
+
+        return answer
+
+    async def _show(self, body: bytes) -> bytes:
+        return msgspec.msgpack.encode(self.shown[msgspec.msgpack.decode(body, type=str)]())
+
+    async def _change(self, body: bytes) -> bytes:
+        self._take_over(msgspec.msgpack.decode(body, type=Change))
+        return NOTHING
+
+    def _take_over(self, change: Change) -> None:
+        match change:
+            case Drained():
+                self.on_drained(change)
+            case Joined() if change.deadline_s > time.monotonic():
+                self.on_joined(change)
+            case Left():
+                self.on_left(change)

@@ -1,0 +1,97 @@
+"""What the parent of the workers does for them: passes on what concerns all, and adds up what all have counted."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from epd_serve.metrics.gateway import SUMMED_GAUGES
+from epd_serve.metrics.merged import Family, cumulative, exposition, merge
+from proxy.workers.channel import NOTHING, Channel, ChannelClosed
+from proxy.workers.crew import ANSWER_S
+from proxy.workers.messages import Change, Shared, TakenOver
+
+
+class Hub:
+    """Knows the workers that have joined by their channels.
+
+    Attributes:
+        shared: what those that join must know.
+    """
+
+    def __init__(self) -> None:
+        self.shared = Shared()
+        self._channels: dict[int, Channel] = {}
+        self._had_joined: set[int] = set()
+        self._counted: dict[int, list[Family]] = {}
+        self._retired: list[Family] = []
+
+    def connect(self, index: int, joined: asyncio.Event) -> Channel:
+        """The parent's side of the channel to worker ``index``, not yet open; ``joined`` is set when it serves."""
+
+        async def join(_: bytes) -> bytes:
+            self.shared.again = index in self._had_joined
+            self._had_joined.add(index)
+            self._channels[index] = channel
+            joined.set()
+            return msgspec.msgpack.encode(self.shared)
+
+        channel = Channel(
+            {
+                "join": join,
+                "share": partial(self._share, index),
+                "ask": partial(self._ask, index),
+                "metrics": self._metrics,
+            }
+        )
+        return channel
+
+    def left(self, index: int) -> None:
+        """The worker has ended. What it had counted when it was last asked stays in the sums, so that no counter
+        that anybody has seen ever falls."""
+        self._channels.pop(index, None)
+        if (counted := self._counted.pop(index, None)) is not None:
+            self._retired = merge([self._retired, cumulative(counted)])
+
+    def tell(self, name: str) -> None:
+        """All of them."""
+        for channel in self._channels.values():
+            channel.tell(name)
+
+    async def _share(self, index: int, body: bytes) -> bytes:
+        change = msgspec.msgpack.decode(body, type=Change)
+        self.shared.apply(change, time.monotonic())
+        if not isinstance(change, TakenOver):
+            await self._call_all("change", change, but=index)
+        return NOTHING
+
+    async def _ask(self, index: int, body: bytes) -> bytes:
+        answers = await self._call_all("show", msgspec.msgpack.decode(body), but=index)
+        return msgspec.msgpack.encode(list(answers.values()))
+
+    async def _metrics(self, _: bytes) -> bytes:
+        answers = await self._call_all("show", "metrics")
+        for index, answer in answers.items():
+            if index in self._channels:  # it may have ended since
+                self._counted[index] = msgspec.msgpack.decode(answer, type=list[Family])
+        families = merge([self._retired, *self._counted.values()], SUMMED_GAUGES)
+        return msgspec.msgpack.encode(exposition(families))
+
+    async def _call_all(self, name: str, argument: Any, *, but: int | None = None) -> dict[int, bytes]:
+        """The answers by worker, of those that answer in time."""
+        answers: dict[int, bytes] = {}
+
+        async def call(index: int, channel: Channel) -> None:
+            with suppress(ChannelClosed, TimeoutError):
+                answers[index] = await channel.call(name, argument, timeout_s=ANSWER_S)
+
+        async with asyncio.TaskGroup() as calling:
+            for index, channel in list(self._channels.items()):
+                if index != but:
+                    calling.create_task(call(index, channel))
+        return answers

@@ -1,0 +1,204 @@
+"""What API keys have used at all workers of a gateway together: numbers in shared memory."""
+
+from __future__ import annotations
+
+import fcntl
+import math
+import mmap
+import os
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from hashlib import blake2b
+
+from proxy.limits import Client, KeyLimits, TokenBucket
+
+#: Keys with limits, each with every change of these: far more than a gateway reads from a file.
+CAPACITY = 65536
+_TAG_BYTES = 16
+_HEAD = struct.Struct("=Q")
+_BUCKETS = struct.Struct("=dddd")
+_COUNT = struct.Struct("=I")
+
+
+class Ledger:
+    """One account for each API key with limits, in a file in memory that all workers have mapped.
+
+    An account is locked while it is read and written, by POSIX record locks: who dies with one gives it back. It
+    takes some microseconds; accounts of different keys do not meet.
+
+    ::
+
+        number of accounts | tag, two buckets (level, time), requests in progress at each worker | ...
+    """
+
+    def __init__(self, descriptor: int, num_workers: int, index: int | None = None) -> None:
+        """``index`` of the worker; None for the parent, which has no requests. The descriptor stays open: to close
+        any one of a file gives up the process's locks."""
+        self._descriptor = descriptor
+        self._num_workers = num_workers
+        self._index = index
+        self._size = _TAG_BYTES + _BUCKETS.size + 4 * num_workers + 4 * (num_workers % 2)
+        self._memory = mmap.mmap(descriptor, _HEAD.size + CAPACITY * self._size)
+        self._known: dict[bytes, int] = {}
+
+    @classmethod
+    def create(cls, num_workers: int) -> tuple[int, Ledger]:
+        """(descriptor for workers to inherit, the parent's view)."""
+        descriptor = os.memfd_create("epd-serve-keys")
+        size = _TAG_BYTES + _BUCKETS.size + 4 * num_workers + 4 * (num_workers % 2)
+        os.ftruncate(descriptor, _HEAD.size + CAPACITY * size)  # sparse: pages are there once they are written
+        return descriptor, cls(descriptor, num_workers)
+
+    def client(self, name: str, key_hash: str, limits: KeyLimits) -> Client:
+        """The holder of a key; one without limits that workers must share needs no account.
+
+        Raises ValueError where there is no room for another account.
+        """
+        shared = (limits.requests_per_s, limits.tokens_per_min, limits.max_concurrent)
+        if all(limit is None for limit in shared):
+            return Client(name, limits)
+        tag = blake2b(repr((key_hash, name, limits)).encode(), digest_size=_TAG_BYTES).digest()
+        client = SharedClient(name, limits, self)
+        client.place(self._account(tag, client.levels()))
+        return client
+
+    def forget(self, index: int) -> None:
+        """Worker ``index`` is dead: it has no requests in progress any more."""
+        for number in range(self._number()):
+            with self.locked(number):
+                self._set(number, index, 0)
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """To the access log, which all workers share; any thread."""
+        with self.locked(CAPACITY):
+            yield
+
+    # ------------------------------------------------------------------ of one account, by its number
+
+    @contextmanager
+    def locked(self, number: int) -> Iterator[None]:
+        fcntl.lockf(self._descriptor, fcntl.LOCK_EX, 1, 1 + number)
+        try:
+            yield
+        finally:
+            fcntl.lockf(self._descriptor, fcntl.LOCK_UN, 1, 1 + number)
+
+    def levels(self, number: int) -> tuple[float, ...]:
+        return _BUCKETS.unpack_from(self._memory, self._at(number) + _TAG_BYTES)
+
+    def set_levels(self, number: int, levels: tuple[float, ...]) -> None:
+        _BUCKETS.pack_into(self._memory, self._at(number) + _TAG_BYTES, *levels)
+
+    def num_active(self, number: int) -> int:
+        """Requests in progress at all workers."""
+        at = self._at(number) + _TAG_BYTES + _BUCKETS.size
+        return sum(struct.unpack_from(f"={self._num_workers}I", self._memory, at))
+
+    def add_active(self, number: int, change: int) -> None:
+        """At this worker."""
+        assert self._index is not None
+        (now,) = _COUNT.unpack_from(self._memory, self._count_at(number, self._index))
+        self._set(number, self._index, now + change)
+
+    # ------------------------------------------------------------------ inside
+
+    def _account(self, tag: bytes, levels: tuple[float, ...]) -> int:
+        """The number of the account of that tag; a new one begins with ``levels``."""
+        fcntl.lockf(self._descriptor, fcntl.LOCK_EX, 1, 0)
+        try:
+            for number in range(len(self._known), self._number()):
+                at = self._at(number)
+                self._known[self._memory[at : at + _TAG_BYTES]] = number
+            if tag in self._known:
+                return self._known[tag]
+            number = len(self._known)
+            if number == CAPACITY:
+                raise ValueError(
+                    f"gateway.api_keys: limits of {CAPACITY} keys, old ones included, are counted already; start "
+                    "the gateway again"
+                )
+            at = self._at(number)
+            self._memory[at : at + _TAG_BYTES] = tag
+            self.set_levels(number, levels)
+            _HEAD.pack_into(self._memory, 0, number + 1)
+            self._known[tag] = number
+            return number
+        finally:
+            fcntl.lockf(self._descriptor, fcntl.LOCK_UN, 1, 0)
+
+    def _number(self) -> int:
+        number: int = _HEAD.unpack_from(self._memory, 0)[0]
+        return number
+
+    def _at(self, number: int) -> int:
+        return _HEAD.size + number * self._size
+
+    def _count_at(self, number: int, index: int) -> int:
+        return self._at(number) + _TAG_BYTES + _BUCKETS.size + 4 * index
+
+    def _set(self, number: int, index: int, value: int) -> None:
+        _COUNT.pack_into(self._memory, self._count_at(number, index), value)
+
+
+class SharedClient(Client):
+    """The holder of a key whose limits hold for all workers together."""
+
+    __slots__ = ("_account", "_ledger")
+
+    def __init__(self, name: str, limits: KeyLimits, ledger: Ledger) -> None:
+        super().__init__(name, limits)
+        self._ledger = ledger
+        self._account = -1
+
+    def place(self, account: int) -> None:
+        """Where its numbers stand."""
+        self._account = account
+
+    def levels(self) -> tuple[float, ...]:
+        """(level, time) of the buckets of requests and of tokens."""
+        nothing = (0.0, -math.inf)
+        return tuple(x for one in self._buckets() for x in (nothing if one is None else one.state))
+
+    def enter(self, now_s: float) -> None:
+        with self._open():
+            super().enter(now_s)
+            self._ledger.add_active(self._account, 1)
+
+    def leave(self) -> None:
+        super().leave()
+        with self._ledger.locked(self._account):
+            self._ledger.add_active(self._account, -1)
+
+    def charge(self, num_tokens: float, now_s: float) -> None:
+        with self._open():
+            super().charge(num_tokens, now_s)
+
+    def refund(self, num_tokens: float) -> None:
+        if num_tokens:
+            with self._open():
+                super().refund(num_tokens)
+
+    def num_tokens_left(self, now_s: float) -> float:
+        with self._open():
+            return super().num_tokens_left(now_s)
+
+    def num_everywhere(self) -> int:
+        return self._ledger.num_active(self._account)
+
+    @contextmanager
+    def _open(self) -> Iterator[None]:
+        """The buckets as they are now; what is changed in them is written back."""
+        with self._ledger.locked(self._account):
+            levels = self._ledger.levels(self._account)
+            for bucket, state in zip(self._buckets(), (levels[:2], levels[2:]), strict=True):
+                if bucket is not None:
+                    bucket.state = (state[0], state[1])
+            try:
+                yield
+            finally:
+                self._ledger.set_levels(self._account, self.levels())
+
+    def _buckets(self) -> tuple[TokenBucket | None, TokenBucket | None]:
+        return self._requests, self._tokens

@@ -1,0 +1,88 @@
+"""Instances that answer those only who have the deployment's key."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import aiohttp
+import pytest
+import uvicorn
+
+from epd_serve.backends.base import InstanceLost
+from epd_serve.backends.native import NativeConnections, NativeInstance
+from epd_serve.config.keys import CLUSTER_KEY
+from epd_serve.errors import InvalidRequest
+from epd_serve.instance.http import ControlApp, Reply
+from epd_serve.instance.peers import Peers
+from epd_serve.protocol import wire
+
+KEY = "0123456789abcdef-"
+
+
+class Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self):
+        yield
+
+
+@contextlib.asynccontextmanager
+async def guarded() -> AsyncIterator[str]:
+    """URL of an instance with that key, which answers everything with what it was sent."""
+
+    async def answer(body: bytes) -> Reply:
+        return Reply(body=body)
+
+    routes = [("GET", "/health", answer), ("GET", "/metrics", answer), ("POST", "/kv/renew", answer)]
+    routes += [("POST", "/prompt/detokenize", answer)]
+    app = ControlApp(routes, key=KEY)
+    server = Server(uvicorn.Config(app, port=0, lifespan="off", log_level="critical", http="httptools"))
+    task = asyncio.create_task(server.serve())
+    while not server.started:  # noqa: ASYNC110
+        await asyncio.sleep(0.005)
+    try:
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        await task
+
+
+async def test_without_the_key_there_are_health_and_metrics_alone():
+    async with guarded() as url, aiohttp.ClientSession() as session:
+        for path, headers, status in (
+            ("/health", {}, 200),
+            ("/metrics", {}, 200),
+            ("/kv/renew", {}, 401),
+            ("/nowhere", {}, 401),
+            ("/kv/renew", {wire.CLUSTER_HEADER: KEY[:-1]}, 401),
+            ("/kv/renew", [(wire.CLUSTER_HEADER, KEY), (wire.CLUSTER_HEADER, KEY)], 401),
+            ("/kv/renew", {wire.CLUSTER_HEADER: KEY}, 200),
+            ("/nowhere", {wire.CLUSTER_HEADER: KEY}, 404),
+        ):
+            method = "GET" if path in ("/health", "/metrics") else "POST"
+            async with session.request(method, url + path, headers=headers) as response:
+                assert response.status == status, (path, headers)
+                assert KEY not in await response.text()
+
+
+async def test_gateways_and_other_instances_send_it(monkeypatch):
+    ref = wire.TransferRef("t", "r")
+    async with guarded() as url:
+        for key in (None, KEY):
+            monkeypatch.setenv(CLUSTER_KEY, key or "")
+            peers = Peers()
+            try:
+                async with NativeConnections(key) as connections:
+                    instance = NativeInstance(connections, "p0", url)
+                    if key is None:
+                        with pytest.raises(InvalidRequest, match="cluster_key: set EPD_SERVE_CLUSTER_KEY"):
+                            await peers.call(url, "/kv/renew", ref)
+                        with pytest.raises(InvalidRequest, match="cluster_key"):
+                            await instance.detokenize(wire.TransferRef("t", "r"), trace_id="t")
+                    else:
+                        assert await peers.call(url, "/kv/renew", ref) == wire.encode(ref)
+                        with pytest.raises(InstanceLost, match="unreadable"):  # it is an echo
+                            await instance.detokenize(ref, trace_id="t")
+            finally:
+                await peers.close()

@@ -1,0 +1,62 @@
+"""Metrics of several processes as those of one."""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.parser import text_string_to_metric_families
+
+from epd_serve.metrics.gateway import SUMMED_GAUGES, GatewayMetrics, InstanceFigures
+from epd_serve.metrics.merged import cumulative, exposition, families_of, merge
+
+
+def samples(text: bytes) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    return {
+        (sample.name, tuple(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text.decode())
+        for sample in family.samples
+        if not sample.name.endswith("_created")
+    }
+
+
+def registry(count: int, value: float) -> CollectorRegistry:
+    made = CollectorRegistry()
+    counter = Counter("hits", "h", ["kind"], registry=made)
+    counter.labels("a").inc(count)
+    counter.labels(f"only-{count}").inc()
+    Histogram("seconds", "s", buckets=(1.0, 2.0), registry=made).observe(value)
+    Gauge("running", "r", registry=made).set(count)
+    Gauge("ready", "r", ["instance"], registry=made).labels("e0").set(value)
+    return made
+
+
+def test_counters_histograms_and_some_gauges_add_up():
+    parts = [families_of(registry(2, 0.5)), families_of(registry(3, 1.5))]
+    found = samples(exposition(merge(parts, {"running"})))
+    assert found["hits_total", (("kind", "a"),)] == 5
+    assert found["hits_total", (("kind", "only-2"),)] == found["hits_total", (("kind", "only-3"),)] == 1
+    assert [found["seconds_bucket", (("le", le),)] for le in ("1.0", "2.0", "+Inf")] == [1, 2, 2]
+    assert (found["seconds_sum", ()], found["seconds_count", ()], found["running", ()]) == (2.0, 2, 5)
+    assert found["ready", (("instance", "e0"),)] == 1.5, "what all of them see of an instance"
+
+
+def test_what_has_ended_keeps_its_counts_and_no_state():
+    ended = cumulative(families_of(registry(2, 0.5)))
+    found = samples(exposition(merge([ended, families_of(registry(3, 1.5))], {"running"})))
+    assert (found["hits_total", (("kind", "a"),)], found["running", ()]) == (5, 3)
+
+
+def test_one_part_is_shown_as_it_is():
+    metrics = GatewayMetrics()
+    metrics.refused.labels("overloaded", "mine").inc()
+    metrics.watch_admission(lambda: 3, lambda: 4)
+    instances = [InstanceFigures(name="e0", ready=True, in_flight=[("E", 2)], kv_usage=0.25)]
+    alone = samples(metrics.render(instances))
+    assert samples(exposition(merge([metrics.families(instances)], SUMMED_GAUGES))) == alone
+    twice = samples(exposition(merge([metrics.families(instances)] * 2, SUMMED_GAUGES)))
+    assert {name for name, value in twice.items() if value != alone[name]} == {
+        ("epd_serve_refused_total", (("key", "mine"), ("reason", "overloaded"))),
+        ("epd_serve_in_flight_calls", (("instance", "e0"), ("stage", "E"))),
+        *(
+            (f"epd_serve_{kind}_{state}", ())
+            for kind in ("num_requests", "requests")
+            for state in ("running", "waiting")
+        ),
+    }
