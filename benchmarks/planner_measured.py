@@ -33,9 +33,9 @@ BELOW = 0.75
 CORES = 2
 
 
-def simulated(run: MeasuredRun, profile: Profile) -> list[Asked]:
-    """The run's requests through the simulator."""
-    requests = [
+def sim_requests(run: MeasuredRun, profile: Profile) -> list[SimRequest]:
+    """Those that were answered, as they were sent; each image is another one."""
+    return [
         SimRequest(
             at_s=one.sent_s,
             images=((str(number), one.pixels),) if one.pixels else (),
@@ -47,6 +47,11 @@ def simulated(run: MeasuredRun, profile: Profile) -> list[Asked]:
         for number, one in enumerate(run.requests)
         if one.num_output_tokens
     ]
+
+
+def simulated(run: MeasuredRun, profile: Profile) -> list[Asked]:
+    """The run's requests through the simulator."""
+    requests = sim_requests(run, profile)
     deployment = build(
         parse_topology(run.topology), ["cpu"], lambda *_: profile, cores=CORES, threads=1, num_blocks=4096
     )

@@ -23,6 +23,7 @@ from PIL import Image
 
 from benchmarks.transfer_models import make_model
 from epd_serve.bench.compare import read_comparison
+from epd_serve.bench.deployed import read_candidates
 from epd_serve.bench.plan import take_items
 from epd_serve.bench.results import file_name
 from epd_serve.bench.run_directory import RunDirectory
@@ -94,12 +95,16 @@ def keep(work_dir: Path) -> list[MeasuredRun]:
     for file in sorted((work_dir / "runs").glob("*/*/*/run.json")):
         run = RunDirectory.open(file.parent)
         names = [Path(name).name for name in read_comparison(file.parents[2]).files]
-        of_label = {file_name(str(load_config(ROOT / "deploy" / name).topology)): name for name in names}
-        runs.append(_kept(run, of_label[file.parents[1].name]))
+        of_label = {
+            file_name(one.label): one.file.name
+            for one in read_candidates([ROOT / "deploy" / name for name in names])
+        }
+        runs.append(kept(run, of_label[file.parents[1].name]))
     return sorted(runs, key=lambda one: (one.workload, one.file, one.rate))
 
 
-def _kept(run: RunDirectory, deployment: str) -> MeasuredRun:
+def kept(run: RunDirectory, deployment: str) -> MeasuredRun:
+    """What the simulator needs of a run; ``deployment``: its file."""
     settings = run.settings
     items = take_items(load_workload(settings.workload), settings.num_requests, settings.seed)
     pixels = [_pixels(item) for item in items]

@@ -8,6 +8,7 @@ measured by keeping one of them busy. Queues are the simulator's to find.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -17,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import StringIO
 from pathlib import Path
 from statistics import fmean, linear_regression, median
@@ -153,6 +154,8 @@ class _Asker:
     url: str
     folder: Path
     progress: Callable[[str], None]
+    #: Each measurement has its own, so that no picture and no prompt is in a cache from an earlier one.
+    seeds: Iterator[int] = field(default_factory=itertools.count)
 
     def __call__(self, workload: str, count: int, arrivals: str = "closed:1") -> list[Record]:
         """``count`` requests of a workload. Raises ValueError unless all are answered."""
@@ -164,7 +167,7 @@ class _Asker:
             model="profile",
             workload=workload,
             num_requests=count,
-            seed=0,
+            seed=next(self.seeds),
             arrivals=arrivals,
             num_warmups=2,
         )
@@ -183,6 +186,7 @@ class _Asker:
         command = [sys.executable, "-m", "epd_serve.cli", "bench", "--base-url", self.url, "--model", "profile"]
         command += ["--workload", workload, "--arrivals", "closed:1", "--num-requests", str(count), "--no-report"]
         command += ["--work-dir", tempfile.mkdtemp(dir=self.folder), "--warmups", "0"]
+        command += ["--seed", str(next(self.seeds))]
         nothing, before = subprocess.DEVNULL, self._num_running()
         client = subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=nothing)
         try:

@@ -59,8 +59,8 @@ class FluidSharing:
 class MeasuredSharing:
     """As pairs of stages were measured side by side; increases of several neighbours add up.
 
-    A CPU has ``cores``; what asks for more in all gets its part of them, less ``crowding``. ``within``: of two
-    stages in one instance.
+    A CPU has ``cores``; what asks for more in all gets its part of them, less ``crowding``, which was
+    measured with all that they do to each other. ``within``: of two stages in one instance.
     """
 
     increase: dict[tuple[str, str], float] = field(default_factory=dict)
@@ -106,7 +106,7 @@ class MeasuredSharing:
                 if other is not one:
                     pairs = self.within if one.owner == other.owner else self.increase
                     more += pairs.get((one.stage, other.stage), 0.0)
-            rates.append(1 / ((1 + more) * scarce))
+            rates.append(1 / max(1 + more, scarce))
         return rates
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 
 def smallest_hidden_group(
     num_layers: int, layer_s: float, layer_bytes: float, handshake_s: float, bytes_per_s: float
 ) -> int:
-    """The smallest g with ``handshake + g·bytes/bandwidth <= g·layer``, at most ``num_layers``.
+    """The smallest g with ``handshake + g·bytes/bandwidth <= g·layer``, or else the one that is over the soonest.
 
     Args:
         layer_s: compute time of one layer.
@@ -17,12 +18,27 @@ def smallest_hidden_group(
         bytes_per_s: bandwidth of the link.
     """
     gain_s = layer_s - layer_bytes / bytes_per_s
-    if gain_s <= 0:
-        return num_layers  # the link is slower than compute: fewer, larger transfers waste the fewest handshakes
-    for group in range(1, num_layers):
-        if handshake_s <= group * gain_s:
-            return group
-    return num_layers
+    if gain_s > 0 and handshake_s <= num_layers * gain_s:
+        return min(max(math.ceil(handshake_s / gain_s), 1), num_layers)
+    send_s = layer_bytes / bytes_per_s
+    return min(
+        range(1, num_layers + 1),
+        key=lambda group: seconds_until_sent(num_layers, group, layer_s, send_s, handshake_s),
+    )
+
+
+def seconds_until_sent(num_layers: int, group: int, layer_s: float, send_s: float, handshake_s: float) -> float:
+    """From the start of the first layer until the last group is sent, in groups as of :func:`group_ends`.
+
+    Args:
+        send_s: of one layer, without the handshake.
+    """
+    sent_s, begin = 0.0, 0
+    for end in sorted(group_ends(num_layers, group)):
+        size = end + 1 - begin
+        sent_s = max(sent_s, (end + 1) * layer_s) + handshake_s + size * send_s
+        begin = end + 1
+    return sent_s
 
 
 def group_ends(num_layers: int, group_size: int) -> frozenset[int]:

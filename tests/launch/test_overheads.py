@@ -1,6 +1,7 @@
 """What requests take besides their stages, measured on real deployments of the demo model."""
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -25,9 +26,23 @@ def little(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(overheads, name, value)
 
 
+@pytest.fixture
+def seeds(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """Of all measurements, with the deployment that was asked."""
+    found: list[tuple[str, int]] = []
+    settings = overheads.RunSettings
+
+    def noted(**fields: Any) -> Any:
+        found.append((fields["base_url"], fields["seed"]))
+        return settings(**fields)
+
+    monkeypatch.setattr(overheads, "RunSettings", noted)
+    return found
+
+
 @pytest.mark.usefixtures("little")
 @pytest.mark.timeout(900)  # a dozen processes that import what they need
-def test_deployments_are_measured_and_nothing_of_the_stages_is_changed() -> None:
+def test_deployments_are_measured_and_nothing_of_the_stages_is_changed(seeds: list[tuple[str, int]]) -> None:
     told: list[str] = []
     stages = Profile.read(DEMO)
     options = OverheadOptions(model="demo", device="cpu", dtype="float32", threads=1, num_requests=1)
@@ -43,3 +58,4 @@ def test_deployments_are_measured_and_nothing_of_the_stages_is_changed() -> None
     assert min(*found.interference.values(), *found.interference_within.values(), found.crowding) >= 0
     assert {text.partition(":")[0] for text in told} == {"EPD", "E-P-D"}
     assert msgspec.json.decode(found.to_json(), type=Profile) == found
+    assert len(seeds) == len(set(seeds)) > 10, "a picture that is there already tells nothing of an encode"

@@ -74,6 +74,8 @@ def test_stages_slow_each_other_down_as_measured(ascend: Profile) -> None:
     assert rates(("E", "a"), ("D", "a")) == pytest.approx([1 / 2, 1 / 1.25])
     assert rates(("E", "a"), ("P", "b")) == pytest.approx([1 / 1.5, 1 / 1.1])
     assert rates(*[("D", name) for name in "abc"]) == pytest.approx([2 / 3 / 1.2] * 3)
+    # what too few cores do was measured with what the stages do to each other
+    assert rates(("E", "a"), ("D", "a"), ("D", "b")) == pytest.approx([1 / 2.5, 2 / 3 / 1.2, 2 / 3 / 1.2])
 
 
 def test_a_cpu_prepares_beside_what_it_computes(slow: Profile) -> None:

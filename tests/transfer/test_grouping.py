@@ -8,7 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd_serve.transfer.grouping import GroupSizer, LinkEstimate, group_ends, smallest_hidden_group
+from epd_serve.transfer.grouping import (
+    GroupSizer,
+    LinkEstimate,
+    group_ends,
+    seconds_until_sent,
+    smallest_hidden_group,
+)
 
 
 @given(
@@ -26,10 +32,27 @@ def test_against_the_inequality(
 
     group = smallest_hidden_group(num_layers, layer_s, layer_bytes, handshake_s, bytes_per_s)
     assert 1 <= group <= num_layers
-    assert hidden(group) or group == num_layers
-    assert not any(
-        hidden(g) for g in range(1, group) if abs(handshake_s - g * (layer_s - layer_bytes / bytes_per_s)) > 1e-9
-    )
+    others = [g for g in range(1, num_layers + 1) if g != group]
+    if hidden(group):
+        assert not any(
+            hidden(g)
+            for g in others
+            if g < group and abs(handshake_s - g * (layer_s - layer_bytes / bytes_per_s)) > 1e-9
+        )
+    else:
+        assert not any(hidden(g) and handshake_s > 1e-9 for g in others)
+        send_s = layer_bytes / bytes_per_s
+        taken_s = [seconds_until_sent(num_layers, g, layer_s, send_s, handshake_s) for g in (group, *others)]
+        assert taken_s[0] == min(taken_s)
+
+
+def test_a_link_that_is_slower_than_compute_sends_while_layers_are_computed() -> None:
+    """EPD-Serve's inequality has no solution there: one group of all layers would hide nothing."""
+    group = smallest_hidden_group(12, layer_s=0.016, layer_bytes=4e5, handshake_s=0.002, bytes_per_s=2e7)
+    assert group == 1
+    assert seconds_until_sent(12, 1, 0.016, 0.02, 0.002) == pytest.approx(0.016 + 12 * 0.022)
+    assert smallest_hidden_group(12, 0.016, 4e5, handshake_s=0.1, bytes_per_s=2e7) == 9
+    assert smallest_hidden_group(12, 0.016, 4e5, handshake_s=1.0, bytes_per_s=2e7) == 12
 
 
 @given(num_layers=st.integers(1, 80), group_size=st.integers(1, 90))
