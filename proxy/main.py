@@ -62,8 +62,8 @@ def run_gateway(
 
     Blocks; must run in the main thread, for the signals. ``instances`` are (name, control URL). With ``reread``,
     SIGHUP or a change of the file makes the gateway take it over. ``controls``: as in GatewaySettings.of.
-    ``place``: it is one of several workers, and listens on the sockets that it has inherited. ``orders``: the socket
-    on which the launcher gives orders (proxy/orders.py).
+    ``place``: it is one of several workers, and listens on the sockets that it has inherited. ``orders``: the
+    socket on which the launcher gives orders (proxy/orders.py).
     """
     crew = Crew(place)
     part = (0, 1) if place is None else (place.index, place.count)
