@@ -77,7 +77,8 @@ def kill(deployment: LocalDeployment, name: str) -> None:
 def test_no_request_notices_a_ring_of_topologies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     output = tmp_path / "ring.json"
     ring = ["cpu-e-p-d", "cpu-e_p-d", "cpu-ed-p", "cpu-epd", "cpu-2e-p-d"]
-    options = ["--direct", "--requests", "24", "--laps", "1", "--answers", "6", "--output", str(output)]
+    options = ["--direct", "--requests", "12", "--concurrency", "4", "--laps", "1", "--answers", "4"]
+    options += ["--output", str(output)]
     monkeypatch.setattr(sys, "argv", ["apply_ring", *options, "--ring", *ring])
     code = apply_ring.main()
     report = json.loads(output.read_text())

@@ -41,13 +41,15 @@ async def test_one_more_is_started_again_like_the_others(running: Supervisor, fa
     assert fakes.alive == set()
 
 
-@pytest.mark.parametrize(("behaviour", "failure"), [("die", ProcessDied), ("never", TimeoutError)])
+@pytest.mark.parametrize(
+    ("behaviour", "failure", "timeout_s"), [("die", ProcessDied, 60), ("never", TimeoutError, 1)]
+)
 async def test_one_that_does_not_become_ready_leaves_the_others_as_they_are(
-    running: Supervisor, fakes: Any, behaviour: str, failure: type[Exception]
+    running: Supervisor, fakes: Any, behaviour: str, failure: type[Exception], timeout_s: float
 ) -> None:
     failed = asyncio.create_task(running.wait_failure())
     with pytest.raises(failure):
-        await running.add(fakes.spec("d0", behaviour), 2.0)
+        await running.add(fakes.spec("d0", behaviour), timeout_s)
     assert fakes.alive == {"e0", "gateway"}
     assert [process.spec.name for process in running.processes] == ["e0", "gateway"]
     assert not failed.done()
