@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from proxy.access_line import Line, StageLine
 from proxy.trail import Trail
 
 logger = logging.getLogger(__name__)
@@ -69,8 +70,8 @@ class AccessLog:
                     "give a file in a directory that is there, or '-' for the standard output"
                 ) from error
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="access-log", daemon=True)
-        self._thread.start()
+        self._writer = threading.Thread(target=self._run, name="access-log", daemon=True)
+        self._writer.start()
 
     def put(self, trail: Trail) -> None:
         if len(self._waiting) >= self._max_waiting:
@@ -81,7 +82,7 @@ class AccessLog:
     def close(self) -> None:
         """Write what is waiting. Idempotent."""
         self._stopping.set()
-        self._thread.join()
+        self._writer.join()
         if self._file is not None:
             os.close(self._file)
             self._file = None
@@ -128,49 +129,6 @@ class AccessLog:
             os.close(self._file)
             self._file = None
         self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o640)
-
-
-class StageLine(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One stage at one instance; ``start_ms`` counts from the request's arrival."""
-
-    stage: str
-    start_ms: float
-    ms: float
-    instance: str = ""
-    item: str = ""
-    feature: str = ""
-    failed: bool = False
-
-
-class Line(msgspec.Struct, frozen=True):
-    """A request, as it is logged. Times are in milliseconds. What is not known is null."""
-
-    time: str
-    request_id: str
-    trace_id: str
-    key: str | None
-    endpoint: str
-    model: str | None
-    modality: str
-    images: int
-    pixels: tuple[int, ...]
-    media_bytes: int
-    stream: bool
-    status: int
-    error: str | None
-    finish_reason: str | None
-    prompt_tokens: int | None
-    completion_tokens: int | None
-    ttft_ms: float | None
-    tpot_ms: float | None
-    duration_ms: float
-    queue_ms: float
-    prefill: str | None
-    decode: str | None
-    stages: list[StageLine]
-    retries: int
-    continuations: int
-    encode_retries: int
 
 
 @lru_cache(4)

@@ -22,7 +22,6 @@ from epd_serve.routing.policy import Policy
 from epd_serve.routing.table import InstanceTable
 from proxy.addresses import is_public
 from proxy.admin import create_admin_app, running_admin
-from proxy.attempt import Instances
 from proxy.control import Control
 from proxy.dashboard import dashboard_router
 from proxy.elastic import ElasticLoop, elastic_router
@@ -33,6 +32,7 @@ from proxy.errors import install_error_handlers
 from proxy.fetch import MediaFetcher, UrlRules
 from proxy.generation import Generator
 from proxy.health import Health
+from proxy.job import Instances
 from proxy.leases import Leases, leases_router
 from proxy.media import MediaLoader
 from proxy.members import Members

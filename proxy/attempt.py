@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
-
-import msgspec
 
 from epd_serve.backends.base import Answer, InstanceLost, StageCall, StageCalls
 from epd_serve.errors import (
@@ -23,70 +19,21 @@ from epd_serve.errors import (
     Unavailable,
 )
 from epd_serve.metrics.breakdown import GATEWAY_RECEIVE, GATEWAY_SERVE
-from epd_serve.metrics.gateway import GatewayMetrics
-from epd_serve.metrics.trace import TraceWriter
-from epd_serve.protocol.wire import (
-    ChatMessage,
-    DecodeRequest,
-    EncodeRequest,
-    MediaRef,
-    OutputOptions,
-    PrefillRequest,
-    PromptOptions,
-)
-from epd_serve.routing.policy import Policy, Route
-from epd_serve.routing.table import InstanceRecord, InstanceTable, OpenCall
-from epd_serve.types import SamplingParams, Stage
-from proxy.failover import Failover, is_planned
-from proxy.health import Health
+from epd_serve.protocol.wire import DecodeRequest, EncodeRequest, MediaRef, PrefillRequest
+from epd_serve.routing.policy import Route
+from epd_serve.routing.table import InstanceRecord, OpenCall
+from epd_serve.types import Stage
+from proxy.failover import is_planned
 from proxy.interruption import TimeLimit
+from proxy.job import Instances, Job
 from proxy.media import MediaItem
-from proxy.poller import Poller
-from proxy.stealing import Claim, StealQueue
-from proxy.trail import ENCODED, RECOMPUTED, STORED, Trail
+from proxy.stealing import Claim
+from proxy.trail import ENCODED, RECOMPUTED, STORED
 
 #: Encoders that may leave one item without an answer before P encodes it itself.
 _MAX_STALLED = 2
 #: How long D, when P has broken off, may take to say why.
 _LAST_WORDS_S = 0.5
-
-
-class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """A checked request, ready to be sent to instances.
-
-    ``id`` is unique; ``trace_id`` may be the client's. A chat has ``messages``, a completion ``prompt``.
-    ``arrived_s`` is monotonic. ``loop`` runs it. ``generated`` are tokens that its client has already.
-    """
-
-    id: str
-    trace_id: str
-    model: str
-    output: OutputOptions
-    sampling: SamplingParams
-    messages: list[ChatMessage] | None
-    prompt: str | list[int] | None
-    items: list[MediaItem]
-    arrived_s: float
-    trail: Trail
-    prompting: PromptOptions
-    loop: asyncio.AbstractEventLoop
-    generated: list[int] = []
-
-
-@dataclass(frozen=True, kw_only=True)
-class Instances:
-    """The instances as the gateway uses them."""
-
-    table: InstanceTable
-    calls: Mapping[str, StageCalls]
-    policy: Policy
-    poller: Poller
-    metrics: GatewayMetrics
-    encode_timeout_s: float
-    health: Health
-    failover: Failover
-    stealing: StealQueue
-    trace: TraceWriter | None = None
 
 
 class _Call:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from epd_serve.protocol.chunks import Usage
-from proxy.attempt import Job
+from proxy.job import Job
 from proxy.progress import Progress
 from proxy.several import end, stream_all
 from proxy.sink import EventSink

@@ -13,17 +13,13 @@ import re
 from typing import TYPE_CHECKING, Any, cast
 
 from proxy.arrival import HeadWatch
-from proxy.http import MAX_HEADER_BYTES, BoundedHttp, arrival_limits
+from proxy.http import MAX_HEADER_BYTES, PLAIN_HEAD, PLAIN_START, ReturningHttp, arrival_limits
 from proxy.raw_client import RawClient, RawEndpoint
 
 if TYPE_CHECKING:
     from uvicorn.config import Config
     from uvicorn.server import ServerState
 
-_START = b"POST /"
-_HEAD = re.compile(
-    rb"POST (/[!-~]*) HTTP/1\.1\r\n((?:[!#$%&'*+.^_`|~0-9A-Za-z-]+:[\t\x20-\x7e\x80-\xff]*\r\n)+)\r\n"
-)
 _HEADER = re.compile(rb"([^:]+):[ \t]*(.*?)[ \t]*\r\n")
 _LENGTH = re.compile(rb"[0-9]{1,15}")
 #: Headers that ask for more than is done here.
@@ -55,7 +51,7 @@ class GatewayConnection(asyncio.BufferedProtocol):
         self._loop = _loop or asyncio.get_event_loop()
         self._endpoints = getattr(getattr(config.app, "state", None), "endpoints", {})
         self._transport: asyncio.Transport
-        self._uvicorn: _ReturningHttp | None = None
+        self._uvicorn: ReturningHttp | None = None
         #: Received and not yet looked at: a head, or what comes behind the request in progress.
         self._pending = bytearray()
         self._client: RawClient | None = None
@@ -129,10 +125,13 @@ class GatewayConnection(asyncio.BufferedProtocol):
     def _begin(self) -> None:
         """Serve the request at the start of what is pending, if it is there."""
         pending = self._pending
-        head = _HEAD.match(pending)
+        head = PLAIN_HEAD.match(pending)
         if head is None:
-            plain = pending.startswith(_START) if len(pending) >= len(_START) else _START.startswith(pending)
-            if not plain or b"\r\n\r\n" in pending or len(pending) > MAX_HEADER_BYTES:
+            if (
+                not PLAIN_START.startswith(pending[: len(PLAIN_START)])
+                or b"\r\n\r\n" in pending
+                or len(pending) > MAX_HEADER_BYTES
+            ):
                 self._hand_over()
             return
         headers: dict[bytes, bytes] = {}
@@ -237,7 +236,7 @@ class GatewayConnection(asyncio.BufferedProtocol):
 
     def _hand_over(self) -> None:
         if self._uvicorn is None:
-            self._uvicorn = _ReturningHttp(self._config, self._state, self._app_state, self._loop)
+            self._uvicorn = ReturningHttp(self._config, self._state, self._app_state, self._loop)
             self._uvicorn.owner = self
         self._head.stop()
         if self._timer is not None:
@@ -256,47 +255,3 @@ class GatewayConnection(asyncio.BufferedProtocol):
         self._head.begin()
         self._pending += data
         self._begin()
-
-
-class _ReturningHttp(BoundedHttp):
-    """Gives the connection back where it may."""
-
-    owner: GatewayConnection
-    _made = False
-    #: Between two requests.
-    _between = True
-
-    def take_over(self, transport: asyncio.Transport) -> None:
-        if self._made:
-            self.connections.add(self)
-        else:
-            self._made = True
-            self.connection_made(transport)
-
-    def data_received(self, data: bytes) -> None:
-        if (
-            self._between
-            and data.startswith(_START)
-            and (self.cycle is None or self.cycle.response_complete)
-            and not self.pipeline
-            and not self.flow.write_paused  # that it may write again is told to who has the connection
-            and _HEAD.match(data) is not None
-        ):
-            self._unset_keepalive_if_required()
-            self.connections.discard(self)
-            self._head.stop()
-            self.owner.take_back(data)
-        else:
-            self.feed(data)
-
-    def feed(self, data: bytes) -> None:
-        self._between = False
-        super().data_received(data)
-
-    def on_message_begin(self) -> None:
-        self._between = False
-        super().on_message_begin()
-
-    def on_message_complete(self) -> None:
-        super().on_message_complete()
-        self._between = True

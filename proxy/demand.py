@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from epd_serve.routing.policy import Demand
 
 if TYPE_CHECKING:
-    from proxy.attempt import Instances, Job
+    from proxy.job import Instances, Job
 
 #: Beginnings of a prompt are hashed at this many characters and at each doubling: a match is at least half of
 #: what two prompts have in common.

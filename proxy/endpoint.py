@@ -21,11 +21,11 @@ from epd_serve.protocol.wire import REQUEST_ID_HEADER
 from epd_serve.randomness import random_block
 from epd_serve.routing.table import InstanceTable
 from proxy.arrival import ArrivalLimits
-from proxy.attempt import Job
 from proxy.client import AsgiClient, Client, ClientLeft, Outlet, headers_of
 from proxy.gate import Gate, Visit
 from proxy.generation import Generator
 from proxy.interruption import Deadlines, TimeLimit
+from proxy.job import Job
 from proxy.limits import BYTES_PER_TOKEN, estimate_tokens
 from proxy.media import MediaItem, MediaLoader
 from proxy.observer import Observer

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import replace
 from itertools import count
@@ -12,10 +12,11 @@ from epd_serve.backends.base import Answer, InstanceLost
 from epd_serve.errors import InstanceFailed, ServeError, Unavailable
 from epd_serve.protocol.frames import FrameError
 from epd_serve.routing.policy import Demand, Route
-from proxy.attempt import Attempt, Instances, Job
+from proxy.attempt import Attempt
 from proxy.choices import goes_on_apart, stream_choices
 from proxy.demand import demand_of
 from proxy.failover import Failover, InstanceStalled, Suspects, is_planned, may_help, substitute
+from proxy.job import Instances, Job
 from proxy.progress import Progress, broke
 from proxy.sink import EventSink
 from proxy.stealing import Claim, Moved
@@ -76,14 +77,13 @@ class Generator:
             name = attempt.route.prefill.name
             if answer.decode_follows:
                 # P's empty body ends when it has handed over; a break in it must not leave us waiting for D.
-                async for _ in self._chunks(attempt, name, answer.chunks()):
-                    raise InstanceFailed(f"instance {name} answered although decode follows")
+                await self._body(attempt, name, answer)
                 job.trail.handed_over(attempt.route.decode.name)
                 answer = await attempt.rest()
                 name = attempt.route.decode.name
             else:
                 attempt.close_decode()
-            body = b"".join([chunk async for chunk in self._chunks(attempt, name, answer.chunks())])
+            body = await self._body(attempt, name, answer)
             if not body:
                 raise InstanceFailed(f"instance {name} gave an empty answer")
             return body
@@ -210,11 +210,15 @@ class Generator:
             attempt.suspects.add(name)
             raise failure
 
-    async def _chunks(self, attempt: Attempt, name: str, chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-        """An answer's bytes. A connection that breaks means a lost instance."""
+    async def _body(self, attempt: Attempt, name: str, answer: Answer) -> bytes:
+        """All of an answer; nothing where decode follows. A connection that breaks means a lost instance."""
+        body = bytearray()
         try:
-            async for chunk in chunks:
-                yield chunk
+            async for chunk in answer.chunks():
+                if answer.decode_follows:
+                    raise InstanceFailed(f"instance {name} answered although decode follows")
+                body += chunk
         except InstanceLost:
             await attempt.broken_off(attempt.record(name))
             raise
+        return bytes(body)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+import re
+from typing import Any, Protocol
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -11,6 +12,11 @@ from proxy.arrival import ArrivalLimits, HeadWatch
 
 #: What a client may send ahead of or behind its body: request line, headers, trailers.
 MAX_HEADER_BYTES = 64 * 1024
+#: The plainest request with a body: its beginning; its head, with path and header lines.
+PLAIN_START = b"POST /"
+PLAIN_HEAD = re.compile(
+    rb"POST (/[!-~]*) HTTP/1\.1\r\n((?:[!#$%&'*+.^_`|~0-9A-Za-z-]+:[\t\x20-\x7e\x80-\xff]*\r\n)+)\r\n"
+)
 
 
 def arrival_limits(app: Any) -> ArrivalLimits:
@@ -60,3 +66,54 @@ class BoundedHttp(HttpToolsProtocol):
     def _head_is_late(self) -> None:
         if not self.transport.is_closing():
             self.transport.close()
+
+
+class Owner(Protocol):
+    """Who had a connection before uvicorn."""
+
+    def take_back(self, data: bytes) -> None:
+        """A plain POST begins with ``data``."""
+
+
+class ReturningHttp(BoundedHttp):
+    """Gives the connection back to its ``owner`` where it may."""
+
+    owner: Owner
+    _made = False
+    #: Between two requests.
+    _between = True
+
+    def take_over(self, transport: asyncio.Transport) -> None:
+        if self._made:
+            self.connections.add(self)
+        else:
+            self._made = True
+            self.connection_made(transport)
+
+    def data_received(self, data: bytes) -> None:
+        if (
+            self._between
+            and data.startswith(PLAIN_START)
+            and (self.cycle is None or self.cycle.response_complete)
+            and not self.pipeline
+            and not self.flow.write_paused  # that it may write again is told to who has the connection
+            and PLAIN_HEAD.match(data) is not None
+        ):
+            self._unset_keepalive_if_required()
+            self.connections.discard(self)
+            self._head.stop()
+            self.owner.take_back(data)
+        else:
+            self.feed(data)
+
+    def feed(self, data: bytes) -> None:
+        self._between = False
+        super().data_received(data)
+
+    def on_message_begin(self) -> None:
+        self._between = False
+        super().on_message_begin()
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._between = True

@@ -7,9 +7,9 @@ import msgspec
 from epd_serve.protocol.openai import GenerationRequest
 from epd_serve.protocol.response_events import Event, ResponseBuilder, event_bytes
 from epd_serve.protocol.responses import ResponsesCall
-from proxy.attempt import Job
 from proxy.client import Outlet
 from proxy.endpoint import GenerationEndpoint
+from proxy.job import Job
 
 _END_OF_EVENT = b"\n\n"
 _DATA = b"data: "

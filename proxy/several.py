@@ -10,8 +10,8 @@ import msgspec
 
 from epd_serve.protocol import chunks
 from epd_serve.protocol.wire import OutputOptions
-from proxy.attempt import Job
 from proxy.client import Header
+from proxy.job import Job
 from proxy.sink import EventSink
 
 if TYPE_CHECKING:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, cast
 import httptools
 
 if TYPE_CHECKING:
-    from epd_serve.backends.http_client import HttpCall, HttpPool
+    from epd_serve.backends.http_call import HttpCall
+    from epd_serve.backends.http_client import HttpPool
 
 MAX_HEAD_BYTES = 64 * 1024
 

@@ -11,7 +11,8 @@ from weakref import WeakSet
 import msgspec
 
 from epd_serve.backends.base import InstanceLost
-from epd_serve.backends.http_client import HttpCall, HttpPool
+from epd_serve.backends.http_call import HttpCall
+from epd_serve.backends.http_client import HttpPool
 from epd_serve.errors import InvalidRequest, StageTimeout
 from epd_serve.protocol import frames, prompt_note, wire
 from epd_serve.protocol.media_message import encode_in_parts

@@ -12,6 +12,9 @@ from epd_serve.plan.space import Candidate
 from epd_serve.sim.simulator import NoWay
 from epd_serve.types import Stage
 
+#: Of the race: plans whose goodputs are closer are the same to it.
+_COARSE = 1.5 * PRECISION
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
@@ -34,9 +37,9 @@ def exhaustive(evaluator: Evaluator, candidates: Sequence[Candidate]) -> Found:
 
 
 def race(evaluator: Evaluator, candidates: Sequence[Candidate], *, width: int = 5) -> Found:
-    """Successive halving over simulated load: all plans by their bound; those of the highest, many in number, at a
-    part of the load; the rest against the best one so far, by one simulation at a rate that it must keep to be
-    better. Raises ValueError where no plan serves anything.
+    """All plans by their bound, without a simulation; of the ``width`` highest, the first is searched, and each
+    other one is simulated once, at the rate that it must keep to be better, and searched from there if it does. So
+    the field is cut down at each simulated load. Raises ValueError where no plan serves anything.
     """
     bounded: list[tuple[float, Candidate]] = []
     for one in candidates:
@@ -51,13 +54,13 @@ def race(evaluator: Evaluator, candidates: Sequence[Candidate], *, width: int = 
     best: Evaluation | None = None
     for one in entered:
         if best is None:
-            best = evaluator.evaluate(one)
+            best = evaluator.evaluate(one, precision=_COARSE)
             seen.append(best)
             continue
         if limits[one] < 0.8 * best.objective:
             break
         must = best.goodput + evaluator.goal.beta * (one.cost(evaluator.fleet) - best.cost)
-        challenger = evaluator.evaluate(one, at_least=max(must, 1e-9) * (1 + PRECISION), precision=PRECISION)
+        challenger = evaluator.evaluate(one, at_least=max(must, 1e-9) * (1 + PRECISION), precision=_COARSE)
         seen.append(challenger)
         if challenger.objective > best.objective:
             best = challenger

@@ -31,12 +31,13 @@ class Crew:
         self.session = session
         self.url = f"http://127.0.0.1:{settings['port']}"
         self.admin = f"http://127.0.0.1:{settings['admin']['port']}"
+        self.hang_timeout_s: float | None = None
         self.process: asyncio.subprocess.Process
 
     def write(self, **changes: Any) -> None:
         self.settings |= changes
         new = self.file.with_suffix(".new")
-        new.write_text(json.dumps({"gateway": self.settings}))
+        new.write_text(json.dumps({"gateway": self.settings, "hang_timeout_s": self.hang_timeout_s}))
         new.replace(self.file)
 
     async def workers(self) -> dict[int, dict[str, int]]:
@@ -90,12 +91,13 @@ async def crew(tmp_path) -> AsyncIterator[Callable[..., Any]]:
     """``await crew(fakes, **settings)`` → a gateway of two workers before them, all ready."""
     async with contextlib.AsyncExitStack() as stack:
 
-        async def start(fakes: list[Any], **settings: Any) -> Crew:
+        async def start(fakes: list[Any], hang_timeout_s: float | None = None, **settings: Any) -> Crew:
             ports = {"port": free_port("127.0.0.1"), "admin": {"port": free_port("127.0.0.1")}}
             instances = {fake.name: fake.url for fake in fakes}
             connector = aiohttp.TCPConnector(force_close=True, limit=0)
             session = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
             started = Crew(tmp_path / "deployment.yaml", {"workers": 2, "instances": instances} | ports, session)
+            started.hang_timeout_s = hang_timeout_s
             started.write(**settings)
             command = [sys.executable, "-P", "-m", "epd_serve.cli", "proxy", "--config", str(started.file)]
             process = started.process = await asyncio.create_subprocess_exec(*command)
@@ -271,6 +273,17 @@ async def test_reload_and_shutdown_reach_every_worker(crew, fakes, kit):
     assert await asyncio.gather(*streams) == [kit.FIRST + kit.REST + kit.DONE] * NUM_STREAMS
     assert await asyncio.wait_for(gateway.process.wait(), 240) == 0
     assert not any(os.path.exists(f"/proc/{worker['pid']}") for worker in workers.values())  # noqa: ASYNC240, PTH110
+
+
+async def test_a_worker_that_hangs_is_killed_and_started_again(crew, fakes):
+    gateway = await crew(await fakes("a0:EPD"), hang_timeout_s=1.5)
+    hung = (await gateway.workers())[1]
+    os.kill(hung["pid"], signal.SIGSTOP)
+
+    async def is_back() -> bool:
+        return (await gateway.workers()).get(1, hung)["pid"] != hung["pid"]
+
+    await gateway.until(is_back)
 
 
 async def test_what_a_gateway_lacks_is_said_once(tmp_path):
