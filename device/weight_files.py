@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping
 
 #: "part=descriptor" pairs with commas between, in the environment of the processes that share.
 VARIABLE = "EPD_SERVE_WEIGHT_FILES"
+#: Those of the parts, with commas between, that a process copies to memory of its own where it has the time.
+COPIES = "EPD_SERVE_WEIGHT_COPIES"
 
 
 def open_weight_files(parts: Iterable[str]) -> dict[str, int]:
@@ -21,6 +23,11 @@ def open_weight_files(parts: Iterable[str]) -> dict[str, int]:
 def to_variable(files: Mapping[str, int]) -> str:
     """The variable's value for processes that inherit these descriptors under the same numbers."""
     return ",".join(f"{part}={descriptor}" for part, descriptor in files.items())
+
+
+def copied() -> set[str]:
+    """The parts that this process is to copy."""
+    return set(os.environ.get(COPIES, "").split(","))
 
 
 def inherited() -> dict[str, int]:

@@ -115,6 +115,8 @@ WEDGED = "wedged"
 #: Code of the error of an instance that finishes what it has and takes nothing new, or serves another role by now.
 #: It has computed nothing wrong: the request goes on at another.
 DRAINING = "draining"
+#: The same of the decode instance that a prefill instance, which stays, has asked.
+DECODE_DRAINING = "decode_draining"
 #: Code of the Unavailable of a decode instance without blocks for a request's KV.
 NO_ROOM = "no_room"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -48,6 +49,8 @@ from proxy.switches import Switches, switches_router
 from proxy.views import health_router, models_router
 from proxy.workers.crew import Crew
 from proxy.workers.follow import follow
+
+logger = logging.getLogger(__name__)
 
 
 def create_app(
@@ -136,6 +139,7 @@ def create_app(
             reloading = [app.state.reloader.run()] if app.state.reloader is not None else []
             loops = [one.run() for one in (elastic, redeployer) if one is not None]
             polling = asyncio.gather(poller.run(), health.run(), leases.run(), stealing.run(), *reloading, *loops)
+            polling.add_done_callback(_say_why)
             try:
                 yield
             finally:
@@ -187,3 +191,10 @@ def create_app(
     show_ready(crew, table)
     install_error_handlers(app)
     return app
+
+
+def _say_why(polling: asyncio.Future[Any]) -> None:
+    """What runs beside the requests ends with the gateway, or by a fault that must not pass in silence."""
+    error = None if polling.cancelled() else polling.exception()
+    if isinstance(error, Exception):  # else it was cancelled, which a gather passes on as what it is
+        logger.critical("a part of the gateway has ended; it serves on without", exc_info=error)

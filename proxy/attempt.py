@@ -10,6 +10,7 @@ from typing import Any, Self
 
 from epd_serve.backends.base import Answer, InstanceLost, StageCall, StageCalls
 from epd_serve.errors import (
+    DECODE_DRAINING,
     NO_ROOM,
     PREPARATION_FULL,
     InstanceFailed,
@@ -226,6 +227,10 @@ class Attempt:
     @property
     def route(self) -> Route:
         return self._route
+
+    def leaver(self, name: str, failure: ServeError) -> str:
+        """Which of the two a request must not go to again, where ``name`` broke off its answer."""
+        return self._route.decode.name if failure.code == DECODE_DRAINING else name
 
     def record(self, name: str) -> InstanceRecord:
         """One of the route's two, which need not be in the table any more."""

@@ -89,7 +89,11 @@ class ElasticLoop:
         async with asyncio.TaskGroup() as group:
             while True:
                 await asyncio.sleep(self._settings.interval_s)
-                decision = self._controller.decide(time.monotonic(), see(self._table))
+                try:
+                    decision = self._controller.decide(time.monotonic(), see(self._table))
+                except Exception:  # a moment that it cannot judge must not be its last
+                    logger.exception("elastic: nothing is decided at this moment")
+                    continue
                 self._note(decision)
                 if decision.order is not None:
                     group.create_task(self._carry_out(decision.order))

@@ -27,6 +27,9 @@ def vllm_targets(config: DeploymentConfig) -> dict[str, VllmTarget]:
             features=features,
             kv=kv,
             pulls=kv == "nixl" or (kv == "mooncake" and one.devices[0].startswith("npu")),
+            rewrites=config.vllm.media == "rewritten",
+            continues="reasoning_parser" not in config.settings_for(str(one.role)).engine_args,
+            recomputes=config.vllm.kv_load_failure == "recompute",
         )
         for one in placement
     }

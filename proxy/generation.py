@@ -207,7 +207,7 @@ class Generator:
             raise
         if failure is not None:
             await sink.drain()
-            attempt.suspects.add(name)
+            attempt.suspects.add(attempt.leaver(name, failure))
             raise failure
 
     async def _body(self, attempt: Attempt, name: str, answer: Answer) -> bytes:

@@ -46,10 +46,11 @@ class _Watched:
     probe_at: float = 0.0
     probing: bool = False
     draining: bool = False
+    held: bool = False
 
 
 class Health:
-    """Keeps ``InstanceRecord.accepting`` true for instances whose breaker is closed and that are not drained."""
+    """Keeps ``InstanceRecord.accepting`` true for instances with a closed breaker, neither drained nor held."""
 
     def __init__(
         self,
@@ -116,15 +117,18 @@ class Health:
         watched.draining = on
         self._apply(name, watched)
 
-    def is_draining(self, name: str) -> bool:
-        return self._of(name).draining
+    def hold(self, name: str, on: bool = True) -> None:
+        """The same for as long as it changes its role, beside what the operator orders. Raises KeyError."""
+        watched = self._of(self._table[name].name)
+        watched.held = on
+        self._apply(name, watched)
 
     def describe(self, name: str) -> dict[str, object]:
         """Of an instance, for people: its breaker's state, whether it is drained, its share."""
         watched = self._of(name)
         return {
             "breaker": watched.breaker.state.name.lower(),
-            "draining": watched.draining,
+            "draining": watched.draining or watched.held,
             "share": round(watched.breaker.share(self._clock()), 3),
         }
 
@@ -205,4 +209,4 @@ class Health:
     def _apply(self, name: str, watched: _Watched) -> None:
         with contextlib.suppress(KeyError):  # it was removed meanwhile
             closed = watched.breaker.state is BreakerState.CLOSED
-            self._table[name].accepting = closed and not watched.draining
+            self._table[name].accepting = closed and not watched.draining and not watched.held

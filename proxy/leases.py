@@ -22,6 +22,8 @@ from proxy.workers.messages import Joined, Left
 logger = logging.getLogger(__name__)
 
 _TICK_S = 0.2
+#: Between two looks: so long, and this process was stopped, and heard none of the renewals.
+_STOOD_STILL_S = 0.5
 
 
 class JoinBody(BaseModel):
@@ -37,6 +39,7 @@ class JoinBody(BaseModel):
 @dataclass(slots=True)
 class _Lease:
     url: str
+    term_s: float
     deadline: float
 
 
@@ -47,6 +50,7 @@ class Leases:
         self._members = members
         self._clock = clock
         self._leases: dict[str, _Lease] = {}
+        self._looked_at = clock()
 
     def join(self, name: str, url: str, lease_s: float) -> bool:
         """Whether it is new; else its lease is renewed.
@@ -58,10 +62,10 @@ class Leases:
             raise Conflict(f"an instance {name} at {lease.url} has joined; take another name, or wait for its end")
         deadline = self._clock() + lease_s
         if lease is not None:
-            lease.deadline = deadline
+            lease.term_s, lease.deadline = lease_s, deadline
             return False
         self._members.join(name, url)
-        self._leases[name] = _Lease(url, deadline)
+        self._leases[name] = _Lease(url, lease_s, deadline)
         return True
 
     def leave(self, name: str) -> None:
@@ -72,8 +76,12 @@ class Leases:
         self._members.leave(name)
 
     def expire(self) -> None:
-        """Take those out whose lease is over."""
-        now = self._clock()
+        """Take those out whose lease is over; to be called each ``_TICK_S``."""
+        before, now = self._looked_at, self._clock()
+        self._looked_at = now
+        if now - before > _STOOD_STILL_S:
+            for lease in self._leases.values():
+                lease.deadline = now + lease.term_s
         for name in [name for name, lease in self._leases.items() if lease.deadline <= now]:
             logger.warning("instance %s has not renewed its lease", name)
             self.leave(name)

@@ -34,6 +34,8 @@ KEEP_ALIVE_S = 75
 _COLLECT_EVERY = 10_000
 #: Of mallopt(3), and how much it may keep.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
+#: They change the deployment or want it changed, and say why; of the others, warnings are logged.
+_TALKATIVE = ("proxy.elastic", "proxy.redeploy")
 _KEPT_BYTES = 4 * 1024 * 1024
 
 
@@ -65,6 +67,9 @@ def run_gateway(
     ``place``: it is one of several workers, and listens on the sockets that it has inherited. ``orders``: the
     socket on which the launcher gives orders (proxy/orders.py).
     """
+    logging.basicConfig(format="%(asctime)s gateway %(levelname)s %(message)s")
+    for name in _TALKATIVE:
+        logging.getLogger(name).setLevel(logging.INFO)
     crew = Crew(place)
     part = (0, 1) if place is None else (place.index, place.count)
     settings = GatewaySettings.of(config, host, controls=controls and crew.leads, part=part)

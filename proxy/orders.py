@@ -71,14 +71,13 @@ class Departures:
             raise InvalidRequest(f"instance {name} runs on an engine that cannot be told to leave")
         if record.ready:
             self._switches.check_floor(record)
-        was_draining = self._health.is_draining(name)
-        self._health.drain(name)
+        self._health.hold(name)
         try:
             async with asyncio.timeout(order.deadline_s + _MARGIN_S):
                 return (await calls.leave(order)).seconds
         except BaseException as error:
             if self._table.get(name) is record:
-                self._health.drain(name, was_draining)
+                self._health.hold(name, False)
             if isinstance(error, TimeoutError):
                 raise StageTimeout(f"instance {name} did not say whether it is empty") from error
             raise

@@ -127,6 +127,11 @@ class StealQueue:
         """Whether there is anybody that steals."""
         return self._table.has_thieves
 
+    @property
+    def is_looking(self) -> bool:
+        """Whether it looks at its queue again and again."""
+        return self._look.is_set()
+
     def claim(self) -> Claim:
         """For one request, around all of its attempts."""
         return Claim(self)
@@ -153,7 +158,7 @@ class StealQueue:
         while True:
             await self._look.wait()
             self.poll()
-            if len(self.waits) <= self._rule.threshold and self.thieves.collects_until_s is None:
+            if len(self.waits) <= self._rule.threshold and self.thieves.collect_until_s(self._clock()) is None:
                 self._look.clear()
             await asyncio.sleep(_IDLE_S)
 

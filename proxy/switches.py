@@ -80,9 +80,8 @@ class Switches:
             return await self._ask(name, calls, order)
         if role != record.role:
             self.check_floor(record)
-        was_draining = self._health.is_draining(name)
         self._ordered[name] = role
-        self._health.drain(name)
+        self._health.hold(name)
         try:
             return await self._ask(name, calls, order)
         finally:
@@ -90,7 +89,7 @@ class Switches:
             if self._table.get(name) is record:
                 await self._look(record, calls)
                 if self._table.get(name) is record:  # it may have left meanwhile
-                    self._health.drain(name, was_draining)
+                    self._health.hold(name, False)
 
     async def _ask(self, name: str, calls: NativeInstance, order: RoleOrder) -> RoleChanged:
         try:

@@ -3,7 +3,8 @@
 They inherit a file for each part of a model (``device.weight_files``). The first process that packs the part does
 so into the file, under a lock; the others map what they find there, and so does one that is started again. Linux
 gives shared memory small pages unless told otherwise (``/sys/kernel/mm/transparent_hugepage/shmem_enabled`` set to
-``advise``), from which a decode step of one sequence reads a tenth more slowly than from memory of its own.
+``advise``), from which a decode step of one sequence reads a tenth more slowly than from memory of its own. So a
+part may be kept in the file for those that need it soon, and copied by those that read it for long.
 """
 
 from __future__ import annotations
@@ -30,22 +31,24 @@ _ALIGNMENT = 1 << 12
 _MKLDNN_LAYOUT = 3
 
 _current: ContextVar[SharedWeights | None] = ContextVar("shared weights", default=None)
-#: Mappings under tensors: weights stay for as long as the process.
-_mapped: list[object] = []
+#: Mappings and copies under tensors: weights stay for as long as the process.
+_kept: list[object] = []
 
 
 @contextmanager
-def shared_weights(part: str, key: str) -> Iterator[None]:
+def shared_weights(part: str, key: str, *, at_once: bool = False) -> Iterator[None]:
     """What is packed inside is shared with other processes, if this one has inherited a file for the part.
 
     Args:
         key: of all that decides the packed bytes; with another key than the file's nothing is shared.
+        at_once: what is in the file is not copied, even where it should be.
     """
     files = weight_files.inherited()
     if part not in files or not _can_wrap():
         yield
         return
-    shared = SharedWeights(files[part], f"{key} torch {torch.__version__}")
+    copies = part in weight_files.copied() and not at_once
+    shared = SharedWeights(files[part], f"{key} torch {torch.__version__}", copies=copies)
     token = _current.set(shared)
     try:
         yield
@@ -64,7 +67,9 @@ def pack_shared(weight: Tensor, pack: Callable[[Tensor], Tensor]) -> Tensor:
 class SharedWeights:
     """One part's file: a header, written last, then the packed weights in the order of their packing."""
 
-    def __init__(self, descriptor: int, key: str) -> None:
+    def __init__(self, descriptor: int, key: str, *, copies: bool = False) -> None:
+        """``copies``: what this process computes with lies in memory of its own."""
+        self._copies = copies
         # opened once more, because processes that inherit a descriptor would share its lock
         self._file = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR)
         fcntl.flock(self._file, fcntl.LOCK_EX)
@@ -87,7 +92,7 @@ class SharedWeights:
             mapping = mmap.mmap(self._file, 0, prot=mmap.PROT_READ | writable)
             mapping.madvise(mmap.MADV_HUGEPAGE)  # where the system has them for shared memory
             view = np.frombuffer(mapping, dtype=np.uint8)
-            _mapped.append(view)
+            _kept.append(view)
             self._address = view.ctypes.data
 
     def pack(self, weight: Tensor, pack: Callable[[Tensor], Tensor]) -> Tensor:
@@ -95,7 +100,8 @@ class SharedWeights:
         if self._known is not None:
             entry = next(self._known)
             assert entry["shape"] == list(weight.shape), "processes pack the same weights in the same order"
-            return _wrap(self._address + entry["offset"], entry, weight.dtype)
+            address = self._address + entry["offset"]
+            return _wrap(_copy(address, entry["nbytes"]) if self._copies else address, entry, weight.dtype)
         packed = pack(weight)
         if not self._is_writer:
             return packed
@@ -107,7 +113,7 @@ class SharedWeights:
         address = self._address + entry["offset"]
         ctypes.memmove(address, torch.ops.mkldnn.data_ptr(packed), nbytes)
         self._entries.append(entry)
-        return _wrap(address, entry, weight.dtype)
+        return packed if self._copies else _wrap(address, entry, weight.dtype)
 
     def complete(self) -> None:
         """All is packed: from now on others may map it. Without this the next process starts anew."""
@@ -136,6 +142,14 @@ def _can_wrap() -> bool:
         and hasattr(torch._C, "_aoti")
         and hasattr(_library(), "aoti_torch_create_tensor_from_blob_v2")
     )
+
+
+def _copy(address: int, nbytes: int) -> int:
+    """Where a copy of these bytes lies."""
+    copy = torch.empty(nbytes, dtype=torch.uint8)
+    ctypes.memmove(copy.data_ptr(), address, nbytes)
+    _kept.append(copy)
+    return copy.data_ptr()
 
 
 def _wrap(address: int, entry: dict[str, Any], dtype: torch.dtype) -> Tensor:

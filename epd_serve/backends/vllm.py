@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
+from weakref import WeakValueDictionary
 
 from epd_serve.backends import vllm_chat
 from epd_serve.backends.base import InstanceLost, StageCall
@@ -19,10 +20,11 @@ from epd_serve.backends.native import NativeConnections
 from epd_serve.backends.vllm_answer import PrefillAnswer, VllmCall, Work
 from epd_serve.backends.vllm_command import FEATURE_PORT, KV_PORT
 from epd_serve.backends.vllm_server import VllmServer
+from epd_serve.backends.vllm_stream import KnownTokens, can_go_on, give_tokens, rest_of
 from epd_serve.backends.vllm_target import VllmTarget
 from epd_serve.errors import InstanceFailed, InvalidRequest, StageTimeout
 from epd_serve.protocol import wire
-from epd_serve.protocol.engine_notices import LENGTH, FeatureWithdrawn, Notice, pack
+from epd_serve.protocol.engine_notices import LENGTH, WITH_PIXELS, FeatureWithdrawn, Notice, pack
 
 _NOTICE_TIMEOUT_S = 5.0
 _LOOK_S = 0.1
@@ -39,11 +41,21 @@ class _Exchange:
     #: Items whose features P still waits for.
     awaited: set[str] = field(default_factory=set)
     encoded: asyncio.Event = field(default_factory=asyncio.Event)
+    #: What E has told of them.
+    told: dict[str, dict[str, Any]] = field(default_factory=dict)
 
-    def settle(self, mm_hash: str) -> None:
+    def settle(self, mm_hash: str, told: dict[str, Any] | None = None) -> None:
+        if told:
+            self.told[mm_hash] = told
         self.awaited.discard(mm_hash)
         if not self.awaited:
             self.encoded.set()
+
+    async def rewritten(self) -> list[dict[str, Any]] | None:
+        """The pictures without pixels, once it is known; None where they are needed for one of them."""
+        await self.encoded.wait()
+        told = [self.told.get(ref.mm_hash) for ref in self.request.items]
+        return [one for one in told if one] if told and all(told) else None
 
 
 class VllmInstances:
@@ -52,7 +64,8 @@ class VllmInstances:
     def __init__(self, connections: NativeConnections, targets: Mapping[str, VllmTarget]) -> None:
         self.connections = connections
         self.targets = targets
-        self.by_url: dict[str, VllmInstance] = {}
+        #: Those that leave go with their calls.
+        self.by_url: WeakValueDictionary[str, VllmInstance] = WeakValueDictionary()
         self.exchanges: dict[str, _Exchange] = {}
 
     def connect(self, name: str, url: str) -> VllmInstance:
@@ -150,13 +163,13 @@ class VllmInstance(VllmServer):
             answer = await self.post(vllm_chat.CHAT, body, request.request_id)
         finally:
             del self._encodes[key]
-        self._settle(request)
         told = (answer.get("ec_transfer_params") or {}).get(ref.mm_hash, {})
+        self._settle(request, told.get("metadata"))
         return wire.EncodeReply(cached=bool(told.get("cached")), num_tokens=int(told.get("tokens", 0)))
 
     def prefill(self, request: wire.PrefillRequest, *, trace_id: str, media: Sequence[bytes] = ()) -> StageCall:
         """The whole request where this instance decodes it too; else the prompt, and D is told what to expect."""
-        exchange = _Exchange(request, media, self)
+        exchange = _Exchange(rest_of(request), media, self)
         if self.target.takes_features:
             exchange.awaited = {ref.mm_hash for ref in request.items}
         if not exchange.awaited:
@@ -194,7 +207,7 @@ class VllmInstance(VllmServer):
         if exchange.awaited and self.target.features == "store":
             body["ec_transfer_params"] = {"request_id": request.request_id, "expect": True}
         if fused:
-            call = self._answer_call(request, body)
+            call = self._answer_call(request, body, await self._go_on(request, body, work))
             work.holds(call)
             call.send()
             return await call.opened
@@ -202,9 +215,23 @@ class VllmInstance(VllmServer):
             exchange.answered.set_result({})
             return PrefillAnswer()
         body["kv_transfer_params"] = self._hand_over(request)
+        await self._go_on(request, body, work)
         answer = await self.post(vllm_chat.path_of(request), body, request.request_id, work)
         exchange.answered.set_result(answer.get("kv_transfer_params") or {})
-        return PrefillAnswer((answer.get("usage") or {}).get("prompt_tokens"))
+        count = (answer.get("usage") or {}).get("prompt_tokens")
+        return PrefillAnswer(count and count - len(request.generated))
+
+    async def _go_on(self, request: wire.PrefillRequest, body: dict[str, Any], work: Work) -> list[int] | None:
+        """Have a body's prompt end with what was generated. Returns it, and None where nothing was."""
+        if not request.generated:
+            return None
+        prompt = request.prompt
+        if not isinstance(prompt, list):
+            asked = vllm_chat.prompt_body(request, ())
+            prompt = (await self.post("/tokenize", asked, request.request_id, work))["tokens"]
+        tokens = [*prompt, *request.generated]
+        give_tokens(body, tokens)
+        return tokens
 
     def decode(self, request: wire.DecodeRequest, *, trace_id: str) -> StageCall:
         """D of the request that P was given just before."""
@@ -213,17 +240,42 @@ class VllmInstance(VllmServer):
             raise InstanceFailed(f"instance {self.name} was given a request that no instance prefills")
 
         async def steps(work: Work) -> Any:
-            body = vllm_chat.answer_body(exchange.request, exchange.media)
+            kv: dict[str, Any] | None = None
             if _is_several(exchange.request):
                 await asyncio.shield(exchange.answered)
             else:
-                body["kv_transfer_params"] = await self._take_over(exchange)
-            call = self._answer_call(exchange.request, body)
-            work.holds(call)
-            call.send()
-            return await call.opened
+                kv = await self._take_over(exchange)
+            if self.target.rewrites and kv is not None and (media := await exchange.rewritten()):
+                try:
+                    return await self._decode(work, exchange, kv, media)
+                except InstanceFailed as error:
+                    if isinstance(error, InstanceLost) or not self.target.recomputes:
+                        raise
+                    kv = None  # it did not come: with the pixels D computes the prompt itself
+            return await self._decode(work, exchange, kv)
 
         return Work(steps)
+
+    async def _decode(
+        self,
+        work: Work,
+        exchange: _Exchange,
+        kv: dict[str, Any] | None,
+        rewritten: Sequence[Mapping[str, Any]] | None = None,
+    ) -> VllmCall:
+        """Raises InstanceFailed also for a rewritten prompt's answer that begins with an error."""
+        suffix = WITH_PIXELS if self.target.rewrites else ""
+        body = vllm_chat.answer_body(exchange.request, rewritten or exchange.media, suffix=suffix)
+        if kv is not None:
+            body["kv_transfer_params"] = kv
+        prompt = await self._go_on(exchange.request, body, work)
+        call = self._answer_call(exchange.request, body, prompt)
+        work.holds(call)
+        call.send()
+        await call.opened
+        if rewritten and exchange.request.output.stream:
+            await call.begun()
+        return call
 
     # ------------------------------------------------------------------ what connectors are told
 
@@ -284,18 +336,25 @@ class VllmInstance(VllmServer):
         parts = urlsplit(self.url)
         return f"{parts.hostname}:{(parts.port or 80) + offset}"
 
-    def _settle(self, request: wire.EncodeRequest) -> None:
+    def _settle(self, request: wire.EncodeRequest, told: dict[str, Any] | None = None) -> None:
         if (exchange := self._others.exchanges.get(request.request_id)) is not None:
-            exchange.settle(request.ref.mm_hash)
+            exchange.settle(request.ref.mm_hash, told)
 
     def _model_of(self, request: wire.EncodeRequest) -> str:
         exchange = self._others.exchanges.get(request.request_id)
         return "" if exchange is None else exchange.request.output.model
 
-    def _answer_call(self, request: wire.PrefillRequest, body: dict[str, Any]) -> VllmCall:
-        output = request.output
-        # vLLM makes the answer's id of this; where it cannot, the id is put right on the way.
-        call = self.call(vllm_chat.path_of(request), body, output.id.partition("-")[2] or request.request_id)
+    def _answer_call(
+        self, request: wire.PrefillRequest, body: dict[str, Any], prompt: list[int] | None
+    ) -> VllmCall:
+        """``prompt`` is set for the rest of an answer: all that comes before it."""
+        path, output = vllm_chat.path_of(request), request.output
+        request_id = output.id.partition("-")[2] or request.request_id  # vLLM makes the answer's id of it
+        if self.target.continues and can_go_on(request):
+            known = KnownTokens(*self.parts_of_call(path, body | {"return_token_ids": True}, request_id))
+            known.for_request(request, prompt)
+            return known
+        call = self.call(path, body, request_id)
         copies = vllm_chat.num_copies(request.sampling)
         if output.first_index or copies > 1:
             call.rewrite = lambda answer: _multiply(answer, copies, output.first_index)

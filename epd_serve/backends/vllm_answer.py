@@ -13,9 +13,9 @@ from epd_serve.errors import InstanceFailed, InvalidRequest, Overloaded, ServeEr
 from epd_serve.protocol.prompt_note import write_prompt_note
 
 _ERROR = b'data: {"error"'
-_DATA = b"data: "
-_END = b"\n\n"
-_DONE = b"[DONE]"
+DATA = b"data: "
+END_OF_EVENT = b"\n\n"
+DONE = b"[DONE]"
 
 
 class VllmError(msgspec.Struct):
@@ -54,6 +54,16 @@ class VllmCall(HttpCall):
     def error(self, body: bytes) -> ServeError:
         return error_of(self.status, body, self._pool.name)
 
+    async def begun(self) -> None:
+        """Return when the first event has begun to come. Raises InstanceFailed where it is an error."""
+        while len(told := b"".join(self._pieces)) < len(_ERROR) and not self._complete:
+            if self._failure is not None:
+                raise self._failure
+            await self._wait()
+        if told.startswith(_ERROR):
+            event, _, _ = (await self.read()).partition(END_OF_EVENT)
+            raise error_of(500, event.removeprefix(DATA), self._pool.name)
+
     async def chunks(self) -> AsyncIterator[bytes]:
         if self.rewrite is None:
             async for chunk in super().chunks():
@@ -62,26 +72,36 @@ class VllmCall(HttpCall):
         yield self._rewritten(await self.read())
 
     async def forward(self, write: Callable[[bytes], bool]) -> bool:
-        """As HttpCall's, in whole events; raises InstanceFailed for an error event, after what came before it."""
+        """As HttpCall's, in whole events; what came before an error event goes first."""
 
         def pass_on(chunk: bytes) -> bool:
-            *events, self._rest = (self._rest + chunk).split(_END)
+            *events, self._rest = (self._rest + chunk).split(END_OF_EVENT)
             passed = bytearray()
             for event in events:
                 if event.startswith(_ERROR):
                     if passed:
                         write(bytes(passed))
-                    raise error_of(500, event.removeprefix(_DATA), self._pool.name)
-                told = event.removeprefix(_DATA)
-                if self.rewrite is not None and told.strip() != _DONE:
-                    event = _DATA + self._rewritten(told)
-                passed += event + _END
+                        passed.clear()
+                    passed += self.failed(event)
+                else:
+                    passed += self.passed(event)
             return write(bytes(passed)) if passed else True
 
         is_complete = await super().forward(pass_on)
         if is_complete and self._rest.strip():
             raise InstanceFailed(f"instance {self._pool.name} ended its answer in the middle of an event")
         return is_complete
+
+    def passed(self, event: bytes) -> bytes:
+        """What is passed on of an event, which comes without its end. Raises InstanceFailed."""
+        told = event.removeprefix(DATA)
+        if self.rewrite is not None and told.strip() != DONE:
+            event = DATA + self._rewritten(told)
+        return event + END_OF_EVENT
+
+    def failed(self, event: bytes) -> bytes:
+        """The same of an error event. Raises InstanceFailed where that says it."""
+        raise error_of(500, event.removeprefix(DATA), self._pool.name)
 
     def _rewritten(self, data: bytes) -> bytes:
         assert self.rewrite is not None
@@ -94,9 +114,9 @@ class VllmCall(HttpCall):
 
 
 class PrefillAnswer:
-    """P's: it has computed the prompt, and D says the rest."""
+    """P's: it has computed the prompt, and D says the rest. Its body is empty, of frames as of anything."""
 
-    framed = False
+    framed = True
     decode_follows = True
 
     def __init__(self, num_prompt_tokens: int | None = None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -33,14 +33,16 @@ _SAME: dict[str, Any] = {
 }
 
 Body = dict[str, Any]
+#: A picture: its bytes, or what E has told of it, from which vLLM finds its place in the prompt.
+Media = bytes | Mapping[str, Any]
 
 
 def path_of(request: PrefillRequest) -> str:
     return COMPLETION if request.messages is None else CHAT
 
 
-def prompt_body(request: PrefillRequest, media: Sequence[bytes]) -> Body:
-    """What the prompt is made from; P and D must be given the same."""
+def prompt_body(request: PrefillRequest, media: Sequence[Media], *, suffix: str = "") -> Body:
+    """What the prompt is made from; P and D must be given the same. ``suffix`` ends the pictures' names."""
     body: Body = {
         "model": request.output.model,
         **_prompting(request.prompting, is_chat=request.messages is not None),
@@ -49,13 +51,13 @@ def prompt_body(request: PrefillRequest, media: Sequence[bytes]) -> Body:
         body["prompt"] = request.prompt
     else:
         items = iter(zip(request.items, media, strict=True))
-        body["messages"] = [_message(message, items) for message in request.messages]
+        body["messages"] = [_message(message, items, suffix) for message in request.messages]
     return body
 
 
-def answer_body(request: PrefillRequest, media: Sequence[bytes]) -> Body:
+def answer_body(request: PrefillRequest, media: Sequence[Media], *, suffix: str = "") -> Body:
     """The whole request, for the instance that decodes it."""
-    body = prompt_body(request, media)
+    body = prompt_body(request, media, suffix=suffix)
     body |= _sampling(request.sampling, is_chat=request.messages is not None)
     body |= _output(request.output)
     if "tools" in body:
@@ -79,19 +81,21 @@ def encode_body(model: str, ref: MediaRef, media: bytes) -> Body:
     return {"model": model, "stream": False, "messages": [{"role": "user", "content": [image_part(ref, media)]}]}
 
 
-def image_part(ref: MediaRef, media: bytes) -> Body:
+def image_part(ref: MediaRef, media: Media, suffix: str = "") -> Body:
     """The hash is given along, so that all instances call the feature the same."""
+    if not isinstance(media, bytes):
+        return {"type": "image_embeds", "image_embeds": media, "uuid": ref.mm_hash}
     kind = "png" if media.startswith(b"\x89PNG") else "jpeg"  # a label: the bytes themselves are looked at
     url = f"data:image/{kind};base64,{pybase64.b64encode(media).decode()}"
-    return {"type": "image_url", "image_url": {"url": url}, "uuid": ref.mm_hash}
+    return {"type": "image_url", "image_url": {"url": url}, "uuid": ref.mm_hash + suffix}
 
 
-def _message(message: ChatMessage, items: Any) -> Body:
+def _message(message: ChatMessage, items: Any, suffix: str) -> Body:
     told: Body = {"role": message.role}
     if len(message.content) == 1 and message.content[0].type == "text":
         told["content"] = message.content[0].text
     elif message.content:
-        told["content"] = [_part(part, items) for part in message.content]
+        told["content"] = [_part(part, items, suffix) for part in message.content]
     else:
         told["content"] = None if message.tool_calls else ""
     if message.tool_calls:
@@ -104,11 +108,11 @@ def _message(message: ChatMessage, items: Any) -> Body:
     return told
 
 
-def _part(part: Part, items: Any) -> Body:
+def _part(part: Part, items: Any, suffix: str) -> Body:
     if part.type == "text":
         return {"type": "text", "text": part.text}
     ref, media = next(items)
-    return image_part(ref, media)
+    return image_part(ref, media, suffix)
 
 
 def _prompting(options: PromptOptions, *, is_chat: bool) -> Body:

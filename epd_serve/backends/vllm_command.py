@@ -31,6 +31,7 @@ class Connectors:
         feature_timeout_s: how long P waits for encoder output before it encodes itself.
         widths: tensor-parallel ranks of P and of D.
         trace: directory for records of KV transfers.
+        rewrites: whether D gets pictures without pixels.
     """
 
     features: Literal["store", "file"] | None = None
@@ -44,6 +45,7 @@ class Connectors:
     feature_timeout_s: float = 30.0
     widths: tuple[int, int] = (1, 1)
     trace: str | None = None
+    rewrites: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,8 +138,18 @@ def environment_of(options: VllmOptions) -> dict[str, str]:
 
 
 def feature_config(options: VllmOptions) -> dict[str, Any] | None:
-    """``--ec-transfer-config``: E produces, P and PD consume; EP and EPD keep their features to themselves."""
+    """``--ec-transfer-config``: E produces, P and PD consume; EP and EPD keep their features to themselves.
+
+    A D that gets pictures without pixels has one that keeps it from encoding them.
+    """
     role, connectors = options.role, options.connectors
+    if connectors.rewrites and _takes_over(role):
+        return {
+            "ec_connector": "RewrittenMediaConnector",
+            "ec_connector_module_path": f"{_PLUGIN}.rewritten",
+            "ec_role": "ec_consumer",
+            "ec_buffer_device": "cpu",
+        }
     if connectors.features is None or not (str(role) == "E" or (role.prefills and not role.encodes)):
         return None
     config: dict[str, Any] = {"ec_role": "ec_consumer" if role.prefills else "ec_producer"}
@@ -147,6 +159,8 @@ def feature_config(options: VllmOptions) -> dict[str, Any] | None:
     extra = {"bytes": connectors.cache_bytes if role.prefills else connectors.store_bytes}
     if role.prefills:
         extra["timeout_s"] = connectors.feature_timeout_s
+    elif connectors.rewrites:
+        extra["describe"] = True
     return {
         "ec_connector": "StoreFeatureConnector",
         "ec_connector_module_path": f"{_PLUGIN}.features",

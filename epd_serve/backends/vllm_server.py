@@ -116,8 +116,13 @@ class VllmServer:
         return answer
 
     def call(self, path: str, body: dict[str, Any], request_id: str) -> VllmCall:
+        return VllmCall(*self.parts_of_call(path, body, request_id))
+
+    def parts_of_call(
+        self, path: str, body: dict[str, Any], request_id: str
+    ) -> tuple[HttpPool, str, str, str, list[bytes]]:
         headers = f"content-type: application/json\r\n{wire.REQUEST_ID_HEADER}: {request_id}\r\n"
-        return VllmCall(self.pool, "POST", path, headers, [msgspec.json.encode(body)])
+        return self.pool, "POST", path, headers, [msgspec.json.encode(body)]
 
 
 async def read(call: VllmCall) -> bytes:

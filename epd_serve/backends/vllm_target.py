@@ -17,6 +17,9 @@ class VllmTarget:
     Attributes:
         features, kv: how they are handed on; None where nothing is.
         pulls: whether D asks for KV only once P has answered, with what P said.
+        rewrites: whether D gets of a picture what E tells of it, and no pixels.
+        continues: whether the rest of an answer, computed apart, looks as it does within the whole.
+        recomputes: whether D computes a prompt whose KV does not come.
     """
 
     role: Role
@@ -26,6 +29,9 @@ class VllmTarget:
     features: Literal["store", "file"] | None = None
     kv: Literal["grouped", "mooncake", "nixl"] | None = None
     pulls: bool = False
+    rewrites: bool = False
+    continues: bool = True
+    recomputes: bool = True
 
     @property
     def takes_features(self) -> bool:

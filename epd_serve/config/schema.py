@@ -256,6 +256,13 @@ class DeploymentConfig(Section):
         return self.feature_store == "mooncake" or any(s.kv_transfer.transport == "mooncake" for s in settings)
 
     @property
+    def keeps_other_roles(self) -> bool:
+        """Whether CPU instances keep weights of roles that they do not have."""
+        if self.engine != "native" or self.instances.keep_weights is not None:
+            return bool(self.instances.keep_weights)
+        return self.gateway.admin.port is not None or self.elastic.enabled
+
+    @property
     def starts_master(self) -> bool:
         """Whether a mooncake_master belongs to the deployment."""
         return self.feature_store == "mooncake" and self.mooncake.master is None

@@ -286,6 +286,12 @@ class InstancesConfig(InstanceSettings):
         description="CPU instances keep bfloat16 and float16 weights once between them. Saves memory; reads "
         "a tenth more slowly unless the system has huge pages for shared memory.",
     )
+    keep_weights: bool | None = Field(
+        default=None,
+        description="CPU instances keep bfloat16 and float16 weights of all roles once in memory that they share, "
+        "beside their own, so that a role that is new to one takes no longer than another. null: where roles may "
+        "be switched, by gateway.admin or elastic.",
+    )
     preload: bool = Field(
         default=True,
         description="Several CPU instances are forked from one process that has loaded their code, so that they "

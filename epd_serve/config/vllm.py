@@ -32,6 +32,7 @@ _NATIVE_KEYS = {
     "feature_prefetch": "the store connector always prefetches",
     "batching": "vLLM schedules by max_num_batched_tokens",
     "share_weights": "each vLLM process loads its own",
+    "keep_weights": "vLLM processes keep their roles",
     "preload": "vLLM processes are not forked",
     "link": "set vllm.link",
 }
@@ -68,6 +69,12 @@ class VllmConfig(Section):
     kv_load_failure: Literal["recompute", "fail"] = Field(
         default="recompute",
         description="What D does where KV does not come: compute the prompt itself, or give an error.",
+    )
+    media: Literal["raw", "rewritten"] = Field(
+        default="raw",
+        description="What D gets of a picture. raw: its pixels, as E and P do. rewritten: no more than its place "
+        "in the prompt, which E tells; D then neither receives nor prepares pixels, and is called once E has "
+        "answered. Needs E, P and D and features: store.",
     )
     link: LinkConfig = Field(
         default=LinkConfig(),
@@ -137,6 +144,10 @@ def check_vllm(
     if encoders and roles & {"EP", "EPD"}:
         raise ValueError(
             "E beside EP or EPD: these keep their features to themselves; write P or PD in their place"
+        )
+    if vllm.media == "rewritten" and (connectors(placement, vllm)[0] != "store" or not moving):
+        raise ValueError(
+            "vllm.media: rewritten gives D what E tells of pictures: it needs E, P and D, and vllm.features: store"
         )
     if encoders and vllm.features == "file" and vllm.feature_dir is None:
         raise ValueError("vllm.features: file needs vllm.feature_dir, a directory that E and P both see")

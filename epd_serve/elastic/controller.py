@@ -17,6 +17,8 @@ _NAMES = {Stage.ENCODE: "encode", Stage.PREFILL: "prefill", Stage.DECODE: "decod
 _FEWEST_SAMPLES = 3
 #: A load under which one instance fewer is no risk: of the pressure that the others would have then.
 _CALM = 0.5
+#: A stage that is on its way to this pressure is answered before it is late, and counts as pressed so hard.
+_SOON_LATE = 1.1
 
 _At = tuple[float, dict[Stage, Sample]]
 #: Roles and how many serving instances have each.
@@ -27,6 +29,7 @@ class Kind(StrEnum):
     """Of a decision: why it orders something, or nothing."""
 
     SWITCH = "switch"
+    STARTING = "starting"
     CALM = "calm"
     WATCHING = "watching"
     COOLDOWN = "cooldown"
@@ -89,6 +92,7 @@ class Controller:
     together are least pressed as far as can be predicted, if that is less by ``hysteresis`` at least. Each stage
     of ``needed`` keeps a serving instance. Behind an order comes a ``cooldown_s``. A layout that was left for its
     pressure is gone back to at a higher one only, so that under a constant load the switches come to an end.
+    Until each stage has been served for the first time, nothing is ordered: instances start one after the other.
 
     Args:
         needed: stages that the deployment serves; one instance of each must always be left.
@@ -105,6 +109,8 @@ class Controller:
         self.limits = limits
         self._needed = frozenset(needed)
         self._stages = [stage for stage in Stage if stage in self._needed]
+        self._is_starting = True
+        self._soon_s: float | None = None
         self._samples: deque[_At] = deque()
         self._serving: frozenset[tuple[str, Role]] = frozenset()
         self._since_s = self._ordered_s = float("-inf")
@@ -118,7 +124,7 @@ class Controller:
         self._wished_s = float("-inf")
 
     def refused(self, order: Order) -> None:
-        """It cannot be carried out, now or later: it is not given again."""
+        """It cannot be carried out, now or later: it is not given again while the instance is there."""
         self._refused.add((order.instance, order.role))
         self.failed(order)
 
@@ -131,6 +137,10 @@ class Controller:
 
     def decide(self, now_s: float, instances: Sequence[Seen]) -> Decision:
         """``now_s`` never runs backwards."""
+        if self._is_starting and (missing := self._missing(instances)):
+            names = " and ".join(_NAMES[stage] for stage in missing)
+            return Decision(at_s=now_s, kind=Kind.STARTING, reason=f"no instance has served {names} so far")
+        self._is_starting = False
         serving = frozenset((one.name, one.role) for one in instances if one.is_serving)
         if serving != self._serving:
             self._serving, self._since_s = serving, now_s
@@ -153,6 +163,10 @@ class Controller:
         }
         pressures = {stage: load.pressure for stage, load in loads.items()}
         stage = max(pressures, key=lambda one: pressures[one])
+        worst = pressures[stage]
+        foreseen = self._foreseen(now_s, loads)
+        if worst <= 1 and foreseen is not None:
+            stage, worst = foreseen, _SOON_LATE
 
         def decision(kind: Kind, reason: str, order: Order | None = None, wish: Wish | None = None) -> Decision:
             dry = self.options.dry_run
@@ -171,21 +185,23 @@ class Controller:
         span_s = now_s - recent[0][0]
         is_known = len(recent) >= _FEWEST_SAMPLES and span_s >= options.hold_s
         here = [one for one in instances if one.is_serving]
-        if pressures[stage] <= 1:
+        if worst <= 1:
             wish = self._too_many(now_s, here, loads) if is_known else None
             return decision(Kind.CALM, f"every stage keeps the SLO; {_words(pressures)}", wish=wish)
         self._calm_since = None
         late = f"{_NAMES[stage]} is at {pressures[stage]:.1f} times what the SLO allows"
+        if pressures[stage] <= 1:
+            late += f", and grows to {loads[stage].coming:.1f} times"
         if not is_known:
             return decision(Kind.WATCHING, f"{late}, for {span_s:.1f} s of the {self.options.hold_s:g} s so far")
         if (rest_s := self._ordered_s + self.options.cooldown_s - now_s) > 0:
             return decision(Kind.COOLDOWN, f"{late}; the last switch is {rest_s:.1f} s too young for another")
-        move, why_not = self._best(now_s, here, loads, pressures[stage])
+        move, why_not = self._best(now_s, here, loads, worst)
         if move is None:
             wish = self._too_few(now_s, stage, late)
             return decision(Kind.NOTHING_HELPS, f"{late}; {why_not}", wish=wish)
         order = Order(instance=move.instance.name, role=move.role)
-        self._take(now_s, move, order, here, pressures[stage])
+        self._take(now_s, move, order, here, worst)
         return decision(
             Kind.SWITCH,
             f"{late}: {order.instance} goes from {move.instance.role} to {order.role}, which is predicted to take "
@@ -195,9 +211,24 @@ class Controller:
 
     # ------------------------------------------------------------------ parts
 
+    def _foreseen(self, now_s: float, loads: Mapping[Stage, StageLoad]) -> Stage | None:
+        """A stage that has been on its way beyond the SLO for ``hold_s``."""
+        soon = next((stage for stage, load in loads.items() if load.coming > _SOON_LATE), None)
+        if soon is None:
+            self._soon_s = None
+        elif self._soon_s is None:
+            self._soon_s = now_s
+        is_sure = self._soon_s is not None and now_s - self._soon_s >= self.options.hold_s
+        return soon if is_sure else None
+
+    def _missing(self, instances: Sequence[Seen]) -> list[Stage]:
+        served = {stage for one in instances if one.is_serving for stage in one.role.stages}
+        return [stage for stage in self._stages if stage not in served]
+
     def _heed_others(self, now_s: float, instances: Sequence[Seen]) -> None:
-        """A switch that somebody else has ordered counts for the cooldown, too."""
+        """A switch that somebody else has ordered counts for the cooldown, too; who comes back may be another."""
         before, self._roles = self._roles, {one.name: one.role for one in instances}
+        self._refused = {(name, role) for name, role in self._refused if name in self._roles}
         own = (self._order.instance, self._order.role) if self._order is not None else None
         if any(before.get(name, role) != role and (name, role) != own for name, role in self._roles.items()):
             self._ordered_s = now_s
@@ -223,7 +254,7 @@ class Controller:
         """The switch that helps most; or None, and why."""
         ahead_s, roles = self.options.cooldown_s, [one.role for one in here]
         before, expected = _predict(roles, loads, ahead_s)
-        late = [stage for stage, load in loads.items() if load.pressure > 1]
+        late = [stage for stage, load in loads.items() if load.coming > _SOON_LATE or load.pressure > 1]
         best: _Move | None = None
         is_held = is_back = False
         for role in self.options.roles:

@@ -2,8 +2,8 @@
 
 Encode and prefill queue: their pressure is the queue's seconds over what the SLO leaves for it. Decode shares its
 steps: its pressure is a step's seconds over the limit between two tokens. With ``n`` instances that make ``T``
-tokens a second together, a batch has ``B = T / n * step(B)`` sequences, so that with ``step(B) = a + b * B`` a
-step takes ``a / (1 - T * b / n)``; demand stays when instances come and go, batches do not.
+tokens a second together, a batch has ``B = T / n * step(B)`` sequences besides one's own, so that with ``step(B) =
+a + b * B`` a step takes ``(a + b) / (1 - T * b / n)``; demand stays when instances come and go, batches do not.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ _BUSY = 0.8
 _KV_FULL = 0.9
 #: Beyond this part of what a decode instance could ever do, batches grow without end.
 _ENDLESS = 0.95
+#: Of what the SLO allows, from where on growing batches are looked ahead of.
+_SOON = 0.5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,14 +55,14 @@ def sample(stage: Stage, instances: Sequence[Seen]) -> Sample:
     queue_s = sum(one.waits(stage) for one in here)
     if stage is not Stage.DECODE or not here:
         return Sample(num_instances=len(here), num_busy=sum(one.waits(stage) > 0 for one in here), queue_s=queue_s)
-    steps = [one.step.seconds(one.num_decoding) for one in here]
+    busy = [(one.num_decoding, one.step.seconds(one.num_decoding)) for one in here if one.num_decoding > 0]
     return Sample(
         num_instances=len(here),
-        num_busy=sum(one.num_decoding > 0 for one in here),
+        num_busy=len(busy),
         queue_s=queue_s,
-        tokens_per_s=sum(one.num_decoding / seconds for one, seconds in zip(here, steps, strict=True)),
-        num_sequences=sum(one.num_decoding for one in here),
-        step_s=max(seconds if one.num_decoding else 0.0 for one, seconds in zip(here, steps, strict=True)),
+        tokens_per_s=sum(count / seconds for count, seconds in busy),
+        num_sequences=sum(count for count, _ in busy),
+        step_s=max((seconds for _, seconds in busy), default=0.0),
         kv_used=fmean(one.kv_used for one in here),
         step=here[0].step,
         output_tokens=here[0].output_tokens,
@@ -75,6 +77,7 @@ class StageLoad:
         num_instances: that served it.
         demand: instances that the work which comes would keep busy. Of decode: within the limit between tokens.
         growth: seconds of queue that each second adds.
+        more: sequences that each second adds to the batches.
     """
 
     stage: Stage
@@ -83,6 +86,7 @@ class StageLoad:
     queue_s: float
     demand: float
     growth: float
+    more: float
     tokens_per_s: float
     step_s: float
     kv_used: float
@@ -95,6 +99,17 @@ class StageLoad:
             return UNSERVED
         waiting = self.queue_s / self.num_instances / self.limits.queue_s
         return max(waiting, self.step_s / self.limits.tpot_s) if self.stage is Stage.DECODE else waiting
+
+    @property
+    def coming(self) -> float:
+        """The pressure once batches that grow are as large as their rate makes them; else as measured.
+
+        Decode lags behind its load by the length of an answer; encode and prefill do not.
+        """
+        now = self.pressure
+        if self.stage is not Stage.DECODE or not self.num_instances or self.more <= 0 or now <= _SOON:
+            return now
+        return max(now, self._step_s(self.num_instances) / self.limits.tpot_s)
 
     def predicted(self, capacity: float, ahead_s: float) -> float:
         """The pressure ``ahead_s`` from now, if so many instances serve the stage and as much work comes."""
@@ -119,7 +134,7 @@ class StageLoad:
         if not self.tokens_per_s:
             return 0.0
         part = self.tokens_per_s * self.step.unit_s / capacity
-        return self.step.base_s / (1 - min(part, _ENDLESS)) * max(part / _ENDLESS, 1.0)
+        return self.step.seconds(1) / (1 - min(part, _ENDLESS)) * max(part / _ENDLESS, 1.0)
 
 
 def load_of(
@@ -140,7 +155,7 @@ def load_of(
     newest = every[-1]
     num = newest.num_instances
     queue_s = fmean(one.queue_s for one in every)
-    growth = 0.0
+    growth = more = 0.0
     if num and queue_s / num > _NOTICEABLE * limits.queue_s:
         growth = max(_slope([(at_s, one.queue_s) for at_s, one in samples]), 0.0)
     tokens_per_s = max(fmean(one.tokens_per_s for one in window), fmean(one.tokens_per_s for one in every))
@@ -159,6 +174,7 @@ def load_of(
         queue_s=queue_s,
         demand=demand,
         growth=growth,
+        more=more,
         tokens_per_s=tokens_per_s,
         step_s=step_s,
         kv_used=fmean(one.kv_used for one in every),

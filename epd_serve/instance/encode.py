@@ -142,11 +142,17 @@ class EncodeService:
         return mm_hash not in self._flights or mm_hash in self._in_tower
 
     def serve(
-        self, store: FeatureStore, deliver_here: Callable[[str, MediaRef, Tensor], Awaitable[None]] | None
+        self,
+        store: FeatureStore,
+        deliver_here: Callable[[str, MediaRef, Tensor], Awaitable[None]] | None,
+        *,
+        image_budget_pixels: int,
+        feature_batch: tuple[int, float],
     ) -> None:
         """From now on, in another role of the instance. Nothing may be under way."""
         assert not self._waiters, "something is being encoded"
-        self._store, self._deliver_here = store, deliver_here
+        self._store, self._deliver_here, self._budget = store, deliver_here, image_budget_pixels
+        self.aligned = AlignedBatches(*feature_batch, self._loop.call_later)
 
     def unload(self) -> None:
         """Give the tower's memory back; it is loaded again when it is needed."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 from collections.abc import Callable
 from functools import partial
@@ -33,9 +32,9 @@ from epd_serve.instance.peers import Peers
 from epd_serve.instance.prefill import PrefillService
 from epd_serve.instance.rates import StageRates
 from epd_serve.instance.refusals import Refusals, left, moved
-from epd_serve.instance.registration import identity
+from epd_serve.instance.registration import identity, in_present_role
 from epd_serve.instance.reports import Reporter
-from epd_serve.instance.request_processor import RequestProcessor
+from epd_serve.instance.request_processor import RequestProcessor, num_media_threads
 from epd_serve.instance.status import StatusCalls
 from epd_serve.instance.switching import Switching
 from epd_serve.instance.tracing import StageTracing
@@ -60,7 +59,6 @@ logger = logging.getLogger(__name__)
 
 _HOUSEKEEPING_S = 0.25
 _ASK_AGAIN_S = 0.01
-_MAX_MEDIA_THREADS = 8
 #: The gateway applies the operator's limits; an instance only guards itself.
 _MEDIA_LIMITS = MediaLimits(max_pixels=1 << 28, max_bytes=1 << 30)
 
@@ -106,7 +104,7 @@ class Instance:
         self._gate = EncodeGate(lambda: bool(self.language and self.language.engine.is_prefilling), time.monotonic)
         self._store = await self._new_store()
         self._processor = RequestProcessor(
-            min(options.threads or max(1, len(os.sched_getaffinity(0)) // 2), _MAX_MEDIA_THREADS),
+            num_media_threads(options.threads),
             queue_timeout_s=options.queue_timeout_s,
             # before the gateway, which gives an encoder half of it and the next a quarter, takes it for a stall
             media_timeout_s=min(options.queue_timeout_s, options.feature_timeout_s / 5),
@@ -124,7 +122,6 @@ class Instance:
             on_batch=self.metrics.encoded_batch,
             on_encoded=self._tower_computed,
             url=self.url,
-            feature_batch=(options.feature_batch, options.feature_batch_ms / 1000),
             stream=self._streams.tower,
             may_start=self._may_encode,
         )
@@ -142,15 +139,18 @@ class Instance:
         options, role = self.options, self.options.role
         self._streams.put_vision_first(self._encode if options.steals else None)
         self._batching = Batching(options, measurements(options, self._device, self._fingerprint))
-        self._encode.serve(self._store, self._deliver_here if role.has_language_model else None)
+        self._encode.serve(
+            self._store,
+            self._deliver_here if role.has_language_model else None,
+            image_budget_pixels=options.image_budget_pixels,
+            feature_batch=(options.feature_batch, options.feature_batch_ms / 1000),
+        )
         if role.encodes:
             await self._encode.warm_up(lambda tower: self._batching.find_image_budget(tower, self._family))
         if role.has_language_model:
             around = self._surroundings()
-            if (
-                self._parts is None
-            ):  # known as soon as they are there: the stages may fail, and others use them then
-                self._parts = await asyncio.to_thread(LanguageParts, around)
+            if self._parts is None:  # known before the stages, which may fail: others use them then
+                self._parts = await asyncio.to_thread(LanguageParts, around, at_once=self.ready)
             language = await asyncio.to_thread(LanguageStages, around, self._parts)
             language.start()
             self.language = language
@@ -244,27 +244,16 @@ class Instance:
     def info(self) -> wire.InstanceInfo:
         """What the instance is and does. Raises Unavailable while it is loading."""
         self.check_started()
-        machine, language = self.switching.machine, self.language
-        num_language = language.num_parameters if language else 0
-        ready, epoch = self._state()
-        info = msgspec.structs.replace(
+        return in_present_role(
             self._identity,
-            role=str(machine.role),
-            ready=ready,
-            epoch=epoch,
-            state=machine.state,
+            self.switching.machine,
+            self.language,
+            ready=self._state()[0],
             load=self.load(),
-            parameters={"tower": self._encode.num_parameters, "language_model": num_language},
+            num_tower_parameters=self._encode.num_parameters,
             budgets=self._batching.summary(),
-            steals=self.options.steals and str(machine.role) == "EPD",
-        )
-        if language is None:
-            return info
-        return msgspec.structs.replace(
-            info,
-            max_model_len=language.max_model_len,
+            steals=self.options.steals,
             block_size=self.options.tokens_per_block,
-            kv_token_bytes=language.kv_token_bytes,
         )
 
     def load(self) -> wire.Load:
@@ -346,12 +335,12 @@ class Instance:
 
     async def rebuild(self, role: Role) -> None:
         """Serve another role from now on. Weights stay where they fit and are needed, or may be soon."""
-        options = in_role(self.options, role)
+        old, options = self.options, in_role(self.options, role)
+        remember(options)
         if self.language is not None:
             await asyncio.to_thread(self.language.close)
             self.language = None
-        remember(options)
-        lends = self.options.feature_store == "mooncake" and self.options.role.stages != role.stages
+        lends = old.feature_store == "mooncake" and old.role.stages != role.stages
         self.options = options
         if self._parts is not None and not (role.has_language_model and self._parts.followers is None):
             self._parts.forget(self._transport)
@@ -360,7 +349,7 @@ class Instance:
                 self._parts = None
         if self._device.type != "cpu" and not role.encodes:
             self._encode.unload()
-        if lends:
+        if lends or old.feature_store_bytes != options.feature_store_bytes:
             await asyncio.to_thread(self._store.close)
             self._store = await self._new_store()
         await self._build()

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from epd_serve.errors import DRAINING, InstanceFailed, ServeError, Unavailable
+from epd_serve.errors import DECODE_DRAINING, DRAINING, InstanceFailed, ServeError, Unavailable
 from epd_serve.instance.peers import Peers
 from epd_serve.protocol import wire
 from epd_serve.request import Sequence
@@ -257,7 +257,9 @@ class PullDelivery:
 
 def _blamed(url: str, error: Unavailable) -> ServeError:
     """That D leaves its role is no matter of this instance."""
-    return InstanceFailed(f"{url}: {error.message}", code=DRAINING) if error.code == DRAINING else error
+    if error.code != DRAINING:
+        return error
+    return InstanceFailed(f"{url}: {error.message}", code=DECODE_DRAINING)
 
 
 async def _while_it_answers(

@@ -74,14 +74,14 @@ class LanguageParts:
         max_model_len: of a sequence that is alone here.
     """
 
-    def __init__(self, around: Surroundings) -> None:
-        """Raises ValueError for a model that cannot be served."""
+    def __init__(self, around: Surroundings, *, at_once: bool = False) -> None:
+        """Raises ValueError for a model that cannot be served. ``at_once``: see :class:`LanguageModel`."""
         options, group = around.options, None
         self.followers: Followers | None = None
         if len(options.devices) > 1:
             self.followers = Followers(options, around.dtype)
             group = self.followers.join(around.device)
-        self.language = LanguageModel(around.path, around.dtype, around.device, group)
+        self.language = LanguageModel(around.path, around.dtype, around.device, group, at_once=at_once)
         self.eos_token_ids = eos_token_ids(around.path, around.family.config)
         self.prompts = PromptProcessor(
             around.path,

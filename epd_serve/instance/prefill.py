@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
-from epd_serve.errors import DRAINING, InvalidRequest, ServeError, StageTimeout
+from epd_serve.errors import DECODE_DRAINING, DRAINING, InvalidRequest, ServeError, StageTimeout
 from epd_serve.instance.answer import Answer
 from epd_serve.instance.feature_inbox import FeatureInbox
 from epd_serve.instance.generation import Generation, check_constraint
@@ -346,7 +346,7 @@ class PrefillService:
             )
         except ServeError as error:
             self._give_up(work, error.message)
-            if error.code == DRAINING and work.request.output.stream:
+            if error.code in (DRAINING, DECODE_DRAINING) and work.request.output.stream:
                 yield frames.pack(frames.ERROR, (), chunks.event(error.body()))
             raise BrokenStream(error.message) from error
 

@@ -1,4 +1,4 @@
-"""What an instance says of itself whatever its role, for ``/info``."""
+"""What an instance says of itself, for ``/info``."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import math
 import os
 from pathlib import Path
 
+import msgspec
 import torch
 
 from epd_serve.config import InstanceOptions
+from epd_serve.instance.language_stages import LanguageStages
 from epd_serve.models.family import Family
 from epd_serve.protocol import wire
 from epd_serve.protocol.addresses import url_of
+from epd_serve.topology import RoleSwitch
 from epd_serve.transfer.shared_memory import host_id
 
 #: Pixels of an image for which tokens per pixel are given.
@@ -25,7 +28,7 @@ def identity(
     fingerprint: str,
     share: wire.AppliedShare | None,
 ) -> wire.InstanceInfo:
-    """``load``, ``ready`` and all that follows from the role are to be filled in."""
+    """Whatever its role; the rest is filled in by :func:`in_present_role`."""
     text = family.config.get_text_config()
     return wire.InstanceInfo(
         name=options.name,
@@ -44,4 +47,41 @@ def identity(
         host_id=host_id(),
         tokens_per_pixel=family.num_image_tokens(_TYPICAL_SIZE) / math.prod(_TYPICAL_SIZE),
         feature_token_bytes=dtype.itemsize * text.hidden_size,
+    )
+
+
+def in_present_role(
+    identity: wire.InstanceInfo,
+    machine: RoleSwitch,
+    language: LanguageStages | None,
+    *,
+    ready: bool,
+    load: wire.Load,
+    num_tower_parameters: int,
+    budgets: dict[str, float],
+    steals: bool,
+    block_size: int,
+) -> wire.InstanceInfo:
+    """``identity`` with what is so at the moment; ``language`` is None where the role has none."""
+    info = msgspec.structs.replace(
+        identity,
+        role=str(machine.role),
+        ready=ready,
+        epoch=machine.epoch,
+        state=machine.state,
+        load=load,
+        parameters={
+            "tower": num_tower_parameters,
+            "language_model": language.num_parameters if language else 0,
+        },
+        budgets=budgets,
+        steals=steals and str(machine.role) == "EPD",
+    )
+    if language is None:
+        return info
+    return msgspec.structs.replace(
+        info,
+        max_model_len=language.max_model_len,
+        block_size=block_size,
+        kv_token_bytes=language.kv_token_bytes,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -21,8 +22,14 @@ Kind = Literal["text", "media"]
 #: Estimates, in seconds: for the order in which items get their turn, nothing more.
 S_PER_PIXEL = 5e-8
 S_PER_CHARACTER = 1e-6
+_MAX_MEDIA_THREADS = 8
 #: An item is overtaken by shorter ones that come at most so many times its own length after it.
 _PATIENCE = 4.0
+
+
+def num_media_threads(compute_threads: int | None) -> int:
+    """As many as compute, or half the cores where that is left to the library; a few at most."""
+    return min(compute_threads or max(1, len(os.sched_getaffinity(0)) // 2), _MAX_MEDIA_THREADS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

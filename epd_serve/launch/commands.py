@@ -10,7 +10,7 @@ from pathlib import Path
 
 from device.ascend_limits import parse_visible_devices
 from device.shares import share_environment
-from device.weight_files import VARIABLE, to_variable
+from device.weight_files import COPIES, VARIABLE, to_variable
 from epd_serve.config import DeploymentConfig, InstanceOptions
 from epd_serve.config.keys import CLUSTER_KEY
 from epd_serve.config.shares import DeviceShare
@@ -126,10 +126,12 @@ def instance_specs(
 
 
 def shared_parts(config: DeploymentConfig) -> list[str]:
-    """The parts of the model that several CPU instances hold, where they are to share them."""
+    """The parts of the model that several CPU instances hold, or may come to hold, if they share them."""
+    roles = [placed.role for placed in config.placement() if set(placed.devices) == {"cpu"}]
+    if config.keeps_other_roles and len(roles) > 1:
+        return ["tower", "language_model"]
     if not config.instances.share_weights:
         return []
-    roles = [placed.role for placed in config.placement() if set(placed.devices) == {"cpu"}]
     holders = {
         "tower": sum(role.encodes for role in roles),
         "language_model": sum(role.has_language_model for role in roles),
@@ -137,11 +139,17 @@ def shared_parts(config: DeploymentConfig) -> list[str]:
     return [part for part, count in holders.items() if count > 1]
 
 
-def sharing_weights(specs: Sequence[ProcessSpec], files: Mapping[str, int]) -> tuple[ProcessSpec, ...]:
-    """The instances with these memory files, by part of the model, to keep their weights in."""
+def sharing_weights(
+    specs: Sequence[ProcessSpec], files: Mapping[str, int], *, copies: bool = False
+) -> tuple[ProcessSpec, ...]:
+    """The instances with these memory files, by part of the model, to keep their weights in.
+
+    Args:
+        copies: instances that begin with a language model have one of their own: decode steps read all of it.
+    """
     if not files:
         return tuple(specs)
-    variables = {VARIABLE: to_variable(files)}
+    variables = {VARIABLE: to_variable(files), **({COPIES: "language_model"} if copies else {})}
     return tuple(
         replace(spec, environment={**spec.environment, **variables}, descriptors=tuple(files.values()))
         for spec in specs

@@ -115,7 +115,7 @@ class LocalDeployment:
         except BaseException:
             self._give_back(keep_logs=False)
             raise
-        instances = sharing_weights(instances, self._weight_files)
+        instances = sharing_weights(instances, self._weight_files, copies=not config.instances.share_weights)
         self._fork_server = self._fork_server_for([spec for spec in instances if spec.can_fork])
         self._holdings = Holdings(
             config=config,

@@ -46,7 +46,10 @@ class Holdings:
         return self.spec_of(self.live[name])
 
     def spec_of(self, instance: PreparedInstance) -> ProcessSpec:
-        [spec] = sharing_weights([spec_of(self.config, instance, self.environment)], self.weight_files)
+        copies = not self.config.instances.share_weights
+        [spec] = sharing_weights(
+            [spec_of(self.config, instance, self.environment)], self.weight_files, copies=copies
+        )
         return spec
 
     def joined(self, instance: PreparedInstance) -> None:

@@ -14,6 +14,7 @@ from epd_serve.backends.vllm_command import Connectors, VllmOptions, command_of,
 from epd_serve.config import DeploymentConfig, InstanceSettings, model_path
 from epd_serve.config.shares import DeviceShare
 from epd_serve.config.vllm import connectors
+from epd_serve.launch import lifeline
 from epd_serve.launch.commands import threads_each, visibility
 from epd_serve.launch.process import ProcessSpec
 from epd_serve.launch.vllm_pixels import pixel_flags
@@ -64,6 +65,7 @@ def connectors_of(config: DeploymentConfig) -> Connectors:
         feature_timeout_s=prefill.feature_timeout_s,
         widths=(_width(config, Stage.PREFILL), _width(config, Stage.DECODE)),
         trace=str(config.trace) if config.trace else None,
+        rewrites=vllm.media == "rewritten",
     )
 
 
@@ -120,8 +122,9 @@ def vllm_processes(
 def vllm_specs(
     config: DeploymentConfig, processes: Sequence[VllmProcess], environment: Mapping[str, str]
 ) -> tuple[ProcessSpec, ...]:
-    """The same for the supervisor; each process ends with this one."""
-    tie = (sys.executable, "-P", "-m", "epd_serve.launch.lifeline", str(os.getpid()))
+    """The same for the supervisor; each process ends with this one, and its engine processes with it."""
+    # As a script it loads nothing else, of which its waiting half would keep a copy.
+    tie = (sys.executable, "-IS", lifeline.__file__, "--group", str(os.getpid()))
     return tuple(
         ProcessSpec(
             name=process.placement.name,

@@ -30,8 +30,20 @@ class LanguageModel:
         inner: the transformers model without weights, for its position arithmetic.
     """
 
-    def __init__(self, path: Path, dtype: torch.dtype, device: Device, group: Group | None = None) -> None:
-        """Raises ValueError for a model that the engine cannot run or the group cannot share."""
+    def __init__(
+        self,
+        path: Path,
+        dtype: torch.dtype,
+        device: Device,
+        group: Group | None = None,
+        *,
+        at_once: bool = False,
+    ) -> None:
+        """Raises ValueError for a model that the engine cannot run or the group cannot share.
+
+        Args:
+            at_once: it is needed now: weights that another process has packed are read where they lie, for good.
+        """
         model: Any = load_part(path, ModelPart.LANGUAGE_MODEL, dtype)
         text = model.config.get_text_config()
         self.dtype = dtype
@@ -47,7 +59,7 @@ class LanguageModel:
         self._embedding: Tensor = language_model.embed_tokens.weight.to(self._device)
         self._vocab_size: int = text.vocab_size
         key = f"{path} {dtype} {self._group.rank}/{self._group.size}"
-        with shared_weights(ModelPart.LANGUAGE_MODEL.value, key):
+        with shared_weights(ModelPart.LANGUAGE_MODEL.value, key, at_once=at_once):
             self._head, self._head_rows = self._load_head(model, text.vocab_size)
             self._decoder = Decoder(language_model, device.ops, self._device, self._group)
         self.num_layers = self._decoder.num_layers

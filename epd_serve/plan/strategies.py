@@ -38,8 +38,8 @@ def exhaustive(evaluator: Evaluator, candidates: Sequence[Candidate]) -> Found:
 
 def race(evaluator: Evaluator, candidates: Sequence[Candidate], *, width: int = 5) -> Found:
     """All plans by their bound, without a simulation; of the ``width`` highest, the first is searched, and each
-    other one is simulated once, at the rate that it must keep to be better, and searched from there if it does. So
-    the field is cut down at each simulated load. Raises ValueError where no plan serves anything.
+    other one is simulated once, at the rate that it must keep to be better, and searched from there if it does.
+    So the field is cut down at each simulated load. Raises ValueError where no plan serves anything.
     """
     bounded: list[tuple[float, Candidate]] = []
     for one in candidates:

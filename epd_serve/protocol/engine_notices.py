@@ -14,6 +14,9 @@ import msgspec
 from epd_serve.protocol.wire import FeatureEvent, Region
 
 LENGTH = struct.Struct("<I")
+#: Ends the name of a picture that D is given with its pixels where it otherwise gets none: vLLM's caches go by
+#: names.
+WITH_PIXELS = ":pixels"
 MAX_NBYTES = 1 << 26
 
 

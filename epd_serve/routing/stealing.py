@@ -134,10 +134,9 @@ class Thieves:
         self._held[name] -= 1
         assert self._held[name] >= 0, f"{name} has given back more than it took"
 
-    @property
-    def collects_until_s(self) -> float | None:
-        """The earliest end of a collection, if one is under way."""
-        ends = [end for one in self._thieves.values() if (end := one.collects_until_s) is not None]
+    def collect_until_s(self, now: float) -> float | None:
+        """The earliest end of a collection, if one is under way; a thief that nobody asks any more ends, too."""
+        ends = [end for one in self._thieves.values() if (end := one.collects_until_s) is not None and end >= now]
         return min(ends, default=None)
 
 

@@ -15,6 +15,7 @@ from epd_serve.sim.clock import Clock
 from epd_serve.sim.device import FluidSharing, Sharing, SimDevice
 from epd_serve.sim.gateway import Job, SimGateway
 from epd_serve.sim.instance import SimInstance
+from epd_serve.sim.language import LanguageSide
 from epd_serve.sim.request import SimRequest
 from epd_serve.sim.spec import SimInstanceSpec
 from epd_serve.sim.switching import Switching
@@ -213,19 +214,23 @@ def simulate(
         if fault.instance not in instances:
             raise ValueError(f"a fault of {fault.instance!r}; there are {', '.join(instances)}")
         clock.at(fault.at_s, lambda fault=fault: die(fault))  # type: ignore[misc]
-    languages = [one.language for one in every if one.language is not None]
+
+    def languages() -> list[LanguageSide]:
+        """Also of instances that were rebuilt in another role on the way."""
+        return [one.language for one in every if one.language is not None]
+
     with _seldom_collecting():
         clock.run(lambda: len(done) == len(jobs) or given_up)
         seconds = clock.now
-        clock.run(lambda: given_up or not any(one.is_busy for one in languages))  # steps of what died in between
+        clock.run(lambda: given_up or not any(one.is_busy for one in languages()))  # of what died in between
     return Outcome(
         jobs=jobs,
         seconds=seconds,
         busy={name: device.busy_s / seconds if seconds else 0.0 for name, device in devices.items()},
         encoded=sum(one.tower.num_encoded for one in every),
         hits=sum(one.tower.num_hits for one in every),
-        num_steps=sum(one.num_steps for one in languages),
-        num_preempted=sum(one.num_preempted for one in languages),
+        num_steps=sum(one.num_steps for one in languages()),
+        num_preempted=sum(one.num_preempted for one in languages()),
         num_events=clock.num_events,
         gateway=gateway,
         instances=instances,

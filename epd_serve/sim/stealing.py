@@ -60,7 +60,7 @@ class SimStealing:
             _, move = self._queued.popitem()
             move(record)
         self._is_polling = False
-        until_s = self.thieves.collects_until_s
+        until_s = self.thieves.collect_until_s(self._clock.now)
         if until_s is not None and until_s != self._polls_at_s:
             self._polls_at_s = until_s
             self._clock.at(until_s, self.poll)

@@ -8,8 +8,9 @@ from typing import Any
 import prometheus_client
 from vllm.distributed.ec_transfer.ec_connector.metrics import ECConnectorPromMetrics, ECConnectorStats
 
-#: ``encoded`` by this instance's tower; ``reused`` by E, which had it; ``fetched`` by P from an E, now or before.
-EVENTS = ("encoded", "reused", "fetched")
+#: ``encoded`` by this instance's tower; ``reused`` by E, which had it; ``fetched`` by P from an E, now or before;
+#: ``rewritten`` at D, which was given no pixels; ``missing`` for requests that D would have had to encode for.
+EVENTS = ("encoded", "reused", "fetched", "rewritten", "missing")
 
 
 class FeatureStats(ECConnectorStats):

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase, ECConnectorMetadata, ECConnectorRole
+from vllm.distributed.ec_transfer.ec_connector.utils import PlaceholderMetadataResolver, collect_ec_item_metadata
 
 from epd_serve.protocol.engine_notices import (
     AnyNotice,
@@ -77,7 +78,10 @@ class StoreFeatureConnector(ECConnectorBase):
         self._side: _SchedulerOfE | _SchedulerOfP | _WorkerOfE | _WorkerOfP
         if role is ECConnectorRole.SCHEDULER:
             if self.is_producer:
-                self._side = _SchedulerOfE(config.ec_ip, config.ec_port)
+                describes = (
+                    PlaceholderMetadataResolver(vllm_config.model_config) if extra.get("describe") else None
+                )
+                self._side = _SchedulerOfE(config.ec_ip, config.ec_port, describes)
             else:
                 transport = shaped(EmbeddedTransport(config.ec_ip), extra)
                 inbox = FeatureInbox(transport, capacity, float(extra.get("timeout_s", 30.0)))
@@ -179,10 +183,14 @@ class _Side:
 
 
 class _SchedulerOfE(_Side):
-    """Knows from the worker what is stored, so that it is not encoded again."""
+    """Knows from the worker what is stored, so that it is not encoded again.
 
-    def __init__(self, host: str, port: int) -> None:
+    With ``describes`` it also tells what a prompt says of an item in place of its pixels.
+    """
+
+    def __init__(self, host: str, port: int, describes: PlaceholderMetadataResolver | None) -> None:
         super().__init__()
+        self._describes = describes
         self._stored: set[str] = set()
         self._hits: dict[str, set[str]] = {}
         self._server = NoticeServer(host, port, self._handle)
@@ -213,10 +221,14 @@ class _SchedulerOfE(_Side):
 
     def finished(self, request: Request) -> dict[str, Any] | None:
         hits = self._hits.pop(request.request_id, set())
-        return {
+        told: dict[str, dict[str, Any]] = {
             one.identifier: {"cached": one.identifier in hits, "tokens": request.get_num_encoder_embeds(index)}
             for index, one in enumerate(request.mm_features)
         }
+        if self._describes is not None:
+            for mm_hash, item in collect_ec_item_metadata(request.mm_features, self._describes).items():
+                told[mm_hash]["metadata"] = item["metadata"]
+        return told
 
 
 class _SchedulerOfP(_Side):

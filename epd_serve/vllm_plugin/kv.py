@@ -22,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.request import RequestStatus
 
+from epd_serve.protocol.engine_notices import WITH_PIXELS
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.grouping import GroupSizer, group_ends
 from epd_serve.vllm_plugin.features import shaped
@@ -331,7 +332,7 @@ class _Worker:
 
 
 def _checksum_of(token_ids: Any, features: Any) -> str:
-    return prompt_checksum(list(token_ids), [one.identifier for one in features or ()])
+    return prompt_checksum(list(token_ids), [one.identifier.removesuffix(WITH_PIXELS) for one in features or ()])
 
 
 def _copy(send: StepSend) -> StepSend:

@@ -100,7 +100,11 @@ class KVMemory:
         self.region: Region = slab.region
         self._bytes = slab.buffer
         self._device = device
-        self._cache = KVCache(layout, num_blocks, device, slab.buffer, heads)
+        try:
+            self._cache = KVCache(layout, num_blocks, device, slab.buffer, heads)
+        except BaseException:  # the device has no room for it, say
+            transport.release(slab)
+            raise
         self._followers = followers
 
     @property

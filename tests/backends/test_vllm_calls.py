@@ -184,3 +184,17 @@ async def test_a_d_that_is_given_up_leaves_p_its_answer() -> None:
         others.exchanges["r"].settle("a")
         assert isinstance(await call.opened, PrefillAnswer)
         call.close()
+
+
+async def test_instances_that_leave_are_forgotten() -> None:
+    async with NativeConnections() as connections:
+        others = VllmInstances(connections, {"p0": target("P"), "p1": target("P")})
+        calls = {
+            name: others.connect(name, f"http://127.0.0.1:{number}") for number, name in enumerate(("p0", "p1"), 1)
+        }
+        assert set(others.by_url) == {"http://127.0.0.1:1", "http://127.0.0.1:2"}
+        del calls["p0"]
+        assert list(others.by_url.values()) == [calls["p1"]]
+        calls["p0"] = others.connect("p0", "http://127.0.0.1:2")  # it moves to where another was
+        del calls["p1"]
+        assert list(others.by_url.values()) == [calls["p0"]]

@@ -25,6 +25,9 @@ ROOT = Path(__file__).parents[2]
         ("topology: E-P@tp2-D\nvllm: {kv: grouped}", "needs the same @tp for P and D"),
         ("topology: E-P@tp2-D", "needs the same @tp for P and D"),  # grouped is what CPUs get
         ("vllm: {features: file}", "needs vllm.feature_dir"),
+        ("topology: EP-D\nvllm: {media: rewritten}", "it needs E, P and D, and vllm.features: store"),
+        ("topology: E-PD\nvllm: {media: rewritten}", "it needs E, P and D"),
+        ("vllm: {media: rewritten, features: file, feature_dir: x}", "and vllm.features: store"),
         ("vllm: {kv: files}", "vllm.kv: 'files' is not possible here; write grouped, mooncake or nixl"),
     ],
 )

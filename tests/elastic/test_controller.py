@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from epd_serve.elastic.controller import Controller, Kind, Order
 from epd_serve.elastic.options import ControllerOptions, Limits
 from epd_serve.elastic.seen import Seen
-from epd_serve.types import Role, Stage
+from epd_serve.types import Role, Stage, StageRate
 
 LIMITS = Limits(ttft_s=2.0, tpot_s=0.05)
 OPTIONS = ControllerOptions()
@@ -129,6 +129,19 @@ def test_a_switch_that_does_not_come_fails_at_its_deadline() -> None:
     assert [decision.reason for decision in failed] == ["i0 is still no D after 5 s: the switch has failed"]
 
 
+def test_an_order_that_fails_late_says_nothing_of_the_next_one() -> None:
+    one = controller(replace(OPTIONS, deadline_s=5.0))
+    fluid = Fluid(roles=["E", "E", "E", "P", "D"], load={Stage.DECODE: 3 * MOST_TOKENS}, switch_s=1e9)
+    while len(fluid.orders) < 2:
+        fluid.flow(one, 1.0)
+        assert fluid.now_s < 100
+    first, second = (decision.order for decision in fluid.orders)
+    assert first is not None and second is not None and first.instance != second.instance
+    one.failed(first)  # as the one that carries it out hears at last
+    fluid.flow(one, 1.0)
+    assert fluid.decisions[-1].reason == f"{second.instance} is on its way from E to D"
+
+
 def test_a_switch_that_somebody_else_orders_counts_for_the_cooldown() -> None:
     fluid, one = Fluid(roles=["E", "E", "E", "P", "D"], load={Stage.DECODE: 4 * MOST_TOKENS}), controller()
     fluid.flow(one, 2.0)
@@ -146,6 +159,9 @@ def test_what_was_refused_is_not_ordered_again() -> None:
     fluid = Fluid(roles=["E", "E", "P", "D"], load={Stage.DECODE: 2 * MOST_TOKENS})
     fluid.flow(one, 60.0)
     assert not fluid.orders
+    one.decide(fluid.now_s, fluid.seen()[1:])  # i0 has left, and comes again as another
+    fluid.flow(one, 60.0)
+    assert [decision.order.instance for decision in fluid.orders if decision.order] == ["i0"]
 
 
 def test_too_few_instances_are_wished_for_and_too_many_told() -> None:
@@ -160,16 +176,44 @@ def test_too_few_instances_are_wished_for_and_too_many_told() -> None:
     assert [(wish.change, str(wish.role)) for wish in wishes] == [(-1, "D")]
 
 
-def test_a_stage_without_an_instance_gets_one() -> None:
+def seen(**serving: bool) -> list[Seen]:
+    """Idle instances, by name, that serve or do not."""
+    return [Seen(name=name, role=Role.parse(name[0].upper()), is_serving=value) for name, value in serving.items()]
+
+
+def test_a_stage_whose_last_instance_is_gone_gets_another() -> None:
     one = controller()
-    seen = [
-        Seen(name="e0", role=Role.parse("E"), queue_s={Stage.ENCODE: 0.0}),
-        Seen(name="e1", role=Role.parse("E"), queue_s={Stage.ENCODE: 0.0}),
-        Seen(name="p0", role=Role.parse("P"), queue_s={Stage.PREFILL: 0.5}),
-        Seen(name="d0", role=Role.parse("D"), is_serving=False),
+    one.decide(0.0, seen(e0=True, e1=True, p0=True, d0=True))
+    decisions = [one.decide(float(at), seen(e0=True, e1=True, p0=True, d0=False)) for at in range(1, 10)]
+    orders = [decision.order for decision in decisions if decision.order]
+    assert orders == [Order(instance="e0", role=Role.parse("D"))]
+
+
+def test_a_decode_whose_steps_all_had_one_size_is_helped() -> None:
+    """Nothing tells the two parts of such a step apart: all of it goes by the number of sequences (RateFit)."""
+
+    def here(queue_s: float) -> list[Seen]:
+        num = 1.0 if queue_s else 0.0
+        step, waiting = StageRate(0.0, 0.003), {Stage.DECODE: queue_s}
+        decode = Seen(name="d0", role=Role.parse("D"), queue_s=waiting, num_decoding=num, step=step)
+        return [*seen(e0=True, e1=True, p0=True), decode]
+
+    one = controller()
+    decisions = [one.decide(float(at), here(0.0 if at < 5 else 4.0)) for at in range(10)]
+    assert [decision.order for decision in decisions if decision.order] == [
+        Order(instance="e0", role=Role.parse("D"))
     ]
-    orders = [one.decide(float(at), seen).order for at in range(10)]
-    assert [order for order in orders if order] == [Order(instance="e0", role=Role.parse("D"))]
+
+
+def test_instances_that_are_still_to_come_are_waited_for() -> None:
+    """Encoders are ready first; a model takes its time, and nobody is to take its place meanwhile."""
+    one = controller()
+    starting = [one.decide(float(at), seen(e0=True, e1=True, p0=at > 30, d0=False)) for at in range(60)]
+    assert {decision.kind for decision in starting} == {Kind.STARTING}
+    assert starting[0].reason == "no instance has served prefill and decode so far"
+    assert starting[-1].reason == "no instance has served decode so far"
+    later = [one.decide(float(at), seen(e0=True, e1=True, p0=True, d0=True)) for at in range(60, 90)]
+    assert {decision.kind for decision in later} == {Kind.CALM}
 
 
 @pytest.mark.parametrize("wrong", [{"roles": ()}, {"cooldown_s": 0.0}, {"hysteresis": 1.0}])

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from instance_info import instance_info
 from pydantic import ValidationError
 
 from epd_serve.config import DeploymentConfig
@@ -33,21 +34,7 @@ SLO = {"ttft_ms": 2000, "tpot_ms": 50}
 
 
 def info(name: str, role: str, num_running: int = 0) -> InstanceInfo:
-    return InstanceInfo(
-        name=name,
-        role=role,
-        url="",
-        model="m",
-        model_path="",
-        max_model_len=1024,
-        media_fingerprint="",
-        device="cpu",
-        dtype="float32",
-        pid=1,
-        ready=True,
-        load=Load(num_running=num_running, rates={"D": StageRate(0.02, 0.001)}),
-        budgets={},
-    )
+    return instance_info(name, role, load=Load(num_running=num_running, rates={"D": StageRate(0.02, 0.001)}))
 
 
 def table(roles: dict[str, str], num_running: int) -> InstanceTable:

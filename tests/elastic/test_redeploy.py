@@ -6,7 +6,11 @@ import asyncio
 import json
 import random
 import sys
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
+
+import pytest
 
 from epd_serve.config.load import parse_config
 from epd_serve.elastic.drift import DriftOptions
@@ -115,6 +119,42 @@ async def test_a_plan_is_applied_where_that_is_enabled(tmp_path: Path) -> None:
                 await asyncio.sleep(0.02)
         assert redeployer.plan is not None
         assert told.read_text() == f"apply {redeployer.plan} --topology-only --gateway 127.0.0.1:8000"
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_a_full_disk_costs_one_plan_and_not_the_gateway(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    refuses = (sys.executable, "-c", "raise SystemExit('the second one got there')")
+    settings = RedeploySettings(
+        options=DriftOptions(num_requests=20), devices=tmp_path / "none.yaml", program=refuses
+    )
+    redeployer = Redeployer(settings, lambda: 0.0)
+    running = asyncio.create_task(redeployer.run())
+
+    async def until(condition: Callable[[], object]) -> None:
+        async with asyncio.timeout(60):
+            while not condition():
+                assert not running.done(), running.exception()
+                await asyncio.sleep(0.02)
+
+    def serve(numbers: range, output: int) -> None:
+        for number in numbers:
+            redeployer.put(served(number, output=output))
+
+    try:
+        await until(lambda: any(tmp_path.iterdir()))
+        directory = next(tmp_path.iterdir())  # noqa: ASYNC240
+        directory.rmdir()  # nothing can be written there
+        serve(range(40), 20)
+        serve(range(40, 80), 400)
+        await until(lambda: "the drift is left without a plan" in caplog.text)
+        directory.mkdir()
+        serve(range(80, 160), 20)
+        await until(lambda: "the second one got there" in caplog.text)
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from instance_info import instance_info
 
 from epd_serve.elastic.seen import see
-from epd_serve.protocol.wire import InstanceInfo, Load
+from epd_serve.protocol.wire import Load
 from epd_serve.routing.table import InstanceTable
 from epd_serve.types import Stage, StageRate
 
@@ -18,22 +19,8 @@ def table(**loads: dict[str, Any]) -> InstanceTable:
     made = InstanceTable([(name, "") for name in loads])
     for name, load in loads.items():
         places = load.pop("places", 8)
-        info = InstanceInfo(
-            name=name,
-            role=name[0].upper(),
-            url="",
-            model="m",
-            model_path="",
-            max_model_len=1024,
-            media_fingerprint="",
-            device="cpu",
-            dtype="float32",
-            pid=1,
-            ready=True,
-            load=Load(total_blocks=100, rates=RATES, mean_output_tokens=50.0, **{"free_blocks": 100, **load}),
-            budgets={"max_num_seqs": places},
-        )
-        made.update(name, info, contains=0)
+        said = Load(total_blocks=100, rates=RATES, mean_output_tokens=50.0, **{"free_blocks": 100, **load})
+        made.update(name, instance_info(name, load=said, budgets={"max_num_seqs": places}), contains=0)
     return made
 
 

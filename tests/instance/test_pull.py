@@ -11,9 +11,10 @@ import pytest
 import pytest_asyncio
 
 from epd_serve.cache.block_pool import BlockPool, RequestBlocks
-from epd_serve.errors import InstanceFailed, InvalidRequest, ServeError, Unavailable
+from epd_serve.errors import DECODE_DRAINING, InstanceFailed, InvalidRequest, ServeError, Unavailable
 from epd_serve.instance.decode import DecodeService
 from epd_serve.instance.kv_delivery import PullDelivery, Pulls
+from epd_serve.instance.refusals import left
 from epd_serve.protocol import wire
 from epd_serve.request import Sequence as Prompt
 from epd_serve.transfer.transport import Piece, TransferError
@@ -284,6 +285,14 @@ async def test_a_confirmation_counts_only_while_the_blocks_are_held() -> None:
     working = delivery(peers, pulls)
     with pytest.raises(Unavailable):
         await working.hand_over(handoff())
+
+
+async def test_a_reader_that_leaves_its_role_is_told_from_the_prefill_instance() -> None:
+    peers = Peers()
+    peers.answers["/kv/pull"] = left("d0")
+    with pytest.raises(InstanceFailed, match="d0 is leaving its role") as refused:
+        await delivery(peers, Pulls()).hand_over(handoff())
+    assert refused.value.code == DECODE_DRAINING
 
 
 async def test_a_client_that_leaves_during_the_staging_frees_no_block_before_it_is_over() -> None:

@@ -13,6 +13,8 @@ import httpx
 import pytest
 import tiny_models
 from fleet import Books
+from pictures import png
+from PIL import Image
 from services import serving
 
 from epd_serve.config import InstanceOptions
@@ -27,11 +29,20 @@ from epd_serve.types import Role, SamplingParams
 MAX_TOKENS = 400
 
 
-def request(name: str, *, n: int = 1, generated: list[int] | None = None, max_tokens: int = MAX_TOKENS) -> bytes:
+def request(
+    name: str,
+    *,
+    n: int = 1,
+    generated: list[int] | None = None,
+    max_tokens: int = MAX_TOKENS,
+    continuous_usage: bool = False,
+) -> bytes:
     return wire.encode(
         wire.PrefillRequest(
             request_id=name,
-            output=wire.OutputOptions("completion", "r", 0, "tiny", stream=True),
+            output=wire.OutputOptions(
+                "completion", "r", 0, "tiny", stream=True, continuous_usage=continuous_usage
+            ),
             sampling=SamplingParams(seed=7, max_tokens=max_tokens, ignore_eos=True, temperature=0.0, n=n),
             items=[],
             prompt="apple banana cherry " * 3,
@@ -67,6 +78,18 @@ async def read(answer: httpx.Response) -> list[tuple[int, list[int], bytes]]:
 
 def tokens(answer: list[tuple[int, list[int], bytes]]) -> list[int]:
     return [token for _, ids, _ in answer for token in ids]
+
+
+@asynccontextmanager
+async def held(instance: Instance, peers: Peers) -> AsyncIterator[None]:
+    """KV that somebody may still write keeps the instance from being empty."""
+    assert instance.language is not None
+    layout, ref = instance.language.parts.layout, wire.TransferRef("t", "r")
+    await peers.call(instance.url, "/kv/reserve", wire.ReserveRequest("t", "r", 8, 8, 1, [], layout, lease_s=3600))
+    try:
+        yield
+    finally:
+        await peers.call(instance.url, "/kv/cancel", ref)
 
 
 async def draining(instance: Instance) -> None:
@@ -113,12 +136,21 @@ async def test_running_answers_go_on_elsewhere_token_by_token(tmp_path: Path) ->
         await Books({"leaving": leaving.url, "staying": staying.url}).check()
 
 
+async def test_choices_that_tell_the_usage_of_all_in_each_event_end_where_they_are(tmp_path: Path) -> None:
+    model = tiny_models.make_tiny_model("llava", tmp_path / "model")
+    async with serving(model, "PD", num_blocks=100) as instance:
+        async with answering(instance, request("two", n=2, continuous_usage=True)) as answer:
+            changed = await instance.switching.order(order("P", deadline_s=100, patience_s=0))
+            assert len(tokens(await read(answer))) == 2 * MAX_TOKENS
+        assert changed.new == "P"
+        await Books({"i": instance.url}).check()
+
+
 async def test_an_order_is_called_back_cancelled_or_too_late(tmp_path: Path) -> None:
     model = tiny_models.make_tiny_model("llava", tmp_path / "model")
     peers = Peers()
     async with serving(model, "PD", num_blocks=100) as instance:
-        # two choices of a stream cannot go on elsewhere, and end when they end
-        async with answering(instance, request("two", n=2)) as answer:
+        async with held(instance, peers):
             with pytest.raises(StageTimeout, match="role PD is served on"):
                 await instance.switching.order(order("P", deadline_s=0.05))
             assert instance.info().ready and instance.info().epoch == 0
@@ -142,7 +174,6 @@ async def test_an_order_is_called_back_cancelled_or_too_late(tmp_path: Path) -> 
             ordered.cancel()
             await asyncio.gather(ordered, return_exceptions=True)
             assert instance.info().ready, "whoever ordered it is gone"
-            assert len(tokens(await read(answer))) == 2 * MAX_TOKENS
         await Books({"i": instance.url}).check()
     await peers.close()
 
@@ -160,6 +191,66 @@ async def test_a_role_that_cannot_be_built_leaves_the_old_one(tmp_path: Path) ->
         assert (tmp_path / "p.role").read_text() == "P"
         await instance.probe(60)
         await Books({"i": instance.url}).check()
+
+
+async def test_what_a_failed_rebuild_has_made_is_kept_or_given_back(tmp_path: Path) -> None:
+    model = tiny_models.make_tiny_model("qwen3_vl", tmp_path / "model")
+    (tmp_path / "roles.json").write_text(json.dumps({"E": {}, "D": {"num_blocks": 1}, "P": {"num_blocks": 0}}))
+    async with serving(model, "E", switch_dir=tmp_path) as instance:
+        before, parts = num_slabs(instance), set[int]()
+        for role in ("D", "P", "D"):  # too few blocks for a pool, none for a cache
+            with pytest.raises(ServeError, match="role E is served on"):
+                await instance.switching.order(order(role))
+            parts.add(id(instance._parts))
+            assert instance._parts is not None and num_slabs(instance) == before
+        assert len(parts) == 1, "the weights are not loaded again"
+        (tmp_path / "roles.json").write_text(json.dumps({"D": {"num_blocks": 20}}))
+        await instance.switching.order(order("D"))
+        assert num_slabs(instance) == before + 1
+        await Books({"i": instance.url}).check()
+
+
+def num_slabs(instance: Instance) -> int:
+    return len(instance._transport._slabs)  # type: ignore[attr-defined]
+
+
+async def test_an_encoder_has_the_settings_of_its_new_role(tmp_path: Path) -> None:
+    model = tiny_models.make_tiny_model("qwen3_vl", tmp_path / "model")
+    encoder = {"feature_batch": 2, "feature_batch_ms": 3.6e6, "feature_store_bytes": 1 << 20}
+    (tmp_path / "roles.json").write_text(
+        json.dumps({"E": encoder, "P": {"feature_batch": 1, "feature_store_bytes": 1 << 16}})
+    )
+    peers, picture = Peers(), png(Image.new("RGB", (56, 56), "red"))
+
+    def encode(owner: str, consumer: Instance) -> asyncio.Task[bytes]:
+        ref = wire.MediaRef(mm_hash=owner, width=56, height=56)
+        message = wire.EncodeRequest(request_id=owner, ref=ref, media=picture, announce_to=consumer.url)
+        return asyncio.create_task(peers.call(instance.url, "/stage/encode", message))
+
+    async with (
+        serving(model, "P", num_blocks=20, switch_dir=tmp_path, feature_store_bytes=1 << 16) as instance,
+        serving(model, "P", name="other", num_blocks=20) as other,
+    ):
+        await encode("0" * 64, other)
+        await instance.switching.order(order("E"))
+        first = encode("1" * 64, other)
+        while not instance.encodes().aligned.num_waiting:
+            assert not first.done(), first.result()
+            await asyncio.sleep(0.005)
+        await asyncio.gather(first, encode("2" * 64, other))
+        assert capacity(instance) == 1 << 20
+        await instance.switching.order(order("P"))
+        await encode("3" * 64, other)
+        assert capacity(instance) == 1 << 16
+        assert other.language is not None
+        for number in "0123":  # requests that never come
+            other.language.inbox.release(number * 64)
+        await Books({"i": instance.url, "other": other.url}).check()
+    await peers.close()
+
+
+def capacity(instance: Instance) -> int:
+    return instance._store._allocator.capacity  # type: ignore[attr-defined]
 
 
 def test_the_role_outlives_the_process(tmp_path: Path) -> None:

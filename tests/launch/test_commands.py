@@ -92,6 +92,28 @@ def test_weights_are_shared_that_several_instances_hold(topology: str, parts: li
     assert shared_parts(specs(f"topology: {topology}")[0]) == []
 
 
+@pytest.mark.parametrize(
+    ("text", "keeps"),
+    [
+        ("topology: E-P-D", False),
+        ("topology: E-P-D\ngateway: {admin: {port: 9000}}", True),
+        ("topology: E-P-D\ninstances: {keep_weights: true}", True),
+        ("topology: E-P-D\ngateway: {admin: {port: 9000}}\ninstances: {keep_weights: false}", False),
+        ("topology: EPD\ngateway: {admin: {port: 9000}}", False),
+        ("topology: E-P-D\ndevices: [cuda:0, cuda:1, cpu]\ngateway: {admin: {port: 9000}}", False),
+    ],
+)
+def test_weights_of_all_roles_are_kept_where_roles_may_be_switched(text: str, keeps: bool) -> None:
+    config, instances = specs(text)
+    assert shared_parts(config) == (["tower", "language_model"] if keeps else [])
+    if keeps:
+        [kept] = {
+            spec.environment["EPD_SERVE_WEIGHT_COPIES"]
+            for spec in sharing_weights(instances, {"tower": 7, "language_model": 8}, copies=True)
+        }
+        assert kept == "language_model"
+
+
 def test_a_process_sees_its_device_alone() -> None:
     _, instances = specs("topology: (E-P)-D\ndevices: [cuda:1, npu:3]", {"CUDA_VISIBLE_DEVICES": "4, GPU-ab"})
     assert [

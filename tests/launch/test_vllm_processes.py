@@ -72,6 +72,13 @@ def test_each_role_gets_the_connectors_that_it_needs(model: Path) -> None:
     assert flag(both, "kv-transfer-config") is not None
 
 
+def test_a_d_without_pixels_is_kept_from_encoding_and_e_tells_what_it_needs(model: Path) -> None:
+    found = processes("topology: E-P-D\nvllm: {media: rewritten}", model)
+    e0, p0, d0 = (json.loads(flag(found[name], "ec-transfer-config") or "") for name in ("e0", "p0", "d0"))
+    assert (d0["ec_connector"], d0["ec_role"]) == ("RewrittenMediaConnector", "ec_consumer")
+    assert [one["ec_connector_extra_config"].get("describe") for one in (e0, p0)] == [True, None]
+
+
 def test_devices_memory_and_threads(model: Path) -> None:
     found = processes("topology: (E-P)-D@tp2\ndevices: ['cuda:0', 'cuda:1', 'cuda:2']", model)
     assert [one.variables["CUDA_VISIBLE_DEVICES"] for one in found.values()] == ["0", "0", "1,2"]

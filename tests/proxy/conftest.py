@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import inspect
 import io
 import json
 from collections.abc import AsyncIterator, Callable
@@ -15,6 +16,7 @@ from typing import Any
 import aiohttp
 import pytest
 import uvicorn
+from instance_info import instance_info
 from PIL import Image
 
 from epd_serve.protocol import frames, prompt_calls, wire
@@ -45,7 +47,7 @@ DONE = b"data: [DONE]\n\n"
 WHOLE = b'{"object":"chat.completion"}'
 
 #: Steps of a script: seconds to wait, (status, headers) to start the answer, bytes of its body, a
-#: function that makes one of these, or one of these words.
+#: function that makes one of these or is awaited, or one of these words.
 DIE, FOREVER = "die", "forever"
 Script = list[Any]
 
@@ -60,7 +62,7 @@ class FakeInstance:
 
     ``scripts`` maps a path to a function from the message to a script; without one it answers as it should.
     ``report`` makes its next report, if it makes any. While it ``hangs`` it is silent, and does not answer
-    ``/info``.
+    ``/info``, for which it was asked ``num_hung`` times.
     ``calls`` and ``cancelled`` record (path, message) of what came in and what the gateway broke off.
     """
 
@@ -71,6 +73,7 @@ class FakeInstance:
         self.url = ""
         self.loading = False
         self.hangs = False
+        self.num_hung = 0
         self.num_probes = 0
         self.report: Callable[[], wire.Report] | None = None
         self.scripts: dict[str, Callable[[Any], Script]] = {}
@@ -87,6 +90,7 @@ class FakeInstance:
             body += event.get("body", b"")
             more = event.get("more_body", False)
         if path == "/info":
+            self.num_hung += self.hangs
             while self.hangs:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
             loading = fail(503, "the instance is loading its model")
@@ -131,6 +135,9 @@ class FakeInstance:
         for step in script:
             if callable(step):
                 step = step()  # as late as that
+            if inspect.isawaitable(step):
+                await step
+                continue
             if step == DIE:
                 await asyncio.sleep(0.01)  # what was sent before leaves the socket first
                 send.__self__.transport.abort()
@@ -161,20 +168,13 @@ class FakeInstance:
 
     def _info(self) -> wire.InstanceInfo:
         values: dict[str, Any] = {
-            "name": self.name,
-            "role": self.role,
             "url": self.url,
             "model": "demo",
             "model_path": "/models/demo",
             "max_model_len": 512,
             "media_fingerprint": "f00d",
-            "device": "cpu",
-            "dtype": "float32",
-            "pid": 1,
-            "ready": True,
-            "load": wire.Load(),
         }
-        return wire.InstanceInfo(**(values | self.info))
+        return instance_info(self.name, self.role, **values | self.info)
 
 
 class _Server(uvicorn.Server):

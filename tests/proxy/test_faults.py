@@ -5,9 +5,10 @@ import json
 import logging
 
 import pytest
+from instance_info import instance_info
 
 from epd_serve.errors import InvalidRequest
-from epd_serve.protocol.wire import EncodeReply, InstanceInfo, Load, encode
+from epd_serve.protocol.wire import EncodeReply, encode
 from epd_serve.routing.table import InstanceTable
 from proxy.poller import Poller
 
@@ -283,13 +284,11 @@ async def test_a_loss_reported_during_a_poll_is_asked_about_at_once():
             raise InvalidRequest("it makes none")
             yield  # a generator
 
-    texts = ["name", "url", "model", "model_path", "media_fingerprint", "device", "dtype"]
-    info = dict.fromkeys(texts, "") | {"role": "P", "max_model_len": 1, "pid": 1}
     poller = Poller(table, {"p0": Calls()}, interval_s=60, startup_wait_s=60)
     polling = asyncio.create_task(poller.run())
     await asyncio.sleep(0.01)
     poller.report_lost("p0")
-    replies.put_nowait(InstanceInfo(**info | {"ready": True, "load": Load()}))
+    replies.put_nowait(instance_info("p0"))
     async with asyncio.timeout(20):
         while len(asked) < 2:  # noqa: ASYNC110
             await asyncio.sleep(0.005)

@@ -6,8 +6,12 @@ import asyncio
 from typing import Any
 
 import pytest
+from instance_info import instance_info
 
+from epd_serve.routing.policy import Route
 from epd_serve.routing.stealing import StealRule
+from epd_serve.routing.table import InstanceTable
+from proxy.stealing import Moved, StealQueue
 
 RULE = StealRule(threshold=2, batch=4)
 
@@ -107,3 +111,40 @@ async def test_who_leaves_makes_room_for_others(tiers: Any, kit: Any) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
         await tiers.until(lambda count=count: len(epd0.cancelled) == count)
         await tiers.settle()
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+async def test_the_gateway_looks_at_its_queue_no_longer_than_a_thief_collects(leaves: bool) -> None:
+    """One that has taken all there is goes on collecting, but nobody asks it any more."""
+    table, now, stolen = InstanceTable([("epd0", ""), ("pd0", "")]), [0.0], list[Moved]()
+    table.update("epd0", instance_info("epd0", steals=True), contains=0)
+    table.update("pd0", instance_info("pd0"), contains=0)
+    queue = StealQueue(table, StealRule(threshold=2, batch=16, collect_s=0.1), clock=lambda: now[0])
+    route = Route(prefill=table["pd0"], decode=table["pd0"])
+
+    async def ask() -> None:
+        loop = asyncio.get_running_loop()
+        with queue.claim() as claim:
+            try:
+                with queue.until_first(loop, claim, "m", route, []):
+                    await asyncio.sleep(3600)
+            except Moved as moved:
+                stolen.append(moved)
+            await asyncio.sleep(3600)
+
+    tasks = [asyncio.create_task(one) for one in (queue.run(), ask(), ask(), ask())]
+    try:
+        async with asyncio.timeout(20):
+            while len(stolen) < 3:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+        assert queue.is_looking and not queue.waits
+        if leaves:
+            table.remove("epd0")
+        now[0] = 0.2
+        async with asyncio.timeout(20):
+            while queue.is_looking:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

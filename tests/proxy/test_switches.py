@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from epd_serve.protocol import wire
+from epd_serve.protocol import frames, wire
 from epd_serve.protocol.wire import Load, Report, RoleChanged
 from epd_serve.switch_command import switch
 from proxy.settings import AdminSettings
@@ -59,6 +59,92 @@ async def test_a_planned_departure_counts_against_nobody(gateway: Any, kit: Any)
     answers = await asyncio.gather(*(gateway.answer(kit.chat()) for _ in range(12)))
     assert answers == [(200, kit.WHOLE)] * 12 and refused
     assert gateway.app.state.health.describe("p0")["breaker"] == "closed"
+
+
+async def test_d_that_leaves_while_p_hands_over_to_it_is_not_taken_for_p(
+    start: Any, kit: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gateway = await start("p0:P", "d0:D", "d1:D", reporting=True)
+    p0, lost = gateway["p0"], list[str]()
+    mark_lost = gateway.table.mark_lost
+
+    def note(name: str) -> None:
+        lost.append(name)
+        mark_lost(name)
+
+    monkeypatch.setattr(gateway.table, "mark_lost", note)
+    left = b'data: {"error":{"message":"d: d0 is leaving its role","type":"x","code":"decode_draining"}}\n\n'
+
+    def hand_over(message: Any) -> Any:
+        if message.decode_url == gateway["d0"].url:
+            return [kit.FRAMES_THEN_DECODE, kit.frame(1), frames.pack(frames.ERROR, (), left), kit.DIE]
+        return [kit.FRAMES_THEN_DECODE, kit.frame(len(message.generated) + 1)]
+
+    p0.scripts["/stage/prefill"] = hand_over
+    gateway["d0"].scripts["/stage/decode"] = lambda _: [kit.FOREVER]
+    gateway["d1"].scripts["/stage/decode"] = lambda _: [kit.FRAMES, kit.frame(3), kit.frame(0, end=True)]
+    answers = [await gateway.answer(kit.chat(stream=True)) for _ in range(4)]
+    assert {status for status, _ in answers} == {200} and all(body.endswith(kit.DONE) for _, body in answers)
+    assert lost and set(lost) == {"d0"}
+    generated = [message.generated for message in p0.got("/stage/prefill") if message.generated]
+    assert generated and all(tokens == [1] for tokens in generated)
+
+
+def held_back(gateway: Any, name: str) -> tuple[asyncio.Event, list[str]]:
+    """Lets the order for an instance take until the event is set."""
+    go_on, came = asyncio.Event(), list[str]()
+    changed = wire.encode(RoleChanged("P", "D", 1, 0.1))
+
+    def carry_out(message: Any) -> Any:
+        came.append(message.role)
+        return [go_on.wait, (200, {}), changed]
+
+    gateway[name].scripts["/role"] = carry_out
+    return go_on, came
+
+
+async def test_what_the_operator_drains_during_a_switch_stays_drained(gateway: Any) -> None:
+    go_on, came = held_back(gateway, "p1")
+    record, admin = gateway.table["p1"], f"{gateway.app.state.admin_url}/admin/instances/p1"
+    ordering = asyncio.create_task(ordered(gateway, "p1", role="D"))
+    await gateway.until(lambda: bool(came))
+    for call in ("undrain", "drain"):
+        async with gateway.session.post(f"{admin}/{call}") as answer:
+            said = await answer.json()
+        assert answer.status == 200 and said["draining"], "it changes its role"
+        assert not record.accepting
+    go_on.set()
+    assert (await ordering)[0] == 200
+    assert not record.accepting
+    async with gateway.session.post(f"{admin}/undrain") as answer:
+        assert not (await answer.json())["draining"]
+    assert record.accepting
+
+
+async def test_an_instance_may_leave_while_it_changes_its_role(start: Any) -> None:
+    gateway = await start("p0:P", "d0:D", "late:P", reporting=True, admin=AdminSettings())
+    own = [(name, gateway[name].url) for name in ("p0", "d0")]
+    gateway.app.state.control.apply(gateway.app.state.control.settings, own)
+    admin, url = gateway.app.state.admin_url, gateway["late"].url
+    for asked in (False, True):  # it is gone when the order ends, or when it has been asked what it is now
+        go_on, came = held_back(gateway, "late")
+        async with gateway.session.post(f"{admin}/instances", json={"name": "late", "url": url}) as answer:
+            assert answer.status == 201
+        await gateway.until(lambda: gateway.table["late"].ready)
+        ordering = asyncio.create_task(ordered(gateway, "late", role="D"))
+        await gateway.until(lambda came=came: bool(came))
+        if asked:
+            gateway["late"].hangs = True
+            go_on.set()
+            await gateway.until(lambda: gateway["late"].num_hung > 0)
+        async with gateway.session.delete(f"{admin}/instances/late") as answer:
+            assert answer.status == 200
+        gateway["late"].hangs = False
+        go_on.set()
+        status, said = await ordering
+        assert (status, said["instance"], said["to"]) == (200, "late", "D")
+        assert gateway.table.get("late") is None
+    assert gateway.app.state.health.describe("p0")["draining"] is False
 
 
 async def test_the_command_says_what_the_admin_plane_says(

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from instance_info import instance_info
 
 from epd_serve.protocol.wire import InstanceInfo, Load, MediaRef
 from epd_serve.routing.table import InstanceTable
@@ -17,17 +18,7 @@ RATES = {"E": StageRate(0.0, 1e-6), "P": StageRate(0.0, 1e-3), "D": StageRate(0.
 
 def info(name: str, role: str, load: Load | None = None, **more: Any) -> InstanceInfo:
     values: dict[str, Any] = {
-        "name": name,
-        "role": role,
-        "url": "",
-        "model": "m",
-        "model_path": "/m",
         "max_model_len": 100_000,
-        "media_fingerprint": "f",
-        "device": "cpu",
-        "dtype": "float32",
-        "pid": 1,
-        "ready": True,
         "load": load or Load(rates=RATES),
         "host_id": "here",
         "block_size": 16,
@@ -35,7 +26,7 @@ def info(name: str, role: str, load: Load | None = None, **more: Any) -> Instanc
         "tokens_per_pixel": 0.001,
         "feature_token_bytes": 1000,
     }
-    return InstanceInfo(**values | more)
+    return instance_info(name, role, **values | more)
 
 
 class Build:

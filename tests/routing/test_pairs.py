@@ -2,6 +2,7 @@
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from instance_info import instance_info
 
 from epd_serve.protocol.wire import InstanceInfo, Load, Report
 from epd_serve.routing.pairs import cheapest_of_few, cheapest_pair
@@ -13,19 +14,11 @@ ROLES = ("P", "D", "PD", "EPD", "EP", "ED", "E")
 
 
 def _info(name: str, role: str, host: str, device: str) -> InstanceInfo:
-    return InstanceInfo(
-        name=name,
-        role=role,
-        url="",
-        model="m",
-        model_path="",
+    return instance_info(
+        name,
+        role,
         max_model_len=4096,
-        media_fingerprint="f",
         device=device,
-        dtype="float32",
-        pid=1,
-        ready=True,
-        load=Load(),
         host_id=host,
         block_size=16,
         kv_token_bytes=100_000,

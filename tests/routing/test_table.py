@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from instance_info import instance_info
 
 from epd_serve.cost.work import NONE, Work
-from epd_serve.protocol.wire import InstanceInfo, Load, Report
+from epd_serve.protocol.wire import Load, Report
 from epd_serve.routing.recent import Recent
 from epd_serve.routing.table import InstanceTable
 from epd_serve.types import Stage
@@ -96,9 +97,7 @@ class Accounts(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.table = InstanceTable([("p0", "")])
-        texts = ["name", "url", "model", "model_path", "media_fingerprint", "device", "dtype"]
-        info = dict.fromkeys(texts, "") | {"role": "P", "max_model_len": 9, "pid": 1, "ready": True}
-        self.table.update("p0", InstanceInfo(**info, load=Load()), contains=0)
+        self.table.update("p0", instance_info("p0"), contains=0)
         self.calls = {}  # request id → (stack, tokens)
         self.on_the_way = []
         self.at_instance = {}

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -74,7 +74,7 @@ def questions() -> list[dict[str, Any]]:
     return [{**one, **fields} for one in asked]
 
 
-def ask(url: str, body: Mapping[str, Any], *, stream: bool = False, timeout_s: float = 120) -> Tokens:
+def ask(url: str, body: Mapping[str, Any], *, stream: bool = False, timeout_s: float = 300) -> Tokens:
     """Raises httpx.HTTPStatusError for an error."""
     with httpx.Client(base_url=url, timeout=timeout_s, trust_env=False) as client:
         if not stream:
@@ -83,7 +83,12 @@ def ask(url: str, body: Mapping[str, Any], *, stream: bool = False, timeout_s: f
             return tokens_of(answer.json()["choices"][0]["logprobs"])
         with client.stream("POST", "/v1/chat/completions", json={**body, "stream": True}) as answer:
             assert answer.status_code == 200, answer.read()
-            lines = [line for line in answer.iter_lines() if line]
+            return streamed_tokens(answer.iter_lines())
+
+
+def streamed_tokens(events: Iterable[str]) -> Tokens:
+    """Of all events of an answer."""
+    lines = [line for line in events if line]
     assert lines[-1] == "data: [DONE]"
     found: Tokens = []
     for line in lines[:-1]:
@@ -212,10 +217,14 @@ class Deployment:
 
     def encodes_in_flight(self) -> float:
         """Pictures that the gateway has sent to an E that has not answered."""
+        return self.gateway_figure("in_flight_calls", stage="E")
+
+    def gateway_figure(self, name: str, **labels: str) -> float:
+        """The sum of the gateway's metrics whose name ends so."""
         text = httpx.get(f"{self.url}/metrics", trust_env=False, timeout=60).text
         samples = [one for family in text_string_to_metric_families(text) for one in family.samples]
         return sum(
-            one.value for one in samples if one.name.endswith("in_flight_calls") and one.labels["stage"] == "E"
+            one.value for one in samples if one.name.endswith(name) and labels.items() <= one.labels.items()
         )
 
     def tail(self) -> str:

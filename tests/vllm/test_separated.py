@@ -1,4 +1,4 @@
-"""E-P-2D of vLLM instances: who does what, and what happens when one of them dies.
+"""E-P-2D of vLLM instances, where D gets no pixels: who does what, and what happens when one of them dies.
 
 One deployment serves all tests, in order. A start of vLLM takes long: the instances die one after the other, each
 when the tests that need it are through, and come back together.
@@ -11,8 +11,9 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ import httpx
 import pytest
 from chat import chat
 from pictures import noise
-from vllm_runs import MODEL, Deployment, Tokens, ask, ask_all, figures, same, up
+from vllm_calls import ask_without_kv
+from vllm_runs import MODEL, Deployment, Tokens, ask, ask_all, figures, same, streamed_tokens, up
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 EXTERNAL = "prompt_tokens_by_source_total external_kv_transfer"
@@ -33,7 +35,7 @@ ANSWERS: dict[int, Tokens] = {}
 
 @pytest.fixture(scope="module")
 def deployment(python: str, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    with up(python, "E-P-2D", model, tmp_path_factory.mktemp("up")) as running:
+    with up(python, "E-P-2D", model, tmp_path_factory.mktemp("up"), vllm={"media": "rewritten"}) as running:
         yield running
 
 
@@ -78,6 +80,27 @@ def test_e_alone_encodes_and_never_twice(deployment: Deployment) -> None:
     assert features(deployment, "p0", "encoded") == at_p == 1, "but for the picture to warm up with"
 
 
+def test_d_neither_gets_nor_prepares_pixels(deployment: Deployment) -> None:
+    def at_d(key: str) -> float:
+        return sum(figures(deployment.urls[name])[key] for name in DECODES)
+
+    prepared, rewritten = at_d("mm_cache_queries_total"), at_d("epd_serve_features_total rewritten")
+    ask(deployment.url, picture(101))
+    assert at_d("mm_cache_queries_total") == prepared
+    assert at_d("epd_serve_features_total rewritten") == rewritten + 1
+    assert at_d("epd_serve_features_total missing") == 0
+
+
+async def test_kv_that_does_not_come_is_computed_with_pixels(deployment: Deployment) -> None:
+    """P answers, and D cannot reach it."""
+    missing = features(deployment, "d0", "missing")
+    answer = await ask_without_kv(deployment.urls, picture(102), noise(102))
+    assert features(deployment, "d0", "missing") == missing + 1
+    assert same(answer, ask(deployment.url, picture(102)))
+    for name in deployment.urls:
+        deployment.check_idle(name)
+
+
 def test_the_api_is_passed_through(deployment: Deployment) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     wishes: dict[str, Any] = {"ignore_eos": False, "max_tokens": 60, "logprobs": False}
@@ -119,21 +142,35 @@ def working(deployment: Deployment, key: str) -> str | None:
 
 
 def test_a_dead_d_is_told_and_leaves_no_block(deployment: Deployment, pids: dict[str, int]) -> None:
-    body = {**picture(11), "max_tokens": 900, "stream": True}
+    """The answer to a picture breaks off; answers to words go on at the other D."""
+    long = {"max_tokens": 900, "stream": True}
+    words = {**picture(11), **chat("Count to 900."), "model": MODEL}
     told: list[str] = []
-    with (
-        httpx.Client(base_url=deployment.url, timeout=60, trust_env=False) as client,
-        client.stream("POST", "/v1/chat/completions", json=body) as answer,
-    ):
-        lines = answer.iter_lines()
-        next(lines)
+    with ExitStack() as open_ones:
+        client = open_ones.enter_context(httpx.Client(base_url=deployment.url, timeout=60, trust_env=False))
+
+        def begin(body: dict[str, Any]) -> Iterator[str]:
+            """Its lines, the first token's at the front."""
+            answer = client.stream("POST", "/v1/chat/completions", json={**body, **long})
+            lines = open_ones.enter_context(answer).iter_lines()
+            return chain([next(lines)], lines)
+
+        lines = begin(picture(11))
         dead = working(deployment, "num_requests_running")
         assert dead is not None
+        texts: list[Iterator[str]] = []
+        while figures(deployment.urls[dead])["num_requests_running"] < 2:
+            assert len(texts) < 4, f"none is at {dead}"
+            texts.append(begin(words))
         killed_at = time.monotonic()
         deployment.kill(dead)
         with pytest.raises(httpx.RemoteProtocolError):  # broken off, so that no client takes it for whole
             told += (line for line in lines if line)
         assert time.monotonic() - killed_at < ERROR_WITHIN_S
+        answers = [streamed_tokens(text) for text in texts]
+    assert deployment.gateway_figure("request_continuations_total") >= 1
+    whole = ask(deployment.url, {**words, **long}, stream=True)
+    assert all(same(answer, whole) for answer in answers)
     assert json.loads(told[-1].removeprefix("data: "))["error"]["type"] == "instance_error", told[-1]
     for name in {"p0", *DECODES} - {dead}:
         deployment.check_idle(name)
@@ -143,6 +180,14 @@ def test_a_dead_d_is_told_and_leaves_no_block(deployment: Deployment, pids: dict
 def test_without_e_p_encodes_itself(
     deployment: Deployment, pids: dict[str, int], asked: list[dict[str, Any]], expected: list[Tokens]
 ) -> None:
+    def taken_over() -> float:
+        total = 0.0
+        for name in DECODES:
+            with suppress(httpx.TransportError):  # one is on its way back
+                total += figures(deployment.urls[name])[EXTERNAL]
+        return total
+
+    before = taken_over()
     with ThreadPoolExecutor(1) as thread:
         deployment.signal("e0", signal.SIGSTOP)
         waiting = thread.submit(ask, deployment.url, picture(LOST))
@@ -150,13 +195,15 @@ def test_without_e_p_encodes_itself(
         deployment.kill("e0")
         ANSWERS[LOST] = waiting.result()
     assert features(deployment, "p0", "encoded") == 2
+    assert taken_over() > before, "D takes over KV of pictures that it got with their pixels, too"
     assert same(ask(deployment.url, asked[1]), expected[1])
 
 
 def test_a_dead_p_is_told_and_leaves_no_block_at_d(deployment: Deployment, pids: dict[str, int]) -> None:
     with ThreadPoolExecutor(1) as thread:
         deployment.signal("p0", signal.SIGSTOP)
-        waiting = thread.submit(ask, deployment.url, picture(10))
+        # of words: of a picture P itself would have to say first that it encodes it, as E may be gone
+        waiting = thread.submit(ask, deployment.url, {**picture(10), **chat("What is it?"), "model": MODEL})
         deployment.wait_until(lambda: working(deployment, "num_requests_waiting"), "D waits for KV")
         killed_at = time.monotonic()
         deployment.kill("p0")

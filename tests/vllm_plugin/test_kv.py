@@ -94,6 +94,11 @@ class Sides:
         until(have)
         return done, failed
 
+    def wait_until_asked(self, name: str = "r") -> None:
+        """P has heard of D."""
+        transfers = self.sender._transfers
+        until(lambda: (transfer := transfers.get(f"t-{name}")) is not None and transfer.target is not None)
+
     def check(self, pairs: dict[int, int]) -> None:
         """Blocks of P are those of D, and no other block of D was written to."""
         for here, there in zip(self.at_p, self.at_d, strict=True):
@@ -108,7 +113,7 @@ class Sides:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
@@ -125,7 +130,7 @@ def sides() -> Iterator[Sides]:
 def test_a_prompt_arrives_whoever_comes_first(sides: Sides, d_first: bool) -> None:
     if d_first:
         sides.want([5, 6, 2])
-        time.sleep(0.05)
+        sides.wait_until_asked()
     sides.compute([1, 2, 7])
     if not d_first:
         sides.want([5, 6, 2])
@@ -199,7 +204,7 @@ def test_different_prompts_are_not_mixed(sides: Sides) -> None:
 
 def test_a_prompt_that_is_not_computed_fails_d_at_once(sides: Sides) -> None:
     sides.want([3, 4])
-    time.sleep(0.05)
+    sides.wait_until_asked()
     sides.compute([1], last=False)
     sides.sender.finish("t-r", computed=False)
     assert sides.ended() == ({"r"}, {"r"})
@@ -225,7 +230,7 @@ def test_a_p_that_dies_fails_d_at_once(sides: Sides) -> None:
 def test_a_request_that_d_gives_up_is_forgotten_on_both_sides(sides: Sides) -> None:
     sides.want([3])
     sides.compute([1], last=False)
-    time.sleep(0.05)
+    sides.wait_until_asked()
     sides.receiver.cancel("r")
     assert sides.ended() == ({"r"}, {"r"})
     until(lambda: not sides.sender._transfers or sides.sender._transfers["t-r"].outcome is not None)

@@ -1,0 +1,130 @@
+"""Streams of vLLM whose tokens are known, so that another instance can go on behind them where one stops.
+
+vLLM tells with each event which tokens it is of (``return_token_ids``), and takes a prompt as tokens: here that of
+the request and behind it what the client has of the answer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from epd_serve.backends.vllm_answer import DATA, DONE, END_OF_EVENT, VllmCall
+from epd_serve.backends.vllm_chat import Body
+from epd_serve.errors import InstanceFailed
+from epd_serve.protocol.frames import END, ERROR, pack
+from epd_serve.protocol.wire import PrefillRequest
+
+_SEEDS = 1 << 31
+
+
+def can_go_on(request: PrefillRequest) -> bool:
+    """Whether vLLM computes the rest of such an answer as it would have computed it within the whole.
+
+    Not where it looks back at more of its output than the tokens: text that it holds back (``stop``), penalties
+    for what it has said, the state of a grammar or of a tool call. Prompts with pictures it does not take as
+    tokens.
+    """
+    sampling, output, prompting = request.sampling, request.output, request.prompting
+    if not output.stream or request.items or output.echo or output.first_index or sampling.n > 1:
+        return False
+    if sampling.stop or sampling.bad_words or sampling.presence_penalty or sampling.frequency_penalty:
+        return False
+    if sampling.grammar is not None or prompting.tools or prompting.truncate is not None:
+        return False
+    return request.messages is not None or sampling.logprobs is None  # whose offsets count from the answer's start
+
+
+def rest_of(request: PrefillRequest) -> PrefillRequest:
+    """The request with limits as they are behind what was generated."""
+    sampling, count = request.sampling, len(request.generated)
+    if not count:
+        return request
+    limit = None if sampling.max_tokens is None else sampling.max_tokens - count
+    rest = replace(
+        sampling,
+        max_tokens=limit,
+        min_tokens=max(0, sampling.min_tokens - count),
+        seed=(sampling.seed + count) % _SEEDS,  # the same numbers are not drawn twice
+    )
+    return replace(request, sampling=rest)
+
+
+def give_tokens(body: Body, tokens: list[int]) -> None:
+    """Have a body's prompt be these tokens, whatever its messages or its text make."""
+    if "messages" in body:
+        body["kv_transfer_params"] = {**body.get("kv_transfer_params", {}), "prompt_token_ids": tokens}
+    else:
+        body["prompt"] = tokens
+        body.pop("add_special_tokens", None)
+
+
+class KnownTokens(VllmCall):
+    """A call whose answer comes in frames (:mod:`epd_serve.protocol.frames`).
+
+    Events wait for the next that has text: vLLM says nothing of a token that is a part of a character, and whoever
+    goes on must do so behind whole characters. The last ones wait for the end: what has ended is not gone on with.
+
+    Attributes:
+        prompt: in tokens, where this is the rest of an answer: what vLLM has to say that it computed.
+        num_generated: of these, output of instances before.
+    """
+
+    framed = True
+    prompt: list[int] | None = None
+    num_generated = 0
+    _has_begun = False
+    _has_ended = False
+    _events = b""
+
+    def for_request(self, request: PrefillRequest, prompt: list[int] | None) -> None:
+        """``prompt`` as above."""
+        self.prompt, self.num_generated = prompt, len(request.generated)
+        self._created = request.output.created
+        self._tokens: list[int] = []
+
+    def passed(self, event: bytes) -> bytes:
+        told = event.removeprefix(DATA)
+        if told.strip() == DONE:
+            return pack(END, self._tokens, self._events + event + END_OF_EVENT)
+        try:
+            answer = msgspec.json.decode(told)
+            choice = (answer.get("choices") or [{}])[0]
+            tokens, prompt = (
+                choice.get("token_ids"),
+                choice.get("prompt_token_ids", answer.get("prompt_token_ids")),
+            )
+            text = (choice.get("delta") or choice).get("content", choice.get("text"))
+            self._right(answer, choice)
+        except (msgspec.MsgspecError, AttributeError, LookupError, TypeError) as error:
+            raise InstanceFailed(f"instance {self._pool.name} gave an unreadable answer ({error})") from error
+        if not self._has_begun:
+            self._has_begun = True
+            if self.prompt is not None and prompt != self.prompt:
+                raise InstanceFailed(f"instance {self._pool.name} does not take a prompt as tokens")
+        if self.num_generated and choice and not tokens and not choice.get("finish_reason"):
+            return b""  # the answer's opening, which the client has
+        self._tokens += tokens or ()
+        self._events += DATA + msgspec.json.encode(answer) + END_OF_EVENT
+        self._has_ended = self._has_ended or bool(choice.get("finish_reason"))
+        if not text or self._has_ended:
+            return b""
+        frame = pack(0, self._tokens, self._events)
+        self._tokens, self._events = [], b""
+        return frame
+
+    def failed(self, event: bytes) -> bytes:
+        return pack(ERROR, (), event + END_OF_EVENT)
+
+    def _right(self, answer: dict[str, Any], choice: dict[str, Any]) -> None:
+        """As if one instance had given the answer, and nobody had asked for tokens."""
+        answer["created"] = self._created
+        for one in (answer, choice):
+            for name in ("token_ids", "prompt_token_ids"):
+                if name in one:
+                    one[name] = None
+        if usage := answer.get("usage"):
+            usage["prompt_tokens"] -= self.num_generated
+            usage["completion_tokens"] += self.num_generated

@@ -1,0 +1,182 @@
+"""Streams whose tokens are known: what another instance goes on behind, and what the client sees of that."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from epd_serve.backends.http_client import HttpPool
+from epd_serve.backends.native import NativeConnections
+from epd_serve.backends.vllm_stream import KnownTokens, can_go_on, give_tokens, rest_of
+from epd_serve.errors import InstanceFailed
+from epd_serve.protocol.frames import END, ERROR, FrameReader, whole_frames
+from epd_serve.protocol.openai import ChatCompletionRequest, CompletionRequest
+from epd_serve.protocol.wire import MediaRef, PrefillRequest
+
+PROMPT = [7, 8, 9]
+
+
+@pytest.fixture
+async def pool() -> AsyncIterator[HttpPool]:
+    async with NativeConnections() as connections:
+        yield connections.pool("d0", "http://127.0.0.1:1")
+
+
+def asked(generated: list[int] | None = None, **fields: Any) -> PrefillRequest:
+    kind = CompletionRequest if "prompt" in fields else ChatCompletionRequest
+    body: dict[str, Any] = {"stream": True, "max_tokens": 9} | fields
+    if "prompt" not in fields:
+        body["messages"] = [{"role": "user", "content": "hi"}]
+    parsed = kind.model_validate(body)
+    return PrefillRequest(
+        request_id="r-1",
+        output=parsed.output(id="chat-1", created=5, model="m"),
+        sampling=parsed.sampling(3),
+        items=[],
+        messages=parsed.chat(),
+        prompt=parsed.prompts()[0] if "prompt" in fields else None,
+        prompting=parsed.prompting(),
+        generated=generated or [],
+    )
+
+
+def chunk(text: str | None, tokens: list[int] | None = None, finish: str | None = None, **fields: Any) -> bytes:
+    delta = {"role": "assistant", "content": ""} if text is None else {"content": text}
+    choice = {"index": 0, "delta": delta, "finish_reason": finish, "token_ids": tokens}
+    return b"data: " + msgspec.json.encode({"created": 77, "choices": [choice], **fields})
+
+
+def known(pool: HttpPool, request: PrefillRequest, prompt: list[int] | None = None) -> KnownTokens:
+    call = KnownTokens(pool, "POST", "/v1/chat/completions")
+    call.for_request(request, prompt)
+    return call
+
+
+def texts(events: bytes) -> list[str]:
+    told = [one.removeprefix(b"data: ") for one in events.split(b"\n\n") if one and b"[DONE]" not in one]
+    answers = [msgspec.json.decode(one) for one in told]
+    assert all(one["created"] == 5 for one in answers)
+    assert all(one.get("prompt_token_ids") is None for one in answers)
+    assert all(choice["token_ids"] is None for one in answers for choice in one["choices"])
+    return [choice["delta"]["content"] for one in answers for choice in one["choices"]]
+
+
+async def test_tokens_are_out_with_their_text(pool: HttpPool) -> None:
+    call = known(pool, asked())
+    said = [
+        chunk(None, prompt_token_ids=PROMPT),
+        chunk("a", [1]),
+        chunk("", [2]),  # the first part of a character
+        chunk("é", [3]),
+        chunk("", [4]),
+        chunk("z", [5], "length"),
+        b'data: {"created":77,"choices":[],"usage":{"prompt_tokens":3,"completion_tokens":5,"total_tokens":8}}',
+        b"data: [DONE]",
+    ]
+    frames = [call.passed(event) for event in said]
+    assert [bool(frame) for frame in frames] == [False, True, False, True, False, False, False, True]
+    whole = whole_frames(b"".join(frames))
+    assert [(choice, tokens) for choice, tokens, _ in whole] == [(0, [1]), (0, [2, 3]), (END, [4, 5])]
+    assert [texts(events) for _, _, events in whole] == [["", "a"], ["", "é"], ["", "z"]]
+    assert whole[-1][2].endswith(b"data: [DONE]\n\n")
+    call.close()
+
+
+async def test_the_rest_of_an_answer_is_without_its_opening(pool: HttpPool) -> None:
+    call = known(pool, asked([1, 2]), [*PROMPT, 1, 2])
+    said = [
+        chunk(None, prompt_token_ids=[*PROMPT, 1, 2]),
+        chunk("b", [3]),
+        chunk("", [4], "stop"),
+        b'data: {"created":77,"choices":[],"usage":{"prompt_tokens":5,"completion_tokens":2,"total_tokens":7}}',
+        b"data: [DONE]",
+    ]
+    whole = whole_frames(b"".join(map(call.passed, said)))
+    assert [(choice, tokens) for choice, tokens, _ in whole] == [(0, [3]), (END, [4])]
+    assert texts(whole[0][2]) == ["b"]
+    assert b'"usage":{"prompt_tokens":3,"completion_tokens":4,"total_tokens":7}' in whole[1][2]
+    call.close()
+
+
+@pytest.mark.parametrize("told", [{}, {"prompt_token_ids": PROMPT}])
+async def test_a_server_that_begins_the_answer_anew_is_not_forwarded(told: dict[str, Any], pool: HttpPool) -> None:
+    call = known(pool, asked([1]), [*PROMPT, 1])
+    with pytest.raises(InstanceFailed, match="does not take a prompt as tokens"):
+        call.passed(chunk(None, **told))
+    call.close()
+
+
+async def test_what_is_no_event_is_the_instances_failure(pool: HttpPool) -> None:
+    for event in (b"data: {", b"data: []", b'data: {"choices":[3]}', b'data: {"choices":{"0":1}}'):
+        call = known(pool, asked())
+        with pytest.raises(InstanceFailed, match="unreadable"):
+            call.passed(event)
+        call.close()
+
+
+async def test_an_error_comes_behind_what_is_out(pool: HttpPool) -> None:
+    call = known(pool, asked())
+    frames = call.passed(chunk("a", [1])) + call.passed(chunk("", [2]))
+    frames += call.failed(b'data: {"error":{"message":"the engine is dead","code":500}}')
+    assert [(choice, tokens) for choice, tokens, _ in whole_frames(frames)] == [(0, [1]), (ERROR, [])]
+    reader = FrameReader()
+    reader.read(frames)
+    assert reader.error is not None and b"the engine is dead" in reader.error
+    call.close()
+
+
+@pytest.mark.parametrize(
+    ("fields", "may"),
+    [
+        ({}, True),
+        ({"temperature": 0.7, "logprobs": True, "stop_token_ids": [3], "repetition_penalty": 1.2}, True),
+        ({"prompt": "hi"}, True),
+        ({"prompt": [1, 2]}, True),
+        ({"stream": False}, False),
+        ({"n": 2}, False),
+        ({"stop": "x"}, False),
+        ({"presence_penalty": 0.5}, False),
+        ({"frequency_penalty": 0.5}, False),
+        ({"bad_words": ["x"]}, False),
+        ({"response_format": {"type": "json_object"}}, False),
+        ({"prompt": "hi", "logprobs": 1}, False),
+        ({"prompt": "hi", "echo": True}, False),
+    ],
+)
+def test_only_what_hangs_on_the_tokens_alone_can_go_on(fields: dict[str, Any], may: bool) -> None:
+    assert can_go_on(asked(**fields)) is may
+
+
+def test_pictures_and_tools_cannot_go_on() -> None:
+    request = asked()
+    assert not can_go_on(replace(request, items=[MediaRef(mm_hash="a", width=2, height=2)]))
+    assert not can_go_on(replace(request, prompting=replace(request.prompting, tools="[]")))
+
+
+@given(st.lists(st.integers(0, 99), max_size=8), st.integers(0, 8), st.integers(0, 2**31 - 1))
+def test_limits_shrink_by_what_was_generated(generated: list[int], min_tokens: int, seed: int) -> None:
+    request = asked(generated)
+    sampling = replace(request.sampling, min_tokens=min_tokens, seed=seed)
+    rest = rest_of(replace(request, sampling=sampling)).sampling
+    assert rest.max_tokens == 9 - len(generated) > 0
+    assert rest.min_tokens == max(0, min_tokens - len(generated))
+    assert (rest.seed == seed) is (not generated)
+    assert 0 <= rest.seed < 2**31
+
+
+def test_prompts_are_given_as_tokens() -> None:
+    body: dict[str, Any] = {"messages": [], "kv_transfer_params": {"do_remote_decode": True}}
+    give_tokens(body, [1, 2])
+    assert body == {"messages": [], "kv_transfer_params": {"do_remote_decode": True, "prompt_token_ids": [1, 2]}}
+    body = {"messages": []}
+    give_tokens(body, [1, 2])
+    assert body["kv_transfer_params"] == {"prompt_token_ids": [1, 2]}
+    body = {"prompt": "hi", "add_special_tokens": False}
+    give_tokens(body, [1, 2])
+    assert body == {"prompt": [1, 2]}

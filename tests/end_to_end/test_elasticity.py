@@ -1,0 +1,132 @@
+"""The controller among real processes: a late stage gets an instance by itself, and no answer notices."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+from chat import chat
+from fleet import Books
+from pictures import noise
+
+from epd_serve.config import DeploymentConfig
+from epd_serve.launch import LocalDeployment
+from epd_serve.launch.ports import free_port
+
+#: One place in a step: whoever waits for it makes decode late on a machine of any speed.
+ROLES = {"D": {"max_num_seqs": 1}}
+SLO = {"ttft_ms": 20, "tpot_ms": 60000}
+ELASTIC = {"enabled": True, "interval_s": 0.1, "hold_s": 0.3, "window_s": 2, "cooldown_s": 1}
+PROMPTS = ("The red circle is", "apple banana cherry", "Where is it?")
+NUM_CLIENTS = 6
+
+
+@dataclass
+class Site:
+    deployment: LocalDeployment
+    admin: str
+    client: httpx.AsyncClient
+    texts: dict[str, str] = field(default_factory=dict)
+    num_answers: int = 0
+
+    async def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        answer = await self.client.post(f"{self.deployment.gateway_url}/v1/{path}", json=body)
+        assert answer.status_code == 200, answer.text
+        self.num_answers += 1
+        choice: dict[str, Any] = answer.json()["choices"][0]
+        return choice
+
+    async def complete(self, prompt: str) -> None:
+        """Its text is the one that came first."""
+        body = {"model": "demo", "prompt": prompt, "max_tokens": 50, "temperature": 0, "ignore_eos": True}
+        text = (await self.post("completions", body))["text"]
+        assert self.texts.setdefault(prompt, text) == text
+
+    async def decisions(self) -> list[dict[str, Any]]:
+        answer = await self.client.get(f"{self.admin}/elastic")
+        found: list[dict[str, Any]] = answer.json()["decisions"]
+        return found
+
+    async def roles(self) -> dict[str, str]:
+        """Of those that are ready."""
+        answer = await self.client.get(f"{self.admin}/instances")
+        return {one["name"]: one["role"] for one in answer.json()["instances"] if one["ready"]}
+
+    async def load(self, ask: Callable[[int], Awaitable[Any]], enough: Callable[[], Awaitable[bool]]) -> None:
+        """Clients that ask one thing after the other, until ``enough``."""
+        is_enough = False
+        numbers = itertools.count()
+
+        async def work() -> None:
+            while not is_enough:
+                await ask(next(numbers))
+
+        async with asyncio.timeout(120), asyncio.TaskGroup() as group:
+            for _ in range(NUM_CLIENTS):
+                group.create_task(work())
+            while not await enough():  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+            is_enough = True
+
+
+@asynccontextmanager
+async def site() -> AsyncIterator[Site]:
+    port = free_port("127.0.0.1")
+    config = DeploymentConfig.model_validate(
+        {
+            "topology": "2E-P-D",
+            "gateway": {"port": 0, "admin": {"port": port}},
+            "slo": SLO,
+            "instances": {"base_port": 0, "threads": 1, "queue_timeout_s": 120, "num_blocks": 512},
+            "roles": ROLES,
+            "elastic": ELASTIC,
+        }
+    )
+    async with (
+        LocalDeployment(config, ready_timeout_s=120) as deployment,
+        httpx.AsyncClient(timeout=120, trust_env=False) as client,
+    ):
+        yield Site(deployment, f"http://127.0.0.1:{port}", client)
+
+
+def ordered(decisions: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [one for one in decisions if one["order"] is not None]
+
+
+async def test_a_late_decode_gets_an_encoder_and_no_answer_notices() -> None:
+    async with site() as here:
+        for prompt in PROMPTS:
+            await here.complete(prompt)
+        picture = chat("What is it?", noise(1), max_tokens=4)
+        seen = await here.post("chat/completions", picture)
+        assert not ordered(await here.decisions()), "nothing is late while instances start, nor with one client"
+
+        async def has_switched() -> bool:
+            roles = await here.roles()
+            return len(roles) == 4 and sorted(roles.values()) == ["D", "D", "E", "P"]
+
+        await here.load(lambda number: here.complete(PROMPTS[number % 3]), has_switched)
+        first, *more = ordered(await here.decisions())
+        assert first["kind"] == "switch" and first["order"]["role"] == "D"
+        assert first["reason"].startswith("decode is at "), first
+        assert first["pressures"]["D"] > 1
+        assert not more, "one encoder and one prefill instance must be left"
+        log = (here.deployment.log_dir / "gateway.log").read_text()
+        assert f"elastic: {first['reason']}" in log and f"elastic: {first['order']['instance']} serves D" in log
+
+        enough = here.num_answers + 20
+
+        async def are_many() -> bool:
+            return here.num_answers >= enough
+
+        await here.load(lambda number: here.complete(PROMPTS[number % 3]), are_many)
+        assert len(ordered(await here.decisions())) == 1, "too much for all that there is moves nobody to and fro"
+        for prompt in PROMPTS:
+            await here.complete(prompt)
+        assert await here.post("chat/completions", picture) == seen
+        await Books({name: one.url for name, one in here.deployment.instances.items()}).check()

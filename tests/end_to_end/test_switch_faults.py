@@ -1,0 +1,251 @@
+"""Processes that die in the middle of a role switch, at each of its states: the deployment serves on, whole."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import json
+import os
+import signal
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+from chat import chat
+from fleet import Books, gateway
+from PIL import Image
+
+from epd_serve.config import DeploymentConfig
+from epd_serve.demo import weights_dir
+from epd_serve.instance.peers import Peers
+from epd_serve.launch import Backoff, LocalDeployment
+from epd_serve.launch.ports import free_port
+from epd_serve.protocol import wire
+
+QUESTION = {"model": "demo", "prompt": "apple banana cherry", "temperature": 0, "ignore_eos": True, "stream": True}
+PICTURE = chat("What is it?", Image.new("RGB", (64, 64), "red"), max_tokens=8)
+#: The one that changes its role; the others keep theirs.
+MOVER = "d1"
+
+
+class Site:
+    """A deployment, the gateway that gives orders, and another one that does not."""
+
+    def __init__(self, deployment: LocalDeployment, admin: str, other_url: str, client: httpx.AsyncClient) -> None:
+        self.deployment = deployment
+        self.admin = admin
+        self.urls = [deployment.gateway_url, other_url]
+        self.client = client
+        self.text = ""
+        #: Of the gateway that gives orders, while it is killed: requests that were cut.
+        self.num_cut = 0
+        self.num_asked: Counter[str] = Counter()
+
+    @property
+    def instances(self) -> dict[str, str]:
+        return {name: one.url for name, one in self.deployment.instances.items()}
+
+    async def order(self, role: str, **limits: Any) -> tuple[int, str]:
+        """Status and text; 0 where the gateway is gone."""
+        body = {"role": role, "deadline_s": 3600, "patience_s": 0, **limits}
+        try:
+            answer = await self.client.post(f"{self.admin}/instances/{MOVER}/role", json=body)
+        except httpx.TransportError as error:
+            return 0, repr(error)
+        return answer.status_code, answer.text
+
+    async def until(self, **wanted: Any) -> dict[str, Any]:
+        """What the instance says of itself, once these values are there."""
+        async with asyncio.timeout(100):
+            while True:
+                info: dict[str, Any] = {}
+                try:
+                    answer = await self.client.get(f"{self.instances[MOVER]}/info")
+                    if answer.status_code == 200:
+                        info = answer.json()
+                except httpx.TransportError:
+                    pass
+                if info and all(info.get(key, 0) == value for key, value in wanted.items()):
+                    return info
+                await asyncio.sleep(0.002)
+
+    async def until_known(self, role: str) -> None:
+        """Wait until the gateway that gives orders takes the instance for ready in a role, and gives it work."""
+        async with asyncio.timeout(100):
+            while True:
+                try:
+                    answer = await self.client.get(f"{self.admin}/admin/instances")
+                    [record] = [one for one in answer.json()["instances"] if one["name"] == MOVER]
+                    if record["role"] == role and record["ready"] and not record["draining"]:
+                        return
+                except httpx.TransportError:
+                    pass
+                await asyncio.sleep(0.01)
+
+    async def serves(self, role: str, *, is_new: bool) -> None:
+        """The instance has the role, in a new process or the old one, and all is answered as before."""
+        info = await self.until(state="SERVING", ready=True, role=role)
+        assert ("epoch" not in info) == is_new, info
+        await self.until_known(role)
+        for url in self.urls:
+            assert await self.ask(url) == self.text
+            answer = await self.client.post(f"{url}/v1/chat/completions", json=PICTURE)
+            assert answer.status_code == 200 and answer.json()["choices"][0]["message"]["content"]
+
+    async def ask(self, url: str) -> str:
+        """The text of a greedy stream."""
+        text, ended = "", False
+        body = QUESTION | {"max_tokens": 40}
+        async with self.client.stream("POST", f"{url}/v1/completions", json=body) as answer:
+            assert answer.status_code == 200, await answer.aread()
+            async for line in answer.aiter_lines():
+                if line.startswith("data: {"):
+                    text += json.loads(line[6:])["choices"][0]["text"]
+                ended |= line == "data: [DONE]"
+        assert ended, f"an answer ended early: {text!r}"
+        return text
+
+    async def keep_asking(self, url: str) -> None:
+        """Until cancelled; whatever happens, all answers are the same, but those of a gateway that is killed."""
+        while True:
+            try:
+                assert await self.ask(url) == self.text
+                self.num_asked[url] += 1
+            except httpx.TransportError:
+                assert url == self.urls[0], "the other gateway goes on"
+                self.num_cut += 1
+            await asyncio.sleep(0.02)
+
+    @asynccontextmanager
+    async def draining(self, peers: Peers) -> AsyncIterator[None]:
+        """KV that somebody may still write keeps the instance from being empty, for as long as this lasts."""
+        config = json.loads((weights_dir() / "config.json").read_text())["text_config"]
+        info = await self.until(ready=True)
+        layout = wire.KVLayout(
+            num_layers=config["num_hidden_layers"],
+            num_kv_heads=config["num_key_value_heads"],
+            head_dim=config["head_dim"],
+            block_size=info["block_size"],
+            dtype=info["dtype"],
+            model=info["media_fingerprint"],
+        )
+        reserve = wire.ReserveRequest("t", "r", 8, 8, 1, [], layout, lease_s=3600)
+        await peers.call(info["url"], "/kv/reserve", reserve)
+        try:
+            yield
+        finally:
+            ref = wire.TransferRef("t", "r")
+            if (await self.until())["pid"] == info["pid"]:
+                await peers.call(info["url"], "/kv/cancel", ref)
+
+    @asynccontextmanager
+    async def rebuilding(self) -> AsyncIterator[None]:
+        """Who loads a tower waits for the weights that it shares, for as long as this lasts."""
+        descriptor = self.deployment._weight_files["tower"]
+        file = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(file)
+
+    def signal_gateway(self, number: signal.Signals) -> None:
+        [process] = [one for one in self.deployment.processes if one.spec.name == "gateway"]
+        os.kill(process.pid, number)
+
+
+@asynccontextmanager
+async def site() -> AsyncIterator[Site]:
+    port = free_port("127.0.0.1")
+    config = DeploymentConfig.model_validate(
+        {
+            "topology": "E-P-2D",
+            "gateway": {"port": 0, "admin": {"port": port}, "failover": {"wait_s": 60}},
+            "instances": {"base_port": 0, "threads": 1},
+        }
+    )
+    deployment = LocalDeployment(config, ready_timeout_s=120, backoff=lambda: Backoff(first_s=0.05, limit_s=0.05))
+    async with deployment, httpx.AsyncClient(timeout=120, trust_env=False) as client:
+        urls = {name: one.url for name, one in deployment.instances.items()}
+        async with gateway(urls) as other_url:
+            yield Site(deployment, f"http://127.0.0.1:{port}", other_url, client)
+
+
+@pytest.mark.timeout(300)
+async def test_whatever_dies_during_a_switch_the_deployment_serves() -> None:
+    async with site() as here, asyncio.TaskGroup() as group:
+        peers = Peers()
+        here.text = await here.ask(here.urls[0])
+        assert here.text
+        asking = [group.create_task(here.keep_asking(url)) for url in here.urls]
+
+        # the instance dies while it drains: it comes back in the role that it had
+        async with here.draining(peers):
+            ordered = group.create_task(here.order("E"))
+            info = await here.until(state="DRAINING")
+            os.kill(info["pid"], signal.SIGKILL)
+            status, said = await ordered
+            assert status >= 500 and MOVER in said
+        await here.serves("D", is_new=True)
+
+        # while it is rebuilt: in the one that it was to have
+        async with here.rebuilding():
+            ordered = group.create_task(here.order("E"))
+            info = await here.until(state="REBUILDING")
+            os.kill(info["pid"], signal.SIGKILL)
+            status, said = await ordered
+            assert status >= 500 and MOVER in said
+        await here.serves("E", is_new=True)
+        assert (await here.order("D"))[0] == 200
+
+        # behind that, before the gateway has heard of it
+        async with here.rebuilding():
+            ordered = group.create_task(here.order("E"))
+            await here.until(state="REBUILDING")
+            here.signal_gateway(signal.SIGSTOP)
+        info = await here.until(state="SERVING", role="E")
+        os.kill(info["pid"], signal.SIGKILL)
+        here.signal_gateway(signal.SIGCONT)
+        await ordered
+        await here.serves("E", is_new=True)
+        assert (await here.order("D"))[0] == 200
+
+        # the gateway that gave the order dies while the instance drains: nobody wants it any more
+        async with here.draining(peers):
+            ordered = group.create_task(here.order("E"))
+            await here.until(state="DRAINING")
+            here.signal_gateway(signal.SIGKILL)
+            assert (await ordered)[0] == 0
+            await here.serves("D", is_new=False)
+
+        # while it is rebuilt: that comes to its end, and the next gateway finds it so
+        async with here.rebuilding():
+            ordered = group.create_task(here.order("E"))
+            await here.until(state="REBUILDING")
+            here.signal_gateway(signal.SIGKILL)
+            assert (await ordered)[0] == 0
+        await here.serves("E", is_new=False)
+        assert (await here.order("D"))[0] == 200
+
+        # nothing dies: it is called back, or is too late
+        async with here.draining(peers):
+            ordered = group.create_task(here.order("E"))
+            await here.until(state="DRAINING")
+            assert (await here.order("EPD"))[0] == 409
+            assert (await here.order("D"))[0] == 200
+            status, said = await ordered
+            assert status == 409 and "called back" in said
+            status, said = await here.order("E", deadline_s=0.2)
+            assert status == 504 and "role D is served on" in said
+        await here.serves("D", is_new=False)
+
+        for task in asking:
+            assert not task.done(), task.result()
+            task.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)
+        await peers.close()
+        assert min(here.num_asked[url] for url in here.urls) > 10
+        await Books(here.instances).check()

@@ -1,0 +1,100 @@
+"""What a supervisor started ends with it, children that know nothing of it included."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+import psutil
+import pytest
+
+from epd_serve.launch import lifeline
+
+#: A program whose child heeds no signal that it may ignore, and does not look at its parent; it may end early.
+TREE = """
+import signal, subprocess, sys
+child = "import signal, time\\n" + "".join(f"signal.signal({n}, signal.SIG_IGN)\\n" for n in (1, 2, 10, 15))
+child += "print('there', flush=True); time.sleep(1000)"
+started = subprocess.Popen([sys.executable, "-S", "-c", child], stdout=subprocess.PIPE)
+started.stdout.readline()
+print('child', started.pid, flush=True)
+sys.stdin.readline()
+"""
+SUPERVISOR = """
+import os, subprocess, sys
+command = [sys.executable, "-IS", sys.argv[3], "--group", str(os.getpid())]
+command += [sys.executable, "-S", "-c", sys.argv[1]]
+started = subprocess.Popen(command, start_new_session=sys.argv[2] == "yes")
+print('program', started.pid, flush=True)
+started.wait()
+sys.stdin.readline()
+"""
+
+
+@contextmanager
+def supervised(*, session: bool) -> Iterator[tuple[subprocess.Popen[str], psutil.Process, psutil.Process]]:
+    """A supervisor, the program that it started, and that program's child."""
+    command = [sys.executable, "-c", SUPERVISOR, TREE, "yes" if session else "no", lifeline.__file__]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as supervisor:
+        assert supervisor.stdout is not None
+        found: dict[str, psutil.Process] = {}
+        try:
+            for name, pid in (supervisor.stdout.readline().split() for _ in range(2)):  # in no order
+                found[name] = psutil.Process(int(pid))
+            yield supervisor, found["program"], found["child"]
+        finally:
+            supervisor.kill()
+            for one in found.values():
+                with suppress(psutil.NoSuchProcess):
+                    one.kill()
+
+
+def has_ended(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE  # nobody may be there to ask for it
+    except psutil.NoSuchProcess:
+        return True
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
+
+
+def members(group: int) -> list[psutil.Process]:
+    """Processes of a group that have not ended."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(ProcessLookupError, PermissionError):
+            if os.getpgid(process.pid) == group and not has_ended(process):
+                found.append(process)
+    return found
+
+
+@pytest.mark.parametrize("session", [True, False])
+def test_a_killed_supervisor_takes_the_tree_along(session: bool) -> None:
+    with supervised(session=session) as (supervisor, program, child):
+        assert os.getpgid(child.pid) == program.pid, "the group is the program's"
+        supervisor.kill()
+        wait_until(lambda: has_ended(program) and has_ended(child), "the tree has ended")
+        wait_until(lambda: not members(program.pid), "nothing is left of the group")
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, None])
+def test_a_program_that_ends_takes_its_children_along(number: signal.Signals | None) -> None:
+    with supervised(session=True) as (supervisor, program, child):
+        if number is None:
+            assert supervisor.stdin is not None
+            supervisor.stdin.write("\n")  # it ends by itself, and well
+            supervisor.stdin.flush()
+        else:
+            program.send_signal(number)
+        wait_until(lambda: has_ended(child), "the child has ended")
+        assert supervisor.poll() is None
