@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from epd_serve.apply_command import apply
 from epd_serve.bench_command import bench
 from epd_serve.config import (
     DEMO_MODEL,
@@ -110,6 +111,7 @@ def proxy(
     control: Annotated[
         bool, typer.Option("--control", help="Run the controller of 'elastic'; in one gateway of a deployment.")
     ] = False,
+    orders: Annotated[Path | None, typer.Option(help="Socket for the launcher's orders.", hidden=True)] = None,
     parent_pid: ParentPid = None,
     worker: Annotated[str | None, typer.Option(help="One of gateway.workers.", hidden=True)] = None,
 ) -> None:
@@ -139,7 +141,7 @@ def proxy(
     from proxy.main import Reread, run_gateway
 
     reread = Reread(lambda: load_config(config), config, instances_of) if config else None
-    run_gateway(deployment, instances, *address, reread, controls=control, place=place)
+    run_gateway(deployment, instances, *address, reread, controls=control, place=place, orders=orders)
 
 
 @app.command()
@@ -344,6 +346,7 @@ def devices(
             raise typer.Exit(1)
 
 
+app.command()(apply)
 app.command()(interference)
 app.command()(bench)
 app.command()(cost)

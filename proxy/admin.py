@@ -98,7 +98,7 @@ async def running_admin(
         log_level="warning",
         server_header=False,
     )
-    server = _Server(config)
+    server = QuietServer(config)
     url = url_of(settings.host, listener.getsockname()[1])
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     logger.info("the admin plane is at %s", url)
@@ -142,7 +142,7 @@ class NoBrowsers:
         return None
 
 
-class _Server(uvicorn.Server):
+class QuietServer(uvicorn.Server):
     """uvicorn without its signal handling, which is the gateway's own server's."""
 
     @contextmanager

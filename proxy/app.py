@@ -40,6 +40,7 @@ from proxy.members import Members
 from proxy.observer import new_observer
 from proxy.openapi import openapi_router
 from proxy.operations import operations_router
+from proxy.orders import Departures, Hold, orders_router, running_orders, show_ready
 from proxy.poller import Poller
 from proxy.redeploy import Redeployer, tokens_per_pixel
 from proxy.settings import GatewaySettings
@@ -103,7 +104,10 @@ def create_app(
     )
     switches = Switches(table, calls, health)
 
+    hold = Hold()
+
     async def give(order: Order, deadline_s: float) -> None:
+        hold.check()
         await switches.order(order.instance, RoleOrder(role=str(order.role), deadline_s=deadline_s))
 
     elastic = None if settings.elastic is None else ElasticLoop(settings.elastic, table, give)
@@ -122,6 +126,16 @@ def create_app(
                 admin = create_admin_app(table, gate, settings.admin.key, crew, routers)
                 running = running_admin(admin, settings.admin, crew.admin_socket())
                 app.state.admin_url = await stack.enter_async_context(running)
+            if app.state.orders is not None and crew.leads:
+                departures = Departures(table, switches, calls, health)
+                routers = [
+                    switches_router(switches),
+                    orders_router(table, departures, hold, app.state.orders, crew),
+                ]
+                orders = create_admin_app(table, gate, None, crew, routers)
+                await stack.enter_async_context(running_orders(orders, app.state.orders.path))
+                if redeployer is not None:
+                    redeployer.deployment = app.state.orders.path.parent.name
             reloading = [app.state.reloader.run()] if app.state.reloader is not None else []
             loops = [one.run() for one in (elastic, redeployer) if one is not None]
             polling = asyncio.gather(poller.run(), health.run(), leases.run(), stealing.run(), *reloading, *loops)
@@ -165,12 +179,16 @@ def create_app(
         settings, members, gate, generator, health, served.values(), loader, fetcher, crew.ledger
     )
     app.state.reloader = None
+    app.state.orders = None
     app.include_router(models_router(table, poller, gate.authenticator))
     app.include_router(health_router(table, metrics, gate.authenticator, settings, crew))
     app.include_router(openapi_router())
     if settings.dashboard:
-        app.include_router(dashboard_router(table, observer, gate, crew, settings.topology))
+        app.include_router(
+            dashboard_router(table, observer, gate, crew, lambda: app.state.control.settings.topology)
+        )
     follow(crew, table, gate, health, leases)
+    show_ready(crew, table)
     install_error_handlers(app)
     return app
 

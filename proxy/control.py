@@ -32,6 +32,7 @@ RELOADED = frozenset(
         "queue_timeout_s",
         "failover",
         "health",
+        "topology",
         "media",
         "max_items",
         "fetch_timeout_s",
@@ -69,12 +70,19 @@ class Control:
         self._health = health
         self._endpoints = list(endpoints)
 
+    def left_by(self, settings: GatewaySettings) -> list[str]:
+        """What in other settings is not taken over by a running gateway."""
+        return [name for name in self._changed(settings) if name not in RELOADED]
+
+    def _changed(self, settings: GatewaySettings) -> list[str]:
+        old = self.settings
+        return [one.name for one in fields(old) if getattr(old, one.name) != getattr(settings, one.name)]
+
     def apply(self, settings: GatewaySettings, instances: Sequence[tuple[str, str]]) -> None:
         """From now on. Raises ValueError for instances that cannot be, and changes nothing then."""
         self._members.replace(instances)
-        old = self.settings
-        changed = [one.name for one in fields(old) if getattr(old, one.name) != getattr(settings, one.name)]
-        if left := [name for name in changed if name not in RELOADED]:
+        old, changed = self.settings, self._changed(settings)
+        if left := self.left_by(settings):
             logger.warning("a change of %s needs another start of the gateway", ", ".join(left))
         taken = {name: getattr(settings, name) for name in changed if name in RELOADED}
         if not taken:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from hashlib import sha256
 from importlib.metadata import version
@@ -51,7 +51,7 @@ def dashboard_router(
     observer: Observer,
     gate: Gate,
     crew: Crew,
-    topology: Topology | None = None,
+    topology: Callable[[], Topology | None] = lambda: None,
 ) -> APIRouter:
     """The page is open to all and shows nothing by itself; its data ask for an API key where there are any.
 
@@ -74,7 +74,7 @@ def dashboard_router(
 
     @router.get("/dashboard/data", dependencies=[Depends(guard)])
     async def data() -> Response:
-        shown = snapshot(table, observer, gate, topology, await crew.ask("dashboard", Part))
+        shown = snapshot(table, observer, gate, topology(), await crew.ask("dashboard", Part))
         return Response(
             msgspec.json.encode(shown), media_type="application/json", headers={"cache-control": "no-store"}
         )

@@ -15,9 +15,10 @@ from typing import Any, cast
 import uvicorn
 from fastapi import FastAPI
 
-from epd_serve.config import DeploymentConfig
+from epd_serve.config import DeploymentConfig, load_config
 from proxy.app import create_app
 from proxy.connection import GatewayConnection
+from proxy.orders import OrdersSettings
 from proxy.redaction import redact_logs
 from proxy.reload import Reloader
 from proxy.server import GatewayServer, WorkerServer, mark_stopping
@@ -57,12 +58,14 @@ def run_gateway(
     *,
     controls: bool = False,
     place: WorkerPlace | None = None,
+    orders: Path | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT, then finish what is in progress (``gateway.shutdown_grace_s``) and return.
 
     Blocks; must run in the main thread, for the signals. ``instances`` are (name, control URL). With ``reread``,
     SIGHUP or a change of the file makes the gateway take it over. ``controls``: as in GatewaySettings.of.
-    ``place``: it is one of several workers, and listens on the sockets that it has inherited.
+    ``place``: it is one of several workers, and listens on the sockets that it has inherited. ``orders``: the
+    socket on which the launcher gives orders (proxy/orders.py).
     """
     logging.basicConfig(format="%(asctime)s gateway %(levelname)s %(message)s")
     for name in _TALKATIVE:
@@ -86,9 +89,15 @@ def run_gateway(
             take_over(config)
             crew.tell(TakenOver(config.model_dump_json(exclude_unset=True)))
 
+        def left_by(file: Path) -> list[str]:
+            changed = GatewaySettings.of(load_config(file), host, controls=controls and crew.leads, part=part)
+            return app.state.control.left_by(changed)  # type: ignore[no-any-return]
+
         app.state.reloader = Reloader(reread.file, apply)
         crew.on_reload = app.state.reloader.ask
         crew.on_config = lambda text: take_over(DeploymentConfig.model_validate_json(text))
+        if orders is not None:
+            app.state.orders = OrdersSettings(orders, app.state.reloader.take, left_by)
     gateway = config.gateway
     server = new_server(
         app,

@@ -35,12 +35,16 @@ _SHOWN = 300
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RedeploySettings:
-    """``devices``, ``slo``, ``most``: of 'epd-serve plan'; without devices a drift is said, and no more."""
+    """``devices``, ``slo``, ``most``: of 'epd-serve plan'; without devices a drift is said, and no more.
+
+    ``applies``: a plan's topology is applied.
+    """
 
     options: DriftOptions
     slo: str = ""
     devices: Path | None = None
     most: int = 500
+    applies: bool = False
     hook: Hook | None = None
     program: tuple[str, ...] = (sys.executable, "-P", "-m", "epd_serve.cli")
 
@@ -56,6 +60,7 @@ class RedeploySettings:
             slo=",".join(f"{name}={limit:g}" for name, limit in limits.items() if limit is not None),
             devices=drift.devices,
             most=drift.most,
+            applies=drift.apply,
             hook=None if hook is None else Hook(command=hook.command, url=hook.url, timeout_s=hook.timeout_s),
         )
 
@@ -69,6 +74,7 @@ class Redeployer:
     Attributes:
         drifts: that were seen, in plain words.
         plan: the file of the last plan; directories of earlier ones are gone.
+        deployment: by which 'epd-serve apply' finds the launcher of this gateway; None: there is none.
     """
 
     def __init__(self, settings: RedeploySettings, tokens_per_pixel: Callable[[], float]) -> None:
@@ -81,6 +87,7 @@ class Redeployer:
         self._wall_offset_s = time.time() - time.monotonic()
         self.drifts: list[str] = []
         self.plan: Path | None = None
+        self.deployment: str | None = None
 
     def put(self, trail: Trail) -> None:
         """A request is over."""
@@ -136,6 +143,10 @@ class Redeployer:
         if settings.hook is not None:
             text = plan.read_text(encoding="utf-8")
             await settings.hook.tell({"event": "plan", "role": None, "reason": recommended, "plan": text})
+        if settings.applies and self.deployment is not None:
+            done = await self._run("apply", str(plan), "--topology-only", "--gateway", self.deployment)
+            if done is not None:
+                logger.info("elastic: the plan is applied: %s", done.decode().replace("\n", "; "))
 
     async def _run(self, *arguments: str) -> bytes | None:
         """The standard output of epd-serve; None where it failed, which is logged."""

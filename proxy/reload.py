@@ -52,12 +52,16 @@ class Reloader:
     def reload(self) -> bool:
         """Whether the file was taken over."""
         try:
-            self._apply()
+            self.take()
         except (ValueError, OSError) as error:
             logger.error("%s is refused, the configuration stays as it was: %s", self._file, error)
             return False
         logger.info("%s was read again", self._file)
         return True
+
+    def take(self) -> None:
+        """Take the file over. Raises ValueError or OSError for one that is refused: all stays as it was then."""
+        self._apply()
 
     def _stamp(self) -> tuple[int, int] | None:
         """None while there is no file, as there is for a moment when an editor replaces it."""

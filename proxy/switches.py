@@ -79,7 +79,7 @@ class Switches:
         if is_call_back:
             return await self._ask(name, calls, order)
         if role != record.role:
-            self._check_floor(record)
+            self.check_floor(record)
         self._ordered[name] = role
         self._health.hold(name)
         try:
@@ -108,7 +108,7 @@ class Switches:
             logger.warning("instance %s does not say which role it has: %s", record.name, error)
             self._table.mark_lost(record.name)
 
-    def _check_floor(self, record: InstanceRecord) -> None:
+    def check_floor(self, record: InstanceRecord) -> None:
         """Raise Conflict where it is the last that takes requests for a stage. E is no must: P encodes then."""
         for stage in (Stage.PREFILL, Stage.DECODE):
             ready = self._table.ready(stage)

@@ -105,6 +105,10 @@ class NativeInstance:
         body = await _body(self._call("/role", [wire.encode(order)], "switch"))
         return wire.decode(body, wire.RoleChanged)
 
+    async def leave(self, order: wire.LeaveOrder) -> wire.Left:
+        """Returns when nothing is left of what the instance had. Raises ServeError as it answers."""
+        return wire.decode(await _body(self._call("/leave", [wire.encode(order)], "leave")), wire.Left)
+
     async def reports(self) -> AsyncGenerator[wire.Report, None]:
         call = HttpCall(self._pool, "GET", "/reports")
         call.send()

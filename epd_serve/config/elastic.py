@@ -47,7 +47,20 @@ class DriftConfig(Section):
         description="The YAML of 'epd-serve plan --devices', relative to this file: a drift is answered "
         "with a plan. null: it is only said.",
     )
+    apply: bool = Field(
+        default=False,
+        description="Whether a plan's topology and devices are applied at once, as by 'epd-serve apply "
+        "--topology-only'; for deployments of 'epd-serve up'. false: the hook gets the plan, and that is all.",
+    )
     most: int = Field(default=500, ge=50, description="Requests in one simulation of the plan, at most.")
+
+    @model_validator(mode="after")
+    def _applies_plans(self) -> DriftConfig:
+        if self.apply and self.devices is None:
+            raise ValueError(
+                "apply: true needs a plan to apply; set devices, the YAML of 'epd-serve plan --devices'"
+            )
+        return self
 
 
 class ElasticConfig(Section):

@@ -24,16 +24,38 @@ _OWN = frozenset(
 )  # fmt: skip
 
 
-def write_role_settings(directory: Path, config: DeploymentConfig) -> None:
-    """For :func:`in_role`: what the deployment says of each role, whether an instance has it yet or not."""
+#: What an instance takes over when its stages are made anew; the rest of its options it keeps until its end.
+REBUILT = frozenset(
+    {
+        "block_size", "num_blocks", "kv_cache_bytes", "max_num_batched_tokens", "max_num_seqs", "async_scheduling",
+        "max_model_len", "feature_cache_bytes", "lease_s", "drain_s", "kv_mode", "kv_group_layers",
+        "feature_prefetch", "batching_alpha", "batching_order", "batching_policy", "batching_encodes", "steals",
+    }
+)  # fmt: skip
+
+
+def role_settings(config: DeploymentConfig) -> dict[str, dict[str, Any]]:
+    """What the deployment says of each role, whether an instance has it yet or not."""
     settings: dict[str, dict[str, Any]] = {}
     for role in ROLES:
         placed = InstancePlacement(name="any", role=Role.parse(role), devices=("cpu",))
         options = config.options_for(placed, device="cpu", port=0, threads=1)
         settings[role] = {name: value for name, value in vars_of(options).items() if name not in _OWN}
+    return settings
+
+
+def write_role_settings(directory: Path, config: DeploymentConfig) -> None:
+    """For :func:`in_role`: in a directory in which nothing runs yet."""
     for old in directory.glob("*.role"):  # of a deployment before, in the same directory
         old.unlink()
-    (directory / _SETTINGS).write_text(json.dumps(settings), encoding="utf-8")
+    replace_role_settings(directory, config)
+
+
+def replace_role_settings(directory: Path, config: DeploymentConfig) -> None:
+    """The same while instances run: those that come to another role from now on have its settings by this."""
+    new = directory / f"{_SETTINGS}.new"
+    new.write_text(json.dumps(role_settings(config)), encoding="utf-8")
+    new.replace(directory / _SETTINGS)
 
 
 def vars_of(options: InstanceOptions) -> dict[str, Any]:
@@ -67,10 +89,14 @@ def remember(options: InstanceOptions) -> None:
 
 def remembered(options: InstanceOptions) -> InstanceOptions:
     """The options of an instance that is started, or started again."""
-    if options.switch_dir is None or not (file := role_file(options.switch_dir, options.name)).exists():
-        return options
-    role = Role.parse(file.read_text(encoding="utf-8"))
-    return options if role == options.role else in_role(options, role)
+    role = None if options.switch_dir is None else remembered_role(options.switch_dir, options.name)
+    return options if role is None or role == options.role else in_role(options, role)
+
+
+def remembered_role(directory: Path, name: str) -> Role | None:
+    """The one to which an instance was switched last; None where it never was."""
+    file = role_file(directory, name)
+    return Role.parse(file.read_text(encoding="utf-8")) if file.exists() else None
 
 
 def role_file(directory: Path, name: str) -> Path:

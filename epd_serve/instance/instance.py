@@ -26,6 +26,7 @@ from epd_serve.instance.feature_supply import FeatureSupply
 from epd_serve.instance.kv_delivery import Pulls
 from epd_serve.instance.language_parts import LanguageParts, Surroundings
 from epd_serve.instance.language_stages import LanguageStages, end_process
+from epd_serve.instance.leaving import Leaving
 from epd_serve.instance.metrics import InstanceMetrics
 from epd_serve.instance.peers import Peers
 from epd_serve.instance.prefill import PrefillService
@@ -204,7 +205,7 @@ class Instance:
 
     def routes(self) -> list[tuple[str, str, Callable[[bytes], Any]]]:
         """(method, path, handler) of the control server; see :mod:`epd_serve.protocol.wire`."""
-        parts = (StatusCalls(self), self.reports, StageCalls(self), self.switching)
+        parts = (StatusCalls(self), self.reports, StageCalls(self), self.switching, Leaving(self))
         return [route for part in parts for route in part.routes()]
 
     def check_started(self) -> None:

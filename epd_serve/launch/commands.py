@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from device.ascend_limits import parse_visible_devices
 from device.shares import share_environment
 from device.weight_files import COPIES, VARIABLE, to_variable
-from epd_serve.config import DeploymentConfig
+from epd_serve.config import DeploymentConfig, InstanceOptions
 from epd_serve.config.keys import CLUSTER_KEY
 from epd_serve.config.shares import DeviceShare
 from epd_serve.cost.interference import InterferenceMatrix
@@ -35,10 +35,26 @@ HEAP_TUNABLES = "glibc.malloc.hugetlb=1:glibc.malloc.arena_max=1" + "".join(
 PROGRAM = (sys.executable, "-P", "-m", "epd_serve.cli")
 
 
-def instance_specs(
+@dataclass(frozen=True, kw_only=True)
+class PreparedInstance:
+    """One instance of a deployment before there is a process of it.
+
+    Attributes:
+        variables: that its devices ask for. own_variables: those that no other process may have.
+        chose_threads: whether the number of its threads merely follows from that of all instances.
+    """
+
+    placement: InstancePlacement
+    options: InstanceOptions
+    variables: Mapping[str, str]
+    own_variables: Mapping[str, str]
+    chose_threads: bool
+
+
+def prepare_instances(
     config: DeploymentConfig, ports: Ports, environment: Mapping[str, str], directory: Path | None = None
-) -> tuple[ProcessSpec, ...]:
-    """One process for each instance, in placement order. Raises ValueError where the model is not there.
+) -> tuple[PreparedInstance, ...]:
+    """Each instance in placement order. Raises ValueError where the model is not there.
 
     ``directory`` takes the files that instances on one device share; without it they know nothing of each other.
     """
@@ -47,8 +63,6 @@ def instance_specs(
     master = f"{config.instances.host}:{ports.master[0]}" if ports.master else None
     shares = config.device_shares(InterferenceMatrix.read(config.interference) if config.interference else None)
     boards = _device_boards(placement, directory) if directory else {}
-    cluster_key = config.read_cluster_key()
-    secrets = {} if cluster_key is None else {CLUSTER_KEY: cluster_key}
     chosen = []
     for instance, port in zip(placement, ports.instances, strict=True):
         share = shares.get(instance.name)
@@ -68,27 +82,47 @@ def instance_specs(
             switch_dir=directory,
         )
         mps = share_environment(share.share) if share and instance.devices[0].startswith("cuda:") else {}
-        chosen.append((instance, options, {**visible, **mps, "OMP_NUM_THREADS": str(threads)}))
-    own = npu_environments([(instance, options) for instance, options, _ in chosen])
-    specs = []
-    for (instance, options, variables), npu_variables in zip(chosen, own, strict=True):
-        specs.append(
-            ProcessSpec(
-                name=instance.name,
-                label=f"{instance.role} on {', '.join(dict.fromkeys(instance.devices))}",
-                command=(*PROGRAM, "instance", *options.to_arguments(), "--parent-pid", str(os.getpid())),
-                environment={
-                    "GLIBC_TUNABLES": HEAP_TUNABLES,
-                    **_common(environment),
-                    **variables,
-                    **npu_variables,
-                    **secrets,
-                },
-                url=url_of(config.instances.host, options.port),
-                can_fork=config.instances.preload and set(instance.devices) == {"cpu"},
-            )
+        chosen.append((instance, options, {**visible, **mps}, wished is None and share is None))
+    own = npu_environments([(instance, options) for instance, options, _, _ in chosen])
+    return tuple(
+        PreparedInstance(
+            placement=instance,
+            options=options,
+            variables=variables,
+            own_variables=own_variables,
+            chose_threads=chose_threads,
         )
-    return tuple(specs)
+        for (instance, options, variables, chose_threads), own_variables in zip(chosen, own, strict=True)
+    )
+
+
+def spec_of(config: DeploymentConfig, instance: PreparedInstance, environment: Mapping[str, str]) -> ProcessSpec:
+    """The process of an instance."""
+    options, devices = instance.options, instance.placement.devices
+    cluster_key = config.read_cluster_key()
+    return ProcessSpec(
+        name=options.name,
+        label=f"{options.role} on {', '.join(dict.fromkeys(devices))}",
+        command=(*PROGRAM, "instance", *options.to_arguments(), "--parent-pid", str(os.getpid())),
+        environment={
+            "GLIBC_TUNABLES": HEAP_TUNABLES,
+            **_common(environment),
+            **instance.variables,
+            "OMP_NUM_THREADS": str(options.threads),
+            **instance.own_variables,
+            **({} if cluster_key is None else {CLUSTER_KEY: cluster_key}),
+        },
+        url=url_of(config.instances.host, options.port),
+        can_fork=config.instances.preload and set(devices) == {"cpu"},
+    )
+
+
+def instance_specs(
+    config: DeploymentConfig, ports: Ports, environment: Mapping[str, str], directory: Path | None = None
+) -> tuple[ProcessSpec, ...]:
+    """One process for each instance; as :func:`prepare_instances`."""
+    prepared = prepare_instances(config, ports, environment, directory)
+    return tuple(spec_of(config, instance, environment) for instance in prepared)
 
 
 def shared_parts(config: DeploymentConfig) -> list[str]:
@@ -146,14 +180,18 @@ def master_spec(config: DeploymentConfig, ports: Ports, environment: Mapping[str
 def gateway_spec(
     config: DeploymentConfig,
     ports: Ports,
-    instances: tuple[ProcessSpec, ...],
     config_file: Path,
     environment: Mapping[str, str],
+    orders: Path | None = None,
 ) -> ProcessSpec:
-    """The gateway's process. ``config_file`` holds ``config`` as it is, command-line changes included."""
+    """The gateway's process.
+
+    ``config_file`` holds ``config`` as it is, command-line changes included, with the instances by name;
+    ``orders`` is the socket on which the gateway takes the launcher's orders.
+    """
     command = [*PROGRAM, "proxy", "--config", str(config_file)]
-    for instance in instances:
-        command += ["--instance", f"{instance.name}={instance.url}"]
+    if orders is not None:
+        command += ["--orders", str(orders)]
     if config.elastic.enabled or config.elastic.drift.enabled:
         command.append("--control")
     command += ["--host", config.gateway.host, "--port", str(ports.gateway), "--parent-pid", str(os.getpid())]

@@ -13,11 +13,22 @@ from types import TracebackType
 from typing import Self
 
 from device.weight_files import open_weight_files
-from epd_serve.config import DeploymentConfig, change_config, model_path
+from epd_serve.config import DeploymentConfig, model_path
 from epd_serve.config.role_files import write_role_settings
+from epd_serve.launch.applying import DEFAULT_LIMITS, Applier, ApplyLimits
 from epd_serve.launch.backoff import Backoff
-from epd_serve.launch.commands import gateway_spec, instance_specs, master_spec, shared_parts, sharing_weights
+from epd_serve.launch.commands import (
+    PreparedInstance,
+    gateway_spec,
+    master_spec,
+    prepare_instances,
+    shared_parts,
+    sharing_weights,
+    spec_of,
+)
+from epd_serve.launch.control import ControlServer
 from epd_serve.launch.forking import ForkServer, ForkServerGone
+from epd_serve.launch.holdings import Holdings, resolved
 from epd_serve.launch.ports import choose_ports
 from epd_serve.launch.process import (
     ManagedProcess,
@@ -27,6 +38,7 @@ from epd_serve.launch.process import (
     RunningProcess,
     spawn,
 )
+from epd_serve.launch.runtime import RuntimeDirectory
 from epd_serve.launch.supervisor import Supervisor
 from epd_serve.launch.vllm import vllm_instance_specs
 from epd_serve.types import Role
@@ -52,10 +64,11 @@ class LocalDeployment:
             ...  # ask deployment.gateway_url
 
     Attributes:
-        config: what is deployed.
+        config: what is deployed, or was applied last.
         gateway_url: ``http://host:port`` as reached from this machine; the API is below ``/v1``.
         log_dir: holds one log file for each process. A temporary one is removed by :meth:`stop` unless a
             process died, be it that it was started again.
+        no_control: why it cannot be changed while it runs; "" where it can.
     """
 
     def __init__(
@@ -64,43 +77,59 @@ class LocalDeployment:
         *,
         log_dir: Path | None = None,
         ready_timeout_s: float | None = None,
+        control: bool = False,
         backoff: Callable[[], Backoff] = Backoff,
         on_change: Callable[[ManagedProcess], None] = lambda process: None,
         on_death: Callable[[ProcessDied, float], None] = lambda death, delay_s: None,
+        on_apply: Callable[[str], None] = lambda text: None,
     ) -> None:
         """Choose ports and prepare all command lines; nothing is started yet.
 
+        With ``control`` it can be changed while it runs, by :meth:`apply` and by ``epd-serve apply``.
+
         Raises ValueError where a port is taken, or the model or a package is not there.
         """
-        if config.trace is not None:  # the gateway reads a copy of the file that lies elsewhere
-            config = change_config(config, {"trace": str(config.trace.absolute())})
-        if config.gateway.access_log not in (None, "-"):
-            path = str(Path(config.gateway.access_log).absolute())
-            config = change_config(config, {"gateway": {"access_log": path}})
-        self.config = config
+        config = resolved(config)
         model_path(config.model)  # the first thing to get right, whichever ports are taken
         ports = choose_ports(config)
         environment = dict(os.environ)
         master = master_spec(config, ports, environment)
+        self.no_control = "" if control else "it was started without a way to change it"
+        self._runtime: RuntimeDirectory | None = None
         self._log_dir_is_ours = log_dir is None
         self.log_dir = log_dir or Path(tempfile.mkdtemp(prefix="epd-serve-"))
         self.log_dir.mkdir(parents=True, exist_ok=True)
+        directory = self.log_dir.resolve()
         self._weight_files = open_weight_files(shared_parts(config))
+        live: dict[str, PreparedInstance] = {}
         try:
             if config.engine == "vllm":
-                instances = vllm_instance_specs(config, ports.instances, environment, self.log_dir.resolve())
+                instances = vllm_instance_specs(config, ports.instances, environment, directory)
             else:
-                write_role_settings(self.log_dir, config)
-                instances = instance_specs(config, ports, environment, self.log_dir.resolve())
+                write_role_settings(directory, config)
+                prepared = prepare_instances(config, ports, environment, directory)
+                live = {one.options.name: one for one in prepared}
+                instances = tuple(spec_of(config, one, environment) for one in prepared)
+            if control:
+                self._runtime = self._make_runtime(config.gateway.host, ports.gateway)
         except BaseException:
             self._give_back(keep_logs=False)
             raise
         instances = sharing_weights(instances, self._weight_files, copies=not config.instances.share_weights)
         self._fork_server = self._fork_server_for([spec for spec in instances if spec.can_fork])
-        config_file = self.log_dir / "deployment.yaml"
-        config_file.touch(mode=0o600)  # it may hold the API key
-        config_file.write_text(config.model_dump_json(exclude_unset=True), encoding="utf-8")  # JSON is YAML
-        gateway = gateway_spec(config, ports, instances, config_file, environment)
+        self._holdings = Holdings(
+            config=config,
+            role_config=config,
+            ports=ports,
+            environment=environment,
+            directory=directory,
+            urls={spec.name: spec.url for spec in instances},
+            live=live,
+            weight_files=self._weight_files,
+            orders=None if self._runtime is None else self._runtime.orders,
+        )
+        config_file = self._holdings.write_gateway_file(config)
+        gateway = gateway_spec(config, ports, config_file, environment, self._holdings.orders)
         self.gateway_url = gateway.url
         self._ready_timeout_s = ready_timeout_s
         specs = (*instances, gateway) if master is None else (master, *instances, gateway)
@@ -114,6 +143,8 @@ class LocalDeployment:
             on_death=on_death,
             start=self._start,
         )
+        self._applier = Applier(self._holdings, self._supervisor, self._make_forkable, on_apply)
+        self._control: ControlServer | None = None
 
     async def __aenter__(self) -> Self:
         try:
@@ -130,14 +161,21 @@ class LocalDeployment:
         await self.stop()
 
     @property
+    def config(self) -> DeploymentConfig:
+        return self._holdings.config
+
+    @property
     def processes(self) -> tuple[ManagedProcess, ...]:
         """A mooncake_master if it has one, instances in placement order, the gateway; none before the start."""
         return self._supervisor.processes
 
     @property
     def instances(self) -> dict[str, InstanceHandle]:
-        """The started instances by name."""
-        roles = {placed.name: placed.role for placed in self.config.placement()}
+        """The started instances by name, with the roles that the launcher has given them."""
+        live = self._holdings.live
+        roles = {name: one.options.role for name, one in live.items()} or {
+            placed.name: placed.role for placed in self.config.placement()
+        }
         return {
             name: InstanceHandle(name=name, role=roles[name], url=process.spec.url, pid=process.pid)
             for process in self.processes
@@ -146,6 +184,8 @@ class LocalDeployment:
 
     async def start(self) -> None:
         """Start all processes; returns before they are ready."""
+        if self._runtime is not None:
+            self._control = await ControlServer.start(self._runtime.control, self._applier)
         if self._fork_server is not None:
             await self._fork_server.start()
         await self._supervisor.start()
@@ -158,8 +198,24 @@ class LocalDeployment:
         """Return when a process has died for good, with which and why."""
         return await self._supervisor.wait_failure()
 
+    async def apply(
+        self,
+        config: DeploymentConfig,
+        limits: ApplyLimits = DEFAULT_LIMITS,
+        tell: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        """Make it another deployment while it serves (docs/apply.md); needs ``control``.
+
+        ``tell`` hears of each step. Raises ValueError for a change that cannot be made, ApplyStopped for one that
+        was begun: the deployment serves on with what it has then.
+        """
+        await self._applier.apply(config, limits, tell)
+
     async def stop(self) -> None:
         """End all processes within 10 s, the gateway first and a mooncake_master last."""
+        if self._control is not None:
+            await self._control.close()
+        await self._applier.close()
         await self._supervisor.stop()
         if self._fork_server is not None:
             await self._fork_server.close()
@@ -170,6 +226,8 @@ class LocalDeployment:
         """Close what instances share, and remove the logs unless somebody wants to read them."""
         while self._weight_files:
             os.close(self._weight_files.popitem()[1])
+        if self._runtime is not None:
+            self._runtime.remove()
         if self._log_dir_is_ours and not keep_logs:
             shutil.rmtree(self.log_dir, ignore_errors=True)
 
@@ -182,6 +240,20 @@ class LocalDeployment:
             return None
         log_file = self.log_dir / "fork-server.log"
         return ForkServer(_PRELOADED, specs[0].environment, log_file, specs[0].descriptors)
+
+    def _make_runtime(self, host: str, port: int) -> RuntimeDirectory | None:
+        try:
+            return RuntimeDirectory.make(host, port)
+        except ValueError as error:
+            self.no_control = str(error)
+            return None
+
+    async def _make_forkable(self, spec: ProcessSpec) -> None:
+        """Before a process is added: one that was alone at the start had no use for a fork server."""
+        if self._fork_server is None and spec.can_fork:
+            self._fork_server = self._fork_server_for([spec, spec])
+            if self._fork_server is not None:
+                await self._fork_server.start()
 
     async def _start(self, spec: ProcessSpec, log_file: Path) -> RunningProcess:
         if self._fork_server is not None and spec.can_fork:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import socket
-from contextlib import ExitStack
+from collections.abc import Collection
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,6 +63,24 @@ def free_port(host: str) -> int:
     """A port that was free a moment ago."""
     with ExitStack() as held:
         return _bind(held, host, 0, "a server", "its port")
+
+
+def next_port(config: DeploymentConfig, taken: Collection[int], user: str) -> int:
+    """A port for one more instance: the first from ``instances.base_port`` on that is free, or any for 0.
+
+    Raises ValueError where there is none.
+    """
+    host, base = config.instances.host, config.instances.base_port
+    for port in range(base, 65536) if base else [0] * _TRIES:
+        if port and port in taken:
+            continue
+        with suppress(ValueError), ExitStack() as held:
+            chosen = _bind(held, host, port, user, "instances.base_port")
+            if chosen not in taken:
+                return chosen
+    raise ValueError(
+        f"there is no free port for {user} on {host} from {base} on; choose a lower instances.base_port"
+    )
 
 
 def ports_each(config: DeploymentConfig) -> int:

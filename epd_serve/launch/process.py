@@ -277,6 +277,8 @@ class ManagedProcess:
 
     def log_tail(self) -> list[str]:
         """The last lines of the process's output."""
+        if not self.log_file.exists():  # it was killed before it had made the file
+            return []
         with self.log_file.open("rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
             return log.read().decode("utf-8", "replace").splitlines()[-TAIL_LINES:]

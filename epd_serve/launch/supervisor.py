@@ -66,12 +66,13 @@ class Supervisor:
         self._on_death = on_death
         self._start = start
         self._processes: list[ManagedProcess] = []
-        self._watches: list[asyncio.Task[ProcessDied]] = []
+        self._watches: dict[str, asyncio.Task[ProcessDied]] = {}
+        self._changed = asyncio.Event()
         self.num_deaths = 0
 
     @property
     def processes(self) -> tuple[ManagedProcess, ...]:
-        """The started processes, in the order of their specs."""
+        """The started processes, in the order of their specs; those that were added come before the gateway."""
         return tuple(self._processes)
 
     async def start(self) -> None:
@@ -87,7 +88,8 @@ class Supervisor:
                 task.cancel()
             results = await asyncio.gather(*starting, return_exceptions=True)
             self._processes += [result for result in results if isinstance(result, ManagedProcess)]
-            self._watches += [asyncio.create_task(self._watch(process)) for process in self._processes]
+            for process in self._processes:
+                self._watches[process.spec.name] = asyncio.create_task(self._watch(process))
         for task in starting:
             task.result()
 
@@ -115,39 +117,79 @@ class Supervisor:
 
     async def wait_failure(self) -> ProcessDied:
         """Return when a process has died for good, with which and why."""
-        done, _ = await asyncio.wait(self._watches, return_when=asyncio.FIRST_COMPLETED)
-        return next(watch for watch in self._watches if watch in done).result()
+        while True:
+            changed = asyncio.create_task(self._changed.wait())
+            try:
+                await asyncio.wait({*self._watches.values(), changed}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                changed.cancel()
+            for watch in list(self._watches.values()):
+                if watch.done():
+                    return watch.result()
+
+    async def add(self, spec: ProcessSpec, timeout_s: float) -> ManagedProcess:
+        """Start one more process; returns when it is ready.
+
+        Raises:
+            ProcessDied: it ended instead. The others go on.
+            TimeoutError: it was not ready in time, and was ended.
+            OSError: it cannot be started now.
+        """
+        process = await ManagedProcess.start(spec, self._log_dir, self._on_change, self._start)
+        place = next((i for i, one in enumerate(self._processes) if one.spec.stops == "first"), None)
+        self._processes.insert(len(self._processes) if place is None else place, process)
+        try:
+            async with asyncio.timeout(timeout_s), aiohttp.ClientSession(trust_env=False) as session:
+                await process.wait_ready(session)
+        except BaseException:
+            await asyncio.shield(process.stop(GRACES_S[spec.stops]))
+            self._processes.remove(process)
+            raise
+        self._watches[spec.name] = asyncio.create_task(self._watch(process, was_ready=True))
+        self._tell_changed()
+        return process
+
+    async def remove(self, name: str) -> None:
+        """End one process; it is no failure, and it is not started again."""
+        process = next(one for one in self._processes if one.spec.name == name)
+        watch = self._watches.pop(name)
+        self._tell_changed()
+        await _cancel([watch])
+        await asyncio.shield(process.stop(process.spec.grace_s or GRACES_S[process.spec.stops]))
+        self._processes.remove(process)
+
+    def respecify(self, spec: ProcessSpec) -> None:
+        """What the process of that name is when it is started again."""
+        next(one for one in self._processes if one.spec.name == spec.name).spec = spec
+
+    def _tell_changed(self) -> None:
+        """Those that wait for a failure look at other processes from now on."""
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     async def stop(self) -> None:
         """End all processes: those that stop first, then the others together, then the last. It takes up to 10 s,
         or as long as one has that has a time of its own."""
-        await self._end_watches()
+        await _cancel(list(self._watches.values()))  # from now on no process is started again
         for turn, grace_s in GRACES_S.items():
             chosen = [process for process in self._processes if process.spec.stops == turn]
             await asyncio.gather(*(process.stop(process.spec.grace_s or grace_s) for process in chosen))
 
     def kill(self) -> None:
         """End all processes at once, without a chance to finish anything. :meth:`stop` must still be awaited."""
-        for watch in self._watches:
+        for watch in self._watches.values():
             watch.cancel()
         for process in self._processes:
             process.kill()
 
-    async def _end_watches(self) -> None:
-        """From now on no process is started again."""
-        while pending := [watch for watch in self._watches if not watch.done()]:
-            for watch in pending:  # again and again: wait_for() may swallow one, when its process ends just then
-                watch.cancel()
-            await asyncio.wait(pending, timeout=0.1)
-        await asyncio.gather(*self._watches, return_exceptions=True)
-
-    async def _watch(self, process: ManagedProcess) -> ProcessDied:
+    async def _watch(self, process: ManagedProcess, *, was_ready: bool = False) -> ProcessDied:
         """Until the process has died for good; how it did."""
-        backoff, was_ready = self._backoff(), False
+        backoff = self._backoff()
         async with aiohttp.ClientSession(trust_env=False) as session:
             while True:
                 try:
-                    await process.wait_ready(session)
+                    if not process.ready.is_set():
+                        await process.wait_ready(session)
                     was_ready = True
                     await process.wait_end_or_hang(session, self._hang_timeout_s)
                     death = process.death()
@@ -168,3 +210,11 @@ class Supervisor:
                         name, log_file = process.spec.name, process.log_file
                         death = ProcessDied(name=name, how=str(error), log_tail=[], log_file=log_file)
                         ready_s = 0.0
+
+
+async def _cancel(watches: Sequence[asyncio.Task[ProcessDied]]) -> None:
+    while pending := [watch for watch in watches if not watch.done()]:
+        for watch in pending:  # again and again: wait_for() may swallow one, when its process ends just then
+            watch.cancel()
+        await asyncio.wait(pending, timeout=0.1)
+    await asyncio.gather(*watches, return_exceptions=True)

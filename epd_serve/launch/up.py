@@ -31,9 +31,13 @@ async def run_up(config: DeploymentConfig, console: Console) -> int:
     with Progress(console) as progress:
         deployment = LocalDeployment(
             config,
+            control=True,
             on_change=progress.update,
             on_death=lambda death, delay_s: _say(console, _restart_text(death, delay_s)),
+            on_apply=lambda text: _say(console, f"apply: {text}"),
         )
+        if deployment.no_control:
+            _say(console, f"note: epd-serve apply cannot change this deployment: {deployment.no_control}")
         with _handled(_SIGNALS, lambda: deployment.kill() if stop.is_set() else stop.set()):
             try:
                 await _until(stop, _ready(deployment))

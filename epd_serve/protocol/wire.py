@@ -20,6 +20,8 @@ call                    from, to   body                  answer
 ``/probe``              gateway    ProbeRequest          204 once the instance has computed something
 ``/role``               gateway    RoleOrder             RoleChanged once the instance serves that role; 409 while
                                                          it is on its way to another, 504 where it could not be
+``/leave``              gateway    LeaveOrder            Left once nothing is left of what the instance had; 504
+                                                        where that was not so by the deadline
 ``/info``               any        (GET)                 InstanceInfo, as JSON
 ``/reports``            gateway,   (GET)                 Report after Report, each a line of JSON, until the caller
                         any                              closes the connection
@@ -283,6 +285,19 @@ class RoleOrder(Message, frozen=True):
     role: str
     deadline_s: float = 30.0
     patience_s: float = 1.0
+
+
+class LeaveOrder(Message, frozen=True):
+    """Take nothing new and come to an end with what is there; the times are those of :class:`RoleOrder`."""
+
+    deadline_s: float = 30.0
+    patience_s: float = 1.0
+
+
+class Left(Message, frozen=True):
+    """Nothing is left, after so many seconds; the process can be ended."""
+
+    seconds: float
 
 
 class RoleChanged(Message, frozen=True):

@@ -88,6 +88,42 @@ async def test_a_plan_that_fails_is_said_and_nothing_else(tmp_path: Path, caplog
     assert redeployer.plan is None
 
 
+async def test_a_plan_is_applied_where_that_is_enabled(tmp_path: Path) -> None:
+    """By the command, whose arguments a program in its place writes down."""
+    program, told = tmp_path / "program.py", tmp_path / "told"
+    program.write_text(
+        "import pathlib, sys\n"
+        "if sys.argv[1] == 'plan':\n"
+        "    pathlib.Path(sys.argv[sys.argv.index('--output') + 1]).write_text('topology: EPD')\n"
+        '    print(\'{"recommended": "EPD"}\')\n'
+        "else:\n"
+        f"    part = pathlib.Path({str(told)!r} + '.part')\n"
+        "    part.write_text(' '.join(sys.argv[1:]))\n"
+        f"    part.rename({str(told)!r})\n"
+    )
+    settings = RedeploySettings(
+        options=DriftOptions(num_requests=20),
+        devices=tmp_path / "fleet.yaml",
+        applies=True,
+        program=(sys.executable, str(program)),
+    )
+    redeployer = Redeployer(settings, lambda: 0.0)
+    redeployer.deployment = "127.0.0.1:8000"
+    for number in range(80):
+        redeployer.put(served(number, output=20 if number < 40 else 400))
+    running = asyncio.create_task(redeployer.run())
+    try:
+        async with asyncio.timeout(60):
+            while not told.exists():
+                assert not running.done()
+                await asyncio.sleep(0.02)
+        assert redeployer.plan is not None
+        assert told.read_text() == f"apply {redeployer.plan} --topology-only --gateway 127.0.0.1:8000"
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
 async def test_a_full_disk_costs_one_plan_and_not_the_gateway(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

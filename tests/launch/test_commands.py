@@ -36,14 +36,10 @@ def test_each_instance_gets_its_name_role_port_and_device() -> None:
     assert {flag(spec, "--parent-pid") for spec in instances} == {str(os.getpid())}
 
 
-def test_the_gateway_is_told_every_instance_and_stops_first() -> None:
-    config, instances = specs("gateway: {host: 0.0.0.0}")
-    spec = gateway_spec(config, Ports(gateway=80, instances=()), instances, Path("/run/d.yaml"), {})
-    assert [value for key, value in pairwise(spec.command) if key == "--instance"] == [
-        "e0=http://127.0.0.1:8100",
-        "p0=http://127.0.0.1:8101",
-        "d0=http://127.0.0.1:8102",
-    ]
+def test_the_gateway_is_told_its_file_and_stops_first() -> None:
+    config, _ = specs("gateway: {host: 0.0.0.0}")
+    spec = gateway_spec(config, Ports(gateway=80, instances=()), Path("/run/d.yaml"), {}, Path("/run/orders"))
+    assert flag(spec, "--orders") == "/run/orders"
     assert (flag(spec, "--config"), flag(spec, "--host"), flag(spec, "--port")) == ("/run/d.yaml", "0.0.0.0", "80")
     assert spec.url == "http://127.0.0.1:80"
     assert spec.stops == "first"

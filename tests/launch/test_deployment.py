@@ -5,7 +5,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from epd_serve.config import load_config, parse_config
+from epd_serve.config import change_config, load_config, parse_config
 from epd_serve.launch import LocalDeployment, ProcessDied, commands
 
 CONFIG = "topology: (E-P)-D\ninstances: {base_port: 0, preload: false}\ngateway: {port: 0, api_key: secret}"
@@ -38,7 +38,11 @@ async def test_the_gateway_reads_the_deployment_as_it_is_from_a_file_of_the_owne
     async with LocalDeployment(config, log_dir=tmp_path / "logs", ready_timeout_s=60):
         pass
     written = tmp_path / "logs" / "deployment.yaml"
-    assert load_config(written) == config
+    read = load_config(written)
+    assert list(read.gateway.instances or {}) == ["e0", "p0", "d0"]
+    assert change_config(read, {"gateway": {"instances": None}}) == change_config(
+        config, {"gateway": {"instances": None}}
+    )
     assert written.stat().st_mode & 0o077 == 0
     assert {file.name for file in (tmp_path / "logs").glob("*.log")} == {
         "e0.log",

@@ -29,6 +29,7 @@ MESSAGES: dict[str, type[wire.Message]] = {
     "/stage/prefill": wire.PrefillRequest,
     "/stage/decode": wire.DecodeRequest,
     "/role": wire.RoleOrder,
+    "/leave": wire.LeaveOrder,
     "/prompt/tokenize": prompt_calls.TokenizeRequest,
 }
 

@@ -1,0 +1,64 @@
+"""``epd-serve apply``: another deployment file for what runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from epd_serve.config import DeploymentConfig, load_config
+
+
+def apply(
+    file: Annotated[
+        Path | None, typer.Argument(help="The new deployment file; without one: what runs, with --topology.")
+    ] = None,
+    gateway: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="Of the deployment, where several run; the port alone will do."),
+    ] = None,
+    topology: Annotated[str | None, typer.Option(help="Over the file's, as in '2E-P-D'.")] = None,
+    topology_only: Annotated[
+        bool, typer.Option("--topology-only", help="Of the file, take topology and devices alone.")
+    ] = False,
+    dry: Annotated[bool, typer.Option("--dry-run", help="Print the steps and take none.")] = False,
+    deadline: Annotated[float, typer.Option(min=0.001, help="Seconds for each step.")] = 300.0,
+    patience: Annotated[
+        float, typer.Option(min=0, help="Seconds for which running answers may end there; then others go on.")
+    ] = 1.0,
+) -> None:
+    """Change a running deployment to another file, without a failed request.
+
+    The deployment is one of 'epd-serve up' of the same user on this machine. Its instances are switched to other
+    roles where that is possible; the rest is started, and then what is left over is drained and stopped. A step
+    that fails ends it; the deployment serves on, and another apply goes on from there.
+    """
+    from epd_serve.launch.control import ApplyRequest, ask_launcher, to_json
+    from epd_serve.launch.runtime import find_deployment
+
+    if file is None and topology is None:
+        raise ValueError("say what to apply: a deployment file, or --topology")
+    config = None if file is None else load_config(file)
+    changes: dict[str, Any] = {} if topology is None else {"topology": topology}
+    port = (config or DeploymentConfig()).gateway.port
+    address, path = find_deployment(gateway, port)
+    steps: list[str] = []
+
+    def say(text: str) -> None:
+        steps.append(text)
+        typer.echo(text)
+
+    request = ApplyRequest(
+        config=None if config is None else to_json(config),
+        topology_only=topology_only,
+        changes=changes,
+        dry_run=dry,
+        deadline_s=deadline,
+        patience_s=patience,
+    )
+    ask_launcher(path, request, say)
+    if not any(not text.startswith("note: ") for text in steps):
+        typer.echo("no instance has to change")
+    if not dry:
+        typer.echo(f"the deployment at {address} is what was asked for")

@@ -1,0 +1,258 @@
+"""Carrying a change of the deployment out, step by step, while it serves."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from epd_serve.config import DeploymentConfig, change_config
+from epd_serve.config.role_files import remembered_role, role_file
+from epd_serve.launch.difference import Difference, check_same_deployment, difference
+from epd_serve.launch.holdings import Holdings, resolved
+from epd_serve.launch.orders import GatewayOrders, OrderRefused
+from epd_serve.launch.process import ProcessDied, ProcessSpec, ProcessState
+from epd_serve.launch.supervisor import Supervisor
+from epd_serve.topology.change import Step, StepKind
+
+logger = logging.getLogger(__name__)
+
+_STARTING = (ProcessState.STARTING, ProcessState.LOADING)
+#: So often others may change roles meanwhile, and the rest is planned anew.
+_MOST_PLANS = 5
+#: How long a gateway that is starting may take to answer what is asked first.
+_GATEWAY_S = 30.0
+#: Beyond a step's deadline the controller keeps still, so that no other change comes between two steps.
+_HOLD_MARGIN_S = 30.0
+_RELEASE_S = 2.0
+_TAIL_LINES = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ApplyLimits:
+    """Of each step.
+
+    Attributes:
+        deadline_s: after so long it has failed.
+        patience_s: answers may end where they are for so long; then they go on at other instances.
+    """
+
+    deadline_s: float = 300.0
+    patience_s: float = 1.0
+
+
+DEFAULT_LIMITS = ApplyLimits()
+
+
+class ApplyStopped(ValueError):
+    """A step failed. What was done before stays, the deployment serves, and another apply goes on from there."""
+
+
+class Applier:
+    """One change at a time.
+
+    Args:
+        before_start: is told of each process that will be added.
+        told: hears what is done, besides whoever asked for it.
+    """
+
+    def __init__(
+        self,
+        holdings: Holdings,
+        supervisor: Supervisor,
+        before_start: Callable[[ProcessSpec], Awaitable[None]],
+        told: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self._holdings = holdings
+        self._supervisor = supervisor
+        self._before_start = before_start
+        self._told = told
+        self._under_way = ""
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def config(self) -> DeploymentConfig:
+        """What was applied last."""
+        return self._holdings.config
+
+    async def plan(self, config: DeploymentConfig) -> Difference:
+        """What :meth:`apply` would do. Raises ValueError for what cannot be done."""
+        return (await self._checked(config))[1]
+
+    async def apply(
+        self, config: DeploymentConfig, limits: ApplyLimits, tell: Callable[[str], None] = lambda text: None
+    ) -> None:
+        """Return when the deployment is what ``config`` says; ``tell`` hears of each step and note.
+
+        It goes on to its end whoever waits for it. Raises ValueError for what cannot be done, also while another
+        change is under way, and ApplyStopped where a step failed.
+        """
+        if self._under_way:
+            raise ValueError(f"another apply is under way ({self._under_way}); wait for its end")
+        self._under_way = "it is being planned"
+        self._task = asyncio.create_task(self._apply(config, limits, tell))
+        await asyncio.shield(self._task)
+
+    async def close(self) -> None:
+        """Give up what is under way: the deployment is about to end."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    # ------------------------------------------------------------------ before the first step
+
+    async def _checked(self, config: DeploymentConfig) -> tuple[DeploymentConfig, Difference]:
+        if any(one.num_restarts == 0 and one.state in _STARTING for one in self._supervisor.processes):
+            raise ValueError("the deployment is still starting; wait until it is ready")
+        old, port = self._holdings.config, self._holdings.ports.gateway
+        notes = []
+        if config.gateway.host != old.gateway.host or config.gateway.port not in (old.gateway.port, port):
+            notes.append(f"the gateway stays at {old.gateway.host} port {port} until another start")
+        address = {"host": old.gateway.host, "port": old.gateway.port}
+        config = change_config(resolved(config), {"gateway": address})
+        check_same_deployment(old, config)
+        if self._holdings.orders is None:
+            raise ValueError("this deployment was started without a way to change it")
+        found = difference(self._holdings, config)
+        file = self._holdings.write_gateway_file(config, "deployment.checked.yaml")
+        try:
+            left = (await self._order("POST", "/check", {"file": str(file)}, _GATEWAY_S))["left"]
+        except OrderRefused as error:
+            raise ValueError(f"the gateway does not take the file: {error}") from error
+        finally:
+            file.unlink(missing_ok=True)
+        if left:
+            raise ValueError(
+                f"the gateway would need another start for {', '.join(left)}: stop the deployment and start it "
+                "from the new file"
+            )
+        return config, Difference(steps=found.steps, to_start=found.to_start, notes=(*notes, *found.notes))
+
+    # ------------------------------------------------------------------ the steps
+
+    async def _apply(self, config: DeploymentConfig, limits: ApplyLimits, tell: Callable[[str], None]) -> None:
+        def say(text: str) -> None:
+            tell(text)
+            self._told(text)
+
+        holdings = self._holdings
+        try:
+            config, found = await self._checked(config)
+            for note in found.notes:
+                say(f"note: {note}")
+            for name in holdings.live:  # what they are now, whatever the settings of their roles will be
+                self._supervisor.respecify(holdings.spec(name))
+            holdings.replace_role_settings(config)
+            for _ in range(_MOST_PLANS):
+                if not found.steps:
+                    break
+                await self._take_all(found, limits, say)
+                found = difference(holdings, config)
+            holdings.config = config
+            await self._tell_gateway(limits)
+        except OrderRefused as error:
+            raise ApplyStopped(f"all steps are done; the gateway does not take the new file: {error}") from error
+        finally:
+            self._under_way = ""
+
+    async def _take_all(self, found: Difference, limits: ApplyLimits, say: Callable[[str], None]) -> None:
+        steps = found.steps
+        try:
+            for number, step in enumerate(steps):
+                self._under_way = f"step {number + 1} of {len(steps)}: {step}"
+                say(self._under_way)
+                try:
+                    await self._hold(limits.deadline_s + _HOLD_MARGIN_S, limits)
+                    await self._take(step, found, limits)
+                except (OrderRefused, ProcessDied, TimeoutError, OSError) as error:
+                    raise ApplyStopped(self._stopped(steps, number, error)) from error
+        finally:
+            with suppress(OrderRefused):
+                await self._hold(0.0, ApplyLimits(deadline_s=_RELEASE_S))
+
+    async def _hold(self, seconds: float, limits: ApplyLimits) -> None:
+        """For so long the controller keeps still."""
+        await self._order("POST", "/hold", {"seconds": seconds}, limits.deadline_s)
+
+    async def _take(self, step: Step, found: Difference, limits: ApplyLimits) -> None:
+        if step.kind is StepKind.START:
+            await self._start(step.name, found, limits)
+        elif step.kind is StepKind.SWITCH:
+            await self._switch(step, limits)
+        else:
+            await self._stop(step.name, limits)
+
+    async def _start(self, name: str, found: Difference, limits: ApplyLimits) -> None:
+        holdings, instance = self._holdings, found.to_start[name]
+        role_file(holdings.directory, name).unlink(missing_ok=True)  # of another that had the name
+        spec = holdings.spec_of(instance)
+        await self._before_start(spec)
+        await self._supervisor.add(spec, limits.deadline_s)
+        holdings.joined(instance)
+        await self._tell_gateway(limits)
+        await GatewayOrders(self._socket).is_ready(name, limits.deadline_s)
+
+    async def _switch(self, step: Step, limits: ApplyLimits) -> None:
+        body = {"role": str(step.role), "deadline_s": limits.deadline_s, "patience_s": limits.patience_s}
+        holdings = self._holdings
+        try:
+            await self._order("POST", f"/instances/{step.name}/role", body, limits.deadline_s)
+        except OrderRefused:
+            role = remembered_role(holdings.directory, step.name)
+            if role is not None:  # its stages may have been made anew, of either role
+                holdings.switched(step.name, role)
+                self._supervisor.respecify(holdings.spec(step.name))
+            raise
+        holdings.switched(step.name, step.role)
+        self._supervisor.respecify(holdings.spec(step.name))
+
+    async def _stop(self, name: str, limits: ApplyLimits) -> None:
+        process = next(one for one in self._supervisor.processes if one.spec.name == name)
+        if process.state is ProcessState.READY:
+            body = {"deadline_s": limits.deadline_s, "patience_s": limits.patience_s}
+            try:
+                await self._order("POST", f"/instances/{name}/leave", body, limits.deadline_s)
+            except OrderRefused:
+                if process.state is ProcessState.READY:
+                    raise
+        self._holdings.left(name)
+        try:
+            await self._tell_gateway(limits)  # one that is starting reads the file by itself
+        finally:
+            await self._supervisor.remove(name)
+            role_file(self._holdings.directory, name).unlink(missing_ok=True)
+
+    # ------------------------------------------------------------------ the gateway
+
+    @property
+    def _socket(self) -> Path:
+        assert self._holdings.orders is not None
+        return self._holdings.orders
+
+    async def _order(
+        self, method: str, path: str, body: dict[str, Any], deadline_s: float
+    ) -> dict[str, list[str]]:
+        answer: dict[str, list[str]] = await GatewayOrders(self._socket).give(method, path, body, deadline_s)
+        return answer
+
+    async def _tell_gateway(self, limits: ApplyLimits) -> None:
+        """Have it take the instances over that there are now."""
+        self._holdings.write_gateway_file(self._holdings.config)
+        await self._order("POST", "/reload", {}, limits.deadline_s)
+
+    def _stopped(self, steps: Sequence[Step], number: int, error: Exception) -> str:
+        reason = str(error) or f"it took longer than it may ({type(error).__name__})"
+        if isinstance(error, ProcessDied):
+            tail = "; ".join(line.strip() for line in error.log_tail[-_TAIL_LINES:])
+            reason = f"it died: {error.how} ({tail}); its log is {error.log_file}"
+        with suppress(ValueError, OSError):
+            self._holdings.look()
+        now = ", ".join(f"{name} ({one.options.role})" for name, one in self._holdings.live.items())
+        return (
+            f"step {number + 1} of {len(steps)} failed: {steps[number]}: {reason}\n"
+            f"The deployment serves on with {now}; apply a file again to go on from there"
+        )

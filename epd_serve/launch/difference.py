@@ -1,0 +1,212 @@
+"""What another deployment file asks of the instances that run."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from device.ascend_limits import hccl_environment
+from epd_serve.config import DeploymentConfig, InstanceOptions, model_path
+from epd_serve.config.role_files import REBUILT, role_settings
+from epd_serve.launch.commands import PreparedInstance, prepare_instances
+from epd_serve.launch.holdings import Holdings
+from epd_serve.launch.ports import Ports, next_port
+from epd_serve.topology.change import Part, Step, StepKind, plan_change
+
+#: Keys that all processes of a deployment have in common, or that its launcher keeps.
+_COMMON = ("engine", "dtype", "cluster_key", "feature_store", "mooncake", "restart", "hang_timeout_s", "trace")
+_COMMON_INSTANCES = ("host", "share_weights", "preload")
+#: Options that two processes of the same kind may differ in.
+_OWN = frozenset({"name", "role", "port", "threads", "device_board", "switch_dir"}) | REBUILT
+#: What an instance that only encodes does not look at.
+_OF_LANGUAGE = REBUILT - {"lease_s", "drain_s", "batching_alpha", "batching_order", "batching_policy", "steals"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """Steps in order, the instances that they start, and what stays other than the file says, in words."""
+
+    steps: tuple[Step, ...]
+    to_start: Mapping[str, PreparedInstance]
+    notes: tuple[str, ...]
+
+
+def check_same_deployment(old: DeploymentConfig, new: DeploymentConfig) -> None:
+    """Raise ValueError where the new file is about something else, or about what processes have in common."""
+    if old.engine != "native" or new.engine != "native":
+        raise ValueError(
+            "apply is for engine: native; instances of vLLM keep their roles and settings. "
+            "Stop the deployment and start it from the new file"
+        )
+    if model_path(old.model) != model_path(new.model) or old.model_name != new.model_name:
+        raise ValueError(
+            f"the deployment serves {old.model_name!r} ({old.model}) and the file is for {new.model_name!r} "
+            f"({new.model}); start a deployment of its own for another model"
+        )
+    other = [key for key in _COMMON if getattr(old, key) != getattr(new, key)]
+    other += [
+        f"instances.{key}"
+        for key in _COMMON_INSTANCES
+        if getattr(old.instances, key) != getattr(new.instances, key)
+    ]
+    if old.gateway.workers != new.gateway.workers:
+        other.append("gateway.workers")
+    if other:
+        raise ValueError(
+            f"a change of {', '.join(other)} needs another start: stop the deployment and start it from the "
+            "new file"
+        )
+
+
+def difference(holdings: Holdings, config: DeploymentConfig) -> Difference:
+    """Raises ValueError, ChangeImpossible included, where the deployment cannot become that while it serves."""
+    holdings.look()
+    live = holdings.live
+    placement = config.placement()
+    ports = Ports(gateway=0, instances=(1,) * len(placement), master=holdings.ports.master)
+    prepared = prepare_instances(config, ports, holdings.environment, holdings.directory)
+    boards = _boards(live, prepared, holdings.directory)
+    names = _names(set(live), prepared)
+    settings = role_settings(config)
+    running = [
+        Part(
+            name=name,
+            role=one.options.role,
+            kind=_kind(one, _board(one)),
+            devices=one.placement.devices,
+            is_current=_is_current(one.options, settings[str(one.options.role)]),
+        )
+        for name, one in live.items()
+    ]
+    wanted = [
+        Part(
+            name=name,
+            role=one.options.role,
+            kind=_kind(one, boards.get(_board(one))),
+            devices=one.placement.devices,
+        )
+        for name, one in zip(names, prepared, strict=True)
+    ]
+    steps = plan_change(running, wanted)
+    started = {step.name for step in steps if step.kind is StepKind.START}
+    named = {name: one for name, one in zip(names, prepared, strict=True) if name in started}
+    return Difference(
+        steps=tuple(steps),
+        to_start=_placed(holdings, config, named, boards),
+        notes=tuple(_notes(holdings, config, prepared, steps)),
+    )
+
+
+def _is_current(options: InstanceOptions, settings: Mapping[str, Any]) -> bool:
+    looked_at = REBUILT if options.role.has_language_model else REBUILT - _OF_LANGUAGE
+    return all(getattr(options, key) == settings[key] for key in looked_at)
+
+
+def _kind(one: PreparedInstance, board: str | None) -> Hashable:
+    """All of an instance that only another process can have otherwise."""
+    options = tuple(str(getattr(one.options, key.name)) for key in fields(one.options) if key.name not in _OWN)
+    threads = None if one.chose_threads else one.options.threads
+    return one.placement.devices, board, threads, options, tuple(sorted(one.variables.items()))
+
+
+def _board(one: PreparedInstance) -> str | None:
+    """The file that the instances in its parentheses share."""
+    board = one.options.device_board
+    return None if board is None else board.rpartition(":")[0]
+
+
+def _boards(
+    live: Mapping[str, PreparedInstance], prepared: Sequence[PreparedInstance], directory: Path
+) -> dict[str | None, str]:
+    """For boards of the new deployment those that are there, where such instances share one; else new ones."""
+    here = _groups(live.values())
+    found: dict[str | None, str] = {}
+    for board, members in _groups(prepared).items():
+        free = [path for path in here if path not in found.values()]
+        alike = {path: (here[path] & members).total() for path in free}
+        best = max(alike, key=lambda path: alike[path], default=None)
+        if best is not None and alike[best]:
+            found[board] = best
+        else:
+            paths = (str(directory / f"device-{number}") for number in count())
+            found[board] = next(path for path in paths if path not in found.values() and not Path(path).exists())
+    return found
+
+
+def _groups(instances: Any) -> dict[str, Counter[Hashable]]:
+    groups: dict[str, Counter[Hashable]] = {}
+    for one in instances:
+        if (board := _board(one)) is not None:
+            groups.setdefault(board, Counter())[_kind(one, None)] += 1
+    return groups
+
+
+def _names(taken: set[str], prepared: Sequence[PreparedInstance]) -> list[str]:
+    """Of each instance, were it started: a name that no other has or gets."""
+    names = []
+    for one in prepared:
+        stem = re.sub(r"\d+$", "", one.options.name)
+        free = (f"{stem}{number}" for number in count())
+        name = next(name for name in free if name not in taken)
+        taken.add(name)
+        names.append(name)
+    return names
+
+
+def _placed(
+    holdings: Holdings,
+    config: DeploymentConfig,
+    named: Mapping[str, PreparedInstance],
+    boards: Mapping[str | None, str],
+) -> dict[str, PreparedInstance]:
+    """The instances as they are started: with names, ports and slots of boards of their own."""
+    ports = {one.options.port for one in holdings.live.values()} | {holdings.ports.gateway}
+    if config.gateway.admin.port is not None:
+        ports.add(config.gateway.admin.port)
+    slots = {one.options.device_board for one in holdings.live.values()}
+    variables = [one.own_variables for one in holdings.live.values() if one.own_variables]
+    placed = {}
+    for name, one in named.items():
+        port = next_port(config, ports, name)
+        ports.add(port)
+        board = boards.get(_board(one))
+        if board is not None:
+            board = next(slot for slot in _slots(board) if slot not in slots)
+            slots.add(board)
+        own: Mapping[str, str] = {}
+        if one.own_variables:
+            own = next(one for one in map(hccl_environment, count()) if one not in variables)
+            variables.append(own)
+        placed[name] = replace(
+            one,
+            placement=replace(one.placement, name=name, shares_device_with=()),
+            options=replace(one.options, name=name, port=port, device_board=board),
+            own_variables=own,
+        )
+    return placed
+
+
+def _slots(board: str) -> Iterator[str]:
+    return (f"{board}:{slot}" for slot in count())
+
+
+def _notes(
+    holdings: Holdings, config: DeploymentConfig, prepared: Sequence[PreparedInstance], steps: Sequence[Step]
+) -> Iterator[str]:
+    gone = {step.name for step in steps if step.kind is StepKind.STOP}
+    automatic = {one.options.threads or 1 for one in prepared if one.chose_threads}
+    kept = [
+        one.options
+        for name, one in holdings.live.items()
+        if name not in gone and one.chose_threads and automatic and one.options.threads not in automatic
+    ]
+    if kept:
+        listed = ", ".join(f"{options.name} {options.threads}" for options in kept)
+        yield f"CPU threads stay as they were ({listed}); started anew, instances would have {max(automatic)}"
+    if config.instances.base_port != holdings.config.instances.base_port:
+        yield "instances.base_port is for instances that are started; the others keep their ports"

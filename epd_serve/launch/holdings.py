@@ -1,0 +1,102 @@
+"""What a launcher knows of the deployment that it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from epd_serve.config import DeploymentConfig, change_config
+from epd_serve.config.role_files import REBUILT, remembered_role, replace_role_settings, role_settings
+from epd_serve.launch.commands import PreparedInstance, sharing_weights, spec_of
+from epd_serve.launch.ports import Ports
+from epd_serve.launch.process import ProcessSpec
+from epd_serve.types import Role
+
+#: Of the launcher's directory.
+GATEWAY_FILE = "deployment.yaml"
+
+
+@dataclass(slots=True, kw_only=True)
+class Holdings:
+    """The deployment as it is now; of instances of the native engine, each with the options that it has.
+
+    Attributes:
+        config: the deployment that was started, or applied last.
+        role_config: whose settings instances take when they come to another role.
+        directory: of the launcher, with the files that the processes share.
+        urls: of all instances by name, whatever their engine.
+        live: those of the native engine.
+        orders: the socket on which the gateway takes orders; None: it takes none.
+    """
+
+    config: DeploymentConfig
+    role_config: DeploymentConfig
+    ports: Ports
+    environment: Mapping[str, str]
+    directory: Path
+    urls: dict[str, str]
+    live: dict[str, PreparedInstance] = field(default_factory=dict)
+    weight_files: Mapping[str, int] = field(default_factory=dict)
+    orders: Path | None = None
+
+    def spec(self, name: str) -> ProcessSpec:
+        """The process of an instance, with the role that it has now."""
+        return self.spec_of(self.live[name])
+
+    def spec_of(self, instance: PreparedInstance) -> ProcessSpec:
+        copies = not self.config.instances.share_weights
+        [spec] = sharing_weights(
+            [spec_of(self.config, instance, self.environment)], self.weight_files, copies=copies
+        )
+        return spec
+
+    def joined(self, instance: PreparedInstance) -> None:
+        """It is part of the deployment from now on."""
+        self.live[instance.options.name] = instance
+        self.urls[instance.options.name] = self.spec(instance.options.name).url
+
+    def left(self, name: str) -> None:
+        del self.live[name], self.urls[name]
+
+    def replace_role_settings(self, config: DeploymentConfig) -> None:
+        """For switches from now on."""
+        replace_role_settings(self.directory, config)
+        self.role_config = config
+
+    def switched(self, name: str, role: Role) -> None:
+        """It has this role, and the settings for it."""
+        instance = self.live[name]
+        settings = role_settings(self.role_config)[str(role)]
+        rebuilt = {key: settings[key] for key in REBUILT}
+        self.live[name] = replace(instance, options=replace(instance.options, role=role, **rebuilt))
+
+    def look(self) -> None:
+        """Take the roles over that instances came to by somebody else's orders."""
+        for name, instance in self.live.items():
+            role = remembered_role(self.directory, name)
+            if role is not None and role != instance.options.role:
+                self.switched(name, role)
+
+    def write_gateway_file(self, config: DeploymentConfig, name: str = GATEWAY_FILE) -> Path:
+        """The gateway's file: ``config`` with the instances that there are. It is replaced in one step."""
+        file = self.directory / name
+        new = file.with_suffix(".part")
+        new.unlink(missing_ok=True)
+        new.touch(mode=0o600)  # it may hold the API key
+        whole = change_config(config, {"gateway": {"instances": None}})
+        whole = change_config(whole, {"gateway": {"instances": self.urls}})
+        new.write_text(whole.model_dump_json(exclude_unset=True), encoding="utf-8")  # JSON is YAML
+        new.replace(file)
+        return file
+
+
+def resolved(config: DeploymentConfig) -> DeploymentConfig:
+    """The same with paths that hold in every directory: the gateway reads a copy of it that lies elsewhere."""
+    changes: dict[str, Any] = {}
+    if config.trace is not None:
+        changes["trace"] = str(config.trace.absolute())
+    if config.gateway.access_log not in (None, "-"):
+        changes["gateway"] = {"access_log": str(Path(config.gateway.access_log or "").absolute())}
+    return change_config(config, changes) if changes else config

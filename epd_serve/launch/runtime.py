@@ -1,0 +1,116 @@
+"""Where running deployments are found: a directory for each, named after its gateway's address."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+#: What the path of a Unix socket may have (unix(7)), with its end.
+_MAX_PATH = 107
+_CONTROL, _ORDERS = "control", "orders"
+
+
+def runtime_root() -> Path:
+    """The directory of all deployments of this user: ``EPD_SERVE_RUNTIME_DIR``, or one in that of the session."""
+    if own := os.environ.get("EPD_SERVE_RUNTIME_DIR"):
+        return Path(own)
+    session = os.environ.get("XDG_RUNTIME_DIR")
+    if session and os.access(session, os.W_OK):
+        return Path(session) / "epd-serve"
+    return Path("/tmp") / f"epd-serve-{os.getuid()}"
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimeDirectory:
+    """Of one deployment."""
+
+    path: Path
+
+    @classmethod
+    def make(cls, host: str, port: int) -> RuntimeDirectory:
+        """For the deployment whose gateway listens there; what another one left is taken away.
+
+        Raises ValueError where others could get in, or there is no room for it.
+        """
+        root = runtime_root()
+        directory = cls(root / f"{host}:{port}")
+        if len(os.fsencode(directory.control)) > _MAX_PATH:
+            raise ValueError(
+                f"{directory.control} is too long for a socket; set EPD_SERVE_RUNTIME_DIR to a shorter directory"
+            )
+        try:
+            root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _check_private(root)
+            shutil.rmtree(directory.path, ignore_errors=True)
+            directory.path.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            raise ValueError(
+                f"{root}: {error.strerror}; set EPD_SERVE_RUNTIME_DIR to another directory"
+            ) from error
+        return directory
+
+    @property
+    def control(self) -> Path:
+        """The launcher's socket (launch/control.py)."""
+        return self.path / _CONTROL
+
+    @property
+    def orders(self) -> Path:
+        """The gateway's (proxy/orders.py)."""
+        return self.path / _ORDERS
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def running_deployments() -> dict[str, Path]:
+    """The launchers' sockets by the addresses of their gateways; those of launchers that are gone are left out."""
+    root = runtime_root()
+    if root.exists():
+        _check_private(root)
+    found = sorted(root.iterdir()) if root.is_dir() else []
+    return {one.name: one / _CONTROL for one in found if _listens(one / _CONTROL)}
+
+
+def find_deployment(wanted: str | None, preferred_port: int) -> tuple[str, Path]:
+    """Address and socket of a deployment: ``wanted`` is ``HOST:PORT`` or a port.
+
+    Without it the only one that runs, or the one with ``preferred_port``. Raises ValueError where none is meant.
+    """
+    running = running_deployments()
+    ports = {name: name.rpartition(":")[2] for name in running}
+    names = ", ".join(running) or "none"
+    if wanted is not None:
+        chosen = [name for name in running if wanted in (name, ports[name])]
+        if len(chosen) != 1:
+            raise ValueError(f"--gateway {wanted}: running deployments of this user: {names}")
+    elif len(running) == 1:
+        chosen = list(running)
+    else:
+        chosen = [name for name in running if ports[name] == str(preferred_port)]
+        if not running:
+            raise ValueError("no deployment of this user is running; start one with 'epd-serve up'")
+        if len(chosen) != 1:
+            raise ValueError(f"several deployments are running; choose one with --gateway: {names}")
+    return chosen[0], running[chosen[0]]
+
+
+def _check_private(root: Path) -> None:
+    status = root.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise ValueError(
+            f"{root} must be a directory that its owner alone can enter; set EPD_SERVE_RUNTIME_DIR to another"
+        )
+
+
+def _listens(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as trying:
+        try:
+            trying.connect(str(path))
+        except OSError:
+            return False
+        return True

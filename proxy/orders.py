@@ -1,0 +1,181 @@
+"""What the launcher orders, on a socket that its owner alone can reach: the admin plane once more, and departures.
+
+``epd-serve apply`` changes a deployment through these; ``epd_serve/launch/orders.py`` is the other side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.responses import JSONResponse
+
+from epd_serve.backends.base import StageCalls
+from epd_serve.backends.native import NativeInstance
+from epd_serve.errors import Conflict, InvalidRequest, StageTimeout
+from epd_serve.protocol.wire import LeaveOrder
+from epd_serve.routing.table import InstanceTable
+from proxy.admin import QuietServer
+from proxy.health import Health
+from proxy.http import BoundedHttp
+from proxy.switches import Switches
+from proxy.workers.crew import Crew
+
+#: Beyond its deadline, for the answer of an instance that has just become empty.
+_MARGIN_S = 10.0
+
+
+class Hold:
+    """While an operator changes the deployment, nobody else changes it.
+
+    Attributes:
+        until_s: on the event loop's clock; it ends by itself, in case that the operator is gone.
+    """
+
+    def __init__(self) -> None:
+        self.until_s = 0.0
+
+    def check(self) -> None:
+        """Raise Conflict while it is on."""
+        if asyncio.get_running_loop().time() < self.until_s:
+            raise Conflict("the deployment is being changed by 'epd-serve apply'")
+
+
+class Departures:
+    """Has instances finish what they have, so that they can be ended."""
+
+    def __init__(
+        self, table: InstanceTable, switches: Switches, calls: Mapping[str, StageCalls], health: Health
+    ) -> None:
+        self._table = table
+        self._switches = switches
+        self._calls = calls
+        self._health = health
+
+    async def leave(self, name: str, order: LeaveOrder) -> float:
+        """Return when nothing is left of what it had, with the seconds that it took. It gets nothing new.
+
+        Raises:
+            InvalidRequest: there is no such instance, or none that can be asked to leave.
+            Conflict: a stage would be left without an instance.
+            StageTimeout: it was not empty by the deadline; it serves on.
+        """
+        record, calls = self._switches.find(name), self._calls[name]
+        if not isinstance(calls, NativeInstance):
+            raise InvalidRequest(f"instance {name} runs on an engine that cannot be told to leave")
+        if record.ready:
+            self._switches.check_floor(record)
+        self._health.hold(name)
+        try:
+            async with asyncio.timeout(order.deadline_s + _MARGIN_S):
+                return (await calls.leave(order)).seconds
+        except BaseException as error:
+            if self._table.get(name) is record:
+                self._health.hold(name, False)
+            if isinstance(error, TimeoutError):
+                raise StageTimeout(f"instance {name} did not say whether it is empty") from error
+            raise
+
+
+@dataclass(frozen=True)
+class OrdersSettings:
+    """Where and how orders are taken.
+
+    Attributes:
+        path: of the socket.
+        reload: takes the gateway's file over. Raises ValueError or OSError.
+        left_by: the settings of another file that a running gateway does not take over. Likewise.
+    """
+
+    path: Path
+    reload: Callable[[], None]
+    left_by: Callable[[Path], list[str]]
+
+
+def show_ready(crew: Crew, table: InstanceTable) -> None:
+    """Of each worker, for :func:`orders_router`: the instances that it gives work."""
+    crew.shown["ready"] = lambda: _ready(table)
+
+
+def _ready(table: InstanceTable) -> list[str]:
+    return [record.name for record in table if record.ready and record.accepting]
+
+
+def orders_router(
+    table: InstanceTable, departures: Departures, hold: Hold, settings: OrdersSettings, crew: Crew
+) -> APIRouter:
+    """``POST /instances/{name}/leave``, ``/reload``, ``/check`` and ``/hold``; ``GET /ready``."""
+    router = APIRouter()
+
+    @router.get("/ready")
+    async def ready() -> JSONResponse:
+        """The instances to which each worker of the gateway gives work."""
+        found = set(_ready(table))
+        for theirs in await crew.ask("ready", list[str]):
+            found &= set(theirs)
+        return JSONResponse({"ready": sorted(found)})
+
+    @router.post("/instances/{name}/leave")
+    async def leave(name: str, request: Request) -> JSONResponse:
+        """Answers when nothing is left of what it had."""
+        order = LeaveOrder(**await request.json())
+        return JSONResponse({"instance": name, "seconds": await departures.leave(name, order)})
+
+    @router.post("/reload")
+    async def reload_now() -> JSONResponse:
+        """Take the gateway's file over now."""
+        _read(settings.reload)
+        return JSONResponse({})
+
+    @router.post("/check")
+    async def check(request: Request) -> JSONResponse:
+        """``left``: what of another file would need another start."""
+        file = Path((await request.json())["file"])
+        return JSONResponse({"left": _read(lambda: settings.left_by(file))})
+
+    @router.post("/hold")
+    async def hold_now(request: Request) -> JSONResponse:
+        """For so many ``seconds`` the controller gives no orders."""
+        hold.until_s = asyncio.get_running_loop().time() + float((await request.json())["seconds"])
+        return JSONResponse({})
+
+    return router
+
+
+def _read(read: Callable[[], Any]) -> Any:
+    try:
+        return read()
+    except (ValueError, OSError) as error:
+        raise InvalidRequest(str(error)) from error
+
+
+@asynccontextmanager
+async def running_orders(app: FastAPI, path: Path) -> AsyncIterator[None]:
+    """Serve ``app`` on a Unix socket while the context lasts; what lay at ``path`` before is taken away.
+
+    Whoever can enter the socket's directory can give orders.
+    """
+    await asyncio.to_thread(path.unlink, missing_ok=True)
+    config = uvicorn.Config(
+        app,
+        uds=str(path),
+        http=BoundedHttp,
+        ws="none",
+        lifespan="off",
+        access_log=False,
+        log_level="warning",
+        server_header=False,
+    )
+    server = QuietServer(config)
+    serving = asyncio.create_task(server.serve())
+    try:
+        yield
+    finally:
+        server.should_exit = server.force_exit = True
+        await serving

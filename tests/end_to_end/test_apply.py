@@ -1,0 +1,185 @@
+"""A running deployment becomes another one: nobody notices, and what goes wrong leaves one that serves."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from benchmarks import apply_ring
+from epd_serve.config import DeploymentConfig, change_config, parse_config
+from epd_serve.launch import Backoff, LocalDeployment
+from epd_serve.launch.applying import ApplyLimits, ApplyStopped
+
+PORTS = "gateway: {port: 0}\ninstances: {base_port: 0}\n"
+BODY = {"model": "demo", "prompt": "Count to 9.", "max_tokens": 16, "temperature": 0}
+
+
+@pytest.fixture(autouse=True)
+def _runtime_directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Short, as the path of a socket must be."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        monkeypatch.setenv("EPD_SERVE_RUNTIME_DIR", f"{folder}/r")
+        yield
+
+
+def topology(line: str, more: str = "") -> DeploymentConfig:
+    return parse_config(f"topology: {line}\n{PORTS}{more}")
+
+
+@pytest.fixture
+async def deployment(_runtime_directory: None, tmp_path: Path) -> AsyncIterator[LocalDeployment]:
+    async with LocalDeployment(
+        topology("E-P-D"),
+        log_dir=tmp_path / "logs",
+        ready_timeout_s=120,
+        control=True,
+        backoff=lambda: Backoff(first_s=0.1, limit_s=0.1),
+    ) as deployment:
+        yield deployment
+
+
+async def serves(deployment: LocalDeployment) -> bool:
+    try:
+        async with httpx.AsyncClient(timeout=120) as client:
+            answer = await client.post(f"{deployment.gateway_url}/v1/completions", json=BODY)
+    except httpx.TransportError:  # the gateway was killed
+        return False
+    return answer.status_code == 200 and bool(answer.json()["choices"][0]["text"])
+
+
+async def comes_to_serve(deployment: LocalDeployment) -> bool:
+    """Once what was killed has started again."""
+    async with asyncio.timeout(60):
+        while not await serves(deployment):  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+    return True
+
+
+def roles(deployment: LocalDeployment) -> list[str]:
+    return sorted(str(one.role) for one in deployment.instances.values())
+
+
+def kill(deployment: LocalDeployment, name: str) -> None:
+    [process] = [one for one in deployment.processes if one.spec.name == name]
+    os.kill(process.pid, signal.SIGKILL)
+
+
+@pytest.mark.timeout(300)
+def test_no_request_notices_a_ring_of_topologies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = tmp_path / "ring.json"
+    ring = ["cpu-e-p-d", "cpu-e_p-d", "cpu-ed-p", "cpu-epd", "cpu-2e-p-d"]
+    options = ["--direct", "--requests", "12", "--concurrency", "4", "--laps", "1", "--answers", "4"]
+    options += ["--output", str(output)]
+    monkeypatch.setattr(sys, "argv", ["apply_ring", *options, "--ring", *ring])
+    code = apply_ring.main()
+    report = json.loads(output.read_text())
+    assert code == 0 and report["passed"], json.dumps(report, indent=2)
+    assert set(report["steps"]) == {"start", "switch", "stop"}
+    assert [sorted(one["instances"].values()) for one in report["applies"]] == [
+        ["D", "E", "P"],
+        ["ED", "P"],
+        ["EPD"],
+        ["D", "E", "E", "P"],
+        ["D", "E", "P"],
+    ]
+
+
+@pytest.mark.timeout(300)
+async def test_the_command_says_its_steps_and_what_is_wrong(deployment: LocalDeployment, tmp_path: Path) -> None:
+    async def apply(text: str, *options: str) -> tuple[int, str]:
+        file = tmp_path / "new.yaml"
+        file.write_text(text)
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "epd_serve.cli", "apply", str(file), *options),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        output, _ = await process.communicate()
+        assert process.returncode is not None
+        return process.returncode, output.decode()
+
+    assert await apply(f"topology: 2E-P-D\n{PORTS}", "--dry-run") == (0, "start e1 (E)\n")
+    assert set(deployment.instances) == {"e0", "p0", "d0"}
+    code, said = await apply(f"topology: EP-D\n{PORTS}", "--topology-only")
+    assert code == 0 and "step 1 of 2: switch e0 from E to EP\nstep 2 of 2: stop p0 (P)\n" in said
+    assert roles(deployment) == ["D", "EP"] and await serves(deployment)
+    for text, message in (
+        ("topology: E-P\n", "new.yaml:1: topology"),
+        (f"served_model_name: other\n{PORTS}", "start a deployment of its own for another model"),
+        ("gateway: {port: 0, routing: round_robin}\n", "the gateway would need another start for routing"),
+    ):
+        code, said = await apply(text)
+        assert code == 2 and message in said and "Traceback" not in said, said
+    assert roles(deployment) == ["D", "EP"] and await serves(deployment)
+
+
+@pytest.mark.timeout(300)
+async def test_a_failed_start_changes_nothing_and_the_next_file_is_taken(deployment: LocalDeployment) -> None:
+    with pytest.raises(ApplyStopped) as stopped:
+        await deployment.apply(topology("E-2P-D", "roles: {P: {num_blocks: 100000000000000}}"))
+    assert "start p1 (P): it died: exit code" in str(stopped.value)
+    assert "serves on with e0 (E), p0 (P), d0 (D)" in str(stopped.value)
+    assert roles(deployment) == ["D", "E", "P"] and await serves(deployment)
+    first, second = await asyncio.gather(
+        deployment.apply(change_config(topology("E-2P-D"), {"gateway": {"max_body_bytes": 2000}})),
+        deployment.apply(topology("EPD")),
+        return_exceptions=True,
+    )
+    assert first is None
+    assert isinstance(second, ValueError) and "another apply is under way" in str(second)
+    assert roles(deployment) == ["D", "E", "P", "P"] and await serves(deployment)
+    async with httpx.AsyncClient(timeout=60) as client:
+        answer = await client.post(f"{deployment.gateway_url}/v1/completions", content=b"x" * 3000)
+    assert answer.status_code == 413, "a setting of the gateway came with the file"
+
+
+def at(words: str, act: Callable[[], None]) -> Callable[[str], None]:
+    """Once, when such a step begins."""
+    left = [act]
+
+    def tell(text: str) -> None:
+        if words in text and left:
+            left.pop()()
+
+    return tell
+
+
+@pytest.mark.timeout(300)
+async def test_processes_that_die_meanwhile(deployment: LocalDeployment) -> None:
+    limits = ApplyLimits(deadline_s=120, patience_s=0.2)
+    await deployment.apply(topology("2E-P-D"), limits, at("start e1", lambda: kill(deployment, "p0")))
+    assert roles(deployment) == ["D", "E", "E", "P"] and await comes_to_serve(deployment)
+    await deployment.apply(topology("E-P-2D"), limits, at("switch", lambda: kill(deployment, "gateway")))
+    assert roles(deployment) == ["D", "D", "E", "P"] and await comes_to_serve(deployment)
+    [switched] = [name for name, one in deployment.instances.items() if name[0] == "e" and str(one.role) == "D"]
+    kill(deployment, switched)
+    async with asyncio.timeout(60):
+        [process] = [one for one in deployment.processes if one.spec.name == switched]
+        while process.num_restarts == 0 or not process.ready.is_set():  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    async with httpx.AsyncClient(timeout=60) as client:
+        info = (await client.get(f"{process.spec.url}/info")).json()
+    assert info["role"] == "D", "what is started again has the role that it was switched to"
+
+    async def kill_when_there() -> None:
+        while "p1" not in (names := [one.spec.name for one in deployment.processes]):
+            assert names
+            await asyncio.sleep(0.005)
+        kill(deployment, "p1")
+
+    killing = asyncio.create_task(kill_when_there())
+    with pytest.raises(ApplyStopped, match="killed by SIGKILL"):
+        await deployment.apply(topology("E-2P-2D"), limits)
+    await killing
+    assert await comes_to_serve(deployment)
+    await deployment.apply(topology("E-2P-2D"), limits)
+    assert roles(deployment) == ["D", "D", "E", "P", "P"] and await comes_to_serve(deployment)

@@ -1,0 +1,107 @@
+"""An instance that is to be ended gives up what it has, and serves on where it cannot."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+import tiny_models
+from fleet import Books
+from services import serving
+
+from epd_serve.errors import Conflict, ServeError, StageTimeout
+from epd_serve.instance.instance import Instance
+from epd_serve.instance.leaving import Leaving
+from epd_serve.protocol import frames, wire
+from epd_serve.types import SamplingParams
+
+MAX_TOKENS = 400
+
+
+def request(name: str, *, can_move: bool) -> bytes:
+    """A stream; one that tells the usage of two choices with each event can only end where it is."""
+    return wire.encode(
+        wire.PrefillRequest(
+            request_id=name,
+            output=wire.OutputOptions(
+                "completion",
+                "r",
+                0,
+                "tiny",
+                stream=True,
+                include_usage=not can_move,
+                continuous_usage=not can_move,
+            ),
+            sampling=SamplingParams(
+                seed=7, max_tokens=MAX_TOKENS, ignore_eos=True, temperature=0.0, n=1 if can_move else 2
+            ),
+            items=[],
+            prompt="apple banana cherry",
+        )
+    )
+
+
+@asynccontextmanager
+async def answering(instance: Instance, body: bytes) -> AsyncIterator[httpx.Response]:
+    """A streamed answer whose head is here."""
+    async with (
+        httpx.AsyncClient(timeout=60) as client,
+        client.stream("POST", f"{instance.url}/stage/prefill", content=body) as answer,
+    ):
+        yield answer
+
+
+async def num_tokens(answer: httpx.Response) -> int:
+    """Until the end, or until the connection is cut."""
+    body = b""
+    try:
+        async for chunk in answer.aiter_raw():
+            body += chunk
+    except httpx.RemoteProtocolError:
+        pass
+    return sum(len(ids) for _, ids, _ in frames.whole_frames(body))
+
+
+async def test_what_has_begun_goes_on_elsewhere_or_keeps_it_here(tmp_path: Path) -> None:
+    model = tiny_models.make_tiny_model("qwen2_5_vl", tmp_path / "model")
+    async with serving(model, "PD", num_blocks=100) as instance:
+        leaving = Leaving(instance)
+        async with answering(instance, request("two", can_move=False)) as answer:
+            with pytest.raises(StageTimeout, match="still something to do"):
+                await leaving.leave(wire.LeaveOrder(deadline_s=0.05))
+            assert instance.info().ready, "it serves on"
+            cancelled = asyncio.create_task(leaving.leave(wire.LeaveOrder()))
+            while not instance.draining:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            cancelled.cancel()
+            await asyncio.gather(cancelled, return_exceptions=True)
+            assert instance.info().ready, "whoever ordered it is gone"
+            assert await num_tokens(answer) == 2 * MAX_TOKENS
+        async with answering(instance, request("one", can_move=True)) as answer:
+            left = await leaving.leave(wire.LeaveOrder(patience_s=0))
+            assert 0 < await num_tokens(answer) < MAX_TOKENS
+        assert left.seconds < 30 and not instance.info().ready
+        with pytest.raises(ServeError) as refused:
+            instance.check_accepting()
+        assert refused.value.code == "draining"
+        assert (await leaving.leave(wire.LeaveOrder())).seconds < 30, "it is empty already"
+        await Books({"i": instance.url}).check()
+
+
+async def test_one_that_changes_its_role_stays(tmp_path: Path) -> None:
+    model = tiny_models.make_tiny_model("llava", tmp_path / "model")
+    async with serving(model, "PD", num_blocks=100) as instance:
+        async with answering(instance, request("two", can_move=False)) as answer:
+            ordered = asyncio.create_task(instance.switching.order(wire.RoleOrder(role="P")))
+            while instance.switching.machine.is_serving:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            with pytest.raises(Conflict, match="another role"):
+                await Leaving(instance).leave(wire.LeaveOrder())
+            ordered.cancel()
+            await asyncio.gather(ordered, return_exceptions=True)
+            await num_tokens(answer)
+        assert instance.info().ready

@@ -1,0 +1,113 @@
+"""The launcher's socket: departures, a file taken over or looked at, and a controller that keeps still."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from epd_serve.errors import Conflict
+from epd_serve.launch.orders import GatewayOrders, OrderRefused
+from epd_serve.protocol import wire
+from epd_serve.protocol.wire import Left
+from proxy.admin import create_admin_app
+from proxy.orders import Departures, Hold, OrdersSettings, orders_router, running_orders
+from proxy.workers.crew import Crew
+
+
+class Launched:
+    """A gateway with such a socket, and what its router was told."""
+
+    def __init__(self, gateway: Any, path: Path) -> None:
+        self.gateway = gateway
+        self.path = path
+        self.orders = GatewayOrders(path)
+        self.hold = Hold()
+        self.reloads = 0
+        self.refusal = ""
+
+    def reload(self) -> None:
+        if self.refusal:
+            raise ValueError(self.refusal)
+        self.reloads += 1
+
+    @property
+    def departures(self) -> Departures:
+        state = self.gateway.app.state
+        return Departures(state.table, state.switches, state.switches._calls, state.health)
+
+    def app(self) -> Any:
+        state, crew = self.gateway.app.state, Crew()
+        settings = OrdersSettings(self.path, self.reload, lambda file: [file.name])
+        router = orders_router(state.table, self.departures, self.hold, settings, crew)
+        return create_admin_app(state.table, state.gate, None, crew, [router])
+
+
+@pytest.fixture
+async def launched(start: Any) -> AsyncIterator[Launched]:
+    gateway = await start("p0:P", "p1:P", "d0:D")
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        launched = Launched(gateway, Path(folder) / "orders")
+        launched.path.touch()  # of a gateway that was killed
+        async with running_orders(launched.app(), launched.path):
+            yield launched
+
+
+async def test_an_instance_leaves_unless_it_is_the_last_of_its_stage(launched: Launched) -> None:
+    gateway, orders = launched.gateway, launched.orders
+    gateway["p1"].scripts["/leave"] = lambda _: [(200, {}), wire.encode(Left(0.25))]
+    answer = await orders.give("POST", "/instances/p1/leave", {"deadline_s": 5, "patience_s": 0}, 10)
+    assert answer == {"instance": "p1", "seconds": 0.25}
+    assert gateway["p1"].got("/leave") == [wire.LeaveOrder(deadline_s=5, patience_s=0)]
+    assert not gateway.table["p1"].accepting and gateway.table["p0"].accepting
+    with pytest.raises(Conflict, match="the only one that is ready for stage D"):
+        await launched.departures.leave("d0", wire.LeaveOrder())
+    assert gateway.table["d0"].accepting
+    with pytest.raises(OrderRefused, match="there are: p0, p1, d0"):
+        await orders.give("POST", "/instances/x9/leave", {}, 10)
+
+
+async def test_one_that_does_not_get_empty_gets_work_again(launched: Launched, kit: Any) -> None:
+    launched.gateway["p1"].scripts["/leave"] = lambda _: kit.fail(504, "3 calls are left")
+    with pytest.raises(OrderRefused, match="3 calls are left"):
+        await launched.orders.give("POST", "/instances/p1/leave", {}, 10)
+    assert launched.gateway.table["p1"].accepting
+
+
+async def test_files_and_the_controller(launched: Launched) -> None:
+    orders = launched.orders
+    await orders.give("POST", "/reload", {}, 10)
+    assert launched.reloads == 1
+    launched.refusal = "line 1: no such key"
+    with pytest.raises(OrderRefused, match="no such key"):
+        await orders.give("POST", "/reload", {}, 10)
+    assert (await orders.give("POST", "/check", {"file": "/x/new.yaml"}, 10)) == {"left": ["new.yaml"]}
+    launched.hold.check()
+    await orders.give("POST", "/hold", {"seconds": 60}, 10)
+    with pytest.raises(Conflict, match="epd-serve apply"):
+        launched.hold.check()
+    await orders.give("POST", "/hold", {"seconds": 0}, 10)
+    launched.hold.check()
+    await orders.is_ready("d0", 10)
+    with pytest.raises(OrderRefused, match="has not found x9 ready"):
+        await orders.is_ready("x9", 0.3)
+
+
+async def test_a_gateway_that_is_starting_is_asked_again(start: Any) -> None:
+    gateway = await start("a0:EPD")
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        launched = Launched(gateway, Path(folder) / "orders")
+        with pytest.raises(OrderRefused, match="the gateway does not answer"):
+            await launched.orders.give("POST", "/reload", {}, 0.3)
+        asking = asyncio.create_task(launched.orders.give("POST", "/reload", {}, 60))
+        await asyncio.sleep(0.05)
+        async with running_orders(launched.app(), launched.path):
+            await asking
+        assert launched.reloads == 1
+        with pytest.raises(aiohttp.ClientError):
+            await launched.orders._ask("POST", "/reload", {})
