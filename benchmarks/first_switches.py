@@ -11,8 +11,6 @@ import argparse
 import asyncio
 import json
 import platform
-import shlex
-import sys
 import tempfile
 from collections import defaultdict
 from pathlib import Path
@@ -104,7 +102,7 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
             load.append(psutil.getloadavg()[0])
             all_of += await time_moves(model, keep)
     return {
-        "command": "python -m benchmarks.first_switches " + shlex.join(sys.argv[1:]),
+        "command": f"python -m benchmarks.first_switches --shape {arguments.shape} --rounds {arguments.rounds}",
         "machine": f"{platform.machine()}, {psutil.cpu_count()} cores",
         "topology": TOPOLOGY,
         "shape": arguments.shape,
