@@ -101,7 +101,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["take", "judge"])
     parser.add_argument("work_dir", type=Path)
-    parser.add_argument("--rates", default="6,12,18,24")
+    parser.add_argument("--rates", default="3,5,7,9")
     parser.add_argument("--duration", type=float, default=12)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--profile", type=Path, default=RESULTS / "profile-runs-cpu.json")

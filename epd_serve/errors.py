@@ -119,6 +119,9 @@ DRAINING = "draining"
 DECODE_DRAINING = "decode_draining"
 #: Code of the Unavailable of a decode instance without blocks for a request's KV.
 NO_ROOM = "no_room"
+#: Code of the Unavailable of a decode instance that is through with a request for which a prefill instance asks.
+#: What ended the request there is the answer to the call that it came with.
+REQUEST_ENDED = "request_ended"
 
 _BY_STATUS: dict[int, type[ServeError]] = {
     cls.status: cls

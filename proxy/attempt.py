@@ -13,6 +13,7 @@ from epd_serve.errors import (
     DECODE_DRAINING,
     NO_ROOM,
     PREPARATION_FULL,
+    REQUEST_ENDED,
     InstanceFailed,
     InvalidRequest,
     ServeError,
@@ -183,8 +184,11 @@ class Attempt:
         for encode in self._encodes:
             if encode.done():
                 encode.result()
-        if self._decode is not None and self._decode.opened.done() and not opened.done():
-            self._result(self._decode)
+        if self._decode is not None:
+            if opened.done() and _says(opened, REQUEST_ENDED):  # D says why
+                await asyncio.wait({self._decode.opened}, timeout=_LAST_WORDS_S)
+            if self._decode.opened.done() and (not opened.done() or _says(opened, REQUEST_ENDED)):
+                self._result(self._decode)
         answer, route = self._result(self._prefill), self._route
         follows = answer.decode_follows and not route.fused
         next_one = route.decode if follows else route.prefill
@@ -257,9 +261,8 @@ class Attempt:
     def _blamed(self, call: _Call, error: ServeError) -> InstanceRecord:
         """Whose failure it is that an instance, which is alive, reports."""
         if call.record is self._route.prefill:
-            return (
-                self._route.decode if isinstance(error, InstanceFailed) or error.code == NO_ROOM else call.record
-            )
+            is_decodes = isinstance(error, InstanceFailed) or error.code in (NO_ROOM, REQUEST_ENDED)
+            return self._route.decode if is_decodes else call.record
         return self._route.prefill if isinstance(error, StageTimeout) else call.record
 
     async def _encode(self, ref: MediaRef, item: MediaItem, encoder: InstanceRecord) -> None:
@@ -319,3 +322,9 @@ class Attempt:
                 raise InstanceFailed(f"the image could not be encoded: {failure.message}", param=item.param)
             self.trail.encode_retries += 1
             instances.metrics.encode_retries.inc()
+
+
+def _says(opened: asyncio.Future[Answer], code: str) -> bool:
+    """Whether a call that is over has failed with ``code``."""
+    failure = None if opened.cancelled() else opened.exception()
+    return isinstance(failure, ServeError) and failure.code == code

@@ -10,7 +10,15 @@ from typing import Any
 
 from epd_serve.cache.block_pool import num_blocks_for
 from epd_serve.cache.tombstones import Tombstones
-from epd_serve.errors import NO_ROOM, InstanceFailed, InvalidRequest, ServeError, StageTimeout, Unavailable
+from epd_serve.errors import (
+    NO_ROOM,
+    REQUEST_ENDED,
+    InstanceFailed,
+    InvalidRequest,
+    ServeError,
+    StageTimeout,
+    Unavailable,
+)
 from epd_serve.instance.answer import Answer
 from epd_serve.instance.generation import Generation
 from epd_serve.instance.http import Reply
@@ -154,7 +162,7 @@ class DecodeService:
         reservation = self._reservations.open(request, time.monotonic())
         if reservation is None or request.request_id in self._ended:
             self._reservations.stop_writing(request.transfer_id)
-            raise Unavailable(f"request {request.request_id} was cancelled")
+            raise _ended(request.request_id)
         if reservation.state is ReservationState.PENDING:
             try:
                 async with asyncio.timeout(self._queue_timeout_s):
@@ -169,7 +177,7 @@ class DecodeService:
                 self._reservations.stop_writing(request.transfer_id)
                 raise
         if reservation.blocks is None or reservation.state is not ReservationState.GRANTED:
-            raise Unavailable(f"request {request.request_id} was cancelled")
+            raise _ended(request.request_id)
         num_blocks = num_blocks_for(request.num_prompt_tokens, self._layout.block_size)
         return wire.ReserveReply(
             block_ids=reservation.blocks.root[:num_blocks],
@@ -231,7 +239,7 @@ class DecodeService:
             raise Unavailable(f"transfer {handoff.transfer_id} has ended")
         if handoff.request_id in self._ended:
             self._engine.unreserve(reservation.blocks)
-            raise Unavailable(f"request {handoff.request_id} was cancelled")
+            raise _ended(handoff.request_id)
         num_blocks = num_blocks_for(handoff.num_tokens, self._layout.block_size)
         # what was cached here was not written: it must not be replaced by what lies in the slab
         try:
@@ -349,3 +357,7 @@ def _sequence(handoff: wire.Handoff, reservation: Reservation, constraint: Const
         constraint=constraint,
         output_ids=list(handoff.generated),
     )
+
+
+def _ended(request_id: str) -> Unavailable:
+    return Unavailable(f"request {request_id} was cancelled", code=REQUEST_ENDED)

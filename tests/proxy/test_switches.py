@@ -90,6 +90,26 @@ async def test_d_that_leaves_while_p_hands_over_to_it_is_not_taken_for_p(
     assert generated and all(tokens == [1] for tokens in generated)
 
 
+@pytest.mark.parametrize("first", ["p0", "d0"])
+async def test_d_that_leaves_while_p_asks_it_for_room_is_what_counts(start: Any, kit: Any, first: str) -> None:
+    """P alone serves its stage: blamed for what D has done, it would leave the request nowhere to go."""
+    gateway = await start("p0:P", "d0:D", "d1:D", reporting=True)
+
+    def ask(message: Any) -> Any:
+        if message.decode_url == gateway["d0"].url:
+            ended = kit.fail(503, f"request {message.request_id} was cancelled", code="request_ended")
+            return [0.0 if first == "p0" else 0.2, *ended]
+        return [kit.DECODE]
+
+    left = kit.fail(503, "instance d0 is leaving its role", code="draining")
+    gateway["p0"].scripts["/stage/prefill"] = ask
+    gateway["d0"].scripts["/stage/decode"] = lambda _: [0.2 if first == "p0" else 0.0, *left]
+    answers = await asyncio.gather(*(gateway.answer(kit.chat()) for _ in range(6)))
+    assert answers == [(200, kit.WHOLE)] * 6
+    assert gateway["d0"].got("/stage/decode"), "it was never asked"
+    assert gateway.app.state.health.describe("p0")["breaker"] == "closed"
+
+
 def held_back(gateway: Any, name: str) -> tuple[asyncio.Event, list[str]]:
     """Lets the order for an instance take until the event is set."""
     go_on, came = asyncio.Event(), list[str]()
