@@ -11,8 +11,8 @@ import aiohttp
 import msgspec
 
 _AGAIN_S = 0.1
-#: Of the time that is left: so much sooner, and at most so many seconds, an order's own deadline has passed, so that
-#: its answer comes while somebody waits for it.
+#: An order's own deadline is this part of the time that is left, and at most so many seconds, before its end: its
+#: answer comes while somebody waits for it.
 _MARGIN, _MAX_MARGIN_S = 0.1, 2.0
 #: Somebody is starting again, or is on the way to something else.
 _PASSING = frozenset({409, 429, 502, 503})
