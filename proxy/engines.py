@@ -13,6 +13,10 @@ from epd_serve.backends.vllm_target import VllmTarget
 from epd_serve.config import DeploymentConfig
 from epd_serve.config.vllm import connectors
 
+#: Flags of vLLM with which the rest of an answer is not to be told from its tokens so far: text is parsed as a whole,
+#: or an event has several tokens, whose text may end before the last.
+_WHOLE_ONLY = frozenset({"reasoning_parser", "speculative_config", "stream_interval"})
+
 
 def vllm_targets(config: DeploymentConfig) -> dict[str, VllmTarget]:
     """What the gateway has to know of each vLLM instance of a deployment, by name."""
@@ -28,7 +32,7 @@ def vllm_targets(config: DeploymentConfig) -> dict[str, VllmTarget]:
             kv=kv,
             pulls=kv == "nixl" or (kv == "mooncake" and one.devices[0].startswith("npu")),
             rewrites=config.vllm.media == "rewritten",
-            continues="reasoning_parser" not in config.settings_for(str(one.role)).engine_args,
+            continues=_WHOLE_ONLY.isdisjoint(config.settings_for(str(one.role)).engine_args),
             recomputes=config.vllm.kv_load_failure == "recompute",
         )
         for one in placement

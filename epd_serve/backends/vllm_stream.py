@@ -18,6 +18,9 @@ from epd_serve.protocol.frames import END, ERROR, pack
 from epd_serve.protocol.wire import PrefillRequest
 
 _SEEDS = 1 << 31
+#: Events with text that wait for one of one token. A reader that always lags gets no other, and must not get its
+#: answer in one piece; should its instance be lost just then, a character may be cut.
+_MOST_HELD = 8
 
 
 def can_go_on(request: PrefillRequest) -> bool:
@@ -80,6 +83,7 @@ class KnownTokens(VllmCall):
     _has_begun = False
     _has_ended = False
     _events = b""
+    _num_held = 0
 
     def for_request(self, request: PrefillRequest, prompt: list[int] | None) -> None:
         """``prompt`` as above."""
@@ -111,10 +115,13 @@ class KnownTokens(VllmCall):
         self._tokens += tokens or ()
         self._events += DATA + msgspec.json.encode(answer) + END_OF_EVENT
         self._has_ended = self._has_ended or bool(choice.get("finish_reason"))
-        if not text or self._has_ended or len(tokens or ()) != 1:
+        if not text or self._has_ended:
+            return b""
+        if len(tokens or ()) != 1 and self._num_held < _MOST_HELD:
+            self._num_held += 1
             return b""
         frame = pack(0, self._tokens, self._events)
-        self._tokens, self._events = [], b""
+        self._tokens, self._events, self._num_held = [], b"", 0
         return frame
 
     def failed(self, event: bytes) -> bytes:

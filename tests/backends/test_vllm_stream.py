@@ -110,7 +110,14 @@ async def test_merged_tokens_are_out_with_the_next_whole_character(pool: HttpPoo
     call.close()
 
 
-@given(text=st.text("aé語🙂", min_size=1, max_size=12), data=st.data())
+async def test_a_reader_that_always_lags_gets_its_answer_in_pieces(pool: HttpPool) -> None:
+    call = known(pool, asked())
+    out = b"".join(call.passed(chunk("ab", [number, number])) for number in range(40))
+    assert [len(tokens) for _, tokens, _ in whole_frames(out)] == [18] * 4
+    call.close()
+
+
+@given(text=st.text("aé語🙂", min_size=1, max_size=4), data=st.data())
 async def test_what_is_out_is_what_counts(text: str, data: st.DataObject) -> None:
     """Tokens are bytes; however they are merged, those of all frames make the text of all frames."""
     async with NativeConnections() as connections:
