@@ -48,7 +48,7 @@ def create_admin_app(
     async def instances() -> JSONResponse:
         """Every instance as the gateway sees it."""
         calls = await in_flight_everywhere(crew, table)
-        return JSONResponse({"instances": [_describe(record, calls[record.name]) for record in table]})
+        return JSONResponse({"instances": [_describe(record, calls.get(record.name, {})) for record in table]})
 
     @router.get("/requests")
     async def requests() -> JSONResponse:

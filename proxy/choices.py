@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from epd_serve.protocol.chunks import Usage
+from proxy.failover import Tried
 from proxy.job import Job
 from proxy.progress import Progress
 from proxy.several import end, stream_all
@@ -22,10 +23,13 @@ def goes_on_apart(job: Job, progress: Progress) -> bool:
     return job.sampling.n > 1 and progress.known and not job.output.continuous_usage
 
 
-async def stream_choices(generator: Generator, job: Job, generated: Sequence[list[int]], sink: EventSink) -> None:
+async def stream_choices(
+    generator: Generator, job: Job, generated: Sequence[list[int]], tried: Tried, sink: EventSink
+) -> None:
     """Write the rest of each choice, behind the tokens of it that are ``generated``, and the end of all.
 
-    A choice that has ended says so at once. Raises ServeError with the first that fails.
+    ``tried`` is what all of them tried together. A choice that has ended says so at once.
+    Raises ServeError with the first that fails.
     """
     jobs = [
         msgspec.structs.replace(
@@ -34,6 +38,7 @@ async def stream_choices(generator: Generator, job: Job, generated: Sequence[lis
             sampling=msgspec.structs.replace(job.sampling, n=1, first_choice=job.sampling.first_choice + choice),
             output=msgspec.structs.replace(job.output, first_index=job.output.first_index + choice),
             generated=tokens,
+            tried=tried.split(),
         )
         for choice, tokens in enumerate(generated)
     ]

@@ -23,7 +23,7 @@ class Failover:
     """Limits on what a request may try.
 
     Attributes:
-        max_attempts: of one request, the first included.
+        max_attempts: of one request, or of each of its choices, the first included.
         wait_s: how long a request that lost its instance waits for one to be started again where no other is left.
     """
 
@@ -55,6 +55,25 @@ class Suspects:
     def _life(self, name: str) -> tuple[int, int] | None:
         record = self._table.get(name)
         return None if record is None or record.info is None else (record.info.pid, record.info.epoch)
+
+
+@dataclass(slots=True)
+class Tried:
+    """What a request has tried so far; each of its choices that goes on by itself goes on from there.
+
+    Attributes:
+        num_attempts: that count.
+        suspects: instances that failed it.
+        failure: of the last attempt, where other instances may do better.
+    """
+
+    suspects: Suspects
+    num_attempts: int = 0
+    failure: ServeError | None = None
+
+    def split(self) -> Tried:
+        """For one choice: attempts of its own from now on; what fails one choice all of them avoid."""
+        return Tried(self.suspects, self.num_attempts, self.failure)
 
 
 def is_planned(failure: ServeError) -> bool:

@@ -164,7 +164,12 @@ class Visit:
         self._left = True
         if self._timer is not None:
             self._timer.cancel()
-        self.client.leave()
+        try:
+            self.client.leave()
+        finally:
+            self._leave_queue()
+
+    def _leave_queue(self) -> None:
         self._give_up_place()
         if self._waiting is not None and not self._waiting.cancel() and not self._waiting.cancelled():
             self._waiting.exception()  # seen: nobody may be left to await it
@@ -172,9 +177,11 @@ class Visit:
     def _give_up_place(self, ran: bool = True) -> None:
         ticket, self._ticket = self._ticket, None
         if ticket is not None:
-            if ticket.state is TicketState.WAITING or not ran:
-                self._refund()
-            self._gate.queue.leave(ticket, self._gate.clock(), ran=ran and self._generates)
+            try:
+                if ticket.state is TicketState.WAITING or not ran:
+                    self._refund()
+            finally:
+                self._gate.queue.leave(ticket, self._gate.clock(), ran=ran and self._generates)
 
     def _refund(self) -> None:
         """The key is charged for what runs only."""

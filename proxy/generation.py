@@ -15,7 +15,7 @@ from epd_serve.routing.policy import Demand, Route
 from proxy.attempt import Attempt
 from proxy.choices import goes_on_apart, stream_choices
 from proxy.demand import demand_of
-from proxy.failover import Failover, InstanceStalled, Suspects, is_planned, may_help, substitute
+from proxy.failover import Failover, InstanceStalled, Suspects, Tried, is_planned, may_help, substitute
 from proxy.job import Instances, Job
 from proxy.progress import Progress, broke
 from proxy.sink import EventSink
@@ -37,6 +37,7 @@ class Generator:
     async def stream(self, job: Job, sink: EventSink) -> None:
         """Write the answer's events to ``sink``. Raises ServeError, before or after ``sink.started``."""
         progress = Progress(job.sampling.n, job.generated)
+        tried = job.tried or self._nothing_tried()
 
         async def forward(attempt: Attempt) -> None:
             answer, record = await attempt.first(), attempt.route.prefill
@@ -54,6 +55,7 @@ class Generator:
         try:
             await self._try(
                 job,
+                tried,
                 forward,
                 lambda: not progress.complete and (not sink.started or progress.resumable),
                 lambda: progress.tokens() if progress.resumable else [],
@@ -61,11 +63,13 @@ class Generator:
         except ServeError as failure:
             if progress.complete:  # the client has all of its answer
                 return
-            if not (sink.started and goes_on_apart(job, progress) and may_help(failure)):
+            has_attempts = tried.num_attempts < self._instances.failover.max_attempts
+            goes_on = tried.failure is failure and has_attempts and goes_on_apart(job, progress)
+            if not (sink.started and goes_on):
                 raise
             job.trail.again(continued=True)
             self._instances.metrics.request_continuations.inc()
-            await stream_choices(self, job, progress.tokens_of_each(), sink)
+            await stream_choices(self, job, progress.tokens_of_each(), tried, sink)
         finally:
             job.trail.streamed_all(progress.num_tokens)
 
@@ -88,26 +92,31 @@ class Generator:
                 raise InstanceFailed(f"instance {name} gave an empty answer")
             return body
 
-        return await self._try(job, collect, lambda: True)
+        return await self._try(job, self._nothing_tried(), collect, lambda: True)
+
+    def _nothing_tried(self) -> Tried:
+        return Tried(Suspects(self._instances.table))
 
     async def _try(
         self,
         job: Job,
+        tried: Tried,
         use: Callable[[Attempt], Awaitable[T]],
         may_go_on: Callable[[], bool],
         generated: Callable[[], list[int]] = list,
     ) -> T:
         """What ``use`` makes of an attempt; after a failure of another one, which goes on behind the tokens that
-        are ``generated`` until then."""
+        are ``generated`` until then; ``tried`` knows of it."""
         stealing = self._instances.stealing
         if not stealing.is_on:
-            return await self._try_each(job, use, may_go_on, generated, None)
+            return await self._try_each(job, tried, use, may_go_on, generated, None)
         with stealing.claim() as claim:
-            return await self._try_each(job, use, may_go_on, generated, claim)
+            return await self._try_each(job, tried, use, may_go_on, generated, claim)
 
     async def _try_each(
         self,
         job: Job,
+        tried: Tried,
         use: Callable[[Attempt], Awaitable[T]],
         may_go_on: Callable[[], bool],
         generated: Callable[[], list[int]],
@@ -115,9 +124,11 @@ class Generator:
     ) -> T:
         instances = self._instances
         demand = await demand_of(job, instances)
-        route = self._first_route(job.model, demand)
-        suspects = Suspects(instances.table)
-        before = job.generated
+        if tried.failure is None:
+            route = self._first_route(job.model, demand)
+        else:
+            route = await self._next_route(job.model, tried.suspects, tried.failure, demand)
+        num_before, before = tried.num_attempts, job.generated
         num_planned = 0
         for number in count(1):
             attempt = await self._attempt_of(job, route, number, before, claim)
@@ -140,19 +151,20 @@ class Generator:
                 planned = is_planned(failure)
                 innocent = planned or isinstance(failure, Unavailable)
                 instances.health.ended(names, () if innocent else attempt.suspects)
-                if not may_help(failure) or not may_go_on() or not attempt.suspects & names:
+                if not may_help(failure) or not attempt.suspects & names:
                     raise
                 num_planned += planned
                 is_stolen = claim is not None and claim.thief is not None
-                if number - is_stolen - min(num_planned, _MAX_PLANNED) >= instances.failover.max_attempts:
-                    raise
+                tried.num_attempts = num_before + number - is_stolen - min(num_planned, _MAX_PLANNED)
+                tried.failure = failure
                 if planned:  # for as long as it says so itself
                     for name in attempt.suspects:
                         instances.table.mark_lost(name)
                 else:
-                    suspects.add(attempt.suspects)
-                table, policy, wait_s = instances.table, instances.policy, instances.failover.wait_s
-                route = await substitute(table, policy, job.model, suspects, failure, wait_s, demand)
+                    tried.suspects.add(attempt.suspects)
+                if not may_go_on() or tried.num_attempts >= instances.failover.max_attempts:
+                    raise
+                route = await self._next_route(job.model, tried.suspects, failure, demand)
             before = generated()
             job.trail.again(continued=bool(before))
             (instances.metrics.request_continuations if before else instances.metrics.request_retries).inc()
@@ -164,6 +176,10 @@ class Generator:
             with suppress(Unavailable):
                 return policy.choose_route(table, model, exclude=held_back, demand=demand)
         return policy.choose_route(table, model, demand=demand)
+
+    async def _next_route(self, model: str, suspects: Suspects, failure: ServeError, demand: Demand) -> Route:
+        table, policy, wait_s = self._instances.table, self._instances.policy, self._instances.failover.wait_s
+        return await substitute(table, policy, model, suspects, failure, wait_s, demand)
 
     async def _attempt_of(
         self, job: Job, route: Route, number: int, generated: list[int], claim: Claim | None

@@ -15,7 +15,7 @@ from epd_serve.protocol.wire import ChatMessage, OutputOptions, PromptOptions
 from epd_serve.routing.policy import Policy
 from epd_serve.routing.table import InstanceTable
 from epd_serve.types import SamplingParams
-from proxy.failover import Failover
+from proxy.failover import Failover, Tried
 from proxy.health import Health
 from proxy.media import MediaItem
 from proxy.poller import Poller
@@ -27,7 +27,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """A checked request, ready to be sent to instances.
 
     ``id`` is unique; ``trace_id`` may be the client's. A chat has ``messages``, a completion ``prompt``.
-    ``arrived_s`` is monotonic. ``loop`` runs it. ``generated`` are tokens that its client has already.
+    ``arrived_s`` is monotonic. ``loop`` runs it. ``generated`` are tokens that its client has already;
+    ``tried`` is what the request has tried for them.
     """
 
     id: str
@@ -43,6 +44,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     prompting: PromptOptions
     loop: asyncio.AbstractEventLoop
     generated: list[int] = []
+    tried: Tried | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -94,7 +94,8 @@ class Leases:
 
 
 def leases_router(leases: Leases, crew: Crew) -> APIRouter:
-    """``POST /instances`` and ``DELETE /instances/{name}``."""
+    """``POST /instances`` and ``DELETE /instances/{name}``; ``unconfirmed``: workers that have not said in
+    time that they know it."""
     router = APIRouter()
 
     @router.post("/instances")
@@ -102,14 +103,14 @@ def leases_router(leases: Leases, crew: Crew) -> APIRouter:
         """Join, or stay for ``lease_s`` from now on; 201 where it is new."""
         body = _read(await request.body())
         is_new = leases.join(body.name, body.url, body.lease_s)
-        await crew.share(Joined(body.name, body.url, time.monotonic() + body.lease_s))
-        return JSONResponse({"name": body.name, "lease_s": body.lease_s}, status_code=201 if is_new else 200)
+        unconfirmed = await crew.share(Joined(body.name, body.url, time.monotonic() + body.lease_s))
+        answer = {"name": body.name, "lease_s": body.lease_s, "unconfirmed": unconfirmed}
+        return JSONResponse(answer, status_code=201 if is_new else 200)
 
     @router.delete("/instances/{name}")
     async def leave(name: str) -> JSONResponse:
         leases.leave(name)
-        await crew.share(Left(name))
-        return JSONResponse({"name": name})
+        return JSONResponse({"name": name, "unconfirmed": await crew.share(Left(name))})
 
     return router
 

@@ -87,7 +87,8 @@ def run_gateway(
         def apply() -> None:
             config = reread.read()
             take_over(config)
-            crew.tell(TakenOver(config.model_dump_json(exclude_unset=True)))
+            instances = dict(reread.instances(config))
+            crew.tell(TakenOver(config.model_dump_json(exclude_unset=True), instances))
 
         def left_by(file: Path) -> list[str]:
             changed = GatewaySettings.of(load_config(file), host, controls=controls and crew.leads, part=part)

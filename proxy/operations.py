@@ -14,14 +14,16 @@ from proxy.workers.messages import Drained
 
 
 def operations_router(table: InstanceTable, health: Health, switches: Switches, crew: Crew) -> APIRouter:
-    """``GET /admin/instances``, ``POST /admin/instances/{name}/drain`` and ``/undrain``."""
+    """``GET /admin/instances``, ``POST /admin/instances/{name}/drain`` and ``/undrain``, which answer with the
+    workers that have not said in time that they know it, too."""
     router = APIRouter()
 
     async def order(name: str, *, drain: bool) -> JSONResponse:
         switches.find(name)
         health.drain(name, drain)
-        await crew.share(Drained(name, drain))
-        return JSONResponse(describe(name, await in_flight_everywhere(crew, table)))
+        unconfirmed = await crew.share(Drained(name, switches.find(name).url, drain))
+        now = describe(name, await in_flight_everywhere(crew, table))
+        return JSONResponse({**now, "unconfirmed": unconfirmed})
 
     def describe(name: str, in_flight: InFlight) -> dict[str, object]:
         record = switches.find(name)
@@ -31,7 +33,7 @@ def operations_router(table: InstanceTable, health: Health, switches: Switches, 
             "role": str(record.role) if record.role else None,
             "ready": record.ready,
             **health.describe(name),
-            "in_flight": sum(in_flight[name].values()),
+            "in_flight": sum(in_flight.get(name, {}).values()),
         }
 
     @router.get("/admin/instances")

@@ -32,7 +32,11 @@ class FailoverConfig(Section):
     """What a request may try that lost an instance."""
 
     max_attempts: int = Field(
-        default=5, ge=1, le=100, description="Of one request, the first and all continuations included."
+        default=5,
+        ge=1,
+        le=100,
+        description="Of one request (of each choice, where it has several that go on apart), the first and all "
+        "continuations included.",
     )
     wait_s: NotNegative = Field(
         default=10.0,

@@ -23,12 +23,14 @@ _TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 13
 _STAGES = ("queue", "encode", "prefill", "kv_transfer", "decode")
 _SOURCES = ("encoded", "store", "recomputed", "prefill")
 _REASONS = ("stop", "length", "tool_calls", "abort", "error")
+#: Gauges that only grow: those of a process that has ended stay in the sum.
+GROWING_GAUGES = frozenset({"epd_serve_access_log_lines", "epd_serve_access_log_dropped_lines"})
 #: Gauges of which each process of a gateway has its part; others say of instances what all processes see.
-SUMMED_GAUGES = frozenset(
+SUMMED_GAUGES = GROWING_GAUGES | frozenset(
     f"epd_serve_{name}"
     for name in (
         *(f"{kind}_{state}" for kind in ("num_requests", "requests") for state in ("running", "waiting")),
-        *("in_flight_calls", "access_log_lines", "access_log_dropped_lines"),
+        "in_flight_calls",
     )
 )
 #: Of the client that left (proxy/endpoint.py).

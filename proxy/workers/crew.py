@@ -8,7 +8,6 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any, TypeVar
 
 import msgspec
@@ -95,11 +94,18 @@ class Crew:
             self._running.cancel()
             await asyncio.gather(self._running, return_exceptions=True)
 
-    async def share(self, change: Change) -> None:
-        """Return when all workers have taken ``change`` over; one that is being started will know it."""
-        if self.place is not None:
-            with suppress(ChannelClosed, TimeoutError):
-                await self._channel.call("share", change, timeout_s=2 * ANSWER_S)
+    async def share(self, change: Change) -> list[int]:
+        """Return when all workers have taken ``change`` over, or else which of them have not said so in time: they
+        will as soon as they go on. One that is being started will know it."""
+        if self.place is None:
+            return []
+        try:
+            answer = await self._channel.call("share", change, timeout_s=2 * ANSWER_S)
+        except ChannelClosed:
+            return []  # without the parent, all of them end
+        except TimeoutError:
+            return [index for index in range(self.place.count) if index != self.place.index]
+        return msgspec.msgpack.decode(answer, type=list[int])
 
     def tell(self, change: Change) -> None:
         """The same without waiting."""

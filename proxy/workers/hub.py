@@ -10,9 +10,9 @@ from typing import Any
 
 import msgspec
 
-from epd_serve.metrics.gateway import SUMMED_GAUGES
+from epd_serve.metrics.gateway import GROWING_GAUGES, SUMMED_GAUGES
 from epd_serve.metrics.merged import Family, cumulative, exposition, merge
-from proxy.workers.channel import NOTHING, Channel, ChannelClosed
+from proxy.workers.channel import Channel, ChannelClosed
 from proxy.workers.crew import ANSWER_S
 from proxy.workers.messages import Change, Shared, TakenOver
 
@@ -36,6 +36,7 @@ class Hub:
 
         async def join(_: bytes) -> bytes:
             self.shared.again = index in self._had_joined
+            self.shared.expire(time.monotonic())
             self._had_joined.add(index)
             self._channels[index] = channel
             joined.set()
@@ -56,7 +57,7 @@ class Hub:
         that anybody has seen ever falls."""
         self._channels.pop(index, None)
         if (counted := self._counted.pop(index, None)) is not None:
-            self._retired = merge([self._retired, cumulative(counted)])
+            self._retired = merge([self._retired, cumulative(counted, GROWING_GAUGES)], GROWING_GAUGES)
 
     def tell(self, name: str) -> None:
         """All of them."""
@@ -66,9 +67,16 @@ class Hub:
     async def _share(self, index: int, body: bytes) -> bytes:
         change = msgspec.msgpack.decode(body, type=Change)
         self.shared.apply(change, time.monotonic())
+        unconfirmed: list[int] = []
         if not isinstance(change, TakenOver):
-            await self._call_all("change", change, but=index)
-        return NOTHING
+            asked = {other: channel for other, channel in self._channels.items() if other != index}
+            answers = await self._call_all("change", change, but=index)
+            unconfirmed = [
+                other
+                for other, channel in asked.items()
+                if other not in answers and self._channels.get(other) is channel  # the next one will know it
+            ]
+        return msgspec.msgpack.encode(unconfirmed)
 
     async def _ask(self, index: int, body: bytes) -> bytes:
         answers = await self._call_all("show", msgspec.msgpack.decode(body), but=index)

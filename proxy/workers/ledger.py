@@ -7,6 +7,7 @@ import math
 import mmap
 import os
 import struct
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import blake2b
@@ -25,7 +26,9 @@ class Ledger:
     """One account for each API key with limits, in a file in memory that all workers have mapped.
 
     An account is locked while it is read and written, by POSIX record locks: who dies with one gives it back. It
-    takes some microseconds; accounts of different keys do not meet.
+    takes some microseconds; accounts of different keys do not meet. One thread alone may lock accounts, and one at
+    a time: such a lock belongs to the process, and the kernel refuses (EDEADLK) what would be a deadlock if all of
+    a process waited for what one of its threads waits for. :meth:`writing` has another kind of lock therefore.
 
     ::
 
@@ -41,6 +44,8 @@ class Ledger:
         self._size = _TAG_BYTES + _BUCKETS.size + 4 * num_workers + 4 * (num_workers % 2)
         self._memory = mmap.mmap(descriptor, _HEAD.size + CAPACITY * self._size)
         self._known: dict[bytes, int] = {}
+        self._log_lock = threading.Lock()
+        self._log: int | None = None
 
     @classmethod
     def create(cls, num_workers: int) -> tuple[int, Ledger]:
@@ -71,9 +76,15 @@ class Ledger:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """To the access log, which all workers share; any thread."""
-        with self.locked(CAPACITY):
-            yield
+        """To the access log, which all workers share; any thread. Raises OSError."""
+        with self._log_lock:
+            if self._log is None:  # a file description of this process's own, which is what flock() goes by
+                self._log = os.open(f"/proc/self/fd/{self._descriptor}", os.O_RDWR | os.O_CLOEXEC)
+            fcntl.flock(self._log, fcntl.LOCK_EX)
+            try:
+                yield
+            finally:
+                fcntl.flock(self._log, fcntl.LOCK_UN)
 
     # ------------------------------------------------------------------ of one account, by its number
 

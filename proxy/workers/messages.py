@@ -6,9 +6,10 @@ import msgspec
 
 
 class Drained(msgspec.Struct, frozen=True, tag=True):
-    """An operator has taken an instance out of service, or back."""
+    """An operator has taken the instance at ``url`` out of service, or back."""
 
     name: str
+    url: str
     on: bool
 
 
@@ -29,9 +30,10 @@ class Left(msgspec.Struct, frozen=True, tag=True):
 
 class TakenOver(msgspec.Struct, frozen=True, tag=True):
     """The deployment file was read again and taken over, as each worker does by itself; ``config`` is what it has,
-    as JSON."""
+    as JSON, ``instances`` are those of it: URLs by name."""
 
     config: str
+    instances: dict[str, str]
 
 
 Change = Drained | Joined | Left | TakenOver
@@ -43,7 +45,7 @@ class Shared(msgspec.Struct, kw_only=True):
     ``config``: of the last :class:`TakenOver`, "" before the first. ``again``: the worker has had a life before.
     """
 
-    drained: set[str] = msgspec.field(default_factory=set)
+    drained: dict[str, Drained] = msgspec.field(default_factory=dict)
     joined: dict[str, Joined] = msgspec.field(default_factory=dict)
     config: str = ""
     again: bool = False
@@ -51,19 +53,31 @@ class Shared(msgspec.Struct, kw_only=True):
     def apply(self, change: Change, now_s: float) -> None:
         """From now on; leases that are over by ``now_s`` are forgotten."""
         match change:
-            case Drained(name, True):
-                self.drained.add(name)
-            case Drained(name, _):
-                self.drained.discard(name)
+            case Drained(name, on=True):
+                self.drained[name] = change
+            case Drained(name):
+                self.drained.pop(name, None)
             case Joined(name):
                 self.joined[name] = change
             case Left(name):
-                self.joined.pop(name, None)
-            case TakenOver(config):
+                self._forget(name)
+            case TakenOver(config, instances):
                 self.config = config
+                here = instances | {name: joined.url for name, joined in self.joined.items()}
+                for name in [name for name, drained in self.drained.items() if here.get(name) != drained.url]:
+                    del self.drained[name]
+        self.expire(now_s)
+
+    def expire(self, now_s: float) -> None:
+        """Forget whose lease is over by now."""
         for name in [name for name, joined in self.joined.items() if joined.deadline_s <= now_s]:
-            del self.joined[name]
+            self._forget(name)
+
+    def _forget(self, name: str) -> None:
+        """One that joins under this name later is another instance: no worker has it drained."""
+        self.joined.pop(name, None)
+        self.drained.pop(name, None)
 
     def changes(self) -> list[Change]:
         """Those that lead here from a fresh start, but for the deployment file."""
-        return [*self.joined.values(), *(Drained(name, True) for name in sorted(self.drained))]
+        return [*self.joined.values(), *self.drained.values()]

@@ -27,6 +27,8 @@ _PROGRAM = (sys.executable, "-P", "-m", "epd_serve.cli")
 #: Between two starts of a worker that does not live for long; it doubles up to the second.
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.1, 30.0
 _LIVES_S = 10.0
+#: For a worker to come to serve; programs that are loaded from a cold disk by a busy machine take long.
+_START_S = 120.0
 #: So many pings in a row go unanswered: a machine that was suspended misses one.
 _NUM_PINGS = 3
 #: Beyond what a worker gives its requests at the end.
@@ -89,6 +91,7 @@ class _Parent:
         self._arguments = arguments
         self._reloads = reloads
         self._hang_timeout_s = config.hang_timeout_s
+        self._start_s = None if config.hang_timeout_s is None else max(_START_S, config.hang_timeout_s)
         self._end_s = gateway.shutdown_delay_s + gateway.shutdown_grace_s + _END_S
         self._config = os.memfd_create("epd-serve-deployment")
         os.write(self._config, config.model_dump_json(exclude_unset=True).encode())
@@ -127,7 +130,7 @@ class _Parent:
     async def _keep(self, index: int, worker: _Worker | None) -> None:
         """Have worker ``index`` run until the end."""
         delay_s = _FIRST_DELAY_S
-        while not self._stopping.is_set():
+        while worker is not None or not self._stopping.is_set():  # one that has joined ends as all do
             try:
                 worker = worker or await self._start(index)
             except OSError as error:  # no memory for a process, say: that passes
@@ -178,7 +181,12 @@ class _Parent:
         """Kill a worker that stands still."""
         if self._hang_timeout_s is None:
             return
-        await worker.joined.wait()
+        try:
+            async with asyncio.timeout(self._start_s):
+                await worker.joined.wait()
+        except TimeoutError:
+            self._comes_too_late(index, worker)
+            return
         num_missed = 0
         while num_missed < _NUM_PINGS:
             interval_s = self._hang_timeout_s / _NUM_PINGS
@@ -194,12 +202,18 @@ class _Parent:
         logger.error("worker %d of the gateway answered nothing for %g s", index, self._hang_timeout_s)
         worker.kill()
 
+    def _comes_too_late(self, index: int, worker: _Worker) -> None:
+        logger.error("worker %d of the gateway did not come to serve within %g s", index, self._start_s)
+        worker.kill()
+
     async def _has_joined(self, worker: _Worker) -> bool:
         """Whether the worker has come to serve, and not to its end."""
         either = {asyncio.create_task(worker.joined.wait()), asyncio.create_task(worker.process.wait())}
         either.add(asyncio.create_task(self._stopping.wait()))
         try:
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED, timeout=self._start_s)
+            if not done:
+                self._comes_too_late(0, worker)
         finally:
             for task in either:
                 task.cancel()

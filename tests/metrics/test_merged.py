@@ -3,7 +3,7 @@
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.parser import text_string_to_metric_families
 
-from epd_serve.metrics.gateway import SUMMED_GAUGES, GatewayMetrics, InstanceFigures
+from epd_serve.metrics.gateway import GROWING_GAUGES, SUMMED_GAUGES, GatewayMetrics, InstanceFigures
 from epd_serve.metrics.merged import cumulative, exposition, families_of, merge
 
 
@@ -41,6 +41,18 @@ def test_what_has_ended_keeps_its_counts_and_no_state():
     ended = cumulative(families_of(registry(2, 0.5)))
     found = samples(exposition(merge([ended, families_of(registry(3, 1.5))], {"running"})))
     assert (found["hits_total", (("kind", "a"),)], found["running", ()]) == (5, 3)
+
+
+def test_lines_of_the_access_log_stay_counted_and_sums_of_state_do_not():
+    metrics = GatewayMetrics()
+    metrics.watch_access_log(lambda: 5, lambda: 2)
+    metrics.watch_admission(lambda: 3, lambda: 4)
+    now = metrics.families([])
+    retired = merge([cumulative(now, GROWING_GAUGES)] * 2, GROWING_GAUGES)
+    found = samples(exposition(merge([retired, now], SUMMED_GAUGES)))
+    assert found["epd_serve_access_log_lines", ()] == 15
+    assert found["epd_serve_access_log_dropped_lines", ()] == 6
+    assert found["epd_serve_num_requests_running", ()] == 3
 
 
 def test_one_part_is_shown_as_it_is():

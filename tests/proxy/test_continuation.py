@@ -6,6 +6,7 @@ import json
 import pytest
 
 from epd_serve.protocol import frames
+from proxy.failover import Failover
 
 TOKENS = range(1, 7)
 
@@ -133,6 +134,33 @@ async def test_several_choices_go_on_each_by_itself(start, kit):
     assert {c: [n for n in numbers if n // 10 == c] for c in whole} == whole
     assert json.loads(told[6:])["usage"] == {"prompt_tokens": 5, "completion_tokens": 7, "total_tokens": 12}
     assert died == [[11]]
+    await gateway.settle()
+
+
+@pytest.mark.parametrize("max_attempts", [1, 2, 3])
+async def test_attempts_of_several_choices_are_bounded(start, kit, max_attempts):
+    """The continuation of a choice is an attempt of the request, and not sent where the request has failed."""
+    gateway = await start(*(f"a{i}:EPD" for i in range(4)), failover=Failover(max_attempts=max_attempts))
+    where = {}
+
+    def script_of(name):
+        def script(message):
+            where.setdefault(message.sampling.first_choice if message.sampling.n == 1 else None, []).append(name)
+            number = 1 + len(message.generated)
+            frames = [of_choice(0, number), of_choice(1, 10 + number), of_choice(2, 20 + number)]
+            return [kit.FRAMES, *frames[: message.sampling.n], kit.DIE]
+
+        return script
+
+    for name, fake in gateway.fakes.items():
+        fake.scripts["/stage/prefill"] = script_of(name)
+    answer = await gateway.raw(kit.chat(stream=True, n=3))
+    assert answer.count(b'data: {"error"') == 1 and b"[DONE]" not in answer
+    (first,) = where.pop(None)
+    assert bool(where) == (max_attempts > 1)
+    for names in where.values():
+        assert first not in names and len(set(names)) == len(names) < max_attempts
+    assert max_attempts == 1 or max(map(len, where.values())) == max_attempts - 1
     await gateway.settle()
 
 
