@@ -127,7 +127,7 @@ def create_app(
                 running = running_admin(admin, settings.admin, crew.admin_socket())
                 app.state.admin_url = await stack.enter_async_context(running)
             if app.state.orders is not None and crew.leads:
-                departures = Departures(table, switches, calls, health)
+                departures = Departures(switches, calls)
                 routers = [
                     switches_router(switches),
                     orders_router(table, departures, hold, app.state.orders, crew),

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,6 @@ from epd_serve.errors import Conflict, InvalidRequest, StageTimeout
 from epd_serve.protocol.wire import LeaveOrder
 from epd_serve.routing.table import InstanceTable
 from proxy.admin import QuietServer
-from proxy.health import Health
 from proxy.http import BoundedHttp
 from proxy.switches import Switches
 from proxy.workers.crew import Crew
@@ -50,37 +49,47 @@ class Hold:
 class Departures:
     """Has instances finish what they have, so that they can be ended."""
 
-    def __init__(
-        self, table: InstanceTable, switches: Switches, calls: Mapping[str, StageCalls], health: Health
-    ) -> None:
-        self._table = table
+    def __init__(self, switches: Switches, calls: Mapping[str, StageCalls]) -> None:
         self._switches = switches
         self._calls = calls
-        self._health = health
 
     async def leave(self, name: str, order: LeaveOrder) -> float:
         """Return when nothing is left of what it had, with the seconds that it took. It gets nothing new.
 
+        Cancelled before, it serves on.
+
         Raises:
             InvalidRequest: there is no such instance, or none that can be asked to leave.
-            Conflict: a stage would be left without an instance.
+            Conflict: it is leaving or on its way to another role, or a stage would be left without an instance.
             StageTimeout: it was not empty by the deadline; it serves on.
         """
-        record, calls = self._switches.find(name), self._calls[name]
+        self._switches.find(name)
+        calls = self._calls[name]
         if not isinstance(calls, NativeInstance):
             raise InvalidRequest(f"instance {name} runs on an engine that cannot be told to leave")
-        if record.ready:
-            self._switches.check_floor(record)
-        self._health.hold(name)
-        try:
-            async with asyncio.timeout(order.deadline_s + _MARGIN_S):
-                return (await calls.leave(order)).seconds
-        except BaseException as error:
-            if self._table.get(name) is record:
-                self._health.hold(name, False)
-            if isinstance(error, TimeoutError):
+        with self._switches.leaving(name):
+            try:
+                async with asyncio.timeout(order.deadline_s + _MARGIN_S):
+                    return (await calls.leave(order)).seconds
+            except TimeoutError as error:
                 raise StageTimeout(f"instance {name} did not say whether it is empty") from error
-            raise
+
+
+async def _while_asked(request: Request, work: Coroutine[Any, Any, float]) -> float | None:
+    """What comes of the work; None where the caller left before, and the work is cancelled then."""
+    task, gone = asyncio.create_task(work), asyncio.create_task(_gone(request))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        return await task if task.done() else None
+    finally:
+        task.cancel()
+        gone.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 @dataclass(frozen=True)
@@ -123,9 +132,10 @@ def orders_router(
 
     @router.post("/instances/{name}/leave")
     async def leave(name: str, request: Request) -> JSONResponse:
-        """Answers when nothing is left of what it had."""
+        """Answers when nothing is left of what it had; if the caller does not wait for that, it serves on."""
         order = LeaveOrder(**await request.json())
-        return JSONResponse({"instance": name, "seconds": await departures.leave(name, order)})
+        seconds = await _while_asked(request, departures.leave(name, order))
+        return JSONResponse({"instance": name, "seconds": seconds})
 
     @router.post("/reload")
     async def reload_now() -> JSONResponse:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -48,6 +49,7 @@ class Switches:
         self._calls = calls
         self._health = health
         self._ordered: dict[str, Role] = {}
+        self._leaving: set[str] = set()
 
     def find(self, name: str) -> InstanceRecord:
         """Raises NoSuchInstance."""
@@ -62,7 +64,7 @@ class Switches:
 
         Raises:
             NoSuchInstance, InvalidRequest: there is none, or it cannot have that role.
-            Conflict: it is on its way to another role, or a stage would be left without an instance.
+            Conflict: it is leaving or on its way to another role, or a stage would be left without an instance.
             StageTimeout: it was not empty by the deadline; it serves its old role again.
             ServeError: as it answers.
         """
@@ -74,8 +76,8 @@ class Switches:
         if not isinstance(calls, NativeInstance):
             raise InvalidRequest(f"instance {name} runs on an engine that keeps its role; start another one")
         is_call_back = role == record.role and name in self._ordered
-        if name in self._ordered and not is_call_back:
-            raise Conflict(f"instance {name} is on its way from {record.role} to {self._ordered[name]}")
+        if not is_call_back:
+            self._check_idle(record)
         if is_call_back:
             return await self._ask(name, calls, order)
         if role != record.role:
@@ -90,6 +92,36 @@ class Switches:
                 await self._look(record, calls)
                 if self._table.get(name) is record:  # it may have left meanwhile
                     self._health.hold(name, False)
+
+    @contextmanager
+    def leaving(self, name: str) -> Iterator[InstanceRecord]:
+        """While it lasts the instance gets nothing new and no other order; where it fails it gets work again.
+
+        Raises:
+            NoSuchInstance: there is none.
+            Conflict: it is leaving or on its way to another role, or a stage would be left without an instance.
+        """
+        record = self.find(name)
+        self._check_idle(record)
+        if record.ready:
+            self.check_floor(record)
+        self._leaving.add(name)
+        self._health.hold(name)
+        try:
+            yield record
+        except BaseException:
+            if self._table.get(name) is record:
+                self._health.hold(name, False)
+            raise
+        finally:
+            self._leaving.discard(name)
+
+    def _check_idle(self, record: InstanceRecord) -> None:
+        name = record.name
+        if name in self._ordered:
+            raise Conflict(f"instance {name} is on its way from {record.role} to {self._ordered[name]}")
+        if name in self._leaving:
+            raise Conflict(f"instance {name} is leaving")
 
     async def _ask(self, name: str, calls: NativeInstance, order: RoleOrder) -> RoleChanged:
         try:

@@ -64,8 +64,10 @@ def give_tokens(body: Body, tokens: list[int]) -> None:
 class KnownTokens(VllmCall):
     """A call whose answer comes in frames (:mod:`epd_serve.protocol.frames`).
 
-    Events wait for the next that has text: vLLM says nothing of a token that is a part of a character, and whoever
-    goes on must do so behind whole characters. The last ones wait for the end: what has ended is not gone on with.
+    Events wait for the next that has the text of one token: vLLM says nothing of a token that is a part of a
+    character, and whoever goes on must do so behind whole characters. Of several tokens in one event, which vLLM
+    makes where its reader lags, the text may end before the last. The last events wait for the end: what has ended
+    is not gone on with.
 
     Attributes:
         prompt: in tokens, where this is the rest of an answer: what vLLM has to say that it computed.
@@ -109,7 +111,7 @@ class KnownTokens(VllmCall):
         self._tokens += tokens or ()
         self._events += DATA + msgspec.json.encode(answer) + END_OF_EVENT
         self._has_ended = self._has_ended or bool(choice.get("finish_reason"))
-        if not text or self._has_ended:
+        if not text or self._has_ended or len(tokens or ()) != 1:
             return b""
         frame = pack(0, self._tokens, self._events)
         self._tokens, self._events = [], b""

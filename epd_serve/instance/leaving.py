@@ -39,6 +39,7 @@ class Leaving:
     def __init__(self, instance: Leaver, clock: Callable[[], float] = time.monotonic) -> None:
         self._instance = instance
         self._clock = clock
+        self._is_under_way = False
 
     def routes(self) -> list[tuple[str, str, Handler]]:
         """(method, path, handler)."""
@@ -52,20 +53,24 @@ class Leaving:
 
         Raises:
             Unavailable: it is loading its model.
-            Conflict: it is on its way to another role.
+            Conflict: it is on its way to another role, or somebody else has it leave.
             StageTimeout: something was still there at the deadline; it serves on.
         """
         instance, began = self._instance, self._clock()
         instance.check_started()
         if not instance.switching.machine.is_serving:
             raise Conflict("it is on its way to another role")
-        instance.draining, is_empty = True, False
+        if self._is_under_way:
+            raise Conflict("it is leaving already")
+        self._is_under_way = instance.draining = True
+        is_empty = False
         logger.info("leaving: draining")
         try:
             instance.state_changed()
             await self._drain(order, began)
             is_empty = True
         finally:
+            self._is_under_way = False
             if not is_empty:
                 instance.draining = False
                 instance.state_changed()

@@ -25,6 +25,7 @@ class Stages(Protocol):
     """What is switched: see :class:`~epd_serve.instance.instance.Instance`."""
 
     options: InstanceOptions
+    draining: bool
 
     def check_ready(self) -> None: ...
 
@@ -79,7 +80,7 @@ class Switching:
 
         Raises:
             InvalidRequest: it cannot have that role.
-            Conflict: it is on its way to another, or was called back.
+            Conflict: it is leaving or on its way to another, or was called back.
             StageTimeout: something was still there at the deadline; it serves its old role again.
             ServeError: the stages could not be made; likewise.
         """
@@ -94,6 +95,8 @@ class Switching:
             return wire.RoleChanged(str(role), str(role), machine.epoch, self._clock() - began)
         if not machine.is_serving:
             raise Conflict(f"it is {machine.state} on its way from {machine.role} to {machine.wanted}")
+        if self._stages.draining:
+            raise Conflict("it is leaving; it takes no other role")
         try:
             in_role(self._stages.options, role)
         except ValueError as error:

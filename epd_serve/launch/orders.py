@@ -11,6 +11,9 @@ import aiohttp
 import msgspec
 
 _AGAIN_S = 0.1
+#: An order's own deadline is this part of the time that is left, and at most so many seconds, before its end: its
+#: answer comes while somebody waits for it.
+_MARGIN, _MAX_MARGIN_S = 0.1, 2.0
 #: Somebody is starting again, or is on the way to something else.
 _PASSING = frozenset({409, 429, 502, 503})
 
@@ -26,13 +29,16 @@ class GatewayOrders:
         self._path = path
 
     async def give(self, method: str, path: str, body: dict[str, Any] | None, deadline_s: float) -> Any:
-        """The answer. Raises OrderRefused with the reason."""
+        """The answer. A ``deadline_s`` in the body is cut to what is left of the one here.
+
+        Raises OrderRefused with the reason.
+        """
         loop = asyncio.get_running_loop()
         deadline, reason = loop.time() + deadline_s, "the gateway does not answer"
         while (left_s := deadline - loop.time()) > 0:
             try:
                 async with asyncio.timeout(left_s):
-                    status, content = await self._ask(method, path, body)
+                    status, content = await self._ask(method, path, _within(body, left_s))
             except (aiohttp.ClientError, OSError, msgspec.DecodeError) as error:  # it is starting again
                 reason = f"the gateway does not answer ({error})"
             except TimeoutError:
@@ -64,3 +70,9 @@ class GatewayOrders:
             session.request(method, f"http://gateway{path}", json=body) as answer,
         ):
             return answer.status, msgspec.json.decode(await answer.read())
+
+
+def _within(body: dict[str, Any] | None, left_s: float) -> dict[str, Any] | None:
+    if body is None or "deadline_s" not in body:
+        return body
+    return body | {"deadline_s": min(body["deadline_s"], left_s - min(_MAX_MARGIN_S, _MARGIN * left_s))}

@@ -88,6 +88,46 @@ async def test_tokens_are_out_with_their_text(pool: HttpPool) -> None:
     call.close()
 
 
+async def test_merged_tokens_are_out_with_the_next_whole_character(pool: HttpPool) -> None:
+    """vLLM makes one event of several tokens where its reader lags: the text may end before the last of them."""
+    call = known(pool, asked())
+    said = [
+        chunk(None, prompt_token_ids=PROMPT),
+        chunk("a", [1, 2]),  # and the first part of é
+        chunk("é", [3]),
+        chunk("b", [4, 5]),  # and the first part of 語
+        chunk("", [6]),
+        chunk("語", [7]),
+        chunk("c", [8]),
+        chunk("d", [9, 10]),
+    ]
+    whole = whole_frames(b"".join(map(call.passed, said)))
+    assert [(choice, tokens) for choice, tokens, _ in whole] == [(0, [1, 2, 3]), (0, [4, 5, 6, 7]), (0, [8])]
+    assert [texts(events) for _, _, events in whole] == [["", "a", "é"], ["b", "", "語"], ["c"]]
+    end = whole_frames(call.passed(chunk("", [], "length")) + call.passed(b"data: [DONE]"))
+    assert [(choice, tokens) for choice, tokens, _ in end] == [(END, [9, 10])]
+    assert texts(end[0][2]) == ["d", ""]
+    call.close()
+
+
+@given(text=st.text("aé語🙂", min_size=1, max_size=12), data=st.data())
+async def test_what_is_out_is_what_counts(text: str, data: st.DataObject) -> None:
+    """Tokens are bytes; however they are merged, those of all frames make the text of all frames."""
+    async with NativeConnections() as connections:
+        call = known(connections.pool("d0", "http://127.0.0.1:1"), asked())
+        tokens, out, counted, shown = list(text.encode()), b"", 0, 0
+        while counted < len(tokens):
+            counted += data.draw(st.integers(1, min(3, len(tokens) - counted)))
+            so_far = bytes(tokens[:counted]).decode(errors="ignore")
+            begin = sum(len(ids) for _, ids, _ in whole_frames(out)) + len(call._tokens)
+            out += call.passed(chunk(so_far[shown:], tokens[begin:counted]))
+            shown = len(so_far)
+            frames = whole_frames(out)
+            said = "".join(one for _, _, events in frames for one in texts(events))
+            assert bytes(token for _, ids, _ in frames for token in ids) == said.encode()
+        call.close()
+
+
 async def test_the_rest_of_an_answer_is_without_its_opening(pool: HttpPool) -> None:
     call = known(pool, asked([1, 2]), [*PROMPT, 1, 2])
     said = [

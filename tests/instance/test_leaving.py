@@ -77,6 +77,11 @@ async def test_what_has_begun_goes_on_elsewhere_or_keeps_it_here(tmp_path: Path)
             cancelled = asyncio.create_task(leaving.leave(wire.LeaveOrder()))
             while not instance.draining:  # noqa: ASYNC110
                 await asyncio.sleep(0)
+            with pytest.raises(Conflict, match="leaving already"):
+                await leaving.leave(wire.LeaveOrder())
+            with pytest.raises(Conflict, match="leaving"):
+                await instance.switching.order(wire.RoleOrder(role="P"))
+            assert instance.draining
             cancelled.cancel()
             await asyncio.gather(cancelled, return_exceptions=True)
             assert instance.info().ready, "whoever ordered it is gone"

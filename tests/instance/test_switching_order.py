@@ -21,6 +21,7 @@ class Stages:
 
     def __init__(self, when_asked: Callable[[], object]) -> None:
         self.options = InstanceOptions(name="p0", role=Role.parse("P"), model=Path("m"), served_model_name="m")
+        self.draining = False
         self.when_asked = when_asked
         self.num_asked = 0
         self.rebuilt: list[str] = []
@@ -59,3 +60,14 @@ async def test_a_call_back_in_the_moment_that_the_last_work_ends_is_heard() -> N
     back = await calls[0]
     assert (back.old, back.new) == ("P", "P")
     assert stages.rebuilt == [] and str(switching.machine.role) == "P" and switching.machine.is_serving
+
+
+async def test_one_that_leaves_takes_no_other_role() -> None:
+    stages = Stages(lambda: None)
+    switching = Switching(stages, stages.options.role)
+    stages.draining = True
+    with pytest.raises(Conflict, match="leaving"):
+        await switching.order(wire.RoleOrder(role="D"))
+    assert switching.machine.is_serving and stages.num_asked == 0
+    stages.draining = False
+    assert (await switching.order(wire.RoleOrder(role="D"))).new == "D"

@@ -39,7 +39,7 @@ class Launched:
     @property
     def departures(self) -> Departures:
         state = self.gateway.app.state
-        return Departures(state.table, state.switches, state.switches._calls, state.health)
+        return Departures(state.switches, state.switches._calls)
 
     def app(self) -> Any:
         state, crew = self.gateway.app.state, Crew()
@@ -77,6 +77,56 @@ async def test_one_that_does_not_get_empty_gets_work_again(launched: Launched, k
     with pytest.raises(OrderRefused, match="3 calls are left"):
         await launched.orders.give("POST", "/instances/p1/leave", {}, 10)
     assert launched.gateway.table["p1"].accepting
+
+
+async def test_one_whose_caller_is_gone_gets_work_again(launched: Launched, kit: Any) -> None:
+    gateway, path = launched.gateway, "/instances/p1/leave"
+    p1, record = gateway["p1"], gateway.table["p1"]
+    p1.scripts["/leave"] = lambda _: [kit.FOREVER]
+    asking = asyncio.create_task(launched.orders.give("POST", path, {"deadline_s": 600}, 600))
+    await gateway.until(lambda: bool(p1.got("/leave")))
+    assert not record.accepting
+    asking.cancel()
+    await gateway.until(lambda: record.accepting and bool(p1.cancelled))
+    assert len(p1.got("/leave")) == 1
+    p1.scripts["/leave"] = lambda _: [(200, {}), wire.encode(Left(0.25))]
+    assert (await launched.orders.give("POST", path, {}, 10))["seconds"] == 0.25
+
+
+async def test_what_an_instance_is_told_ends_before_nobody_waits_for_it(launched: Launched, kit: Any) -> None:
+    launched.gateway["p1"].scripts["/leave"] = lambda _: kit.fail(409, "it is on its way to another role")
+    with pytest.raises(OrderRefused, match=r"another role; 0\.5 s are over"):
+        await launched.orders.give("POST", "/instances/p1/leave", {"deadline_s": 60, "patience_s": 0}, 0.5)
+    told = [order.deadline_s for order in launched.gateway["p1"].got("/leave")]
+    assert told and all(0 < deadline_s < 0.5 for deadline_s in told)
+    assert told == sorted(told, reverse=True), "each has what is left"
+
+
+async def test_an_instance_has_one_order_at_a_time(launched: Launched, kit: Any) -> None:
+    gateway, departures, switches = launched.gateway, launched.departures, launched.gateway.app.state.switches
+    p1, record, go_on = gateway["p1"], gateway.table["p1"], asyncio.Event()
+    p1.scripts["/role"] = lambda _: [go_on.wait, (200, {}), wire.encode(wire.RoleChanged("P", "P", 0, 0.1))]
+    switching = asyncio.create_task(switches.order("p1", wire.RoleOrder(role="D")))
+    await gateway.until(lambda: bool(p1.got("/role")))
+    with pytest.raises(Conflict, match="on its way from P to D"):
+        await departures.leave("p1", wire.LeaveOrder())
+    assert not record.accepting, "the switch goes on"
+    go_on.set()
+    await switching
+    assert record.accepting and not p1.got("/leave")
+
+    go_on.clear()
+    p1.scripts["/leave"] = lambda _: [go_on.wait, (200, {}), wire.encode(Left(0.25))]
+    leaving = asyncio.create_task(departures.leave("p1", wire.LeaveOrder()))
+    await gateway.until(lambda: bool(p1.got("/leave")))
+    with pytest.raises(Conflict, match="is leaving"):
+        await switches.order("p1", wire.RoleOrder(role="D"))
+    with pytest.raises(Conflict, match="is leaving"):
+        await departures.leave("p1", wire.LeaveOrder())
+    assert not record.accepting, "it leaves on"
+    go_on.set()
+    assert await leaving == 0.25 and not record.accepting
+    assert len(p1.got("/role")) == len(p1.got("/leave")) == 1
 
 
 async def test_files_and_the_controller(launched: Launched) -> None:
