@@ -23,9 +23,10 @@ def apply(
         bool, typer.Option("--topology-only", help="Of the file, take topology and devices alone.")
     ] = False,
     dry: Annotated[bool, typer.Option("--dry-run", help="Print the steps and take none.")] = False,
-    deadline: Annotated[float, typer.Option(min=0.001, help="Seconds for each step.")] = 300.0,
+    deadline: Annotated[float, typer.Option(min=0.001, max=3600, help="Seconds for each step.")] = 300.0,
     patience: Annotated[
-        float, typer.Option(min=0, help="Seconds for which running answers may end there; then others go on.")
+        float,
+        typer.Option(min=0, max=3600, help="Seconds for which running answers may end there; then others go on."),
     ] = 1.0,
 ) -> None:
     """Change a running deployment to another file, without a failed request.

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,7 @@ class Applier:
         self._before_start = before_start
         self._told = told
         self._under_way = ""
+        self._checks = count()
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -106,8 +108,7 @@ class Applier:
     # ------------------------------------------------------------------ before the first step
 
     async def _checked(self, config: DeploymentConfig) -> tuple[DeploymentConfig, Difference]:
-        if any(one.num_restarts == 0 and one.state in _STARTING for one in self._supervisor.processes):
-            raise ValueError("the deployment is still starting; wait until it is ready")
+        self._check_started()
         old, port = self._holdings.config, self._holdings.ports.gateway
         notes = []
         if config.gateway.host != old.gateway.host or config.gateway.port not in (old.gateway.port, port):
@@ -118,7 +119,7 @@ class Applier:
         if self._holdings.orders is None:
             raise ValueError("this deployment was started without a way to change it")
         found = difference(self._holdings, config)
-        file = self._holdings.write_gateway_file(config, "deployment.checked.yaml")
+        file = self._holdings.write_gateway_file(config, f"deployment.checked-{next(self._checks)}.yaml")
         try:
             left = (await self._order("POST", "/check", {"file": str(file)}, _GATEWAY_S))["left"]
         except OrderRefused as error:
@@ -130,7 +131,13 @@ class Applier:
                 f"the gateway would need another start for {', '.join(left)}: stop the deployment and start it "
                 "from the new file"
             )
+        self._check_started()
         return config, Difference(steps=found.steps, to_start=found.to_start, notes=(*notes, *found.notes))
+
+    def _check_started(self) -> None:
+        processes = self._supervisor.processes  # none before all have been started
+        if not processes or any(one.num_restarts == 0 and one.state in _STARTING for one in processes):
+            raise ValueError("the deployment is still starting; wait until it is ready")
 
     # ------------------------------------------------------------------ the steps
 
@@ -152,6 +159,11 @@ class Applier:
                     break
                 await self._take_all(found, limits, say)
                 found = difference(holdings, config)
+            if found.steps:
+                raise ApplyStopped(
+                    f"roles were changed by others meanwhile; after {_MOST_PLANS} plans there is still to do: "
+                    f"{', '.join(map(str, found.steps))}\n{self._serves_on()}"
+                )
             holdings.config = config
             await self._tell_gateway(limits)
         except OrderRefused as error:
@@ -249,10 +261,10 @@ class Applier:
         if isinstance(error, ProcessDied):
             tail = "; ".join(line.strip() for line in error.log_tail[-_TAIL_LINES:])
             reason = f"it died: {error.how} ({tail}); its log is {error.log_file}"
+        return f"step {number + 1} of {len(steps)} failed: {steps[number]}: {reason}\n{self._serves_on()}"
+
+    def _serves_on(self) -> str:
         with suppress(ValueError, OSError):
             self._holdings.look()
         now = ", ".join(f"{name} ({one.options.role})" for name, one in self._holdings.live.items())
-        return (
-            f"step {number + 1} of {len(steps)} failed: {steps[number]}: {reason}\n"
-            f"The deployment serves on with {now}; apply a file again to go on from there"
-        )
+        return f"The deployment serves on with {now}; apply a file again to go on from there"

@@ -38,7 +38,7 @@ from epd_serve.launch.process import (
     RunningProcess,
     spawn,
 )
-from epd_serve.launch.runtime import RuntimeDirectory
+from epd_serve.launch.runtime import AddressTaken, RuntimeDirectory
 from epd_serve.launch.supervisor import Supervisor
 from epd_serve.launch.vllm import vllm_instance_specs
 from epd_serve.types import Role
@@ -87,7 +87,8 @@ class LocalDeployment:
 
         With ``control`` it can be changed while it runs, by :meth:`apply` and by ``epd-serve apply``.
 
-        Raises ValueError where a port is taken, or the model or a package is not there.
+        Raises ValueError where a port is taken, by a gateway that is being started again too, or the model or a
+        package is not there.
         """
         config = resolved(config)
         model_path(config.model)  # the first thing to get right, whichever ports are taken
@@ -244,6 +245,8 @@ class LocalDeployment:
     def _make_runtime(self, host: str, port: int) -> RuntimeDirectory | None:
         try:
             return RuntimeDirectory.make(host, port)
+        except AddressTaken:
+            raise
         except ValueError as error:
             self.no_control = str(error)
             return None
@@ -251,9 +254,17 @@ class LocalDeployment:
     async def _make_forkable(self, spec: ProcessSpec) -> None:
         """Before a process is added: one that was alone at the start had no use for a fork server."""
         if self._fork_server is None and spec.can_fork:
-            self._fork_server = self._fork_server_for([spec, spec])
-            if self._fork_server is not None:
-                await self._fork_server.start()
+            server = self._fork_server_for([spec, spec])
+            if server is None:
+                return
+            try:
+                await server.start()
+            except BaseException as error:
+                await server.close()
+                if isinstance(error, OSError):  # the process is spawned
+                    return
+                raise
+            self._fork_server = server  # processes that start meanwhile could not use it yet
 
     async def _start(self, spec: ProcessSpec, log_file: Path) -> RunningProcess:
         if self._fork_server is not None and spec.can_fork:

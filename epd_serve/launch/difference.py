@@ -21,6 +21,8 @@ from epd_serve.topology.change import Part, Step, StepKind, plan_change
 #: Keys that all processes of a deployment have in common, or that its launcher keeps.
 _COMMON = ("engine", "dtype", "cluster_key", "feature_store", "mooncake", "restart", "hang_timeout_s", "trace")
 _COMMON_INSTANCES = ("host", "share_weights", "preload")
+#: Those of the gateway that its command line and the launcher's patience with it follow.
+_COMMON_GATEWAY = ("workers", "shutdown_delay_s", "shutdown_grace_s")
 #: Options that two processes of the same kind may differ in.
 _OWN = frozenset({"name", "role", "port", "threads", "device_board", "switch_dir"}) | REBUILT
 #: What an instance that only encodes does not look at.
@@ -54,8 +56,15 @@ def check_same_deployment(old: DeploymentConfig, new: DeploymentConfig) -> None:
         for key in _COMMON_INSTANCES
         if getattr(old.instances, key) != getattr(new.instances, key)
     ]
-    if old.gateway.workers != new.gateway.workers:
-        other.append("gateway.workers")
+    if old.instances.keep_weights != new.instances.keep_weights and old.keeps_other_roles != new.keeps_other_roles:
+        other.append("instances.keep_weights")
+    other += [
+        f"gateway.{key}" for key in _COMMON_GATEWAY if getattr(old.gateway, key) != getattr(new.gateway, key)
+    ]
+    if old.elastic.enabled != new.elastic.enabled:
+        other.append("elastic.enabled")
+    if old.elastic.drift.enabled != new.elastic.drift.enabled:
+        other.append("elastic.drift.enabled")
     if other:
         raise ValueError(
             f"a change of {', '.join(other)} needs another start: stop the deployment and start it from the "

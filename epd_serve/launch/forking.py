@@ -86,9 +86,13 @@ class ForkServer:
     async def start(self) -> None:
         """Start it; returns before it has imported anything. Raises OSError."""
         ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = await self._spawn(theirs)
-        reader, self._writer = await asyncio.open_unix_connection(sock=ours)
+        try:
+            with theirs:
+                self._process = await self._spawn(theirs)
+            reader, self._writer = await asyncio.open_unix_connection(sock=ours)
+        except BaseException:
+            ours.close()
+            raise
         self._usable = asyncio.get_running_loop().create_future()
         self._reading = asyncio.create_task(self._read(reader))
 

@@ -82,13 +82,16 @@ class Holdings:
     def write_gateway_file(self, config: DeploymentConfig, name: str = GATEWAY_FILE) -> Path:
         """The gateway's file: ``config`` with the instances that there are. It is replaced in one step."""
         file = self.directory / name
-        new = file.with_suffix(".part")
-        new.unlink(missing_ok=True)
-        new.touch(mode=0o600)  # it may hold the API key
         whole = change_config(config, {"gateway": {"instances": None}})
         whole = change_config(whole, {"gateway": {"instances": self.urls}})
-        new.write_text(whole.model_dump_json(exclude_unset=True), encoding="utf-8")  # JSON is YAML
-        new.replace(file)
+        new = file.with_suffix(".part")
+        new.unlink(missing_ok=True)
+        try:
+            new.touch(mode=0o600)  # it may hold the API key
+            new.write_text(whole.model_dump_json(exclude_unset=True), encoding="utf-8")  # JSON is YAML
+            new.replace(file)
+        finally:
+            new.unlink(missing_ok=True)
         return file
 
 

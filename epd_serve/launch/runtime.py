@@ -24,6 +24,10 @@ def runtime_root() -> Path:
     return Path("/tmp") / f"epd-serve-{os.getuid()}"
 
 
+class AddressTaken(ValueError):
+    """A deployment that runs has this address."""
+
+
 @dataclass(frozen=True, slots=True)
 class RuntimeDirectory:
     """Of one deployment."""
@@ -34,7 +38,8 @@ class RuntimeDirectory:
     def make(cls, host: str, port: int) -> RuntimeDirectory:
         """For the deployment whose gateway listens there; what another one left is taken away.
 
-        Raises ValueError where others could get in, or there is no room for it.
+        Raises AddressTaken where that one still runs, and ValueError where others could get in, or there is no
+        room for it.
         """
         root = runtime_root()
         directory = cls(root / f"{host}:{port}")
@@ -45,6 +50,11 @@ class RuntimeDirectory:
         try:
             root.mkdir(mode=0o700, parents=True, exist_ok=True)
             _check_private(root)
+            if _listens(directory.control):
+                raise AddressTaken(
+                    f"a deployment of this user has {host} port {port}, though its gateway is not up just now; "
+                    "stop it, or set gateway.port to another one"
+                )
             shutil.rmtree(directory.path, ignore_errors=True)
             directory.path.mkdir(mode=0o700, exist_ok=True)
         except OSError as error:

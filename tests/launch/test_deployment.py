@@ -1,3 +1,4 @@
+import asyncio
 import sys
 from pathlib import Path
 from typing import Any
@@ -78,3 +79,23 @@ def test_the_supervisor_is_told_how_long_a_hang_may_last(
 def test_a_hang_timeout_is_a_number_of_seconds(value: str) -> None:
     with pytest.raises(ValueError, match="hang_timeout_s"):
         parse_config(f"hang_timeout_s: {value}")
+
+
+async def test_what_starts_beside_a_fork_server_that_is_starting_is_spawned(tmp_path: Path, fakes: Any) -> None:
+    alone = "topology: EPD\ninstances: {base_port: 0}\ngateway: {port: 0}"
+    async with LocalDeployment(parse_config(alone), log_dir=tmp_path / "logs", ready_timeout_s=60) as deployment:
+        unusable = tmp_path / "logs" / "fork-server.log"
+        unusable.mkdir()
+        spec = fakes.spec("e1", can_fork=True)
+        await deployment._make_forkable(spec)
+        assert deployment._fork_server is None
+        unusable.rmdir()
+        making = asyncio.create_task(deployment._make_forkable(spec))
+        await asyncio.sleep(0)
+        assert not making.done()
+        spawned = await deployment._start(spec, tmp_path / "e1.log")
+        await making
+        assert isinstance(spawned, asyncio.subprocess.Process)
+        assert deployment._fork_server is not None
+        spawned.terminate()
+        await spawned.wait()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from epd_serve.launch.runtime import RuntimeDirectory, find_deployment, running_deployments
+from epd_serve.launch.runtime import AddressTaken, RuntimeDirectory, find_deployment, running_deployments
 
 
 @pytest.fixture
@@ -55,6 +55,13 @@ def test_one_that_was_killed_is_not_found_and_its_place_can_be_taken(root: Path)
     with launcher("127.0.0.1", 8000) as control:
         assert running_deployments() == {"127.0.0.1:8000": control}
     assert running_deployments() == {}
+
+
+def test_the_directory_of_one_that_runs_is_left_alone(root: Path) -> None:
+    with launcher("127.0.0.1", 8000) as control:
+        with pytest.raises(AddressTaken, match=r"127\.0\.0\.1 port 8000"):
+            RuntimeDirectory.make("127.0.0.1", 8000)
+        assert running_deployments() == {"127.0.0.1:8000": control}
 
 
 def test_no_directory_that_others_can_enter(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,127 @@
+"""What the launcher does about an apply before its first step and after its last one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from epd_serve.config import change_config, parse_config
+from epd_serve.config.role_files import remember, write_role_settings
+from epd_serve.launch import Supervisor
+from epd_serve.launch.applying import Applier, ApplyLimits, ApplyStopped
+from epd_serve.launch.commands import prepare_instances
+from epd_serve.launch.holdings import Holdings, resolved
+from epd_serve.launch.ports import Ports
+from epd_serve.launch.process import ProcessSpec
+
+CONFIG = resolved(parse_config("topology: 2E-P-D\ninstances: {base_port: 0}\ngateway: {api_key: secret}"))
+OTHER = change_config(CONFIG, {"topology": "E-2P-D"})
+
+
+@dataclass
+class Gateway:
+    """It takes every order; who orders a switch finds that somebody else has switched the instance back."""
+
+    held: Holdings
+    switches: int = 0
+    files: list[Path] = field(default_factory=list)
+    two_checks: asyncio.Barrier | None = None
+
+    async def answer(self, request: web.Request) -> web.Response:
+        if request.path == "/check":
+            file = Path((await request.json())["file"])
+            self.files.append(file)
+            if self.two_checks is not None:
+                await self.two_checks.wait()
+            json.loads(await asyncio.to_thread(file.read_text, encoding="utf-8"))
+            return web.json_response({"left": []})
+        if request.path.endswith("/role"):
+            self.switches += 1
+            remember(self.held.live[request.match_info["path"].split("/")[1]].options)
+        return web.json_response({})
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(file.name for file in folder.iterdir())
+
+
+@dataclass
+class Launcher:
+    applier: Applier
+    supervisor: Supervisor
+    gateway: Gateway
+    held: Holdings
+
+
+@asynccontextmanager
+async def launcher(fakes: Any, tmp_path: Path) -> AsyncIterator[Launcher]:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # short, as the path of a socket must be
+        orders = Path(folder) / "orders"
+        ports = Ports(gateway=8000, instances=tuple(range(30100, 30104)))
+        write_role_settings(tmp_path, CONFIG)
+        held = Holdings(
+            config=CONFIG,
+            role_config=CONFIG,
+            ports=ports,
+            environment={},
+            directory=tmp_path,
+            urls={},
+            orders=orders,
+        )
+        for one in prepare_instances(CONFIG, ports, {}, tmp_path):
+            held.joined(one)
+        gateway = Gateway(held)
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", gateway.answer)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.UnixSite(runner, str(orders)).start()
+        supervisor = Supervisor([fakes.spec(name) for name in held.live], tmp_path)
+
+        async def before_start(spec: ProcessSpec) -> None:
+            pytest.fail(f"{spec.name} is to be switched")
+
+        try:
+            yield Launcher(Applier(held, supervisor, before_start), supervisor, gateway, held)
+        finally:
+            await supervisor.stop()
+            await runner.cleanup()
+
+
+async def test_nothing_is_applied_before_all_processes_have_been_started(fakes: Any, tmp_path: Path) -> None:
+    async with launcher(fakes, tmp_path) as own:
+        for refused in (own.applier.plan(OTHER), own.applier.apply(OTHER, ApplyLimits())):
+            with pytest.raises(ValueError, match="the deployment is still starting"):
+                await refused
+        assert own.gateway.files == [] and own.gateway.switches == 0
+
+
+async def test_what_others_undo_each_time_is_not_said_to_be_done(fakes: Any, tmp_path: Path) -> None:
+    async with launcher(fakes, tmp_path) as own:
+        await own.supervisor.start()
+        await own.supervisor.wait_ready(60)
+        with pytest.raises(ApplyStopped, match=r"still to do: switch e\d from E to P\n.* serves on with e0 \(E\)"):
+            await own.applier.apply(OTHER, ApplyLimits(deadline_s=30))
+        assert own.gateway.switches == 5
+        assert own.held.config == CONFIG
+
+
+async def test_plans_at_once_have_files_of_their_own_that_go_again(fakes: Any, tmp_path: Path) -> None:
+    async with launcher(fakes, tmp_path) as own:
+        await own.supervisor.start()
+        await own.supervisor.wait_ready(60)
+        before = files(tmp_path)
+        own.gateway.two_checks = asyncio.Barrier(2)
+        plans = await asyncio.gather(*(own.applier.plan(OTHER) for _ in range(2)))
+        assert plans[0].steps == plans[1].steps and len(plans[0].steps) == 1
+        assert len(set(own.gateway.files)) == 2
+        assert files(tmp_path) == before
