@@ -13,7 +13,7 @@ from epd_serve.backends.vllm_target import VllmTarget
 from epd_serve.config import DeploymentConfig
 from epd_serve.config.vllm import connectors
 
-#: Flags of vLLM with which the rest of an answer is not to be told from its tokens so far: text is parsed as a whole,
+#: Flags of vLLM with which the rest of an answer is not to be told from its tokens: text is parsed as a whole,
 #: or an event has several tokens, whose text may end before the last.
 _WHOLE_ONLY = frozenset({"reasoning_parser", "speculative_config", "stream_interval"})
 
