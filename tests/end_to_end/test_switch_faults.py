@@ -85,15 +85,21 @@ class Site:
                     pass
                 await asyncio.sleep(0.01)
 
-    async def serves(self, role: str, *, is_new: bool) -> None:
-        """The instance has the role, in a new process or the old one, and all is answered as before."""
+    async def serves(self, role: str, *, epoch: int) -> None:
+        """The instance has the role, after so many changes in its process, and all is answered as before."""
         info = await self.until(state="SERVING", ready=True, role=role)
-        assert ("epoch" not in info) == is_new, info
+        assert info.get("epoch", 0) == epoch, info
         await self.until_known(role)
         for url in self.urls:
             assert await self.ask(url) == self.text
             answer = await self.client.post(f"{url}/v1/chat/completions", json=PICTURE)
             assert answer.status_code == 200 and answer.json()["choices"][0]["message"]["content"]
+
+    async def begin_anew(self) -> None:
+        """As D in a process that has never had a tower: it has to load one, which :meth:`rebuilding` holds up."""
+        assert (await self.order("D"))[0] == 200
+        os.kill((await self.until(role="D"))["pid"], signal.SIGKILL)
+        await self.serves("D", epoch=0)
 
     async def ask(self, url: str) -> str:
         """The text of a greedy stream."""
@@ -189,7 +195,7 @@ async def test_whatever_dies_during_a_switch_the_deployment_serves() -> None:
             os.kill(info["pid"], signal.SIGKILL)
             status, said = await ordered
             assert status >= 500 and MOVER in said
-        await here.serves("D", is_new=True)
+        await here.serves("D", epoch=0)
 
         # while it is rebuilt: in the one that it was to have
         async with here.rebuilding():
@@ -198,8 +204,8 @@ async def test_whatever_dies_during_a_switch_the_deployment_serves() -> None:
             os.kill(info["pid"], signal.SIGKILL)
             status, said = await ordered
             assert status >= 500 and MOVER in said
-        await here.serves("E", is_new=True)
-        assert (await here.order("D"))[0] == 200
+        await here.serves("E", epoch=0)
+        await here.begin_anew()
 
         # behind that, before the gateway has heard of it
         async with here.rebuilding():
@@ -210,8 +216,8 @@ async def test_whatever_dies_during_a_switch_the_deployment_serves() -> None:
         os.kill(info["pid"], signal.SIGKILL)
         here.signal_gateway(signal.SIGCONT)
         await ordered
-        await here.serves("E", is_new=True)
-        assert (await here.order("D"))[0] == 200
+        await here.serves("E", epoch=0)
+        await here.begin_anew()
 
         # the gateway that gave the order dies while the instance drains: nobody wants it any more
         async with here.draining(peers):
@@ -219,7 +225,7 @@ async def test_whatever_dies_during_a_switch_the_deployment_serves() -> None:
             await here.until(state="DRAINING")
             here.signal_gateway(signal.SIGKILL)
             assert (await ordered)[0] == 0
-            await here.serves("D", is_new=False)
+            await here.serves("D", epoch=0)
 
         # while it is rebuilt: that comes to its end, and the next gateway finds it so
         async with here.rebuilding():
@@ -227,7 +233,7 @@ async def test_whatever_dies_during_a_switch_the_deployment_serves() -> None:
             await here.until(state="REBUILDING")
             here.signal_gateway(signal.SIGKILL)
             assert (await ordered)[0] == 0
-        await here.serves("E", is_new=False)
+        await here.serves("E", epoch=1)
         assert (await here.order("D"))[0] == 200
 
         # nothing dies: it is called back, or is too late
@@ -240,7 +246,7 @@ async def test_whatever_dies_during_a_switch_the_deployment_serves() -> None:
             assert status == 409 and "called back" in said
             status, said = await here.order("E", deadline_s=0.2)
             assert status == 504 and "role D is served on" in said
-        await here.serves("D", is_new=False)
+        await here.serves("D", epoch=2)
 
         for task in asking:
             assert not task.done(), task.result()
