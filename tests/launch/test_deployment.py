@@ -1,5 +1,6 @@
 import asyncio
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,9 @@ import aiohttp
 import pytest
 
 from epd_serve.config import change_config, load_config, parse_config
-from epd_serve.launch import LocalDeployment, ProcessDied, commands
+from epd_serve.launch import LocalDeployment, ProcessDied, commands, deployment
+from epd_serve.launch.forking import ForkServer
+from epd_serve.launch.process import ProcessSpec
 
 CONFIG = "topology: (E-P)-D\ninstances: {base_port: 0, preload: false}\ngateway: {port: 0, api_key: secret}"
 
@@ -81,21 +84,34 @@ def test_a_hang_timeout_is_a_number_of_seconds(value: str) -> None:
         parse_config(f"hang_timeout_s: {value}")
 
 
+@pytest.fixture
+def _as_outside_of_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where all tests run, one process has the engine loaded for their deployments, and forks gateways too."""
+
+    def server_for(self: LocalDeployment, specs: Sequence[ProcessSpec]) -> ForkServer | None:
+        log_file = self.log_dir / "fork-server.log"
+        return ForkServer(deployment._PRELOADED, specs[0].environment, log_file) if len(specs) > 1 else None
+
+    monkeypatch.setattr(deployment, "gateway_spec", commands.gateway_spec)
+    monkeypatch.setattr(LocalDeployment, "_fork_server_for", server_for)
+
+
+@pytest.mark.usefixtures("_as_outside_of_tests")
 async def test_what_starts_beside_a_fork_server_that_is_starting_is_spawned(tmp_path: Path, fakes: Any) -> None:
     alone = "topology: EPD\ninstances: {base_port: 0}\ngateway: {port: 0}"
-    async with LocalDeployment(parse_config(alone), log_dir=tmp_path / "logs", ready_timeout_s=60) as deployment:
+    async with LocalDeployment(parse_config(alone), log_dir=tmp_path / "logs", ready_timeout_s=60) as running:
         unusable = tmp_path / "logs" / "fork-server.log"
         unusable.mkdir()
         spec = fakes.spec("e1", can_fork=True)
-        await deployment._make_forkable(spec)
-        assert deployment._fork_server is None
+        await running._make_forkable(spec)
+        assert running._fork_server is None
         unusable.rmdir()
-        making = asyncio.create_task(deployment._make_forkable(spec))
+        making = asyncio.create_task(running._make_forkable(spec))
         await asyncio.sleep(0)
         assert not making.done()
-        spawned = await deployment._start(spec, tmp_path / "e1.log")
+        spawned = await running._start(spec, tmp_path / "e1.log")
         await making
         assert isinstance(spawned, asyncio.subprocess.Process)
-        assert deployment._fork_server is not None
+        assert running._fork_server is not None
         spawned.terminate()
         await spawned.wait()
