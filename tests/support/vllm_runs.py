@@ -285,8 +285,8 @@ def _ready(process: subprocess.Popen[str]) -> Deployment:
             logs = Path(found[2])
             told = (arg for arg in psutil.Process(process.pid).children() if "proxy" in arg.cmdline())
             command = next(told).cmdline()
-            named = [command[i + 1] for i, word in enumerate(command) if word == "--instance"]
-            return Deployment(found[1], dict(one.split("=", 1) for one in named), logs, process)
+            gateway = json.loads(Path(command[command.index("--config") + 1]).read_text())["gateway"]
+            return Deployment(found[1], gateway["instances"], logs, process)
     timer.cancel()
     raise AssertionError(f"it ended: {output}")
 
