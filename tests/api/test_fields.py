@@ -184,7 +184,7 @@ async def test_low_detail_reads_the_picture_scaled_down(api):
 
     low, high = await first_token(large, "low"), await first_token(large, "high")
     scaled = await first_token(large.resize((512, 32), Image.Resampling.BICUBIC), "auto")
-    assert low == pytest.approx(scaled) and low[1] != pytest.approx(high[1], abs=1e-6)
+    assert low == pytest.approx(scaled, abs=1e-4) and low != pytest.approx(high, abs=1e-3)
 
 
 async def test_a_placeholder_in_a_text_without_images_is_text(api):
