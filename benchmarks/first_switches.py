@@ -72,7 +72,7 @@ async def time_moves(model: Path, keep: bool) -> list[dict[str, Any]]:
 async def all_ready(client: httpx.AsyncClient, url: str) -> None:
     """Return when the gateway knows all instances: it serves as soon as each stage has one."""
     async with asyncio.timeout(60):
-        while not all(one["ready"] for one in (await client.get(url)).json()["instances"]):
+        while not all(one["ready"] for one in (await client.get(url)).json()["instances"]):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
 
 
