@@ -154,8 +154,8 @@ class _Search:
                 continue
             if looks == _MOST_LOOKS:
                 raise ChangeNotFound(
-                    f"a search of {looks} steps found no way to the new deployment, though there may be one; apply a part "
-                    "of the change first, or stop the deployment and start it from the new file"
+                    f"a search of {looks} steps found no way to the new deployment, though there may be one; "
+                    "apply a part of the change first, or stop the deployment and start it from the new file"
                 )
             looks += 1
             for move, after, has_encoder in self._moves(state):
