@@ -30,8 +30,8 @@ def smallest_hidden_group(
 def seconds_until_sent(num_layers: int, group: int, layer_s: float, send_s: float, handshake_s: float) -> float:
     """From the start of the first layer until the last group is sent, in groups as of :func:`group_ends`.
 
-    The link waits for one group at last, and the rest follows at its pace. Which one that is changes the time by the
-    same for each group but the first, which may be smaller: so it is the first, the second or the last.
+    The link waits for one group at last, and the rest follows at its pace. Which one that is changes the time by
+    the same for each group but the first, which may be smaller: so it is the first, the second or the last.
 
     Args:
         group: at most ``num_layers``.
