@@ -144,8 +144,8 @@ class EncodeService:
         """From now on, in a role of the instance. Nothing may be under way.
 
         Args:
-            deliver_here: gives a feature to the consumer in this instance, by request id; None where there is none.
-            feature_batch: features that a consumer is told of together, and for how many seconds they are collected.
+            deliver_here: gives a feature to the consumer in this instance, by request id; None: there is none.
+            feature_batch: features that a consumer is told of together, and for how many seconds they wait.
         """
         assert not self._waiters, "something is being encoded"
         self._store, self._deliver_here, self._budget = store, deliver_here, image_budget_pixels
