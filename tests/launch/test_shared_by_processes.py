@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -81,7 +82,7 @@ async def test_a_deployment_serves_where_its_control_socket_cannot_be(tmp_path: 
     config = parse_config(f"topology: EPD\ninstances: {{base_port: 0, preload: false}}\n{FREE}")
     deployment = LocalDeployment(config, log_dir=tmp_path / "logs", ready_timeout_s=60, control=True)
     assert deployment.no_control == ""
-    next(runtime.iterdir()).rmdir()
+    shutil.rmtree(runtime)
     async with deployment:
         assert deployment.no_control.endswith("control: No such file or directory")
         assert len(deployment.processes) == 2
