@@ -57,9 +57,7 @@ class HttpPool:
 
     def head(self, method: str, path: str, headers: str, size: int) -> bytes:
         """Of a request with a body of ``size`` bytes. ``headers`` are lines that end with CR LF."""
-        text = (
-            f"{method} {self._prefix}{path} HTTP/1.1\r\n{self._headers}{headers}content-length: {size}\r\n\r\n"
-        )
+        text = f"{method} {self._prefix}{path} HTTP/1.1\r\n{self._headers}{headers}content-length: {size}\r\n\r\n"
         return text.encode("latin-1")
 
     def send(self, call: HttpCall) -> None:
