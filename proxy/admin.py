@@ -8,6 +8,7 @@ import re
 import socket
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
 from typing import Any, ClassVar
 
 import msgspec
@@ -89,8 +90,20 @@ async def running_admin(
     Raises ValueError where the port is taken.
     """
     listener = listener or admin_socket(settings.host, settings.port)
+    url = url_of(settings.host, listener.getsockname()[1])
+    async with serving_quietly(NoBrowsers(app, settings.host), sockets=[listener]):
+        logger.info("the admin plane is at %s", url)
+        yield url
+
+
+@asynccontextmanager
+async def serving_quietly(
+    app: ASGIApp, *, path: Path | None = None, sockets: list[socket.socket] | None = None
+) -> AsyncIterator[None]:
+    """Serve ``app`` while the context lasts, on a Unix socket at ``path`` or on ``sockets``."""
     config = uvicorn.Config(
-        NoBrowsers(app, settings.host),
+        app,
+        uds=None if path is None else str(path),
         http=BoundedHttp,
         ws="none",
         lifespan="off",
@@ -99,11 +112,9 @@ async def running_admin(
         server_header=False,
     )
     server = QuietServer(config)
-    url = url_of(settings.host, listener.getsockname()[1])
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
-    logger.info("the admin plane is at %s", url)
+    serving = asyncio.create_task(server.serve(sockets=sockets))
     try:
-        yield url
+        yield
     finally:
         server.should_exit = server.force_exit = True
         await serving

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import uvicorn
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse
 
@@ -21,8 +20,7 @@ from epd_serve.backends.native import NativeInstance
 from epd_serve.errors import Conflict, InvalidRequest, StageTimeout
 from epd_serve.protocol.wire import LeaveOrder
 from epd_serve.routing.table import InstanceTable
-from proxy.admin import QuietServer
-from proxy.http import BoundedHttp
+from proxy.admin import serving_quietly
 from proxy.switches import Switches
 from proxy.workers.crew import Crew
 
@@ -67,7 +65,7 @@ class Departures:
         calls = self._calls[name]
         if not isinstance(calls, NativeInstance):
             raise InvalidRequest(f"instance {name} runs on an engine that cannot be told to leave")
-        with self._switches.leaving(name):
+        async with self._switches.leaving(name):
             try:
                 async with asyncio.timeout(order.deadline_s + _MARGIN_S):
                     return (await calls.leave(order)).seconds
@@ -172,20 +170,5 @@ async def running_orders(app: FastAPI, path: Path) -> AsyncIterator[None]:
     Whoever can enter the socket's directory can give orders.
     """
     await asyncio.to_thread(path.unlink, missing_ok=True)
-    config = uvicorn.Config(
-        app,
-        uds=str(path),
-        http=BoundedHttp,
-        ws="none",
-        lifespan="off",
-        access_log=False,
-        log_level="warning",
-        server_header=False,
-    )
-    server = QuietServer(config)
-    serving = asyncio.create_task(server.serve())
-    try:
+    async with serving_quietly(app, path=path):
         yield
-    finally:
-        server.should_exit = server.force_exit = True
-        await serving
