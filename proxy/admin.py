@@ -8,7 +8,6 @@ import re
 import socket
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from pathlib import Path
 from typing import Any, ClassVar
 
 import msgspec
@@ -91,19 +90,17 @@ async def running_admin(
     """
     listener = listener or admin_socket(settings.host, settings.port)
     url = url_of(settings.host, listener.getsockname()[1])
-    async with serving_quietly(NoBrowsers(app, settings.host), sockets=[listener]):
+    async with serving(NoBrowsers(app, settings.host), listener):
         logger.info("the admin plane is at %s", url)
         yield url
 
 
 @asynccontextmanager
-async def serving_quietly(
-    app: ASGIApp, *, path: Path | None = None, sockets: list[socket.socket] | None = None
-) -> AsyncIterator[None]:
-    """Serve ``app`` while the context lasts, on a Unix socket at ``path`` or on ``sockets``."""
+async def serving(app: ASGIApp, listener: socket.socket) -> AsyncIterator[None]:
+    """Serve ``app`` while the context lasts, on a socket that listens and is closed then. Signals are for the
+    gateway's own server."""
     config = uvicorn.Config(
         app,
-        uds=None if path is None else str(path),
         http=BoundedHttp,
         ws="none",
         lifespan="off",
@@ -111,13 +108,13 @@ async def serving_quietly(
         log_level="warning",
         server_header=False,
     )
-    server = QuietServer(config)
-    serving = asyncio.create_task(server.serve(sockets=sockets))
+    server = _QuietServer(config)
+    task = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         yield
     finally:
         server.should_exit = server.force_exit = True
-        await serving
+        await task
 
 
 class CrossSite(ServeError):
@@ -153,7 +150,7 @@ class NoBrowsers:
         return None
 
 
-class QuietServer(uvicorn.Server):
+class _QuietServer(uvicorn.Server):
     """uvicorn without its signal handling, which is the gateway's own server's."""
 
     @contextmanager

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from epd_serve.backends.native import NativeInstance
 from epd_serve.errors import Conflict, InvalidRequest, StageTimeout
 from epd_serve.protocol.wire import LeaveOrder
 from epd_serve.routing.table import InstanceTable
-from proxy.admin import serving_quietly
+from proxy.admin import serving
 from proxy.switches import Switches
 from proxy.workers.crew import Crew
 
@@ -122,11 +123,10 @@ def orders_router(
 
     @router.get("/ready")
     async def ready() -> JSONResponse:
-        """The instances to which each worker of the gateway gives work."""
-        found = set(_ready(table))
-        for theirs in await crew.ask("ready", list[str]):
-            found &= set(theirs)
-        return JSONResponse({"ready": sorted(found)})
+        """The instances to which each worker of the gateway gives work; none while one of them does not answer."""
+        others = await crew.ask_all("ready", list[str])
+        found = [] if others is None else sorted(set(_ready(table)).intersection(*others))
+        return JSONResponse({"ready": found})
 
     @router.post("/instances/{name}/leave")
     async def leave(name: str, request: Request) -> JSONResponse:
@@ -167,8 +167,19 @@ def _read(read: Callable[[], Any]) -> Any:
 async def running_orders(app: FastAPI, path: Path) -> AsyncIterator[None]:
     """Serve ``app`` on a Unix socket while the context lasts; what lay at ``path`` before is taken away.
 
-    Whoever can enter the socket's directory can give orders.
+    Whoever can enter the socket's directory can give orders. Raises ValueError where it cannot listen there.
     """
-    await asyncio.to_thread(path.unlink, missing_ok=True)
-    async with serving_quietly(app, path=path):
+    async with serving(app, await asyncio.to_thread(_listen, path)):
         yield
+
+
+def _listen(path: Path) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        path.unlink(missing_ok=True)
+        listener.bind(str(path))
+        listener.listen()
+    except OSError as error:
+        listener.close()
+        raise ValueError(f"the gateway cannot take orders at {path}: {error.strerror or error}") from error
+    return listener

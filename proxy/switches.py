@@ -81,7 +81,7 @@ class Switches:
         if is_call_back:
             return await self._ask(name, calls, order)
         if role != record.role:
-            self.check_floor(record)
+            self._check_floor(record)
         self._ordered[name] = role
         self._health.hold(name)
         try:
@@ -104,7 +104,7 @@ class Switches:
         record = self.find(name)
         self._check_idle(record)
         if record.ready:
-            self.check_floor(record)
+            self._check_floor(record)
         self._leaving.add(name)
         self._health.hold(name)
         try:
@@ -139,7 +139,7 @@ class Switches:
             logger.warning("instance %s does not say which role it has: %s", record.name, error)
             self._table.mark_lost(record.name)
 
-    def check_floor(self, record: InstanceRecord) -> None:
+    def _check_floor(self, record: InstanceRecord) -> None:
         """Raise Conflict where it is the last that takes requests for a stage. E is no must: P encodes then."""
         for stage in (Stage.PREFILL, Stage.DECODE):
             ready = self._table.ready(stage)

@@ -55,10 +55,10 @@ class GatewayOrders:
             try:
                 async with asyncio.timeout(left_s):
                     status, content = await self._ask(method, path, _within(body, left_s))
+            except TimeoutError:  # an OSError, too
+                break
             except (aiohttp.ClientError, OSError, msgspec.DecodeError) as error:  # it is starting again
                 reason = f"the gateway does not answer ({error})"
-            except TimeoutError:
-                break
             else:
                 if status < 400:
                     return content

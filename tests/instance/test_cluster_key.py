@@ -13,7 +13,7 @@ from servers import served
 from epd_serve.backends.base import InstanceLost
 from epd_serve.backends.native import NativeConnections, NativeInstance
 from epd_serve.config.keys import CLUSTER_KEY
-from epd_serve.errors import InvalidRequest
+from epd_serve.errors import ServeError
 from epd_serve.instance.http import ControlApp, Reply
 from epd_serve.instance.peers import Peers
 from epd_serve.protocol import wire
@@ -64,10 +64,14 @@ async def test_gateways_and_other_instances_send_it(monkeypatch):
                 async with NativeConnections(key) as connections:
                     instance = NativeInstance(connections, "p0", url)
                     if key is None:
-                        with pytest.raises(InvalidRequest, match="cluster_key: set EPD_SERVE_CLUSTER_KEY"):
-                            await peers.call(url, "/kv/renew", ref)
-                        with pytest.raises(InvalidRequest, match="cluster_key"):
-                            await instance.detokenize(wire.TransferRef("t", "r"), trace_id="t")
+                        for call in (
+                            peers.call(url, "/kv/renew", ref),
+                            instance.detokenize(ref, trace_id="t"),
+                            instance.probe(60),
+                        ):
+                            with pytest.raises(ServeError, match="cluster_key: set EPD_SERVE_") as caught:
+                                await call
+                            assert caught.value.status == 500, "another instance may have the key"
                     else:
                         assert await peers.call(url, "/kv/renew", ref) == wire.encode(ref)
                         with pytest.raises(InstanceLost, match="unreadable"):  # it is an echo

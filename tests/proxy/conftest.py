@@ -18,9 +18,9 @@ import pytest
 import uvicorn
 from instance_info import instance_info
 from PIL import Image
+from servers import QuietServer
 
 from epd_serve.protocol import frames, prompt_calls, wire
-from proxy.admin import QuietServer
 from proxy.app import create_app
 from proxy.main import new_server
 from proxy.settings import GatewaySettings

@@ -108,7 +108,7 @@ def of_choice(choice, number):
 
 async def test_several_choices_go_on_each_by_itself(start, kit):
     """The first of three has ended, the last has no token yet; another death on the way is one of one choice."""
-    gateway = await start("a0:EPD", "a1:EPD", "a2:EPD")
+    gateway = await start("a0:EPD", "a1:EPD", "a2:EPD", dashboard=True)
     whole = {0: [1, 2], 1: [11, 12, 13], 2: [21, 22]}
     usage = b'data: {"choices":[],"usage":{"prompt_tokens":5,"completion_tokens":%d,"total_tokens":0}}\n\n'
     died = []
@@ -135,6 +135,10 @@ async def test_several_choices_go_on_each_by_itself(start, kit):
     assert json.loads(told[6:])["usage"] == {"prompt_tokens": 5, "completion_tokens": 7, "total_tokens": 12}
     assert died == [[11]]
     await gateway.settle()
+    await gateway.until(lambda: not gateway.gate.queue.num_in_flight)
+    async with gateway.session.get(f"{gateway.url}/dashboard/data") as response:
+        [shown] = (await response.json())["requests"]
+    assert (shown["prompt_tokens"], shown["tokens"]) == (5, 7)
 
 
 @pytest.mark.parametrize("max_attempts", [1, 2, 3])
@@ -205,10 +209,11 @@ async def test_an_instance_that_is_started_again_is_waited_for(start, kit):
     assert tokens_of((await asking)[1]) == list(TOKENS)
 
 
-async def test_an_error_before_the_first_token_goes_to_every_other_instance(start, kit):
+@pytest.mark.parametrize(("status", "reason"), [(500, "out of memory"), (401, "this instance asks for a key")])
+async def test_an_error_before_the_first_token_goes_to_every_other_instance(start, kit, status, reason):
     gateway = await start("a0:EPD", "a1:EPD", "a2:EPD", "a3:EPD")
     for name in ("a0", "a1", "a2"):
-        gateway[name].scripts["/stage/prefill"] = lambda _: kit.fail(500, "out of memory")
+        gateway[name].scripts["/stage/prefill"] = lambda _: kit.fail(status, reason)
     for _ in range(4):
         assert await gateway.answer(kit.chat()) == (200, kit.WHOLE)
     await gateway.settle()

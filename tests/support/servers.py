@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 import uvicorn
 
-from proxy.admin import QuietServer
+
+class QuietServer(uvicorn.Server):
+    """Leaves the test's signals alone."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
 
 
 @asynccontextmanager
 async def served(server: uvicorn.Server) -> AsyncIterator[str]:
-    """While it serves; yields its URL. It leaves the test's signals alone."""
+    """While it serves; yields its URL."""
     server.__class__ = QuietServer
     task = asyncio.create_task(server.serve())
     while not server.started:
