@@ -67,8 +67,8 @@ class Progress:
 
     @property
     def framed(self) -> bool:
-        """Whether any of it came in frames."""
-        return bool(self._readers)
+        """Whether all that came of it, and anything, came in frames."""
+        return self.known and bool(self._readers)
 
     def num_tokens(self) -> int:
         """Of the output, over all choices, as far as it came in frames."""

@@ -135,10 +135,25 @@ async def test_several_choices_go_on_each_by_itself(start, kit):
     assert json.loads(told[6:])["usage"] == {"prompt_tokens": 5, "completion_tokens": 7, "total_tokens": 12}
     assert died == [[11]]
     await gateway.settle()
+    assert await counted(gateway) == (5, 7)
+
+
+async def counted(gateway):
+    """Tokens of prompt and answer of the only request, as the gateway has counted them."""
     await gateway.until(lambda: not gateway.gate.queue.num_in_flight)
     async with gateway.session.get(f"{gateway.url}/dashboard/data") as response:
         [shown] = (await response.json())["requests"]
-    assert (shown["prompt_tokens"], shown["tokens"]) == (5, 7)
+    return shown["prompt_tokens"], shown["tokens"]
+
+
+async def test_tokens_that_come_in_no_frames_are_those_that_the_answer_tells(start, kit):
+    """P gives an empty answer in frames, as vLLM's does."""
+    gateway = await start("p0:P", "d0:D", dashboard=True)
+    usage = b'data: {"choices":[],"usage":{"prompt_tokens":5,"completion_tokens":3,"total_tokens":8}}\n\n'
+    gateway["p0"].scripts["/stage/prefill"] = lambda _: [kit.FRAMES_THEN_DECODE]
+    gateway["d0"].scripts["/stage/decode"] = lambda _: [0.05, (200, {}), kit.FIRST, usage, kit.DONE]
+    assert (await gateway.answer(kit.chat(stream=True)))[1] == kit.FIRST + usage + kit.DONE
+    assert await counted(gateway) == (5, 3)
 
 
 @pytest.mark.parametrize("max_attempts", [1, 2, 3])
