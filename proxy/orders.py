@@ -66,7 +66,7 @@ class Departures:
         calls = self._calls[name]
         if not isinstance(calls, NativeInstance):
             raise InvalidRequest(f"instance {name} runs on an engine that cannot be told to leave")
-        with self._switches.leaving(name):
+        async with self._switches.leaving(name):
             try:
                 async with asyncio.timeout(order.deadline_s + _MARGIN_S):
                     return (await calls.leave(order)).seconds

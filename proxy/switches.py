@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -93,9 +93,9 @@ class Switches:
                 if self._table.get(name) is record:  # it may have left meanwhile
                     self._health.hold(name, False)
 
-    @contextmanager
-    def leaving(self, name: str) -> Iterator[None]:
-        """While it lasts the instance gets nothing new and no other order; where it fails it gets work again.
+    @asynccontextmanager
+    async def leaving(self, name: str) -> AsyncIterator[None]:
+        """While it lasts the instance gets nothing new and no other order; afterwards, what it says it can take.
 
         Raises:
             NoSuchInstance: there is none.
@@ -109,12 +109,11 @@ class Switches:
         self._health.hold(name)
         try:
             yield
-        except BaseException:
-            if self._table.get(name) is record:
-                self._health.hold(name, False)
-            raise
+            await self._look(record, self._calls[name])
         finally:
             self._leaving.discard(name)
+            if self._table.get(name) is record:
+                self._health.hold(name, False)
 
     def _check_idle(self, record: InstanceRecord) -> None:
         name = record.name

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
 import aiohttp
 import pytest
 import uvicorn
+from servers import served
 
 from epd_serve.backends.base import InstanceLost
 from epd_serve.backends.native import NativeConnections, NativeInstance
@@ -21,12 +21,6 @@ from epd_serve.protocol import wire
 KEY = "0123456789abcdef-"
 
 
-class Server(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self):
-        yield
-
-
 @contextlib.asynccontextmanager
 async def guarded() -> AsyncIterator[str]:
     """URL of an instance with that key, which answers everything with what it was sent."""
@@ -37,15 +31,9 @@ async def guarded() -> AsyncIterator[str]:
     routes = [("GET", "/health", answer), ("GET", "/metrics", answer), ("POST", "/kv/renew", answer)]
     routes += [("POST", "/prompt/detokenize", answer)]
     app = ControlApp(routes, key=KEY)
-    server = Server(uvicorn.Config(app, port=0, lifespan="off", log_level="critical", http="httptools"))
-    task = asyncio.create_task(server.serve())
-    while not server.started:  # noqa: ASYNC110
-        await asyncio.sleep(0.005)
-    try:
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        await task
+    server = uvicorn.Server(uvicorn.Config(app, port=0, lifespan="off", log_level="critical", http="httptools"))
+    async with served(server) as url:
+        yield url
 
 
 async def test_without_the_key_there_are_health_and_metrics_alone():
