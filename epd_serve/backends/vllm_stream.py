@@ -18,8 +18,8 @@ from epd_serve.protocol.frames import END, ERROR, pack
 from epd_serve.protocol.wire import PrefillRequest
 
 _SEEDS = 1 << 31
-#: Events with text that wait for one of one token. A reader that always lags gets no other, and must not get its
-#: answer in one piece; should its instance be lost just then, a character may be cut.
+#: Events that wait for one with the text of one token. A reader that always lags gets no other, and must not get
+#: its answer in one piece; should its instance be lost just then, a character may be cut.
 _MOST_HELD = 8
 
 
@@ -115,9 +115,9 @@ class KnownTokens(VllmCall):
         self._tokens += tokens or ()
         self._events += DATA + msgspec.json.encode(answer) + END_OF_EVENT
         self._has_ended = self._has_ended or bool(choice.get("finish_reason"))
-        if not text or self._has_ended:
+        if self._has_ended:
             return b""
-        if len(tokens or ()) != 1 and self._num_held < _MOST_HELD:
+        if (not text or len(tokens or ()) != 1) and self._num_held < _MOST_HELD:
             self._num_held += 1
             return b""
         frame = pack(0, self._tokens, self._events)

@@ -118,7 +118,7 @@ class Applier:
         check_same_deployment(old, config)
         if self._holdings.orders is None:
             raise ValueError("this deployment was started without a way to change it")
-        found = difference(self._holdings, config)
+        found = await difference(self._holdings, config)
         file = self._holdings.write_gateway_file(config, f"deployment.checked-{next(self._checks)}.yaml")
         try:
             left = (await self._order("POST", "/check", {"file": str(file)}, _GATEWAY_S))["left"]
@@ -158,7 +158,7 @@ class Applier:
                 if not found.steps:
                     break
                 await self._take_all(found, limits, say)
-                found = difference(holdings, config)
+                found = await difference(holdings, config)
             if found.steps:
                 raise ApplyStopped(
                     f"roles were changed by others meanwhile; after {_MOST_PLANS} plans there is still to do: "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -16,7 +17,8 @@ from epd_serve.config.role_files import REBUILT, role_settings
 from epd_serve.launch.commands import PreparedInstance, prepare_instances
 from epd_serve.launch.holdings import Holdings
 from epd_serve.launch.ports import Ports, next_port
-from epd_serve.topology.change import Part, Step, StepKind, plan_change
+from epd_serve.topology.change import Step, StepKind, plan_change
+from epd_serve.topology.change_states import Part
 
 #: Keys that all processes of a deployment have in common, or that its launcher keeps.
 _COMMON = ("engine", "dtype", "cluster_key", "feature_store", "mooncake", "restart", "hang_timeout_s", "trace")
@@ -72,8 +74,8 @@ def check_same_deployment(old: DeploymentConfig, new: DeploymentConfig) -> None:
         )
 
 
-def difference(holdings: Holdings, config: DeploymentConfig) -> Difference:
-    """Raises ValueError, ChangeImpossible included, where the deployment cannot become that while it serves."""
+async def difference(holdings: Holdings, config: DeploymentConfig) -> Difference:
+    """Raises ValueError, as :func:`plan_change` does, where the deployment cannot become that while it serves."""
     holdings.look()
     live = holdings.live
     placement = config.placement()
@@ -101,7 +103,7 @@ def difference(holdings: Holdings, config: DeploymentConfig) -> Difference:
         )
         for name, one in zip(names, prepared, strict=True)
     ]
-    steps = plan_change(running, wanted)
+    steps = await asyncio.to_thread(plan_change, running, wanted)  # processes are looked after meanwhile
     started = {step.name for step in steps if step.kind is StepKind.START}
     named = {name: one for name, one in zip(names, prepared, strict=True) if name in started}
     return Difference(

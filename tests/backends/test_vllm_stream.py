@@ -117,6 +117,13 @@ async def test_a_reader_that_always_lags_gets_its_answer_in_pieces(pool: HttpPoo
     call.close()
 
 
+async def test_an_answer_whose_text_is_elsewhere_comes_in_pieces(pool: HttpPool) -> None:
+    call = known(pool, asked())
+    out = b"".join(call.passed(chunk("", [number])) for number in range(40))
+    assert [len(tokens) for _, tokens, _ in whole_frames(out)] == [9] * 4
+    call.close()
+
+
 @given(text=st.text("aé語🙂", min_size=1, max_size=4), data=st.data())
 async def test_what_is_out_is_what_counts(text: str, data: st.DataObject) -> None:
     """Tokens are bytes; however they are merged, those of all frames make the text of all frames."""
