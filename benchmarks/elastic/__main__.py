@@ -1,7 +1,7 @@
 """EPD's table 6: with and without role switches where answers get ten times longer behind the first tenth.
 
     python -m benchmarks.elastic simulated [--requests 200] [--rate 3]
-    python -m benchmarks.elastic live [--requests 100] [--runs 2] [--shift longer]
+    python -m benchmarks.elastic live [--requests 100] [--seed 1] [--shift longer]
 
 It writes its figures and the roles over time to ``benchmarks/results/elastic-*``. ``simulated``: 8 instances of
 the simulator, driven by the controller that runs live. ``live``: 8 processes on this machine's CPU with parts of
@@ -43,24 +43,27 @@ def simulated(count: int, rate: float) -> None:
     write("elastic-simulated", {"long": found, "half_as_long": shorter}, drawing)
 
 
-def live(count: int, runs: int, shift_name: str) -> None:
-    from benchmarks.elastic.live import table_6
+def live(count: int, seed: int, shift_name: str) -> None:
+    from benchmarks.elastic.live import row_of
 
     shift = SHIFTS[shift_name]
-    found, shown, arrivals_s = asyncio.run(table_6(shift, count, seeds=range(1, runs + 1)))
-    row = found["rows"][0]
+    row, switched, arrivals_s = asyncio.run(row_of(shift, count, seed))
     ratio = {name: row["ratio"][f"{name}_s"]["mean"] for name in ("latency", "ttft", "tpot")}
     drawing = roles_over_time(
-        shown.spans,
+        switched.spans,
         f"Roles over time, from {shift.start} to {row['with']['end']}: processes with a fifth of a core each",
-        f"{count} requests, {found['rate']:.2f}/s; latency {ratio['latency']:.1f} times, time to first token "
+        f"{count} requests, {row['rate']:.2f}/s; latency {ratio['latency']:.1f} times, time to first token "
         f"{ratio['ttft']:.1f} times, TPOT {ratio['tpot']:.1f} times lower than without switches",
         [(arrivals_s[count // 10], shift.what), (arrivals_s[-1], "last arrival")],
     )
-    write("elastic-live" if shift_name == "longer" else f"elastic-live-{shift_name}", found, drawing)
+    name = "elastic-live" if shift_name == "longer" else f"elastic-live-{shift_name}"
+    path = RESULTS / f"{name}.json"
+    others = json.loads(path.read_text()) if path.exists() else []
+    rows = [row, *(one for one in others if one["seed"] != seed)]
+    write(name, sorted(rows, key=lambda one: one["seed"]), drawing)
 
 
-def write(name: str, found: dict[str, Any], drawing: Any) -> None:
+def write(name: str, found: Any, drawing: Any) -> None:
     """The figures also to standard output."""
     RESULTS.mkdir(exist_ok=True)
     text = json.dumps(found, indent=1)
@@ -74,11 +77,11 @@ def main() -> None:
     parser.add_argument("what", choices=["simulated", "live"])
     parser.add_argument("--requests", type=int, help="200 simulated ones, 100 live ones")
     parser.add_argument("--rate", type=float, default=3.0, help="simulated: requests a second")
-    parser.add_argument("--runs", type=int, default=2, help="live: with and without switches, of each")
+    parser.add_argument("--seed", type=int, default=1, help="live: its row takes the place of an older one's")
     parser.add_argument("--shift", choices=sorted(SHIFTS), default="longer", help="live: what changes")
     wanted = parser.parse_args()
     if wanted.what == "live":
-        live(wanted.requests or 100, wanted.runs, wanted.shift)
+        live(wanted.requests or 100, wanted.seed, wanted.shift)
     else:
         simulated(wanted.requests or 200, wanted.rate)
 

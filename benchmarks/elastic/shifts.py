@@ -18,7 +18,7 @@ TTFT_SLO_S = 2.6
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Phase:
-    """``num_tokens``: of an answer; ``side``: of the request's square picture, in pixels."""
+    """``num_tokens``: of an answer; ``side``: of the request's square picture, in pixels; 0: it has none."""
 
     num_tokens: int
     side: int
@@ -95,13 +95,12 @@ def config(path: Path, topology: str, admin_port: int, tpot_slo_s: float, *, con
 
 def body(number: int, phase: Phase) -> dict[str, Any]:
     """A request for a picture that no other number has."""
-    blocks = np.random.default_rng(number).integers(0, 256, (12, 12, 3), dtype=np.uint8)
-    buffer = io.BytesIO()
-    Image.fromarray(blocks).resize((phase.side, phase.side), Image.Resampling.NEAREST).save(buffer, "PNG")
-    url = f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
-    content = [
-        {"type": "image_url", "image_url": {"url": url}},
-        {"type": "text", "text": "Where is the blue square?"},
-    ]
+    content: list[dict[str, Any]] = [{"type": "text", "text": f"Where is the blue square, {number}?"}]
+    if phase.side:
+        blocks = np.random.default_rng(number).integers(0, 256, (12, 12, 3), dtype=np.uint8)
+        buffer = io.BytesIO()
+        Image.fromarray(blocks).resize((phase.side, phase.side), Image.Resampling.NEAREST).save(buffer, "PNG")
+        url = f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+        content.insert(0, {"type": "image_url", "image_url": {"url": url}})
     sampling = {"temperature": 0, "max_tokens": phase.num_tokens, "ignore_eos": True}
     return {**sampling, "messages": [{"role": "user", "content": content}]}
