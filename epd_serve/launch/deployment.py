@@ -216,8 +216,9 @@ class LocalDeployment:
         """End all processes within 10 s, the gateway first and a mooncake_master last."""
         if self._control is not None:
             await self._control.close()
-        await self._applier.close()
+        self._applier.call_off()  # it ends what it was starting, while the others end
         await self._supervisor.stop()
+        await self._applier.close()
         if self._fork_server is not None:
             await self._fork_server.close()
         died = any(process.state is ProcessState.DIED for process in self.processes)

@@ -27,8 +27,13 @@ _COMMON_INSTANCES = ("host", "share_weights", "preload")
 _COMMON_GATEWAY = ("workers", "shutdown_delay_s", "shutdown_grace_s")
 #: Options that two processes of the same kind may differ in.
 _OWN = frozenset({"name", "role", "port", "threads", "device_board", "switch_dir"}) | REBUILT
-#: What an instance that only encodes does not look at.
-_OF_LANGUAGE = REBUILT - {"lease_s", "drain_s", "batching_alpha", "batching_order", "batching_policy", "steals"}
+#: What an instance that only encodes looks at.
+_OF_ENCODERS = frozenset(
+    {
+        "lease_s", "drain_s", "batching_alpha", "batching_order", "batching_policy", "steals",
+        "feature_store_bytes", "feature_batch", "feature_batch_ms", "image_budget_pixels",
+    }
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +119,7 @@ async def difference(holdings: Holdings, config: DeploymentConfig) -> Difference
 
 
 def _is_current(options: InstanceOptions, settings: Mapping[str, Any]) -> bool:
-    looked_at = REBUILT if options.role.has_language_model else REBUILT - _OF_LANGUAGE
+    looked_at = REBUILT if options.role.has_language_model else _OF_ENCODERS
     return all(getattr(options, key) == settings[key] for key in looked_at)
 
 

@@ -15,7 +15,7 @@ import tiny_models
 from fleet import Books
 from pictures import png
 from PIL import Image
-from services import serving
+from services import answering, serving
 
 from epd_serve.config import InstanceOptions
 from epd_serve.config.role_files import in_role, remember, remembered
@@ -53,16 +53,6 @@ def request(
 
 def order(role: str, **limits: Any) -> wire.RoleOrder:
     return wire.RoleOrder(role=role, **limits)
-
-
-@asynccontextmanager
-async def answering(instance: Instance, body: bytes) -> AsyncIterator[httpx.Response]:
-    """A streamed answer whose head is here."""
-    async with (
-        httpx.AsyncClient(timeout=60) as client,
-        client.stream("POST", f"{instance.url}/stage/prefill", content=body) as answer,
-    ):
-        yield answer
 
 
 async def read(answer: httpx.Response) -> list[tuple[int, list[int], bytes]]:
@@ -217,6 +207,7 @@ def num_slabs(instance: Instance) -> int:
 async def test_an_encoder_has_the_settings_of_its_new_role(tmp_path: Path) -> None:
     model = tiny_models.make_tiny_model("qwen3_vl", tmp_path / "model")
     encoder = {"feature_batch": 2, "feature_batch_ms": 3.6e6, "feature_store_bytes": 1 << 20}
+    encoder["image_budget_pixels"] = 1 << 16
     (tmp_path / "roles.json").write_text(
         json.dumps({"E": encoder, "P": {"feature_batch": 1, "feature_store_bytes": 1 << 16}})
     )
@@ -239,6 +230,7 @@ async def test_an_encoder_has_the_settings_of_its_new_role(tmp_path: Path) -> No
             await asyncio.sleep(0.005)
         await asyncio.gather(first, encode("2" * 64, other))
         assert capacity(instance) == 1 << 20
+        assert instance.info().budgets["image_budget_pixels"] == instance.encodes()._budget == 1 << 16
         await instance.switching.order(order("P"))
         await encode("3" * 64, other)
         assert capacity(instance) == 1 << 16

@@ -104,7 +104,9 @@ def test_settings_of_a_role_come_by_a_switch_and_those_of_a_process_by_a_start(t
     assert {flag(held, name, "--max-num-seqs") for name in decodes} == {"7"}, "also when it is started again"
     assert steps(held, more) == []
     stores = f"topology: E-P-2D\n{FREE}\nroles: {{E: {{feature_store_bytes: 8MiB}}, D: {{max_num_seqs: 7}}}}"
-    assert [step.split()[0] for step in steps(held, stores)] == ["start", "stop"]
+    assert [step.split()[0] for step in steps(held, stores)] == ["switch", "switch"]
+    waits = f"topology: E-P-2D\n{FREE}\nroles: {{E: {{queue_timeout_s: 7}}, D: {{max_num_seqs: 7}}}}"
+    assert [step.split()[0] for step in steps(held, waits)] == ["start", "stop"]
     images = f"topology: E-P-2D\n{FREE}\nroles: {{E: {{num_blocks: 9}}, D: {{max_num_seqs: 7}}}}"
     assert steps(held, images) == [], "an encoder has no KV blocks"
 

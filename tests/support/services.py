@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import uvicorn
-from fleet import wait_until
+from servers import served
 
 from epd_serve.config import InstanceOptions
 from epd_serve.instance.http import ControlApp
@@ -35,11 +35,19 @@ async def serving(path: Path, role: str, **options: Any) -> AsyncIterator[Instan
     await instance.start()
     app = ControlApp(instance.routes())
     server = uvicorn.Server(uvicorn.Config(app, port=instance.options.port, lifespan="off", log_config=None))
-    running = asyncio.create_task(server._serve())
-    await asyncio.to_thread(wait_until, lambda: server.started, "the server has started")
-    try:
-        yield instance
-    finally:
-        server.should_exit = True
-        await instance.close()
-        await running
+    async with served(server):
+        try:
+            yield instance
+        finally:
+            server.should_exit = True
+            await instance.close()
+
+
+@asynccontextmanager
+async def answering(instance: Instance, body: bytes) -> AsyncIterator[httpx.Response]:
+    """A prompt's streamed answer whose head is here."""
+    async with (
+        httpx.AsyncClient(timeout=60) as client,
+        client.stream("POST", f"{instance.url}/stage/prefill", content=body) as answer,
+    ):
+        yield answer
