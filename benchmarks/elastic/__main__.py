@@ -1,11 +1,11 @@
 """EPD's table 6: with and without role switches where answers get ten times longer behind the first tenth.
 
     python -m benchmarks.elastic simulated [--requests 200] [--rate 3]
-    python -m benchmarks.elastic live [--requests 100] [--seed 1] [--shift longer]
+    python -m benchmarks.elastic live [--requests 100] [--seed 1]
 
 It writes its figures and the roles over time to ``benchmarks/results/elastic-*``. ``simulated``: 8 instances of
 the simulator, driven by the controller that runs live. ``live``: 8 processes on this machine's CPU with parts of
-its cores, for which it needs to be root. ``--shift larger`` is the way back: answers get short, pictures larger.
+its cores, for which it needs to be root; a row for each seed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.elastic.plots import DRAINING, REBUILDING, roles_over_time, write_png
-from benchmarks.elastic.shifts import SHIFTS
 
 RESULTS = Path(__file__).parents[1] / "results"
 
@@ -43,24 +42,23 @@ def simulated(count: int, rate: float) -> None:
     write("elastic-simulated", {"long": found, "half_as_long": shorter}, drawing)
 
 
-def live(count: int, seed: int, shift_name: str) -> None:
+def live(count: int, seed: int) -> None:
     from benchmarks.elastic.live import row_of
+    from benchmarks.elastic.shifts import SHIFT
 
-    shift = SHIFTS[shift_name]
-    row, switched, arrivals_s = asyncio.run(row_of(shift, count, seed))
+    row, switched, arrivals_s = asyncio.run(row_of(SHIFT, count, seed))
     ratio = {name: row["ratio"][f"{name}_s"]["mean"] for name in ("latency", "ttft", "tpot")}
     drawing = roles_over_time(
         switched.spans,
-        f"Roles over time, from {shift.start} to {row['with']['end']}: processes with a fifth of a core each",
+        f"Roles over time, from {SHIFT.start} to {row['with']['end']}: processes with a fifth of a core each",
         f"{count} requests, {row['rate']:.2f}/s; latency {ratio['latency']:.1f} times, time to first token "
         f"{ratio['ttft']:.1f} times, TPOT {ratio['tpot']:.1f} times lower than without switches",
-        [(arrivals_s[count // 10], shift.what), (arrivals_s[-1], "last arrival")],
+        [(arrivals_s[count // 10], "answers get 10 times longer"), (arrivals_s[-1], "last arrival")],
     )
-    name = "elastic-live" if shift_name == "longer" else f"elastic-live-{shift_name}"
-    path = RESULTS / f"{name}.json"
+    path = RESULTS / "elastic-live.json"
     others = json.loads(path.read_text()) if path.exists() else []
     rows = [row, *(one for one in others if one["seed"] != seed)]
-    write(name, sorted(rows, key=lambda one: one["seed"]), drawing)
+    write("elastic-live", sorted(rows, key=lambda one: one["seed"]), drawing)
 
 
 def write(name: str, found: Any, drawing: Any) -> None:
@@ -78,10 +76,9 @@ def main() -> None:
     parser.add_argument("--requests", type=int, help="200 simulated ones, 100 live ones")
     parser.add_argument("--rate", type=float, default=3.0, help="simulated: requests a second")
     parser.add_argument("--seed", type=int, default=1, help="live: its row takes the place of an older one's")
-    parser.add_argument("--shift", choices=sorted(SHIFTS), default="longer", help="live: what changes")
     wanted = parser.parse_args()
     if wanted.what == "live":
-        live(wanted.requests or 100, wanted.seed, wanted.shift)
+        live(wanted.requests or 100, wanted.seed)
     else:
         simulated(wanted.requests or 200, wanted.rate)
 

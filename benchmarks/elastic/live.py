@@ -3,8 +3,8 @@
 The kernel's bandwidth control gives an instance :data:`CORES` of a core, for all that its process does, from when
 it is ready to the end. So one more decode instance is more to decode with, as a GPU is, although the machine has
 fewer cores than there are instances; what they leave is for the gateway and for the clients. The rate is found by
-measuring: what is asked for behind the change is :data:`OVERLOAD` times what the first instances of the scarce
-role can give. The controller is told neither the change nor a layout.
+measuring: what is asked for behind the change is :data:`OVERLOAD` times what the first decode instances can give.
+The controller is told neither the change nor a layout.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class Pace:
 
     Attributes:
         ttft_s, tpot_s: of one request alone.
-        scarce_per_s: requests behind the change that one instance of the scarce role can serve.
+        decodes_per_s: answers behind the change that one decode instance can give, :data:`_CROWD` at once.
     """
 
     ttft_s: float
     tpot_s: float
-    scarce_per_s: float
+    decodes_per_s: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,6 +90,8 @@ async def devices(settings: DeploymentConfig) -> AsyncIterator[LocalDeployment]:
 async def find_pace(path: Path, shift: Shift) -> Pace:
     """Of this machine as it is now."""
     first = Phase(num_tokens=50, side=shift.before.side)
+    # Without pictures: behind these, the first answer would be over before the last one begins.
+    text = Phase(num_tokens=150, side=0)
 
     async def many(url: str, begin: int, num: int, phase: Phase, at_once: int) -> list[Timing]:
         return await closed_loop(url, PATH, [body(begin + number, phase) for number in range(num)], at_once)
@@ -99,18 +101,11 @@ async def find_pace(path: Path, shift: Shift) -> Pace:
         url = deployment.gateway_url
         await many(url, 10_000, 2, first, 1)
         alone = await many(url, 10_100, 4, first, 1)
-        if shift.scarce == "D":
-            # Without pictures: behind these, the first answer would be over before the last one begins.
-            crowd = await many(url, 10_200, _CROWD, Phase(num_tokens=150, side=0), _CROWD)
-            scarce_per_s = together_per_s(crowd) / shift.after.num_tokens
-        else:
-            began = time.monotonic()
-            crowd = await many(url, 10_200, _CROWD, Phase(num_tokens=2, side=shift.after.side), 4)
-            scarce_per_s = _CROWD / (time.monotonic() - began)
+        crowd = await many(url, 10_200, _CROWD, text, _CROWD)
     return Pace(
         ttft_s=median(one.first_s for one in alone),
         tpot_s=median(tpot_s(one, first.num_tokens) for one in alone),
-        scarce_per_s=scarce_per_s,
+        decodes_per_s=together_per_s(crowd) / shift.after.num_tokens,
     )
 
 
@@ -198,7 +193,7 @@ async def row_of(shift: Shift, count: int, seed: int) -> tuple[dict[str, Any], R
     with tempfile.TemporaryDirectory(prefix="epd-serve-model-") as directory:
         path = model(Path(directory) / "model")
         pace = await find_pace(path, shift)
-        rate = OVERLOAD * shift.num_scarce * pace.scarce_per_s
+        rate = OVERLOAD * shift.num_decodes * pace.decodes_per_s
         arrivals_s = arrivals(count, rate, seed)
         runs: dict[bool, Run] = {}
         for controlled in (seed % 2 == 0, seed % 2 == 1):
@@ -213,7 +208,7 @@ async def row_of(shift: Shift, count: int, seed: int) -> tuple[dict[str, Any], R
         "cores_of_an_instance": CORES,
         "period_s": PERIOD_US / 1e6,
         "alone": {"ttft_s": pace.ttft_s, "tpot_s": pace.tpot_s},
-        "scarce_requests_per_s": pace.scarce_per_s,
+        "decodes_per_s": pace.decodes_per_s,
         "overload": OVERLOAD,
         "slo": {"ttft_s": TTFT_SLO_S, "tpot_s": TPOT_SLO * pace.tpot_s},
         "ratio": ratios(without, switched),

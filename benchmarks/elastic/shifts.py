@@ -1,4 +1,4 @@
-"""Loads that turn into others, and the deployment that they are sent to."""
+"""A load that turns into another, and the deployment that it is sent to."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import base64
 import io
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -29,45 +29,24 @@ class Shift:
     """The first tenth of the requests is ``before``, the others are ``after``.
 
     Attributes:
-        start: the layout, made for ``before``; of the ``scarce`` role it has ``num_scarce`` instances.
-        scarce: of what ``after`` needs more.
+        start: the layout, made for ``before``; it has ``num_decodes`` decode instances.
     """
 
-    name: str
     start: str
-    scarce: Literal["E", "D"]
-    num_scarce: int
+    num_decodes: int
     before: Phase
     after: Phase
-    what: str
 
     def phases(self, count: int) -> list[Phase]:
         return [self.before if number < count // 10 else self.after for number in range(count)]
 
 
-SHIFTS = {
-    one.name: one
-    for one in (
-        Shift(
-            name="longer",
-            start="5E-P-2D",
-            scarce="D",
-            num_scarce=2,
-            before=Phase(num_tokens=25, side=336),
-            after=Phase(num_tokens=250, side=336),
-            what="answers get 10 times longer",
-        ),
-        Shift(
-            name="larger",
-            start="2E-P-5D",
-            scarce="E",
-            num_scarce=2,
-            before=Phase(num_tokens=250, side=336),
-            after=Phase(num_tokens=25, side=672),
-            what="answers get 10 times shorter, pictures 4 times larger",
-        ),
-    )
-}
+SHIFT = Shift(
+    start="5E-P-2D",
+    num_decodes=2,
+    before=Phase(num_tokens=25, side=336),
+    after=Phase(num_tokens=250, side=336),
+)
 
 
 def config(path: Path, topology: str, admin_port: int, tpot_slo_s: float, *, controlled: bool) -> DeploymentConfig:

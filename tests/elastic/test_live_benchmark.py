@@ -14,7 +14,7 @@ from benchmarks.elastic.figures import ratios, summary
 from benchmarks.elastic.live import together_per_s
 from benchmarks.elastic.quotas import ROOT, limited
 from benchmarks.elastic.roles import Watcher
-from benchmarks.elastic.shifts import SHIFTS
+from benchmarks.elastic.shifts import SHIFT
 
 
 def test_a_process_gets_its_part_of_a_core_and_all_of_it_back() -> None:
@@ -68,7 +68,5 @@ def test_roles_over_time() -> None:
 
 
 def test_the_first_tenth_is_of_before() -> None:
-    shift = SHIFTS["longer"]
-    phases = shift.phases(100)
-    assert phases == [shift.before] * 10 + [shift.after] * 90
-    assert shift.after.num_tokens == 10 * shift.before.num_tokens
+    assert SHIFT.phases(100) == [SHIFT.before] * 10 + [SHIFT.after] * 90
+    assert SHIFT.after.num_tokens == 10 * SHIFT.before.num_tokens
