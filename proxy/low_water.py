@@ -11,8 +11,8 @@ import socket
 
 #: Less than this is not waited for.
 MIN_BYTES = 32 * 1024
-#: More than this is not waited for at a time.
-MAX_BYTES = 1024 * 1024
+#: More than this is not waited for at a time: the system has to hold it meanwhile.
+MAX_BYTES = 256 * 1024
 
 
 class LowWater:

@@ -114,9 +114,7 @@ class Instance:
         self._encode = EncodeService(
             partial(Tower, self._path, self._dtype, self._device, self._streams.tower.between_layers),
             self._family,
-            self._store,
             self._peers,
-            image_budget_pixels=options.image_budget_pixels,
             limits=_MEDIA_LIMITS,
             processor=self._processor,
             on_delivered=self.metrics.timeline.encoded,

@@ -94,9 +94,9 @@ def _as_outside_of_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where all tests run, one process has the engine loaded for their deployments, and forks gateways too."""
 
     def server_for(self: LocalDeployment, specs: Sequence[ProcessSpec]) -> ForkServer | None:
-        log_file = self.log_dir / "fork-server.log"
-        return ForkServer(deployment._PRELOADED, specs[0].environment, log_file) if len(specs) > 1 else None
+        return self._new_fork_server(specs[0]) if len(specs) > 1 else None
 
+    monkeypatch.setattr(deployment, "ForkServer", ForkServer)
     monkeypatch.setattr(deployment, "gateway_spec", commands.gateway_spec)
     monkeypatch.setattr(LocalDeployment, "_fork_server_for", server_for)
 
