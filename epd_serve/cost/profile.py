@@ -48,6 +48,47 @@ class EncodeLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return self.base_s + self.image_s * len(pixels) + self.pixel_s * sum(pixels) + self.pair_s * squares
 
 
+class HostTime(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """CPU seconds that requests cost a machine besides its stages': for each request, image, pixel and token."""
+
+    request_s: float = 0.0
+    image_s: float = 0.0
+    pixel_s: float = 0.0
+    token_s: float = 0.0
+
+    def plus(self, other: HostTime) -> HostTime:
+        return HostTime(
+            request_s=self.request_s + other.request_s,
+            image_s=self.image_s + other.image_s,
+            pixel_s=self.pixel_s + other.pixel_s,
+            token_s=self.token_s + other.token_s,
+        )
+
+
+class Transport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What stages in different instances take to talk to each other.
+
+    Attributes:
+        handshake_s, bytes_per_s: of a transfer.
+        split_s: before a prefill whose KV goes elsewhere: its reservation; split_token_s: of it, for each token.
+        feature_s: from an encode elsewhere until its feature is there, transfer apart.
+        hand_over_s: from the end of a prefill to the first step at D, transfer apart.
+        split_cpu_s, split_token_cpu_s, feature_cpu_s: CPU seconds of all processes for that.
+        idle_cores: that an instance keeps busy while there is nothing to do.
+    """
+
+    handshake_s: float = 3e-4
+    bytes_per_s: float = 4e9
+    split_s: float = 0.0
+    split_token_s: float = 0.0
+    feature_s: float = 0.0
+    hand_over_s: float = 0.0
+    split_cpu_s: float = 0.0
+    split_token_cpu_s: float = 0.0
+    feature_cpu_s: float = 0.0
+    idle_cores: float = 0.0
+
+
 class Residual(msgspec.Struct, frozen=True, kw_only=True):
     """How far a fit is from what was measured, in relative terms."""
 
@@ -75,9 +116,12 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
         feature_s: from an encode elsewhere until its feature is there, transfer apart.
         hand_over_s: from the end of a prefill to the first step at D, transfer apart.
         loop_s, stream_s: of a step besides the model, for each of its sequences: scheduling, its token's way out.
-        interference: how much longer a stage takes beside another one on the device: "P/D" is P beside D;
-            interference_within: of one instance, whose process they share.
-        crowding: how much longer stages that want more cores than there are take than an equal part of them says.
+        host, client: what a CPU's cores have to do besides the stages: gateway and instances; the one who asks.
+        split_cpu_s, split_token_cpu_s, feature_cpu_s, idle_cores: see :class:`Transport`.
+        transports: in place of the one that instances of a host have by themselves, by name.
+        interference: how much longer a stage takes beside another one on the device, with a core for each: "P/D"
+            is P beside D; interference_within: of one instance, whose process they share. "host" prepares images.
+        waiting_within: of that, the part in which it waits and leaves its core to others.
         residuals: of the fits, by stage.
         samples: what was measured: stage, its work, seconds.
     """
@@ -115,9 +159,16 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
     hand_over_s: float = 0.0
     loop_s: float = 0.0
     stream_s: float = 0.0
+    host: HostTime = HostTime()
+    client: HostTime = HostTime()
+    split_cpu_s: float = 0.0
+    split_token_cpu_s: float = 0.0
+    feature_cpu_s: float = 0.0
+    idle_cores: float = 0.0
+    transports: dict[str, Transport] = {}
     interference: dict[str, float] = {}
     interference_within: dict[str, float] = {}
-    crowding: float = 0.0
+    waiting_within: dict[str, float] = {}
     residuals: dict[str, Residual] = {}
     samples: list[tuple[str, list[float], float]] = []
 
@@ -144,9 +195,26 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
         """From an image as it was sent to what the tower takes."""
         return self.image_s + self.image_pixel_s * num_pixels
 
+    def prepare_cpu_s(self, num_pixels: int) -> float:
+        """Of that, CPU seconds of all that have to do with it."""
+        return self.host.image_s + self.host.pixel_s * num_pixels
+
     def image_tokens(self, num_pixels: int) -> int:
         """Of one image."""
         return self.tokens_per_image or max(round(self._seen(num_pixels) / self.pixels_per_token), 1)
+
+    def over(self, transport: str) -> Self:
+        """The same over another transport. Raises ValueError for one that was not measured."""
+        if transport not in self.transports:
+            raise ValueError(f"transport {transport!r} was not measured; 'epd-serve profile --{transport}' does")
+        known = msgspec.structs.asdict(self.transports[transport])
+        return msgspec.structs.replace(self, link_bytes_per_s=known.pop("bytes_per_s"), **known)
+
+    def with_transport(self, known: Transport) -> Self:
+        """The same with that for the one that instances have by themselves; its link stays."""
+        fields = msgspec.structs.asdict(known)
+        del fields["bytes_per_s"], fields["handshake_s"]
+        return msgspec.structs.replace(self, **fields)
 
     def _seen(self, num_pixels: int) -> int:
         """What the tower sees of an image."""

@@ -16,10 +16,10 @@ class Activity:
     """A step or a batch that computes.
 
     Attributes:
-        stage: what it does, for measured interference: "E", "P" or "D".
+        stage: what it does, for measured interference: "E", "P", "D", or "host" for what is around them.
         compute, bandwidth: of the device's peak, the part that it uses when it is alone.
         work_s: what it takes alone; done_s of that is done.
-        cores: of a CPU.
+        cores: of a CPU, that it and what goes with it keep busy.
         owner: the instance.
     """
 
@@ -59,14 +59,15 @@ class FluidSharing:
 class MeasuredSharing:
     """As pairs of stages were measured side by side; increases of several neighbours add up.
 
-    A CPU has ``cores``; what asks for more in all gets its part of them, less ``crowding``, which was
-    measured with all that they do to each other. ``within``: of two stages in one instance.
+    A CPU has ``cores``; where more are asked for in all, everyone gets the same part of what it asked for.
+    ``within``: of two stages in one instance; ``waiting``: the part of that in which the stage leaves its core to
+    others, as it waits for the lock of Python's interpreter or of the process's memory.
     """
 
     increase: dict[tuple[str, str], float] = field(default_factory=dict)
     cores: float = float("inf")
     within: dict[tuple[str, str], float] = field(default_factory=dict)
-    crowding: float = 0.0
+    waiting: dict[tuple[str, str], float] = field(default_factory=dict)
 
     @classmethod
     def of(cls, matrix: InterferenceMatrix, cores: float = float("inf")) -> MeasuredSharing:
@@ -82,32 +83,34 @@ class MeasuredSharing:
 
     @classmethod
     def of_profile(cls, profile: Profile, cores: float = float("inf")) -> MeasuredSharing:
-        """What was not measured is taken for what was: E beside P for E beside D. In one instance, which shares a
-        process too, stages slow each other down as in two at least."""
+        """In one instance, which shares a process too, stages slow each other down as in two at least."""
 
         def pairs(known: dict[str, float]) -> dict[tuple[str, str], float]:
-            return {(pair[0], pair[-1]): value for pair, value in known.items()}
+            split = ((pair.partition("/"), value) for pair, value in known.items())
+            return {(one, beside): value for (one, _, beside), value in split}
 
-        increase = pairs(profile.interference)
-        for pair, like in ((("E", "P"), ("E", "D")), (("P", "E"), ("P", "D"))):
-            if like in increase:
-                increase.setdefault(pair, increase[like])
-        within = pairs(profile.interference_within)
+        increase, within = pairs(profile.interference), pairs(profile.interference_within)
         within = {pair: max(within.get(pair, 0.0), increase.get(pair, 0.0)) for pair in {*within, *increase}}
-        return cls(increase, cores, within, profile.crowding)
+        return cls(increase, cores, within, pairs(profile.waiting_within))
 
     def rates(self, activities: Sequence[Activity]) -> list[float]:
-        wanted = sum(one.cores for one in activities)
-        scarce = wanted / self.cores * (1 + self.crowding) if wanted > self.cores else 1.0
-        rates: list[float] = []
+        longer: list[float] = []
+        wanted = 0.0
         for one in activities:
-            more = 0.0
+            more = waiting = 0.0
             for other in activities:
-                if other is not one:
-                    pairs = self.within if one.owner == other.owner else self.increase
-                    more += pairs.get((one.stage, other.stage), 0.0)
-            rates.append(1 / max(1 + more, scarce))
-        return rates
+                if other is one:
+                    continue
+                pair = one.stage, other.stage
+                if one.owner == other.owner:
+                    more += self.within.get(pair, 0.0)
+                    waiting += self.waiting.get(pair, 0.0)
+                else:
+                    more += self.increase.get(pair, 0.0)
+            longer.append(1 + more)
+            wanted += one.cores * (1 - waiting / (1 + more))
+        scarce = max(wanted / self.cores, 1.0)
+        return [1 / (more * scarce) for more in longer]
 
 
 class SimDevice:
@@ -154,7 +157,7 @@ class SimDevice:
 
     def _share(self) -> None:
         active = self._active
-        if len(active) == 1:
+        if len(active) == 1 and active[0].cores <= 1.0:
             one = active[0]
             if one.rate != 1.0 or not one.version:
                 self._rerate(one, 1.0)
