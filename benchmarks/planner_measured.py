@@ -55,7 +55,7 @@ def simulated(run: MeasuredRun, profile: Profile) -> list[Asked]:
     """The run's requests through the simulator. The one who asked was on the same machine."""
     requests = sim_requests(run, profile)
     profile = msgspec.structs.replace(profile, host=profile.host.plus(profile.client))
-    if load_config(ROOT / "deploy" / run.file).instances.kv_transfer.transport == "mooncake":
+    if load_config(ROOT / "deploy" / run.file).settings_for("P").kv_transfer.transport == "mooncake":
         profile = profile.over("mooncake")
     deployment = build(
         parse_topology(run.topology), ["cpu"], lambda *_: profile, cores=CORES, threads=1, num_blocks=4096
