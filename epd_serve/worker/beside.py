@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from io import BytesIO
@@ -145,8 +146,8 @@ class _Thread:
     def __init__(self, work: Work, options: GridOptions) -> None:
         self._work, self._options = work, options
         self._goes_on, self._rests, self._ends = threading.Event(), threading.Event(), False
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="beside")
+        self._end = self._threads.submit(self._run)
 
     def pause(self) -> None:
         """Returns when nothing is under way."""
@@ -158,18 +159,23 @@ class _Thread:
         self._goes_on.set()
 
     def close(self) -> None:
+        """Raises what the work raised."""
         self._ends = True
         self._goes_on.set()
-        self._thread.join()
+        self._threads.shutdown()
+        self._end.result()
 
     def _run(self) -> None:
         _activate(get_device(self._options.device), self._options)
-        while not self._ends:
-            if self._goes_on.is_set():
-                self._work()
-            else:
-                self._rests.set()
-                self._goes_on.wait()
+        try:
+            while not self._ends:
+                if self._goes_on.is_set():
+                    self._work()
+                else:
+                    self._rests.set()
+                    self._goes_on.wait()
+        finally:
+            self._rests.set()
 
 
 @contextmanager
@@ -204,10 +210,10 @@ def _process(options: GridOptions, name: str) -> Iterator[tuple[Callable[[], Non
 def _answer(options: GridOptions, name: str) -> None:
     """The life of that process: "g" and it works, "p" and it rests; each is confirmed by a byte."""
     with _stages(options) as works:
-        goes_on = False
+        work, goes_on = works[name], False
         while True:
             if goes_on:
-                works[name]()
+                work()
             if goes_on and not select.select([sys.stdin], [], [], 0)[0]:
                 continue
             word = os.read(sys.stdin.fileno(), 1)
