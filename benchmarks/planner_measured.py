@@ -104,7 +104,7 @@ def compare(runs: Sequence[MeasuredRun], profile: Profile) -> dict[str, Any]:
             "topology": run.topology,
             "workload": run.workload,
             "rate": run.rate,
-            "seed": run.seed,
+            "round": run.round,
         }
         for side, requests in (("measured", run.requests), ("simulated", simulated(run, profile))):
             row[side] = {**figures(requests), "good": sum(map(is_good, requests))}
@@ -149,13 +149,13 @@ def goodput(rows: Sequence[dict[str, Any]], side: str, value: str = "attainment"
 def _ranking(rows: Sequence[dict[str, Any]], workload: str) -> dict[str, Any]:
     """Of deployments by the good requests among all that were sent in a round, at all rates."""
     some = [row for row in rows if row["workload"] == workload]
-    seeds = sorted({row["seed"] for row in some})
+    rounds = sorted({row["round"] for row in some})
 
     def good(side: str) -> dict[str, list[float]]:
         return {
             file: [
-                sum(row[side]["good"] for row in some if (row["file"], row["seed"]) == (file, seed))
-                for seed in seeds
+                sum(row[side]["good"] for row in some if (row["file"], row["round"]) == (file, number))
+                for number in rounds
             ]
             for file in dict.fromkeys(row["file"] for row in some)
         }

@@ -1,6 +1,6 @@
 """Measured runs of every CPU deployment in ``deploy/``, for the simulator to be held against.
 
-    python -m benchmarks.planner_runs take WORK_DIR [--files A.yaml,B.yaml] [--seed ROUND]
+    python -m benchmarks.planner_runs take WORK_DIR [--files A.yaml,B.yaml] [--round ROUND]
     python -m benchmarks.planner_runs keep WORK_DIR
 
 ``take`` makes a model with random weights (six layers, so that stages take much longer than HTTP does), gives
@@ -55,13 +55,13 @@ class Asked(msgspec.Struct, frozen=True, array_like=True):
 
 
 class MeasuredRun(msgspec.Struct, frozen=True, kw_only=True):
-    """``file``: of the deployment, in ``deploy/``; ``seed``: of the round."""
+    """``file``: of the deployment, in ``deploy/``."""
 
     file: str
     topology: str
     workload: str
     rate: float
-    seed: int
+    round: int = 0
     requests: list[Asked]
 
 
@@ -71,7 +71,7 @@ def make_runs_model(path: Path) -> Path:
     return make_model(path, **sizes, vision_layers=4, vision_hidden=256, max_pixels=448 * 448)
 
 
-def take(work_dir: Path, files: list[Path], duration_s: float, seed: int) -> None:
+def take(work_dir: Path, files: list[Path], duration_s: float, number_of_round: int) -> None:
     model = work_dir / "model"
     if not (model / "config.json").exists():
         make_runs_model(model)
@@ -81,13 +81,14 @@ def take(work_dir: Path, files: list[Path], duration_s: float, seed: int) -> Non
         config = change_config(load_config(file), {"model": str(model), "instances": {"threads": 1}})
         candidate = Candidate(file=file, label=file.name, config=config)
         with deployed(candidate, work_dir / f"{file.stem}.log") as url:
-            for workload, rate in ((name, rate) for name, rates in RATES.items() for rate in rates):
+            loads = ((workload, rate) for workload, rates in RATES.items() for rate in rates)
+            for number, (workload, rate) in enumerate(loads):
                 settings = RunSettings(
                     base_url=url,
                     model="",
                     workload=workload,
                     num_requests=round(rate * duration_s),
-                    seed=seed,
+                    seed=100 * number_of_round + number,  # no picture is in a cache from an earlier run
                     arrivals="poisson",
                     rate=rate,
                     num_warmups=2,
@@ -100,7 +101,7 @@ def keep(work_dir: Path) -> list[MeasuredRun]:
     runs = [RunDirectory.open(file.parent) for file in (work_dir / "runs").glob("*/run.json")]
     return sorted(
         (kept(run, run.settings.label) for run in runs),
-        key=lambda one: (one.workload, one.file, one.rate, one.seed),
+        key=lambda one: (one.workload, one.file, one.rate, one.round),
     )
 
 
@@ -116,7 +117,7 @@ def kept(run: RunDirectory, deployment: str) -> MeasuredRun:
         topology=settings.topology or settings.label,
         workload=settings.workload,
         rate=settings.rate or 0.0,
-        seed=settings.seed,
+        round=settings.seed // 100,
         requests=[
             Asked(
                 sent_s=round((one.sent_s or 0.0) - begin_s, 4),
@@ -148,10 +149,10 @@ def main() -> None:
     parser.add_argument("work_dir", type=Path)
     parser.add_argument("--files", default=",".join(map(str, sorted((ROOT / "deploy").glob("cpu-*.yaml")))))
     parser.add_argument("--duration", type=float, default=12)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--round", type=int, default=0)
     wanted = parser.parse_args()
     if wanted.what == "take":
-        take(wanted.work_dir, [Path(file) for file in wanted.files.split(",")], wanted.duration, wanted.seed)
+        take(wanted.work_dir, [Path(file) for file in wanted.files.split(",")], wanted.duration, wanted.round)
         return
     runs = keep(wanted.work_dir)
     RUNS.write_bytes(b"[\n" + b",\n".join(msgspec.json.encode(one) for one in runs) + b"\n]\n")

@@ -49,7 +49,7 @@ class EncodeLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class HostTime(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """CPU seconds that requests cost a machine besides its stages': for each request, image, pixel and token."""
+    """CPU seconds of a process for each request, image, pixel of it and token that pass through it."""
 
     request_s: float = 0.0
     image_s: float = 0.0
@@ -116,8 +116,9 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
         feature_s: from an encode elsewhere until its feature is there, transfer apart.
         hand_over_s: from the end of a prefill to the first step at D, transfer apart.
         loop_s, stream_s: of a step besides the model, for each of its sequences: scheduling, its token's way out.
-        host, client: what a CPU's cores have to do besides the stages: gateway and instances; the one who asks.
+        host, client: what a CPU's cores have to do besides instances: for the gateway, and for the one who asks.
         split_cpu_s, split_token_cpu_s, feature_cpu_s, idle_cores: see :class:`Transport`.
+        fair_to: whom the machine's scheduler gives equal parts of scarce cores.
         transports: in place of the one that instances of a host have by themselves, by name.
         interference: how much longer a stage takes beside another one on the device, with a core for each: "P/D"
             is P beside D; interference_within: of one instance, whose process they share. "host" prepares images.
@@ -165,6 +166,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
     split_token_cpu_s: float = 0.0
     feature_cpu_s: float = 0.0
     idle_cores: float = 0.0
+    fair_to: Literal["threads", "instances"] = "threads"
     transports: dict[str, Transport] = {}
     interference: dict[str, float] = {}
     interference_within: dict[str, float] = {}
@@ -196,7 +198,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
         return self.image_s + self.image_pixel_s * num_pixels
 
     def prepare_cpu_s(self, num_pixels: int) -> float:
-        """Of that, CPU seconds of all that have to do with it."""
+        """CPU seconds that it costs besides, elsewhere."""
         return self.host.image_s + self.host.pixel_s * num_pixels
 
     def image_tokens(self, num_pixels: int) -> int:

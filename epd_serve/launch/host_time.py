@@ -1,4 +1,7 @@
-"""CPU time that requests cost a machine besides their stages: of its gateway, its instances and who asks them."""
+"""CPU time that requests cost besides their stages: of the gateway, of who asks, and of instances that talk.
+
+An instance's own work for a request is on its way to the first token, so profiles have it.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,9 @@ import numpy as np
 
 from epd_serve.bench.run_directory import RunDirectory
 from epd_serve.bench.types import Record, Sample
-from epd_serve.cost.profile import HostTime, Profile
+from epd_serve.cost.profile import HostTime
 
-_PROCESS = "cpu_s:"
+_PROCESS, _GATEWAY = "cpu_s:", "proxy"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,13 +23,14 @@ class Answers:
 
     Attributes:
         side: of the square images that were sent, one with each request; 0: none.
-        wall_s: of all of it; server_s, client_s: CPU seconds of the deployment's processes, and of the asking one.
+        wall_s: of all of it; gateway_s, instances_s, client_s: CPU seconds, the last of the process that asked.
     """
 
     records: list[Record]
     side: int
     wall_s: float
-    server_s: float
+    gateway_s: float
+    instances_s: float
     client_s: float
 
     @classmethod
@@ -38,68 +42,57 @@ class Answers:
             raise ValueError(failed[0] if failed else "not all requests have ended")
         (segment,) = run.segments()
         at = {one.phase: _cpu_s(one) for one in run.samples()}
+        gateway_s, instances_s = (end - begin for begin, end in zip(at["before"], at["after"], strict=True))
         return cls(
             records=records,
             side=side,
             wall_s=segment.wall_s,
-            server_s=at["after"] - at["before"],
+            gateway_s=gateway_s,
+            instances_s=instances_s,
             client_s=segment.cpu_s,
         )
 
     @property
-    def num_tokens(self) -> int:
+    def num_prompt_tokens(self) -> int:
+        return sum(one.num_prompt_tokens or 0 for one in self.records)
+
+    @property
+    def num_output_tokens(self) -> int:
         return sum(one.num_output_tokens for one in self.records)
 
     @property
     def num_images(self) -> int:
         return len(self.records) if self.side else 0
 
-    def stages_s(self, profile: Profile) -> float:
-        """Seconds in which stages computed: one behind the other for a request alone, else all of the time."""
-        seconds = 0.0
-        for one in self.records:
-            num_tokens = one.num_prompt_tokens or 1
-            seconds += profile.step_s(num_tokens, 1, 0, num_tokens**2)
-            seconds += profile.encode_s([self.side**2]) if self.side else 0.0
-            seconds += one.token_times_s[-1] - one.token_times_s[0]
-        return min(seconds, self.wall_s)
 
-    def _row(self) -> list[float]:
-        return [len(self.records), self.num_images, self.num_images * self.side**2, self.num_tokens]
-
-    def besides(self, known: HostTime) -> float:
-        """CPU seconds that it should have cost."""
-        parts = known.request_s, known.image_s, known.pixel_s, known.token_s
-        return sum(part * count for part, count in zip(parts, self._row(), strict=True))
+def _cpu_s(sample: Sample) -> tuple[float, float]:
+    """That the gateway and all other processes of the deployment have spent by then."""
+    found = {
+        name.removeprefix(_PROCESS): s for name, s in sample.devices.get("cpu", {}).items() if _PROCESS in name
+    }
+    gateway_s = found.pop(_GATEWAY, 0.0)
+    return gateway_s, sum(found.values())
 
 
-def _cpu_s(sample: Sample) -> float:
-    """That all of the deployment's processes have spent by then."""
-    found = sample.devices.get("cpu", {})
-    return sum(value for name, value in found.items() if name.startswith(_PROCESS))
-
-
-def host_times(measured: Sequence[Answers], profile: Profile, threads: int) -> tuple[HostTime, HostTime]:
-    """Of the deployment and of who asks, from several loads on a monolithic one."""
-    rows = [one._row() for one in measured]
-
-    def fitted(seconds: list[float]) -> HostTime:
-        request_s, image_s, pixel_s, token_s = fit(rows, seconds)
-        return HostTime(request_s=request_s, image_s=image_s, pixel_s=pixel_s, token_s=token_s)
-
-    server = [one.server_s - threads * one.stages_s(profile) for one in measured]
-    return fitted(server), fitted([one.client_s for one in measured])
-
-
-def split_times(
-    measured: Sequence[Answers], profile: Profile, whole: HostTime, threads: int
-) -> tuple[float, float, float]:
-    """What stages apart cost more than that: CPU seconds for each request, prompt token and image."""
+def host_times(measured: Sequence[Answers]) -> tuple[HostTime, HostTime]:
+    """Of the gateway and of who asks. What they do as time goes by, asked or not, is in neither."""
     rows = [
-        [len(one.records), sum(record.num_prompt_tokens or 0 for record in one.records), one.num_images]
+        [len(one.records), one.num_images, one.num_images * one.side**2, one.num_output_tokens, one.wall_s]
         for one in measured
     ]
-    more = [one.server_s - threads * one.stages_s(profile) - one.besides(whole) for one in measured]
+
+    def fitted(seconds: list[float]) -> HostTime:
+        request_s, image_s, pixel_s, token_s, _ = fit(rows, seconds)
+        return HostTime(request_s=request_s, image_s=image_s, pixel_s=pixel_s, token_s=token_s)
+
+    return fitted([one.gateway_s for one in measured]), fitted([one.client_s for one in measured])
+
+
+def split_times(apart: Sequence[Answers], whole: Sequence[Answers]) -> tuple[float, float, float]:
+    """What instances that talk cost more than a single one under the same loads: CPU seconds for each request,
+    prompt token and image."""
+    rows = [[len(one.records), one.num_prompt_tokens, one.num_images] for one in apart]
+    more = [one.instances_s - other.instances_s for one, other in zip(apart, whole, strict=True)]
     request_s, token_s, image_s = fit(rows, more)
     return request_s, token_s, image_s
 

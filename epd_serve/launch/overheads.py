@@ -37,6 +37,7 @@ from epd_serve.bench.utilisation import LocalServer
 from epd_serve.bench.workloads import load_workload
 from epd_serve.config import change_config, parse_config
 from epd_serve.cost.profile import HostTime, Profile, Transport
+from epd_serve.launch.fairness import measure_fairness
 from epd_serve.launch.host_time import Answers, host_times, split_times
 
 #: Requests of each kind, one after the other, in each deployment.
@@ -81,12 +82,12 @@ def with_overheads(
     known = msgspec.structs.replace(
         known, image_s=image_s, image_pixel_s=image_pixel_s, loop_s=loop_s, stream_s=stream_s
     )
-    threads = options.threads or len(os.sched_getaffinity(0))
     if options.device == "cpu":  # where the host's work takes cores from the stages
         asked = [*whole.values(), *(answers for _, answers in together[1:])]
-        host, client = host_times(asked, known, threads)
-        known = msgspec.structs.replace(known, host=host, client=client)
-    apart = _Apart(known, whole, idle_cores, threads)
+        host, client = host_times(asked)
+        fair_to = measure_fairness(len(os.sched_getaffinity(0)))
+        known = msgspec.structs.replace(known, host=host, client=client, fair_to=fair_to)
+    apart = _Apart(known, whole, idle_cores)
     line = "E-P-D" if has_images else "P-D"
     with _asked(line, options, progress) as ask:
         known = known.with_transport(apart.measure(ask, options.num_requests, Transport()))
@@ -125,7 +126,6 @@ class _Apart:
     profile: Profile
     whole: dict[str, Answers]
     idle_cores: float
-    threads: int
 
     def measure(self, ask: _Asker, count: int, link: Transport) -> Transport:
         """``link`` with the rest measured."""
@@ -147,7 +147,7 @@ class _Apart:
         )
         if profile.host == HostTime():
             return known
-        request_s, token_cpu_s, image_s = split_times(list(apart.values()), profile, profile.host, self.threads)
+        request_s, token_cpu_s, image_s = split_times(list(apart.values()), list(self.whole.values()))
         return msgspec.structs.replace(
             known,
             split_cpu_s=request_s,

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 from epd_serve.cost.interference import InterferenceMatrix
 from epd_serve.cost.profile import Profile
 from epd_serve.sim.clock import Clock
+
+#: Of a machine's cores, what gateway and clients leave to the stages however much they have to do.
+_LEAST = 0.1
 
 
 @dataclass(slots=True, eq=False)
@@ -19,7 +22,7 @@ class Activity:
         stage: what it does, for measured interference: "E", "P", "D", or "host" for what is around them.
         compute, bandwidth: of the device's peak, the part that it uses when it is alone.
         work_s: what it takes alone; done_s of that is done.
-        cores: of a CPU, that it and what goes with it keep busy.
+        cores: of a CPU, that it keeps busy; host_cores: that others keep busy for it meanwhile.
         owner: the instance.
     """
 
@@ -30,6 +33,7 @@ class Activity:
     on_end: Callable[[], None]
     cores: float = 1.0
     owner: str = ""
+    host_cores: float = 0.0
     done_s: float = 0.0
     rate: float = 1.0
     since_s: float = 0.0
@@ -59,15 +63,17 @@ class FluidSharing:
 class MeasuredSharing:
     """As pairs of stages were measured side by side; increases of several neighbours add up.
 
-    A CPU has ``cores``; where more are asked for in all, everyone gets the same part of what it asked for.
-    ``within``: of two stages in one instance; ``waiting``: the part of that in which the stage leaves its core to
-    others, as it waits for the lock of Python's interpreter or of the process's memory.
+    A CPU has ``cores``; where more are asked for in all, threads or (``fair_to``) instances with all their threads
+    get equal parts, and who wants less than that leaves the rest to the others. ``within``: of two stages in one
+    instance; ``waiting``: the part of that in which the stage leaves its core to others, as it waits for the lock
+    of Python's interpreter or of the process's memory.
     """
 
     increase: dict[tuple[str, str], float] = field(default_factory=dict)
     cores: float = float("inf")
     within: dict[tuple[str, str], float] = field(default_factory=dict)
     waiting: dict[tuple[str, str], float] = field(default_factory=dict)
+    fair_to: Literal["threads", "instances"] = "threads"
 
     @classmethod
     def of(cls, matrix: InterferenceMatrix, cores: float = float("inf")) -> MeasuredSharing:
@@ -91,11 +97,11 @@ class MeasuredSharing:
 
         increase, within = pairs(profile.interference), pairs(profile.interference_within)
         within = {pair: max(within.get(pair, 0.0), increase.get(pair, 0.0)) for pair in {*within, *increase}}
-        return cls(increase, cores, within, pairs(profile.waiting_within))
+        return cls(increase, cores, within, pairs(profile.waiting_within), profile.fair_to)
 
     def rates(self, activities: Sequence[Activity]) -> list[float]:
         longer: list[float] = []
-        wanted = 0.0
+        wanted: list[float] = []
         for one in activities:
             more = waiting = 0.0
             for other in activities:
@@ -108,9 +114,29 @@ class MeasuredSharing:
                 else:
                     more += self.increase.get(pair, 0.0)
             longer.append(1 + more)
-            wanted += one.cores * (1 - waiting / (1 + more))
-        scarce = max(wanted / self.cores, 1.0)
-        return [1 / (more * scarce) for more in longer]
+            wanted.append(one.cores * (1 - waiting / (1 + more)))
+        parts = [1.0] * len(wanted)
+        if sum(wanted) + sum(one.host_cores for one in activities) > self.cores:
+            for _ in range(2):  # a step that is slowed down gives others less to do
+                busy = sum(one.host_cores * part for one, part in zip(activities, parts, strict=True))
+                parts = self._parts(activities, wanted, max(self.cores - busy, _LEAST * self.cores))
+        return [part / more for part, more in zip(parts, longer, strict=True)]
+
+    def _parts(self, activities: Sequence[Activity], wanted: Sequence[float], cores: float) -> list[float]:
+        """What each gets of the cores that it wants."""
+        groups: list[str | int] = [
+            one.owner if self.fair_to == "instances" and one.owner else index
+            for index, one in enumerate(activities)
+        ]
+        demand: dict[str | int, float] = {}
+        for group, more in zip(groups, wanted, strict=True):
+            demand[group] = demand.get(group, 0.0) + more
+        left, part = cores, dict.fromkeys(demand, 1.0)
+        for number, group in enumerate(sorted(demand, key=demand.__getitem__)):
+            given = min(demand[group], left / (len(demand) - number))
+            left -= given
+            part[group] = given / demand[group] if demand[group] else 1.0
+        return [part[group] for group in groups]
 
 
 class SimDevice:
@@ -157,7 +183,7 @@ class SimDevice:
 
     def _share(self) -> None:
         active = self._active
-        if len(active) == 1 and active[0].cores <= 1.0:
+        if len(active) == 1 and active[0].cores + active[0].host_cores <= 1.0:
             one = active[0]
             if one.rate != 1.0 or not one.version:
                 self._rerate(one, 1.0)

@@ -186,8 +186,9 @@ class LanguageSide:
             run.bandwidth,
             run.total_s(run.length),
             self._ended,
-            self._spec.cores + run.host_cores,
+            self._spec.cores,
             self._spec.name,
+            run.host_cores,
         )
         self._device.start(self._activity)
 

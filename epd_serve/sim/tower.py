@@ -90,9 +90,9 @@ class TowerSide:
 
     def _prepare(self, item: _Item) -> None:
         profile = self._spec.profile
-        seconds, cpu_s = profile.prepare_s(item.num_pixels), profile.prepare_cpu_s(item.num_pixels)
-        cores = cpu_s / seconds if cpu_s else 1.0
-        host = Activity("host", 0.0, 0.0, seconds, partial(self._prepared, item), cores, self._spec.name)
+        seconds = profile.prepare_s(item.num_pixels)
+        host = Activity("host", 0.0, 0.0, seconds, partial(self._prepared, item), 1.0, self._spec.name)
+        host.host_cores = profile.prepare_cpu_s(item.num_pixels) / seconds
         self._preparing[item.key] = host
         self._host.start(host)
 

@@ -12,7 +12,7 @@ from epd_serve.bench.run_directory import RunDirectory, RunWriter
 from epd_serve.bench.types import Record, RunSettings, Sample, Segment
 from epd_serve.cost.profile import Profile
 from epd_serve.launch import overheads
-from epd_serve.launch.host_time import Answers, fit, host_times
+from epd_serve.launch.host_time import Answers, fit, host_times, split_times
 from epd_serve.launch.overheads import OverheadOptions, with_overheads
 
 DEMO = Path(__file__).parents[2] / "benchmarks" / "results" / "profile-demo-cpu.json"
@@ -62,30 +62,38 @@ def test_deployments_are_measured_and_nothing_of_the_stages_is_changed(seeds: li
 
 def run_of(tmp_path: Path, tokens: int, cpu_s: float, *, detail: str = "") -> RunDirectory:
     settings = RunSettings(base_url="", model="", workload="", num_requests=2, seed=0, arrivals="closed:1")
-    run = RunDirectory.create(tmp_path / f"{tokens}{detail}", settings, {0: None, 1: None})
+    run = RunDirectory.create(tmp_path / f"{tokens}{detail}", settings, [(0, None), (1, None)])
     with RunWriter(run) as writer:
         for index in range(2):
             times = [1.0 + 0.1 * i for i in range(tokens)]
-            record = Record(index=index, num_prompt_tokens=100, num_output_tokens=tokens, token_times_s=times)
-            writer.record(msgspec.structs.replace(record, detail=detail))
+            record = Record(
+                index=index,
+                workload="",
+                modality="text",
+                scheduled_s=0.0,
+                finish_s=9.0,
+                num_prompt_tokens=100,
+                num_output_tokens=tokens,
+                token_times_s=times,
+                detail=detail,
+            )
+            writer.record(record)
         for phase, seconds in (("before", 1.0), ("after", 1.0 + cpu_s)):
-            devices = {"cpu": {"cpu_s:e0": seconds, "cpu_s:proxy": seconds, "utilisation": 0.5}}
+            devices = {"cpu": {"cpu_s:e0": 2 * seconds, "cpu_s:proxy": seconds, "utilisation": 0.5}}
             writer.sample(Sample(at_s=0.0, phase=phase, devices=devices))
         writer.segment(Segment(segment=0, started_unix_s=0.0, plan_offset_s=0.0, wall_s=100.0, cpu_s=0.5))
     return run
 
 
-def test_cpu_time_is_that_of_all_processes_less_the_stages(tmp_path: Path) -> None:
-    profile = Profile.read(DEMO)
-    answers = [Answers.of(run_of(tmp_path, tokens, cpu_s), 0) for tokens, cpu_s in ((11, 5.0), (21, 10.0))]
-    assert [one.server_s for one in answers] == pytest.approx([10.0, 20.0])
-    prefill_s = profile.step_s(100, 1, 0, 100**2)
-    assert answers[0].stages_s(profile) == pytest.approx(2 * (prefill_s + 1.0))
-    host, client = host_times(answers, profile, threads=1)
-    # 10 = 2 (prefill + 1 s + request) + 22 tokens, 20 = 2 (prefill + 2 s + request) + 42 tokens
-    assert host.token_s == pytest.approx((20 - 10 - 2) / 20)
-    assert host.request_s == 0, "less than none is none"
-    assert client.request_s == pytest.approx(0.25)
+def test_cpu_time_is_told_by_process(tmp_path: Path) -> None:
+    loads = ((11, 2.3), (21, 4.3), (41, 8.4))
+    answers = [Answers.of(run_of(tmp_path, tokens, cpu_s), 0) for tokens, cpu_s in loads]
+    assert [one.gateway_s for one in answers] == pytest.approx([2.3, 4.3, 8.4])
+    assert [one.instances_s for one in answers] == pytest.approx([4.6, 8.6, 16.8])
+    host, client = host_times(answers)
+    assert host.token_s == pytest.approx(0.1, rel=0.03)
+    assert client.token_s == pytest.approx(0, abs=1e-6)
+    assert split_times(answers[1:], answers[:2]) == pytest.approx((0, (4.0 + 8.2) / 400, 0), abs=0.02)
     with pytest.raises(ValueError, match="broken"):
         Answers.of(run_of(tmp_path, 2, 0.0, detail="broken"), 0)
 

@@ -99,13 +99,27 @@ def test_a_stage_that_waits_within_its_process_leaves_its_core_to_others(ascend:
     assert apart == pytest.approx([2 / 3] * 3)
 
 
+def test_cores_are_shared_by_threads_or_by_instances_and_who_wants_little_gets_it(ascend: Profile) -> None:
+    two_and_one = [activity("E", "a"), activity("P", "a"), activity("D", "d")]
+    little = [activity("host", "", 0.2), *two_and_one]
+
+    def rates(fair_to: str, activities: list[Activity]) -> list[float]:
+        profile = msgspec.structs.replace(ascend, fair_to=fair_to)
+        return MeasuredSharing.of_profile(profile, cores=2).rates(activities)
+
+    assert rates("threads", two_and_one) == pytest.approx([2 / 3] * 3)
+    assert rates("instances", two_and_one) == pytest.approx([0.5, 0.5, 1.0])
+    assert rates("threads", little) == pytest.approx([1.0, 0.6, 0.6, 0.6])
+    assert rates("instances", little) == pytest.approx([1.0, 0.45, 0.45, 0.9])
+
+
 def test_more_than_a_core_is_shared_by_one_too() -> None:
     clock = Clock()
     device = SimDevice(clock, MeasuredSharing(cores=1.0))
     ended: list[float] = []
-    device.start(Activity("D", 1, 1, 1.0, lambda: ended.append(clock.now), cores=1.5))
+    device.start(Activity("D", 1, 1, 1.0, lambda: ended.append(clock.now), host_cores=0.2))
     clock.run(lambda: bool(ended))
-    assert ended == pytest.approx([1.5])
+    assert ended == pytest.approx([1.19], abs=0.01)  # slowed down, it leaves less to do to others
 
 
 def on_cpu(line: str, profile: Profile, requests: list[SimRequest], cores: float = 2.0) -> Outcome:
