@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.planner_ranking import rank
+from benchmarks.planner_ranking import noise_of, rank
 from benchmarks.planner_runs import ROOT, RUNS, TPOT_MS, TTFT_MS, Asked, MeasuredRun
 from epd_serve.bench.statistics import wilson
 from epd_serve.config import load_config
@@ -114,14 +114,43 @@ def compare(runs: Sequence[MeasuredRun], profile: Profile) -> dict[str, Any]:
         most = max(one["measured"]["served"] for one in alike)
         row["below_saturation"] = row["rate"] <= BELOW * most
     below = [row for row in rows if row["below_saturation"]]
+    good = {
+        (workload, side): _good([row for row in rows if row["workload"] == workload], side)
+        for workload in sorted({row["workload"] for row in rows})
+        for side in ("measured", "simulated")
+    }
+    alike = {row["file"]: _processes(row["file"]) for row in rows}
+    noise = [noise_of(counts, alike) for (_, side), counts in good.items() if side == "measured"]
+    total = sum(noise[1:], noise[0])
     return {
         "limits": {"ttft_ms": TTFT_MS, "tpot_ms": TPOT_MS},
         "runs_below_saturation": len(below),
         "errors_below_saturation": {name: _errors(below, name) for name in FIGURES},
         "errors_of_all": {name: _errors(rows, name) for name in FIGURES},
-        "rankings": {name: _ranking(rows, name) for name in sorted({row["workload"] for row in rows})},
+        "rankings": {
+            name: rank(good[name, "measured"], good[name, "simulated"], total)
+            for name in sorted({row["workload"] for row in rows})
+        },
         "runs": rows,
     }
+
+
+def _good(rows: Sequence[dict[str, Any]], side: str) -> dict[str, list[float]]:
+    """Of each deployment the good requests among all that were sent in each round, at all rates."""
+    rounds = sorted({row["round"] for row in rows})
+    return {
+        file: [
+            sum(row[side]["good"] for row in rows if (row["file"], row["round"]) == (file, one)) for one in rounds
+        ]
+        for file in dict.fromkeys(row["file"] for row in rows)
+    }
+
+
+def _processes(file: str) -> tuple[object, ...]:
+    """What a deployment runs on this machine: deployments with the same are repetitions of each other."""
+    config = load_config(ROOT / "deploy" / file)
+    roles = tuple(sorted(str(one.role) for one in config.placement()))
+    return roles, config.settings_for("P").kv_transfer.transport, config.feature_store
 
 
 def _errors(rows: Sequence[dict[str, Any]], name: str) -> dict[str, float]:
@@ -144,23 +173,6 @@ def goodput(rows: Sequence[dict[str, Any]], side: str, value: str = "attainment"
         if below < 0.9:
             return float(low + (high - low) * (above - 0.9) / (above - below))
     return float(known[-1][0])
-
-
-def _ranking(rows: Sequence[dict[str, Any]], workload: str) -> dict[str, Any]:
-    """Of deployments by the good requests among all that were sent in a round, at all rates."""
-    some = [row for row in rows if row["workload"] == workload]
-    rounds = sorted({row["round"] for row in some})
-
-    def good(side: str) -> dict[str, list[float]]:
-        return {
-            file: [
-                sum(row[side]["good"] for row in some if (row["file"], row["round"]) == (file, number))
-                for number in rounds
-            ]
-            for file in dict.fromkeys(row["file"] for row in some)
-        }
-
-    return rank(good("measured"), good("simulated"))
 
 
 def draw(found: dict[str, Any], path: Path) -> None:
