@@ -15,7 +15,6 @@ def test_it_is_measured_and_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize(("spent", "fair_to"), [((2.0, 4.0), "threads"), ((3.0, 3.0), "instances")])
 def test_equal_parts_tell(monkeypatch: pytest.MonkeyPatch, spent: tuple[float, float], fair_to: str) -> None:
-    monkeypatch.setattr(fairness, "SECONDS", 0.0)
     values = iter([0.0, 0.0, *spent])
     monkeypatch.setattr(fairness, "_cpu_s", lambda leader: next(values))
     assert measure_fairness(1) == fair_to
