@@ -52,9 +52,8 @@ def sim_requests(run: MeasuredRun, profile: Profile) -> list[SimRequest]:
 
 
 def simulated(run: MeasuredRun, profile: Profile) -> list[Asked]:
-    """The run's requests through the simulator. The one who asked was on the same machine."""
+    """The run's requests through the simulator."""
     requests = sim_requests(run, profile)
-    profile = msgspec.structs.replace(profile, host=profile.host.plus(profile.client))
     if load_config(ROOT / "deploy" / run.file).settings_for("P").kv_transfer.transport == "mooncake":
         profile = profile.over("mooncake")
     deployment = build(

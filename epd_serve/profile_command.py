@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -54,7 +53,7 @@ def profile(
         result = profile_device(options, lambda text: status.update(f"measuring {text}"))
         if deployments:
             pairs = stages_beside(options, lambda text: status.update(f"measuring {text}"))
-            result = msgspec.structs.replace(result, **asdict(pairs))
+            result = msgspec.structs.replace(result, interference_within=pairs)
             overheads = OverheadOptions(
                 model=model, device=device, dtype=dtype, threads=threads, mooncake=mooncake
             )

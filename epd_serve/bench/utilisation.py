@@ -28,7 +28,7 @@ class LocalServer:
         each process of the server, and of a GPU ``memory_used_bytes`` and ``memory_bytes``."""
         if self._root is None:
             return {}
-        by_process = self.cpu_seconds()
+        by_process = _cpu_seconds(self._root)
         now_s, cpu_s = time.monotonic(), sum(by_process.values())
         cpu = {f"cpu_s:{name}": round(seconds, 3) for name, seconds in by_process.items()}
         if self._last is not None and now_s > self._last[0]:
@@ -36,10 +36,6 @@ class LocalServer:
             cpu["utilisation"] = round(max(0.0, share), 4)
         self._last = now_s, cpu_s
         return {"cpu": cpu, **await self._gpus()}
-
-    def cpu_seconds(self) -> dict[str, float]:
-        """Of each process of the server so far; empty where it is elsewhere."""
-        return {} if self._root is None else _cpu_seconds(self._root)
 
     async def _gpus(self) -> dict[str, dict[str, float]]:
         if self._nvidia is None:

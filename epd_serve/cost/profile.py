@@ -48,23 +48,6 @@ class EncodeLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return self.base_s + self.image_s * len(pixels) + self.pixel_s * sum(pixels) + self.pair_s * squares
 
 
-class HostTime(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """CPU seconds of a process for each request, image, pixel of it and token that pass through it."""
-
-    request_s: float = 0.0
-    image_s: float = 0.0
-    pixel_s: float = 0.0
-    token_s: float = 0.0
-
-    def plus(self, other: HostTime) -> HostTime:
-        return HostTime(
-            request_s=self.request_s + other.request_s,
-            image_s=self.image_s + other.image_s,
-            pixel_s=self.pixel_s + other.pixel_s,
-            token_s=self.token_s + other.token_s,
-        )
-
-
 class Transport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What stages in different instances take to talk to each other.
 
@@ -73,8 +56,7 @@ class Transport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         split_s: before a prefill whose KV goes elsewhere: its reservation; split_token_s: of it, for each token.
         feature_s: from an encode elsewhere until its feature is there, transfer apart.
         hand_over_s: from the end of a prefill to the first step at D, transfer apart.
-        split_cpu_s, split_token_cpu_s, feature_cpu_s: CPU seconds of all processes for that.
-        idle_cores: that an instance keeps busy while there is nothing to do.
+        split_cpu_s, split_token_cpu_s, feature_cpu_s: CPU seconds of both ends for that.
     """
 
     handshake_s: float = 3e-4
@@ -86,7 +68,6 @@ class Transport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     split_cpu_s: float = 0.0
     split_token_cpu_s: float = 0.0
     feature_cpu_s: float = 0.0
-    idle_cores: float = 0.0
 
 
 class Residual(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,13 +97,12 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
         feature_s: from an encode elsewhere until its feature is there, transfer apart.
         hand_over_s: from the end of a prefill to the first step at D, transfer apart.
         loop_s, stream_s: of a step besides the model, for each of its sequences: scheduling, its token's way out.
-        host, client: what a CPU's cores have to do besides instances: for the gateway, and for the one who asks.
-        split_cpu_s, split_token_cpu_s, feature_cpu_s, idle_cores: see :class:`Transport`.
-        fair_to: whom the machine's scheduler gives equal parts of scarce cores.
+        split_cpu_s, split_token_cpu_s, feature_cpu_s: see :class:`Transport`.
         transports: in place of the one that instances of a host have by themselves, by name.
-        interference: how much longer a stage takes beside another one on the device, with a core for each: "P/D"
-            is P beside D; interference_within: of one instance, whose process they share. "host" prepares images.
-        waiting_within: of that, the part in which it waits and leaves its core to others.
+        interference: how much longer a stage takes beside another one on the device: "P/D" is P beside D;
+            interference_within: what it waits besides for one in the same process, with a core for each. "host"
+            prepares images.
+        crowding: how much longer stages that want more cores than there are take than an equal part of them says.
         residuals: of the fits, by stage.
         samples: what was measured: stage, its work, seconds.
     """
@@ -160,17 +140,13 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
     hand_over_s: float = 0.0
     loop_s: float = 0.0
     stream_s: float = 0.0
-    host: HostTime = HostTime()
-    client: HostTime = HostTime()
     split_cpu_s: float = 0.0
     split_token_cpu_s: float = 0.0
     feature_cpu_s: float = 0.0
-    idle_cores: float = 0.0
-    fair_to: Literal["threads", "instances"] = "threads"
     transports: dict[str, Transport] = {}
     interference: dict[str, float] = {}
     interference_within: dict[str, float] = {}
-    waiting_within: dict[str, float] = {}
+    crowding: float = 0.0
     residuals: dict[str, Residual] = {}
     samples: list[tuple[str, list[float], float]] = []
 
@@ -196,10 +172,6 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
     def prepare_s(self, num_pixels: int) -> float:
         """From an image as it was sent to what the tower takes."""
         return self.image_s + self.image_pixel_s * num_pixels
-
-    def prepare_cpu_s(self, num_pixels: int) -> float:
-        """CPU seconds that it costs besides, elsewhere."""
-        return self.host.image_s + self.host.pixel_s * num_pixels
 
     def image_tokens(self, num_pixels: int) -> int:
         """Of one image."""

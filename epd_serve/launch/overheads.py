@@ -2,8 +2,9 @@
 
 The stages' times are known by then (``worker/grid.py``). What a monolithic deployment takes longer is the gateway,
 HTTP and the preparation of images; what stages apart take longer than that is their talking to each other,
-measured while D streams to somebody else, as it does wherever it matters. On a CPU all of that takes cores from
-the stages, so its CPU time is measured too (``host_time.py``). Queues are the simulator's to find.
+measured while D streams to somebody else, as it does wherever it matters. How much stages in different instances
+slow each other down, with all that is around them, is measured by keeping one of them busy; what they do to each
+other in one process is known (``worker/beside.py``). Queues are the simulator's to find.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from io import StringIO
 from pathlib import Path
 from statistics import fmean, linear_regression, median
 from typing import Any
-from urllib.parse import urlsplit
 from urllib.request import ProxyHandler, build_opener
 
 import msgspec
@@ -31,14 +31,13 @@ from rich.console import Console
 
 from epd_serve.bench.deployed import Candidate, deployed
 from epd_serve.bench.progress import Progress
+from epd_serve.bench.run_directory import RunDirectory
 from epd_serve.bench.session import Session
 from epd_serve.bench.types import Record, RunSettings
-from epd_serve.bench.utilisation import LocalServer
 from epd_serve.bench.workloads import load_workload
 from epd_serve.config import change_config, parse_config
-from epd_serve.cost.profile import HostTime, Profile, Transport
-from epd_serve.launch.fairness import measure_fairness
-from epd_serve.launch.host_time import Answers, host_times, split_times
+from epd_serve.cost.profile import Profile, Transport
+from epd_serve.launch.cpu_time import Spent, talk_cpu_s
 
 #: Requests of each kind, one after the other, in each deployment.
 NUM_REQUESTS = 12
@@ -46,6 +45,8 @@ NUM_OUTPUT = 24
 #: Sides of square images as they are sent.
 SIDES = (256, 1024)
 TEXT, LONG_TEXT = 10, 256
+#: A prefill's seconds below which they are not to be told from the rest of a request.
+_LEAST_S = 1e-3
 #: Requests under way at a time that tell what a sequence costs a step besides the model.
 TOGETHER = (8, 16)
 
@@ -71,90 +72,106 @@ def with_overheads(
     """
     has_images = bool(profile.encode)
     with _asked("EPD", options, progress) as ask:
-        idle_cores = ask.idle_cores()
-        whole = _measure(ask, has_images, options.num_requests)
+        whole, whole_cpu = _measure(ask, has_images, options.num_requests)
         together = [(1, whole["text"])]
         together += [(count, ask(_text(TEXT, 4 * NUM_OUTPUT), 2 * count, f"closed:{count}")) for count in TOGETHER]
-    request_s = max(_beyond(whole["text"], profile), 0.0)
-    known = msgspec.structs.replace(profile, request_s=request_s)
-    image_s, image_pixel_s = _images(whole, known)
-    loop_s, stream_s = _loop(together, profile)
-    known = msgspec.structs.replace(
-        known, image_s=image_s, image_pixel_s=image_pixel_s, loop_s=loop_s, stream_s=stream_s
-    )
-    if options.device == "cpu":  # where the host's work takes cores from the stages
-        asked = [*whole.values(), *(answers for _, answers in together[1:])]
-        host, client = host_times(asked)
-        fair_to = measure_fairness(len(os.sched_getaffinity(0)))
-        known = msgspec.structs.replace(known, host=host, client=client, fair_to=fair_to)
-    apart = _Apart(known, whole, idle_cores)
     line = "E-P-D" if has_images else "P-D"
     with _asked(line, options, progress) as ask:
-        known = known.with_transport(apart.measure(ask, options.num_requests, Transport()))
+        apart, apart_cpu = _measure(ask, has_images, options.num_requests)
+        with ask.busy(_STREAMS):
+            beside_d, _ = _measure(ask, has_images, options.num_requests)
+            with ask.busy(_LOADS["P"]):
+                crowded = ask(_image(SIDES[1]), options.num_requests) if has_images else []
+        beside: dict[str, tuple[list[Record], float]] = {}
+        for stage, load in _LOADS.items():
+            if has_images or stage != "E":
+                with ask.busy(load), ask.occupied(stage) as share:
+                    records = ask(_text(TEXT, 2 * NUM_OUTPUT), options.num_requests)
+                beside[stage] = records, share()
+    request_s = max(_beyond(whole["text"], profile, 0), 0.0)
+    known = msgspec.structs.replace(profile, request_s=request_s)
+    image_s, image_pixel_s = _images(whole, known)
+    tpot_s = _tpot_s(apart["text"])
+    pairs = {f"D/{stage}": (_tpot_s(records) / tpot_s - 1) / share for stage, (records, share) in beside.items()}
+    prefill_s = _longer(apart, "long")
+    pairs["P/D"] = _longer(beside_d, "long") / prefill_s - 1 if prefill_s > _LEAST_S else 0.0
+    crowding = 0.0
+    if has_images:
+        alone_s, large = _encode_s(apart[f"{SIDES[1]}"]), f"{SIDES[1]}"
+        pairs["E/D"] = _encode_s(beside_d[large]) / alone_s - 1
+        cores = len(os.sched_getaffinity(0)) if options.device == "cpu" else len(_LOADS) + 1
+        fair = max((len(_LOADS) + 1) * (options.threads or 1) / cores, 1.0)
+        crowding = _encode_s(crowded) / alone_s / fair - 1
+    loop_s, stream_s = _loop(together, profile)
+    known = msgspec.structs.replace(
+        known,
+        image_s=image_s,
+        image_pixel_s=image_pixel_s,
+        loop_s=loop_s,
+        stream_s=stream_s,
+        interference={pair: max(value, 0.0) for pair, value in pairs.items()},
+        crowding=max(crowding, 0.0),
+    )
+    here = Transport(handshake_s=profile.handshake_s, bytes_per_s=profile.link_bytes_per_s)
+    known = known.with_transport(_talk(here, known, whole, apart, beside_d, talk_cpu_s(apart_cpu, whole_cpu)))
     if not options.mooncake:
         return known
     with _asked(line, options, progress, _MOONCAKE) as ask:
-        link = profile.transports["mooncake"]
-        return msgspec.structs.replace(
-            known, transports={"mooncake": apart.measure(ask, options.num_requests, link)}
-        )
+        apart, apart_cpu = _measure(ask, has_images, options.num_requests)
+        with ask.busy(_STREAMS):
+            beside_d, _ = _measure(ask, has_images, options.num_requests)
+    link = profile.transports["mooncake"]
+    found = _talk(link, known, whole, apart, beside_d, talk_cpu_s(apart_cpu, whole_cpu))
+    return msgspec.structs.replace(known, transports={"mooncake": found})
 
 
-def _measure(ask: _Asker, has_images: bool, count: int) -> dict[str, Answers]:
-    asked = {"text": ask(_text(TEXT), count), "long": ask(_text(LONG_TEXT), count)}
+_Measured = dict[str, list[Record]]
+
+
+def _measure(ask: _Asker, has_images: bool, count: int) -> tuple[_Measured, list[Spent]]:
+    asked = {"text": _text(TEXT), "long": _text(LONG_TEXT)}
     if has_images:
-        asked |= {f"{side}": ask(_image(side), count, side=side) for side in SIDES}
-    return asked
+        asked |= {f"{side}": _image(side) for side in SIDES}
+    found: _Measured = {}
+    spent: list[Spent] = []
+    for name, workload in asked.items():
+        found[name] = ask(workload, count)
+        num_images = 0 if name in ("text", "long") else count
+        spent.append(Spent.on(ask.runs[-1], found[name], num_images))
+    return found, spent
+
+
+def _talk(
+    link: Transport,
+    known: Profile,
+    whole: _Measured,
+    apart: _Measured,
+    beside_d: _Measured,
+    cpu_s: tuple[float, float, float],
+) -> Transport:
+    """``link`` with what instances take longer that talk over it."""
+    split_token_s = max(_longer(apart, "long") - _longer(whole, "long"), 0.0) / (LONG_TEXT - TEXT)
+    known = msgspec.structs.replace(known, split_token_s=split_token_s)
+    gaps = [_first_gap_s(one, known) for records in beside_d.values() for one in records]
+    features = [_beyond(apart[f"{side}"], known, side, is_split=True) for side in SIDES if known.encode]
+    return msgspec.structs.replace(
+        link,
+        split_s=max(_beyond(beside_d["text"], known, 0), 0.0),
+        split_token_s=split_token_s,
+        hand_over_s=max(median(gaps), 0.0),
+        feature_s=max(median(features), 0.0) if features else 0.0,
+        split_cpu_s=cpu_s[0],
+        split_token_cpu_s=cpu_s[1],
+        feature_cpu_s=cpu_s[2],
+    )
 
 
 def _text(num_tokens: int, num_output: int = NUM_OUTPUT, images: int = 0) -> str:
     return f"synthetic,text_tokens={num_tokens},output_tokens={num_output},image_share={images}"
 
 
-def _image(side: int) -> str:
-    return f"{_text(TEXT, images=1)},image_size={side}x{side}"
-
-
-@dataclass(frozen=True, slots=True)
-class _Apart:
-    """What stages in different instances take longer than those of a monolithic one, and more CPU time.
-
-    Attributes:
-        idle_cores: that the gateway and an instance with nothing to do keep busy.
-    """
-
-    profile: Profile
-    whole: dict[str, Answers]
-    idle_cores: float
-
-    def measure(self, ask: _Asker, count: int, link: Transport) -> Transport:
-        """``link`` with the rest measured."""
-        profile, has_images = self.profile, bool(self.profile.encode)
-        idle_cores = ask.idle_cores()
-        apart = _measure(ask, has_images, count)
-        with ask.busy():
-            beside_d = _measure(ask, has_images, count)
-        token_s = max(_longer(apart, "long") - _longer(self.whole, "long"), 0.0) / (LONG_TEXT - TEXT)
-        gaps = [_first_gap_s(one, profile) for some in beside_d.values() for one in some.records]
-        known = msgspec.structs.replace(
-            link,
-            split_s=max(_beyond(beside_d["text"], profile), 0.0),
-            split_token_s=token_s,
-            hand_over_s=max(median(gaps), 0.0),
-            feature_s=max(median(_beyond(apart[f"{side}"], profile, token_s) for side in SIDES), 0.0)
-            if has_images
-            else 0.0,
-        )
-        if profile.host == HostTime():
-            return known
-        request_s, token_cpu_s, image_s = split_times(list(apart.values()), list(self.whole.values()))
-        return msgspec.structs.replace(
-            known,
-            split_cpu_s=request_s,
-            split_token_cpu_s=token_cpu_s,
-            feature_cpu_s=image_s,
-            idle_cores=max(idle_cores - self.idle_cores, 0.0) / (ask.num_instances - 1),
-        )
+def _image(side: int, num_output: int = NUM_OUTPUT) -> str:
+    return f"{_text(TEXT, num_output, images=1)},image_size={side}x{side}"
 
 
 _MOONCAKE = {
@@ -162,9 +179,17 @@ _MOONCAKE = {
     "mooncake": {"protocol": "tcp"},
     "instances": {"kv_transfer": {"transport": "mooncake"}},
 }
+#: What keeps a stage of E-P-D busy, one request after the other, and how many of them.
+_LOADS = {
+    "P": (_text(900, 1), 400),
+    "E": (_image(SIDES[1], 1), 80),
+}
 _STREAMS = _text(TEXT, 512), 100
-_IDLE_S = 3.0
+_STAGE_SECONDS = {"E": "encode", "P": "prefill"}
+#: Where a stage is said to have had less to do, it was not what the other one was measured beside.
+_LEAST_SHARE = 0.2
 _BUSY_TIMEOUT_S = 60.0
+_SPENT = re.compile(r'^epd_serve_stage_seconds_sum\{stage="(\w+)"\} (\S+)', re.MULTILINE)
 _RUNNING = re.compile(r"^epd_serve_in_flight_calls\{[^}]*\} (\d+)", re.MULTILINE)
 
 
@@ -173,14 +198,14 @@ class _Asker:
     """A deployment that is up."""
 
     topology: str
-    num_instances: int
     url: str
     folder: Path
     progress: Callable[[str], None]
     #: Each measurement has its own, so that no picture and no prompt is in a cache from an earlier one.
     seeds: Iterator[int] = field(default_factory=itertools.count)
+    runs: list[RunDirectory] = field(default_factory=list)
 
-    def __call__(self, workload: str, count: int, arrivals: str = "closed:1", side: int = 0) -> Answers:
+    def __call__(self, workload: str, count: int, arrivals: str = "closed:1") -> list[Record]:
         """``count`` requests of a workload. Raises ValueError unless all are answered."""
         self.progress(f"{self.topology}: {workload}, {arrivals}")
         quiet = Console(file=StringIO())
@@ -196,22 +221,17 @@ class _Asker:
         )
         path = Path(tempfile.mkdtemp(dir=self.folder))
         run, _ = session.begin(path, settings, load_workload(workload))
-        try:
-            return Answers.of(run, side)
-        except ValueError as error:
-            raise ValueError(f"{self.topology}: {error}") from None
-
-    def idle_cores(self) -> float:
-        """That its processes keep busy while nobody asks."""
-        server = LocalServer("127.0.0.1", urlsplit(self.url).port or 0)
-        before_s, began_s = sum(server.cpu_seconds().values()), time.monotonic()
-        time.sleep(_IDLE_S)
-        return (sum(server.cpu_seconds().values()) - before_s) / (time.monotonic() - began_s)
+        self.runs.append(run)
+        records = [one for one in run.records() if one.succeeded and len(one.token_times_s) > 2]
+        if len(records) < count:
+            failed = [one.detail for one in run.records() if not one.succeeded]
+            raise ValueError(f"{self.topology}: {failed[0] if failed else 'answers of one token'}")
+        return records
 
     @contextmanager
-    def busy(self) -> Iterator[None]:
-        """Another client has texts streamed to it, one after the other."""
-        workload, count = _STREAMS
+    def busy(self, load: tuple[str, int]) -> Iterator[None]:
+        """Another client asks as well, one request after the other."""
+        workload, count = load
         command = [sys.executable, "-m", "epd_serve.cli", "bench", "--base-url", self.url, "--model", "profile"]
         command += ["--workload", workload, "--arrivals", "closed:1", "--num-requests", str(count), "--no-report"]
         command += ["--work-dir", tempfile.mkdtemp(dir=self.folder), "--warmups", "0"]
@@ -225,13 +245,29 @@ class _Asker:
             client.kill()
             client.wait()
 
+    @contextmanager
+    def occupied(self, stage: str) -> Iterator[Callable[[], float]]:
+        """Yields what tells, behind the block, which part of its time E or P had something to do."""
+        name = _STAGE_SECONDS[stage]
+        began_s, before_s = time.monotonic(), self._seconds(name)
+        share = _LEAST_SHARE
+        yield lambda: share
+        share = min(max((self._seconds(name) - before_s) / (time.monotonic() - began_s), _LEAST_SHARE), 1.0)
+
+    def _seconds(self, stage: str) -> float:
+        """That requests which are over have spent in a stage."""
+        return sum(float(value) for name, value in _SPENT.findall(self._metrics()) if name == stage)
+
     def _num_running(self) -> int:
         """Calls that the gateway has under way."""
+        return sum(map(int, _RUNNING.findall(self._metrics())))
+
+    def _metrics(self) -> str:
         page: bytes = build_opener(ProxyHandler({})).open(f"{self.url}/metrics", timeout=10).read()
-        return sum(map(int, _RUNNING.findall(page.decode())))
+        return page.decode()
 
     def _wait_busy(self, before: int) -> None:
-        """Until the gateway has more than that under way: the other client takes a while to start."""
+        """Until the gateway has more than that under way: the other client takes a while to make its pictures."""
         deadline = time.monotonic() + _BUSY_TIMEOUT_S
         while (now := self._num_running()) <= before:
             before = min(before, now)
@@ -254,48 +290,48 @@ def _asked(
         "instances": {} if options.threads is None else {"threads": options.threads},
     }
     config = parse_config(json.dumps(deployment), source="the profile's deployment")  # JSON is YAML
-    if changes is not None:
-        config = change_config(config, changes)
+    config = change_config(config, changes or {})
     with tempfile.TemporaryDirectory(prefix="epd-serve-profile-") as folder:
         progress(f"{topology}: starting")
         candidate = Candidate(file=Path(folder) / "deployment.yaml", label=topology, config=config)
         with deployed(candidate, Path(folder) / "up.log") as url:
-            yield _Asker(
-                topology=topology,
-                num_instances=len(config.placement()),
-                url=url,
-                folder=Path(folder),
-                progress=progress,
-            )
+            yield _Asker(topology=topology, url=url, folder=Path(folder), progress=progress)
 
 
-def _beyond(answers: Answers, profile: Profile, split_token_s: float = 0.0) -> float:
+def _beyond(records: Sequence[Record], profile: Profile, side: int, *, is_split: bool = False) -> float:
     """Seconds until the first token beyond what the profile knows; the median."""
 
     def known_s(one: Record) -> float:
         num_tokens = one.num_prompt_tokens or 1
         seconds = profile.request_s + profile.step_s(num_tokens, 1, 0, num_tokens**2)
-        if answers.side:
-            seconds += profile.prepare_s(answers.side**2) + profile.encode_s([answers.side**2])
-        return seconds + split_token_s * num_tokens
+        if side:
+            seconds += profile.prepare_s(side * side) + profile.encode_s([side * side])
+        # the reservation is there before the feature is
+        return seconds + (profile.split_token_s * num_tokens if is_split else 0.0)
 
-    return median((one.ttft_s or 0.0) - known_s(one) for one in answers.records)
+    return median((one.ttft_s or 0.0) - known_s(one) for one in records)
 
 
-def _images(whole: dict[str, Answers], profile: Profile) -> tuple[float, float]:
+def _images(whole: dict[str, list[Record]], profile: Profile) -> tuple[float, float]:
     """For each image, and for each pixel of it as it was sent."""
     if not profile.encode:
         return 0.0, 0.0
-    small, large = (_beyond(whole[f"{side}"], profile) for side in SIDES)
+    small, large = (_beyond(whole[f"{side}"], profile, side) for side in SIDES)
     pixels = [side * side for side in SIDES]
     pixel_s = max((large - small) / (pixels[1] - pixels[0]), 0.0)
     return max(small - pixel_s * pixels[0], 0.0), pixel_s
 
 
-def _longer(measured: dict[str, Answers], name: str) -> float:
+def _longer(measured: dict[str, list[Record]], name: str) -> float:
     """Seconds to the first token beyond those of a short text; the median."""
-    text_s = median(one.ttft_s or 0.0 for one in measured["text"].records)
-    return max(median(one.ttft_s or 0.0 for one in measured[name].records) - text_s, 1e-6)
+    text_s = median(one.ttft_s or 0.0 for one in measured["text"])
+    return max(median(one.ttft_s or 0.0 for one in measured[name]) - text_s, 1e-6)
+
+
+def _tpot_s(records: Sequence[Record]) -> float:
+    """Behind the second token, as the first gap is the hand-over's; of a request the mean, as what is beside it
+    comes and goes."""
+    return median(fmean(one.itl_s[1:]) for one in records)
 
 
 def _first_gap_s(record: Record, profile: Profile) -> float:
@@ -304,13 +340,20 @@ def _first_gap_s(record: Record, profile: Profile) -> float:
     return record.itl_s[0] - 1.5 * profile.step_s(2, 2, 2 * context) - profile.handshake_s
 
 
-def _loop(measured: Sequence[tuple[int, Answers]], profile: Profile) -> tuple[float, float]:
+def _encode_s(records: Sequence[Record]) -> float:
+    """From an encode's call to its answer, as the gateway saw it; the median."""
+    spans = [span.duration_s for one in records for span in one.stages if span.stage == "encode"]
+    if not spans:
+        raise ValueError("the deployment told nothing of its encodes")
+    return median(spans)
+
+
+def _loop(measured: Sequence[tuple[int, Sequence[Record]]], profile: Profile) -> tuple[float, float]:
     """Of a decode step besides the model: a part for the step and one for each of its sequences."""
     beyond: list[float] = []
-    for count, answers in measured:
-        context = median((one.num_prompt_tokens or 0) + one.num_output_tokens / 2 for one in answers.records)
-        tpot_s = median(one.tpot_s or 0.0 for one in answers.records)
-        beyond.append(tpot_s - profile.step_s(count, count, count * context))
+    for count, records in measured:
+        context = median((one.num_prompt_tokens or 0) + one.num_output_tokens / 2 for one in records)
+        beyond.append(median(one.tpot_s or 0.0 for one in records) - profile.step_s(count, count, count * context))
     counts = [count for count, _ in measured]
     slope, base = linear_regression(counts, beyond)
     if base < 0:

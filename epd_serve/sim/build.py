@@ -74,7 +74,7 @@ def build(
         if matrix is not None:
             sharing[spec.device] = MeasuredSharing.of(matrix, cores or float("inf"))
         elif cores is not None or spec.profile.interference:
-            sharing[spec.device] = MeasuredSharing.of_profile(spec.profile, _free(cores, specs))
+            sharing[spec.device] = MeasuredSharing.of_profile(spec.profile, cores or float("inf"))
     return SimDeployment(
         instances=tuple(specs),
         routing=routing,
@@ -82,8 +82,3 @@ def build(
         sharing=sharing,
         label=str(topology),
     )
-
-
-def _free(cores: float | None, specs: Sequence[SimInstanceSpec]) -> float:
-    """Of a machine's cores, what instances leave that have nothing to do."""
-    return float("inf") if cores is None else cores - sum(one.profile.idle_cores for one in specs if one.on_cpu)

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Protocol
 
 from epd_serve.cost.interference import InterferenceMatrix
 from epd_serve.cost.profile import Profile
 from epd_serve.sim.clock import Clock
-
-#: Of a machine's cores, what gateway and clients leave to the stages however much they have to do.
-_LEAST = 0.1
 
 
 @dataclass(slots=True, eq=False)
@@ -22,7 +19,7 @@ class Activity:
         stage: what it does, for measured interference: "E", "P", "D", or "host" for what is around them.
         compute, bandwidth: of the device's peak, the part that it uses when it is alone.
         work_s: what it takes alone; done_s of that is done.
-        cores: of a CPU, that it keeps busy; host_cores: that others keep busy for it meanwhile.
+        cores: of a CPU.
         owner: the instance.
     """
 
@@ -33,7 +30,6 @@ class Activity:
     on_end: Callable[[], None]
     cores: float = 1.0
     owner: str = ""
-    host_cores: float = 0.0
     done_s: float = 0.0
     rate: float = 1.0
     since_s: float = 0.0
@@ -63,17 +59,16 @@ class FluidSharing:
 class MeasuredSharing:
     """As pairs of stages were measured side by side; increases of several neighbours add up.
 
-    A CPU has ``cores``; where more are asked for in all, threads or (``fair_to``) instances with all their threads
-    get equal parts, and who wants less than that leaves the rest to the others. ``within``: of two stages in one
-    instance; ``waiting``: the part of that in which the stage leaves its core to others, as it waits for the lock
-    of Python's interpreter or of the process's memory.
+    A CPU has ``cores``; what asks for more in all gets its part of them, less ``crowding``, which was
+    measured with all that instances do to each other. ``within``: of two stages in one instance, which wait for
+    each other: on a CPU for the lock of Python's interpreter or that of the process's memory, besides ``increase``;
+    a stage that waits leaves its core to others. On other devices it comes in place of ``increase``.
     """
 
     increase: dict[tuple[str, str], float] = field(default_factory=dict)
     cores: float = float("inf")
     within: dict[tuple[str, str], float] = field(default_factory=dict)
-    waiting: dict[tuple[str, str], float] = field(default_factory=dict)
-    fair_to: Literal["threads", "instances"] = "threads"
+    crowding: float = 0.0
 
     @classmethod
     def of(cls, matrix: InterferenceMatrix, cores: float = float("inf")) -> MeasuredSharing:
@@ -85,58 +80,40 @@ class MeasuredSharing:
                     pairs[name, beside] = matrix.increase_of(name, beside)
                 except KeyError:
                     continue
-        return cls(pairs, cores, pairs)
+        return cls(pairs, cores)
 
     @classmethod
     def of_profile(cls, profile: Profile, cores: float = float("inf")) -> MeasuredSharing:
-        """In one instance, which shares a process too, stages slow each other down as in two at least."""
+        """What was not measured is taken for what was: E beside P for E beside D."""
 
         def pairs(known: dict[str, float]) -> dict[tuple[str, str], float]:
             split = ((pair.partition("/"), value) for pair, value in known.items())
             return {(one, beside): value for (one, _, beside), value in split}
 
-        increase, within = pairs(profile.interference), pairs(profile.interference_within)
-        within = {pair: max(within.get(pair, 0.0), increase.get(pair, 0.0)) for pair in {*within, *increase}}
-        return cls(increase, cores, within, pairs(profile.waiting_within), profile.fair_to)
+        increase = pairs(profile.interference)
+        for pair, like in ((("E", "P"), ("E", "D")), (("P", "E"), ("P", "D"))):
+            if like in increase:
+                increase.setdefault(pair, increase[like])
+        return cls(increase, cores, pairs(profile.interference_within), profile.crowding)
 
     def rates(self, activities: Sequence[Activity]) -> list[float]:
+        waits: list[float] = []
         longer: list[float] = []
-        wanted: list[float] = []
+        wanted = 0.0
         for one in activities:
-            more = waiting = 0.0
+            wait = more = 1.0
             for other in activities:
-                if other is one:
-                    continue
-                pair = one.stage, other.stage
-                if one.owner == other.owner:
-                    more += self.within.get(pair, 0.0)
-                    waiting += self.waiting.get(pair, 0.0)
-                else:
-                    more += self.increase.get(pair, 0.0)
-            longer.append(1 + more)
-            wanted.append(one.cores * (1 - waiting / (1 + more)))
-        parts = [1.0] * len(wanted)
-        if sum(wanted) + sum(one.host_cores for one in activities) > self.cores:
-            for _ in range(2):  # a step that is slowed down gives others less to do
-                busy = sum(one.host_cores * part for one, part in zip(activities, parts, strict=True))
-                parts = self._parts(activities, wanted, max(self.cores - busy, _LEAST * self.cores))
-        return [part / more for part, more in zip(parts, longer, strict=True)]
-
-    def _parts(self, activities: Sequence[Activity], wanted: Sequence[float], cores: float) -> list[float]:
-        """What each gets of the cores that it wants."""
-        groups: list[str | int] = [
-            one.owner if self.fair_to == "instances" and one.owner else index
-            for index, one in enumerate(activities)
-        ]
-        demand: dict[str | int, float] = {}
-        for group, more in zip(groups, wanted, strict=True):
-            demand[group] = demand.get(group, 0.0) + more
-        left, part = cores, dict.fromkeys(demand, 1.0)
-        for number, group in enumerate(sorted(demand, key=demand.__getitem__)):
-            given = min(demand[group], left / (len(demand) - number))
-            left -= given
-            part[group] = given / demand[group] if demand[group] else 1.0
-        return [part[group] for group in groups]
+                if other is not one:
+                    pair = one.stage, other.stage
+                    waits_for = self.within.get(pair, 0.0) if one.owner == other.owner else 0.0
+                    alike = waits_for if self.cores == float("inf") else 0.0
+                    more += max(self.increase.get(pair, 0.0) - alike, 0.0)
+                    wait += waits_for
+            waits.append(wait)
+            longer.append(more)
+            wanted += one.cores / wait
+        scarce = wanted / self.cores * (1 + self.crowding) if wanted > self.cores else 1.0
+        return [1 / (wait * max(more, scarce)) for wait, more in zip(waits, longer, strict=True)]
 
 
 class SimDevice:
@@ -183,7 +160,7 @@ class SimDevice:
 
     def _share(self) -> None:
         active = self._active
-        if len(active) == 1 and active[0].cores + active[0].host_cores <= 1.0:
+        if len(active) == 1:
             one = active[0]
             if one.rate != 1.0 or not one.version:
                 self._rerate(one, 1.0)

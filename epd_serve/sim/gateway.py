@@ -69,9 +69,8 @@ class SimGateway:
     # ------------------------------------------------------------------ a request
 
     def serve(self, job: Job) -> None:
-        one = next(iter(self._instances.values()))
-        profile = one.spec.profile
-        one.host(profile.request_s, profile.host.request_s, partial(self._dispatch, job, frozenset()))
+        profile = next(iter(self._instances.values())).spec.profile
+        self._clock.after(profile.request_s, partial(self._dispatch, job, frozenset()))
 
     def _dispatch(self, job: Job, exclude: frozenset[str]) -> None:
         request = job.request

@@ -188,7 +188,6 @@ class LanguageSide:
             self._ended,
             self._spec.cores,
             self._spec.name,
-            run.host_cores,
         )
         self._device.start(self._activity)
 

@@ -20,10 +20,9 @@ class StepRun:
     Attributes:
         num_applied: how many of them sequences and pool know of already.
         compute, bandwidth: of the device's peak, the parts that the steps use.
-        host_cores: of a CPU, that the way of the steps' tokens to their clients keeps busy meanwhile.
     """
 
-    __slots__ = ("_lines", "_work", "bandwidth", "compute", "host_cores", "length", "num_applied", "output")
+    __slots__ = ("_lines", "_work", "bandwidth", "compute", "length", "num_applied", "output")
 
     def __init__(self, profile: Profile, output: ScheduleOutput, length: int) -> None:
         work = StepWork.of(
@@ -47,7 +46,6 @@ class StepRun:
         ]
         self.length = self._uniform(length)
         first_s = max(first for first, _ in self._lines)
-        self.host_cores = profile.host.token_s * len(output.decodes) / first_s if first_s else 0.0
         if profile.kind == "analytic" and len(self._lines) == 2:
             launch_s = profile.step[0].base_s
             self.compute = profile.compute_share * (self._lines[0][0] - launch_s) / first_s

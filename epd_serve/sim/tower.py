@@ -89,10 +89,8 @@ class TowerSide:
             self._unprepared.append(item)
 
     def _prepare(self, item: _Item) -> None:
-        profile = self._spec.profile
-        seconds = profile.prepare_s(item.num_pixels)
+        seconds = self._spec.profile.prepare_s(item.num_pixels)
         host = Activity("host", 0.0, 0.0, seconds, partial(self._prepared, item), 1.0, self._spec.name)
-        host.host_cores = profile.prepare_cpu_s(item.num_pixels) / seconds
         self._preparing[item.key] = host
         self._host.start(host)
 

@@ -1,27 +1,19 @@
-"""How much longer the stages of a model take beside each other: in two processes, and as threads of one.
+"""How much longer the stages of a model take beside each other in one process, as threads with a core for each.
 
-Nothing else is running meanwhile: what gateway, clients and HTTP take from them is a matter of cores, and is
-measured apart.
+What they wait for is the lock of Python's interpreter, or that of the process's memory. Stages in processes of
+their own share cores, caches and memory alone, and deployments tell what that does (``launch/overheads.py``).
 """
 
 from __future__ import annotations
 
-import os
-import select
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from io import BytesIO
-from pathlib import Path
 from statistics import fmean, median
 
-import msgspec
-import torch
 from PIL import Image
 
 from device.base import Device
@@ -34,84 +26,47 @@ from epd_serve.worker.profile import IMAGE_SIDE, StepShape
 
 #: Of each measurement, alone and beside; the median of some is taken.
 SECONDS, ROUNDS = 0.4, 3
-#: New tokens of the prompt, decodes and their contexts, the image as it is sent.
+#: New tokens of the prompt, decodes and their contexts, the side of the image as it is sent.
 PROMPT, DECODES, CONTEXT, SENT_SIDE = 256, 4, 256, 1024
-#: Those that can run at once: one step loop computes P and D of an instance.
-APART = ("E", "P", "D")
-WITHIN = (("D", "E"), ("P", "E"), ("E", "P"), ("E", "D"), ("D", "host"), ("P", "host"), ("E", "host"))
-_READY_TIMEOUT_S = 300.0
+#: Those that run at once: one step loop computes P and D. "host" prepares images.
+PAIRS = (("D", "E"), ("P", "E"), ("E", "P"), ("E", "D"), ("D", "host"), ("P", "host"), ("E", "host"))
 
 Work = Callable[[], object]
 
 
-@dataclass(kw_only=True, slots=True)
-class Beside:
-    """See :class:`~epd_serve.cost.profile.Profile`."""
-
-    interference: dict[str, float] = field(default_factory=dict)
-    interference_within: dict[str, float] = field(default_factory=dict)
-    waiting_within: dict[str, float] = field(default_factory=dict)
-
-
-class _Asked(msgspec.Struct, frozen=True, kw_only=True):
-    """``GridOptions`` on their way to another process."""
-
-    model: str
-    device: str
-    dtype: str
-    threads: int | None
-    num_tokens: int
-
-
-def stages_beside(options: GridOptions, progress: Callable[[str], None] = lambda text: None) -> Beside:
-    """Measure all pairs; takes the device for itself.
-
-    What a stage waits for is told from what it computes by the CPU time of its thread, so ``waiting_within`` is of
-    stages with one thread, and else empty.
-    """
-    found = Beside()
+def stages_beside(options: GridOptions, progress: Callable[[str], None] = lambda text: None) -> dict[str, float]:
+    """By "D/E", how much longer D takes beside E, in parts of its time alone. Takes the device for itself."""
+    found: dict[str, float] = {}
     with _stages(options) as works:
-        for name, other in WITHIN:
+        for name, other in PAIRS:
             progress(f"{name} beside {other} in one process")
-            busy = _Thread(works[other], options)
-            more, waits = _longer(works[name], busy.pause, busy.go_on)
-            busy.close()
-            found.interference_within[f"{name}/{other}"] = more
-            if options.threads == 1:
-                found.waiting_within[f"{name}/{other}"] = waits
-        for other in APART:
-            with _process(options, other) as (pause, go_on):
-                for name in APART:
-                    progress(f"{name} beside {other} in another process")
-                    found.interference[f"{name}/{other}"] = _longer(works[name], pause, go_on)[0]
+            busy = _Busy(works[other], options)
+            try:
+                found[f"{name}/{other}"] = _longer(works[name], busy)
+            finally:
+                busy.close()
     return found
 
 
-def _longer(work: Work, pause: Callable[[], None], go_on: Callable[[], None]) -> tuple[float, float]:
-    """How much longer it takes beside the other one, and how much of that it waits; in parts of its time alone."""
-    found: list[tuple[float, float]] = []
+def _longer(work: Work, busy: _Busy) -> float:
+    found: list[float] = []
     for _ in range(ROUNDS):
-        pause()
-        alone_s, alone_cpu_s = _mean_s(work)
-        go_on()
-        beside_s, cpu_s = _mean_s(work)
-        more = beside_s / alone_s - 1
-        found.append((more, min(more - (cpu_s - alone_cpu_s) / alone_s, more)))
-    pause()
-    more, waits = (median(values) for values in zip(*found, strict=True))
-    return max(more, 0.0), max(waits, 0.0)
+        busy.pause()
+        alone_s = _mean_s(work)
+        busy.go_on()
+        found.append(_mean_s(work) / alone_s - 1)
+    return max(median(found), 0.0)
 
 
-def _mean_s(work: Work) -> tuple[float, float]:
-    """Seconds of a call, and of the CPU on this thread."""
+def _mean_s(work: Work) -> float:
     work()
-    times: list[tuple[float, float]] = []
+    times: list[float] = []
     until_s = time.perf_counter() + SECONDS
     while not times or time.perf_counter() < until_s:
-        began_s, cpu_s = time.perf_counter(), time.thread_time()
+        began_s = time.perf_counter()
         work()
-        times.append((time.perf_counter() - began_s, time.thread_time() - cpu_s))
-    return fmean(one for one, _ in times), fmean(cpu_s for _, cpu_s in times)
+        times.append(time.perf_counter() - began_s)
+    return fmean(times)
 
 
 @contextmanager
@@ -140,8 +95,8 @@ def _activate(device: Device, options: GridOptions) -> None:
         device.set_threads(options.threads)
 
 
-class _Thread:
-    """Does a work again and again."""
+class _Busy:
+    """A thread that does a work again and again, between ``go_on`` and ``pause``."""
 
     def __init__(self, work: Work, options: GridOptions) -> None:
         self._work, self._options = work, options
@@ -176,63 +131,3 @@ class _Thread:
                     self._goes_on.wait()
         finally:
             self._rests.set()
-
-
-@contextmanager
-def _process(options: GridOptions, name: str) -> Iterator[tuple[Callable[[], None], Callable[[], None]]]:
-    """How to have another process rest, and how to have it work again."""
-    asked = _Asked(
-        model=str(options.model),
-        device=options.device,
-        dtype=str(options.dtype).removeprefix("torch."),
-        threads=options.threads,
-        num_tokens=options.num_tokens,
-    )
-    command = [sys.executable, "-P", "-m", "epd_serve.worker.beside", msgspec.json.encode(asked).decode(), name]
-    process = subprocess.Popen(command, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    stdin, stdout = process.stdin, process.stdout
-    assert stdin is not None and stdout is not None
-
-    def tell(word: bytes, timeout_s: float = _READY_TIMEOUT_S) -> None:
-        stdin.write(word)
-        if not select.select([stdout], [], [], timeout_s)[0] or not stdout.read(1):
-            raise RuntimeError(f"the process that computes {name} beside others does not answer")
-
-    try:
-        tell(b"p")
-        yield lambda: tell(b"p"), lambda: tell(b"g")
-    finally:
-        stdin.close()
-        process.wait()
-        stdout.close()
-
-
-def _answer(options: GridOptions, name: str) -> None:
-    """The life of that process: "g" and it works, "p" and it rests; each is confirmed by a byte."""
-    with _stages(options) as works:
-        work, goes_on = works[name], False
-        while True:
-            if goes_on:
-                work()
-            if goes_on and not select.select([sys.stdin], [], [], 0)[0]:
-                continue
-            word = os.read(sys.stdin.fileno(), 1)
-            if not word:
-                return
-            goes_on = word == b"g"
-            os.write(sys.stdout.fileno(), word)
-
-
-if __name__ == "__main__":
-    _asked = msgspec.json.decode(sys.argv[1], type=_Asked)
-    _answer(
-        GridOptions(
-            model=Path(_asked.model),
-            model_name="",
-            device=_asked.device,
-            dtype=getattr(torch, _asked.dtype),
-            threads=_asked.threads,
-            num_tokens=_asked.num_tokens,
-        ),
-        sys.argv[2],
-    )
