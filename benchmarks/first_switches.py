@@ -47,6 +47,7 @@ async def time_moves(model: Path, keep: bool) -> list[dict[str, Any]]:
     )
     moves: list[dict[str, Any]] = []
     async with LocalDeployment(config) as deployment, httpx.AsyncClient(timeout=300, trust_env=False) as client:
+        await all_ready(client, f"http://127.0.0.1:{port}/instances")
         began_with = memory_of(deployment)
         for name, roles in MOVES.items():
             process, had = psutil.Process(deployment.instances[name].pid), {name[0].upper()}
@@ -66,6 +67,13 @@ async def time_moves(model: Path, keep: bool) -> list[dict[str, Any]]:
                 had.add(role)
         moves.append({"move": "memory", "mib": [began_with, memory_of(deployment)]})
     return moves
+
+
+async def all_ready(client: httpx.AsyncClient, url: str) -> None:
+    """Return when the gateway knows all instances: it serves as soon as each stage has one."""
+    async with asyncio.timeout(60):
+        while not all(one["ready"] for one in (await client.get(url)).json()["instances"]):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
 
 
 def memory_of(deployment: LocalDeployment) -> int:

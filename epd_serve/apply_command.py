@@ -59,7 +59,7 @@ def apply(
         patience_s=patience,
     )
     ask_launcher(path, request, say)
-    if not any(not text.startswith("note: ") for text in steps):
+    if all(text.startswith("note: ") for text in steps):
         typer.echo("no instance has to change")
     if not dry:
         typer.echo(f"the deployment at {address} is what was asked for")

@@ -141,7 +141,9 @@ def proxy(
     from proxy.main import Reread, run_gateway
 
     reread = Reread(lambda: load_config(config), config, instances_of) if config else None
-    run_gateway(deployment, instances, *address, reread, controls=control, place=place, orders=orders)
+    code = run_gateway(deployment, instances, *address, reread, controls=control, place=place, orders=orders)
+    if code:
+        raise typer.Exit(code)
 
 
 @app.command()

@@ -123,6 +123,7 @@ NO_ROOM = "no_room"
 #: What ended the request there is the answer to the call that it came with.
 REQUEST_ENDED = "request_ended"
 
+_UNAUTHORIZED = 401
 _BY_STATUS: dict[int, type[ServeError]] = {
     cls.status: cls
     for cls in (
@@ -135,11 +136,13 @@ _BY_STATUS: dict[int, type[ServeError]] = {
         InstanceFailed,
         StageTimeout,
     )
-}
+} | {_UNAUTHORIZED: ServeError}
 
 
 def error_from_response(status: int, body: bytes, *, origin: str) -> ServeError:
     """Rebuild the error that an instance answered with.
+
+    That it does not know its caller (401) is a fault of the deployment, not of the request: a ServeError.
 
     Args:
         status: HTTP status of the answer, 400 or above.
@@ -152,7 +155,8 @@ def error_from_response(status: int, body: bytes, *, origin: str) -> ServeError:
     except msgspec.MsgspecError:
         text = body[:200].decode("utf-8", "replace")
         return cls(f"{origin} answered {status}: {text or 'nothing'}")
-    return cls(error.message, param=error.param, code=error.code)
+    message = f"{origin}: {error.message}" if status == _UNAUTHORIZED else error.message
+    return cls(message, param=error.param, code=error.code)
 
 
 @contextmanager

@@ -89,8 +89,18 @@ async def running_admin(
     Raises ValueError where the port is taken.
     """
     listener = listener or admin_socket(settings.host, settings.port)
+    url = url_of(settings.host, listener.getsockname()[1])
+    async with serving(NoBrowsers(app, settings.host), listener):
+        logger.info("the admin plane is at %s", url)
+        yield url
+
+
+@asynccontextmanager
+async def serving(app: ASGIApp, listener: socket.socket) -> AsyncIterator[None]:
+    """Serve ``app`` while the context lasts, on a socket that listens and is closed then. Signals are for the
+    gateway's own server."""
     config = uvicorn.Config(
-        NoBrowsers(app, settings.host),
+        app,
         http=BoundedHttp,
         ws="none",
         lifespan="off",
@@ -98,15 +108,13 @@ async def running_admin(
         log_level="warning",
         server_header=False,
     )
-    server = QuietServer(config)
-    url = url_of(settings.host, listener.getsockname()[1])
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
-    logger.info("the admin plane is at %s", url)
+    server = _QuietServer(config)
+    task = asyncio.create_task(server.serve(sockets=[listener]))
     try:
-        yield url
+        yield
     finally:
         server.should_exit = server.force_exit = True
-        await serving
+        await task
 
 
 class CrossSite(ServeError):
@@ -142,7 +150,7 @@ class NoBrowsers:
         return None
 
 
-class QuietServer(uvicorn.Server):
+class _QuietServer(uvicorn.Server):
     """uvicorn without its signal handling, which is the gateway's own server's."""
 
     @contextmanager

@@ -7,6 +7,7 @@ import logging
 import random
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI
@@ -63,7 +64,8 @@ def create_app(
     """The gateway for ``instances``, given as (name, control URL), as one of a crew of workers or alone.
 
     ``app.state.table`` is its instance table, ``app.state.gate`` its admission, ``app.state.admin_url`` its
-    admin plane, where it has one. Connections and polling live as long as the application's lifespan.
+    admin plane, where it has one. Connections and polling live as long as the application's lifespan; should
+    polling end before, ``app.state.give_up`` is called, which is its server's to set.
     """
     crew = crew or Crew()
     table = InstanceTable(instances)
@@ -139,7 +141,7 @@ def create_app(
             reloading = [app.state.reloader.run()] if app.state.reloader is not None else []
             loops = [one.run() for one in (elastic, redeployer) if one is not None]
             polling = asyncio.gather(poller.run(), health.run(), leases.run(), stealing.run(), *reloading, *loops)
-            polling.add_done_callback(_say_why)
+            polling.add_done_callback(partial(_end_after, app))
             try:
                 yield
             finally:
@@ -180,6 +182,7 @@ def create_app(
     )
     app.state.reloader = None
     app.state.orders = None
+    app.state.give_up = lambda: None
     app.include_router(models_router(table, poller, gate.authenticator))
     app.include_router(health_router(table, metrics, gate.authenticator, settings, crew))
     app.include_router(openapi_router())
@@ -193,8 +196,10 @@ def create_app(
     return app
 
 
-def _say_why(polling: asyncio.Future[Any]) -> None:
-    """What runs beside the requests ends with the gateway, or by a fault that must not pass in silence."""
+def _end_after(app: FastAPI, polling: asyncio.Future[Any]) -> None:
+    """What runs beside the requests ends with the gateway. Where it ends by a fault, a gateway that served on
+    without would know less and less of its instances: it ends, to be started again."""
     error = None if polling.cancelled() else polling.exception()
     if isinstance(error, Exception):  # else it was cancelled, which a gather passes on as what it is
-        logger.critical("a part of the gateway has ended; it serves on without", exc_info=error)
+        logger.critical("a part of the gateway has ended, so it ends", exc_info=error)
+        app.state.give_up()

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from proxy.arrival import HeadWatch
 from proxy.http import MAX_HEADER_BYTES, PLAIN_HEAD, PLAIN_START, ReturningHttp, arrival_limits
+from proxy.low_water import LowWater
 from proxy.raw_client import RawClient, RawEndpoint
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ _ONCE = frozenset({b"content-length", b"connection"})
 _LINGER_S = 30.0
 
 #: What is not a body is received here and taken out at once; all connections share it.
-_scratch = bytearray(64 * 1024)
+_scratch = bytearray(16 * 1024)
 _scratch_view = memoryview(_scratch)
 
 
@@ -78,6 +79,7 @@ class GatewayConnection(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by name
+        self._low_water = LowWater(transport)
         self._state.connections.add(cast(Any, self))
         self._head.begin()
 
@@ -93,7 +95,10 @@ class GatewayConnection(asyncio.BufferedProtocol):
         return _scratch_view if self._client is None else self._client.buffer() or _scratch_view
 
     def buffer_updated(self, nbytes: int) -> None:
-        taken = 0 if self._client is None else self._client.received(nbytes)
+        taken, client = 0, self._client
+        if client is not None and client.unread_bytes:
+            self._low_water.expect(client.unread_bytes - nbytes)
+            taken = client.received(nbytes)
         if taken == nbytes:
             return
         if self._client is None and not self._pending and not self._writing_paused:
@@ -167,6 +172,8 @@ class GatewayConnection(asyncio.BufferedProtocol):
         )
         client.keep_alive = connection == b"keep-alive" and not self._stopping
         self._pending = pending[end + size :]
+        if client.unread_bytes:
+            self._low_water.expect(client.unread_bytes)
         self._head.complete()
         self._state.total_requests += 1
         task = self._loop.create_task(client.serve(endpoint, headers))

@@ -89,11 +89,14 @@ class ElasticLoop:
         async with asyncio.TaskGroup() as group:
             while True:
                 await asyncio.sleep(self._settings.interval_s)
+                now_s = time.monotonic()
                 try:
-                    decision = self._controller.decide(time.monotonic(), see(self._table))
-                except Exception:  # a moment that it cannot judge must not be its last
-                    logger.exception("elastic: nothing is decided at this moment")
-                    continue
+                    decision = self._controller.decide(now_s, see(self._table))
+                except Exception as error:  # a moment that it cannot judge must not be its last
+                    if self._last is not Kind.UNDECIDED:
+                        logger.exception("elastic: nothing is decided at this moment")
+                    reason = f"{type(error).__name__}: {error}"
+                    decision = Decision(at_s=now_s, kind=Kind.UNDECIDED, reason=reason)
                 self._note(decision)
                 if decision.order is not None:
                     group.create_task(self._carry_out(decision.order))

@@ -143,7 +143,8 @@ class Visit:
             if gate.shedding is not None and generates:
                 spent_s = now_s - self._entered_s + (gate.queue.estimated_wait_s() or 0.0)
                 gate.shedding.check(spent_s, *self._prompt)
-            client.charge(num_tokens, now_s)
+            if num_tokens:  # else it waits for no debt of the key, either
+                client.charge(num_tokens, now_s)
             self._charged = num_tokens
             ticket = self._ticket = gate.queue.enter(client, priority, now_s, self._on_admitted)
         except Overloaded as error:

@@ -71,7 +71,7 @@ class Generator:
             self._instances.metrics.request_continuations.inc()
             await stream_choices(self, job, progress.tokens_of_each(), tried, sink)
         finally:
-            job.trail.streamed_all(progress.num_tokens)
+            job.trail.streamed_all(progress.num_tokens if progress.framed else None)
 
     async def whole(self, job: Job) -> bytes:
         """The answer's JSON. Raises ServeError."""

@@ -59,8 +59,9 @@ def run_gateway(
     controls: bool = False,
     place: WorkerPlace | None = None,
     orders: Path | None = None,
-) -> None:
-    """Serve until SIGTERM or SIGINT, then finish what is in progress (``gateway.shutdown_grace_s``) and return.
+) -> int:
+    """Serve until SIGTERM or SIGINT, then finish what is in progress (``gateway.shutdown_grace_s``) and return the
+    exit code: 0, or 1 where a part of it has failed.
 
     Blocks; must run in the main thread, for the signals. ``instances`` are (name, control URL). With ``reread``,
     SIGHUP or a change of the file makes the gateway take it over. ``controls``: as in GatewaySettings.of.
@@ -77,18 +78,23 @@ def run_gateway(
     app = create_app(settings, instances, crew=crew)
     if reread is not None:
 
-        def take_over(config: DeploymentConfig) -> None:
+        def take_over(config: DeploymentConfig) -> list[tuple[str, str]]:
             nonlocal redaction
             changed = GatewaySettings.of(config, host, controls=controls and crew.leads, part=part)
+            instances = reread.instances(config)
             redaction()
             redaction = redact_logs(_secrets(changed) | _secrets(app.state.control.settings))
-            app.state.control.apply(changed, reread.instances(config))
+            app.state.control.apply(changed, instances)
+            return instances
 
         def apply() -> None:
             config = reread.read()
-            take_over(config)
-            instances = dict(reread.instances(config))
-            crew.tell(TakenOver(config.model_dump_json(exclude_unset=True), instances))
+            instances = take_over(config)
+            if place is not None:
+                crew.tell(TakenOver(config.model_dump_json(exclude_unset=True), dict(instances)))
+
+        def catch_up(text: str) -> None:
+            take_over(DeploymentConfig.model_validate_json(text))
 
         def left_by(file: Path) -> list[str]:
             changed = GatewaySettings.of(load_config(file), host, controls=controls and crew.leads, part=part)
@@ -96,7 +102,7 @@ def run_gateway(
 
         app.state.reloader = Reloader(reread.file, apply)
         crew.on_reload = app.state.reloader.ask
-        crew.on_config = lambda text: take_over(DeploymentConfig.model_validate_json(text))
+        crew.on_config = catch_up
         if orders is not None:
             app.state.orders = OrdersSettings(orders, app.state.reloader.take, left_by)
     gateway = config.gateway
@@ -119,6 +125,7 @@ def run_gateway(
     gc.set_threshold(_COLLECT_EVERY, 20, 50)
     _keep_freed_memory()
     server.run(None if place is None else place.sockets())
+    return 1 if server.has_failed else 0
 
 
 def _secrets(settings: GatewaySettings) -> set[str | None]:
@@ -163,6 +170,7 @@ def new_server(
         delay_s=delay_s,
         grace_s=grace_s,
     )
+    app.state.give_up = server.give_up
     logger = logging.getLogger("uvicorn.error")
     if _told_already not in logger.filters:
         logger.addFilter(_told_already)

@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import uvicorn
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse
 
@@ -21,8 +21,7 @@ from epd_serve.backends.native import NativeInstance
 from epd_serve.errors import Conflict, InvalidRequest, StageTimeout
 from epd_serve.protocol.wire import LeaveOrder
 from epd_serve.routing.table import InstanceTable
-from proxy.admin import QuietServer
-from proxy.http import BoundedHttp
+from proxy.admin import serving
 from proxy.switches import Switches
 from proxy.workers.crew import Crew
 
@@ -67,7 +66,7 @@ class Departures:
         calls = self._calls[name]
         if not isinstance(calls, NativeInstance):
             raise InvalidRequest(f"instance {name} runs on an engine that cannot be told to leave")
-        with self._switches.leaving(name):
+        async with self._switches.leaving(name):
             try:
                 async with asyncio.timeout(order.deadline_s + _MARGIN_S):
                     return (await calls.leave(order)).seconds
@@ -124,11 +123,10 @@ def orders_router(
 
     @router.get("/ready")
     async def ready() -> JSONResponse:
-        """The instances to which each worker of the gateway gives work."""
-        found = set(_ready(table))
-        for theirs in await crew.ask("ready", list[str]):
-            found &= set(theirs)
-        return JSONResponse({"ready": sorted(found)})
+        """The instances to which each worker of the gateway gives work; none while one of them does not answer."""
+        others = await crew.ask_all("ready", list[str])
+        found = [] if others is None else sorted(set(_ready(table)).intersection(*others))
+        return JSONResponse({"ready": found})
 
     @router.post("/instances/{name}/leave")
     async def leave(name: str, request: Request) -> JSONResponse:
@@ -169,23 +167,19 @@ def _read(read: Callable[[], Any]) -> Any:
 async def running_orders(app: FastAPI, path: Path) -> AsyncIterator[None]:
     """Serve ``app`` on a Unix socket while the context lasts; what lay at ``path`` before is taken away.
 
-    Whoever can enter the socket's directory can give orders.
+    Whoever can enter the socket's directory can give orders. Raises ValueError where it cannot listen there.
     """
-    await asyncio.to_thread(path.unlink, missing_ok=True)
-    config = uvicorn.Config(
-        app,
-        uds=str(path),
-        http=BoundedHttp,
-        ws="none",
-        lifespan="off",
-        access_log=False,
-        log_level="warning",
-        server_header=False,
-    )
-    server = QuietServer(config)
-    serving = asyncio.create_task(server.serve())
-    try:
+    async with serving(app, await asyncio.to_thread(_listen, path)):
         yield
-    finally:
-        server.should_exit = server.force_exit = True
-        await serving
+
+
+def _listen(path: Path) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        path.unlink(missing_ok=True)
+        listener.bind(str(path))
+        listener.listen()
+    except OSError as error:
+        listener.close()
+        raise ValueError(f"the gateway cannot take orders at {path}: {error.strerror or error}") from error
+    return listener

@@ -65,6 +65,11 @@ class Progress:
     def resumable(self) -> bool:
         return self.known and self._num_choices == 1
 
+    @property
+    def framed(self) -> bool:
+        """Whether all that came of it, and anything, came in frames."""
+        return self.known and bool(self._readers)
+
     def num_tokens(self) -> int:
         """Of the output, over all choices, as far as it came in frames."""
         return sum([num_tokens(reader.labels) for reader in self._readers])

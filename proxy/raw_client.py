@@ -9,6 +9,7 @@ from http import HTTPStatus
 from typing import Protocol
 
 from epd_serve.errors import ServeError
+from proxy.buffer import buffer
 from proxy.client import Client, ClientLeft, Header, too_large
 from proxy.sink import ResponseAborted
 
@@ -79,7 +80,7 @@ class RawClient:
         self._body: bytearray | None = None
         if size <= max_bytes:
             if self.unread_bytes:
-                self._body = bytearray(size)
+                self._body = buffer(size)
                 self._body[: len(begin)] = begin
             else:
                 self._body = bytearray(begin)

@@ -28,6 +28,7 @@ class Reloader:
         self._apply = apply
         self._look_s = look_s
         self._asked = asyncio.Event()
+        self._seen: tuple[int, int] | None = None
 
     def ask(self) -> None:
         """Read the file now, whether it has changed or not. SIGHUP does it too."""
@@ -37,16 +38,15 @@ class Reloader:
         """Until cancelled."""
         with suppress(ValueError, RuntimeError):  # not the main thread
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self.ask)
-        seen = self._stamp()
+        self._seen = self._stamp()
         while True:
             try:
                 async with asyncio.timeout(self._look_s):
                     await self._asked.wait()
             except TimeoutError:
-                if self._stamp() == seen:
+                if self._stamp() == self._seen:
                     continue
             self._asked.clear()
-            seen = self._stamp()
             self.reload()
 
     def reload(self) -> bool:
@@ -61,6 +61,7 @@ class Reloader:
 
     def take(self) -> None:
         """Take the file over. Raises ValueError or OSError for one that is refused: all stays as it was then."""
+        self._seen = self._stamp()  # before the look at it: what is written meanwhile is read again
         self._apply()
 
     def _stamp(self) -> tuple[int, int] | None:

@@ -19,6 +19,9 @@ class GatewayServer(uvicorn.Server):
     Args:
         stopping: told that it is going to stop, so that ``/health/ready`` can say so; any thread.
         grace_s: how long requests in progress may go on.
+
+    Attributes:
+        has_failed: whether it ended by a fault of its own: whoever started it should start it again.
     """
 
     def __init__(
@@ -29,6 +32,14 @@ class GatewayServer(uvicorn.Server):
         self._stopping = stopping
         self._delay_s = delay_s
         self._exit_at: float | None = None
+        self.has_failed = False
+
+    def give_up(self) -> None:
+        """End as after a signal: what is in progress is finished, :attr:`has_failed` says that it was a fault."""
+        self.has_failed = True
+        if self._exit_at is None:
+            self._exit_at = time.monotonic() + self._delay_s
+            self._stopping()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._exit_at is not None or not self._delay_s:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -81,7 +81,7 @@ class Switches:
         if is_call_back:
             return await self._ask(name, calls, order)
         if role != record.role:
-            self.check_floor(record)
+            self._check_floor(record)
         self._ordered[name] = role
         self._health.hold(name)
         try:
@@ -93,9 +93,9 @@ class Switches:
                 if self._table.get(name) is record:  # it may have left meanwhile
                     self._health.hold(name, False)
 
-    @contextmanager
-    def leaving(self, name: str) -> Iterator[InstanceRecord]:
-        """While it lasts the instance gets nothing new and no other order; where it fails it gets work again.
+    @asynccontextmanager
+    async def leaving(self, name: str) -> AsyncIterator[None]:
+        """While it lasts the instance gets nothing new and no other order; afterwards, what it says it can take.
 
         Raises:
             NoSuchInstance: there is none.
@@ -104,17 +104,16 @@ class Switches:
         record = self.find(name)
         self._check_idle(record)
         if record.ready:
-            self.check_floor(record)
+            self._check_floor(record)
         self._leaving.add(name)
         self._health.hold(name)
         try:
-            yield record
-        except BaseException:
-            if self._table.get(name) is record:
-                self._health.hold(name, False)
-            raise
+            yield
+            await self._look(record, self._calls[name])
         finally:
             self._leaving.discard(name)
+            if self._table.get(name) is record:
+                self._health.hold(name, False)
 
     def _check_idle(self, record: InstanceRecord) -> None:
         name = record.name
@@ -140,7 +139,7 @@ class Switches:
             logger.warning("instance %s does not say which role it has: %s", record.name, error)
             self._table.mark_lost(record.name)
 
-    def check_floor(self, record: InstanceRecord) -> None:
+    def _check_floor(self, record: InstanceRecord) -> None:
         """Raise Conflict where it is the last that takes requests for a stage. E is no must: P encodes then."""
         for stage in (Stage.PREFILL, Stage.DECODE):
             ready = self._table.ready(stage)

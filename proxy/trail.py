@@ -152,7 +152,7 @@ class Trail:
         self.pace: Pace | None = None
         self._last: bytes | memoryview = b""
         self._before_last: bytes | memoryview = b""
-        self._streams: list[tuple[bytes | memoryview, bytes | memoryview, Callable[[], int]]] = []
+        self._streams: list[tuple[bytes | memoryview, bytes | memoryview, Callable[[], int] | None]] = []
 
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:
@@ -226,9 +226,9 @@ class Trail:
         if self.pace is not None:
             self.pace.mark()
 
-    def streamed_all(self, count: Callable[[], int]) -> None:
-        """No more will come of a streamed answer. ``count`` is asked later for its tokens; 0: nobody has counted.
-        Several prompts add up."""
+    def streamed_all(self, count: Callable[[], int] | None) -> None:
+        """No more will come of a streamed answer. ``count`` is asked later for its tokens; None: nobody has
+        counted. Several prompts add up."""
         self._streams.append((self._before_last, self._last, count))
         self._before_last = self._last = b""
 
@@ -263,8 +263,8 @@ class Trail:
         """Once, after :meth:`finish`."""
         for before, last, count in self._streams:
             usage = self._read_tail(bytes(before[-_TAIL_BYTES:]) + bytes(last[-_TAIL_BYTES:]))
-            if counted := count():
-                self.output_tokens = (self.output_tokens or 0) + counted
+            if count is not None:
+                self.output_tokens = (self.output_tokens or 0) + count()
             elif usage is not None:
                 self.output_tokens = usage[1]
             if usage is not None:

@@ -110,7 +110,7 @@ def health_router(
 
     @router.get("/metrics", dependencies=guard if settings.guard_metrics else [])
     async def exposition() -> Response:
-        text = await crew.metrics() or metrics.render(map(_figures, table))
+        text = metrics.render(map(_figures, table)) if crew.place is None else await crew.metrics()
         return Response(text, media_type=CONTENT_TYPE)
 
     return router

@@ -36,9 +36,10 @@ class HttpPool:
         self._tls = parts.scheme == "https"
         self._port = parts.port or (443 if self._tls else 80)
         self._prefix = parts.path.rstrip("/")
-        self._host_header = parts.netloc.rpartition("@")[2]
+        #: The lines that every request has.
+        self._headers = f"host: {parts.netloc.rpartition('@')[2]}\r\n"
         if key is not None:
-            self._host_header += f"\r\n{CLUSTER_HEADER}: {key}"
+            self._headers += f"{CLUSTER_HEADER}: {key}\r\n"
         self._idle: list[Connection] = []
         self._connections: set[Connection] = set()
         self._connecting: set[asyncio.Task[None]] = set()
@@ -56,10 +57,7 @@ class HttpPool:
 
     def head(self, method: str, path: str, headers: str, size: int) -> bytes:
         """Of a request with a body of ``size`` bytes. ``headers`` are lines that end with CR LF."""
-        text = (
-            f"{method} {self._prefix}{path} HTTP/1.1\r\nhost: {self._host_header}\r\n{headers}"
-            f"content-length: {size}\r\n\r\n"
-        )
+        text = f"{method} {self._prefix}{path} HTTP/1.1\r\n{self._headers}{headers}content-length: {size}\r\n\r\n"
         return text.encode("latin-1")
 
     def send(self, call: HttpCall) -> None:

@@ -20,7 +20,14 @@ from epd_serve.backends.native import NativeConnections
 from epd_serve.backends.vllm_answer import PrefillAnswer, VllmCall, Work
 from epd_serve.backends.vllm_command import FEATURE_PORT, KV_PORT
 from epd_serve.backends.vllm_server import VllmServer
-from epd_serve.backends.vllm_stream import KnownTokens, can_go_on, give_tokens, rest_of
+from epd_serve.backends.vllm_stream import (
+    KnownTokens,
+    ReplayedTokens,
+    can_be_replayed,
+    can_go_on,
+    give_tokens,
+    rest_of,
+)
 from epd_serve.backends.vllm_target import VllmTarget
 from epd_serve.errors import InstanceFailed, InvalidRequest, StageTimeout
 from epd_serve.protocol import wire
@@ -37,6 +44,8 @@ class _Exchange:
     request: wire.PrefillRequest
     media: Sequence[bytes]
     prefill: VllmInstance
+    #: Whether the answer hangs on its tokens alone: what there is of it is a part of the prompt then.
+    behind: bool
     answered: asyncio.Future[dict[str, Any]] = field(default_factory=lambda: asyncio.Future())
     #: Items whose features P still waits for.
     awaited: set[str] = field(default_factory=set)
@@ -169,7 +178,9 @@ class VllmInstance(VllmServer):
 
     def prefill(self, request: wire.PrefillRequest, *, trace_id: str, media: Sequence[bytes] = ()) -> StageCall:
         """The whole request where this instance decodes it too; else the prompt, and D is told what to expect."""
-        exchange = _Exchange(rest_of(request), media, self)
+        decodes = self if request.decode_url is None else self._others.by_url.get(request.decode_url, self)
+        behind = decodes.target.continues and can_go_on(request)
+        exchange = _Exchange(rest_of(request) if behind else request, media, self, behind)
         if self.target.takes_features:
             exchange.awaited = {ref.mm_hash for ref in request.items}
         if not exchange.awaited:
@@ -207,7 +218,7 @@ class VllmInstance(VllmServer):
         if exchange.awaited and self.target.features == "store":
             body["ec_transfer_params"] = {"request_id": request.request_id, "expect": True}
         if fused:
-            call = self._answer_call(request, body, await self._go_on(request, body, work))
+            call = self._answer_call(exchange, body, await self._go_on(exchange, body, work))
             work.holds(call)
             call.send()
             return await call.opened
@@ -215,15 +226,16 @@ class VllmInstance(VllmServer):
             exchange.answered.set_result({})
             return PrefillAnswer()
         body["kv_transfer_params"] = self._hand_over(request)
-        await self._go_on(request, body, work)
+        prompt = await self._go_on(exchange, body, work)
         answer = await self.post(vllm_chat.path_of(request), body, request.request_id, work)
         exchange.answered.set_result(answer.get("kv_transfer_params") or {})
         count = (answer.get("usage") or {}).get("prompt_tokens")
-        return PrefillAnswer(count and count - len(request.generated))
+        return PrefillAnswer(count and count - (len(request.generated) if prompt else 0))
 
-    async def _go_on(self, request: wire.PrefillRequest, body: dict[str, Any], work: Work) -> list[int] | None:
-        """Have a body's prompt end with what was generated. Returns it, and None where nothing was."""
-        if not request.generated:
+    async def _go_on(self, exchange: _Exchange, body: dict[str, Any], work: Work) -> list[int] | None:
+        """Have a body's prompt end with what was generated. Returns it, and None where it stays as it is."""
+        request = exchange.request
+        if not request.generated or not exchange.behind:
             return None
         prompt = request.prompt
         if not isinstance(prompt, list):
@@ -268,8 +280,7 @@ class VllmInstance(VllmServer):
         body = vllm_chat.answer_body(exchange.request, rewritten or exchange.media, suffix=suffix)
         if kv is not None:
             body["kv_transfer_params"] = kv
-        prompt = await self._go_on(exchange.request, body, work)
-        call = self._answer_call(exchange.request, body, prompt)
+        call = self._answer_call(exchange, body, await self._go_on(exchange, body, work))
         work.holds(call)
         call.send()
         await call.opened
@@ -344,16 +355,16 @@ class VllmInstance(VllmServer):
         exchange = self._others.exchanges.get(request.request_id)
         return "" if exchange is None else exchange.request.output.model
 
-    def _answer_call(
-        self, request: wire.PrefillRequest, body: dict[str, Any], prompt: list[int] | None
-    ) -> VllmCall:
+    def _answer_call(self, exchange: _Exchange, body: dict[str, Any], prompt: list[int] | None) -> VllmCall:
         """``prompt`` is set for the rest of an answer: all that comes before it."""
+        request = exchange.request
         path, output = vllm_chat.path_of(request), request.output
         request_id = output.id.partition("-")[2] or request.request_id  # vLLM makes the answer's id of it
-        if self.target.continues and can_go_on(request):
-            known = KnownTokens(*self.parts_of_call(path, body | {"return_token_ids": True}, request_id))
-            known.for_request(request, prompt)
-            return known
+        if can_be_replayed(request):
+            parts = self.parts_of_call(path, body | {"return_token_ids": True}, request_id)
+            framed = KnownTokens(*parts) if exchange.behind else ReplayedTokens(*parts)
+            framed.for_request(request, prompt)
+            return framed
         call = self.call(path, body, request_id)
         copies = vllm_chat.num_copies(request.sampling)
         if output.first_index or copies > 1:

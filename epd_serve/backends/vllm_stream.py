@@ -1,7 +1,8 @@
 """Streams of vLLM whose tokens are known, so that another instance can go on behind them where one stops.
 
 vLLM tells with each event which tokens it is of (``return_token_ids``), and takes a prompt as tokens: here that of
-the request and behind it what the client has of the answer.
+the request and behind it what the client has of the answer. An answer that hangs on more than that is computed
+again as a whole, and what the client has is compared and left out.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from epd_serve.protocol.frames import END, ERROR, pack
 from epd_serve.protocol.wire import PrefillRequest
 
 _SEEDS = 1 << 31
-#: Events with text that wait for one of one token. A reader that always lags gets no other, and must not get its
-#: answer in one piece; should its instance be lost just then, a character may be cut.
+#: Events that wait for one with the text of one token. A reader that always lags gets no other, and must not get
+#: its answer in one piece; should its instance be lost just then, a character may be cut.
 _MOST_HELD = 8
 
 
@@ -38,6 +39,12 @@ def can_go_on(request: PrefillRequest) -> bool:
     if sampling.grammar is not None or prompting.tools or prompting.truncate is not None:
         return False
     return request.messages is not None or sampling.logprobs is None  # whose offsets count from the answer's start
+
+
+def can_be_replayed(request: PrefillRequest) -> bool:
+    """Whether an answer's events say all of its tokens: streams of one choice."""
+    sampling, output = request.sampling, request.output
+    return output.stream and sampling.n == 1 and not output.echo and not output.first_index
 
 
 def rest_of(request: PrefillRequest) -> PrefillRequest:
@@ -64,32 +71,27 @@ def give_tokens(body: Body, tokens: list[int]) -> None:
         body.pop("add_special_tokens", None)
 
 
-class KnownTokens(VllmCall):
+class FramedCall(VllmCall):
     """A call whose answer comes in frames (:mod:`epd_serve.protocol.frames`).
 
-    Events wait for the next that has the text of one token: vLLM says nothing of a token that is a part of a
-    character, and whoever goes on must do so behind whole characters. Of several tokens in one event, which vLLM
-    makes where its reader lags, the text may end before the last. The last events wait for the end: what has ended
-    is not gone on with.
-
     Attributes:
-        prompt: in tokens, where this is the rest of an answer: what vLLM has to say that it computed.
-        num_generated: of these, output of instances before.
+        num_before: tokens of the answer that its prompt ends with.
     """
 
     framed = True
-    prompt: list[int] | None = None
-    num_generated = 0
-    _has_begun = False
+    num_before = 0
+    _created = 0
     _has_ended = False
     _events = b""
-    _num_held = 0
 
     def for_request(self, request: PrefillRequest, prompt: list[int] | None) -> None:
-        """``prompt`` as above."""
-        self.prompt, self.num_generated = prompt, len(request.generated)
+        """``prompt``: in tokens, where it ends with those that were generated before."""
         self._created = request.output.created
         self._tokens: list[int] = []
+        self.num_before = 0 if prompt is None else len(request.generated)
+
+    def failed(self, event: bytes) -> bytes:
+        return pack(ERROR, (), event + END_OF_EVENT)
 
     def passed(self, event: bytes) -> bytes:
         told = event.removeprefix(DATA)
@@ -98,34 +100,31 @@ class KnownTokens(VllmCall):
         try:
             answer = msgspec.json.decode(told)
             choice = (answer.get("choices") or [{}])[0]
-            tokens, prompt = (
-                choice.get("token_ids"),
-                choice.get("prompt_token_ids", answer.get("prompt_token_ids")),
-            )
+            tokens = choice.get("token_ids") or []
+            prompt = choice.get("prompt_token_ids", answer.get("prompt_token_ids"))
             text = (choice.get("delta") or choice).get("content", choice.get("text"))
             self._right(answer, choice)
         except (msgspec.MsgspecError, AttributeError, LookupError, TypeError) as error:
             raise InstanceFailed(f"instance {self._pool.name} gave an unreadable answer ({error})") from error
-        if not self._has_begun:
-            self._has_begun = True
-            if self.prompt is not None and prompt != self.prompt:
-                raise InstanceFailed(f"instance {self._pool.name} does not take a prompt as tokens")
-        if self.num_generated and choice and not tokens and not choice.get("finish_reason"):
-            return b""  # the answer's opening, which the client has
-        self._tokens += tokens or ()
-        self._events += DATA + msgspec.json.encode(answer) + END_OF_EVENT
-        self._has_ended = self._has_ended or bool(choice.get("finish_reason"))
-        if not text or self._has_ended:
+        is_last = bool(choice.get("finish_reason"))
+        if not self._is_new(tokens, prompt, has_choice=bool(choice), is_last=is_last):
             return b""
-        if len(tokens or ()) != 1 and self._num_held < _MOST_HELD:
-            self._num_held += 1
+        self._tokens += tokens
+        self._events += DATA + msgspec.json.encode(answer) + END_OF_EVENT
+        self._has_ended = self._has_ended or is_last  # the last events wait for the end
+        if self._has_ended or self._waits(tokens, text):
             return b""
         frame = pack(0, self._tokens, self._events)
-        self._tokens, self._events, self._num_held = [], b"", 0
+        self._tokens, self._events = [], b""
         return frame
 
-    def failed(self, event: bytes) -> bytes:
-        return pack(ERROR, (), event + END_OF_EVENT)
+    def _is_new(self, tokens: list[int], prompt: list[int] | None, *, has_choice: bool, is_last: bool) -> bool:
+        """Whether the client lacks an event. Raises InstanceFailed where the answer does not go on as it began."""
+        return True
+
+    def _waits(self, tokens: list[int], text: str | None) -> bool:
+        """Whether nobody could go on behind an event."""
+        return not tokens
 
     def _right(self, answer: dict[str, Any], choice: dict[str, Any]) -> None:
         """As if one instance had given the answer, and nobody had asked for tokens."""
@@ -135,5 +134,65 @@ class KnownTokens(VllmCall):
                 if name in one:
                     one[name] = None
         if usage := answer.get("usage"):
-            usage["prompt_tokens"] -= self.num_generated
-            usage["completion_tokens"] += self.num_generated
+            usage["prompt_tokens"] -= self.num_before
+            usage["completion_tokens"] += self.num_before
+
+
+class KnownTokens(FramedCall):
+    """The rest of an answer, or one whose rest can be had so: computed behind its tokens.
+
+    Events wait for the next that has the text of one token: vLLM says nothing of a token that is a part of a
+    character, and whoever goes on must do so behind whole characters. Of several tokens in one event, which vLLM
+    makes where its reader lags, the text may end before the last. The last events wait for the end: what has ended
+    is not gone on with.
+
+    Attributes:
+        prompt: in tokens, where this is the rest of an answer: what vLLM has to say that it computed.
+    """
+
+    prompt: list[int] | None = None
+    _has_begun = False
+    _num_held = 0
+
+    def for_request(self, request: PrefillRequest, prompt: list[int] | None) -> None:
+        super().for_request(request, prompt)
+        self.prompt = prompt
+
+    def _is_new(self, tokens: list[int], prompt: list[int] | None, *, has_choice: bool, is_last: bool) -> bool:
+        if not self._has_begun:
+            self._has_begun = True
+            if self.prompt is not None and prompt != self.prompt:
+                raise InstanceFailed(f"instance {self._pool.name} does not take a prompt as tokens")
+        is_opening = has_choice and not tokens and not is_last
+        return not (self.num_before and is_opening)
+
+    def _waits(self, tokens: list[int], text: str | None) -> bool:
+        if (text and len(tokens) == 1) or self._num_held >= _MOST_HELD:
+            self._num_held = 0
+            return False
+        self._num_held += 1
+        return True
+
+
+class ReplayedTokens(FramedCall):
+    """A whole answer, of which the client has the events of the tokens ``generated`` already.
+
+    vLLM gives the same events for the same tokens, if it does not merge those of several.
+    """
+
+    _num_told = 0
+
+    def for_request(self, request: PrefillRequest, prompt: list[int] | None) -> None:
+        super().for_request(request, prompt)
+        self.generated = request.generated
+
+    def _is_new(self, tokens: list[int], prompt: list[int] | None, *, has_choice: bool, is_last: bool) -> bool:
+        begin, self._num_told = self._num_told, self._num_told + len(tokens)
+        missing = self.generated[begin : self._num_told]
+        if tokens[: len(missing)] != missing:
+            raise InstanceFailed(f"instance {self._pool.name} gives another answer than the one that was begun")
+        if begin < len(self.generated) < self._num_told:
+            raise InstanceFailed(f"instance {self._pool.name} gives the answer in other parts than the first one")
+        if begin < len(self.generated) and (is_last or not has_choice):
+            raise InstanceFailed(f"instance {self._pool.name} ends the answer before what there is of it")
+        return begin >= len(self.generated)

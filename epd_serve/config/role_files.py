@@ -30,6 +30,7 @@ REBUILT = frozenset(
         "block_size", "num_blocks", "kv_cache_bytes", "max_num_batched_tokens", "max_num_seqs", "async_scheduling",
         "max_model_len", "feature_cache_bytes", "lease_s", "drain_s", "kv_mode", "kv_group_layers",
         "feature_prefetch", "batching_alpha", "batching_order", "batching_policy", "batching_encodes", "steals",
+        "feature_store_bytes", "feature_batch", "feature_batch_ms", "image_budget_pixels",
     }
 )  # fmt: skip
 

@@ -26,7 +26,7 @@ Layout = frozenset[tuple[str, int]]
 
 
 class Kind(StrEnum):
-    """Of a decision: why it orders something, or nothing."""
+    """Of a decision: why it orders something, or nothing; ``UNDECIDED`` where none could be made."""
 
     SWITCH = "switch"
     STARTING = "starting"
@@ -36,6 +36,7 @@ class Kind(StrEnum):
     SWITCHING = "switching"
     NOTHING_HELPS = "nothing helps"
     FAILED = "failed"
+    UNDECIDED = "undecided"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

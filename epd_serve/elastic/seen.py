@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -67,11 +68,14 @@ def see(table: InstanceTable) -> list[Seen]:
 
 def _is_full(record: InstanceRecord) -> bool:
     """Whether it decodes and has no place, or no KV room, for another sequence."""
+    return record.covers(Stage.DECODE) and _places(record) <= 0
+
+
+def _places(record: InstanceRecord) -> float:
+    """How many sequences more it could decode now."""
     assert record.info is not None
-    most = record.info.budgets.get("max_num_seqs")
-    return record.covers(Stage.DECODE) and (
-        _used(record) > _FULL or (most is not None and record.load.num_running >= most)
-    )
+    most = record.info.budgets.get("max_num_seqs", math.inf)
+    return 0.0 if _used(record) > _FULL else max(most - record.load.num_running, 0.0)
 
 
 def _used(record: InstanceRecord) -> float:
@@ -90,7 +94,7 @@ def _see(record: InstanceRecord, *, held_up: float, own: float) -> Seen:
         queue_s[Stage.PREFILL] = record.prefill_s * (1.0 if role.decodes else own)
     num_decoding = float(load.num_running) if role.decodes else 0.0
     if role.decodes:
-        waiting = held_up + (0.0 if role.prefills else float(load.num_waiting))
+        waiting = held_up + (0.0 if role.prefills else max(load.num_waiting - _places(record), 0.0))
         batch = max(num_decoding, 1.0)
         queue_s[Stage.DECODE] = waiting * costs.mean_output_tokens * costs.step_s(batch) / batch
     base_s = costs.step_s(0)

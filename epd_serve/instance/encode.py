@@ -61,17 +61,17 @@ class _Encoded:
 class EncodeService:
     """Encodes media in batches on a thread of its own, beside whatever else the instance computes.
 
+    :meth:`serve` comes before all requests.
+
     The tower is loaded by ``load_tower`` at :meth:`warm_up`, or with the first item on an instance that was not
     meant to encode (recompute where no encoder is left).
 
     Args:
         url: of this instance, as consumers announce themselves.
-        deliver_here: gives a feature to the consumer in this instance, by request id; None where there is none.
         stream: on which the tower runs.
         may_start: asked on the event loop before each batch; while it says no, items wait. Whoever makes it say
             yes again calls :meth:`reconsider` afterwards. It must say yes while nothing else runs.
         processor: decodes and preprocesses images.
-        feature_batch: features that a consumer is told of together, and for how many seconds they are collected.
         on_delivered: told of each item that its consumer has: request id, mm_hash, when the call came, when the
             batch began and ended, for metrics.
         on_batch: told of each batch: images, begin, end; on the tower's thread.
@@ -85,15 +85,11 @@ class EncodeService:
         self,
         load_tower: Callable[[], Tower],
         family: Family,
-        store: FeatureStore,
         peers: Peers,
         *,
-        image_budget_pixels: int,
         limits: MediaLimits,
         processor: RequestProcessor,
         url: str = "",
-        feature_batch: tuple[int, float] = (1, 1.0),
-        deliver_here: Callable[[str, MediaRef, Tensor], Awaitable[None]] | None = None,
         may_start: Callable[[], bool] = lambda: True,
         stream: TowerStream,
         on_delivered: Callable[[str, str, float, tuple[float, float]], None] = lambda *_: None,
@@ -102,14 +98,10 @@ class EncodeService:
     ) -> None:
         self._load_tower = load_tower
         self._family = family
-        self._store = store
         self._peers = peers
-        self._budget = image_budget_pixels
         self._limits = limits
         self._url = url
-        self.aligned = AlignedBatches(*feature_batch, asyncio.get_running_loop().call_later)
         self._processor = processor
-        self._deliver_here = deliver_here
         self._may_start = may_start
         self._stream = stream
         self._loop = asyncio.get_running_loop()
@@ -149,7 +141,12 @@ class EncodeService:
         image_budget_pixels: int,
         feature_batch: tuple[int, float],
     ) -> None:
-        """From now on, in another role of the instance. Nothing may be under way."""
+        """From now on, in a role of the instance. Nothing may be under way.
+
+        Args:
+            deliver_here: gives a feature to the consumer in this instance, by request id; None: there is none.
+            feature_batch: features that a consumer is told of together, and for how many seconds they wait.
+        """
         assert not self._waiters, "something is being encoded"
         self._store, self._deliver_here, self._budget = store, deliver_here, image_budget_pixels
         self.aligned = AlignedBatches(*feature_batch, self._loop.call_later)

@@ -70,7 +70,6 @@ class Instance:
         self.options = options
         self.url = url_of(options.host, options.port)
         self.ready = False
-        self.draining = False
         self.language: LanguageStages | None = None
         self._path = Path(options.model)
         self._device: Device = get_device(options.devices[0])
@@ -86,6 +85,8 @@ class Instance:
         self.rates = StageRates(time.monotonic)
         self.refusals = Refusals(options.name)
         self.switching = Switching(self, options.role)
+        self.leaving = Leaving(self)
+        self._is_ending = False
         self.reports = Reporter(self.load, self.check_started, state=self._state)
         self._parts: LanguageParts | None = None
 
@@ -113,9 +114,7 @@ class Instance:
         self._encode = EncodeService(
             partial(Tower, self._path, self._dtype, self._device, self._streams.tower.between_layers),
             self._family,
-            self._store,
             self._peers,
-            image_budget_pixels=options.image_budget_pixels,
             limits=_MEDIA_LIMITS,
             processor=self._processor,
             on_delivered=self.metrics.timeline.encoded,
@@ -205,8 +204,13 @@ class Instance:
 
     def routes(self) -> list[tuple[str, str, Callable[[bytes], Any]]]:
         """(method, path, handler) of the control server; see :mod:`epd_serve.protocol.wire`."""
-        parts = (StatusCalls(self), self.reports, StageCalls(self), self.switching, Leaving(self))
+        parts = (StatusCalls(self), self.reports, StageCalls(self), self.switching, self.leaving)
         return [route for part in parts for route in part.routes()]
+
+    @property
+    def draining(self) -> bool:
+        """Whether it takes nothing new, as its process is to end."""
+        return self._is_ending or self.leaving.is_on
 
     def check_started(self) -> None:
         """Raise Unavailable until the model is loaded."""
@@ -229,7 +233,7 @@ class Instance:
 
     async def drained(self) -> None:
         """Take no new requests; return when those that are here have ended."""
-        self.draining = True
+        self._is_ending = True
         self.reports.close()
         while any(self.in_use().values()):  # noqa: ASYNC110 - many parts would have to tell
             await asyncio.sleep(_ASK_AGAIN_S)

@@ -16,12 +16,13 @@ from epd_serve.protocol import wire
 logger = logging.getLogger(__name__)
 
 _TICK_S = 0.005
+#: A process that is empty is ended at once, unless whoever had it leave is gone: then it serves again.
+_EMPTY_S = 30.0
 
 
 class Leaver(Protocol):
     """What leaves: see :class:`~epd_serve.instance.instance.Instance`."""
 
-    draining: bool
     switching: Switching
 
     def check_started(self) -> None: ...
@@ -34,12 +35,18 @@ class Leaver(Protocol):
 
 
 class Leaving:
-    """Carries such an order out; the process goes on until it is stopped (SIGTERM)."""
+    """Carries such an order out; the process goes on until it is stopped (SIGTERM).
+
+    Attributes:
+        is_on: whether it is leaving, or empty and about to be stopped; it takes nothing new.
+    """
 
     def __init__(self, instance: Leaver, clock: Callable[[], float] = time.monotonic) -> None:
+        self.is_on = False
         self._instance = instance
         self._clock = clock
         self._is_under_way = False
+        self._waiting: asyncio.TimerHandle | None = None
 
     def routes(self) -> list[tuple[str, str, Handler]]:
         """(method, path, handler)."""
@@ -49,7 +56,7 @@ class Leaving:
         return Reply(body=wire.encode(await self.leave(wire.decode(body, wire.LeaveOrder))))
 
     async def leave(self, order: wire.LeaveOrder) -> wire.Left:
-        """Return when nothing is left. Cancelled before, it serves on.
+        """Return when nothing is left. Cancelled before, it serves on; not stopped afterwards, it serves again.
 
         Raises:
             Unavailable: it is loading its model.
@@ -62,21 +69,27 @@ class Leaving:
             raise Conflict("it is on its way to another role")
         if self._is_under_way:
             raise Conflict("it is leaving already")
-        self._is_under_way = instance.draining = True
-        is_empty = False
+        if self._waiting is not None:
+            self._waiting.cancel()
+        self._is_under_way = self.is_on = True
         logger.info("leaving: draining")
         try:
             instance.state_changed()
             await self._drain(order, began)
-            is_empty = True
+        except BaseException:
+            self._stay()
+            raise
         finally:
             self._is_under_way = False
-            if not is_empty:
-                instance.draining = False
-                instance.state_changed()
+        self._waiting = asyncio.get_running_loop().call_later(_EMPTY_S, self._stay)
         seconds = self._clock() - began
         logger.info("leaving: empty after %.3f s", seconds)
         return wire.Left(seconds)
+
+    def _stay(self) -> None:
+        logger.info("leaving: it stays")
+        self.is_on = False
+        self._instance.state_changed()
 
     async def _drain(self, order: wire.LeaveOrder, began: float) -> None:
         deadline, patience = began + order.deadline_s, began + min(order.patience_s, order.deadline_s / 2)

@@ -25,7 +25,9 @@ class Stages(Protocol):
     """What is switched: see :class:`~epd_serve.instance.instance.Instance`."""
 
     options: InstanceOptions
-    draining: bool
+
+    @property
+    def draining(self) -> bool: ...
 
     def check_ready(self) -> None: ...
 

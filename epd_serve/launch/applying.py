@@ -15,7 +15,7 @@ from epd_serve.config import DeploymentConfig, change_config
 from epd_serve.config.role_files import remembered_role, role_file
 from epd_serve.launch.difference import Difference, check_same_deployment, difference
 from epd_serve.launch.holdings import Holdings, resolved
-from epd_serve.launch.orders import GatewayOrders, OrderRefused
+from epd_serve.launch.orders import Deadline, GatewayOrders, OrderRefused
 from epd_serve.launch.process import ProcessDied, ProcessSpec, ProcessState
 from epd_serve.launch.supervisor import Supervisor
 from epd_serve.topology.change import Step, StepKind
@@ -38,7 +38,7 @@ class ApplyLimits:
     """Of each step.
 
     Attributes:
-        deadline_s: after so long it has failed.
+        deadline_s: after so long it has failed; a process that it ends gets its time to end beyond that.
         patience_s: answers may end where they are for so long; then they go on at other instances.
     """
 
@@ -75,6 +75,7 @@ class Applier:
         self._under_way = ""
         self._checks = count()
         self._task: asyncio.Task[None] | None = None
+        self._is_called_off = False
 
     @property
     def config(self) -> DeploymentConfig:
@@ -93,16 +94,23 @@ class Applier:
         It goes on to its end whoever waits for it. Raises ValueError for what cannot be done, also while another
         change is under way, and ApplyStopped where a step failed.
         """
+        if self._is_called_off:
+            raise ValueError("the deployment is being stopped")
         if self._under_way:
             raise ValueError(f"another apply is under way ({self._under_way}); wait for its end")
         self._under_way = "it is being planned"
         self._task = asyncio.create_task(self._apply(config, limits, tell))
         await asyncio.shield(self._task)
 
-    async def close(self) -> None:
-        """Give up what is under way: the deployment is about to end."""
+    def call_off(self) -> None:
+        """Give up what is under way: the deployment is about to end. :meth:`close` must still be awaited."""
+        self._is_called_off = True
         if self._task is not None:
             self._task.cancel()
+
+    async def close(self) -> None:
+        """Return when nothing of it goes on."""
+        if self._task is not None:
             await asyncio.gather(self._task, return_exceptions=True)
 
     # ------------------------------------------------------------------ before the first step
@@ -118,10 +126,10 @@ class Applier:
         check_same_deployment(old, config)
         if self._holdings.orders is None:
             raise ValueError("this deployment was started without a way to change it")
-        found = difference(self._holdings, config)
+        found = await difference(self._holdings, config)
         file = self._holdings.write_gateway_file(config, f"deployment.checked-{next(self._checks)}.yaml")
         try:
-            left = (await self._order("POST", "/check", {"file": str(file)}, _GATEWAY_S))["left"]
+            left = (await self._order("POST", "/check", {"file": str(file)}, Deadline(_GATEWAY_S)))["left"]
         except OrderRefused as error:
             raise ValueError(f"the gateway does not take the file: {error}") from error
         finally:
@@ -131,7 +139,6 @@ class Applier:
                 f"the gateway would need another start for {', '.join(left)}: stop the deployment and start it "
                 "from the new file"
             )
-        self._check_started()
         return config, Difference(steps=found.steps, to_start=found.to_start, notes=(*notes, *found.notes))
 
     def _check_started(self) -> None:
@@ -158,14 +165,14 @@ class Applier:
                 if not found.steps:
                     break
                 await self._take_all(found, limits, say)
-                found = difference(holdings, config)
+                found = await difference(holdings, config)
             if found.steps:
                 raise ApplyStopped(
                     f"roles were changed by others meanwhile; after {_MOST_PLANS} plans there is still to do: "
                     f"{', '.join(map(str, found.steps))}\n{self._serves_on()}"
                 )
             holdings.config = config
-            await self._tell_gateway(limits)
+            await self._tell_gateway(Deadline(limits.deadline_s))
         except OrderRefused as error:
             raise ApplyStopped(f"all steps are done; the gateway does not take the new file: {error}") from error
         finally:
@@ -177,42 +184,45 @@ class Applier:
             for number, step in enumerate(steps):
                 self._under_way = f"step {number + 1} of {len(steps)}: {step}"
                 say(self._under_way)
+                deadline = Deadline(limits.deadline_s)
                 try:
-                    await self._hold(limits.deadline_s + _HOLD_MARGIN_S, limits)
-                    await self._take(step, found, limits)
+                    await self._hold(limits.deadline_s + _HOLD_MARGIN_S, deadline)
+                    await self._take(step, found, deadline, limits.patience_s)
                 except (OrderRefused, ProcessDied, TimeoutError, OSError) as error:
                     raise ApplyStopped(self._stopped(steps, number, error)) from error
         finally:
-            with suppress(OrderRefused):
-                await self._hold(0.0, ApplyLimits(deadline_s=_RELEASE_S))
+            if not self._is_called_off:  # else the gateway is about to end as well
+                with suppress(OrderRefused):
+                    await self._hold(0.0, Deadline(_RELEASE_S))
 
-    async def _hold(self, seconds: float, limits: ApplyLimits) -> None:
+    async def _hold(self, seconds: float, deadline: Deadline) -> None:
         """For so long the controller keeps still."""
-        await self._order("POST", "/hold", {"seconds": seconds}, limits.deadline_s)
+        await self._order("POST", "/hold", {"seconds": seconds}, deadline)
 
-    async def _take(self, step: Step, found: Difference, limits: ApplyLimits) -> None:
+    async def _take(self, step: Step, found: Difference, deadline: Deadline, patience_s: float) -> None:
+        body = {"deadline_s": deadline.seconds, "patience_s": patience_s}
         if step.kind is StepKind.START:
-            await self._start(step.name, found, limits)
+            await self._start(step.name, found, deadline)
         elif step.kind is StepKind.SWITCH:
-            await self._switch(step, limits)
+            await self._switch(step, body, deadline)
         else:
-            await self._stop(step.name, limits)
+            await self._stop(step.name, body, deadline)
 
-    async def _start(self, name: str, found: Difference, limits: ApplyLimits) -> None:
+    async def _start(self, name: str, found: Difference, deadline: Deadline) -> None:
         holdings, instance = self._holdings, found.to_start[name]
         role_file(holdings.directory, name).unlink(missing_ok=True)  # of another that had the name
         spec = holdings.spec_of(instance)
-        await self._before_start(spec)
-        await self._supervisor.add(spec, limits.deadline_s)
+        async with asyncio.timeout(deadline.left_s):
+            await self._before_start(spec)
+        await self._supervisor.add(spec, deadline.left_s)
         holdings.joined(instance)
-        await self._tell_gateway(limits)
-        await GatewayOrders(self._socket).is_ready(name, limits.deadline_s)
+        await self._tell_gateway(deadline)
+        await GatewayOrders(self._socket).is_ready(name, deadline)
 
-    async def _switch(self, step: Step, limits: ApplyLimits) -> None:
-        body = {"role": str(step.role), "deadline_s": limits.deadline_s, "patience_s": limits.patience_s}
+    async def _switch(self, step: Step, body: dict[str, Any], deadline: Deadline) -> None:
         holdings = self._holdings
         try:
-            await self._order("POST", f"/instances/{step.name}/role", body, limits.deadline_s)
+            await self._order("POST", f"/instances/{step.name}/role", body | {"role": str(step.role)}, deadline)
         except OrderRefused:
             role = remembered_role(holdings.directory, step.name)
             if role is not None:  # its stages may have been made anew, of either role
@@ -222,18 +232,17 @@ class Applier:
         holdings.switched(step.name, step.role)
         self._supervisor.respecify(holdings.spec(step.name))
 
-    async def _stop(self, name: str, limits: ApplyLimits) -> None:
+    async def _stop(self, name: str, body: dict[str, Any], deadline: Deadline) -> None:
         process = next(one for one in self._supervisor.processes if one.spec.name == name)
         if process.state is ProcessState.READY:
-            body = {"deadline_s": limits.deadline_s, "patience_s": limits.patience_s}
             try:
-                await self._order("POST", f"/instances/{name}/leave", body, limits.deadline_s)
+                await self._order("POST", f"/instances/{name}/leave", body, deadline)
             except OrderRefused:
                 if process.state is ProcessState.READY:
                     raise
         self._holdings.left(name)
         try:
-            await self._tell_gateway(limits)  # one that is starting reads the file by itself
+            await self._tell_gateway(deadline)  # one that is starting reads the file by itself
         finally:
             await self._supervisor.remove(name)
             role_file(self._holdings.directory, name).unlink(missing_ok=True)
@@ -246,15 +255,15 @@ class Applier:
         return self._holdings.orders
 
     async def _order(
-        self, method: str, path: str, body: dict[str, Any], deadline_s: float
+        self, method: str, path: str, body: dict[str, Any], deadline: Deadline
     ) -> dict[str, list[str]]:
-        answer: dict[str, list[str]] = await GatewayOrders(self._socket).give(method, path, body, deadline_s)
+        answer: dict[str, list[str]] = await GatewayOrders(self._socket).give(method, path, body, deadline)
         return answer
 
-    async def _tell_gateway(self, limits: ApplyLimits) -> None:
+    async def _tell_gateway(self, deadline: Deadline) -> None:
         """Have it take the instances over that there are now."""
         self._holdings.write_gateway_file(self._holdings.config)
-        await self._order("POST", "/reload", {}, limits.deadline_s)
+        await self._order("POST", "/reload", {}, deadline)
 
     def _stopped(self, steps: Sequence[Step], number: int, error: Exception) -> str:
         reason = str(error) or f"it took longer than it may ({type(error).__name__})"

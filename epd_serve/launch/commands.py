@@ -96,10 +96,15 @@ def prepare_instances(
     )
 
 
+def with_cluster_key(config: DeploymentConfig, environment: Mapping[str, str]) -> dict[str, str]:
+    """For the gateway and all instances: they have one key, also where its file says another one by now."""
+    key = config.read_cluster_key()
+    return {**environment} if key is None else {**environment, CLUSTER_KEY: key}
+
+
 def spec_of(config: DeploymentConfig, instance: PreparedInstance, environment: Mapping[str, str]) -> ProcessSpec:
-    """The process of an instance."""
+    """The process of an instance; ``environment`` as of :func:`with_cluster_key`."""
     options, devices = instance.options, instance.placement.devices
-    cluster_key = config.read_cluster_key()
     return ProcessSpec(
         name=options.name,
         label=f"{options.role} on {', '.join(dict.fromkeys(devices))}",
@@ -110,7 +115,6 @@ def spec_of(config: DeploymentConfig, instance: PreparedInstance, environment: M
             **instance.variables,
             "OMP_NUM_THREADS": str(options.threads),
             **instance.own_variables,
-            **({} if cluster_key is None else {CLUSTER_KEY: cluster_key}),
         },
         url=url_of(config.instances.host, options.port),
         can_fork=config.instances.preload and set(devices) == {"cpu"},
@@ -122,11 +126,17 @@ def instance_specs(
 ) -> tuple[ProcessSpec, ...]:
     """One process for each instance; as :func:`prepare_instances`."""
     prepared = prepare_instances(config, ports, environment, directory)
+    environment = with_cluster_key(config, environment)
     return tuple(spec_of(config, instance, environment) for instance in prepared)
 
 
-def shared_parts(config: DeploymentConfig) -> list[str]:
-    """The parts of the model that several CPU instances hold, or may come to hold, if they share them."""
+def shared_parts(config: DeploymentConfig, *, later: bool = False) -> list[str]:
+    """The parts of the model that several CPU instances hold, or may come to hold, if they share them.
+
+    ``later``: also with instances that are added while it runs.
+    """
+    if later and (config.instances.share_weights or config.keeps_other_roles):
+        return ["tower", "language_model"]
     roles = [placed.role for placed in config.placement() if set(placed.devices) == {"cpu"}]
     if config.keeps_other_roles and len(roles) > 1:
         return ["tower", "language_model"]
@@ -184,7 +194,7 @@ def gateway_spec(
     environment: Mapping[str, str],
     orders: Path | None = None,
 ) -> ProcessSpec:
-    """The gateway's process.
+    """The gateway's process; ``environment`` as of :func:`with_cluster_key`.
 
     ``config_file`` holds ``config`` as it is, command-line changes included, with the instances by name;
     ``orders`` is the socket on which the gateway takes the launcher's orders.

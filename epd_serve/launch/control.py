@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from pydantic import ValidationError
 
 from epd_serve.config import DeploymentConfig, change_config
 from epd_serve.launch.applying import Applier, ApplyLimits
@@ -89,7 +88,7 @@ async def _carry_out(line: bytes, applier: Applier, say: Callable[[str], None]) 
         else:
             limits = ApplyLimits(deadline_s=request.deadline_s, patience_s=request.patience_s)
             await applier.apply(config, limits, say)
-    except (ValueError, ValidationError) as error:
+    except ValueError as error:
         return News(error=str(error))
     except asyncio.CancelledError:
         return News(error="the deployment is being stopped")

@@ -25,6 +25,7 @@ from epd_serve.launch.commands import (
     shared_parts,
     sharing_weights,
     spec_of,
+    with_cluster_key,
 )
 from epd_serve.launch.control import ControlServer
 from epd_serve.launch.forking import ForkServer, ForkServerGone
@@ -101,12 +102,14 @@ class LocalDeployment:
         self.log_dir = log_dir or Path(tempfile.mkdtemp(prefix="epd-serve-"))
         self.log_dir.mkdir(parents=True, exist_ok=True)
         directory = self.log_dir.resolve()
-        self._weight_files = open_weight_files(shared_parts(config))
+        parts = shared_parts(config)
+        self._weight_files = open_weight_files(shared_parts(config, later=True) if control else parts)
         live: dict[str, PreparedInstance] = {}
         try:
             if config.engine == "vllm":
                 instances = vllm_instance_specs(config, ports.instances, environment, directory)
             else:
+                environment = with_cluster_key(config, environment)
                 write_role_settings(directory, config)
                 prepared = prepare_instances(config, ports, environment, directory)
                 live = {one.options.name: one for one in prepared}
@@ -116,7 +119,8 @@ class LocalDeployment:
         except BaseException:
             self._give_back(keep_logs=False)
             raise
-        instances = sharing_weights(instances, self._weight_files, copies=not config.instances.share_weights)
+        files = {part: self._weight_files[part] for part in parts}
+        instances = sharing_weights(instances, files, copies=not config.instances.share_weights)
         self._fork_server = self._fork_server_for([spec for spec in instances if spec.can_fork])
         self._holdings = Holdings(
             config=config,
@@ -186,7 +190,10 @@ class LocalDeployment:
     async def start(self) -> None:
         """Start all processes; returns before they are ready."""
         if self._runtime is not None:
-            self._control = await ControlServer.start(self._runtime.control, self._applier)
+            try:
+                self._control = await ControlServer.start(self._runtime.control, self._applier)
+            except OSError as error:
+                self.no_control = f"{self._runtime.control}: {error.strerror or error}"
         if self._fork_server is not None:
             await self._fork_server.start()
         await self._supervisor.start()
@@ -216,8 +223,9 @@ class LocalDeployment:
         """End all processes within 10 s, the gateway first and a mooncake_master last."""
         if self._control is not None:
             await self._control.close()
-        await self._applier.close()
+        self._applier.call_off()  # it ends what it was starting, while the others end
         await self._supervisor.stop()
+        await self._applier.close()
         if self._fork_server is not None:
             await self._fork_server.close()
         died = any(process.state is ProcessState.DIED for process in self.processes)
@@ -237,10 +245,11 @@ class LocalDeployment:
         self._supervisor.kill()
 
     def _fork_server_for(self, specs: Sequence[ProcessSpec]) -> ForkServer | None:
-        if len(specs) < 2:
-            return None
+        return self._new_fork_server(specs[0]) if len(specs) > 1 else None
+
+    def _new_fork_server(self, spec: ProcessSpec) -> ForkServer:
         log_file = self.log_dir / "fork-server.log"
-        return ForkServer(_PRELOADED, specs[0].environment, log_file, specs[0].descriptors)
+        return ForkServer(_PRELOADED, spec.environment, log_file, tuple(self._weight_files.values()))
 
     def _make_runtime(self, host: str, port: int) -> RuntimeDirectory | None:
         try:
@@ -254,9 +263,7 @@ class LocalDeployment:
     async def _make_forkable(self, spec: ProcessSpec) -> None:
         """Before a process is added: one that was alone at the start had no use for a fork server."""
         if self._fork_server is None and spec.can_fork:
-            server = self._fork_server_for([spec, spec])
-            if server is None:
-                return
+            server = self._new_fork_server(spec)
             try:
                 await server.start()
             except BaseException as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -16,7 +17,8 @@ from epd_serve.config.role_files import REBUILT, role_settings
 from epd_serve.launch.commands import PreparedInstance, prepare_instances
 from epd_serve.launch.holdings import Holdings
 from epd_serve.launch.ports import Ports, next_port
-from epd_serve.topology.change import Part, Step, StepKind, plan_change
+from epd_serve.topology.change import Step, StepKind, plan_change
+from epd_serve.topology.change_states import Part
 
 #: Keys that all processes of a deployment have in common, or that its launcher keeps.
 _COMMON = ("engine", "dtype", "cluster_key", "feature_store", "mooncake", "restart", "hang_timeout_s", "trace")
@@ -25,8 +27,13 @@ _COMMON_INSTANCES = ("host", "share_weights", "preload")
 _COMMON_GATEWAY = ("workers", "shutdown_delay_s", "shutdown_grace_s")
 #: Options that two processes of the same kind may differ in.
 _OWN = frozenset({"name", "role", "port", "threads", "device_board", "switch_dir"}) | REBUILT
-#: What an instance that only encodes does not look at.
-_OF_LANGUAGE = REBUILT - {"lease_s", "drain_s", "batching_alpha", "batching_order", "batching_policy", "steals"}
+#: What an instance that only encodes looks at.
+_OF_ENCODERS = frozenset(
+    {
+        "lease_s", "drain_s", "batching_alpha", "batching_order", "batching_policy", "steals",
+        "feature_store_bytes", "feature_batch", "feature_batch_ms", "image_budget_pixels",
+    }
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +79,8 @@ def check_same_deployment(old: DeploymentConfig, new: DeploymentConfig) -> None:
         )
 
 
-def difference(holdings: Holdings, config: DeploymentConfig) -> Difference:
-    """Raises ValueError, ChangeImpossible included, where the deployment cannot become that while it serves."""
+async def difference(holdings: Holdings, config: DeploymentConfig) -> Difference:
+    """Raises ValueError, as :func:`plan_change` does, where the deployment cannot become that while it serves."""
     holdings.look()
     live = holdings.live
     placement = config.placement()
@@ -101,7 +108,7 @@ def difference(holdings: Holdings, config: DeploymentConfig) -> Difference:
         )
         for name, one in zip(names, prepared, strict=True)
     ]
-    steps = plan_change(running, wanted)
+    steps = await asyncio.to_thread(plan_change, running, wanted)  # processes are looked after meanwhile
     started = {step.name for step in steps if step.kind is StepKind.START}
     named = {name: one for name, one in zip(names, prepared, strict=True) if name in started}
     return Difference(
@@ -112,7 +119,7 @@ def difference(holdings: Holdings, config: DeploymentConfig) -> Difference:
 
 
 def _is_current(options: InstanceOptions, settings: Mapping[str, Any]) -> bool:
-    looked_at = REBUILT if options.role.has_language_model else REBUILT - _OF_LANGUAGE
+    looked_at = REBUILT if options.role.has_language_model else _OF_ENCODERS
     return all(getattr(options, key) == settings[key] for key in looked_at)
 
 

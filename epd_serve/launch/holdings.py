@@ -80,9 +80,14 @@ class Holdings:
                 self.switched(name, role)
 
     def write_gateway_file(self, config: DeploymentConfig, name: str = GATEWAY_FILE) -> Path:
-        """The gateway's file: ``config`` with the instances that there are. It is replaced in one step."""
+        """The gateway's file: ``config`` with the instances that there are. It is replaced in one step.
+
+        The cluster key stays in the gateway's environment.
+        """
         file = self.directory / name
         whole = change_config(config, {"gateway": {"instances": None}})
+        if config.cluster_key is not None:
+            whole = change_config(whole, {"cluster_key": None})
         whole = change_config(whole, {"gateway": {"instances": self.urls}})
         new = file.with_suffix(".part")
         new.unlink(missing_ok=True)

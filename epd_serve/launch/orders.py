@@ -22,27 +22,43 @@ class OrderRefused(Exception):
     """The gateway, or the instance, says that it cannot be, or said so until the deadline."""
 
 
+class Deadline:
+    """One for all that has to be done by then.
+
+    Attributes:
+        seconds: how long that was from the beginning.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._clock = asyncio.get_running_loop().time
+        self._at_s = self._clock() + seconds
+
+    @property
+    def left_s(self) -> float:
+        return max(0.0, self._at_s - self._clock())
+
+
 class GatewayOrders:
     """Each order is given again, until its deadline, where what is in its way passes."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    async def give(self, method: str, path: str, body: dict[str, Any] | None, deadline_s: float) -> Any:
+    async def give(self, method: str, path: str, body: dict[str, Any] | None, deadline: Deadline) -> Any:
         """The answer. A ``deadline_s`` in the body is cut to what is left of the one here.
 
         Raises OrderRefused with the reason.
         """
-        loop = asyncio.get_running_loop()
-        deadline, reason = loop.time() + deadline_s, "the gateway does not answer"
-        while (left_s := deadline - loop.time()) > 0:
+        reason = "the gateway does not answer" if deadline.left_s else "no time is left to ask the gateway"
+        while (left_s := deadline.left_s) > 0:
             try:
                 async with asyncio.timeout(left_s):
                     status, content = await self._ask(method, path, _within(body, left_s))
+            except TimeoutError:  # an OSError, too
+                break
             except (aiohttp.ClientError, OSError, msgspec.DecodeError) as error:  # it is starting again
                 reason = f"the gateway does not answer ({error})"
-            except TimeoutError:
-                break
             else:
                 if status < 400:
                     return content
@@ -50,18 +66,16 @@ class GatewayOrders:
                 if status not in _PASSING:
                     raise OrderRefused(reason)
             await asyncio.sleep(_AGAIN_S)
-        raise OrderRefused(f"{reason}; {deadline_s:g} s are over")
+        raise OrderRefused(f"{reason}; {deadline.seconds:g} s are over")
 
-    async def is_ready(self, name: str, deadline_s: float) -> None:
+    async def is_ready(self, name: str, deadline: Deadline) -> None:
         """Return when the gateway gives an instance work. Raises OrderRefused."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + deadline_s
-        while (left_s := deadline - loop.time()) > 0:
+        while deadline.left_s:
             with suppress(OrderRefused):
-                if name in (await self.give("GET", "/ready", None, left_s))["ready"]:
+                if name in (await self.give("GET", "/ready", None, deadline))["ready"]:
                     return
             await asyncio.sleep(_AGAIN_S)
-        raise OrderRefused(f"the gateway has not found {name} ready in {deadline_s:g} s")
+        raise OrderRefused(f"the gateway has not found {name} ready in {deadline.seconds:g} s")
 
     async def _ask(self, method: str, path: str, body: dict[str, Any] | None) -> tuple[int, Any]:
         connector = aiohttp.UnixConnector(path=str(self._path))

@@ -78,6 +78,8 @@ def next_port(config: DeploymentConfig, taken: Collection[int], user: str) -> in
             chosen = _bind(held, host, port, user, "instances.base_port")
             if chosen not in taken:
                 return chosen
+    if not base:
+        raise ValueError(f"there is no free port for {user} on {host}; set instances.base_port")
     raise ValueError(
         f"there is no free port for {user} on {host} from {base} on; choose a lower instances.base_port"
     )

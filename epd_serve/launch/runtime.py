@@ -36,7 +36,7 @@ class RuntimeDirectory:
 
     @classmethod
     def make(cls, host: str, port: int) -> RuntimeDirectory:
-        """For the deployment whose gateway listens there; what another one left is taken away.
+        """For the deployment whose gateway listens there; what others left that were killed is taken away.
 
         Raises AddressTaken where that one still runs, and ValueError where others could get in, or there is no
         room for it.
@@ -55,7 +55,10 @@ class RuntimeDirectory:
                     f"a deployment of this user has {host} port {port}, though its gateway is not up just now; "
                     "stop it, or set gateway.port to another one"
                 )
-            shutil.rmtree(directory.path, ignore_errors=True)
+            for other in root.glob("*:*"):
+                control = other / _CONTROL  # one that is only about to listen has none yet
+                if other == directory.path or (control.is_socket() and not _listens(control)):
+                    shutil.rmtree(other, ignore_errors=True)
             directory.path.mkdir(mode=0o700, exist_ok=True)
         except OSError as error:
             raise ValueError(

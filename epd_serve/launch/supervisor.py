@@ -141,7 +141,8 @@ class Supervisor:
         try:
             async with asyncio.timeout(timeout_s), aiohttp.ClientSession(trust_env=False) as session:
                 await process.wait_ready(session)
-        except BaseException:
+        except BaseException as error:
+            self.num_deaths += isinstance(error, ProcessDied)
             await asyncio.shield(process.stop(GRACES_S[spec.stops]))
             self._processes.remove(process)
             raise

@@ -36,13 +36,13 @@ async def run_up(config: DeploymentConfig, console: Console) -> int:
             on_death=lambda death, delay_s: _say(console, _restart_text(death, delay_s)),
             on_apply=lambda text: _say(console, f"apply: {text}"),
         )
-        if deployment.no_control:
-            _say(console, f"note: epd-serve apply cannot change this deployment: {deployment.no_control}")
         with _handled(_SIGNALS, lambda: deployment.kill() if stop.is_set() else stop.set()):
             try:
                 await _until(stop, _ready(deployment))
                 progress.close()
                 if not stop.is_set():
+                    if why := deployment.no_control:
+                        _say(console, f"note: epd-serve apply cannot change this deployment: {why}")
                     _say(console, _ready_text(deployment))
                     await _until(stop, _raise_failure(deployment))
                 _say(console, "Stopping.")

@@ -26,7 +26,8 @@ class Queues:
     A sequence is admitted with blocks for its prompt and takes more as it decodes. Where there are none, the
     youngest gives its own to an older one and goes on later. Blocks are given out in this order: to what runs,
     oldest first; to what was preempted; to new prompts and to reservations by the time at which they came. A lower
-    number as priority comes before all that, as in vLLM: "older" means it. Reservations have none.
+    number as priority, as in vLLM, makes older among those that run, and among those that wait; what waits takes
+    nothing from what runs, however urgent it is. Reservations have none.
 
     Args:
         has_feature: whether media could be computed now.

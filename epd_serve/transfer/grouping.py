@@ -30,15 +30,19 @@ def smallest_hidden_group(
 def seconds_until_sent(num_layers: int, group: int, layer_s: float, send_s: float, handshake_s: float) -> float:
     """From the start of the first layer until the last group is sent, in groups as of :func:`group_ends`.
 
+    The link waits for one group at last, and the rest follows at its pace. Which one that is changes the time by
+    the same for each group but the first, which may be smaller: so it is the first, the second or the last.
+
     Args:
+        group: at most ``num_layers``.
         send_s: of one layer, without the handshake.
     """
-    sent_s, begin = 0.0, 0
-    for end in sorted(group_ends(num_layers, group)):
-        size = end + 1 - begin
-        sent_s = max(sent_s, (end + 1) * layer_s) + handshake_s + size * send_s
-        begin = end + 1
-    return sent_s
+    num_groups = -(-num_layers // group)
+    first = num_layers - (num_groups - 1) * group
+    if_first_s = first * layer_s + num_groups * handshake_s + num_layers * send_s
+    if_last_s = num_layers * layer_s + handshake_s + group * send_s
+    one_before_s = handshake_s + group * (send_s - layer_s)
+    return max(if_first_s, if_last_s, if_last_s + (num_groups - 2) * one_before_s if num_groups > 2 else 0.0)
 
 
 def group_ends(num_layers: int, group_size: int) -> frozenset[int]:

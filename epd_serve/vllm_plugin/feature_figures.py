@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections import Counter
 from typing import Any
 
 import prometheus_client
+from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase
 from vllm.distributed.ec_transfer.ec_connector.metrics import ECConnectorPromMetrics, ECConnectorStats
 
 #: ``encoded`` by this instance's tower; ``reused`` by E, which had it; ``fetched`` by P from an E, now or before;
@@ -50,3 +52,25 @@ class FeatureMetrics(ECConnectorPromMetrics):
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         for event, count in transfer_stats_data.items():
             self._counters[engine_idx, event].inc(count)
+
+
+class CountingConnector(ECConnectorBase):
+    """Tells vLLM what its side of a connector has counted."""
+
+    @abstractmethod
+    def take_counts(self) -> Counter[str]:
+        """Of :data:`EVENTS`, since the last call."""
+
+    def get_ec_connector_stats(self) -> FeatureStats | None:
+        counts = self.take_counts()
+        return FeatureStats(data=dict(counts)) if counts else None
+
+    @classmethod
+    def build_ec_connector_stats(cls, data: dict[str, Any] | None = None) -> FeatureStats:
+        return FeatureStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
+    ) -> FeatureMetrics:
+        return FeatureMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase, ECConnectorMetadata, ECConnectorRole
+from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorMetadata, ECConnectorRole
 from vllm.distributed.ec_transfer.ec_connector.utils import PlaceholderMetadataResolver, collect_ec_item_metadata
 
 from epd_serve.protocol.engine_notices import (
@@ -30,7 +30,7 @@ from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.shaped import ShapedTransport
 from epd_serve.transfer.shared_memory import SharedMemoryPeers
 from epd_serve.transfer.transport import Transport
-from epd_serve.vllm_plugin.feature_figures import FeatureMetrics, FeatureStats
+from epd_serve.vllm_plugin.feature_figures import CountingConnector
 from epd_serve.vllm_plugin.feature_inbox import FeatureInbox
 from epd_serve.vllm_plugin.feature_memory import FeatureMemory, KeptFeature
 from epd_serve.vllm_plugin.notices import Conversation, NoticeRefused, NoticeServer
@@ -67,7 +67,7 @@ def shaped(transport: Transport, config: dict[str, Any]) -> Transport:
     return ShapedTransport(transport, bandwidth, latency_s) if bandwidth or latency_s else transport
 
 
-class StoreFeatureConnector(ECConnectorBase):
+class StoreFeatureConnector(CountingConnector):
     """``ec_connector: StoreFeatureConnector``; one object in the scheduler's process, one in each worker's."""
 
     def __init__(self, vllm_config: VllmConfig, role: ECConnectorRole) -> None:
@@ -109,19 +109,8 @@ class StoreFeatureConnector(ECConnectorBase):
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         return False, self._side.finished(request)
 
-    def get_ec_connector_stats(self) -> FeatureStats | None:
-        counts = self._side.take_counts()
-        return FeatureStats(data=dict(counts)) if counts else None
-
-    @classmethod
-    def build_ec_connector_stats(cls, data: dict[str, Any] | None = None) -> FeatureStats:
-        return FeatureStats(data=data or {})
-
-    @classmethod
-    def build_prom_metrics(
-        cls, vllm_config: VllmConfig, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
-    ) -> FeatureMetrics:
-        return FeatureMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+    def take_counts(self) -> Counter[str]:
+        return self._side.take_counts()
 
     # ------------------------------------------------------------------ worker
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase, ECConnectorMetadata, ECConnectorRole
+from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorMetadata, ECConnectorRole
 from vllm.distributed.ec_transfer.ec_connector.utils import PlaceholderMetadataResolver
 
-from epd_serve.vllm_plugin.feature_figures import FeatureMetrics, FeatureStats
+from epd_serve.vllm_plugin.feature_figures import CountingConnector
 
 if TYPE_CHECKING:
     import torch
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-class RewrittenMediaConnector(ECConnectorBase):
+class RewrittenMediaConnector(CountingConnector):
     """``ec_connector: RewrittenMediaConnector``. It moves nothing."""
 
     def __init__(self, vllm_config: VllmConfig, role: ECConnectorRole) -> None:
@@ -60,19 +60,9 @@ class RewrittenMediaConnector(ECConnectorBase):
         self._counts["rewritten"] += sum(map(self._is_rewritten, request.mm_features))
         return False, None
 
-    def get_ec_connector_stats(self) -> FeatureStats | None:
+    def take_counts(self) -> Counter[str]:
         counts, self._counts = self._counts, Counter()
-        return FeatureStats(data=dict(counts)) if counts else None
-
-    @classmethod
-    def build_ec_connector_stats(cls, data: dict[str, Any] | None = None) -> FeatureStats:
-        return FeatureStats(data=data or {})
-
-    @classmethod
-    def build_prom_metrics(
-        cls, vllm_config: VllmConfig, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
-    ) -> FeatureMetrics:
-        return FeatureMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        return counts
 
     def _is_rewritten(self, feature: MultiModalFeatureSpec) -> bool:
         return feature.data is not None and set(feature.data) <= self._described.fields_for(feature.modality)

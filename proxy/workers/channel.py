@@ -31,6 +31,10 @@ class ChannelClosed(ConnectionError):
     """The other side is gone."""
 
 
+class CallFailed(Exception):
+    """The other side could not answer; its log says more."""
+
+
 class Channel:
     """Both sides trust each other: they are one program. A call that fails there is logged there.
 
@@ -67,7 +71,7 @@ class Channel:
                         if frame.kind == "answer":
                             waiting.set_result(frame.body)
                         else:
-                            waiting.set_exception(ChannelClosed(frame.name))
+                            waiting.set_exception(CallFailed(frame.name))
         finally:
             self._writer = None
             writer.close()
@@ -76,7 +80,7 @@ class Channel:
                     waiting.set_exception(ChannelClosed("the other side is gone"))
 
     async def call(self, name: str, argument: Any = None, *, timeout_s: float) -> bytes:
-        """The answer. Raises ChannelClosed, or TimeoutError."""
+        """The answer. Raises ChannelClosed, CallFailed or TimeoutError."""
         self._number += 1
         number = self._number
         waiting: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()

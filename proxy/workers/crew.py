@@ -12,9 +12,10 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from proxy.workers.channel import NOTHING, Channel, ChannelClosed
+from epd_serve.errors import Unavailable
+from proxy.workers.channel import NOTHING, CallFailed, Channel, ChannelClosed
 from proxy.workers.ledger import Ledger
-from proxy.workers.messages import Change, Drained, Joined, Left, Shared
+from proxy.workers.messages import Asked, Change, Drained, Joined, Left, Shared
 from proxy.workers.place import WorkerPlace
 
 logger = logging.getLogger(__name__)
@@ -96,14 +97,15 @@ class Crew:
 
     async def share(self, change: Change) -> list[int]:
         """Return when all workers have taken ``change`` over, or else which of them have not said so in time: they
-        will as soon as they go on. One that is being started will know it."""
+        will as soon as they go on, unless a fault is in their logs or the parent's. One that is being started will
+        know it."""
         if self.place is None:
             return []
         try:
             answer = await self._channel.call("share", change, timeout_s=2 * ANSWER_S)
         except ChannelClosed:
             return []  # without the parent, all of them end
-        except TimeoutError:
+        except (CallFailed, TimeoutError):
             return [index for index in range(self.place.count) if index != self.place.index]
         return msgspec.msgpack.decode(answer, type=list[int])
 
@@ -114,23 +116,31 @@ class Crew:
 
     async def ask(self, name: str, kind: type[T]) -> list[T]:
         """What each other worker shows under ``name``, of those that answer in time."""
+        answers, _ = await self._ask(name, kind)
+        return answers
+
+    async def ask_all(self, name: str, kind: type[T]) -> list[T] | None:
+        """The same of all that serve; None where any of them is silent."""
+        answers, all_have = await self._ask(name, kind)
+        return answers if all_have else None
+
+    async def _ask(self, name: str, kind: type[T]) -> tuple[list[T], bool]:
+        """The answers, and whether there is nobody else who could have given one."""
         if self.place is None:
-            return []
+            return [], True
         try:
             answer = await self._channel.call("ask", name, timeout_s=2 * ANSWER_S)
-        except (ChannelClosed, TimeoutError):
-            return []
-        bodies = msgspec.msgpack.decode(answer, type=list[bytes])
-        return [msgspec.msgpack.decode(body, type=kind) for body in bodies]
+        except (ChannelClosed, CallFailed, TimeoutError):
+            return [], False
+        asked = msgspec.msgpack.decode(answer, type=Asked)
+        return [msgspec.msgpack.decode(body, type=kind) for body in asked.answers], not asked.silent
 
-    async def metrics(self) -> bytes | None:
-        """The exposition text of all workers together; None for a gateway of one process, or without an answer."""
-        if self.place is None:
-            return None
+    async def metrics(self) -> bytes:
+        """The exposition text of all workers together, for one that has a place. Raises Unavailable."""
         try:
             answer = await self._channel.call("metrics", timeout_s=2 * ANSWER_S)
-        except (ChannelClosed, TimeoutError):
-            return None
+        except (ChannelClosed, CallFailed, TimeoutError) as error:
+            raise Unavailable("what the gateway's processes have counted cannot be added up now") from error
         return msgspec.msgpack.decode(answer, type=bytes)
 
     async def _run(self) -> None:

@@ -12,9 +12,9 @@ import msgspec
 
 from epd_serve.metrics.gateway import GROWING_GAUGES, SUMMED_GAUGES
 from epd_serve.metrics.merged import Family, cumulative, exposition, merge
-from proxy.workers.channel import Channel, ChannelClosed
+from proxy.workers.channel import CallFailed, Channel, ChannelClosed
 from proxy.workers.crew import ANSWER_S
-from proxy.workers.messages import Change, Shared, TakenOver
+from proxy.workers.messages import Asked, Change, Shared, TakenOver
 
 
 class Hub:
@@ -35,12 +35,12 @@ class Hub:
         """The parent's side of the channel to worker ``index``, not yet open; ``joined`` is set when it serves."""
 
         async def join(_: bytes) -> bytes:
-            self.shared.again = index in self._had_joined
             self.shared.expire(time.monotonic())
+            known = msgspec.structs.replace(self.shared, again=index in self._had_joined)
             self._had_joined.add(index)
             self._channels[index] = channel
             joined.set()
-            return msgspec.msgpack.encode(self.shared)
+            return msgspec.msgpack.encode(known)
 
         channel = Channel(
             {
@@ -69,37 +69,38 @@ class Hub:
         self.shared.apply(change, time.monotonic())
         unconfirmed: list[int] = []
         if not isinstance(change, TakenOver):
-            asked = {other: channel for other, channel in self._channels.items() if other != index}
-            answers = await self._call_all("change", change, but=index)
-            unconfirmed = [
-                other
-                for other, channel in asked.items()
-                if other not in answers and self._channels.get(other) is channel  # the next one will know it
-            ]
+            _, unconfirmed = await self._call_all("change", change, but=index)
         return msgspec.msgpack.encode(unconfirmed)
 
     async def _ask(self, index: int, body: bytes) -> bytes:
-        answers = await self._call_all("show", msgspec.msgpack.decode(body), but=index)
-        return msgspec.msgpack.encode(list(answers.values()))
+        answers, silent = await self._call_all("show", msgspec.msgpack.decode(body), but=index)
+        return msgspec.msgpack.encode(Asked(list(answers.values()), silent))
 
     async def _metrics(self, _: bytes) -> bytes:
-        answers = await self._call_all("show", "metrics")
+        answers, _silent = await self._call_all("show", "metrics")
         for index, answer in answers.items():
             if index in self._channels:  # it may have ended since
                 self._counted[index] = msgspec.msgpack.decode(answer, type=list[Family])
         families = merge([self._retired, *self._counted.values()], SUMMED_GAUGES)
         return msgspec.msgpack.encode(exposition(families))
 
-    async def _call_all(self, name: str, argument: Any, *, but: int | None = None) -> dict[int, bytes]:
-        """The answers by worker, of those that answer in time."""
+    async def _call_all(
+        self, name: str, argument: Any, *, but: int | None = None
+    ) -> tuple[dict[int, bytes], list[int]]:
+        """The answers by worker, of those that answer in time, and which others live on without."""
+        asked = {index: channel for index, channel in self._channels.items() if index != but}
         answers: dict[int, bytes] = {}
 
         async def call(index: int, channel: Channel) -> None:
-            with suppress(ChannelClosed, TimeoutError):
+            with suppress(ChannelClosed, CallFailed, TimeoutError):
                 answers[index] = await channel.call(name, argument, timeout_s=ANSWER_S)
 
         async with asyncio.TaskGroup() as calling:
-            for index, channel in list(self._channels.items()):
-                if index != but:
-                    calling.create_task(call(index, channel))
-        return answers
+            for index, channel in asked.items():
+                calling.create_task(call(index, channel))
+        silent = [
+            index
+            for index, channel in asked.items()
+            if index not in answers and self._channels.get(index) is channel  # the next one knows what is shared
+        ]
+        return answers, silent

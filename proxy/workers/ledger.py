@@ -22,6 +22,11 @@ _BUCKETS = struct.Struct("=dddd")
 _COUNT = struct.Struct("=I")
 
 
+def _account_bytes(num_workers: int) -> int:
+    """Padded, so that the levels of the next one are aligned."""
+    return _TAG_BYTES + _BUCKETS.size + _COUNT.size * (num_workers + num_workers % 2)
+
+
 class Ledger:
     """One account for each API key with limits, in a file in memory that all workers have mapped.
 
@@ -41,7 +46,7 @@ class Ledger:
         self._descriptor = descriptor
         self._num_workers = num_workers
         self._index = index
-        self._size = _TAG_BYTES + _BUCKETS.size + 4 * num_workers + 4 * (num_workers % 2)
+        self._size = _account_bytes(num_workers)
         self._memory = mmap.mmap(descriptor, _HEAD.size + CAPACITY * self._size)
         self._known: dict[bytes, int] = {}
         self._log_lock = threading.Lock()
@@ -51,8 +56,8 @@ class Ledger:
     def create(cls, num_workers: int) -> tuple[int, Ledger]:
         """(descriptor for workers to inherit, the parent's view)."""
         descriptor = os.memfd_create("epd-serve-keys")
-        size = _TAG_BYTES + _BUCKETS.size + 4 * num_workers + 4 * (num_workers % 2)
-        os.ftruncate(descriptor, _HEAD.size + CAPACITY * size)  # sparse: pages are there once they are written
+        # Sparse: pages are there once they are written.
+        os.ftruncate(descriptor, _HEAD.size + CAPACITY * _account_bytes(num_workers))
         return descriptor, cls(descriptor, num_workers)
 
     def client(self, name: str, key_hash: str, limits: KeyLimits) -> Client:
@@ -64,9 +69,7 @@ class Ledger:
         if all(limit is None for limit in shared):
             return Client(name, limits)
         tag = blake2b(repr((key_hash, name, limits)).encode(), digest_size=_TAG_BYTES).digest()
-        client = SharedClient(name, limits, self)
-        client.place(self._account(tag, client.levels()))
-        return client
+        return SharedClient(name, limits, self, tag)
 
     def forget(self, index: int) -> None:
         """Worker ``index`` is dead: it has no requests in progress any more."""
@@ -85,6 +88,31 @@ class Ledger:
                 yield
             finally:
                 fcntl.flock(self._log, fcntl.LOCK_UN)
+
+    def account(self, tag: bytes, levels: tuple[float, ...]) -> int:
+        """The number of the account of that tag; a new one begins with ``levels``. Raises ValueError for one too
+        many."""
+        fcntl.lockf(self._descriptor, fcntl.LOCK_EX, 1, 0)
+        try:
+            for number in range(len(self._known), self._number()):
+                at = self._at(number)
+                self._known[self._memory[at : at + _TAG_BYTES]] = number
+            if tag in self._known:
+                return self._known[tag]
+            number = len(self._known)
+            if number == CAPACITY:
+                raise ValueError(
+                    f"gateway.api_keys: limits of {CAPACITY} keys, old ones included, are counted already; start "
+                    "the gateway again"
+                )
+            at = self._at(number)
+            self._memory[at : at + _TAG_BYTES] = tag
+            self.set_levels(number, levels)
+            _HEAD.pack_into(self._memory, 0, number + 1)
+            self._known[tag] = number
+            return number
+        finally:
+            fcntl.lockf(self._descriptor, fcntl.LOCK_UN, 1, 0)
 
     # ------------------------------------------------------------------ of one account, by its number
 
@@ -115,30 +143,6 @@ class Ledger:
 
     # ------------------------------------------------------------------ inside
 
-    def _account(self, tag: bytes, levels: tuple[float, ...]) -> int:
-        """The number of the account of that tag; a new one begins with ``levels``."""
-        fcntl.lockf(self._descriptor, fcntl.LOCK_EX, 1, 0)
-        try:
-            for number in range(len(self._known), self._number()):
-                at = self._at(number)
-                self._known[self._memory[at : at + _TAG_BYTES]] = number
-            if tag in self._known:
-                return self._known[tag]
-            number = len(self._known)
-            if number == CAPACITY:
-                raise ValueError(
-                    f"gateway.api_keys: limits of {CAPACITY} keys, old ones included, are counted already; start "
-                    "the gateway again"
-                )
-            at = self._at(number)
-            self._memory[at : at + _TAG_BYTES] = tag
-            self.set_levels(number, levels)
-            _HEAD.pack_into(self._memory, 0, number + 1)
-            self._known[tag] = number
-            return number
-        finally:
-            fcntl.lockf(self._descriptor, fcntl.LOCK_UN, 1, 0)
-
     def _number(self) -> int:
         number: int = _HEAD.unpack_from(self._memory, 0)[0]
         return number
@@ -158,14 +162,11 @@ class SharedClient(Client):
 
     __slots__ = ("_account", "_ledger")
 
-    def __init__(self, name: str, limits: KeyLimits, ledger: Ledger) -> None:
+    def __init__(self, name: str, limits: KeyLimits, ledger: Ledger, tag: bytes) -> None:
+        """``tag`` is that of its account."""
         super().__init__(name, limits)
         self._ledger = ledger
-        self._account = -1
-
-    def place(self, account: int) -> None:
-        """Where its numbers stand."""
-        self._account = account
+        self._account = ledger.account(tag, self.levels())
 
     def levels(self) -> tuple[float, ...]:
         """(level, time) of the buckets of requests and of tokens."""

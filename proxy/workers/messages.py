@@ -36,6 +36,13 @@ class TakenOver(msgspec.Struct, frozen=True, tag=True):
     instances: dict[str, str]
 
 
+class Asked(msgspec.Struct, frozen=True, array_like=True):
+    """What the other workers show, as MessagePack, and which of those that serve have not answered."""
+
+    answers: list[bytes]
+    silent: list[int]
+
+
 Change = Drained | Joined | Left | TakenOver
 
 

@@ -13,7 +13,14 @@ from msgspec.structs import replace
 
 from epd_serve.backends.http_client import HttpPool
 from epd_serve.backends.native import NativeConnections
-from epd_serve.backends.vllm_stream import KnownTokens, can_go_on, give_tokens, rest_of
+from epd_serve.backends.vllm_stream import (
+    KnownTokens,
+    ReplayedTokens,
+    can_be_replayed,
+    can_go_on,
+    give_tokens,
+    rest_of,
+)
 from epd_serve.errors import InstanceFailed
 from epd_serve.protocol.frames import END, ERROR, FrameReader, whole_frames
 from epd_serve.protocol.openai import ChatCompletionRequest, CompletionRequest
@@ -117,6 +124,13 @@ async def test_a_reader_that_always_lags_gets_its_answer_in_pieces(pool: HttpPoo
     call.close()
 
 
+async def test_an_answer_whose_text_is_elsewhere_comes_in_pieces(pool: HttpPool) -> None:
+    call = known(pool, asked())
+    out = b"".join(call.passed(chunk("", [number])) for number in range(40))
+    assert [len(tokens) for _, tokens, _ in whole_frames(out)] == [9] * 4
+    call.close()
+
+
 @given(text=st.text("aé語🙂", min_size=1, max_size=4), data=st.data())
 async def test_what_is_out_is_what_counts(text: str, data: st.DataObject) -> None:
     """Tokens are bytes; however they are merged, those of all frames make the text of all frames."""
@@ -156,6 +170,53 @@ async def test_a_server_that_begins_the_answer_anew_is_not_forwarded(told: dict[
     call = known(pool, asked([1]), [*PROMPT, 1])
     with pytest.raises(InstanceFailed, match="does not take a prompt as tokens"):
         call.passed(chunk(None, **told))
+    call.close()
+
+
+def replayed(pool: HttpPool, request: PrefillRequest) -> ReplayedTokens:
+    call = ReplayedTokens(pool, "POST", "/v1/chat/completions")
+    call.for_request(request, None)
+    return call
+
+
+async def test_an_answer_that_is_computed_again_is_shown_from_where_it_broke_off(pool: HttpPool) -> None:
+    """Whatever its text hangs on: here a stop string holds the text of one token back."""
+    said = [
+        chunk(None, prompt_token_ids=PROMPT),
+        chunk("", [1]),
+        chunk("a", [2]),
+        chunk("b", [3]),
+        chunk("cd", [4], "stop"),
+        b'data: {"created":77,"choices":[],"usage":{"prompt_tokens":3,"completion_tokens":4,"total_tokens":7}}',
+        b"data: [DONE]",
+    ]
+    call = replayed(pool, asked())
+    whole = whole_frames(b"".join(map(call.passed, said)))
+    assert [(choice, tokens) for choice, tokens, _ in whole] == [(0, [1]), (0, [2]), (0, [3]), (END, [4])]
+    call.close()
+    for seam in range(1, 4):
+        call = replayed(pool, asked([1, 2, 3][:seam]))
+        rest = whole_frames(b"".join(map(call.passed, said)))
+        assert rest == whole[seam:]
+        assert b'"usage":{"prompt_tokens":3,"completion_tokens":4,"total_tokens":7}' in rest[-1][2]
+        call.close()
+
+
+@pytest.mark.parametrize(
+    ("events", "why"),
+    [
+        ([chunk("a", [1]), chunk("x", [9])], "another answer"),
+        ([chunk("a", [1]), chunk("bc", [2, 3])], "in other parts"),
+        ([chunk("a", [1], "stop")], "ends the answer before"),
+        ([chunk("a", [1]), b'data: {"choices":[]}'], "ends the answer before"),
+    ],
+)
+async def test_another_answer_is_not_forwarded(events: list[bytes], why: str, pool: HttpPool) -> None:
+    call = replayed(pool, asked([1, 2]))
+    *seen, last = events
+    assert not any(map(call.passed, seen))
+    with pytest.raises(InstanceFailed, match=why):
+        call.passed(last)
     call.close()
 
 
@@ -200,10 +261,13 @@ def test_only_what_hangs_on_the_tokens_alone_can_go_on(fields: dict[str, Any], m
     assert can_go_on(asked(**fields)) is may
 
 
-def test_pictures_and_tools_cannot_go_on() -> None:
-    request = asked()
-    assert not can_go_on(replace(request, items=[MediaRef(mm_hash="a", width=2, height=2)]))
-    assert not can_go_on(replace(request, prompting=replace(request.prompting, tools="[]")))
+def test_with_pictures_and_tools_the_whole_answer_is_computed_again() -> None:
+    plain = asked()
+    tools = replace(plain, prompting=replace(plain.prompting, tools="[]"))
+    for request in (replace(plain, items=[MediaRef(mm_hash="a", width=2, height=2)]), tools, asked(stop="x")):
+        assert can_be_replayed(request) and not can_go_on(request)
+    assert not any(can_be_replayed(asked(**fields)) for fields in ({"n": 2}, {"stream": False}))
+    assert not can_be_replayed(asked(prompt="hi", echo=True))
 
 
 @given(st.lists(st.integers(0, 99), max_size=8), st.integers(0, 8), st.integers(0, 2**31 - 1))

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import pytest
 
+from epd_serve import cli
 from epd_serve.bench.deployed import read_candidates
 
 ROOT = Path(__file__).parents[2]
@@ -19,11 +20,28 @@ LOAD = ["--workload", "synthetic,image_share=0.5,image_size=64x64,output_tokens=
 LOAD += ["--duration", "0.3", "--warmups", "1"]
 
 
-def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "epd_serve.cli", "bench", *arguments]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=150, env={**os.environ, "COLUMNS": "150"}
-    )
+class Said(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+Bench = Callable[..., Said]
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Bench:
+    """``epd-serve bench`` in this process; what it brings up are processes."""
+    monkeypatch.setenv("COLUMNS", "150")
+
+    def run(*arguments: str) -> Said:
+        monkeypatch.setattr(sys, "argv", ["epd-serve", "bench", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        assert isinstance(ended.value.code, int)
+        return Said(ended.value.code, *capsys.readouterr())
+
+    return run
 
 
 def deployment(folder: Path, name: str, **settings: object) -> Path:
@@ -33,24 +51,24 @@ def deployment(folder: Path, name: str, **settings: object) -> Path:
 
 
 @pytest.mark.timeout(400)
-def test_deployments_are_measured_in_turn_under_one_schedule(tmp_path: Path) -> None:
+def test_deployments_are_measured_in_turn_under_one_schedule(tmp_path: Path, bench: Bench) -> None:
     """The second does not come up at first; with its file mended, the comparison goes on where it stood."""
     files = [deployment(tmp_path, "first"), deployment(tmp_path, "second", model="no-such-model")]
     work = tmp_path / "out"
     listed = ",".join(map(str, files))
     done = bench("--compare", listed, *LOAD, "--work-dir", str(work), "--slo-ttft-ms", "0.001", "--fail-on-slo")
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "not measured: EPD (second)" in done.stdout
-    assert "there is no directory" in done.stdout, "why, in the words of epd-serve up"
+    assert done.code == 1, done.out + done.err
+    assert "not measured: EPD (second)" in done.out
+    assert "there is no directory" in done.out, "why, in the words of epd-serve up"
     (path,) = work.iterdir()
     assert list(json.loads((path / "compare.json").read_text())["failed"]) == ["EPD (second)"]
     measured_before = (path / "EPD-(first)" / "rate-20" / "records.jsonl").stat()
 
     files[1].write_text(files[0].read_text())
     again = bench("--resume", str(path), "--fail-on-slo")
-    assert again.returncode == 3, again.stdout + again.stderr
-    assert "SLO missed: EPD (second), synthetic, 20 req/s: 0 of 6 requests" in again.stdout
-    assert re.search(r"EPD \(first\) +1 .*EPD \(second\) +1 ", again.stdout, re.DOTALL)
+    assert again.code == 3, again.out + again.err
+    assert "SLO missed: EPD (second), synthetic, 20 req/s: 0 of 6 requests" in again.out
+    assert re.search(r"EPD \(first\) +1 .*EPD \(second\) +1 ", again.out, re.DOTALL)
     assert (path / "EPD-(first)" / "rate-20" / "records.jsonl").stat() == measured_before
     for rate, number in (("rate-20", 6), ("rate-30", 9)):
         first, second = (path / f"EPD-({name})" / rate for name in ("first", "second"))
@@ -67,9 +85,9 @@ def test_deployments_are_measured_in_turn_under_one_schedule(tmp_path: Path) -> 
     assert not [line for line in lines if any(file.name in part for part in line for file in files)]
 
     redrawn = bench("--redraw", str(path / "EPD-(first)"), "--fail-on-slo", "--attainment", "0.01", "--no-report")
-    assert redrawn.returncode == 3
+    assert redrawn.code == 3
     limits = ["--slo-ttft-ms", "60000", "--slo-tpot-ms", "60000"]
-    assert bench("--redraw", str(path / "EPD-(first)"), "--fail-on-slo", "--no-report", *limits).returncode == 0
+    assert bench("--redraw", str(path / "EPD-(first)"), "--fail-on-slo", "--no-report", *limits).code == 0
     summaries = json.loads((path / "summary.json").read_text())
     assert [one["total"]["num_requests"] for one in summaries] == [6, 9, 6, 9]
 
@@ -83,10 +101,10 @@ def test_deployments_are_measured_in_turn_under_one_schedule(tmp_path: Path) -> 
         (["--redraw", "gone"], "gone holds no run"),
     ],
 )
-def test_what_cannot_be_compared_is_explained(arguments: list[str], says: str) -> None:
+def test_what_cannot_be_compared_is_explained(arguments: list[str], says: str, bench: Bench) -> None:
     done = bench(*arguments)
-    assert done.returncode == 2
-    assert says in done.stderr
+    assert done.code == 2
+    assert says in done.err
 
 
 def test_labels_and_devices_of_deployments(tmp_path: Path) -> None:

@@ -19,10 +19,12 @@ from epd_serve.config import DeploymentConfig
 from epd_serve.config.load import load_config
 from epd_serve.elastic.controller import Order
 from epd_serve.elastic.options import ControllerOptions, Limits
+from epd_serve.elastic.seen import see
 from epd_serve.errors import InvalidRequest, Unavailable
 from epd_serve.protocol.wire import InstanceInfo, Load
 from epd_serve.routing.table import InstanceTable
 from epd_serve.types import Role, Stage, StageRate
+from proxy import elastic as elastic_module
 from proxy.elastic import ElasticLoop, ElasticSettings, GiveOrder
 from proxy.settings import GatewaySettings
 
@@ -98,6 +100,26 @@ async def test_an_order_that_fails_is_given_again_unless_it_cannot_be(
         await run_until(loop, lambda: len(given) == 2)
     assert given == ["e0", "e0" if again else "e1"]
     assert said in caplog.text
+
+
+async def test_a_moment_that_cannot_be_judged_is_not_the_last_and_a_row_of_them_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    looks = 0
+
+    def see_late(here: InstanceTable) -> Any:
+        nonlocal looks
+        looks += 1
+        if looks <= 5:
+            raise ValueError(f"look {looks}")
+        return see(here)
+
+    monkeypatch.setattr(elastic_module, "see", see_late)
+    loop = ElasticLoop(SETTINGS, table({"e0": "E", "p0": "P", "d0": "D"}, num_running=0), never)
+    await run_until(loop, lambda: len(loop.decisions) > 1)
+    assert [one["kind"] for one in loop.decisions] == ["undecided", "calm"]
+    assert loop.decisions[0]["reason"] == "ValueError: look 1"
+    assert [record.levelno for record in caplog.records].count(logging.ERROR) == 1
 
 
 async def test_without_an_instance_to_move_a_command_is_told(tmp_path: Path) -> None:

@@ -49,6 +49,14 @@ def test_a_decode_instance_with_places_holds_nobody_up() -> None:
     assert decode.waits(Stage.DECODE) == 0
 
 
+@pytest.mark.parametrize(("running", "waiting"), [(0, 0), (6, 1), (8, 3)])
+def test_only_what_finds_no_place_waits_for_one(running: int, waiting: int) -> None:
+    """The others are in the next step."""
+    [decode] = see(table(d0={"num_waiting": 3, "num_running": running}))
+    step_s = 0.02 + 0.001 * max(running, 1)
+    assert decode.waits(Stage.DECODE) == pytest.approx(waiting * 50 * step_s / max(running, 1))
+
+
 def test_items_that_are_encoded_hold_up_their_prompts() -> None:
     full = {"num_expected": 5, "num_running": 1, "places": 1}
     _, _, decode = see(

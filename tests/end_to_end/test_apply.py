@@ -58,7 +58,7 @@ async def serves(deployment: LocalDeployment) -> bool:
 
 async def comes_to_serve(deployment: LocalDeployment) -> bool:
     """Once what was killed has started again."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(120):
         while not await serves(deployment):  # noqa: ASYNC110
             await asyncio.sleep(0.1)
     return True
@@ -162,7 +162,7 @@ async def test_processes_that_die_meanwhile(deployment: LocalDeployment) -> None
     assert roles(deployment) == ["D", "D", "E", "P"] and await comes_to_serve(deployment)
     [switched] = [name for name, one in deployment.instances.items() if name[0] == "e" and str(one.role) == "D"]
     kill(deployment, switched)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(120):
         [process] = [one for one in deployment.processes if one.spec.name == switched]
         while process.num_restarts == 0 or not process.ready.is_set():  # noqa: ASYNC110
             await asyncio.sleep(0.02)

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
 import aiohttp
 import pytest
 import uvicorn
+from servers import served
 
 from epd_serve.backends.base import InstanceLost
 from epd_serve.backends.native import NativeConnections, NativeInstance
 from epd_serve.config.keys import CLUSTER_KEY
-from epd_serve.errors import InvalidRequest
+from epd_serve.errors import ServeError
 from epd_serve.instance.http import ControlApp, Reply
 from epd_serve.instance.peers import Peers
 from epd_serve.protocol import wire
 
 KEY = "0123456789abcdef-"
-
-
-class Server(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self):
-        yield
 
 
 @contextlib.asynccontextmanager
@@ -37,15 +31,9 @@ async def guarded() -> AsyncIterator[str]:
     routes = [("GET", "/health", answer), ("GET", "/metrics", answer), ("POST", "/kv/renew", answer)]
     routes += [("POST", "/prompt/detokenize", answer)]
     app = ControlApp(routes, key=KEY)
-    server = Server(uvicorn.Config(app, port=0, lifespan="off", log_level="critical", http="httptools"))
-    task = asyncio.create_task(server.serve())
-    while not server.started:  # noqa: ASYNC110
-        await asyncio.sleep(0.005)
-    try:
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        await task
+    server = uvicorn.Server(uvicorn.Config(app, port=0, lifespan="off", log_level="critical", http="httptools"))
+    async with served(server) as url:
+        yield url
 
 
 async def test_without_the_key_there_are_health_and_metrics_alone():
@@ -76,10 +64,14 @@ async def test_gateways_and_other_instances_send_it(monkeypatch):
                 async with NativeConnections(key) as connections:
                     instance = NativeInstance(connections, "p0", url)
                     if key is None:
-                        with pytest.raises(InvalidRequest, match="cluster_key: set EPD_SERVE_CLUSTER_KEY"):
-                            await peers.call(url, "/kv/renew", ref)
-                        with pytest.raises(InvalidRequest, match="cluster_key"):
-                            await instance.detokenize(wire.TransferRef("t", "r"), trace_id="t")
+                        for call in (
+                            peers.call(url, "/kv/renew", ref),
+                            instance.detokenize(ref, trace_id="t"),
+                            instance.probe(60),
+                        ):
+                            with pytest.raises(ServeError, match="cluster_key: set EPD_SERVE_") as caught:
+                                await call
+                            assert caught.value.status == 500, "another instance may have the key"
                     else:
                         assert await peers.call(url, "/kv/renew", ref) == wire.encode(ref)
                         with pytest.raises(InstanceLost, match="unreadable"):  # it is an echo

@@ -104,20 +104,21 @@ class Bench:
         tower: Any,
         peers: Peers,
         deliver_here: Callable[[str, wire.MediaRef, Tensor], Awaitable[None]] | None = None,
+        *,
+        image_budget_pixels: int = 1,
         **settings: Any,
     ) -> tuple[EncodeService, EmbeddedFeatureStore]:
         store = EmbeddedFeatureStore(self.transport, 1 << 12)
         settings.setdefault("stream", TowerStream(get_device("cpu"), DeviceBoard(None, 0, time.monotonic)))
-        settings.setdefault("image_budget_pixels", 1)
-        parts: list[Any] = [lambda: tower, Family(), store, peers]
+        parts: list[Any] = [lambda: tower, Family(), peers]
         service = EncodeService(
             *parts,
             limits=MediaLimits(),
             processor=RequestProcessor(2, queue_timeout_s=60),
             url=HERE,
-            deliver_here=deliver_here,
             **settings,
         )
+        service.serve(store, deliver_here, image_budget_pixels=image_budget_pixels, feature_batch=(1, 1.0))
         self.services.append(service)
         return service, store
 

@@ -125,11 +125,10 @@ async def test_a_4k_image(model: Path) -> None:
     transport = EmbeddedTransport(path="shm")
     store = EmbeddedFeatureStore(transport, 1 << 27)
     processor = RequestProcessor(1, queue_timeout_s=60)
-    parts: list[Any] = [Tower, family, store, Peers()]
+    parts: list[Any] = [Tower, family, Peers()]
     stream = TowerStream(get_device("cpu"), DeviceBoard(None, 0, time.monotonic))
-    service = EncodeService(
-        *parts, image_budget_pixels=1, limits=MediaLimits(), processor=processor, stream=stream
-    )
+    service = EncodeService(*parts, limits=MediaLimits(), processor=processor, stream=stream)
+    service.serve(store, None, image_budget_pixels=1, feature_batch=(1, 1.0))
 
     async def encode(received: bytes) -> Reply:
         return Reply(body=wire.encode(await service.encode(wire.decode(received, wire.EncodeRequest))))

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import httpx
 import pytest
 import tiny_models
 from fleet import Books
-from services import serving
+from services import answering, held, serving
 
 from epd_serve.errors import Conflict, ServeError, StageTimeout
-from epd_serve.instance.instance import Instance
-from epd_serve.instance.leaving import Leaving
+from epd_serve.instance import leaving as leaving_module
 from epd_serve.protocol import frames, wire
 from epd_serve.types import SamplingParams
 
@@ -45,16 +42,6 @@ def request(name: str, *, can_move: bool) -> bytes:
     )
 
 
-@asynccontextmanager
-async def answering(instance: Instance, body: bytes) -> AsyncIterator[httpx.Response]:
-    """A streamed answer whose head is here."""
-    async with (
-        httpx.AsyncClient(timeout=60) as client,
-        client.stream("POST", f"{instance.url}/stage/prefill", content=body) as answer,
-    ):
-        yield answer
-
-
 async def num_tokens(answer: httpx.Response) -> int:
     """Until the end, or until the connection is cut."""
     body = b""
@@ -69,8 +56,8 @@ async def num_tokens(answer: httpx.Response) -> int:
 async def test_what_has_begun_goes_on_elsewhere_or_keeps_it_here(tmp_path: Path) -> None:
     model = tiny_models.make_tiny_model("qwen2_5_vl", tmp_path / "model")
     async with serving(model, "PD", num_blocks=100) as instance:
-        leaving = Leaving(instance)
-        async with answering(instance, request("two", can_move=False)) as answer:
+        leaving = instance.leaving
+        async with answering(instance, request("two", can_move=False)) as answer, held(instance):
             with pytest.raises(StageTimeout, match="still something to do"):
                 await leaving.leave(wire.LeaveOrder(deadline_s=0.05))
             assert instance.info().ready, "it serves on"
@@ -100,13 +87,29 @@ async def test_what_has_begun_goes_on_elsewhere_or_keeps_it_here(tmp_path: Path)
 async def test_one_that_changes_its_role_stays(tmp_path: Path) -> None:
     model = tiny_models.make_tiny_model("llava", tmp_path / "model")
     async with serving(model, "PD", num_blocks=100) as instance:
-        async with answering(instance, request("two", can_move=False)) as answer:
+        async with held(instance):
             ordered = asyncio.create_task(instance.switching.order(wire.RoleOrder(role="P")))
             while instance.switching.machine.is_serving:  # noqa: ASYNC110
                 await asyncio.sleep(0)
             with pytest.raises(Conflict, match="another role"):
-                await Leaving(instance).leave(wire.LeaveOrder())
+                await instance.leaving.leave(wire.LeaveOrder())
             ordered.cancel()
             await asyncio.gather(ordered, return_exceptions=True)
-            await num_tokens(answer)
         assert instance.info().ready
+
+
+async def test_one_that_nobody_ends_serves_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_models.make_tiny_model("llava", tmp_path / "model")
+    monkeypatch.setattr(leaving_module, "_EMPTY_S", 0.05)
+    async with serving(model, "PD", num_blocks=100) as instance, asyncio.timeout(60):
+        await instance.leaving.leave(wire.LeaveOrder())
+        assert not instance.info().ready
+        while not instance.info().ready:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        instance.check_accepting()
+        await instance.leaving.leave(wire.LeaveOrder())
+        await instance.drained()
+        while instance.leaving.is_on:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        with pytest.raises(ServeError, match="being shut down"):
+            instance.check_accepting()

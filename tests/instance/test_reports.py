@@ -7,6 +7,7 @@ import json
 import aiohttp
 import pytest
 import uvicorn
+from servers import served
 
 from epd_serve.backends.base import InstanceLost
 from epd_serve.backends.native import NativeConnections, NativeInstance
@@ -20,24 +21,12 @@ from epd_serve.sched.language import ScheduleOutput
 from epd_serve.types import SamplingParams, Stage
 
 
-class Server(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self):
-        yield
-
-
 @contextlib.asynccontextmanager
 async def serving(routes):
     """URL of an instance with these routes."""
-    server = Server(uvicorn.Config(ControlApp(routes), port=0, lifespan="off", log_level="critical"))
-    task = asyncio.create_task(server.serve())
-    while not server.started:  # noqa: ASYNC110
-        await asyncio.sleep(0.005)
-    try:
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        await task
+    server = uvicorn.Server(uvicorn.Config(ControlApp(routes), port=0, lifespan="off", log_level="critical"))
+    async with served(server) as url:
+        yield url
 
 
 @contextlib.asynccontextmanager

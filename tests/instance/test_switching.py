@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ import tiny_models
 from fleet import Books
 from pictures import png
 from PIL import Image
-from services import serving
+from services import answering, held, serving
 
 from epd_serve.config import InstanceOptions
 from epd_serve.config.role_files import in_role, remember, remembered
@@ -55,16 +53,6 @@ def order(role: str, **limits: Any) -> wire.RoleOrder:
     return wire.RoleOrder(role=role, **limits)
 
 
-@asynccontextmanager
-async def answering(instance: Instance, body: bytes) -> AsyncIterator[httpx.Response]:
-    """A streamed answer whose head is here."""
-    async with (
-        httpx.AsyncClient(timeout=60) as client,
-        client.stream("POST", f"{instance.url}/stage/prefill", content=body) as answer,
-    ):
-        yield answer
-
-
 async def read(answer: httpx.Response) -> list[tuple[int, list[int], bytes]]:
     """The frames until the end, or until the connection is cut."""
     body = b""
@@ -78,18 +66,6 @@ async def read(answer: httpx.Response) -> list[tuple[int, list[int], bytes]]:
 
 def tokens(answer: list[tuple[int, list[int], bytes]]) -> list[int]:
     return [token for _, ids, _ in answer for token in ids]
-
-
-@asynccontextmanager
-async def held(instance: Instance, peers: Peers) -> AsyncIterator[None]:
-    """KV that somebody may still write keeps the instance from being empty."""
-    assert instance.language is not None
-    layout, ref = instance.language.parts.layout, wire.TransferRef("t", "r")
-    await peers.call(instance.url, "/kv/reserve", wire.ReserveRequest("t", "r", 8, 8, 1, [], layout, lease_s=3600))
-    try:
-        yield
-    finally:
-        await peers.call(instance.url, "/kv/cancel", ref)
 
 
 async def draining(instance: Instance) -> None:
@@ -150,7 +126,7 @@ async def test_an_order_is_called_back_cancelled_or_too_late(tmp_path: Path) -> 
     model = tiny_models.make_tiny_model("llava", tmp_path / "model")
     peers = Peers()
     async with serving(model, "PD", num_blocks=100) as instance:
-        async with held(instance, peers):
+        async with held(instance):
             with pytest.raises(StageTimeout, match="role PD is served on"):
                 await instance.switching.order(order("P", deadline_s=0.05))
             assert instance.info().ready and instance.info().epoch == 0
@@ -217,6 +193,7 @@ def num_slabs(instance: Instance) -> int:
 async def test_an_encoder_has_the_settings_of_its_new_role(tmp_path: Path) -> None:
     model = tiny_models.make_tiny_model("qwen3_vl", tmp_path / "model")
     encoder = {"feature_batch": 2, "feature_batch_ms": 3.6e6, "feature_store_bytes": 1 << 20}
+    encoder["image_budget_pixels"] = 1 << 16
     (tmp_path / "roles.json").write_text(
         json.dumps({"E": encoder, "P": {"feature_batch": 1, "feature_store_bytes": 1 << 16}})
     )
@@ -239,6 +216,7 @@ async def test_an_encoder_has_the_settings_of_its_new_role(tmp_path: Path) -> No
             await asyncio.sleep(0.005)
         await asyncio.gather(first, encode("2" * 64, other))
         assert capacity(instance) == 1 << 20
+        assert instance.info().budgets["image_budget_pixels"] == instance.encodes()._budget == 1 << 16
         await instance.switching.order(order("P"))
         await encode("3" * 64, other)
         assert capacity(instance) == 1 << 16

@@ -2,7 +2,7 @@
 
 FAKE_DIR holds a file NAME.pid for each started process; FAKE_<NAME> is a behaviour: "die", "deaf" (to SIGTERM),
 "loading" (503 for half a second), "never" (503 for ever), "parent" (has a child of its own), "once" (starts only
-once, and dies at every later start), "ails" (503 from the second answer on).
+once, and dies at every later start), "ails" (503 from the second answer on), "stuck" ("deaf" and "never").
 """
 
 import argparse
@@ -38,12 +38,12 @@ def main() -> None:
             print(f"line {line}")
         print("no memory for the tower", file=sys.stderr)
         sys.exit(3)
-    if behaviour == "deaf":
+    if behaviour in ("deaf", "stuck"):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if behaviour == "parent":
         child = subprocess.Popen(["sleep", "600"])
         (folder / "child.pid").write_text(str(child.pid))
-    ready_at = time.monotonic() + {"loading": 0.5, "never": 600.0}.get(behaviour, 0.0)
+    ready_at = time.monotonic() + {"loading": 0.5, "never": 600.0, "stuck": 600.0}.get(behaviour, 0.0)
     num_answers = itertools.count()
 
     class Handler(BaseHTTPRequestHandler):

@@ -53,6 +53,7 @@ async def test_one_that_does_not_become_ready_leaves_the_others_as_they_are(
     assert fakes.alive == {"e0", "gateway"}
     assert [process.spec.name for process in running.processes] == ["e0", "gateway"]
     assert not failed.done()
+    assert running.num_deaths == (failure is ProcessDied), "its log is kept"
     await running.add(fakes.spec("d0"), 60)
     failed.cancel()
 

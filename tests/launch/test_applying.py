@@ -29,12 +29,18 @@ OTHER = change_config(CONFIG, {"topology": "E-2P-D"})
 
 @dataclass
 class Gateway:
-    """It takes every order; who orders a switch finds that somebody else has switched the instance back."""
+    """It takes every order; who orders a switch finds that somebody else has switched the instance back.
+
+    Attributes:
+        slow_s: a reload is refused until so long after the step has begun; half of that goes by with a leave.
+    """
 
     held: Holdings
     switches: int = 0
     files: list[Path] = field(default_factory=list)
     two_checks: asyncio.Barrier | None = None
+    slow_s: float = 0.0
+    began_s: float = 0.0
 
     async def answer(self, request: web.Request) -> web.Response:
         if request.path == "/check":
@@ -44,6 +50,13 @@ class Gateway:
                 await self.two_checks.wait()
             json.loads(await asyncio.to_thread(file.read_text, encoding="utf-8"))
             return web.json_response({"left": []})
+        loop = asyncio.get_running_loop()
+        if request.path == "/hold":
+            self.began_s = loop.time()
+        if request.path.endswith("/leave"):
+            await asyncio.sleep(self.slow_s / 2)
+        if request.path == "/reload" and loop.time() < self.began_s + self.slow_s:
+            return web.json_response({"error": {"message": "not yet"}}, status=503)
         if request.path.endswith("/role"):
             self.switches += 1
             remember(self.held.live[request.match_info["path"].split("/")[1]].options)
@@ -125,3 +138,12 @@ async def test_plans_at_once_have_files_of_their_own_that_go_again(fakes: Any, t
         assert plans[0].steps == plans[1].steps and len(plans[0].steps) == 1
         assert len(set(own.gateway.files)) == 2
         assert files(tmp_path) == before
+
+
+async def test_all_that_a_step_consists_of_has_one_deadline(fakes: Any, tmp_path: Path) -> None:
+    async with launcher(fakes, tmp_path) as own:
+        await own.supervisor.start()
+        await own.supervisor.wait_ready(60)
+        own.gateway.slow_s = 1.5
+        with pytest.raises(ApplyStopped, match=r"stop e1 .*; 1 s are over"):
+            await own.applier.apply(change_config(CONFIG, {"topology": "E-P-D"}), ApplyLimits(deadline_s=1))

@@ -1,14 +1,19 @@
 import asyncio
+import os
+import signal
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import web
 
 from epd_serve.config import change_config, load_config, parse_config
-from epd_serve.launch import LocalDeployment, ProcessDied, commands, deployment
+from epd_serve.launch import LocalDeployment, ProcessDied, ProcessState, commands, deployment, supervisor
 from epd_serve.launch.forking import ForkServer
 from epd_serve.launch.process import ProcessSpec
 
@@ -89,9 +94,9 @@ def _as_outside_of_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where all tests run, one process has the engine loaded for their deployments, and forks gateways too."""
 
     def server_for(self: LocalDeployment, specs: Sequence[ProcessSpec]) -> ForkServer | None:
-        log_file = self.log_dir / "fork-server.log"
-        return ForkServer(deployment._PRELOADED, specs[0].environment, log_file) if len(specs) > 1 else None
+        return self._new_fork_server(specs[0]) if len(specs) > 1 else None
 
+    monkeypatch.setattr(deployment, "ForkServer", ForkServer)
     monkeypatch.setattr(deployment, "gateway_spec", commands.gateway_spec)
     monkeypatch.setattr(LocalDeployment, "_fork_server_for", server_for)
 
@@ -115,3 +120,51 @@ async def test_what_starts_beside_a_fork_server_that_is_starting_is_spawned(tmp_
         assert running._fork_server is not None
         spawned.terminate()
         await spawned.wait()
+
+
+@asynccontextmanager
+async def taking_orders(path: Path) -> AsyncIterator[None]:
+    """A gateway to which everything is right."""
+
+    async def answer(request: web.Request) -> web.Response:
+        return web.json_response({"left": []})
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.UnixSite(runner, str(path)).start()
+    try:
+        yield
+    finally:
+        await runner.cleanup()
+
+
+async def test_an_end_calls_a_change_off_and_does_not_wait_for_it(
+    fakes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_E1", "stuck")
+    monkeypatch.setitem(supervisor.GRACES_S, "then", 60.0)
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # short, as the path of a socket must be
+        monkeypatch.setenv("EPD_SERVE_RUNTIME_DIR", f"{folder}/r")
+        config = parse_config(CONFIG.replace("(E-P)-D", "E-P-D"))
+        async with (
+            LocalDeployment(config, log_dir=tmp_path / "logs", ready_timeout_s=60, control=True) as running,
+            taking_orders(Path(folder) / "r" / running.gateway_url.removeprefix("http://") / "orders"),
+            asyncio.timeout(30),
+        ):
+            applying = asyncio.create_task(running.apply(change_config(config, {"topology": "2E-P-D"})))
+            while not any(  # noqa: ASYNC110
+                one.spec.name == "e1" and one.state is ProcessState.LOADING for one in running.processes
+            ):
+                await asyncio.sleep(0.02)
+            stopping = asyncio.create_task(running.stop())
+            while "gateway" in fakes.alive:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+            os.kill(fakes.pids["e1"], signal.SIGKILL)
+            await stopping
+            with pytest.raises(asyncio.CancelledError):
+                await applying
+            with pytest.raises(ValueError, match="is being stopped"):
+                await running.apply(config)
+    assert fakes.alive == set()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,8 @@ from epd_serve.launch.commands import prepare_instances
 from epd_serve.launch.difference import Difference, check_same_deployment, difference
 from epd_serve.launch.holdings import Holdings, resolved
 from epd_serve.launch.ports import Ports
-from epd_serve.topology.change import ChangeImpossible
+from epd_serve.topology.change import ChangeImpossible, Step, plan_change
+from epd_serve.topology.change_states import Part
 from epd_serve.types import Role
 
 FREE = "instances: {base_port: 0}"
@@ -36,13 +40,17 @@ def holdings(tmp_path: Path, text: str, environment: dict[str, str] | None = Non
     return held
 
 
+def compared(held: Holdings, text: str) -> Difference:
+    return asyncio.run(difference(held, parse_config(text)))
+
+
 def steps(held: Holdings, text: str) -> list[str]:
-    return [str(step) for step in difference(held, parse_config(text)).steps]
+    return [str(step) for step in compared(held, text).steps]
 
 
 def apply(held: Holdings, text: str) -> Difference:
     """Do to the books what the launcher does."""
-    found = difference(held, parse_config(text))
+    found = compared(held, text)
     held.replace_role_settings(parse_config(text))
     for step in found.steps:
         match str(step).split()[0]:
@@ -96,7 +104,9 @@ def test_settings_of_a_role_come_by_a_switch_and_those_of_a_process_by_a_start(t
     assert {flag(held, name, "--max-num-seqs") for name in decodes} == {"7"}, "also when it is started again"
     assert steps(held, more) == []
     stores = f"topology: E-P-2D\n{FREE}\nroles: {{E: {{feature_store_bytes: 8MiB}}, D: {{max_num_seqs: 7}}}}"
-    assert [step.split()[0] for step in steps(held, stores)] == ["start", "stop"]
+    assert [step.split()[0] for step in steps(held, stores)] == ["switch", "switch"]
+    waits = f"topology: E-P-2D\n{FREE}\nroles: {{E: {{queue_timeout_s: 7}}, D: {{max_num_seqs: 7}}}}"
+    assert [step.split()[0] for step in steps(held, waits)] == ["start", "stop"]
     images = f"topology: E-P-2D\n{FREE}\nroles: {{E: {{num_blocks: 9}}, D: {{max_num_seqs: 7}}}}"
     assert steps(held, images) == [], "an encoder has no KV blocks"
 
@@ -142,10 +152,29 @@ def test_on_npus_every_process_has_ports_of_its_own(tmp_path: Path) -> None:
 def test_threads_that_were_divided_stay_and_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
     held = holdings(tmp_path, f"topology: EPD\n{FREE}")
-    found = difference(held, parse_config(f"topology: E-P-D\n{FREE}"))
+    found = compared(held, f"topology: E-P-D\n{FREE}")
     assert found.notes == ("CPU threads stay as they were (epd0 8); started anew, instances would have 2",)
-    wished = parse_config("topology: EPD\ninstances: {base_port: 0, threads: 3}")
-    assert [str(step) for step in difference(held, wished).steps] == ["start epd1 (EPD)", "stop epd0 (EPD)"]
+    wished = "topology: EPD\ninstances: {base_port: 0, threads: 3}"
+    assert steps(held, wished) == ["start epd1 (EPD)", "stop epd0 (EPD)"]
+
+
+async def test_the_launcher_does_not_stand_still_while_a_change_is_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planning, go_on = threading.Event(), threading.Event()
+
+    def slow(running: Sequence[Part], wanted: Sequence[Part]) -> list[Step]:
+        planning.set()
+        assert go_on.wait(30), "nobody could say so"
+        return plan_change(running, wanted)
+
+    monkeypatch.setattr("epd_serve.launch.difference.plan_change", slow)
+    held = holdings(tmp_path, f"topology: 2E-P-D\n{FREE}")
+    found = asyncio.create_task(difference(held, parse_config(f"topology: E-P-D\n{FREE}")))
+    while not planning.is_set():  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    go_on.set()
+    assert [str(step) for step in (await found).steps] == ["stop e1 (E)"]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from epd_serve.config import parse_config
-from epd_serve.launch.ports import choose_ports, free_port
+from epd_serve.launch.ports import choose_ports, free_port, next_port
 from epd_serve.protocol.addresses import url_of
 
 
@@ -49,6 +49,17 @@ def test_ranges_that_cannot_work() -> None:
         choose_ports(parse_config("instances: {base_port: 65534}"))
     with pytest.raises(ValueError, match="the gateway cannot listen on no such host port 8000"):
         choose_ports(parse_config("gateway: {host: no such host}"))
+
+
+def test_one_more_port_is_the_next_free_one_or_any() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        found = next_port(parse_config(f"instances: {{base_port: {port}}}"), {port + 1}, "e1")
+        assert found > port + 1
+    assert next_port(parse_config("instances: {base_port: 0}"), set(), "e1")
+    elsewhere = parse_config("instances: {base_port: 0, host: 192.0.2.1}")
+    with pytest.raises(ValueError, match=r"no free port for e1 on 192\.0\.2\.1; set instances\.base_port"):
+        next_port(elsewhere, set(), "e1")
 
 
 def test_urls_are_reachable_from_this_machine() -> None:

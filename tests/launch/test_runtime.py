@@ -52,7 +52,10 @@ def test_one_that_was_killed_is_not_found_and_its_place_can_be_taken(root: Path)
         listener.bind(str(directory.control))
         listener.listen()
     assert directory.control.exists() and running_deployments() == {}
+    starting = RuntimeDirectory.make("127.0.0.1", 8002)
+    assert not directory.path.exists(), "whichever address is asked for"
     with launcher("127.0.0.1", 8000) as control:
+        assert starting.path.exists(), "it does not listen yet"
         assert running_deployments() == {"127.0.0.1:8000": control}
     assert running_deployments() == {}
 

@@ -76,29 +76,25 @@ def test_the_fingerprint_names_weights_processor_and_dtype(tmp_path: Path) -> No
     assert len(names) == 4
 
 
-RSS_OF_PART = """
+RSS_OF_PARTS = """
 import sys, torch, psutil
 from pathlib import Path
 from epd_serve.models.loader import ModelPart, load_part
 import epd_serve.models.family
-before = psutil.Process().memory_info().rss
-model = load_part(Path(sys.argv[1]), ModelPart[sys.argv[2]], torch.float32)
-sum(float(parameter.sum()) for parameter in model.parameters())  # weights are mapped: memory once they are read
-print((psutil.Process().memory_info().rss - before) >> 20)
+models = []
+for part in (ModelPart.TOWER, ModelPart.LANGUAGE_MODEL):
+    before = psutil.Process().memory_info().rss
+    models.append(load_part(Path(sys.argv[1]), part, torch.float32))
+    sum(float(parameter.sum()) for parameter in models[-1].parameters())  # mapped: memory once they are read
+    print((psutil.Process().memory_info().rss - before) >> 20)
 """
 
 
 def test_resident_memory_follows_the_part(tmp_path: Path) -> None:
     """The language model of this one is 175 MB of float32, its tower less than 2 MB."""
     path = tiny_models.make_tiny_model("qwen2_5_vl", tmp_path / "model", intermediate_size=22000)
-    grown = {}
-    for part in ("TOWER", "LANGUAGE_MODEL"):
-        output = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", RSS_OF_PART, str(path), part],
-            check=True,
-            capture_output=True,
-            text=True,
-        )
-        grown[part] = int(output.stdout)
-    assert grown["LANGUAGE_MODEL"] > 150
-    assert grown["TOWER"] < 75
+    command = [sys.executable, "-W", "ignore", "-c", RSS_OF_PARTS, str(path)]
+    output = subprocess.run(command, check=True, capture_output=True, text=True)
+    tower, language_model = map(int, output.stdout.split())
+    assert language_model > 150
+    assert tower < 75

@@ -150,7 +150,7 @@ def test_events_of_a_stream_tell_its_end() -> None:
     made.forwarded(b'data: {"choices":[{"delta":{"content":"a"},"finish_reason":null}]}\n\n')
     made.forwarded(b'data: {"choices":[{"delta":{},"finish_reason":"stop"}]}\n\n')
     made.forwarded(b'data: {"choices":[],"usage":{"prompt_tokens":7,"completion_tokens":2}}\n\ndata: [DONE]\n\n')
-    made.streamed_all(lambda: 0)
+    made.streamed_all(None)
     made.finish(200)
     made.complete()
     assert (made.finish_reason, made.prompt_tokens, made.output_tokens) == ("stop", 7, 2)

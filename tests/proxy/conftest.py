@@ -18,6 +18,7 @@ import pytest
 import uvicorn
 from instance_info import instance_info
 from PIL import Image
+from servers import QuietServer
 
 from epd_serve.protocol import frames, prompt_calls, wire
 from proxy.app import create_app
@@ -177,14 +178,6 @@ class FakeInstance:
         return instance_info(self.name, self.role, **values | self.info)
 
 
-class _Server(uvicorn.Server):
-    """Leaves the test's signals alone."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Any:
-        yield
-
-
 class Servers:
     """Servers inside the test's loop, stopped together."""
 
@@ -193,7 +186,7 @@ class Servers:
 
     async def add(self, server: uvicorn.Server) -> str:
         """Start a server; returns its URL."""
-        server.__class__ = _Server
+        server.__class__ = QuietServer
         task = asyncio.create_task(server.serve())
         self._running.append((server, task))
         while not server.started:

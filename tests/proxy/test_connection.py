@@ -7,6 +7,8 @@ import json
 
 import pytest
 
+from proxy.low_water import MAX_BYTES, LowWater
+
 BODY = json.dumps({"messages": [{"role": "user", "content": "hello"}]}).encode()
 
 
@@ -81,6 +83,25 @@ async def test_one_connection_serves_all_kinds_of_requests(start, kit, connect):
         assert (await peer.ask(post(b"{", path="/v1/completions")))[0] == 400
         assert (await peer.ask(post(path="/nowhere")))[0] == 404
         assert (await peer.ask(post(BODY, "Expect: 100-continue")))[0] == 200
+    await gateway.settle()
+
+
+async def test_the_rest_of_a_large_body_is_waited_for_and_what_follows_is_not(start, kit, connect, monkeypatch):
+    marks = []
+    expect = LowWater.expect
+
+    def noted(self, nbytes):
+        expect(self, nbytes)
+        marks.append(self._mark)
+
+    monkeypatch.setattr(LowWater, "expect", noted)
+    gateway = await start("pd0:PD")
+    peer = await connect(gateway)
+    large = post(json.dumps({"messages": [{"role": "user", "content": "a" * 3 * MAX_BYTES}]}).encode())
+    for _ in range(2):
+        assert (await peer.ask(large[:1000], large[1000:-7], large[-7:]))[::2] == (200, kit.WHOLE)
+        assert max(marks) == MAX_BYTES and marks[-1] == 1
+        assert (await peer.ask(post(b"{", path="/v1/completions")))[0] == 400
     await gateway.settle()
 
 

@@ -108,7 +108,7 @@ def of_choice(choice, number):
 
 async def test_several_choices_go_on_each_by_itself(start, kit):
     """The first of three has ended, the last has no token yet; another death on the way is one of one choice."""
-    gateway = await start("a0:EPD", "a1:EPD", "a2:EPD")
+    gateway = await start("a0:EPD", "a1:EPD", "a2:EPD", dashboard=True)
     whole = {0: [1, 2], 1: [11, 12, 13], 2: [21, 22]}
     usage = b'data: {"choices":[],"usage":{"prompt_tokens":5,"completion_tokens":%d,"total_tokens":0}}\n\n'
     died = []
@@ -135,6 +135,25 @@ async def test_several_choices_go_on_each_by_itself(start, kit):
     assert json.loads(told[6:])["usage"] == {"prompt_tokens": 5, "completion_tokens": 7, "total_tokens": 12}
     assert died == [[11]]
     await gateway.settle()
+    assert await counted(gateway) == (5, 7)
+
+
+async def counted(gateway):
+    """Tokens of prompt and answer of the only request, as the gateway has counted them."""
+    await gateway.until(lambda: not gateway.gate.queue.num_in_flight)
+    async with gateway.session.get(f"{gateway.url}/dashboard/data") as response:
+        [shown] = (await response.json())["requests"]
+    return shown["prompt_tokens"], shown["tokens"]
+
+
+async def test_tokens_that_come_in_no_frames_are_those_that_the_answer_tells(start, kit):
+    """P gives an empty answer in frames, as vLLM's does."""
+    gateway = await start("p0:P", "d0:D", dashboard=True)
+    usage = b'data: {"choices":[],"usage":{"prompt_tokens":5,"completion_tokens":3,"total_tokens":8}}\n\n'
+    gateway["p0"].scripts["/stage/prefill"] = lambda _: [kit.FRAMES_THEN_DECODE]
+    gateway["d0"].scripts["/stage/decode"] = lambda _: [0.05, (200, {}), kit.FIRST, usage, kit.DONE]
+    assert (await gateway.answer(kit.chat(stream=True)))[1] == kit.FIRST + usage + kit.DONE
+    assert await counted(gateway) == (5, 3)
 
 
 @pytest.mark.parametrize("max_attempts", [1, 2, 3])
@@ -205,10 +224,11 @@ async def test_an_instance_that_is_started_again_is_waited_for(start, kit):
     assert tokens_of((await asking)[1]) == list(TOKENS)
 
 
-async def test_an_error_before_the_first_token_goes_to_every_other_instance(start, kit):
+@pytest.mark.parametrize(("status", "reason"), [(500, "out of memory"), (401, "this instance asks for a key")])
+async def test_an_error_before_the_first_token_goes_to_every_other_instance(start, kit, status, reason):
     gateway = await start("a0:EPD", "a1:EPD", "a2:EPD", "a3:EPD")
     for name in ("a0", "a1", "a2"):
-        gateway[name].scripts["/stage/prefill"] = lambda _: kit.fail(500, "out of memory")
+        gateway[name].scripts["/stage/prefill"] = lambda _: kit.fail(status, reason)
     for _ in range(4):
         assert await gateway.answer(kit.chat()) == (200, kit.WHOLE)
     await gateway.settle()

@@ -10,12 +10,21 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi import FastAPI
+from instance_info import instance_info
 
+from epd_serve.metrics.gateway import GatewayMetrics
 from epd_serve.routing.table import InstanceTable
 from proxy.admin import create_admin_app
 from proxy.admission import AdmissionQueue
 from proxy.auth import Authenticator
+from proxy.errors import install_error_handlers
 from proxy.gate import Gate
+from proxy.health import Health, HealthSettings
+from proxy.orders import Departures, Hold, OrdersSettings, orders_router, show_ready
+from proxy.settings import GatewaySettings
+from proxy.switches import Switches
+from proxy.views import health_router
 from proxy.workers import crew as crew_module
 from proxy.workers import hub as hub_module
 from proxy.workers.channel import Channel
@@ -59,41 +68,115 @@ async def crews() -> AsyncIterator[Callable[..., Any]]:
         yield start
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (crew_module, hub_module):
+        monkeypatch.setattr(module, "ANSWER_S", 120)
+
+
+class StandsStill:
+    """Worker 7 of a hub, which answers nothing; ``told`` says that it was asked."""
+
+    def __init__(self, hub: Hub) -> None:
+        self.hub = hub
+        self.told = asyncio.Event()
+
+    async def _hang(self, _: bytes) -> bytes:
+        self.told.set()
+        await asyncio.Event().wait()
+        return b""
+
+    async def __aenter__(self) -> StandsStill:
+        ours, theirs = socket.socketpair()
+        at_hub = self.hub.connect(7, asyncio.Event())
+        itself = Channel({"change": self._hang, "show": self._hang})
+        await at_hub.open(ours)
+        await itself.open(theirs)
+        self._running = [asyncio.create_task(channel.run()) for channel in (at_hub, itself)]
+        await itself.call("join", timeout_s=120)
+        return self
+
+    def die(self) -> None:
+        self.hub.left(7)
+        self._running[0].cancel()
+
+    async def __aexit__(self, *_: object) -> None:
+        self.die()
+        self._running[1].cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+
+
 async def test_who_shares_a_change_learns_which_workers_have_not_confirmed_it(crews, monkeypatch):
-    monkeypatch.setattr(crew_module, "ANSWER_S", 120)
-    monkeypatch.setattr(hub_module, "ANSWER_S", 120)
     hub, (first, second) = await crews(2)
     taken = []
     second.on_drained = taken.append
     assert await first.share(D0) == [] and taken == [D0]
-    stands_still, theirs = socket.socketpair()
-    with stands_still, theirs:
-        channel = hub.connect(7, joined := asyncio.Event())
-        await channel.open(theirs.dup())
-        serving = asyncio.create_task(channel.run())
-        told = asyncio.Event()
-
-        async def change(_: bytes) -> bytes:
-            told.set()
-            await asyncio.Event().wait()
-            return b""
-
-        other = Channel({"change": change})
-        await other.open(stands_still.dup())
-        asked = asyncio.create_task(other.run())
-        await other.call("join", timeout_s=120)
-        assert joined.is_set()
+    async with StandsStill(hub) as still:
         monkeypatch.setattr(hub_module, "ANSWER_S", 0.2)
         assert 7 in await first.share(D0)
         monkeypatch.setattr(hub_module, "ANSWER_S", 120)
-        told.clear()
+        still.told.clear()
         sharing = asyncio.create_task(first.share(D0))
-        await told.wait()
-        hub.left(7)  # another one will know it
-        serving.cancel()
+        await still.told.wait()
+        still.die()  # another one will know it
         assert await sharing == []
-        asked.cancel()
-        await asyncio.gather(serving, asked, return_exceptions=True)
+
+
+async def test_a_change_that_fails_on_its_way_is_confirmed_by_nobody(crews, monkeypatch):
+    _, (first, second) = await crews(2)
+    taken = []
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("a fault")
+
+    second.on_drained = fail
+    assert await first.share(D0) == [1]
+    second.on_drained = taken.append
+    monkeypatch.setattr(Shared, "apply", fail)
+    assert await first.share(D0) == [1] and not taken
+    second.shown["worker"] = fail
+    assert await first.ask_all("worker", dict) is None
+
+
+async def test_an_instance_is_ready_where_every_worker_says_so(crews, monkeypatch, tmp_path):
+    hub, (first, second) = await crews(2)
+    tables = [InstanceTable([("d0", D0.url)]) for _ in "12"]
+    health = Health(tables[0], {}, HealthSettings())
+    departures = Departures(Switches(tables[0], {}, health), {})
+    settings = OrdersSettings(tmp_path, lambda: None, lambda file: [])
+    app = FastAPI()
+    app.include_router(orders_router(tables[0], departures, Hold(), settings, first))
+    show_ready(second, tables[1])
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+
+        async def ready() -> list[str]:
+            return (await client.get("/ready")).json()["ready"]
+
+        tables[0].update("d0", instance_info("d0"), contains=0)
+        assert await ready() == []
+        tables[1].update("d0", instance_info("d0"), contains=0)
+        assert await ready() == ["d0"]
+        async with StandsStill(hub):
+            monkeypatch.setattr(hub_module, "ANSWER_S", 0.2)
+            assert await ready() == [], "one may not know it"
+            monkeypatch.setattr(hub_module, "ANSWER_S", 120)
+        assert await ready() == ["d0"]
+
+
+async def test_without_the_sum_of_all_workers_nobody_sees_the_counters_of_one(crews):
+    hub, (first, second) = await crews(2)
+    app = FastAPI()
+    table, key = InstanceTable([]), Authenticator([])
+    app.include_router(health_router(table, GatewayMetrics(), key, GatewaySettings(), first))
+    install_error_handlers(app)
+    second.shown["metrics"] = list
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        assert "epd_serve_requests_total" in (await client.get("/metrics")).text
+        hub._retired = None  # a fault of the parent
+        answer = await client.get("/metrics")
+        assert (answer.status_code, answer.json()["error"]["type"]) == (503, "service_unavailable")
 
 
 async def test_an_instance_that_joins_while_others_are_asked_is_shown(crews):

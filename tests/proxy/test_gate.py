@@ -75,6 +75,14 @@ async def test_a_key_pays_for_the_tokens_it_asks_for(start, kit):
     await gateway.until(lambda: not gateway.gate.queue.num_in_flight)
 
 
+async def test_what_charges_no_tokens_waits_for_no_debt(start, kit):
+    small, small_key = key("small", tokens_per_min=10)
+    gateway = await start("pd0:PD", api_keys=(small_key,))
+    body = kit.chat(max_tokens=100)
+    assert [(await gateway.answer(body, headers=small))[0] for _ in range(2)] == [200, 429]
+    assert (await gateway.answer({"prompt": "x"}, "/tokenize", headers=small))[0] == 200
+
+
 async def test_a_key_does_not_pay_for_what_never_ran():
     secret, hashed = new_key()
     client = Client("a", KeyLimits(tokens_per_min=600))

@@ -5,8 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -85,26 +89,38 @@ def test_other_limits_begin_anew_and_keys_without_shared_limits_need_no_account(
         one.client("k", "sha256:2", LIMITS)
 
 
-def count_up(descriptor: int, index: int, rounds: int) -> None:
+@contextmanager
+def beside(work: str, descriptor: int) -> Iterator[socket.socket]:
+    """Another process does ``work`` (below) as worker 0 meanwhile; yields a socket to it. Locks are those of each
+    process."""
+    ours, theirs = socket.socketpair()
+    with ours:
+        with theirs:
+            passed = (descriptor, theirs.fileno())
+            command = [sys.executable, "-P", __file__, work, *map(str, passed)]
+            process = subprocess.Popen(command, pass_fds=passed)
+        try:
+            yield ours
+            assert process.wait(120) == 0
+        finally:
+            process.kill()
+            process.wait()
+
+
+def count_up(descriptor: int, index: int, sock: socket.socket) -> Client:
     client = Ledger(descriptor, 2, index).client("k", "sha256:0", KeyLimits(tokens_per_min=1e9))
-    for _ in range(rounds):
+    meet(sock)
+    for _ in range(500):
         client.enter(100.0)
         client.charge(1.0, 100.0)
         client.leave()
+    return client
 
 
 def test_processes_that_count_at_once_lose_nothing():
     descriptor, _ = Ledger.create(2)
-    here = Ledger(descriptor, 2, 1).client("k", "sha256:0", KeyLimits(tokens_per_min=1e9))
-    pid = os.fork()  # the descriptor is inherited, and locks are those of each process
-    if not pid:
-        try:
-            count_up(descriptor, 0, 500)
-        finally:
-            os._exit(0)
-    for _ in range(500):
-        here.charge(1.0, 100.0)
-    assert os.waitpid(pid, 0)[1] == 0
+    with beside("count_up", descriptor) as sock:
+        here = count_up(descriptor, 1, sock)
     assert here.num_tokens_left(100.0) == 1e9 - 1000
     assert here.num_everywhere() == 0
 
@@ -126,10 +142,7 @@ def wait_for_both(descriptor: int, index: int, sock: socket.socket) -> None:
     with held(*arguments[0]):
         meet(sock)
         waiting.start()
-        for _ in range(40):  # until both wait, where the kernel shows that
-            if failures or is_waited_for(descriptor, 2):
-                break
-            time.sleep(0.005)
+        until_both_wait(descriptor, failures)
         meet(sock)
     waiting.join()
     assert not failures
@@ -140,29 +153,21 @@ def meet(sock: socket.socket) -> None:
     assert sock.recv(1)
 
 
-def is_waited_for(descriptor: int, waiters: int) -> bool:
-    inode = os.fstat(descriptor).st_ino
-    lines = Path("/proc/locks").read_text().splitlines()
-    return sum("->" in line and f":{inode} " in line for line in lines) == waiters
+def until_both_wait(descriptor: int, failures: list[OSError]) -> None:
+    """Or the kernel has refused one of them; for a moment only where it shows nobody's locks."""
+    inode, began_s = os.fstat(descriptor).st_ino, time.monotonic()
+    while not failures:
+        lines = [line for line in Path("/proc/locks").read_text().splitlines() if f":{inode} " in line]
+        waiting_s = time.monotonic() - began_s
+        if sum("->" in line for line in lines) == 2 or waiting_s > (60 if lines else 0.2):
+            break
+        time.sleep(0.005)
 
 
 def test_a_log_that_is_waited_for_and_an_account_that_is_waited_for_are_no_deadlock():
     descriptor, _ = Ledger.create(2)
-    ours, theirs = socket.socketpair()
-    pid = os.fork()
-    if not pid:
-        code = 1
-        try:
-            wait_for_both(descriptor, 0, ours)
-            code = 0
-        finally:
-            os._exit(code)
-    ours.close()
-    try:
-        wait_for_both(descriptor, 1, theirs)
-    finally:
-        theirs.close()
-        assert os.waitpid(pid, 0)[1] == 0
+    with beside("wait_for_both", descriptor) as sock:
+        wait_for_both(descriptor, 1, sock)
 
 
 def test_one_thread_writes_at_a_time():
@@ -201,3 +206,8 @@ async def test_a_request_whose_key_cannot_be_counted_gives_back_its_place():
     with pytest.raises(OSError, match="file descriptor"):
         second.leave()
     assert (queue.num_in_flight, queue.num_waiting) == (0, 0)
+
+
+if __name__ == "__main__":
+    with socket.socket(fileno=int(sys.argv[3])) as passed:
+        {"count_up": count_up, "wait_for_both": wait_for_both}[sys.argv[1]](int(sys.argv[2]), 0, passed)

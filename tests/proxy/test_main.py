@@ -53,6 +53,25 @@ def test_sigterm_ends_it_cleanly():
     assert (process.returncode, out, err) == (0, "ended\n", "")
 
 
+def test_a_gateway_of_which_a_part_fails_ends_so_that_it_is_started_again():
+    code = """
+import asyncio
+from epd_serve.config import parse_config
+from proxy.leases import Leases
+from proxy.main import run_gateway
+
+async def run(self):
+    await asyncio.sleep(0)
+    raise RuntimeError("no more leases")
+
+Leases.run = run
+raise SystemExit(run_gateway(parse_config(""), [("epd0", "http://127.0.0.1:1")], "127.0.0.1", 0))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == 1, done.stderr
+    assert "CRITICAL a part of the gateway has ended" in done.stderr and "no more leases" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("host", "loopback"),
     [("127.0.0.1", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("::", False), ("gpu7", False)],

@@ -166,5 +166,13 @@ async def test_a_refused_file_changes_nothing(tmp_path, caplog):
         while len(taken) < 3:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     assert taken[-2:] == ["good: 4444"] * 2
+    file.write_text("good: 55555")
+    reloader.take()
+    looks, stamp = [], reloader._stamp
+    reloader._stamp = lambda: looks.append(True) or stamp()  # type: ignore[method-assign, func-returns-value]
+    async with asyncio.timeout(20):
+        while len(looks) < 3:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert taken[3:] == ["good: 55555"], "once"
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)

@@ -12,9 +12,10 @@ import aiohttp
 import pytest
 
 from epd_serve.errors import Conflict
-from epd_serve.launch.orders import GatewayOrders, OrderRefused
+from epd_serve.launch.orders import Deadline, GatewayOrders, OrderRefused
 from epd_serve.protocol import wire
 from epd_serve.protocol.wire import Left
+from epd_serve.types import Stage
 from proxy.admin import create_admin_app
 from proxy.orders import Departures, Hold, OrdersSettings, orders_router, running_orders
 from proxy.workers.crew import Crew
@@ -48,6 +49,20 @@ class Launched:
         return create_admin_app(state.table, state.gate, None, crew, [router])
 
 
+def leaves(instance: Any, when: asyncio.Event | None = None) -> None:
+    """As one that is empty at once, or then."""
+
+    def script(order: wire.LeaveOrder) -> list[Any]:
+        instance.info["ready"] = False
+        return [*([] if when is None else [when.wait]), (200, {}), wire.encode(Left(0.25))]
+
+    instance.scripts["/leave"] = script
+
+
+def ready(gateway: Any) -> list[str]:
+    return [record.name for record in gateway.table.ready(Stage.PREFILL)]
+
+
 @pytest.fixture
 async def launched(start: Any) -> AsyncIterator[Launched]:
     gateway = await start("p0:P", "p1:P", "d0:D")
@@ -60,22 +75,31 @@ async def launched(start: Any) -> AsyncIterator[Launched]:
 
 async def test_an_instance_leaves_unless_it_is_the_last_of_its_stage(launched: Launched) -> None:
     gateway, orders = launched.gateway, launched.orders
-    gateway["p1"].scripts["/leave"] = lambda _: [(200, {}), wire.encode(Left(0.25))]
-    answer = await orders.give("POST", "/instances/p1/leave", {"deadline_s": 5, "patience_s": 0}, 10)
+    leaves(gateway["p1"])
+    answer = await orders.give("POST", "/instances/p1/leave", {"deadline_s": 5, "patience_s": 0}, Deadline(10))
     assert answer == {"instance": "p1", "seconds": 0.25}
     assert gateway["p1"].got("/leave") == [wire.LeaveOrder(deadline_s=5, patience_s=0)]
-    assert not gateway.table["p1"].accepting and gateway.table["p0"].accepting
+    assert ready(gateway) == ["p0"]
     with pytest.raises(Conflict, match="the only one that is ready for stage D"):
         await launched.departures.leave("d0", wire.LeaveOrder())
     assert gateway.table["d0"].accepting
     with pytest.raises(OrderRefused, match="there are: p0, p1, d0"):
-        await orders.give("POST", "/instances/x9/leave", {}, 10)
+        await orders.give("POST", "/instances/x9/leave", {}, Deadline(10))
+
+
+async def test_one_that_left_and_is_not_ended_gets_work_again(launched: Launched) -> None:
+    gateway = launched.gateway
+    leaves(gateway["p1"])
+    await launched.departures.leave("p1", wire.LeaveOrder())
+    assert ready(gateway) == ["p0"]
+    gateway["p1"].info["ready"] = True  # whoever had it leave is gone
+    await gateway.until(lambda: ready(gateway) == ["p0", "p1"])
 
 
 async def test_one_that_does_not_get_empty_gets_work_again(launched: Launched, kit: Any) -> None:
     launched.gateway["p1"].scripts["/leave"] = lambda _: kit.fail(504, "3 calls are left")
     with pytest.raises(OrderRefused, match="3 calls are left"):
-        await launched.orders.give("POST", "/instances/p1/leave", {}, 10)
+        await launched.orders.give("POST", "/instances/p1/leave", {}, Deadline(10))
     assert launched.gateway.table["p1"].accepting
 
 
@@ -83,23 +107,36 @@ async def test_one_whose_caller_is_gone_gets_work_again(launched: Launched, kit:
     gateway, path = launched.gateway, "/instances/p1/leave"
     p1, record = gateway["p1"], gateway.table["p1"]
     p1.scripts["/leave"] = lambda _: [kit.FOREVER]
-    asking = asyncio.create_task(launched.orders.give("POST", path, {"deadline_s": 600}, 600))
+    asking = asyncio.create_task(launched.orders.give("POST", path, {"deadline_s": 600}, Deadline(600)))
     await gateway.until(lambda: bool(p1.got("/leave")))
     assert not record.accepting
     asking.cancel()
     await gateway.until(lambda: record.accepting and bool(p1.cancelled))
     assert len(p1.got("/leave")) == 1
     p1.scripts["/leave"] = lambda _: [(200, {}), wire.encode(Left(0.25))]
-    assert (await launched.orders.give("POST", path, {}, 10))["seconds"] == 0.25
+    assert (await launched.orders.give("POST", path, {}, Deadline(10)))["seconds"] == 0.25
 
 
 async def test_what_an_instance_is_told_ends_before_nobody_waits_for_it(launched: Launched, kit: Any) -> None:
-    launched.gateway["p1"].scripts["/leave"] = lambda _: kit.fail(409, "it is on its way to another role")
-    with pytest.raises(OrderRefused, match=r"another role; 0\.5 s are over"):
-        await launched.orders.give("POST", "/instances/p1/leave", {"deadline_s": 60, "patience_s": 0}, 0.5)
-    told = [order.deadline_s for order in launched.gateway["p1"].got("/leave")]
-    assert told and all(0 < deadline_s < 0.5 for deadline_s in told)
-    assert told == sorted(told, reverse=True), "each has what is left"
+    """And whoever waits hears what was in the way, though the last answer did not come."""
+    p1 = launched.gateway["p1"]
+
+    def script(_: Any) -> list[Any]:
+        return kit.fail(409, "it is on its way to another role") if len(p1.got("/leave")) == 1 else [kit.FOREVER]
+
+    p1.scripts["/leave"] = script
+    for patience_s in (0.5, 5, 50):  # until the second call is there in time
+        p1.calls.clear()
+        with pytest.raises(OrderRefused) as refused:
+            await launched.orders.give(
+                "POST", "/instances/p1/leave", {"deadline_s": 60, "patience_s": 0}, Deadline(patience_s)
+            )
+        told = [order.deadline_s for order in p1.got("/leave")]
+        if len(told) > 1:
+            break
+        await launched.gateway.until(lambda: launched.gateway.table["p1"].accepting)
+    assert str(refused.value) == f"it is on its way to another role; {patience_s:g} s are over"
+    assert 0 < told[1] < told[0] < patience_s, "each has what is left"
 
 
 async def test_an_instance_has_one_order_at_a_time(launched: Launched, kit: Any) -> None:
@@ -116,7 +153,7 @@ async def test_an_instance_has_one_order_at_a_time(launched: Launched, kit: Any)
     assert record.accepting and not p1.got("/leave")
 
     go_on.clear()
-    p1.scripts["/leave"] = lambda _: [go_on.wait, (200, {}), wire.encode(Left(0.25))]
+    leaves(p1, go_on)
     leaving = asyncio.create_task(departures.leave("p1", wire.LeaveOrder()))
     await gateway.until(lambda: bool(p1.got("/leave")))
     with pytest.raises(Conflict, match="is leaving"):
@@ -125,27 +162,27 @@ async def test_an_instance_has_one_order_at_a_time(launched: Launched, kit: Any)
         await departures.leave("p1", wire.LeaveOrder())
     assert not record.accepting, "it leaves on"
     go_on.set()
-    assert await leaving == 0.25 and not record.accepting
+    assert await leaving == 0.25 and not record.ready
     assert len(p1.got("/role")) == len(p1.got("/leave")) == 1
 
 
 async def test_files_and_the_controller(launched: Launched) -> None:
     orders = launched.orders
-    await orders.give("POST", "/reload", {}, 10)
+    await orders.give("POST", "/reload", {}, Deadline(10))
     assert launched.reloads == 1
     launched.refusal = "line 1: no such key"
     with pytest.raises(OrderRefused, match="no such key"):
-        await orders.give("POST", "/reload", {}, 10)
-    assert (await orders.give("POST", "/check", {"file": "/x/new.yaml"}, 10)) == {"left": ["new.yaml"]}
+        await orders.give("POST", "/reload", {}, Deadline(10))
+    assert (await orders.give("POST", "/check", {"file": "/x/new.yaml"}, Deadline(10))) == {"left": ["new.yaml"]}
     launched.hold.check()
-    await orders.give("POST", "/hold", {"seconds": 60}, 10)
+    await orders.give("POST", "/hold", {"seconds": 60}, Deadline(10))
     with pytest.raises(Conflict, match="epd-serve apply"):
         launched.hold.check()
-    await orders.give("POST", "/hold", {"seconds": 0}, 10)
+    await orders.give("POST", "/hold", {"seconds": 0}, Deadline(10))
     launched.hold.check()
-    await orders.is_ready("d0", 10)
+    await orders.is_ready("d0", Deadline(10))
     with pytest.raises(OrderRefused, match="has not found x9 ready"):
-        await orders.is_ready("x9", 0.3)
+        await orders.is_ready("x9", Deadline(0.3))
 
 
 async def test_a_gateway_that_is_starting_is_asked_again(start: Any) -> None:
@@ -153,11 +190,27 @@ async def test_a_gateway_that_is_starting_is_asked_again(start: Any) -> None:
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         launched = Launched(gateway, Path(folder) / "orders")
         with pytest.raises(OrderRefused, match="the gateway does not answer"):
-            await launched.orders.give("POST", "/reload", {}, 0.3)
-        asking = asyncio.create_task(launched.orders.give("POST", "/reload", {}, 60))
-        await asyncio.sleep(0.05)
+            await launched.orders.give("POST", "/reload", {}, Deadline(0.3))
+        ask, refused_once = launched.orders._ask, asyncio.Event()
+
+        async def asked(*arguments: Any) -> Any:
+            try:
+                return await ask(*arguments)
+            finally:
+                refused_once.set()
+
+        launched.orders._ask = asked  # type: ignore[method-assign]
+        asking = asyncio.create_task(launched.orders.give("POST", "/reload", {}, Deadline(60)))
+        await refused_once.wait()
         async with running_orders(launched.app(), launched.path):
             await asking
         assert launched.reloads == 1
         with pytest.raises(aiohttp.ClientError):
             await launched.orders._ask("POST", "/reload", {})
+
+
+async def test_a_socket_that_cannot_be_is_said_before_anything_is_served(start: Any, tmp_path: Path) -> None:
+    launched = Launched(await start("a0:EPD"), tmp_path / "nowhere" / "orders")
+    with pytest.raises(ValueError, match=r"cannot take orders at .*/nowhere/orders: No such file"):
+        async with running_orders(launched.app(), launched.path):
+            pass

@@ -32,6 +32,7 @@ class Crew:
         self.url = f"http://127.0.0.1:{settings['port']}"
         self.admin = f"http://127.0.0.1:{settings['admin']['port']}"
         self.hang_timeout_s: float | None = None
+        self.num_begun = 0
         self.process: asyncio.subprocess.Process
 
     def write(self, **changes: Any) -> None:
@@ -42,6 +43,11 @@ class Crew:
 
     async def workers(self) -> dict[int, dict[str, int]]:
         return {one["worker"]: one for one in (await self.get("/workers"))["workers"]}
+
+    async def all_workers(self) -> dict[int, dict[str, int]] | None:
+        """None where one of them is away."""
+        workers = await self.workers()
+        return workers if len(workers) == 2 else None
 
     async def get(self, path: str) -> Any:
         async with self.session.get(self.admin + path) as response:
@@ -70,18 +76,25 @@ class Crew:
             return response.status
 
     async def stream(self, body: Any, key: str = "") -> bytes:
-        """All that comes of it, however it ends."""
-        data = b""
+        """All that comes of it, however it ends; ``num_begun`` counts those of which there is an event."""
+        data, has_begun = b"", False
         with contextlib.suppress(aiohttp.ClientError):
             async with self.post(body, key) as response:
                 async for chunk in response.content.iter_any():
                     data += chunk
+                    if not has_begun and data.endswith(b"\n\n"):
+                        has_begun = True
+                        self.num_begun += 1
         return data
 
     async def total(self, name: str) -> float:
         """Of a metric over its labels, as one scrape has it."""
-        async with self.session.get(f"{self.url}/metrics") as response:
-            text = await response.text()
+
+        async def scrape() -> str:
+            async with self.session.get(f"{self.url}/metrics") as response:
+                return await response.text() if response.status == 200 else ""
+
+        text = await self.until(scrape)
         samples = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
         return sum(sample.value for sample in samples if sample.name == f"epd_serve_{name}")
 
@@ -112,7 +125,7 @@ async def crew(tmp_path) -> AsyncIterator[Callable[..., Any]]:
             async def is_ready() -> bool:
                 assert process.returncode is None
                 states = [await is_up(started) for _ in range(6)]
-                return all(states) and len(await started.workers()) == 2
+                return all(states) and await started.all_workers() is not None
 
             await started.until(is_ready)
             return started
@@ -131,15 +144,12 @@ class Held:
     def __init__(self, kit: Any, fake: Any) -> None:
         self.may_end = asyncio.Event()
         self.num_begun = 0
-        kept = [self._begin, kit.NONE, kit.FIRST]
-        fake.scripts["/stage/prefill"] = lambda _: [*kept, *[self._wait] * 2400, kit.REST + kit.DONE]
+        script = [self._begin, kit.NONE, kit.FIRST, self.may_end.wait, kit.REST + kit.DONE]
+        fake.scripts["/stage/prefill"] = lambda _: script
 
     def _begin(self) -> float:
         self.num_begun += 1
         return 0.0
-
-    def _wait(self) -> float:
-        return 0.0 if self.may_end.is_set() else 0.05
 
 
 async def test_several_workers_are_one_gateway(crew, fakes, kit):
@@ -148,15 +158,16 @@ async def test_several_workers_are_one_gateway(crew, fakes, kit):
     held = Held(kit, a0)
     streams = [asyncio.create_task(gateway.stream(kit.chat(stream=True))) for _ in range(NUM_STREAMS)]
 
-    async def all_run() -> bool:
-        return (await gateway.get("/requests"))["running"] == NUM_STREAMS
+    async def all_run() -> list[int] | None:
+        """How many at each worker, once each page shows them all."""
+        running = [one["running"] for one in (await gateway.workers()).values()]
+        shown = {sum(running), (await gateway.get("/requests"))["running"]}
+        shown |= {await gateway.total("num_requests_running") for _ in range(6)}
+        in_flight = (await gateway.get("/instances"))["instances"][0]["in_flight"]
+        return running if shown == {NUM_STREAMS} and in_flight == {"P": NUM_STREAMS} else None
 
-    await gateway.until(all_run)
-    workers = await gateway.workers()
-    assert sum(one["running"] for one in workers.values()) == NUM_STREAMS
-    assert all(one["running"] for one in workers.values()), "2 ** -15 that chance sends all to one"
-    assert {await gateway.total("num_requests_running") for _ in range(6)} == {NUM_STREAMS}
-    assert (await gateway.get("/instances"))["instances"][0]["in_flight"] == {"P": NUM_STREAMS}
+    running = await gateway.until(all_run)
+    assert len(running) == 2 and all(running), "2 ** -15 that chance sends all to one"
     held.may_end.set()
     answers = await asyncio.gather(*streams)
     assert answers == [kit.FIRST + kit.REST + kit.DONE] * NUM_STREAMS
@@ -165,9 +176,13 @@ async def test_several_workers_are_one_gateway(crew, fakes, kit):
         return await gateway.total("requests_total") == NUM_STREAMS
 
     await gateway.until(all_counted)
-    async with gateway.session.get(f"{gateway.url}/dashboard/data") as response:
-        shown = await response.json()
-    assert shown["window"]["num_requests"] == NUM_STREAMS == len(shown["requests"])
+
+    async def all_are_on_the_dashboard() -> bool:
+        async with gateway.session.get(f"{gateway.url}/dashboard/data") as response:
+            shown = await response.json()
+        return shown["window"]["num_requests"] == NUM_STREAMS == len(shown["requests"])
+
+    await gateway.until(all_are_on_the_dashboard)
     assert await gateway.order("/instances", name="a1", url=a1.url, lease_s=60) == 201
     assert await gateway.order("/admin/instances/a0/drain") == 200
     before = len(a0.calls)
@@ -188,12 +203,15 @@ async def test_a_worker_that_dies_takes_its_own_streams_along_and_comes_again(cr
     streams = [asyncio.create_task(gateway.stream(body, "mine")) for _ in range(NUM_STREAMS)]
 
     async def all_run() -> bool:
-        return held.num_begun == NUM_STREAMS and (await gateway.get("/requests"))["running"] == NUM_STREAMS
+        return gateway.num_begun == NUM_STREAMS == (await gateway.get("/requests"))["running"]
 
     await gateway.until(all_run)
     assert {await gateway.status(body, "mine") for _ in range(6)} == {429}, "whichever worker it comes to"
-    scraped = await gateway.total("refused_total")
-    assert scraped == 6
+
+    async def all_are_counted() -> bool:
+        return await gateway.total("refused_total") == 6
+
+    await gateway.until(all_are_counted)
     victim = (await gateway.workers())[0]  # the one with the admin plane
     os.kill(victim["pid"], signal.SIGKILL)
 
@@ -202,9 +220,13 @@ async def test_a_worker_that_dies_takes_its_own_streams_along_and_comes_again(cr
         return len(workers) == 2 and workers[0]["pid"] != victim["pid"]
 
     await gateway.until(is_back)
-    assert await gateway.total("refused_total") == scraped, "a counter that was seen does not fall"
-    requests = await gateway.get("/requests")
-    assert requests["keys"][0]["active"] == NUM_STREAMS - victim["running"]
+    assert await gateway.total("refused_total") == 6, "a counter that was seen does not fall"
+
+    async def only_its_own_are_gone() -> bool:
+        requests = await gateway.get("/requests")
+        return requests["keys"][0]["active"] == NUM_STREAMS - victim["running"]
+
+    await gateway.until(only_its_own_are_gone)
     more = [asyncio.create_task(gateway.stream(body, "mine")) for _ in range(victim["running"])]
     streams += more
 
@@ -239,7 +261,7 @@ async def test_reload_and_shutdown_reach_every_worker(crew, fakes, kit):
 
     await gateway.until(is_taken_over)
     gateway.file.write_text("gateway: {nonsense: 1}")
-    workers = await gateway.workers()
+    workers = await gateway.until(gateway.all_workers)
     os.kill(workers[1]["pid"], signal.SIGKILL)
 
     async def is_back() -> bool:
@@ -256,7 +278,7 @@ async def test_reload_and_shutdown_reach_every_worker(crew, fakes, kit):
         return held.num_begun == NUM_STREAMS
 
     await gateway.until(all_run)
-    workers = await gateway.workers()
+    workers = await gateway.until(gateway.all_workers)
     for one in (gateway.process.pid, *(worker["pid"] for worker in workers.values())):
         os.kill(one, signal.SIGTERM)  # a service manager tells all of them
 
@@ -277,7 +299,7 @@ async def test_reload_and_shutdown_reach_every_worker(crew, fakes, kit):
 
 async def test_a_worker_that_hangs_is_killed_and_started_again(crew, fakes):
     gateway = await crew(await fakes("a0:EPD"), hang_timeout_s=1.5)
-    hung = (await gateway.workers())[1]
+    hung = (await gateway.until(gateway.all_workers))[1]
     os.kill(hung["pid"], signal.SIGSTOP)
 
     async def is_back() -> bool:

@@ -5,17 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
-import uvicorn
 from prometheus_client.parser import text_string_to_metric_families
+from servers import served
 
 from epd_serve.config import DeploymentConfig
-from epd_serve.protocol.addresses import url_of
 from proxy.app import create_app
 from proxy.main import new_server
 from proxy.settings import GatewaySettings
@@ -34,32 +33,16 @@ TOPOLOGIES = {
 FLEET = "2E-P-D-EP-ED-PD-EPD"
 
 
-class _Server(uvicorn.Server):
-    """Leaves the test's signals alone."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
 @asynccontextmanager
 async def gateway(instances: Mapping[str, str], *, config: dict[str, Any] | None = None) -> AsyncIterator[str]:
     """One more gateway in front of instances (name → URL), in the test's loop; yields its URL once it is ready."""
     host = "127.0.0.1"
     app = create_app(GatewaySettings.of(DeploymentConfig.model_validate(config or {}), host), [*instances.items()])
-    server = new_server(app, host, 0)
-    server.__class__ = _Server
-    async with asyncio.TaskGroup() as group, httpx.AsyncClient(trust_env=False) as client:
-        group.create_task(server.serve())
-        try:
-            async with asyncio.timeout(60):
-                await asyncio.to_thread(wait_until, lambda: server.started, "the gateway listens")
-                url = url_of(host, server.servers[0].sockets[0].getsockname()[1])
-                while (await client.get(f"{url}/health")).status_code != 200:  # noqa: ASYNC110
-                    await asyncio.sleep(0.02)
-            yield url
-        finally:
-            server.should_exit = True
+    async with served(new_server(app, host, 0)) as url, httpx.AsyncClient(trust_env=False) as client:
+        async with asyncio.timeout(60):
+            while (await client.get(f"{url}/health")).status_code != 200:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        yield url
 
 
 def is_up(url: str) -> bool:

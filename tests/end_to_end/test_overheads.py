@@ -1,16 +1,30 @@
 """What requests take besides their stages, measured on real deployments of the demo model."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from anyio.from_thread import start_blocking_portal
 
+from epd_serve.bench.deployed import Candidate
+from epd_serve.config import change_config
 from epd_serve.cost.profile import Profile
-from epd_serve.launch import overheads
+from epd_serve.launch import LocalDeployment, overheads
 from epd_serve.launch.overheads import OverheadOptions, with_overheads
 
 DEMO = Path(__file__).parents[2] / "benchmarks" / "results" / "profile-demo-cpu.json"
+
+
+@contextmanager
+def deployed(candidate: Candidate, log: Path) -> Iterator[str]:
+    """As a user's would be, but that its processes start at once."""
+    config = change_config(candidate.config, {"gateway": {"port": 0}, "instances": {"base_port": 0}})
+    running = LocalDeployment(config, log_dir=log.parent / candidate.label, ready_timeout_s=240)
+    with start_blocking_portal() as portal, portal.wrap_async_context_manager(running):
+        yield running.gateway_url
 
 
 @pytest.fixture
@@ -18,6 +32,7 @@ def little(monkeypatch: pytest.MonkeyPatch) -> None:
     text = "synthetic,text_tokens=10,image_share=0,output_tokens="
     image = "synthetic,text_tokens=10,image_share=1,output_tokens=1,image_size=64x64"
     for name, value in {
+        "deployed": deployed,
         "SIDES": (32, 128),
         "TOGETHER": (2,),
         "_LOADS": {"P": (f"{text}1", 300), "E": (image, 60)},
@@ -41,7 +56,7 @@ def seeds(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 
 
 @pytest.mark.usefixtures("little")
-@pytest.mark.timeout(900)  # a dozen processes that import what they need
+@pytest.mark.timeout(900)
 def test_deployments_are_measured_and_nothing_of_the_stages_is_changed(seeds: list[tuple[str, int]]) -> None:
     told: list[str] = []
     stages = Profile.read(DEMO)

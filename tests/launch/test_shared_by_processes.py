@@ -1,0 +1,88 @@
+"""What all processes of a deployment have in common, those included that come later."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from device.weight_files import VARIABLE
+from epd_serve.config import load_config, parse_config
+from epd_serve.config.keys import CLUSTER_KEY
+from epd_serve.launch import LocalDeployment, commands
+
+FREE = "gateway: {port: 0}"
+
+
+@pytest.fixture(autouse=True)
+def fake_program(fakes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commands, "PROGRAM", (sys.executable, str(Path(__file__).parent / "fake_program.py")))
+    monkeypatch.setenv("FAKE_DIR", str(fakes.folder))
+
+
+@pytest.fixture(autouse=True)
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # short, as the path of a socket must be
+        monkeypatch.setenv("EPD_SERVE_RUNTIME_DIR", f"{folder}/r")
+        yield Path(folder) / "r"
+
+
+async def test_a_key_that_is_changed_in_its_file_stays_the_one_of_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that die are started again, and find the others with the key that these have."""
+    file, key = tmp_path / "key", "the-key-at-the-start"
+    file.write_text(key)
+    config = parse_config(f"cluster_key: {{file: {file}}}\ninstances: {{base_port: 0, preload: false}}\n{FREE}")
+    async with LocalDeployment(config, log_dir=tmp_path / "logs", ready_timeout_s=60, control=True) as deployment:
+        file.write_text("another-key-since-then")
+        *_, gateway = deployment.processes
+        keys = {process.spec.environment[CLUSTER_KEY] for process in deployment.processes}
+        keys.add(deployment._holdings.spec("p0").environment[CLUSTER_KEY])
+        assert keys == {key}
+        written = tmp_path / "logs" / "deployment.yaml"
+        monkeypatch.setenv(CLUSTER_KEY, gateway.spec.environment[CLUSTER_KEY])
+        assert load_config(written).read_cluster_key() == key and key not in written.read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "at_start", "later"),
+    [
+        ("topology: E-P-D\ninstances: {base_port: 0, share_weights: true}", {"language_model"}, True),
+        ("topology: EPD\ninstances: {base_port: 0, share_weights: true}", set(), True),
+        ("topology: EPD\ninstances: {base_port: 0, keep_weights: true}", set(), True),
+        ("topology: E-P-D\ninstances: {base_port: 0}", set(), False),
+    ],
+)
+async def test_instances_that_are_added_share_what_none_had_twice_at_the_start(
+    text: str, at_start: set[str], later: bool, tmp_path: Path
+) -> None:
+    deployment = LocalDeployment(parse_config(f"{text}\n{FREE}"), log_dir=tmp_path / "logs", control=True)
+    try:
+        first, held = deployment._supervisor._specs[0], deployment._holdings
+        assert parts(first.environment) == at_start and len(first.descriptors) == len(at_start)
+        added = held.spec(next(iter(held.live)))  # as it is made for an instance that is added
+        assert parts(added.environment) == ({"tower", "language_model"} if later else set())
+        if deployment._fork_server is not None:
+            assert set(added.descriptors) <= set(deployment._fork_server._descriptors)
+    finally:
+        await deployment.stop()
+
+
+def parts(environment: Any) -> set[str]:
+    return {pair.partition("=")[0] for pair in environment.get(VARIABLE, "").split(",") if pair}
+
+
+async def test_a_deployment_serves_where_its_control_socket_cannot_be(tmp_path: Path, runtime: Path) -> None:
+    config = parse_config(f"topology: EPD\ninstances: {{base_port: 0, preload: false}}\n{FREE}")
+    deployment = LocalDeployment(config, log_dir=tmp_path / "logs", ready_timeout_s=60, control=True)
+    assert deployment.no_control == ""
+    shutil.rmtree(runtime)
+    async with deployment:
+        assert deployment.no_control.endswith("control: No such file or directory")
+        assert len(deployment.processes) == 2
