@@ -61,8 +61,8 @@ class MeasuredSharing:
 
     A CPU has ``cores``; what asks for more in all gets its part of them, less ``crowding``, which was
     measured with all that instances do to each other. ``within``: of two stages in one instance, which wait for
-    each other: on a CPU for the lock of Python's interpreter or that of the process's memory, besides ``increase``;
-    a stage that waits leaves its core to others. On other devices it comes in place of ``increase``.
+    each other: on a CPU for the lock of Python's interpreter or of the process's memory, besides ``increase``; a
+    stage that waits leaves its core to others. On other devices it comes in place of ``increase``.
     """
 
     increase: dict[tuple[str, str], float] = field(default_factory=dict)
