@@ -56,7 +56,8 @@ class Transport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         split_s: before a prefill whose KV goes elsewhere: its reservation; split_token_s: of it, for each token.
         feature_s: from an encode elsewhere until its feature is there, transfer apart.
         hand_over_s: from the end of a prefill to the first step at D, transfer apart.
-        split_cpu_s, split_token_cpu_s, feature_cpu_s: CPU seconds of both ends for that.
+        split_cpu_s, split_token_cpu_s, feature_cpu_s: CPU seconds that both ends take for that more than over
+            shared memory, whose part is in a profile's ``crowding``.
     """
 
     handshake_s: float = 3e-4

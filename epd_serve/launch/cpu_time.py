@@ -1,4 +1,4 @@
-"""CPU time that instances which talk to each other take more than a single one that does the same."""
+"""CPU time that instances take more where they talk over one transport than where they talk over another."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def _cpu_s(sample: Sample) -> float:
     return sum(seconds for name, seconds in found.items() if name.startswith(_PROCESS) and name != _GATEWAY)
 
 
-def talk_cpu_s(apart: Sequence[Spent], whole: Sequence[Spent]) -> tuple[float, float, float]:
+def talk_cpu_s(measured: Sequence[Spent], base: Sequence[Spent]) -> tuple[float, float, float]:
     """CPU seconds for each request, prompt token and image, under the same loads."""
-    rows = [[one.num_requests, one.num_prompt_tokens, one.num_images] for one in apart]
-    more = [one.cpu_s - other.cpu_s for one, other in zip(apart, whole, strict=True)]
+    rows = [[one.num_requests, one.num_prompt_tokens, one.num_images] for one in measured]
+    more = [one.cpu_s - other.cpu_s for one, other in zip(measured, base, strict=True)]
     request_s, token_s, image_s = fit(rows, more)
     return request_s, token_s, image_s
 

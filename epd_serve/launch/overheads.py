@@ -72,7 +72,7 @@ def with_overheads(
     """
     has_images = bool(profile.encode)
     with _asked("EPD", options, progress) as ask:
-        whole, whole_cpu = _measure(ask, has_images, options.num_requests)
+        whole, _ = _measure(ask, has_images, options.num_requests)
         together = [(1, whole["text"])]
         together += [(count, ask(_text(TEXT, 4 * NUM_OUTPUT), 2 * count, f"closed:{count}")) for count in TOGETHER]
     line = "E-P-D" if has_images else "P-D"
@@ -113,15 +113,16 @@ def with_overheads(
         crowding=max(crowding, 0.0),
     )
     here = Transport(handshake_s=profile.handshake_s, bytes_per_s=profile.link_bytes_per_s)
-    known = known.with_transport(_talk(here, known, whole, apart, beside_d, talk_cpu_s(apart_cpu, whole_cpu)))
+    known = known.with_transport(_talk(here, known, whole, apart, beside_d))
     if not options.mooncake:
         return known
     with _asked(line, options, progress, _MOONCAKE) as ask:
-        apart, apart_cpu = _measure(ask, has_images, options.num_requests)
+        apart, cpu = _measure(ask, has_images, options.num_requests)
         with ask.busy(_STREAMS):
             beside_d, _ = _measure(ask, has_images, options.num_requests)
-    link = profile.transports["mooncake"]
-    found = _talk(link, known, whole, apart, beside_d, talk_cpu_s(apart_cpu, whole_cpu))
+    found = _talk(profile.transports["mooncake"], known, whole, apart, beside_d)
+    request_s, token_s, image_s = talk_cpu_s(cpu, apart_cpu)
+    found = msgspec.structs.replace(found, split_cpu_s=request_s, split_token_cpu_s=token_s, feature_cpu_s=image_s)
     return msgspec.structs.replace(known, transports={"mooncake": found})
 
 
@@ -147,7 +148,6 @@ def _talk(
     whole: _Measured,
     apart: _Measured,
     beside_d: _Measured,
-    cpu_s: tuple[float, float, float],
 ) -> Transport:
     """``link`` with what instances take longer that talk over it."""
     split_token_s = max(_longer(apart, "long") - _longer(whole, "long"), 0.0) / (LONG_TEXT - TEXT)
@@ -160,9 +160,6 @@ def _talk(
         split_token_s=split_token_s,
         hand_over_s=max(median(gaps), 0.0),
         feature_s=max(median(features), 0.0) if features else 0.0,
-        split_cpu_s=cpu_s[0],
-        split_token_cpu_s=cpu_s[1],
-        feature_cpu_s=cpu_s[2],
     )
 
 

@@ -1,4 +1,4 @@
-"""CPU time that instances which talk take more than a single one."""
+"""CPU time that instances take more over one transport than over another."""
 
 from pathlib import Path
 
@@ -27,14 +27,14 @@ def spent(path: Path, num_tokens: int, cpu_s: float, num_images: int = 0) -> Spe
 
 def test_what_talking_costs_is_told_by_request_token_and_image(tmp_path: Path) -> None:
     loads = ((10, 0), (100, 0), (100, 2))
-    whole = [spent(tmp_path / f"w{i}", tokens, 5.0, images) for i, (tokens, images) in enumerate(loads)]
-    apart = [
+    near = [spent(tmp_path / f"w{i}", tokens, 5.0, images) for i, (tokens, images) in enumerate(loads)]
+    far = [
         spent(tmp_path / f"a{i}", tokens, 5.0 + 2 * 0.3 + 2 * 0.002 * tokens + 0.05 * images, images)
         for i, (tokens, images) in enumerate(loads)
     ]
-    assert whole[0].cpu_s == pytest.approx(5.0), "the gateway is none of the instances"
-    assert talk_cpu_s(apart, whole) == pytest.approx((0.3, 0.002, 0.05))
-    assert talk_cpu_s(whole, apart) == (0, 0, 0), "less than none is none"
+    assert near[0].cpu_s == pytest.approx(5.0), "the gateway is none of the instances"
+    assert talk_cpu_s(far, near) == pytest.approx((0.3, 0.002, 0.05))
+    assert talk_cpu_s(near, far) == (0, 0, 0), "less than none is none"
 
 
 @given(st.lists(st.floats(0, 10), min_size=3, max_size=3))

@@ -37,5 +37,6 @@ def test_a_work_that_fails_is_told() -> None:
     busy = beside._Busy(fails, OPTIONS)
     busy.pause()
     busy.go_on()
+    assert busy._end.exception(timeout=60) is not None
     with pytest.raises(RuntimeError, match="broken"):
         busy.close()
