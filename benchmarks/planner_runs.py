@@ -34,8 +34,8 @@ ROOT = Path(__file__).parents[1]
 RUNS = Path(__file__).parent / "results" / "planner-runs.json"
 #: Of an idle EPD instance about four times the time to the first token and 2.5 times that per token.
 TTFT_MS, TPOT_MS = 600, 15
-#: Requests a second, one rate below saturation and one at which deployments keep the limits to different degrees.
-RATES = {"sharegpt4o-like": (3.0, 5.0), "visualwebinstruct-like": (4.0, 7.0)}
+WORKLOADS = ("sharegpt4o-like", "visualwebinstruct-like")
+RATES = (2.0, 4.0, 6.0, 8.0)
 
 
 class Asked(msgspec.Struct, frozen=True, array_like=True):
@@ -81,7 +81,7 @@ def take(work_dir: Path, files: list[Path], duration_s: float, number_of_round: 
         config = change_config(load_config(file), {"model": str(model), "instances": {"threads": 1}})
         candidate = Candidate(file=file, label=file.name, config=config)
         with deployed(candidate, work_dir / f"{file.stem}.log") as url:
-            loads = ((workload, rate) for workload, rates in RATES.items() for rate in rates)
+            loads = ((workload, rate) for workload in WORKLOADS for rate in RATES)
             for number, (workload, rate) in enumerate(loads):
                 settings = RunSettings(
                     base_url=url,
@@ -148,7 +148,7 @@ def main() -> None:
     parser.add_argument("what", choices=["take", "keep"])
     parser.add_argument("work_dir", type=Path)
     parser.add_argument("--files", default=",".join(map(str, sorted((ROOT / "deploy").glob("cpu-*.yaml")))))
-    parser.add_argument("--duration", type=float, default=12)
+    parser.add_argument("--duration", type=float, default=15)
     parser.add_argument("--round", type=int, default=0)
     wanted = parser.parse_args()
     if wanted.what == "take":
