@@ -1,14 +1,17 @@
 """EPD's table 6: with and without role switches where answers get ten times longer behind the first tenth.
 
     python -m benchmarks.elastic simulated [--requests 200] [--rate 3]
+    python -m benchmarks.elastic live [--requests 100] [--seed 1]
 
 It writes its figures and the roles over time to ``benchmarks/results/elastic-*``. ``simulated``: 8 instances of
-the simulator, driven by the controller that runs live.
+the simulator, driven by the controller that runs live. ``live``: 8 processes on this machine's CPU with parts of
+its cores, for which it needs to be root; a row for each seed.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -18,7 +21,7 @@ from benchmarks.elastic.plots import DRAINING, REBUILDING, roles_over_time, writ
 RESULTS = Path(__file__).parents[1] / "results"
 
 
-def simulated(count: int, rate: float) -> dict[str, Any]:
+def simulated(count: int, rate: float) -> None:
     from benchmarks.elastic.simulated import table_6
 
     found, spans, end_s = table_6(count, rate, seeds=(0, 1, 2))
@@ -36,21 +39,48 @@ def simulated(count: int, rate: float) -> dict[str, Any]:
         f"{row['ratio']['tpot_s']:.1f} times lower than without switches",
         [(count / 10 / rate, "answers get 10 times longer"), (count / rate, "last arrival")],
     )
-    write_png(RESULTS / "elastic-simulated.png", drawing)
-    return {"long": found, "half_as_long": shorter}
+    write("elastic-simulated", {"long": found, "half_as_long": shorter}, drawing)
+
+
+def live(count: int, seed: int) -> None:
+    from benchmarks.elastic.live import row_of
+    from benchmarks.elastic.shifts import SHIFT
+
+    row, switched, arrivals_s = asyncio.run(row_of(SHIFT, count, seed))
+    ratio = {name: row["ratio"][f"{name}_s"]["mean"] for name in ("latency", "ttft", "tpot")}
+    drawing = roles_over_time(
+        switched.spans,
+        f"Roles over time, from {SHIFT.start} to {row['with']['end']}: processes with a fifth of a core each",
+        f"{count} requests, {row['rate']:.2f}/s; latency {ratio['latency']:.1f} times, time to first token "
+        f"{ratio['ttft']:.1f} times, TPOT {ratio['tpot']:.1f} times lower than without switches",
+        [(arrivals_s[count // 10], "answers get 10 times longer"), (arrivals_s[-1], "last arrival")],
+    )
+    path = RESULTS / "elastic-live.json"
+    others = json.loads(path.read_text()) if path.exists() else []
+    rows = [row, *(one for one in others if one["seed"] != seed)]
+    write("elastic-live", sorted(rows, key=lambda one: one["seed"]), drawing)
+
+
+def write(name: str, found: Any, drawing: Any) -> None:
+    """The figures also to standard output."""
+    RESULTS.mkdir(exist_ok=True)
+    text = json.dumps(found, indent=1)
+    (RESULTS / f"{name}.json").write_text(text + "\n")
+    print(text)
+    write_png(RESULTS / f"{name}.png", drawing)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["simulated"])
-    parser.add_argument("--requests", type=int, default=200)
-    parser.add_argument("--rate", type=float, default=3.0, help="requests a second")
+    parser.add_argument("what", choices=["simulated", "live"])
+    parser.add_argument("--requests", type=int, help="200 simulated ones, 100 live ones")
+    parser.add_argument("--rate", type=float, default=3.0, help="simulated: requests a second")
+    parser.add_argument("--seed", type=int, default=1, help="live: its row takes the place of an older one's")
     wanted = parser.parse_args()
-    found = simulated(wanted.requests, wanted.rate)
-    text = json.dumps(found, indent=1)
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"elastic-{wanted.what}.json").write_text(text + "\n")
-    print(text)
+    if wanted.what == "live":
+        live(wanted.requests or 100, wanted.seed)
+    else:
+        simulated(wanted.requests or 200, wanted.rate)
 
 
 if __name__ == "__main__":

@@ -76,6 +76,7 @@ class Applier:
         self._checks = count()
         self._task: asyncio.Task[None] | None = None
         self._is_called_off = False
+        self._say = told
 
     @property
     def config(self) -> DeploymentConfig:
@@ -153,18 +154,31 @@ class Applier:
             tell(text)
             self._told(text)
 
-        holdings = self._holdings
+        self._say = say
         try:
             config, found = await self._checked(config)
             for note in found.notes:
                 say(f"note: {note}")
+            try:
+                await self._hold(limits.deadline_s + _HOLD_MARGIN_S, Deadline(_GATEWAY_S))
+            except OrderRefused as error:
+                raise ValueError(f"the gateway takes no orders: {error}") from error
+            await self._carry_out(config, found, limits)
+        finally:
+            self._under_way, self._say = "", self._told
+
+    async def _carry_out(self, config: DeploymentConfig, found: Difference, limits: ApplyLimits) -> None:
+        holdings = self._holdings
+        try:
+            while holdings.look():  # until a moment ago others changed roles, to the settings of before
+                found = await difference(holdings, config)
             for name in holdings.live:  # what they are now, whatever the settings of their roles will be
                 self._supervisor.respecify(holdings.spec(name))
             holdings.replace_role_settings(config)
             for _ in range(_MOST_PLANS):
                 if not found.steps:
                     break
-                await self._take_all(found, limits, say)
+                await self._take_all(found, limits)
                 found = await difference(holdings, config)
             if found.steps:
                 raise ApplyStopped(
@@ -176,24 +190,21 @@ class Applier:
         except OrderRefused as error:
             raise ApplyStopped(f"all steps are done; the gateway does not take the new file: {error}") from error
         finally:
-            self._under_way = ""
-
-    async def _take_all(self, found: Difference, limits: ApplyLimits, say: Callable[[str], None]) -> None:
-        steps = found.steps
-        try:
-            for number, step in enumerate(steps):
-                self._under_way = f"step {number + 1} of {len(steps)}: {step}"
-                say(self._under_way)
-                deadline = Deadline(limits.deadline_s)
-                try:
-                    await self._hold(limits.deadline_s + _HOLD_MARGIN_S, deadline)
-                    await self._take(step, found, deadline, limits.patience_s)
-                except (OrderRefused, ProcessDied, TimeoutError, OSError) as error:
-                    raise ApplyStopped(self._stopped(steps, number, error)) from error
-        finally:
             if not self._is_called_off:  # else the gateway is about to end as well
                 with suppress(OrderRefused):
                     await self._hold(0.0, Deadline(_RELEASE_S))
+
+    async def _take_all(self, found: Difference, limits: ApplyLimits) -> None:
+        steps = found.steps
+        for number, step in enumerate(steps):
+            self._under_way = f"step {number + 1} of {len(steps)}: {step}"
+            self._say(self._under_way)
+            deadline = Deadline(limits.deadline_s)
+            try:
+                await self._hold(limits.deadline_s + _HOLD_MARGIN_S, deadline)
+                await self._take(step, found, deadline, limits.patience_s)
+            except (OrderRefused, ProcessDied, TimeoutError, OSError) as error:
+                raise ApplyStopped(self._stopped(steps, number, error)) from error
 
     async def _hold(self, seconds: float, deadline: Deadline) -> None:
         """For so long the controller keeps still."""
@@ -257,7 +268,8 @@ class Applier:
     async def _order(
         self, method: str, path: str, body: dict[str, Any], deadline: Deadline
     ) -> dict[str, list[str]]:
-        answer: dict[str, list[str]] = await GatewayOrders(self._socket).give(method, path, body, deadline)
+        orders = GatewayOrders(self._socket, lambda reason: self._say(f"waiting: {reason}"))
+        answer: dict[str, list[str]] = await orders.give(method, path, body, deadline)
         return answer
 
     async def _tell_gateway(self, deadline: Deadline) -> None:

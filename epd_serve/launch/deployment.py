@@ -138,6 +138,11 @@ class LocalDeployment:
         self.gateway_url = gateway.url
         self._ready_timeout_s = ready_timeout_s
         specs = (*instances, gateway) if master is None else (master, *instances, gateway)
+
+        def died(death: ProcessDied, delay_s: float) -> None:
+            self._holdings.restarts(death.name)
+            on_death(death, delay_s)
+
         self._supervisor = Supervisor(
             specs,
             self.log_dir,
@@ -145,7 +150,7 @@ class LocalDeployment:
             hang_timeout_s=config.hang_timeout_s,
             backoff=backoff,
             on_change=on_change,
-            on_death=on_death,
+            on_death=died,
             start=self._start,
         )
         self._applier = Applier(self._holdings, self._supervisor, self._make_forkable, on_apply)

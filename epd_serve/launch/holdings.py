@@ -27,7 +27,7 @@ class Holdings:
         role_config: whose settings instances take when they come to another role.
         directory: of the launcher, with the files that the processes share.
         urls: of all instances by name, whatever their engine.
-        live: those of the native engine.
+        live: those of the native engine, with the settings that their processes have.
         orders: the socket on which the gateway takes orders; None: it takes none.
     """
 
@@ -40,10 +40,11 @@ class Holdings:
     live: dict[str, PreparedInstance] = field(default_factory=dict)
     weight_files: Mapping[str, int] = field(default_factory=dict)
     orders: Path | None = None
+    _of_roles: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def spec(self, name: str) -> ProcessSpec:
-        """The process of an instance, with the role that it has now."""
-        return self.spec_of(self.live[name])
+        """The process of an instance if it is started again, with the role that it has now."""
+        return self.spec_of(self._started_again(name))
 
     def spec_of(self, instance: PreparedInstance) -> ProcessSpec:
         copies = not self.config.instances.share_weights
@@ -54,6 +55,7 @@ class Holdings:
 
     def joined(self, instance: PreparedInstance) -> None:
         """It is part of the deployment from now on."""
+        self._of_roles.pop(instance.options.name, None)
         self.live[instance.options.name] = instance
         self.urls[instance.options.name] = self.spec(instance.options.name).url
 
@@ -65,19 +67,32 @@ class Holdings:
         replace_role_settings(self.directory, config)
         self.role_config = config
 
-    def switched(self, name: str, role: Role) -> None:
-        """It has this role, and the settings for it."""
+    def restarts(self, name: str) -> None:
+        """Its process has died and is started again."""
+        if name in self.live:
+            self.look()
+            self.live[name] = self._started_again(name)
+
+    def _started_again(self, name: str) -> PreparedInstance:
         instance = self.live[name]
-        settings = role_settings(self.role_config)[str(role)]
+        return replace(instance, options=replace(instance.options, **self._of_roles.get(name, {})))
+
+    def switched(self, name: str, role: Role) -> None:
+        """It has this role, and of the settings for it those that need no other process."""
+        instance = self.live[name]
+        self._of_roles[name] = settings = role_settings(self.role_config)[str(role)]
         rebuilt = {key: settings[key] for key in REBUILT}
         self.live[name] = replace(instance, options=replace(instance.options, role=role, **rebuilt))
 
-    def look(self) -> None:
-        """Take the roles over that instances came to by somebody else's orders."""
+    def look(self) -> bool:
+        """Take the roles over that instances came to by somebody else's orders; whether there are such."""
+        found = False
         for name, instance in self.live.items():
             role = remembered_role(self.directory, name)
             if role is not None and role != instance.options.role:
                 self.switched(name, role)
+                found = True
+        return found
 
     def write_gateway_file(self, config: DeploymentConfig, name: str = GATEWAY_FILE) -> Path:
         """The gateway's file: ``config`` with the instances that there are. It is replaced in one step.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,8 @@ import aiohttp
 import msgspec
 
 _AGAIN_S = 0.1
+#: A reason that stays for so long is worth a word.
+_LONG_S = 2.0
 #: An order's own deadline is this part of the time that is left, and at most so many seconds, before its end: its
 #: answer comes while somebody waits for it.
 _MARGIN, _MAX_MARGIN_S = 0.1, 2.0
@@ -40,10 +44,15 @@ class Deadline:
 
 
 class GatewayOrders:
-    """Each order is given again, until its deadline, where what is in its way passes."""
+    """Each order is given again, until its deadline, where what is in its way passes.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        waits: told of each reason once that is in the way for a while.
+    """
+
+    def __init__(self, path: Path, waits: Callable[[str], None] = lambda reason: None) -> None:
         self._path = path
+        self._waits = waits
 
     async def give(self, method: str, path: str, body: dict[str, Any] | None, deadline: Deadline) -> Any:
         """The answer. A ``deadline_s`` in the body is cut to what is left of the one here.
@@ -51,6 +60,7 @@ class GatewayOrders:
         Raises OrderRefused with the reason.
         """
         reason = "the gateway does not answer" if deadline.left_s else "no time is left to ask the gateway"
+        to_tell: dict[str, float] = {}
         while (left_s := deadline.left_s) > 0:
             try:
                 async with asyncio.timeout(left_s):
@@ -65,6 +75,9 @@ class GatewayOrders:
                 reason = str(content.get("error", {}).get("message") or content)
                 if status not in _PASSING:
                     raise OrderRefused(reason)
+            if left_s < to_tell.setdefault(reason, left_s - _LONG_S):
+                self._waits(reason)
+                to_tell[reason] = -math.inf
             await asyncio.sleep(_AGAIN_S)
         raise OrderRefused(f"{reason}; {deadline.seconds:g} s are over")
 

@@ -15,6 +15,7 @@ from fleet import Books
 
 from epd_serve.config import DeploymentConfig
 from epd_serve.launch import LocalDeployment
+from epd_serve.launch.ports import free_port
 
 
 @dataclass
@@ -55,14 +56,22 @@ def only_in_first(texts: list[str]) -> str:
 
 
 async def test_each_choice_goes_on_at_another_decode_instance() -> None:
+    admin = free_port("127.0.0.1")
+    gateway = {"port": 0, "admin": {"port": admin}}
     config = DeploymentConfig(
-        topology="P-3D", restart="never", gateway={"port": 0}, instances={"base_port": 0, "threads": 1}
+        topology="P-3D", restart="never", gateway=gateway, instances={"base_port": 0, "threads": 1}
     )
     async with (
         LocalDeployment(config, ready_timeout_s=240) as deployment,
         httpx.AsyncClient(base_url=deployment.gateway_url, timeout=240) as client,
     ):
         urls = {name: handle.url for name, handle in deployment.instances.items()}
+
+        def signal_all(number: signal.Signals) -> None:
+            for name in urls:
+                if name != "p0":
+                    os.kill(deployment.instances[name].pid, number)
+
         for number, temperature in enumerate((0.0, 1.2), start=1):
             body = chat("Count to 9.", max_tokens=200, ignore_eos=True, stream=True, temperature=temperature)
             body |= {"n": 3, "seed": 7, "stream_options": {"include_usage": True}}
@@ -77,10 +86,12 @@ async def test_each_choice_goes_on_at_another_decode_instance() -> None:
             begun = asyncio.Event()
             asked = asyncio.create_task(stream(client, body, begun))
             await begun.wait()
-            blocks = {name: (await client.get(f"{url}/integrity")).json()["blocks"] for name, url in urls.items()}
-            [busy] = [name for name, in_use in blocks.items() if in_use and name != "p0"]
+            signal_all(signal.SIGSTOP)  # so that it does not end while it is looked for
+            known = (await client.get(f"http://127.0.0.1:{admin}/instances")).json()["instances"]
+            [busy] = [one["name"] for one in known if "D" in one["in_flight"]]
             os.kill(deployment.instances[busy].pid, signal.SIGKILL)
             del urls[busy]
+            signal_all(signal.SIGCONT)
             assert await asked == whole
             await Books(urls).check()
             metrics = (await client.get("/metrics")).text

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ import tiny_models
 from fleet import Books
 from pictures import png
 from PIL import Image
-from services import answering, serving
+from services import answering, held, serving
 
 from epd_serve.config import InstanceOptions
 from epd_serve.config.role_files import in_role, remember, remembered
@@ -68,18 +66,6 @@ async def read(answer: httpx.Response) -> list[tuple[int, list[int], bytes]]:
 
 def tokens(answer: list[tuple[int, list[int], bytes]]) -> list[int]:
     return [token for _, ids, _ in answer for token in ids]
-
-
-@asynccontextmanager
-async def held(instance: Instance, peers: Peers) -> AsyncIterator[None]:
-    """KV that somebody may still write keeps the instance from being empty."""
-    assert instance.language is not None
-    layout, ref = instance.language.parts.layout, wire.TransferRef("t", "r")
-    await peers.call(instance.url, "/kv/reserve", wire.ReserveRequest("t", "r", 8, 8, 1, [], layout, lease_s=3600))
-    try:
-        yield
-    finally:
-        await peers.call(instance.url, "/kv/cancel", ref)
 
 
 async def draining(instance: Instance) -> None:
@@ -140,7 +126,7 @@ async def test_an_order_is_called_back_cancelled_or_too_late(tmp_path: Path) -> 
     model = tiny_models.make_tiny_model("llava", tmp_path / "model")
     peers = Peers()
     async with serving(model, "PD", num_blocks=100) as instance:
-        async with held(instance, peers):
+        async with held(instance):
             with pytest.raises(StageTimeout, match="role PD is served on"):
                 await instance.switching.order(order("P", deadline_s=0.05))
             assert instance.info().ready and instance.info().epoch == 0

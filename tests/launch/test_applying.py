@@ -15,13 +15,14 @@ import pytest
 from aiohttp import web
 
 from epd_serve.config import change_config, parse_config
-from epd_serve.config.role_files import remember, write_role_settings
+from epd_serve.config.role_files import in_role, remember, write_role_settings
 from epd_serve.launch import Supervisor
 from epd_serve.launch.applying import Applier, ApplyLimits, ApplyStopped
 from epd_serve.launch.commands import prepare_instances
 from epd_serve.launch.holdings import Holdings, resolved
 from epd_serve.launch.ports import Ports
 from epd_serve.launch.process import ProcessSpec
+from epd_serve.types import Role
 
 CONFIG = resolved(parse_config("topology: 2E-P-D\ninstances: {base_port: 0}\ngateway: {api_key: secret}"))
 OTHER = change_config(CONFIG, {"topology": "E-2P-D"})
@@ -32,10 +33,16 @@ class Gateway:
     """It takes every order; who orders a switch finds that somebody else has switched the instance back.
 
     Attributes:
+        paths: that were asked for.
+        busy: orders of roles are refused, for a reason that may pass.
+        changed: an instance that the controller makes a D while a file is checked; then nobody undoes anything.
         slow_s: a reload is refused until so long after the step has begun; half of that goes by with a leave.
     """
 
     held: Holdings
+    paths: list[str] = field(default_factory=list)
+    busy: bool = False
+    changed: str = ""
     switches: int = 0
     files: list[Path] = field(default_factory=list)
     two_checks: asyncio.Barrier | None = None
@@ -43,7 +50,10 @@ class Gateway:
     began_s: float = 0.0
 
     async def answer(self, request: web.Request) -> web.Response:
+        self.paths.append(request.path)
         if request.path == "/check":
+            if self.changed:
+                remember(in_role(self.held.live[self.changed].options, Role.parse("D")))
             file = Path((await request.json())["file"])
             self.files.append(file)
             if self.two_checks is not None:
@@ -57,9 +67,13 @@ class Gateway:
             await asyncio.sleep(self.slow_s / 2)
         if request.path == "/reload" and loop.time() < self.began_s + self.slow_s:
             return web.json_response({"error": {"message": "not yet"}}, status=503)
+        if request.path.endswith("/role") and self.busy:
+            return web.json_response({"error": {"message": "a stage would be left alone"}}, status=409)
         if request.path.endswith("/role"):
             self.switches += 1
-            remember(self.held.live[request.match_info["path"].split("/")[1]].options)
+            options = self.held.live[request.match_info["path"].split("/")[1]].options
+            role = Role.parse((await request.json())["role"]) if self.changed else options.role
+            remember(in_role(options, role))
         return web.json_response({})
 
 
@@ -147,3 +161,32 @@ async def test_all_that_a_step_consists_of_has_one_deadline(fakes: Any, tmp_path
         own.gateway.slow_s = 1.5
         with pytest.raises(ApplyStopped, match=r"stop e1 .*; 1 s are over"):
             await own.applier.apply(change_config(CONFIG, {"topology": "E-P-D"}), ApplyLimits(deadline_s=1))
+
+
+async def test_what_has_another_role_by_the_time_that_roles_have_new_settings_has_those_of_before(
+    fakes: Any, tmp_path: Path
+) -> None:
+    """The controller is held up only after the file was found to be right."""
+    more = change_config(CONFIG, {"topology": "E-P-2D", "roles": {"D": {"max_num_seqs": 7}}})
+    async with launcher(fakes, tmp_path) as own:
+        await own.supervisor.start()
+        await own.supervisor.wait_ready(60)
+        own.gateway.changed = "e1"
+        await own.applier.apply(more, ApplyLimits(deadline_s=30))
+        paths = own.gateway.paths
+        assert "/instances/e1/role" in paths, "it is a D with the settings of before"
+        assert paths[:2] == ["/check", "/hold"] and paths[-1] == "/hold", "it is let go in the end"
+
+
+async def test_what_is_in_the_way_for_long_is_said_once(
+    fakes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("epd_serve.launch.orders._LONG_S", 0.05)
+    async with launcher(fakes, tmp_path) as own:
+        await own.supervisor.start()
+        await own.supervisor.wait_ready(60)
+        own.gateway.busy = True
+        said: list[str] = []
+        with pytest.raises(ApplyStopped, match="a stage would be left alone"):
+            await own.applier.apply(OTHER, ApplyLimits(deadline_s=2), said.append)
+        assert said[1:] == ["waiting: a stage would be left alone"]

@@ -120,6 +120,17 @@ def test_the_roles_are_those_that_instances_have_by_now(tmp_path: Path) -> None:
     assert flag(held, "e1", "--role") == "D"
 
 
+def test_what_is_started_again_has_all_settings_of_its_role(tmp_path: Path) -> None:
+    """Those that a process reads once it has from then on, and another file that asks for them is content."""
+    text = f"{FREE}\nroles: {{P: {{queue_timeout_s: 77}}}}"
+    held = holdings(tmp_path, f"topology: 2E-P-D\n{text}")
+    held.switched("e1", Role.parse("P"))
+    assert flag(held, "e1", "--role") == "P" and flag(held, "e1", "--queue-timeout-s") == "77.0"
+    assert steps(held, f"topology: E-2P-D\n{text}") == ["start p1 (P)", "stop e1 (P)"], "as long as it lives"
+    held.restarts("e1")
+    assert steps(held, f"topology: E-2P-D\n{text}") == []
+
+
 def vars_of(options: Any) -> dict[str, Any]:
     return {name: getattr(options, name) for name in options.__dataclass_fields__}
 

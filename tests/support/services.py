@@ -14,7 +14,9 @@ from servers import served
 from epd_serve.config import InstanceOptions
 from epd_serve.instance.http import ControlApp
 from epd_serve.instance.instance import Instance
+from epd_serve.instance.peers import Peers
 from epd_serve.launch.ports import free_port
+from epd_serve.protocol import wire
 from epd_serve.types import Role
 
 
@@ -51,3 +53,17 @@ async def answering(instance: Instance, body: bytes) -> AsyncIterator[httpx.Resp
         client.stream("POST", f"{instance.url}/stage/prefill", content=body) as answer,
     ):
         yield answer
+
+
+@asynccontextmanager
+async def held(instance: Instance) -> AsyncIterator[None]:
+    """KV that somebody may still write keeps the instance from being empty."""
+    assert instance.language is not None
+    peers = Peers()
+    layout, ref = instance.language.parts.layout, wire.TransferRef("t", "r")
+    await peers.call(instance.url, "/kv/reserve", wire.ReserveRequest("t", "r", 8, 8, 1, [], layout, lease_s=3600))
+    try:
+        yield
+    finally:
+        await peers.call(instance.url, "/kv/cancel", ref)
+        await peers.close()
