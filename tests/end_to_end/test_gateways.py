@@ -62,7 +62,7 @@ class Stream:
 
     async def _read(self, url: str) -> str:
         async with (
-            httpx.AsyncClient(timeout=60) as client,
+            httpx.AsyncClient(timeout=150) as client,
             client.stream("POST", f"{url}/v1/chat/completions", json=BODY) as answer,
         ):
             async for piece in answer.aiter_text():
@@ -97,11 +97,11 @@ async def test_a_stream_outlives_new_instances_and_sigterm(urls: dict[str, str],
     write(urls)
     async with (
         gateway_process(config, {}) as (url, process),
-        httpx.AsyncClient(base_url=url, timeout=60) as client,
+        httpx.AsyncClient(base_url=url, timeout=150) as client,
     ):
 
         async def become(names: set[str]) -> None:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(150):
                 while set((await client.get("/health")).json()["instances"]) != names:  # noqa: ASYNC110
                     await asyncio.sleep(0.05)
 
@@ -124,7 +124,7 @@ async def test_a_stream_outlives_new_instances_and_sigterm(urls: dict[str, str],
         stream = Stream(url)
         await stream.begun.wait()
         process.send_signal(signal.SIGTERM)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(150):
             while (await client.get("/health/ready")).status_code != 503:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
         assert (await client.get("/health/live")).status_code == 200

@@ -39,7 +39,7 @@ async def gateway(instances: Mapping[str, str], *, config: dict[str, Any] | None
     host = "127.0.0.1"
     app = create_app(GatewaySettings.of(DeploymentConfig.model_validate(config or {}), host), [*instances.items()])
     async with served(new_server(app, host, 0)) as url, httpx.AsyncClient(trust_env=False) as client:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(150):
             while (await client.get(f"{url}/health")).status_code != 200:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
         yield url
@@ -52,7 +52,7 @@ def is_up(url: str) -> bool:
         return False
 
 
-def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 60) -> None:
+def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 150) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
@@ -61,14 +61,14 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 60) 
 
 async def until_decoding(url: str) -> None:
     """Wait until an instance holds blocks for requests."""
-    async with httpx.AsyncClient(timeout=60) as client, asyncio.timeout(60):
+    async with httpx.AsyncClient(timeout=150) as client, asyncio.timeout(150):
         while not (await client.get(f"{url}/integrity")).json()["blocks"]:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 
 async def figures(url: str) -> dict[str, float]:
     """The sum of each metric of an instance over its labels."""
-    async with httpx.AsyncClient(timeout=60) as client:
+    async with httpx.AsyncClient(timeout=150) as client:
         text = (await client.get(f"{url}/metrics")).text
     sums: dict[str, float] = {}
     for family in text_string_to_metric_families(text):
@@ -86,7 +86,7 @@ class Books:
 
     async def check(self, timeout_s: float = 30) -> None:
         """Clean-up after a cancellation runs in the background, so "all free" is awaited, not demanded at once."""
-        async with httpx.AsyncClient(timeout=60) as client:
+        async with httpx.AsyncClient(timeout=150) as client:
             deadline = time.monotonic() + timeout_s
             while True:
                 state = {name: (await client.get(f"{url}/integrity")) for name, url in self.urls.items()}
