@@ -3,7 +3,8 @@
     python -m benchmarks.planner_measured --profile results/profile-runs-cpu.json
 
 The simulator knows the profile and nothing of the runs. Errors are of runs below saturation: those whose rate is
-at most ``BELOW`` of the most requests a second that the deployment got through at any rate.
+at most ``BELOW`` of the most requests a second that the deployment got through at any rate. How deployments are
+ranked, and which of them count as equal, is told in ``planner_ranking``.
 """
 
 from __future__ import annotations
@@ -11,16 +12,17 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from itertools import combinations, pairwise
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 import msgspec
 
-from benchmarks.planner_papers import kendall_tau
-from benchmarks.planner_runs import RUNS, TPOT_MS, TTFT_MS, Asked, MeasuredRun
+from benchmarks.planner_ranking import noise_of, rank
+from benchmarks.planner_runs import ROOT, RUNS, TPOT_MS, TTFT_MS, Asked, MeasuredRun
 from epd_serve.bench.statistics import wilson
+from epd_serve.config import load_config
 from epd_serve.cost.profile import Profile
 from epd_serve.sim.build import build
 from epd_serve.sim.request import SimRequest
@@ -52,6 +54,8 @@ def sim_requests(run: MeasuredRun, profile: Profile) -> list[SimRequest]:
 def simulated(run: MeasuredRun, profile: Profile) -> list[Asked]:
     """The run's requests through the simulator."""
     requests = sim_requests(run, profile)
+    if load_config(ROOT / "deploy" / run.file).settings_for("P").kv_transfer.transport == "mooncake":
+        profile = profile.over("mooncake")
     deployment = build(
         parse_topology(run.topology), ["cpu"], lambda *_: profile, cores=CORES, threads=1, num_blocks=4096
     )
@@ -93,31 +97,59 @@ def figures(requests: Sequence[Asked]) -> dict[str, float]:
 
 def compare(runs: Sequence[MeasuredRun], profile: Profile) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
-    good: dict[str, dict[tuple[str, str], list[bool]]] = {"measured": {}, "simulated": {}}
     for run in runs:
         row: dict[str, Any] = {
             "file": run.file,
             "topology": run.topology,
             "workload": run.workload,
             "rate": run.rate,
+            "round": run.round,
         }
         for side, requests in (("measured", run.requests), ("simulated", simulated(run, profile))):
-            row[side] = figures(requests)
-            good[side].setdefault((run.workload, run.file), []).extend(map(is_good, requests))
+            row[side] = {**figures(requests), "good": sum(map(is_good, requests))}
         rows.append(row)
     for row in rows:
         alike = [one for one in rows if (one["file"], one["workload"]) == (row["file"], row["workload"])]
         most = max(one["measured"]["served"] for one in alike)
         row["below_saturation"] = row["rate"] <= BELOW * most
     below = [row for row in rows if row["below_saturation"]]
+    good = {
+        (workload, side): _good([row for row in rows if row["workload"] == workload], side)
+        for workload in sorted({row["workload"] for row in rows})
+        for side in ("measured", "simulated")
+    }
+    alike = {row["file"]: _processes(row["file"]) for row in rows}
+    noise = [noise_of(counts, alike) for (_, side), counts in good.items() if side == "measured"]
+    total = sum(noise[1:], noise[0])
     return {
         "limits": {"ttft_ms": TTFT_MS, "tpot_ms": TPOT_MS},
         "runs_below_saturation": len(below),
         "errors_below_saturation": {name: _errors(below, name) for name in FIGURES},
         "errors_of_all": {name: _errors(rows, name) for name in FIGURES},
-        "rankings": {name: _ranking(rows, good, name) for name in sorted({row["workload"] for row in rows})},
+        "rankings": {
+            name: rank(good[name, "measured"], good[name, "simulated"], total)
+            for name in sorted({row["workload"] for row in rows})
+        },
         "runs": rows,
     }
+
+
+def _good(rows: Sequence[dict[str, Any]], side: str) -> dict[str, list[float]]:
+    """Of each deployment the good requests among all that were sent in each round, at all rates."""
+    rounds = sorted({row["round"] for row in rows})
+    return {
+        file: [
+            sum(row[side]["good"] for row in rows if (row["file"], row["round"]) == (file, one)) for one in rounds
+        ]
+        for file in dict.fromkeys(row["file"] for row in rows)
+    }
+
+
+def _processes(file: str) -> tuple[object, ...]:
+    """What a deployment runs on this machine: deployments with the same are repetitions of each other."""
+    config = load_config(ROOT / "deploy" / file)
+    roles = tuple(sorted(str(one.role) for one in config.placement()))
+    return roles, config.settings_for("P").kv_transfer.transport, config.feature_store
 
 
 def _errors(rows: Sequence[dict[str, Any]], name: str) -> dict[str, float]:
@@ -142,39 +174,6 @@ def goodput(rows: Sequence[dict[str, Any]], side: str, value: str = "attainment"
     return float(known[-1][0])
 
 
-def _ranking(
-    rows: Sequence[dict[str, Any]], good: dict[str, dict[tuple[str, str], list[bool]]], workload: str
-) -> dict[str, Any]:
-    """Of deployments by the good requests among all that were sent, at all rates. All got the same requests, so
-    two deployments are told apart by those that were good at one alone (McNemar, 5 %). Tau is over all pairs,
-    and over those told apart."""
-    table: dict[str, dict[str, float]] = {}
-    for file in dict.fromkeys(row["file"] for row in rows if row["workload"] == workload):
-        some = [row for row in rows if (row["file"], row["workload"]) == (file, workload)]
-        table[file] = {
-            "measured": sum(good["measured"][workload, file]),
-            "simulated": sum(good["simulated"][workload, file]),
-            "measured_goodput": goodput(some, "measured"),
-            "simulated_goodput": goodput(some, "simulated"),
-        }
-    apart: list[float] = []
-    for one, other in combinations(table, 2):
-        pairs = list(zip(good["measured"][workload, one], good["measured"][workload, other], strict=True))
-        first, second = (sum(a and not b for a, b in pairs), sum(b and not a for a, b in pairs))
-        if abs(first - second) > 1.96 * (first + second) ** 0.5:
-            apart.append((first - second) * (table[one]["simulated"] - table[other]["simulated"]))
-    best = max(table, key=lambda file: table[file]["simulated"])
-    measured, predicted = ([one[side] for one in table.values()] for side in ("measured", "simulated"))
-    return {
-        "good_requests": dict(sorted(table.items(), key=lambda one: -one[1]["measured"])),
-        "tau": kendall_tau(predicted, measured),
-        "pairs_told_apart": len(apart),
-        "tau_of_those": fmean((sign > 0) - (sign < 0) for sign in apart) if apart else None,
-        "choice": best,
-        "choice_of_best": table[best]["measured"] / max(measured),
-    }
-
-
 def draw(found: dict[str, Any], path: Path) -> None:
     """Simulated over measured, each run a point; open circles are of saturated deployments."""
     import matplotlib.pyplot as plt
@@ -195,14 +194,14 @@ def draw(found: dict[str, Any], path: Path) -> None:
                 )
         axis.set(title=title, xscale="log", yscale="log", xlabel="measured", ylabel="simulated")
     for number, (workload, ranking) in enumerate(found["rankings"].items()):
-        counts = ranking["good_requests"].values()
+        counts = ranking["good_requests_a_round"].values()
         axes[-1].scatter(
             [one["measured"] for one in counts],
             [one["simulated"] for one in counts],
             c=f"C{number}",
             label=workload,
         )
-    axes[-1].set(title="good requests of a deployment", xlabel="measured", ylabel="simulated")
+    axes[-1].set(title="good requests of a deployment in a round", xlabel="measured", ylabel="simulated")
     for axis in axes:
         low, high = min(axis.get_xlim()[0], axis.get_ylim()[0]), max(axis.get_xlim()[1], axis.get_ylim()[1])
         axis.plot([low, high], [low, high], color="gray", linewidth=0.8)

@@ -1,33 +1,32 @@
 """Measured runs of every CPU deployment in ``deploy/``, for the simulator to be held against.
 
-    python -m benchmarks.planner_runs take WORK_DIR [--files A.yaml,B.yaml] [--workload W] [--rates 2,4,6,8]
+    python -m benchmarks.planner_runs take WORK_DIR [--files A.yaml,B.yaml] [--round ROUND]
     python -m benchmarks.planner_runs keep WORK_DIR
 
 ``take`` makes a model with random weights (six layers, so that stages take much longer than HTTP does), gives
-every instance one thread, and lets ``epd-serve bench --compare`` measure; it may be called several times with
-parts of the deployments and the loads. ``keep`` writes what the simulator needs of all runs to
-``results/planner-runs.json``: of each request when it was sent, its sizes and its times.
+every instance one thread, and sends each load to each deployment. It is called once for each round: rounds have
+other requests at other times, and in each all deployments get the same ones, one deployment after the other.
+``keep`` writes what the simulator needs of all runs to ``results/planner-runs.json``: of each request when it was
+sent, its sizes and its times.
 """
 
 from __future__ import annotations
 
 import argparse
 import io
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
 
 import msgspec
 from PIL import Image
+from rich.console import Console
 
 from benchmarks.transfer_models import make_model
-from epd_serve.bench.compare import read_comparison
-from epd_serve.bench.deployed import read_candidates
+from epd_serve.bench.deployed import Candidate, deployed
 from epd_serve.bench.plan import take_items
-from epd_serve.bench.results import file_name
-from epd_serve.bench.run_directory import RunDirectory
-from epd_serve.bench.types import Item, Media
+from epd_serve.bench.progress import Progress
+from epd_serve.bench.run_directory import RunDirectory, new_directory
+from epd_serve.bench.session import Session
+from epd_serve.bench.types import Item, Media, RunSettings
 from epd_serve.bench.workloads import load_workload
 from epd_serve.config import change_config, load_config
 
@@ -36,6 +35,7 @@ RUNS = Path(__file__).parent / "results" / "planner-runs.json"
 #: Of an idle EPD instance about four times the time to the first token and 2.5 times that per token.
 TTFT_MS, TPOT_MS = 600, 15
 WORKLOADS = ("sharegpt4o-like", "visualwebinstruct-like")
+RATES = (2.0, 4.0, 6.0, 8.0)
 
 
 class Asked(msgspec.Struct, frozen=True, array_like=True):
@@ -61,6 +61,7 @@ class MeasuredRun(msgspec.Struct, frozen=True, kw_only=True):
     topology: str
     workload: str
     rate: float
+    round: int = 0
     requests: list[Asked]
 
 
@@ -70,37 +71,38 @@ def make_runs_model(path: Path) -> Path:
     return make_model(path, **sizes, vision_layers=4, vision_hidden=256, max_pixels=448 * 448)
 
 
-def take(
-    work_dir: Path, files: list[Path], workloads: list[str], rates: str, duration_s: float, seed: int
-) -> None:
+def take(work_dir: Path, files: list[Path], duration_s: float, number_of_round: int) -> None:
     model = work_dir / "model"
     if not (model / "config.json").exists():
         make_runs_model(model)
-    for workload in workloads:
-        with tempfile.TemporaryDirectory() as folder:
-            changed = []
-            for file in files:
-                config = change_config(load_config(file), {"model": str(model), "instances": {"threads": 1}})
-                changed.append(Path(folder) / file.name)
-                changed[-1].write_text(config.model_dump_json(exclude_unset=True), encoding="utf-8")
-            command = ["bench", "--compare", ",".join(map(str, changed)), "--workload", workload]
-            command += ["--rates", rates, "--duration", str(duration_s), "--seed", str(seed), "--no-report"]
-            command += ["--slo-ttft-ms", str(TTFT_MS), "--slo-tpot-ms", str(TPOT_MS)]
-            command += ["--work-dir", str(work_dir / "runs")]
-            subprocess.run([sys.executable, "-m", "epd_serve.cli", *command], check=True)
+    console = Console()
+    session = Session(progress=lambda title, number, done: Progress(console, title, number, done))
+    for file in files:
+        config = change_config(load_config(file), {"model": str(model), "instances": {"threads": 1}})
+        candidate = Candidate(file=file, label=file.name, config=config)
+        with deployed(candidate, work_dir / f"{file.stem}.log") as url:
+            loads = ((workload, rate) for workload in WORKLOADS for rate in RATES)
+            for number, (workload, rate) in enumerate(loads):
+                settings = RunSettings(
+                    base_url=url,
+                    model="",
+                    workload=workload,
+                    num_requests=round(rate * duration_s),
+                    seed=100 * number_of_round + number,  # no picture is in a cache from an earlier run
+                    arrivals="poisson",
+                    rate=rate,
+                    num_warmups=2,
+                    label=file.name,
+                )
+                session.begin(new_directory(work_dir / "runs"), settings, load_workload(workload))
 
 
 def keep(work_dir: Path) -> list[MeasuredRun]:
-    runs = []
-    for file in sorted((work_dir / "runs").glob("*/*/*/run.json")):
-        run = RunDirectory.open(file.parent)
-        names = [Path(name).name for name in read_comparison(file.parents[2]).files]
-        of_label = {
-            file_name(one.label): one.file.name
-            for one in read_candidates([ROOT / "deploy" / name for name in names])
-        }
-        runs.append(kept(run, of_label[file.parents[1].name]))
-    return sorted(runs, key=lambda one: (one.workload, one.file, one.rate))
+    runs = [RunDirectory.open(file.parent) for file in (work_dir / "runs").glob("*/run.json")]
+    return sorted(
+        (kept(run, run.settings.label) for run in runs),
+        key=lambda one: (one.workload, one.file, one.rate, one.round),
+    )
 
 
 def kept(run: RunDirectory, deployment: str) -> MeasuredRun:
@@ -115,6 +117,7 @@ def kept(run: RunDirectory, deployment: str) -> MeasuredRun:
         topology=settings.topology or settings.label,
         workload=settings.workload,
         rate=settings.rate or 0.0,
+        round=settings.seed // 100,
         requests=[
             Asked(
                 sent_s=round((one.sent_s or 0.0) - begin_s, 4),
@@ -145,14 +148,11 @@ def main() -> None:
     parser.add_argument("what", choices=["take", "keep"])
     parser.add_argument("work_dir", type=Path)
     parser.add_argument("--files", default=",".join(map(str, sorted((ROOT / "deploy").glob("cpu-*.yaml")))))
-    parser.add_argument("--workload", default=",".join(WORKLOADS))
-    parser.add_argument("--rates", default="2,4,6,8")
     parser.add_argument("--duration", type=float, default=15)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--round", type=int, default=0)
     wanted = parser.parse_args()
     if wanted.what == "take":
-        files = [Path(file) for file in wanted.files.split(",")]
-        take(wanted.work_dir, files, wanted.workload.split(","), wanted.rates, wanted.duration, wanted.seed)
+        take(wanted.work_dir, [Path(file) for file in wanted.files.split(",")], wanted.duration, wanted.round)
         return
     runs = keep(wanted.work_dir)
     RUNS.write_bytes(b"[\n" + b",\n".join(msgspec.json.encode(one) for one in runs) + b"\n]\n")

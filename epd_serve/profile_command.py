@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
+import msgspec
 import typer
 
 from epd_serve.errors import needs_native
@@ -23,11 +24,15 @@ def profile(
         bool,
         typer.Option(help="Bring up EPD and E-P-D too, for what requests take besides their stages."),
     ] = True,
+    mooncake: Annotated[
+        bool, typer.Option("--mooncake", help="Measure stages that talk over Mooncake too, by TCP.")
+    ] = False,
 ) -> None:
     """Measure encode, prefill, decode and transfers on a device and fit the costs that 'epd-serve plan' uses."""
     with needs_native():
         import torch
 
+        from epd_serve.worker.beside import stages_beside
         from epd_serve.worker.grid import GridOptions, profile_device
     from rich.console import Console
     from rich.table import Table
@@ -42,11 +47,16 @@ def profile(
         dtype=getattr(torch, dtype),
         threads=threads,
         clock=clock,
+        mooncake=mooncake,
     )
     with Console(stderr=True).status("measuring") as status:
         result = profile_device(options, lambda text: status.update(f"measuring {text}"))
         if deployments:
-            overheads = OverheadOptions(model=model, device=device, dtype=dtype, threads=threads)
+            pairs = stages_beside(options, lambda text: status.update(f"measuring {text}"))
+            result = msgspec.structs.replace(result, interference_within=pairs)
+            overheads = OverheadOptions(
+                model=model, device=device, dtype=dtype, threads=threads, mooncake=mooncake
+            )
             result = with_overheads(result, overheads, lambda text: status.update(f"measuring {text}"))
     out.write_bytes(result.to_json())
     table = Table(
@@ -71,3 +81,9 @@ def profile(
         for name, seconds in besides.items():
             rest.add_row(name, f"{1e3 * seconds:.2f}")
         Console().print(rest)
+    if result.interference_within:
+        beside = Table("stage", "takes longer beside", "in another process", "in the same one")
+        for pair in sorted({*result.interference, *result.interference_within}):
+            known = (pairs.get(pair) for pairs in (result.interference, result.interference_within))
+            beside.add_row(*pair.split("/"), *("-" if more is None else f"{more:.0%}" for more in known))
+        Console().print(beside)

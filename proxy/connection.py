@@ -32,7 +32,7 @@ _ONCE = frozenset({b"content-length", b"connection"})
 _LINGER_S = 30.0
 
 #: What is not a body is received here and taken out at once; all connections share it.
-_scratch = bytearray(16 * 1024)
+_scratch = bytearray(64 * 1024)
 _scratch_view = memoryview(_scratch)
 
 

@@ -9,10 +9,8 @@ from __future__ import annotations
 import asyncio
 import socket
 
-#: Less than this is not waited for.
-MIN_BYTES = 32 * 1024
-#: More than this is not waited for at a time: the system has to hold it meanwhile.
-MAX_BYTES = 256 * 1024
+#: So much is waited for, while it is still to come: the system has to hold it meanwhile.
+MARK_BYTES = 256 * 1024
 
 
 class LowWater:
@@ -28,9 +26,7 @@ class LowWater:
 
     def expect(self, nbytes: int) -> None:
         """So many bytes are still to come, for certain; none where it is not above 0. Any number of times."""
-        if nbytes >= self._mark > 1:
-            return  # as before
-        mark = min(nbytes, MAX_BYTES) if nbytes >= MIN_BYTES else 1
+        mark = MARK_BYTES if nbytes >= MARK_BYTES else 1
         if mark != self._mark and self._socket is not None:
             self._mark = mark
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, mark)

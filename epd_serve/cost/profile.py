@@ -48,6 +48,29 @@ class EncodeLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return self.base_s + self.image_s * len(pixels) + self.pixel_s * sum(pixels) + self.pair_s * squares
 
 
+class Transport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What stages in different instances take to talk to each other.
+
+    Attributes:
+        handshake_s, bytes_per_s: of a transfer.
+        split_s: before a prefill whose KV goes elsewhere: its reservation; split_token_s: of it, for each token.
+        feature_s: from an encode elsewhere until its feature is there, transfer apart.
+        hand_over_s: from the end of a prefill to the first step at D, transfer apart.
+        split_cpu_s, split_token_cpu_s, feature_cpu_s: CPU seconds that both ends take for that more than over
+            shared memory, whose part is in a profile's ``crowding``.
+    """
+
+    handshake_s: float = 3e-4
+    bytes_per_s: float = 4e9
+    split_s: float = 0.0
+    split_token_s: float = 0.0
+    feature_s: float = 0.0
+    hand_over_s: float = 0.0
+    split_cpu_s: float = 0.0
+    split_token_cpu_s: float = 0.0
+    feature_cpu_s: float = 0.0
+
+
 class Residual(msgspec.Struct, frozen=True, kw_only=True):
     """How far a fit is from what was measured, in relative terms."""
 
@@ -75,8 +98,11 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
         feature_s: from an encode elsewhere until its feature is there, transfer apart.
         hand_over_s: from the end of a prefill to the first step at D, transfer apart.
         loop_s, stream_s: of a step besides the model, for each of its sequences: scheduling, its token's way out.
+        split_cpu_s, split_token_cpu_s, feature_cpu_s: see :class:`Transport`.
+        transports: in place of the one that instances of a host have by themselves, by name.
         interference: how much longer a stage takes beside another one on the device: "P/D" is P beside D;
-            interference_within: of one instance, whose process they share.
+            interference_within: what it waits besides for one in the same process, with a core for each. "host"
+            prepares images.
         crowding: how much longer stages that want more cores than there are take than an equal part of them says.
         residuals: of the fits, by stage.
         samples: what was measured: stage, its work, seconds.
@@ -115,6 +141,10 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
     hand_over_s: float = 0.0
     loop_s: float = 0.0
     stream_s: float = 0.0
+    split_cpu_s: float = 0.0
+    split_token_cpu_s: float = 0.0
+    feature_cpu_s: float = 0.0
+    transports: dict[str, Transport] = {}
     interference: dict[str, float] = {}
     interference_within: dict[str, float] = {}
     crowding: float = 0.0
@@ -147,6 +177,19 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
     def image_tokens(self, num_pixels: int) -> int:
         """Of one image."""
         return self.tokens_per_image or max(round(self._seen(num_pixels) / self.pixels_per_token), 1)
+
+    def over(self, transport: str) -> Self:
+        """The same over another transport. Raises ValueError for one that was not measured."""
+        if transport not in self.transports:
+            raise ValueError(f"transport {transport!r} was not measured; 'epd-serve profile --{transport}' does")
+        known = msgspec.structs.asdict(self.transports[transport])
+        return msgspec.structs.replace(self, link_bytes_per_s=known.pop("bytes_per_s"), **known)
+
+    def with_transport(self, known: Transport) -> Self:
+        """The same with that for the one that instances have by themselves; its link stays."""
+        fields = msgspec.structs.asdict(known)
+        del fields["bytes_per_s"], fields["handshake_s"]
+        return msgspec.structs.replace(self, **fields)
 
     def _seen(self, num_pixels: int) -> int:
         """What the tower sees of an image."""

@@ -2,8 +2,9 @@
 
 The stages' times are known by then (``worker/grid.py``). What a monolithic deployment takes longer is the gateway,
 HTTP and the preparation of images; what stages apart take longer than that is their talking to each other,
-measured while D streams to somebody else, as it does wherever it matters. How much stages slow each other down is
-measured by keeping one of them busy. Queues are the simulator's to find.
+measured while D streams to somebody else, as it does wherever it matters. How much stages in different instances
+slow each other down, with all that is around them, is measured by keeping one of them busy; what they do to each
+other in one process is known (``worker/beside.py``). Queues are the simulator's to find.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from dataclasses import dataclass, field
 from io import StringIO
 from pathlib import Path
 from statistics import fmean, linear_regression, median
+from typing import Any
 from urllib.request import ProxyHandler, build_opener
 
 import msgspec
@@ -29,11 +31,13 @@ from rich.console import Console
 
 from epd_serve.bench.deployed import Candidate, deployed
 from epd_serve.bench.progress import Progress
+from epd_serve.bench.run_directory import RunDirectory
 from epd_serve.bench.session import Session
 from epd_serve.bench.types import Record, RunSettings
 from epd_serve.bench.workloads import load_workload
-from epd_serve.config import parse_config
-from epd_serve.cost.profile import Profile
+from epd_serve.config import change_config, parse_config
+from epd_serve.cost.profile import Profile, Transport
+from epd_serve.launch.cpu_time import Spent, talk_cpu_s
 
 #: Requests of each kind, one after the other, in each deployment.
 NUM_REQUESTS = 12
@@ -49,13 +53,14 @@ TOGETHER = (8, 16)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OverheadOptions:
-    """``model`` and ``dtype`` as deployment files have them."""
+    """``model`` and ``dtype`` as deployment files have them. ``mooncake``: stages apart talk over that too."""
 
     model: str
     device: str
     dtype: str
     threads: int | None = None
     num_requests: int = NUM_REQUESTS
+    mooncake: bool = False
 
 
 def with_overheads(
@@ -67,15 +72,14 @@ def with_overheads(
     """
     has_images = bool(profile.encode)
     with _asked("EPD", options, progress) as ask:
-        whole = _measure(ask, has_images, options.num_requests)
+        whole, _ = _measure(ask, has_images, options.num_requests)
         together = [(1, whole["text"])]
         together += [(count, ask(_text(TEXT, 4 * NUM_OUTPUT), 2 * count, f"closed:{count}")) for count in TOGETHER]
+    line = "E-P-D" if has_images else "P-D"
+    with _asked(line, options, progress) as ask:
+        apart, apart_cpu = _measure(ask, has_images, options.num_requests)
         with ask.busy(_STREAMS):
-            within = _measure(ask, has_images, options.num_requests)
-    with _asked("E-P-D" if has_images else "P-D", options, progress) as ask:
-        apart = _measure(ask, has_images, options.num_requests)
-        with ask.busy(_STREAMS):
-            beside_d = _measure(ask, has_images, options.num_requests)
+            beside_d, _ = _measure(ask, has_images, options.num_requests)
             with ask.busy(_LOADS["P"]):
                 crowded = ask(_image(SIDES[1]), options.num_requests) if has_images else []
         beside: dict[str, tuple[list[Record], float]] = {}
@@ -91,12 +95,10 @@ def with_overheads(
     pairs = {f"D/{stage}": (_tpot_s(records) / tpot_s - 1) / share for stage, (records, share) in beside.items()}
     prefill_s = _longer(apart, "long")
     pairs["P/D"] = _longer(beside_d, "long") / prefill_s - 1 if prefill_s > _LEAST_S else 0.0
-    inside: dict[str, float] = {}
     crowding = 0.0
     if has_images:
         alone_s, large = _encode_s(apart[f"{SIDES[1]}"]), f"{SIDES[1]}"
         pairs["E/D"] = _encode_s(beside_d[large]) / alone_s - 1
-        inside["E/D"] = _encode_s(within[large]) / _encode_s(whole[large]) - 1
         cores = len(os.sched_getaffinity(0)) if options.device == "cpu" else len(_LOADS) + 1
         fair = max((len(_LOADS) + 1) * (options.threads or 1) / cores, 1.0)
         crowding = _encode_s(crowded) / alone_s / fair - 1
@@ -105,28 +107,60 @@ def with_overheads(
         known,
         image_s=image_s,
         image_pixel_s=image_pixel_s,
-        split_s=max(_beyond(beside_d["text"], known, 0), 0.0),
-        split_token_s=max(_longer(apart, "long") - _longer(whole, "long"), 0.0) / (LONG_TEXT - TEXT),
-        hand_over_s=max(
-            median(_first_gap_s(one, profile) for records in beside_d.values() for one in records), 0.0
-        ),
         loop_s=loop_s,
         stream_s=stream_s,
         interference={pair: max(value, 0.0) for pair, value in pairs.items()},
-        interference_within={pair: max(value, 0.0) for pair, value in inside.items()},
         crowding=max(crowding, 0.0),
     )
-    if not has_images:
+    here = Transport(handshake_s=profile.handshake_s, bytes_per_s=profile.link_bytes_per_s)
+    known = known.with_transport(_talk(here, known, whole, apart, beside_d))
+    if not options.mooncake:
         return known
-    feature_s = median(_beyond(apart[f"{side}"], known, side, is_split=True) for side in SIDES)
-    return msgspec.structs.replace(known, feature_s=max(feature_s, 0.0))
+    with _asked(line, options, progress, _MOONCAKE) as ask:
+        apart, cpu = _measure(ask, has_images, options.num_requests)
+        with ask.busy(_STREAMS):
+            beside_d, _ = _measure(ask, has_images, options.num_requests)
+    found = _talk(profile.transports["mooncake"], known, whole, apart, beside_d)
+    request_s, token_s, image_s = talk_cpu_s(cpu, apart_cpu)
+    found = msgspec.structs.replace(found, split_cpu_s=request_s, split_token_cpu_s=token_s, feature_cpu_s=image_s)
+    return msgspec.structs.replace(known, transports={"mooncake": found})
 
 
-def _measure(ask: _Asker, has_images: bool, count: int) -> dict[str, list[Record]]:
+_Measured = dict[str, list[Record]]
+
+
+def _measure(ask: _Asker, has_images: bool, count: int) -> tuple[_Measured, list[Spent]]:
     asked = {"text": _text(TEXT), "long": _text(LONG_TEXT)}
     if has_images:
         asked |= {f"{side}": _image(side) for side in SIDES}
-    return {name: ask(workload, count) for name, workload in asked.items()}
+    found: _Measured = {}
+    spent: list[Spent] = []
+    for name, workload in asked.items():
+        found[name] = ask(workload, count)
+        num_images = 0 if name in ("text", "long") else count
+        spent.append(Spent.on(ask.runs[-1], found[name], num_images))
+    return found, spent
+
+
+def _talk(
+    link: Transport,
+    known: Profile,
+    whole: _Measured,
+    apart: _Measured,
+    beside_d: _Measured,
+) -> Transport:
+    """``link`` with what instances take longer that talk over it."""
+    split_token_s = max(_longer(apart, "long") - _longer(whole, "long"), 0.0) / (LONG_TEXT - TEXT)
+    known = msgspec.structs.replace(known, split_token_s=split_token_s)
+    gaps = [_first_gap_s(one, known) for records in beside_d.values() for one in records]
+    features = [_beyond(apart[f"{side}"], known, side, is_split=True) for side in SIDES if known.encode]
+    return msgspec.structs.replace(
+        link,
+        split_s=max(_beyond(beside_d["text"], known, 0), 0.0),
+        split_token_s=split_token_s,
+        hand_over_s=max(median(gaps), 0.0),
+        feature_s=max(median(features), 0.0) if features else 0.0,
+    )
 
 
 def _text(num_tokens: int, num_output: int = NUM_OUTPUT, images: int = 0) -> str:
@@ -137,6 +171,11 @@ def _image(side: int, num_output: int = NUM_OUTPUT) -> str:
     return f"{_text(TEXT, num_output, images=1)},image_size={side}x{side}"
 
 
+_MOONCAKE = {
+    "feature_store": "mooncake",
+    "mooncake": {"protocol": "tcp"},
+    "instances": {"kv_transfer": {"transport": "mooncake"}},
+}
 #: What keeps a stage of E-P-D busy, one request after the other, and how many of them.
 _LOADS = {
     "P": (_text(900, 1), 400),
@@ -161,6 +200,7 @@ class _Asker:
     progress: Callable[[str], None]
     #: Each measurement has its own, so that no picture and no prompt is in a cache from an earlier one.
     seeds: Iterator[int] = field(default_factory=itertools.count)
+    runs: list[RunDirectory] = field(default_factory=list)
 
     def __call__(self, workload: str, count: int, arrivals: str = "closed:1") -> list[Record]:
         """``count`` requests of a workload. Raises ValueError unless all are answered."""
@@ -178,6 +218,7 @@ class _Asker:
         )
         path = Path(tempfile.mkdtemp(dir=self.folder))
         run, _ = session.begin(path, settings, load_workload(workload))
+        self.runs.append(run)
         records = [one for one in run.records() if one.succeeded and len(one.token_times_s) > 2]
         if len(records) < count:
             failed = [one.detail for one in run.records() if not one.succeeded]
@@ -233,7 +274,9 @@ class _Asker:
 
 
 @contextmanager
-def _asked(topology: str, options: OverheadOptions, progress: Callable[[str], None]) -> Iterator[_Asker]:
+def _asked(
+    topology: str, options: OverheadOptions, progress: Callable[[str], None], changes: dict[str, Any] | None = None
+) -> Iterator[_Asker]:
     on_one = options.device != "cpu" and topology != "EPD"
     deployment = {
         "topology": f"({topology})" if on_one else topology,
@@ -244,6 +287,7 @@ def _asked(topology: str, options: OverheadOptions, progress: Callable[[str], No
         "instances": {} if options.threads is None else {"threads": options.threads},
     }
     config = parse_config(json.dumps(deployment), source="the profile's deployment")  # JSON is YAML
+    config = change_config(config, changes or {})
     with tempfile.TemporaryDirectory(prefix="epd-serve-profile-") as folder:
         progress(f"{topology}: starting")
         candidate = Candidate(file=Path(folder) / "deployment.yaml", label=topology, config=config)

@@ -16,7 +16,7 @@ class Activity:
     """A step or a batch that computes.
 
     Attributes:
-        stage: what it does, for measured interference: "E", "P" or "D".
+        stage: what it does, for measured interference: "E", "P", "D", or "host" for what is around them.
         compute, bandwidth: of the device's peak, the part that it uses when it is alone.
         work_s: what it takes alone; done_s of that is done.
         cores: of a CPU.
@@ -60,7 +60,9 @@ class MeasuredSharing:
     """As pairs of stages were measured side by side; increases of several neighbours add up.
 
     A CPU has ``cores``; what asks for more in all gets its part of them, less ``crowding``, which was
-    measured with all that they do to each other. ``within``: of two stages in one instance.
+    measured with all that instances do to each other. ``within``: of two stages in one instance, which wait for
+    each other: on a CPU for the lock of Python's interpreter or of the process's memory, besides ``increase``; a
+    stage that waits leaves its core to others. On other devices it comes in place of ``increase``.
     """
 
     increase: dict[tuple[str, str], float] = field(default_factory=dict)
@@ -78,36 +80,40 @@ class MeasuredSharing:
                     pairs[name, beside] = matrix.increase_of(name, beside)
                 except KeyError:
                     continue
-        return cls(pairs, cores, pairs)
+        return cls(pairs, cores)
 
     @classmethod
     def of_profile(cls, profile: Profile, cores: float = float("inf")) -> MeasuredSharing:
-        """What was not measured is taken for what was: E beside P for E beside D. In one instance, which shares a
-        process too, stages slow each other down as in two at least."""
+        """What was not measured is taken for what was: E beside P for E beside D."""
 
         def pairs(known: dict[str, float]) -> dict[tuple[str, str], float]:
-            return {(pair[0], pair[-1]): value for pair, value in known.items()}
+            split = ((pair.partition("/"), value) for pair, value in known.items())
+            return {(one, beside): value for (one, _, beside), value in split}
 
         increase = pairs(profile.interference)
         for pair, like in ((("E", "P"), ("E", "D")), (("P", "E"), ("P", "D"))):
             if like in increase:
                 increase.setdefault(pair, increase[like])
-        within = pairs(profile.interference_within)
-        within = {pair: max(within.get(pair, 0.0), increase.get(pair, 0.0)) for pair in {*within, *increase}}
-        return cls(increase, cores, within, profile.crowding)
+        return cls(increase, cores, pairs(profile.interference_within), profile.crowding)
 
     def rates(self, activities: Sequence[Activity]) -> list[float]:
-        wanted = sum(one.cores for one in activities)
-        scarce = wanted / self.cores * (1 + self.crowding) if wanted > self.cores else 1.0
-        rates: list[float] = []
+        waits: list[float] = []
+        longer: list[float] = []
+        wanted = 0.0
         for one in activities:
-            more = 0.0
+            wait = more = 1.0
             for other in activities:
                 if other is not one:
-                    pairs = self.within if one.owner == other.owner else self.increase
-                    more += pairs.get((one.stage, other.stage), 0.0)
-            rates.append(1 / max(1 + more, scarce))
-        return rates
+                    pair = one.stage, other.stage
+                    waits_for = self.within.get(pair, 0.0) if one.owner == other.owner else 0.0
+                    alike = waits_for if self.cores == float("inf") else 0.0
+                    more += max(self.increase.get(pair, 0.0) - alike, 0.0)
+                    wait += waits_for
+            waits.append(wait)
+            longer.append(more)
+            wanted += one.cores / wait
+        scarce = wanted / self.cores * (1 + self.crowding) if wanted > self.cores else 1.0
+        return [1 / (wait * max(more, scarce)) for wait, more in zip(waits, longer, strict=True)]
 
 
 class SimDevice:

@@ -14,7 +14,7 @@ from epd_serve.request import Sequence
 from epd_serve.sched.aligned import AlignedBatches
 from epd_serve.sched.vision_first import VisionFirst
 from epd_serve.sim.clock import Clock
-from epd_serve.sim.device import SimDevice
+from epd_serve.sim.device import Activity, SimDevice
 from epd_serve.sim.language import LanguageSide
 from epd_serve.sim.spec import SimInstanceSpec
 from epd_serve.sim.tower import TowerSide
@@ -53,6 +53,7 @@ class SimInstance:
     ) -> None:
         self.spec = spec
         self._clock = clock
+        self._device = device
         self._on_end = on_end
         self.ready = True
         self.pid = 1
@@ -173,6 +174,15 @@ class SimInstance:
         return False
 
     # ------------------------------------------------------------------ what it does
+
+    def host(self, seconds: float, cpu_s: float, then: Callable[[], None]) -> None:
+        """What is done for a request besides the stages, with ``cpu_s`` of CPU time; on a CPU that is theirs."""
+        if seconds <= 0:
+            then()
+        elif cpu_s > 0 and self.spec.on_cpu:
+            self._device.start(Activity("host", 0.0, 0.0, seconds, then, cpu_s / seconds))
+        else:
+            self._clock.after(seconds, then)
 
     def inbox_has(self, key: str) -> bool:
         return key in self.inbox

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -45,6 +46,9 @@ class TowerSide:
         self._flights: dict[str, _Item] = {}
         # a CPU prepares images itself, beside what it computes; of other devices the host does, with cores enough
         self._host = device if spec.on_cpu else SimDevice(clock, MeasuredSharing())
+        # as many at a time as compute, each one thread (instance/request_processor.py)
+        self._num_preparers = max(int(spec.cores), 1) if spec.on_cpu else float("inf")
+        self._unprepared: deque[_Item] = deque()
         self._preparing: dict[str, Activity] = {}
         self._activity: Activity | None = None
         self.made: list[str] = []
@@ -77,16 +81,22 @@ class TowerSide:
         self.num_encoded += 1
         item = self._flights[key] = _Item(key, num_pixels, [done])
         self.made.append(key)
-        prepare_s = self._spec.profile.prepare_s(num_pixels)
-        if prepare_s:
-            host = Activity("host", 0.0, 0.0, prepare_s, partial(self._prepared, item), owner=self._spec.name)
-            self._preparing[key] = host
-            self._host.start(host)
-        else:
+        if not self._spec.profile.prepare_s(num_pixels):
             self._prepared(item)
+        elif len(self._preparing) < self._num_preparers:
+            self._prepare(item)
+        else:
+            self._unprepared.append(item)
+
+    def _prepare(self, item: _Item) -> None:
+        seconds = self._spec.profile.prepare_s(item.num_pixels)
+        host = Activity("host", 0.0, 0.0, seconds, partial(self._prepared, item), 1.0, self._spec.name)
+        self._preparing[item.key] = host
+        self._host.start(host)
 
     def _prepared(self, item: _Item) -> None:
-        self._preparing.pop(item.key, None)
+        if self._preparing.pop(item.key, None) is not None and self._unprepared:
+            self._prepare(self._unprepared.popleft())
         self._waiting.append(item)
         self.kick()
 
@@ -114,6 +124,7 @@ class TowerSide:
         for preparing in self._preparing.values():
             self._host.stop(preparing)
         self._preparing.clear()
+        self._unprepared.clear()
         self._waiting.clear()
         self._flights.clear()
         self.made.clear()

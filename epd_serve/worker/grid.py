@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -16,11 +17,15 @@ from device.registry import get_device
 from epd_serve import __version__
 from epd_serve.config.options import decode_graph_sizes
 from epd_serve.cost.profile import EncodeLine, Line, Profile, Residual
+from epd_serve.cost.profile import Transport as TransportCost
 from epd_serve.models.family import Family, load_family
 from epd_serve.models.language import LanguageModel
 from epd_serve.models.tower import Tower
 from epd_serve.protocol.wire import KVLayout
 from epd_serve.transfer.embedded import EmbeddedTransport
+from epd_serve.transfer.mooncake import MooncakeOptions
+from epd_serve.transfer.mooncake_transport import MooncakeTransport
+from epd_serve.transfer.transport import Transport
 from epd_serve.worker.batching import fit_parts
 from epd_serve.worker.kv_memory import KVMemory
 from epd_serve.worker.profile import StepShape, StepTimer, encode_seconds, median_s
@@ -39,7 +44,8 @@ Sample = tuple[str, list[float], float]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GridOptions:
-    """``num_tokens``: of the KV cache that the measurement gets. ``clock``: see :func:`profile_device`."""
+    """``num_tokens``: of the KV cache that the measurement gets. ``clock``: see :func:`profile_device`.
+    ``mooncake``: whether its transfers are measured too."""
 
     model: Path
     model_name: str
@@ -47,8 +53,13 @@ class GridOptions:
     dtype: torch.dtype
     threads: int | None = None
     clock: Clock = "wall"
+    mooncake: bool = False
     num_tokens: int = 16384
     block_size: int = 16
+
+    @property
+    def num_blocks(self) -> int:
+        return self.num_tokens // self.block_size + 1
 
 
 def profile_device(options: GridOptions, progress: Callable[[str], None] = lambda text: None) -> Profile:
@@ -67,10 +78,11 @@ def profile_device(options: GridOptions, progress: Callable[[str], None] = lambd
     family = load_family(options.model)
     encodes = _encodes(options, device, family, clock, progress)
     steps, language, layout_bytes = _steps(options, device, family, clock, progress)
-    transfers = _transfers(clock, progress)
+    transfers = _transfers(lambda: EmbeddedTransport(path="shm"), clock, progress)
+    others = {"mooncake": _link(_transfers(_mooncake, clock, progress))} if options.mooncake else {}
     encode_parts = fit_parts([_encode_row(work) for _, work, _ in encodes], [one[2] for one in encodes])
     step_parts = fit_parts([[1.0, *work] for _, work, _ in steps], [one[2] for one in steps])
-    link = fit_parts([[1.0, *work] for _, work, _ in transfers], [one[2] for one in transfers])
+    link = _link(transfers)
     encode = EncodeLine(
         base_s=encode_parts[0], image_s=encode_parts[1], pixel_s=encode_parts[2], pair_s=encode_parts[3]
     )
@@ -105,7 +117,11 @@ def profile_device(options: GridOptions, progress: Callable[[str], None] = lambd
         min_pixels=family.num_pixels((32, 32)),
         max_pixels=family.num_pixels((8192, 8192)),
         handshake_s=link[0],
-        link_bytes_per_s=1 / link[1] if link[1] else 1e12,
+        link_bytes_per_s=1 / link[1],
+        transports={
+            name: TransportCost(handshake_s=base_s, bytes_per_s=1 / byte_s)
+            for name, (base_s, byte_s) in others.items()
+        },
         residuals={
             "encode": _residual(encodes, lambda work: _dot(encode_parts, _encode_row(work))),
             "transfer": _residual(transfers, lambda work: _dot(link, [1.0, *work])),
@@ -148,42 +164,9 @@ def _steps(
     clock: Callable[[], float],
     progress: Callable[[str], None],
 ) -> tuple[list[Sample], LanguageModel, int]:
-    language = LanguageModel(options.model, options.dtype, device)
-    size, num_blocks = options.block_size, options.num_tokens // options.block_size + 1
-    layout = KVLayout(
-        num_layers=language.num_layers,
-        num_kv_heads=language.num_kv_heads,
-        head_dim=language.head_dim,
-        block_size=size,
-        dtype=str(options.dtype).removeprefix("torch."),
-        model="profile",
-    )
-    longest = min(language.max_model_len, (num_blocks - 1) * size)
-    transport = EmbeddedTransport(path="shm")
-    try:
-        kv = KVMemory(layout, num_blocks, device, transport).tensor.zero_()
-        executor = StepExecutor(
-            language,
-            device,
-            kv,
-            num_position_axes=family.num_position_axes,
-            graph_sizes=decode_graph_sizes(max(DECODES)),
-            max_model_len=longest,
-        )
-        runner = LanguageRunner(
-            executor,
-            device.ops,
-            block_size=size,
-            num_position_axes=family.num_position_axes,
-            eos_token_ids=frozenset(),
-        )
-        timer = StepTimer(
-            runner,
-            num_blocks=num_blocks,
-            block_size=size,
-            num_position_axes=family.num_position_axes,
-            clock=clock,
-        )
+    size, num_blocks = options.block_size, options.num_blocks
+    with step_timer(options, device, family, clock) as (timer, language):
+        longest = min(language.max_model_len, (num_blocks - 1) * size)
         shapes = [
             ("prefill", StepShape(chunks=((start, count),)))
             for start in STARTS
@@ -204,15 +187,58 @@ def _steps(
                 work = shape.work
                 row = [work.num_tokens, work.num_sequences, work.decode_context, work.prefill_pairs]
                 samples.append((kind, [float(value) for value in row], timer.seconds(shape)))
-    finally:
-        transport.close()
     kv_bytes = 2 * language.num_layers * language.num_kv_heads * language.head_dim * options.dtype.itemsize
     return samples, language, kv_bytes
 
 
-def _transfers(clock: Callable[[], float], progress: Callable[[str], None]) -> list[Sample]:
+@contextmanager
+def step_timer(
+    options: GridOptions, device: Device, family: Family, clock: Callable[[], float]
+) -> Iterator[tuple[StepTimer, LanguageModel]]:
+    """A language model with KV memory of its own."""
+    language = LanguageModel(options.model, options.dtype, device)
+    layout = KVLayout(
+        num_layers=language.num_layers,
+        num_kv_heads=language.num_kv_heads,
+        head_dim=language.head_dim,
+        block_size=options.block_size,
+        dtype=str(options.dtype).removeprefix("torch."),
+        model="profile",
+    )
+    transport = EmbeddedTransport(path="shm")
+    try:
+        executor = StepExecutor(
+            language,
+            device,
+            KVMemory(layout, options.num_blocks, device, transport).tensor.zero_(),
+            num_position_axes=family.num_position_axes,
+            graph_sizes=decode_graph_sizes(max(DECODES)),
+            max_model_len=min(language.max_model_len, (options.num_blocks - 1) * options.block_size),
+        )
+        runner = LanguageRunner(
+            executor,
+            device.ops,
+            block_size=options.block_size,
+            num_position_axes=family.num_position_axes,
+            eos_token_ids=frozenset(),
+        )
+        timer = StepTimer(
+            runner,
+            num_blocks=options.num_blocks,
+            block_size=options.block_size,
+            num_position_axes=family.num_position_axes,
+            clock=clock,
+        )
+        yield timer, language
+    finally:
+        transport.close()
+
+
+def _transfers(
+    transport: Callable[[], Transport], clock: Callable[[], float], progress: Callable[[str], None]
+) -> list[Sample]:
     """Writes between two processes' memory of this machine, as features and KV go."""
-    ours, theirs = EmbeddedTransport(path="shm"), EmbeddedTransport(path="shm")
+    ours, theirs = transport(), transport()
     try:
         target, source = theirs.allocate("target", max(TRANSFERS)), ours.allocate("source", max(TRANSFERS))
         samples: list[Sample] = []
@@ -228,6 +254,16 @@ def _transfers(clock: Callable[[], float], progress: Callable[[str], None]) -> l
     finally:
         ours.close()
         theirs.close()
+
+
+def _link(samples: Sequence[Sample]) -> tuple[float, float]:
+    """Seconds of each transfer, and of each byte."""
+    base_s, byte_s = fit_parts([[1.0, *work] for _, work, _ in samples], [one[2] for one in samples])
+    return base_s, byte_s or 1e-12
+
+
+def _mooncake() -> Transport:
+    return MooncakeTransport(MooncakeOptions(host="127.0.0.1", protocol="tcp"))
 
 
 def _dot(parts: Sequence[float], row: Sequence[float]) -> float:

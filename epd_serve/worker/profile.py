@@ -73,13 +73,17 @@ class StepTimer:
 
     def seconds(self, shape: StepShape) -> float:
         """Of a step, the median of some. The pool must have blocks for all contexts."""
+        return median_s(self.step(shape), self._clock)
+
+    def step(self, shape: StepShape) -> Callable[[], object]:
+        """Computes one, each time the same."""
         blocks = iter(range(1, self._num_blocks))
         decodes = [self._sequence(blocks, shape.context - 1, 1) for _ in range(shape.num_decodes)]
         for sequence in decodes:
             sequence.output_ids.append(sequence.prompt_ids.pop())
         prefills = [(self._sequence(blocks, start, count), count) for start, count in shape.chunks]
         output = ScheduleOutput(decodes=decodes, prefills=prefills)
-        return median_s(lambda: self._runner.step(output, {}), self._clock)
+        return lambda: self._runner.step(output, {})
 
     def _sequence(self, blocks: Iterator[int], num_computed: int, count: int) -> Sequence:
         length = num_computed + count

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from proxy.low_water import MAX_BYTES, LowWater
+from proxy.low_water import MARK_BYTES, LowWater
 
 BODY = json.dumps({"messages": [{"role": "user", "content": "hello"}]}).encode()
 
@@ -97,10 +97,10 @@ async def test_the_rest_of_a_large_body_is_waited_for_and_what_follows_is_not(st
     monkeypatch.setattr(LowWater, "expect", noted)
     gateway = await start("pd0:PD")
     peer = await connect(gateway)
-    large = post(json.dumps({"messages": [{"role": "user", "content": "a" * 3 * MAX_BYTES}]}).encode())
+    large = post(json.dumps({"messages": [{"role": "user", "content": "a" * 3 * MARK_BYTES}]}).encode())
     for _ in range(2):
         assert (await peer.ask(large[:1000], large[1000:-7], large[-7:]))[::2] == (200, kit.WHOLE)
-        assert max(marks) == MAX_BYTES and marks[-1] == 1
+        assert max(marks) == MARK_BYTES and marks[-1] == 1
         assert (await peer.ask(post(b"{", path="/v1/completions")))[0] == 400
     await gateway.settle()
 

@@ -10,7 +10,7 @@ import termios
 import pytest
 import uvloop
 
-from proxy.low_water import MAX_BYTES, MIN_BYTES, LowWater
+from proxy.low_water import MARK_BYTES, LowWater
 
 
 @pytest.fixture(params=[asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
@@ -50,12 +50,12 @@ def test_a_body_is_there_when_all_of_it_is(loop):
     async def run() -> None:
         transport, peer = await transport_and_peer()
         with peer:
-            LowWater(transport).expect(MIN_BYTES)
-            peer.sendall(bytes(MIN_BYTES - 1))
-            wait_until_there(transport, MIN_BYTES - 1)
+            LowWater(transport).expect(MARK_BYTES)
+            peer.sendall(bytes(MARK_BYTES - 1))
+            wait_until_there(transport, MARK_BYTES - 1)
             assert not is_readable(transport)
             peer.sendall(b"1")
-            wait_until_there(transport, MIN_BYTES)
+            wait_until_there(transport, MARK_BYTES)
             assert is_readable(transport)
             transport.abort()
 
@@ -65,7 +65,7 @@ def test_a_body_is_there_when_all_of_it_is(loop):
 def test_the_end_of_the_connection_is_told_at_once(loop):
     async def run() -> None:
         transport, peer = await transport_and_peer()
-        LowWater(transport).expect(MAX_BYTES)
+        LowWater(transport).expect(MARK_BYTES)
         peer.sendall(b"1")
         peer.close()
         while not is_readable(transport):
@@ -81,12 +81,11 @@ def test_the_mark_follows_what_is_to_come(loop):
         with peer:
             low_water = LowWater(transport)
             for left, mark in (
-                (MIN_BYTES - 1, 1),
-                (3 * MAX_BYTES, MAX_BYTES),
-                (MAX_BYTES + 1, MAX_BYTES),
-                (MAX_BYTES - 5, MAX_BYTES - 5),
-                (MIN_BYTES - 1, 1),  # what is left comes as it comes
-                (MIN_BYTES, MIN_BYTES),
+                (MARK_BYTES - 1, 1),
+                (3 * MARK_BYTES, MARK_BYTES),
+                (MARK_BYTES, MARK_BYTES),
+                (MARK_BYTES - 1, 1),  # what is left comes as it comes
+                (MARK_BYTES, MARK_BYTES),
                 (-3, 1),  # the next request has begun
             ):
                 low_water.expect(left)
@@ -101,7 +100,7 @@ def test_other_sockets_are_left_as_they_are(loop):
         ours, theirs = socket.socketpair()
         transport, _ = await asyncio.get_running_loop().create_unix_connection(asyncio.Protocol, sock=ours)
         with theirs:
-            LowWater(transport).expect(MAX_BYTES)
+            LowWater(transport).expect(MARK_BYTES)
             theirs.sendall(b"1")
             transport.pause_reading()
             assert mark_of(transport) == 1

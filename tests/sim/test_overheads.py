@@ -1,13 +1,16 @@
 """What a request takes besides its stages, where a profile has it."""
 
+from dataclasses import replace
+from statistics import fmean
+
 import msgspec
 import pytest
 
-from epd_serve.cost.profile import Profile
+from epd_serve.cost.profile import Profile, Transport
 from epd_serve.sim.build import build
 from epd_serve.sim.device import Activity, MeasuredSharing
 from epd_serve.sim.request import SimRequest
-from epd_serve.sim.simulator import Fault, SimDeployment, check_books, simulate
+from epd_serve.sim.simulator import Fault, Outcome, SimDeployment, check_books, simulate
 from epd_serve.sim.workloads import SHAREGPT_4O
 from epd_serve.topology import parse_topology
 
@@ -60,32 +63,94 @@ def test_what_dies_while_images_are_prepared_leaves_nothing(slow: Profile) -> No
         assert not any(job.failure for job in outcome.jobs)
 
 
+def activity(stage: str, owner: str = "", cores: float = 1.0) -> Activity:
+    return Activity(stage, 1, 1, 1, lambda: None, cores, owner)
+
+
 def test_stages_slow_each_other_down_as_measured(ascend: Profile) -> None:
     profile = msgspec.structs.replace(
-        ascend, interference={"E/D": 0.5, "D/E": 0.25, "P/D": 0.1}, interference_within={"E/D": 1.0}, crowding=0.2
+        ascend,
+        interference={"E/D": 0.5, "D/E": 0.25, "P/D": 0.1},
+        interference_within={"E/D": 1.0, "D/host": 0.2},
+        crowding=0.2,
     )
     sharing = MeasuredSharing.of_profile(profile, cores=2)
 
     def rates(*stages: tuple[str, str]) -> list[float]:
-        return sharing.rates([Activity(stage, 1, 1, 1, lambda: None, owner=owner) for stage, owner in stages])
+        return sharing.rates([activity(*stage) for stage in stages])
 
     assert rates(("E", "a")) == [1.0]
     assert rates(("E", "a"), ("D", "b")) == pytest.approx([1 / 1.5, 1 / 1.25])
-    assert rates(("E", "a"), ("D", "a")) == pytest.approx([1 / 2, 1 / 1.25])
+    assert rates(("E", "a"), ("D", "a")) == pytest.approx([1 / 2 / 1.5, 1 / 1.25])
     assert rates(("E", "a"), ("P", "b")) == pytest.approx([1 / 1.5, 1 / 1.1])
+    assert rates(("D", "a"), ("host", "a")) == pytest.approx([1 / 1.2, 1])
+    assert rates(("D", "a"), ("host", "b")) == pytest.approx([1, 1])
     assert rates(*[("D", name) for name in "abc"]) == pytest.approx([2 / 3 / 1.2] * 3)
+    device = MeasuredSharing.of_profile(profile)
+    assert device.rates([activity("E", "a"), activity("D", "a")]) == pytest.approx([1 / 2, 1 / 1.25])
     # what too few cores do was measured with what the stages do to each other
-    assert rates(("E", "a"), ("D", "a"), ("D", "b")) == pytest.approx([1 / 2.5, 2 / 3 / 1.2, 2 / 3 / 1.2])
+    assert rates(("E", "a"), ("D", "b"), ("D", "c")) == pytest.approx([1 / 2, 2 / 3 / 1.2, 2 / 3 / 1.2])
+
+
+def test_a_stage_that_waits_within_its_process_leaves_its_core_to_others(ascend: Profile) -> None:
+    sharing = MeasuredSharing.of_profile(
+        msgspec.structs.replace(ascend, interference_within={"E/P": 1.0, "P/E": 1.0}), cores=2
+    )
+    together, apart = (
+        sharing.rates([activity("E", "a"), activity("P", owner), activity("D", "d")]) for owner in ("a", "p")
+    )
+    assert together == pytest.approx([0.5, 0.5, 1.0])
+    assert apart == pytest.approx([2 / 3] * 3)
+
+
+def on_cpu(line: str, profile: Profile, requests: list[SimRequest], cores: float = 2.0) -> Outcome:
+    deployment = build(parse_topology(line), ["cpu"], lambda *_: profile, cores=cores, threads=1, num_blocks=4096)
+    return simulate(deployment, requests)
+
+
+def tpot_s(outcome: Outcome) -> float:
+    return fmean(
+        ((job.last_token_s or 0.0) - (job.first_token_s or 0.0)) / (job.num_output - 1) for job in outcome.jobs
+    )
+
+
+def ttft_s(outcome: Outcome) -> float:
+    return fmean((job.first_token_s or 0.0) - job.sent_s for job in outcome.jobs)
+
+
+def test_what_instances_that_talk_compute_takes_cores_from_stages(slow: Profile) -> None:
+    requests = SHAREGPT_4O.requests(40, 10.0, seed=0)
+    busy = msgspec.structs.replace(slow, split_cpu_s=0.05, feature_cpu_s=0.05, split_token_cpu_s=1e-4)
+    quiet, crowded = (on_cpu("E-P-D", one, requests, 1.0) for one in (slow, busy))
+    check_books(crowded)
+    assert ttft_s(crowded) > 1.1 * ttft_s(quiet) and tpot_s(crowded) > 1.1 * tpot_s(quiet)
+    quiet, crowded = (on_cpu("E-P-D", one, requests, 64.0) for one in (slow, busy))
+    assert (ttft_s(crowded), tpot_s(crowded)) == pytest.approx((ttft_s(quiet), tpot_s(quiet)))
+
+
+def test_images_wait_for_the_thread_that_prepares_them(slow: Profile) -> None:
+    """On a CPU with one thread; elsewhere the host has several."""
+    at_once = [
+        SimRequest(at_s=0.0, images=((f"{i}", 784 * 500),), num_text_tokens=9, num_output_tokens=3)
+        for i in range(4)
+    ]
+    apart = [replace(one, at_s=10.0 * number) for number, one in enumerate(at_once)]
+    long = msgspec.structs.replace(slow, image_s=1.0)
+    waited_s = ttft_s(on_cpu("E-P-D", long, at_once, 64.0)) - ttft_s(on_cpu("E-P-D", long, apart, 64.0))
+    assert waited_s == pytest.approx(1.5, rel=0.1)
+
+
+def test_another_transport_is_used_where_it_was_measured(slow: Profile) -> None:
+    far = Transport(handshake_s=0.001, bytes_per_s=1e8, feature_s=0.05, hand_over_s=0.1)
+    known = msgspec.structs.replace(slow, transports={"mooncake": far})
+    (near,), (job,) = (on_cpu("E-P-D", one, [REQUEST]).jobs for one in (slow, known.over("mooncake")))
+    assert (job.first_token_s or 0.0) - (near.first_token_s or 0.0) > 0.05 - slow.feature_s - slow.split_s - 0.01
+    assert (job.last_token_s or 0.0) - (job.first_token_s or 0.0) > 0.1
+    with pytest.raises(ValueError, match="profile --rdma"):
+        known.over("rdma")
 
 
 def test_a_cpu_prepares_beside_what_it_computes(slow: Profile) -> None:
     """On one core, images that are prepared and what computes share it; a device leaves that to its host."""
     requests = SHAREGPT_4O.requests(40, 10.0, seed=0)
-    topology = parse_topology("E-P-D")
-
-    def ttft_s(devices: list[str], cores: float | None) -> float:
-        deployment = build(topology, devices, lambda *_: slow, cores=cores, threads=1, num_blocks=4096)
-        jobs = simulate(deployment, requests).jobs
-        return sum((job.first_token_s or 0.0) - job.sent_s for job in jobs) / len(jobs)
-
-    assert ttft_s(["cpu"], 1.0) > ttft_s(["cpu"], 64.0)
+    assert ttft_s(on_cpu("E-P-D", slow, requests, 1.0)) > ttft_s(on_cpu("E-P-D", slow, requests, 64.0))

@@ -1,0 +1,133 @@
+"""How much longer the stages of a model take beside each other in one process, as threads with a core for each.
+
+What they wait for is the lock of Python's interpreter, or that of the process's memory. Stages in processes of
+their own share cores, caches and memory alone, and deployments tell what that does (``launch/overheads.py``).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from io import BytesIO
+from statistics import fmean, median
+
+from PIL import Image
+
+from device.base import Device
+from device.registry import get_device
+from epd_serve.media import MediaLimits, open_image
+from epd_serve.models.family import load_family
+from epd_serve.models.tower import Tower
+from epd_serve.worker.grid import GridOptions, step_timer
+from epd_serve.worker.profile import IMAGE_SIDE, StepShape
+
+#: Of each measurement, alone and beside; the median of some is taken.
+SECONDS, ROUNDS = 0.4, 3
+#: New tokens of the prompt, decodes and their contexts, the side of the image as it is sent.
+PROMPT, DECODES, CONTEXT, SENT_SIDE = 256, 4, 256, 1024
+#: Those that run at once: one step loop computes P and D. "host" prepares images.
+PAIRS = (("D", "E"), ("P", "E"), ("E", "P"), ("E", "D"), ("D", "host"), ("P", "host"), ("E", "host"))
+
+Work = Callable[[], object]
+
+
+def stages_beside(options: GridOptions, progress: Callable[[str], None] = lambda text: None) -> dict[str, float]:
+    """By "D/E", how much longer D takes beside E, in parts of its time alone. Takes the device for itself."""
+    found: dict[str, float] = {}
+    with _stages(options) as works:
+        for name, other in PAIRS:
+            progress(f"{name} beside {other} in one process")
+            busy = _Busy(works[other], options)
+            try:
+                found[f"{name}/{other}"] = _longer(works[name], busy)
+            finally:
+                busy.close()
+    return found
+
+
+def _longer(work: Work, busy: _Busy) -> float:
+    found: list[float] = []
+    for _ in range(ROUNDS):
+        busy.pause()
+        alone_s = _mean_s(work)
+        busy.go_on()
+        found.append(_mean_s(work) / alone_s - 1)
+    return max(median(found), 0.0)
+
+
+def _mean_s(work: Work) -> float:
+    work()
+    times: list[float] = []
+    until_s = time.perf_counter() + SECONDS
+    while not times or time.perf_counter() < until_s:
+        began_s = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - began_s)
+    return fmean(times)
+
+
+@contextmanager
+def _stages(options: GridOptions) -> Iterator[dict[str, Work]]:
+    """Each stage of a size that is usual where they meet."""
+    device = get_device(options.device)
+    _activate(device, options)
+    family = load_family(options.model)
+    tower = Tower(options.model, options.dtype, device)
+    inputs = family.preprocess(Image.new("RGB", (IMAGE_SIDE, IMAGE_SIDE), "gray"))
+    sent = BytesIO()
+    Image.new("RGB", (SENT_SIDE, SENT_SIDE), "gray").save(sent, "JPEG")
+    with step_timer(options, device, family, time.perf_counter) as (timer, language):
+        longest = min(language.max_model_len, options.num_tokens // (2 * DECODES))
+        yield {
+            "E": lambda: tower.encode([inputs]),
+            "P": timer.step(StepShape(chunks=((0, min(PROMPT, longest)),))),
+            "D": timer.step(StepShape(num_decodes=DECODES, context=min(CONTEXT, longest))),
+            "host": lambda: family.preprocess(open_image(sent.getvalue(), MediaLimits())),
+        }
+
+
+def _activate(device: Device, options: GridOptions) -> None:
+    device.activate()
+    if options.threads is not None:
+        device.set_threads(options.threads)
+
+
+class _Busy:
+    """A thread that does a work again and again, between ``go_on`` and ``pause``."""
+
+    def __init__(self, work: Work, options: GridOptions) -> None:
+        self._work, self._options = work, options
+        self._goes_on, self._rests, self._ends = threading.Event(), threading.Event(), False
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="beside")
+        self._end = self._threads.submit(self._run)
+
+    def pause(self) -> None:
+        """Returns when nothing is under way."""
+        self._goes_on.clear()
+        self._rests.wait()
+
+    def go_on(self) -> None:
+        self._rests.clear()
+        self._goes_on.set()
+
+    def close(self) -> None:
+        """Raises what the work raised."""
+        self._ends = True
+        self._goes_on.set()
+        self._threads.shutdown()
+        self._end.result()
+
+    def _run(self) -> None:
+        _activate(get_device(self._options.device), self._options)
+        try:
+            while not self._ends:
+                if self._goes_on.is_set():
+                    self._work()
+                else:
+                    self._rests.set()
+                    self._goes_on.wait()
+        finally:
+            self._rests.set()

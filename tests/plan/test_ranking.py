@@ -1,0 +1,62 @@
+"""Whether two rankings agree, where some of what is ranked cannot be told apart."""
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.planner_ranking import Noise, noise_of, rank, student_t, tau_b
+
+
+def test_the_quantiles_of_student() -> None:
+    for freedom, known in ((4, 2.776), (8, 2.306), (16, 2.120), (60, 2.000)):
+        assert student_t(0.975, freedom) == pytest.approx(known, rel=0.01)
+
+
+def each(values: dict[str, list[float]]) -> Noise:
+    """No two of them are the same."""
+    return noise_of(values, {name: name for name in values})
+
+
+def test_what_all_deployments_share_in_a_round_is_no_noise() -> None:
+    found = each({"a": [10.0, 110.0], "b": [20.0, 120.0], "c": [30.0, 130.0]})
+    assert (found.squares, found.freedom) == (pytest.approx(0), 2)
+
+
+def test_the_same_processes_tell_the_noise_of_a_single_round() -> None:
+    measured = {"a": [10.0], "b": [20.0], "c": [60.0], "d": [90.0]}
+    found = noise_of(measured, {"a": 1, "b": 1, "c": 1, "d": 2})
+    assert (found.squares, found.freedom) == (pytest.approx(400 + 100 + 900), 2)
+    assert found + found == Noise(squares=2 * found.squares, freedom=4)
+    with pytest.raises(ValueError, match="measured twice"):
+        rank(measured, measured, each(measured))
+
+
+def test_deployments_that_are_alike_are_seldom_told_apart() -> None:
+    draw = random.Random(0)
+    told = pairs = 0
+    for _ in range(200):
+        measured = {name: [draw.gauss(100, 8) for _ in range(3)] for name in "abcdef"}
+        found = rank(measured, measured, each(measured))
+        told += found["pairs_told_apart"]
+        pairs += found["pairs"]
+    assert told / pairs < 0.1
+
+
+def test_ties_are_neither_right_nor_wrong() -> None:
+    measured = {"a": [100.0, 104.0, 102.0], "b": [103.0, 99.0, 101.0], "c": [51.0, 49.0, 50.0]}
+    noise = each(measured)
+    found = rank(measured, {"a": [90.0] * 3, "b": [91.0] * 3, "c": [40.0] * 3}, noise)
+    assert found["tau"] == pytest.approx(1 / 3), "a and b are the other way round"
+    assert (found["tau_b"], found["tau_told_apart"], found["pairs_told_apart"]) == (pytest.approx(1), 1, 2)
+    assert found["inverted"] == [] and found["choice"] == "b"
+    split = rank(measured, {"a": [90.0] * 3, "b": [60.0] * 3, "c": [40.0] * 3}, noise)
+    assert split["tau_b"] < 1 and split["tau_told_apart"] == 1, "a difference where there is none"
+    wrong = rank(measured, {"a": [40.0] * 3, "b": [60.0] * 3, "c": [90.0] * 3}, noise)
+    assert wrong["tau_told_apart"] == -1 and len(wrong["inverted"]) == 2
+
+
+@given(st.lists(st.sampled_from([-1, 0, 1]), min_size=3, max_size=12))
+def test_a_ranking_agrees_with_itself(signs: list[int]) -> None:
+    assert tau_b(signs, signs) == (pytest.approx(1) if any(signs) else None)

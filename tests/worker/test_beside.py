@@ -1,0 +1,42 @@
+"""Stages beside each other in one process: real stages of the demo model."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from epd_serve.config.schema import model_path
+from epd_serve.worker import beside
+from epd_serve.worker.beside import PAIRS, stages_beside
+from epd_serve.worker.grid import GridOptions
+
+OPTIONS = GridOptions(
+    model=Path(model_path("demo")),
+    model_name="demo",
+    device="cpu",
+    dtype=torch.float32,
+    threads=1,
+    num_tokens=1024,
+)
+
+
+def test_all_pairs_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(beside, "SECONDS", 0.01)
+    monkeypatch.setattr(beside, "ROUNDS", 1)
+    told: list[str] = []
+    found = stages_beside(OPTIONS, told.append)
+    assert set(found) == {f"{one}/{other}" for one, other in PAIRS}
+    assert all(0 <= more < 1000 for more in found.values())
+    assert len(told) == len(PAIRS)
+
+
+def test_a_work_that_fails_is_told() -> None:
+    def fails() -> None:
+        raise RuntimeError("broken")
+
+    busy = beside._Busy(fails, OPTIONS)
+    busy.pause()
+    busy.go_on()
+    assert busy._end.exception(timeout=60) is not None
+    with pytest.raises(RuntimeError, match="broken"):
+        busy.close()
