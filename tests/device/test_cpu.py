@@ -140,11 +140,13 @@ def test_the_eager_runner_calls_the_step_over_its_buffers(device: CpuDevice) -> 
 
 
 def test_the_peak_of_memory_is_that_since_it_was_reset(device: CpuDevice) -> None:
-    size = 96 << 20
-    del_me = torch.ones(2 * size // 4)  # an earlier, higher peak
-    del del_me
-    before = device.reset_peak_memory()
-    data = torch.ones(size // 4)
-    del data
-    assert 0.9 * size <= device.peak_memory() - before <= 1.5 * size
+    size, found = 96 << 20, []
+    while not any(0.9 * size <= more <= 1.5 * size for more in found):
+        assert len(found) < 5, found  # the system may take pages of the process back just then
+        del_me = torch.ones(2 * size // 4)  # an earlier, higher peak
+        del del_me
+        before = device.reset_peak_memory()
+        data = torch.ones(size // 4)
+        del data
+        found.append(device.peak_memory() - before)
     assert 0 < device.headroom() <= device.memory()[0]
