@@ -175,8 +175,14 @@ class Deployment:
 
     url: str
     urls: dict[str, str]
+    admin: str
     logs: Path
     process: subprocess.Popen[str]
+
+    def drain(self, name: str, on: bool = True) -> None:
+        """The gateway gives it nothing new."""
+        path = f"/admin/instances/{name}/{'drain' if on else 'undrain'}"
+        assert httpx.post(self.admin + path, trust_env=False, timeout=60).status_code == 200
 
     def kill(self, name: str) -> None:
         os.killpg(self.pid(name), signal.SIGKILL)
@@ -213,7 +219,7 @@ class Deployment:
                 now[key] for key in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
             )
 
-        self.wait_until(is_idle, f"{name} is idle", 20)
+        self.wait_until(is_idle, f"{name} is idle", 60)
 
     def encodes_in_flight(self) -> float:
         """Pictures that the gateway has sent to an E that has not answered."""
@@ -240,7 +246,12 @@ def up(python: str, topology: str, model: Path, folder: Path, **settings: Any) -
         "model": str(model),
         "served_model_name": MODEL,
         "dtype": "float32",
-        "gateway": {"port": 0, "failover": {"wait_s": 0.2}, "health": {"probe_interval_s": None}},
+        "gateway": {
+            "port": 0,
+            "admin": {"port": free_port("127.0.0.1")},
+            "failover": {"wait_s": 0.2},
+            "health": {"probe_interval_s": None},
+        },
         **settings,
         "vllm": {"python": python, **settings.get("vllm", {})},
         "instances": {
@@ -286,7 +297,8 @@ def _ready(process: subprocess.Popen[str]) -> Deployment:
             told = (arg for arg in psutil.Process(process.pid).children() if "proxy" in arg.cmdline())
             command = next(told).cmdline()
             gateway = json.loads(Path(command[command.index("--config") + 1]).read_text())["gateway"]
-            return Deployment(found[1], gateway["instances"], logs, process)
+            admin = f"http://127.0.0.1:{gateway['admin']['port']}"
+            return Deployment(found[1], gateway["instances"], admin, logs, process)
     timer.cancel()
     raise AssertionError(f"it ended: {output}")
 
