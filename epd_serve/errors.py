@@ -117,6 +117,8 @@ WEDGED = "wedged"
 DRAINING = "draining"
 #: The same of the decode instance that a prefill instance, which stays, has asked.
 DECODE_DRAINING = "decode_draining"
+#: The same of a decode instance that keeps the answer's KV a while, for another decode instance to be named.
+KV_HELD = "kv_held"
 #: Code of the Unavailable of a decode instance without blocks for a request's KV.
 NO_ROOM = "no_room"
 #: Code of the Unavailable of a decode instance that is through with a request for which a prefill instance asks.

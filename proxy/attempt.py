@@ -11,6 +11,8 @@ from typing import Any, Self
 from epd_serve.backends.base import Answer, InstanceLost, StageCall, StageCalls
 from epd_serve.errors import (
     DECODE_DRAINING,
+    DRAINING,
+    KV_HELD,
     NO_ROOM,
     PREPARATION_FULL,
     REQUEST_ENDED,
@@ -29,6 +31,7 @@ from proxy.failover import is_planned
 from proxy.interruption import TimeLimit
 from proxy.job import Instances, Job
 from proxy.media import MediaItem
+from proxy.migration import HeldKV
 from proxy.stealing import Claim
 from proxy.trail import ENCODED, RECOMPUTED, STORED
 
@@ -61,7 +64,7 @@ class _Call:
 class Attempt:
     """Async context: entering sends everything, leaving closes what is still open, which cancels its work.
 
-    ``generated`` are output tokens that the client has already.
+    ``generated`` are output tokens that the client has already; ``held`` is where their KV and the prompt's lie.
     ``suspects`` are the instances to which the request should not be sent again after a failure.
     """
 
@@ -74,6 +77,7 @@ class Attempt:
         number: int,
         generated: list[int] | None = None,
         claim: Claim | None = None,
+        held: HeldKV | None = None,
     ) -> None:
         self._instances = instances
         self._job = job
@@ -81,6 +85,8 @@ class Attempt:
         self._refs = refs
         self._generated = generated or []
         self._claim = claim
+        self._held = held
+        self._is_moved = False
         # Each attempt has an id of its own: the one before may still be on its way out of P and D.
         self._id = f"{job.id}-{number}"
         self._encodes: list[asyncio.Task[None]] = []
@@ -92,29 +98,13 @@ class Attempt:
     async def __aenter__(self) -> Self:
         table, route, job = self._instances.table, self._route, self._job
         self._sent_at = time.monotonic()
-        hop = job.trail.sent(route.prefill.name, [ref.mm_hash for ref in self._refs] if self._refs else [])
         distinct: dict[str, tuple[MediaRef, MediaItem]] = {}
         encoders: list[InstanceRecord] = []
         if self._refs:
             distinct = {ref.mm_hash: (ref, item) for ref, item in zip(self._refs, job.items, strict=True)}
             items = [ref for ref, _ in distinct.values()]
             encoders = self._instances.policy.choose_encoders(table, route.prefill, items)
-        prefill = PrefillRequest(
-            request_id=self._id,
-            output=job.output,
-            sampling=job.sampling,
-            items=self._refs,
-            messages=job.messages,
-            prompt=job.prompt,
-            prompting=job.prompting,
-            decode_url=None if route.fused else self._calls(route.decode).url,
-            max_model_len=route.max_model_len,
-            generated=self._generated,
-            traceparent=job.trail.traceparent(hop),
-        )
-        call = self._calls(route.prefill).prefill(
-            prefill, trace_id=job.trace_id, media=[item.data for item in job.items]
-        )
+        call = self._call_prefill() if self._held is None else self._call_move(self._held)
         counted = table.in_flight(
             route.prefill, Stage.PREFILL, request_id=self._id, work=route.prefill_work, prefix=route.prefix
         )
@@ -135,6 +125,32 @@ class Attempt:
                 for (ref, item), encoder in zip(distinct.values(), encoders, strict=True)
             ]
         return self
+
+    def _call_prefill(self) -> StageCall:
+        job, route = self._job, self._route
+        hop = job.trail.sent(route.prefill.name, [ref.mm_hash for ref in self._refs] if self._refs else [])
+        prefill = PrefillRequest(
+            request_id=self._id,
+            output=job.output,
+            sampling=job.sampling,
+            items=self._refs,
+            messages=job.messages,
+            prompt=job.prompt,
+            prompting=job.prompting,
+            decode_url=None if route.fused else self._calls(route.decode).url,
+            max_model_len=route.max_model_len,
+            generated=self._generated,
+            traceparent=job.trail.traceparent(hop),
+        )
+        media = [item.data for item in job.items]
+        return self._calls(route.prefill).prefill(prefill, trace_id=job.trace_id, media=media)
+
+    def _call_move(self, held: HeldKV) -> StageCall:
+        """In P's place: D that leaves."""
+        job, route = self._job, self._route
+        job.trail.moving()
+        calls = self._calls(route.prefill)
+        return held.move(calls, self._id, route, self._calls(route.decode).url, job.trace_id)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -175,7 +191,7 @@ class Attempt:
         for one in waiting:
             one.add_done_callback(tell)
         stealing, claim = self._instances.stealing, self._claim
-        if claim is None or claim.thief is not None or self._generated:
+        if claim is None or claim.thief is not None or self._generated or self._held is not None:
             await news
         else:
             with stealing.until_first(self._job.loop, claim, self._job.model, self._route, self._encodes):
@@ -201,6 +217,9 @@ class Attempt:
             raise InstanceFailed(
                 f"instance {self._route.prefill.name} left the answer to a decode instance; it has none"
             )
+        if self._held is not None and not self._is_moved:
+            self._is_moved = True
+            self._instances.metrics.migrations.add(1.0, "moved")
         with suppress(ServeError):
             await self._decode.opened
         return self._result(self._decode)
@@ -236,6 +255,20 @@ class Attempt:
         """Which of the two a request must not go to again, where ``name`` broke off its answer."""
         return self._route.decode.name if failure.code == DECODE_DRAINING else name
 
+    def held_after(self, failure: ServeError) -> HeldKV | None:
+        """The answer's KV, where the instance that decoded it has kept it."""
+        return HeldKV(self._route.decode, self._id) if failure.code == KV_HELD else None
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether it was to move KV and has not."""
+        return self._held is not None and not self._is_moved
+
+    def was_left(self, failure: ServeError, *, begun: bool) -> bool:
+        """Whether its decode instance leaves an answer that has begun, or was to get the KV of one that does."""
+        leaves = failure.code == KV_HELD or (failure.code == DRAINING and begun)
+        return self.is_moving or (leaves and self._route.decode.name in self.suspects)
+
     def record(self, name: str) -> InstanceRecord:
         """One of the route's two, which need not be in the table any more."""
         return self._route.prefill if name == self._route.prefill.name else self._route.decode
@@ -260,6 +293,8 @@ class Attempt:
 
     def _blamed(self, call: _Call, error: ServeError) -> InstanceRecord:
         """Whose failure it is that an instance, which is alive, reports."""
+        if self._held is not None and call.record is self._route.prefill:  # others may reach D all the same
+            return self.record(self.leaver(call.record.name, error))
         if call.record is self._route.prefill:
             is_decodes = isinstance(error, InstanceFailed) or error.code in (NO_ROOM, REQUEST_ENDED)
             return self._route.decode if is_decodes else call.record

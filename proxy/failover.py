@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Self
 
 from epd_serve.backends.base import InstanceLost
-from epd_serve.errors import DECODE_DRAINING, DRAINING, Overloaded, ServeError, Unavailable
+from epd_serve.errors import DECODE_DRAINING, DRAINING, KV_HELD, Overloaded, ServeError, Unavailable
 from epd_serve.routing.policy import ANY, Demand, Policy, Route
 from epd_serve.routing.table import InstanceTable
 from epd_serve.types import Stage
@@ -78,7 +78,7 @@ class Tried:
 
 def is_planned(failure: ServeError) -> bool:
     """Whether an instance only leaves its role: nothing speaks against it, nor against another attempt."""
-    return failure.code in (DRAINING, DECODE_DRAINING)
+    return failure.code in (DRAINING, DECODE_DRAINING, KV_HELD)
 
 
 def may_help(failure: ServeError) -> bool:

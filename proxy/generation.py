@@ -17,6 +17,7 @@ from proxy.choices import goes_on_apart, stream_choices
 from proxy.demand import demand_of
 from proxy.failover import Failover, InstanceStalled, Suspects, Tried, is_planned, may_help, substitute
 from proxy.job import Instances, Job
+from proxy.migration import HeldKV
 from proxy.progress import Progress, broke
 from proxy.sink import EventSink
 from proxy.stealing import Claim, Moved
@@ -130,8 +131,9 @@ class Generator:
             route = await self._next_route(job.model, tried.suspects, tried.failure, demand)
         num_before, before = tried.num_attempts, job.generated
         num_planned = 0
+        held: HeldKV | None = None
         for number in count(1):
-            attempt = await self._attempt_of(job, route, number, before, claim)
+            attempt = await self._attempt_of(job, route, number, before, claim, held)
             names = route.names
             try:
                 with instances.health.losses.unless_lost(job.loop, names):
@@ -153,7 +155,7 @@ class Generator:
                 instances.health.ended(names, () if innocent else attempt.suspects)
                 if not may_help(failure) or not attempt.suspects & names:
                     raise
-                num_planned += planned
+                num_planned += planned or attempt.is_moving
                 is_stolen = claim is not None and claim.thief is not None
                 tried.num_attempts = num_before + number - is_stolen - min(num_planned, _MAX_PLANNED)
                 tried.failure = failure
@@ -165,9 +167,11 @@ class Generator:
                 if not may_go_on() or tried.num_attempts >= instances.failover.max_attempts:
                     raise
                 route = await self._next_route(job.model, tried.suspects, failure, demand)
-            before = generated()
-            job.trail.again(continued=bool(before))
-            (instances.metrics.request_continuations if before else instances.metrics.request_retries).inc()
+                before = generated()
+                route, held = self._way_on(attempt, failure, route, before)
+            continued = bool(before) or held is not None
+            job.trail.again(continued=continued)
+            (instances.metrics.request_continuations if continued else instances.metrics.request_retries).inc()
         raise AssertionError("count() has no end")
 
     def _first_route(self, model: str, demand: Demand) -> Route:
@@ -181,13 +185,31 @@ class Generator:
         table, policy, wait_s = self._instances.table, self._instances.policy, self._instances.failover.wait_s
         return await substitute(table, policy, model, suspects, failure, wait_s, demand)
 
+    def _way_on(
+        self, attempt: Attempt, failure: ServeError, route: Route, generated: list[int]
+    ) -> tuple[Route, HeldKV | None]:
+        """``route``, or that of the KV, where the instance that failed the attempt has kept it."""
+        held = attempt.held_after(failure)
+        way = None if held is None else held.route(route)
+        if way is not None:
+            return way, held
+        if attempt.was_left(failure, begun=bool(generated)):
+            self._instances.metrics.migrations.add(1.0, "fallen_back")
+        return route, None
+
     async def _attempt_of(
-        self, job: Job, route: Route, number: int, generated: list[int], claim: Claim | None
+        self,
+        job: Job,
+        route: Route,
+        number: int,
+        generated: list[int],
+        claim: Claim | None,
+        held: HeldKV | None,
     ) -> Attempt:
         assert route.prefill.info is not None, "a ready instance has said what it is"
         fingerprint = route.prefill.info.media_fingerprint
-        refs = [await item.name(fingerprint) for item in job.items]
-        return Attempt(self._instances, job, route, refs, number, generated, claim)
+        refs = [] if held else [await item.name(fingerprint) for item in job.items]
+        return Attempt(self._instances, job, route, refs, number, generated, claim, held)
 
     async def _relay(
         self, attempt: Attempt, name: str, answer: Answer, progress: Progress, sink: EventSink

@@ -185,6 +185,10 @@ class Trail:
         self._after_first = None
         return hop
 
+    def moving(self) -> None:
+        """An attempt has begun that computes no prompt: its KV is on its way from one D to another."""
+        self._prefill = self._after_first = None
+
     def encode(self, encoder: str, item: str) -> Hop:
         """An item has been sent to an encoder."""
         return self._hop(ENCODE, encoder, item)

@@ -148,6 +148,10 @@ class NativeInstance:
     def decode(self, request: wire.DecodeRequest, *, trace_id: str) -> _StageCall:
         return self._post("/stage/decode", [wire.encode(request)], trace_id)
 
+    def move(self, request: wire.MoveRequest, *, trace_id: str) -> _StageCall:
+        """Its answer has no token and is complete when the other instance goes on."""
+        return self._post("/stage/move", [wire.encode(request)], trace_id)
+
     def _post(self, path: str, body: list[bytes], trace_id: str) -> _StageCall:
         call = self._call(path, body, trace_id)
         call.send()

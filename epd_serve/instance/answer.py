@@ -15,13 +15,16 @@ class Answer:
     """All ``n`` choices of one request. Streamed, :meth:`push` returns frames; else :meth:`end` returns the whole.
 
     An instance that goes on with a request replays the tokens that were already sent.
+
+    Attributes:
+        options: what it looks like.
     """
 
     def __init__(
         self, decoder: Decoder, options: OutputOptions, sampling: SamplingParams, prompt_ids: Sequence[int]
     ) -> None:
         self._decoder = decoder
-        self._options = options
+        self.options = options
         self._num_prompt_tokens = len(prompt_ids)
         echo = decoder.decode(list(prompt_ids), skip_special_tokens=True) if options.echo else ""
         self._choices = [_Choice(decoder, prompt_ids, sampling, echo) for _ in range(sampling.n)]
@@ -34,7 +37,13 @@ class Answer:
     def can_move(self) -> bool:
         """Whether another instance can go on with it, or begin it anew: not where several choices are streamed,
         which go on one by one then, and each event is to tell the usage of all."""
-        return len(self._choices) == 1 or not (self._options.stream and self._options.continuous_usage)
+        return len(self._choices) == 1 or not (self.options.stream and self.options.continuous_usage)
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether its tokens say all of it, so that another instance with these and their KV can go on with it.
+        They do not say the log-probabilities of an answer that is sent in one piece."""
+        return len(self._choices) == 1 and (self.options.stream or self._choices[0].logprobs is None)
 
     @property
     def usage(self) -> chunks.Usage:
@@ -59,31 +68,31 @@ class Answer:
         described = None if logprob is None else self._describe(logprob)
         if described is not None and choice.logprobs is not None:
             choice.logprobs.append(described)
-        if not self._options.stream:
+        if not self.options.stream:
             return b""
         event = chunks.delta_event(
-            self._options,
+            self.options,
             index,
             choice.echo + text if first else text,
             first=first,
             finish_reason=choice.finish_reason,
             logprobs=None if described is None else [described],
             text_offset=offset,
-            usage=self.usage if self._options.continuous_usage else None,
+            usage=self.usage if self.options.continuous_usage else None,
             calls=calls,
         )
         return frames.pack(index, (token_id,), event)
 
     def end(self) -> bytes:
         """What follows the last token: the frame of usage and ``[DONE]``, or the whole answer."""
-        if self._options.stream:
-            usage = chunks.usage_event(self._options, self.usage) if self._options.include_usage else b""
+        if self.options.stream:
+            usage = chunks.usage_event(self.options, self.usage) if self.options.include_usage else b""
             return frames.pack(frames.END, (), usage + chunks.DONE)
         finished = [
             chunks.ChoiceText(i, choice.text, choice.finish_reason or "stop", choice.logprobs, choice.calls)
             for i, choice in enumerate(self._choices)
         ]
-        return chunks.whole_answer(self._options, finished, self.usage)
+        return chunks.whole_answer(self.options, finished, self.usage)
 
     def _describe(self, logprob: TokenLogprob) -> chunks.TokenText:
         def text(token_id: int) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 from epd_serve.config import InstanceOptions
@@ -11,6 +13,7 @@ from epd_serve.instance.encode import EncodeService
 from epd_serve.instance.feature_supply import FeatureSupply
 from epd_serve.instance.http import Handler, Reply
 from epd_serve.instance.kv_delivery import Pulls
+from epd_serve.instance.language_stages import LanguageStages
 from epd_serve.instance.metrics import InstanceMetrics
 from epd_serve.instance.prefill import PrefillService
 from epd_serve.instance.refusals import Refusals
@@ -25,6 +28,7 @@ class Stages(Protocol):
     """Of :class:`~epd_serve.instance.instance.Instance`; Unavailable is raised for a stage that is not there."""
 
     options: InstanceOptions
+    language: LanguageStages | None
     metrics: InstanceMetrics
     pulls: Pulls
     reports: Reporter
@@ -54,6 +58,7 @@ class StageCalls:
             ("POST", "/stage/encode", self._encode),
             ("POST", "/stage/prefill", self._prefill),
             ("POST", "/stage/decode", self._decode),
+            ("POST", "/stage/move", self._move),
             ("POST", "/prompt/tokenize", self._tokenize),
             ("POST", "/prompt/detokenize", self._detokenize),
             ("POST", "/feature/event", self._feature_event),
@@ -92,7 +97,7 @@ class StageCalls:
         self._stages.metrics.received(request.request_id, request.traceparent)
         prefills = self._stages.prefills()
         with self._stages.reports.call(Stage.PREFILL, request.request_id):
-            async with self._stages.refusals.call(lambda: prefills.has_begun(request.request_id)):
+            async with self._answering(request.request_id, prefills.has_begun):
                 return await prefills.prefill(request)
 
     async def _decode(self, body: bytes) -> Reply:
@@ -101,8 +106,23 @@ class StageCalls:
         self._stages.metrics.received(request.request_id, request.traceparent)
         decodes = self._stages.decodes()
         with self._stages.reports.call(Stage.DECODE, request.request_id):
-            async with self._stages.refusals.call(lambda: decodes.has_begun(request.request_id)):
+            async with self._answering(request.request_id, decodes.has_begun):
                 return await decodes.decode(request)
+
+    async def _move(self, body: bytes) -> Reply:
+        request = wire.decode(body, wire.MoveRequest)
+        self._stages.decodes()  # as long as it has that role
+        assert self._stages.language is not None
+        return await self._stages.language.migrations.move(request)
+
+    def _answering(self, request_id: str, has_begun: Callable[[str], bool]) -> AbstractAsyncContextManager[None]:
+        """Around a call that is refused when the instance leaves, unless its answer goes elsewhere with its KV."""
+
+        def is_held() -> bool:
+            language = self._stages.language
+            return language is not None and language.migrations.holds(request_id)
+
+        return self._stages.refusals.call(lambda: has_begun(request_id), is_spared=is_held)
 
     async def _tokenize(self, body: bytes) -> Reply:
         reply = await self._stages.prefills().tokenize(wire.decode(body, prompt_calls.TokenizeRequest))
@@ -144,6 +164,5 @@ class StageCalls:
         return _DONE
 
     async def _kv_pulled(self, body: bytes) -> Reply:
-        self._stages.prefills()
         self._stages.pulls.confirm(wire.decode(body, wire.TransferRef))
         return _DONE

@@ -46,6 +46,9 @@ class DecodeService:
         on_read: told the bytes and seconds of KV that was read from elsewhere, for metrics.
         timeline: told what becomes of each request, for metrics.
         compile: a grammar, for the sequences that follow it; not on the event loop.
+
+    Attributes:
+        generations: of the answers that are decoded here, by request.
     """
 
     def __init__(
@@ -85,7 +88,7 @@ class DecodeService:
         self._freed = asyncio.Event()
         self._expected: dict[str, asyncio.Future[Generation]] = {}
         self._unclaimed: dict[str, tuple[Generation, float]] = {}
-        self._generations: dict[str, Generation] = {}
+        self.generations: dict[str, Generation] = {}
         self._ended: Tombstones[bool] = Tombstones()
         self._pulling: set[str] = set()
 
@@ -103,14 +106,10 @@ class DecodeService:
         expected = self._expected.get(request_id)
         return (expected is not None and expected.done()) or self._reservations.has_blocks(request_id)
 
-    def send_away(self, error: ServeError, *, begun: bool) -> None:
-        """End hand-offs that nobody has asked for, and with ``begun`` all answers that can go on elsewhere."""
+    def send_away(self) -> None:
+        """End hand-offs that nobody has asked for."""
         for request_id in list(self._unclaimed):
             self._end(request_id)
-        if begun:
-            for generation in self._generations.values():
-                if generation.can_move:
-                    generation.fail(error)
 
     def blocks_freed(self) -> None:
         """Blocks came back to the pool; call it on the event loop."""
@@ -137,7 +136,7 @@ class DecodeService:
     def _end(self, request_id: str) -> None:
         self._expected.pop(request_id, None)
         self._unclaimed.pop(request_id, None)
-        self._generations.pop(request_id, None)
+        self.generations.pop(request_id, None)
         self._listen(request_id, None)
         self._engine.abort(request_id)
         self._timeline.drop(request_id)
@@ -249,7 +248,7 @@ class DecodeService:
             raise
         generation = Generation(answer, self._engine, lambda: self._timeline.finished(handoff.request_id))
         self._timeline.decode_received(handoff.request_id)
-        self._generations[handoff.request_id] = generation
+        self.generations[handoff.request_id] = generation
         self._listen(handoff.request_id, generation.feed)
         self._engine.resume(
             _sequence(handoff, reservation, constraint),

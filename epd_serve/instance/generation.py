@@ -18,12 +18,13 @@ class Generation:
     """Turns engine events into an OpenAI answer, streamed or whole; ``on_finished`` is told of the last token.
 
     Attributes:
+        answer: as far as it has come.
         can_move: whether another instance can go on with it, or begin it anew.
     """
 
     def __init__(self, answer: Answer, engine: Engine, on_finished: Callable[[], None] = lambda: None) -> None:
         self.can_move = answer.can_move
-        self._answer = answer
+        self.answer = answer
         self._engine = engine
         self._on_finished = on_finished
         self._pieces: asyncio.Queue[bytes | ServeError | None] = asyncio.Queue()
@@ -35,10 +36,11 @@ class Generation:
             self._feed_token(event)
 
     def fail(self, error: ServeError) -> None:
+        self.can_move = False  # whoever reads it knows what to do
         self._pieces.put_nowait(error)
 
     def _feed_token(self, event: TokenEvent) -> None:
-        answer, index = self._answer, event.sequence.index
+        answer, index = self.answer, event.sequence.index
         if answer.is_finished(index):
             return  # computed before the engine knew of the stop string
         try:

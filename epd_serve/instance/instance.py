@@ -31,7 +31,7 @@ from epd_serve.instance.metrics import InstanceMetrics
 from epd_serve.instance.peers import Peers
 from epd_serve.instance.prefill import PrefillService
 from epd_serve.instance.rates import StageRates
-from epd_serve.instance.refusals import Refusals, left, moved
+from epd_serve.instance.refusals import Refusals, left
 from epd_serve.instance.registration import identity, in_present_role
 from epd_serve.instance.reports import Reporter
 from epd_serve.instance.request_processor import RequestProcessor, num_media_threads
@@ -331,10 +331,10 @@ class Instance:
     def state_changed(self) -> None:
         self.reports.state_changed()
 
-    def send_away(self, *, begun: bool) -> None:
+    def send_away(self, *, begun: bool, late: bool) -> None:
         """See :class:`~epd_serve.instance.switching.Stages`."""
         if self.language is not None:
-            self.language.send_away(moved(self.options.name), begun=begun)
+            self.language.send_away(begun=begun, late=late)
         self.refusals.refuse(begun=begun)
 
     async def rebuild(self, role: Role) -> None:

@@ -41,6 +41,12 @@ class Delivery(Protocol):
         ...
 
 
+class Deliveries(Protocol):
+    """Makes the delivery of one request's KV to the decode instance at a URL."""
+
+    def __call__(self, reserve: wire.ReserveRequest, sequence: Sequence, decode_url: str) -> Delivery: ...
+
+
 class PushDelivery:
     """Reserve blocks there, let the sender write while the prompt is computed, complete.
 

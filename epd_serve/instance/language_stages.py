@@ -11,13 +11,13 @@ from typing import Any
 import msgspec
 
 from epd_serve.cache.block_pool import BlockPool
-from epd_serve.errors import ServeError
 from epd_serve.instance.decode import DecodeService
 from epd_serve.instance.feature_form import FeatureForm
 from epd_serve.instance.feature_inbox import FeatureInbox
 from epd_serve.instance.feature_supply import FeatureSupply
 from epd_serve.instance.kv_delivery import Delivery, PullDelivery, PushDelivery
 from epd_serve.instance.language_parts import LanguageParts, Surroundings
+from epd_serve.instance.migration import Migrations
 from epd_serve.instance.prefill import PrefillService
 from epd_serve.instance.probe import EngineProbe
 from epd_serve.protocol import wire
@@ -124,6 +124,16 @@ class LanguageStages:
             tokens_per_character=lambda: around.rates.tokens_per_character,
             refusals=around.refusals,
         )
+        self.migrations = Migrations(
+            options.name,
+            engine,
+            self.sender,
+            self._deliver,
+            self._layout,
+            lease_s=options.lease_s,
+            loop=around.loop,
+            spawn=around.spawn,
+        )
         self.probe = EngineProbe(engine, around.family.num_position_axes, self.listeners.listen)
         self.decode = DecodeService(
             engine,
@@ -166,14 +176,16 @@ class LanguageStages:
         self.inbox.close()
         self.engine.close()
 
-    def send_away(self, error: ServeError, *, begun: bool) -> None:
+    def send_away(self, *, begun: bool, late: bool) -> None:
         """See :class:`~epd_serve.instance.switching.Stages`."""
-        self.decode.send_away(error, begun=begun)
-        self.prefill.send_away(error, begun=begun)
+        self.decode.send_away()
+        if begun:
+            self.migrations.send_away(self.decode.generations | self.prefill.generations, late=late)
 
     def expire(self) -> None:
         """End what has waited for too long; to be called now and then, on the event loop."""
         self.decode.expire()
+        self.migrations.expire()
         self.inbox.expire()
 
     def check_integrity(self) -> None:

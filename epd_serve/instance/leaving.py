@@ -29,7 +29,7 @@ class Leaver(Protocol):
 
     def state_changed(self) -> None: ...
 
-    def send_away(self, *, begun: bool) -> None: ...
+    def send_away(self, *, begun: bool, late: bool) -> None: ...
 
     def in_use(self) -> dict[str, int]: ...
 
@@ -95,7 +95,7 @@ class Leaving:
         deadline, patience = began + order.deadline_s, began + min(order.patience_s, order.deadline_s / 2)
         while True:
             now = self._clock()
-            self._instance.send_away(begun=now >= patience)
+            self._instance.send_away(begun=now >= patience, late=now >= (patience + deadline) / 2)
             in_use = {what: count for what, count in self._instance.in_use().items() if count}
             if not in_use:
                 return

@@ -9,14 +9,13 @@ import uuid
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
 
 from epd_serve.errors import DECODE_DRAINING, DRAINING, InvalidRequest, ServeError, StageTimeout
 from epd_serve.instance.answer import Answer
 from epd_serve.instance.feature_inbox import FeatureInbox
 from epd_serve.instance.generation import Generation, check_constraint
 from epd_serve.instance.http import JSON, BrokenStream, Reply
-from epd_serve.instance.kv_delivery import Delivery
+from epd_serve.instance.kv_delivery import Deliveries, Delivery
 from epd_serve.instance.prompt import Prompt, PromptProcessor
 from epd_serve.instance.prompt_sequence import sequence_of
 from epd_serve.instance.refusals import Refusals, moved
@@ -34,12 +33,6 @@ _NEXT = wire.NEXT_HEADER.encode()
 _NOTE = prompt_note.HEADER.encode()
 NEXT_NONE = (_NEXT, b"none")
 NEXT_DECODE = (_NEXT, b"decode")
-
-
-class Deliveries(Protocol):
-    """Makes the delivery of one request's KV to the decode instance at a URL."""
-
-    def __call__(self, reserve: wire.ReserveRequest, sequence: Sequence, decode_url: str) -> Delivery: ...
 
 
 @dataclass(eq=False, slots=True)
@@ -75,6 +68,9 @@ class PrefillService:
         spawn: runs a clean-up in the background, owned by the instance.
         tokens_per_character: of prompts, for the load.
         refusals: what hands a request over may be refused by.
+
+    Attributes:
+        generations: of the answers that are decoded here, by request.
     """
 
     def __init__(
@@ -112,7 +108,7 @@ class PrefillService:
         self._active: set[str] = set()
         self._preparing: dict[str, int] = {}
         self._submitted: dict[str, Sequence] = {}
-        self._generations: dict[str, Generation] = {}
+        self.generations: dict[str, Generation] = {}
 
     @property
     def num_preparing_tokens(self) -> int:
@@ -126,13 +122,6 @@ class PrefillService:
         """Whether the prompt is being computed, or was."""
         sequence = self._submitted.get(request_id)
         return sequence is not None and sequence.state is not SequenceState.WAITING
-
-    def send_away(self, error: ServeError, *, begun: bool) -> None:
-        """With ``begun``, end the answers that can go on elsewhere."""
-        if begun:
-            for generation in self._generations.values():
-                if generation.can_move:
-                    generation.fail(error)
 
     async def prefill(self, request: wire.PrefillRequest) -> Reply:
         """Compute the prompt and answer with the first token as soon as there is one.
@@ -208,7 +197,7 @@ class PrefillService:
         self._active.discard(request_id)
         self._preparing.pop(request_id, None)
         self._submitted.pop(request_id, None)
-        self._generations.pop(request_id, None)
+        self.generations.pop(request_id, None)
         self._listen(request_id, None)
         self._engine.abort(request_id)
         self._timeline.drop(request_id)
@@ -234,7 +223,7 @@ class PrefillService:
                 started.set_result(None)
             generation.feed(event)
 
-        self._generations[request.request_id] = generation
+        self.generations[request.request_id] = generation
         self._listen(request.request_id, feed)
         self._submit(request, sequence)
         await self._started(request, started, features)

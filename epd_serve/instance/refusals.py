@@ -14,6 +14,7 @@ from epd_serve.errors import DRAINING, InstanceFailed, ServeError, Unavailable
 class _Call:
     scope: asyncio.Timeout
     has_begun: Callable[[], bool]
+    is_spared: Callable[[], bool]
 
 
 def left(name: str) -> Unavailable:
@@ -38,17 +39,21 @@ class Refusals:
 
     @asynccontextmanager
     async def call(
-        self, has_begun: Callable[[], bool], refusal: Callable[[str], ServeError] = left
+        self,
+        has_begun: Callable[[], bool],
+        refusal: Callable[[str], ServeError] = left,
+        is_spared: Callable[[], bool] = lambda: False,
     ) -> AsyncGenerator[None]:
         """Around what answers a call; it is cancelled, and raises ``refusal``, when it is refused.
 
         Args:
             has_begun: whether anything was computed for it.
+            is_spared: whether it ends by other means, and soon.
         """
         call: _Call | None = None
         try:
             async with asyncio.timeout(None) as scope:
-                call = _Call(scope, has_begun)
+                call = _Call(scope, has_begun, is_spared)
                 self._calls.add(call)
                 try:
                     yield
@@ -63,5 +68,5 @@ class Refusals:
         """Refuse the calls that have not begun; with ``begun``, all."""
         now = asyncio.get_running_loop().time()
         for call in [call for call in self._calls if begun or not call.has_begun()]:
-            if not call.scope.expired():
+            if not call.scope.expired() and not call.is_spared():
                 call.scope.reschedule(now)

@@ -35,8 +35,11 @@ class Stages(Protocol):
         """Tell those that listen."""
         ...
 
-    def send_away(self, *, begun: bool) -> None:
-        """Refuse what has not begun; with ``begun``, give up what can go on elsewhere as well."""
+    def send_away(self, *, begun: bool, late: bool) -> None:
+        """Refuse what has not begun; with ``begun``, give up what can go on elsewhere as well.
+
+        Its KV goes there too, unless it is ``late``.
+        """
         ...
 
     def in_use(self) -> dict[str, int]: ...
@@ -132,7 +135,7 @@ class Switching:
             if self._called_back.is_set():
                 raise Conflict(f"it was called back to role {self.machine.role}")
             now = self._clock()
-            self._stages.send_away(begun=now >= patience)
+            self._stages.send_away(begun=now >= patience, late=now >= (patience + deadline) / 2)
             in_use = {what: count for what, count in self._stages.in_use().items() if count}
             if not in_use:
                 return now - began

@@ -8,6 +8,7 @@ call                    from, to   body                  answer
 ``/stage/encode``       gateway,E  EncodeRequest         EncodeReply once P has the feature
 ``/stage/prefill``      gateway,P  PrefillRequest        the answer; header ``x-epd-next`` says who goes on
 ``/stage/decode``       gateway,D  DecodeRequest         the answer from the second token on
+``/stage/move``         gateway,D  MoveRequest           no token; complete once another D goes on with the answer
 ``/feature/event``      E, P       FeatureEvent          204 once P has fetched and verified the feature
 ``/kv/reserve``         P, D       ReserveRequest        ReserveReply, when blocks are free
 ``/kv/renew``           P, D       TransferRef           204, or 404 when the lease is gone
@@ -112,6 +113,22 @@ class DecodeRequest(Message, frozen=True):
     request_id: str
     stream: bool
     traceparent: str = ""
+
+
+class MoveRequest(Message, frozen=True):
+    """Tells D, which has broken an answer off with the code ``kv_held``, where the answer goes on.
+
+    D does what P does for a prompt: it reserves there, writes the KV and hands over.
+
+    Attributes:
+        request_id: by which the other D expects it. held_id: by which D decoded it.
+        decode_url, max_model_len: of the other, as in PrefillRequest.
+    """
+
+    request_id: str
+    held_id: str
+    decode_url: str
+    max_model_len: int | None = None
 
 
 class Region(Message, frozen=True):

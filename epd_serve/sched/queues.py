@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as AbstractSequence
 from itertools import chain
 
 from epd_serve.cache.block_pool import BlockPool, RequestBlocks
+from epd_serve.protocol.wire import Load
 from epd_serve.request import Sequence, SequenceState
 from epd_serve.sched.block_tables import BlockMemory, BlockTables
 from epd_serve.sched.language import Budget, ScheduleOutput, missing_span, possible_prefills, schedule
@@ -57,12 +58,13 @@ class Queues:
         self._waiting: deque[Sequence] = deque()
         self._preempted: list[Sequence] = []  # oldest first, likewise the running ones
         self._running: list[Sequence] = []
+        self._held: dict[Sequence, Callable[[Sequence], None]] = {}  # no step begins with them any more
         self._reserving_since: float | None = None
         self._reserved: dict[int, list[int]] = {}  # contexts that are on their way, by id() of their blocks
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        return len(self._running) + len(self._held)
 
     @property
     def num_waiting(self) -> int:
@@ -73,6 +75,15 @@ class Queues:
         """Tokens to be computed, of all sequences; not those that the cache holds for them now."""
         held = (*self._preempted, *self._running)
         return sum(s.num_uncomputed for s in held) + sum(s.num_tokens - self._num_cached(s) for s in self._waiting)
+
+    def load(self) -> Load:
+        return Load(
+            num_running=self.num_running,
+            num_waiting=self.num_waiting,
+            num_waiting_tokens=self.num_waiting_tokens,
+            free_blocks=self._pool.num_free,
+            total_blocks=self._pool.capacity,
+        )
 
     def submit(self, sequence: Sequence) -> None:
         self._waiting.append(sequence)
@@ -87,7 +98,7 @@ class Queues:
             if sequence in queue:
                 queue.remove(sequence)
                 return True
-        return False
+        return self._held.pop(sequence, None) is not None
 
     def remove(self, request_id: str) -> list[Sequence]:
         """Take all sequences of a request out of their queues."""
@@ -97,7 +108,28 @@ class Queues:
             for sequence in found:
                 queue.remove(sequence)
             removed += found
-        return removed
+        held = [s for s in self._held if s.request_id == request_id]
+        for sequence in held:
+            del self._held[sequence]
+        return removed + held
+
+    def hold(self, request_id: str, held: Callable[[Sequence], None]) -> bool:
+        """Take a request that decodes, with its blocks, out of the steps to come; ``held``: see :meth:`let_out`.
+
+        False where it is more than one sequence, or has, for now, more to compute than its newest token.
+        """
+        found = [s for s in (*self._running, *self._preempted) if s.request_id == request_id]
+        if len(found) != 1 or not found[0].blocks or not found[0].output_ids or found[0].num_uncomputed > 1:
+            return False
+        self._running.remove(found[0])
+        self._held[found[0]] = held
+        return True
+
+    def let_out(self, stepping: Collection[Sequence]) -> None:
+        """Tell of each that is held and not in ``stepping``: it is out, and keeps its blocks."""
+        for sequence in [s for s in self._held if s not in stepping]:
+            sequence.move_to(SequenceState.TRANSFERRING)
+            self._held.pop(sequence)(sequence)
 
     def reserve(
         self, num_prompt_tokens: int, num_sequences: int, hashes: list[bytes], arrival_s: float

@@ -178,8 +178,14 @@ class Engine:
             if self._queues.stop(sequence):
                 self._leave(sequence)
 
+    def hold(self, request_id: str, held: Callable[[Sequence], None]) -> bool:
+        """See :meth:`~epd_serve.sched.queues.Queues.hold`; tells ``held`` on its thread, after all tokens."""
+        with self._changed:
+            self._changed.notify_all()
+            return self._queues.hold(request_id, held)
+
     def transferred(self, sequence: Sequence) -> None:
-        """The decode instance has confirmed: the source blocks may go. Idempotent."""
+        """The decode instance has confirmed, or nobody wants it: the source blocks may go. Idempotent."""
         with self._changed:
             if sequence.state is SequenceState.TRANSFERRING:
                 self._retire(sequence)
@@ -217,13 +223,7 @@ class Engine:
 
     def load(self) -> Load:
         with self._changed:
-            return Load(
-                num_running=self._queues.num_running,
-                num_waiting=self._queues.num_waiting,
-                num_waiting_tokens=self._queues.num_waiting_tokens,
-                free_blocks=self._pool.num_free,
-                total_blocks=self._pool.capacity,
-            )
+            return self._queues.load()
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the books of the pool balance."""
@@ -258,10 +258,9 @@ class Engine:
 
     def _begin(self) -> ScheduleOutput:
         """The next step; its sequences keep their blocks until it has ended."""
-        output, flying = (
-            self._queues.plan(self._clock()),
-            self._flying.output if self._flying else ScheduleOutput(),
-        )
+        flying = self._flying.output if self._flying else ScheduleOutput()
+        self._queues.let_out(flying.sequences)
+        output = self._queues.plan(self._clock())
         self._stepping = frozenset((*output.sequences, *flying.sequences))
         self.is_prefilling = bool(output.prefills or flying.prefills)
         if output.admitted:

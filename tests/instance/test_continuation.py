@@ -5,36 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 import tiny_models
 from fleet import Books
-from pictures import noise, png
+from pictures import png
 from services import serving
+from stage_requests import PICTURE, Frame, request, without_logprobs
 
 from epd_serve.errors import InvalidRequest
 from epd_serve.instance.http import Reply
 from epd_serve.instance.instance import Instance
 from epd_serve.protocol import frames, wire
-from epd_serve.types import SamplingParams
-
-PICTURE = noise(1)
-REF = wire.MediaRef("a1" * 32, PICTURE.width, PICTURE.height)
-Frame = tuple[int, list[int], bytes]
-
-
-def request(kind: Any = "chat", image: bool = False, **sampling: Any) -> wire.PrefillRequest:
-    parts = [wire.Part(type="image")] * image + [wire.Part(type="text", text="What is this apple?")]
-    return wire.PrefillRequest(
-        request_id="r",
-        output=wire.OutputOptions(kind, "r", 0, "tiny", stream=True, include_usage=True, continuous_usage=True),
-        sampling=SamplingParams(**({"seed": 7, "max_tokens": 21, "ignore_eos": True} | sampling)),
-        items=[REF] * image,
-        messages=[wire.ChatMessage(role="user", content=parts)] if kind == "chat" else None,
-        prompt=None if kind == "chat" else "apple banana cherry " * 3,
-    )
 
 
 async def frames_of(reply: Reply) -> list[Frame]:
@@ -77,18 +60,6 @@ class Instances:
 def text_of(answer: list[Frame]) -> str:
     events = [json.loads(event[6:]) for choice, _, event in answer if choice == 0]
     return "".join(event["choices"][0].get("text") or event["choices"][0]["delta"]["content"] for event in events)
-
-
-def without_logprobs(answer: list[Frame]) -> list[Any]:
-    """Log-probabilities differ by the rounding of other batches."""
-    told = []
-    for choice, ids, event in answer:
-        parsed = json.loads(event[6:]) if choice == 0 else event
-        if choice == 0 and (logprobs := parsed["choices"][0]["logprobs"]):
-            del logprobs["token_logprobs"]
-            logprobs["top_logprobs"] = [list(top) for top in logprobs["top_logprobs"]]
-        told.append((choice, ids, parsed))
-    return told
 
 
 async def each_choice_goes_on(instances: Instances) -> None:

@@ -1,0 +1,222 @@
+"""Answers that go on at another decode instance with their KV, because this one leaves its role.
+
+An answer is broken off between two tokens with the code ``kv_held``, and its blocks stay for a while. A gateway
+that names another decode instance (``/stage/move``) has this one do what a prefill instance does for a prompt:
+reserve there, write, hand over. All that sampling depends on are the tokens, which go with the hand-over. Where
+any of it does not work out, the gateway has the tokens so far prefilled again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from epd_serve.cache.block_pool import num_blocks_for
+from epd_serve.errors import DRAINING, KV_HELD, InstanceFailed, InvalidRequest, ServeError, Unavailable
+from epd_serve.instance.generation import Generation
+from epd_serve.instance.http import BrokenStream, Reply
+from epd_serve.instance.kv_delivery import Deliveries, Delivery
+from epd_serve.instance.prefill import NEXT_DECODE
+from epd_serve.instance.refusals import Refusals, left, moved
+from epd_serve.protocol import chunks, frames, wire
+from epd_serve.request import Sequence
+from epd_serve.transfer.kv_sender import KVSender, Part
+from epd_serve.worker.engine import Engine
+
+#: A gateway asks at once, if it still wants the answer.
+_UNCLAIMED_S = 5.0
+
+
+@dataclass(slots=True)
+class _Held:
+    """An answer that is broken off. ``sequence`` is None as long as a step uses its blocks."""
+
+    generation: Generation
+    deadline_s: float
+    sequence: Sequence | None = None
+
+
+@dataclass(slots=True)
+class _Move:
+    sequence: Sequence
+    delivery: Delivery
+    handoff: wire.Handoff
+    is_over: bool = False
+
+
+class Migrations:
+    """The answers of one instance that leaves. It belongs to the event loop.
+
+    Args:
+        deliver: how KV gets to decode instances.
+        spawn: runs a clean-up in the background, owned by the instance.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        engine: Engine,
+        sender: KVSender,
+        deliver: Deliveries,
+        layout: wire.KVLayout,
+        *,
+        lease_s: float,
+        loop: asyncio.AbstractEventLoop,
+        spawn: Callable[[asyncio.Task[None]], None],
+    ) -> None:
+        self._name = name
+        self._engine = engine
+        self._sender = sender
+        self._deliver = deliver
+        self._layout = layout
+        self._lease_s = lease_s
+        self._loop = loop
+        self._spawn = spawn
+        self._held: dict[str, _Held] = {}
+        self._moves = Refusals(name)
+
+    def holds(self, request_id: str) -> bool:
+        """Whether an answer is broken off with its KV, or about to be."""
+        return request_id in self._held
+
+    def send_away(self, generations: Mapping[str, Generation], *, late: bool) -> None:
+        """Break off what can go on elsewhere; ``late``: without its KV, of what is on its way as well."""
+        if late:
+            self._moves.refuse(begun=True)
+            for request_id in list(self._held):
+                self._drop(request_id)
+        for request_id, generation in generations.items():
+            if not generation.can_move or request_id in self._held:
+                continue
+            if late or not self._hold(request_id, generation):
+                generation.fail(moved(self._name))
+
+    def expire(self) -> None:
+        """Give back what nobody has asked for."""
+        now = time.monotonic()
+        for request_id in [name for name, held in self._held.items() if held.deadline_s <= now]:
+            self._drop(request_id)
+
+    async def move(self, request: wire.MoveRequest) -> Reply:
+        """Hand an answer over; the reply is complete when the other instance has it.
+
+        Raises Unavailable where there is no such answer or the other can never take it, else as the other answers.
+        """
+        held = self._held.pop(request.held_id, None)
+        if held is None or held.sequence is None:
+            raise left(self._name)
+        sequence = held.sequence
+        handoff = _handoff(request.request_id, sequence, held.generation.answer.options)
+        delivery = self._deliver(self._reservation(handoff, sequence), sequence, request.decode_url)
+        try:
+            async with self._moves.call(lambda: True):
+                longest = len(sequence.prompt_ids) + sequence.max_tokens
+                if request.max_model_len is not None and longest > request.max_model_len:
+                    raise InvalidRequest(f"{longest} tokens are more than {request.decode_url} takes")
+                await delivery.open(lambda event: None)
+        except BaseException as error:
+            self._engine.transferred(sequence)
+            if isinstance(error, InvalidRequest):  # nothing is wrong with it
+                raise Unavailable(error.message, code=DRAINING) from error
+            raise
+        move = _Move(sequence, delivery, handoff)
+        self._push(move)
+        return Reply(
+            headers=(*(frames.HEADERS if handoff.output.stream else ()), NEXT_DECODE),
+            stream=self._hand_over(move),
+            on_close=lambda: self._give_up(move),
+        )
+
+    def _hold(self, request_id: str, generation: Generation) -> bool:
+        """Whether the answer's KV can stay."""
+        keep = partial(self._keep, request_id, generation)
+        if not generation.answer.can_go_on or not self._engine.hold(
+            request_id, lambda sequence: self._call_on_loop(keep, sequence)
+        ):
+            return False
+        self._held[request_id] = _Held(generation, time.monotonic() + _UNCLAIMED_S)
+        return True
+
+    def _call_on_loop(self, keep: Callable[[Sequence], None], sequence: Sequence) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(keep, sequence)
+
+    def _keep(self, request_id: str, generation: Generation, sequence: Sequence) -> None:
+        """No step uses the sequence any more, and all of its tokens are out."""
+        held = self._held.get(request_id)
+        if held is None or generation.answer.finished:  # too late, or a stop string was found meanwhile
+            self._held.pop(request_id, None)
+            self._engine.transferred(sequence)
+            generation.fail(moved(self._name))
+            return
+        held.sequence = sequence
+        held.deadline_s = time.monotonic() + _UNCLAIMED_S
+        generation.fail(InstanceFailed(f"instance {self._name} is leaving its role", code=KV_HELD))
+
+    def _drop(self, request_id: str) -> None:
+        held = self._held.pop(request_id)
+        if held.sequence is not None:
+            self._engine.transferred(held.sequence)
+
+    def _reservation(self, handoff: wire.Handoff, sequence: Sequence) -> wire.ReserveRequest:
+        return wire.ReserveRequest(
+            transfer_id=handoff.transfer_id,
+            request_id=handoff.request_id,
+            num_prompt_tokens=handoff.num_tokens,
+            max_tokens=handoff.max_tokens - len(handoff.generated),
+            num_sequences=1,
+            block_hashes=sequence.block_hashes,
+            layout=self._layout,
+            lease_s=self._lease_s,
+        )
+
+    def _push(self, move: _Move) -> None:
+        transfer = move.delivery.transfer
+        if transfer.target is None:
+            return
+        own = slice(transfer.next_block, num_blocks_for(move.handoff.num_tokens, self._layout.block_size))
+        part = Part(transfer, move.sequence.blocks[own], transfer.target.block_ids[own])
+        if part.local:
+            self._sender.push(range(self._layout.num_layers), [part], lambda: None)
+
+    async def _hand_over(self, move: _Move) -> AsyncGenerator[bytes, None]:
+        yield b""
+        try:
+            async with self._moves.call(lambda: True):
+                await move.delivery.hand_over(move.handoff)
+        except ServeError as error:
+            self._give_up(move)
+            if move.handoff.output.stream:
+                yield frames.pack(frames.ERROR, (), chunks.event(error.body()))
+            raise BrokenStream(error.message) from error
+        move.is_over = True
+        self._engine.transferred(move.sequence)
+
+    def _give_up(self, move: _Move) -> None:
+        """Stop writing, then tell the other instance so. Idempotent."""
+        if move.is_over:
+            return
+        move.is_over = True
+        move.delivery.stop()
+        self._sender.fence(move.delivery.transfer, lambda _: self._engine.transferred(move.sequence))
+        self._spawn(asyncio.create_task(move.delivery.withdraw("")))
+
+
+def _handoff(request_id: str, sequence: Sequence, output: wire.OutputOptions) -> wire.Handoff:
+    """The KV of all tokens but the last is there, as it is of a prompt behind its first token."""
+    *generated, last = sequence.output_ids
+    return wire.Handoff(
+        transfer_id=uuid.uuid4().hex,
+        request_id=request_id,
+        prompt_ids=sequence.prompt_ids,
+        position_delta=sequence.position_delta,
+        sampling=sequence.sampling,
+        max_tokens=sequence.max_tokens,
+        output=output,
+        first=[wire.FirstToken(last)],
+        generated=generated,
+    )
