@@ -100,6 +100,7 @@ class Site:
             for name, other in (("d0", "d1"), ("d1", "d0")):
                 if (await self.held(name))["sequences"]:
                     return name, other
+            await asyncio.sleep(0.01)
 
     async def order(self, name: str, role: str) -> int:
         wanted = {"role": role, "deadline_s": 60, "patience_s": 0}
@@ -115,6 +116,7 @@ class Site:
             held = await self.held(source)
             if held["blocks"] and not held["sequences"] and not held["timeline"]:
                 return source, target, ordered
+            await asyncio.sleep(0.002)
         self.kill(target, signal.SIGCONT)
         await ordered
         await self.ready()
