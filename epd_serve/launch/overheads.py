@@ -354,6 +354,8 @@ def beside_steps(measured: Sequence[tuple[int, Sequence[Record]]], profile: Prof
     beyond: list[float] = []
     for count, records in measured:
         context = median((one.num_prompt_tokens or 0) + one.num_output_tokens / 2 for one in records)
-        beyond.append(median(one.tpot_s or 0.0 for one in records) - profile.step_s(count, count, count * context))
+        # most gaps hold no prefill, which is a step of its own; means do
+        gap_s = median(seconds for one in records for seconds in one.itl_s[1:])
+        beyond.append(gap_s - profile.step_s(count, count, count * context))
     loop_s, stream_s = fit([[1.0, count] for count, _ in measured], beyond)
     return loop_s, stream_s
