@@ -373,7 +373,7 @@ def _is_robbed(
     """Whether a stage that gives an instance is made later than ``most``, that of those that get one. Decode slows
     down by degrees; where encode or prefill is made late, queues grow without end, and all requests pass there."""
     if stage is not Stage.DECODE and expected[stage] <= 1:
-        return pressures[stage] > 1
+        return pressures[stage] > _CALM
     return pressures[stage] > most
 
 

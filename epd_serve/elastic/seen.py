@@ -83,7 +83,9 @@ def _part_without_images(records: Sequence[InstanceRecord], num_encodes: int) ->
     num_prompts = sum(one.load.num_running + one.load.num_waiting for one in prefills)
     if not num_tokens or not num_prompts:
         return 0.0
-    per_pixel = max(one.info.tokens_per_pixel for one in prefills if one.info is not None) or PRIOR_TOKENS_PER_PIXEL
+    per_pixel = (
+        max(one.info.tokens_per_pixel for one in prefills if one.info is not None) or PRIOR_TOKENS_PER_PIXEL
+    )
     by_pixels = sum(one.pending.num_pixels for one in records) * per_pixel / num_tokens
     return min(by_pixels, num_encodes / num_prompts, 1.0)
 

@@ -84,6 +84,6 @@ def tokens_per_character(loads: Iterable[Load]) -> float:
 
 
 def _mean_output_tokens(loads: Sequence[Load]) -> float:
-    """Of all of them: an instance that has seen few answers end would be avoided, or get all, for their lengths."""
+    """Of all of them: one that has seen few answers end would be avoided, or get all, for the lengths of these."""
     known = [load.mean_output_tokens for load in loads if load.mean_output_tokens]
     return median(known) if known else PRIOR_OUTPUT_TOKENS
