@@ -289,7 +289,7 @@ class Controller:
                 helped = [stage for stage in late if pressures[stage] < expected[stage]]
                 if after > (1 - self.options.hysteresis) * before or not helped:
                     continue
-                most = max(1.0, *(pressures[stage] for stage in helped))
+                most = max(1.0, *(expected[stage] for stage in helped))
                 if any(_is_robbed(stage, pressures, expected, most) for stage in donor.role.stages & self._needed):
                     continue
                 if not self._may_return(now_s, [*others, role], worst):

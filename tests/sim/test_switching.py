@@ -79,7 +79,7 @@ def test_no_first_token_pays_for_the_others() -> None:
     )
     with_switches, without = figures(run(START, every, switching)), figures(run(START, every, None))
     assert with_switches["ttft_s"] < 1.25 * without["ttft_s"]
-    assert without["latency_s"] > 3 * with_switches["latency_s"]
+    assert without["latency_s"] > 2.5 * with_switches["latency_s"]
 
 
 def test_the_opposite_of_table_6() -> None:
