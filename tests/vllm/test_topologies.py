@@ -22,7 +22,7 @@ def check(url: str, asked: list[dict[str, Any]], expected: list[Tokens]) -> None
     ("topology", "vllm"),
     [
         ("E-P-D", {"kv": "nixl"}),
-        ("E-P-D", {"kv": "mooncake", "features": "file"}),
+        ("E-P@tp2-D@tp2", {"kv": "mooncake", "features": "file"}),
         ("E-PD", {}),
         ("EP-D", {}),
         ("PD", {}),
