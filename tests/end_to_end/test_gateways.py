@@ -74,17 +74,21 @@ class Stream:
 async def test_one_gateway_dies_and_the_other_does_not_notice(urls: dict[str, str], tmp_path: Path) -> None:
     config = tmp_path / "deployment.yaml"
     config.write_text("{}")
-    async with gateway_process(config, urls) as (one, process), gateway(urls) as other:
-        dying, living = [Stream(one) for _ in range(3)], [Stream(other) for _ in range(3)]
-        await asyncio.gather(*(stream.begun.wait() for stream in (*dying, *living)))
-        process.kill()
-        cut = await asyncio.gather(*(stream.task for stream in dying), return_exceptions=True)
-        assert all(isinstance(error, httpx.TransportError) for error in cut)
-        texts = await asyncio.gather(*(stream.task for stream in living))
+    for _ in range(3):
+        async with gateway_process(config, urls) as (one, process), gateway(urls) as other:
+            dying, living = [Stream(one) for _ in range(3)], [Stream(other) for _ in range(3)]
+            await asyncio.gather(*(stream.begun.wait() for stream in (*dying, *living)))
+            process.kill()
+            cut = await asyncio.gather(*(stream.task for stream in dying), return_exceptions=True)
+            texts = await asyncio.gather(*(stream.task for stream in living))
         assert all(text.endswith("data: [DONE]\n\n") for text in texts)
-        ids = {json.loads(stream.text[6:].split("\n")[0])["id"] for stream in (*dying, *living)}
-        assert len(ids) == 6
-        await Books(urls).check()
+        whole = [text for text in cut if isinstance(text, str) and text.endswith("data: [DONE]\n\n")]
+        if not whole:
+            break  # else this process was held up, and they had been answered before
+    assert all(isinstance(error, httpx.TransportError) for error in cut)
+    ids = {json.loads(stream.text[6:].split("\n")[0])["id"] for stream in (*dying, *living)}
+    assert len(ids) == 6
+    await Books(urls).check()
 
 
 async def test_a_stream_outlives_new_instances_and_sigterm(urls: dict[str, str], tmp_path: Path) -> None:
