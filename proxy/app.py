@@ -44,6 +44,7 @@ from proxy.operations import operations_router
 from proxy.orders import Departures, Hold, orders_router, running_orders, show_ready
 from proxy.poller import Poller
 from proxy.redeploy import Redeployer, tokens_per_pixel
+from proxy.resident import give_back
 from proxy.settings import GatewaySettings
 from proxy.stealing import StealQueue
 from proxy.switches import Switches, switches_router
@@ -140,7 +141,8 @@ def create_app(
                     redeployer.deployment = app.state.orders.path.parent.name
             reloading = [app.state.reloader.run()] if app.state.reloader is not None else []
             loops = [one.run() for one in (elastic, redeployer) if one is not None]
-            polling = asyncio.gather(poller.run(), health.run(), leases.run(), stealing.run(), *reloading, *loops)
+            loops += [poller.run(), health.run(), leases.run(), stealing.run(), give_back()]
+            polling = asyncio.gather(*reloading, *loops)
             polling.add_done_callback(partial(_end_after, app))
             try:
                 yield

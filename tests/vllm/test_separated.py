@@ -10,7 +10,7 @@ import json
 import signal
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import chain
@@ -133,6 +133,11 @@ def test_a_client_that_leaves_takes_its_work_along(deployment: Deployment) -> No
         deployment.check_idle(name)
 
 
+def generated(deployment: Deployment, name: str) -> float:
+    """Tokens."""
+    return figures(deployment.urls[name])["generation_tokens_total"]
+
+
 def working(deployment: Deployment, key: str) -> str | None:
     """A decode instance with a request in the state that a figure counts."""
     for name in DECODES:
@@ -161,7 +166,7 @@ def test_a_dead_d_is_told_and_leaves_no_block(deployment: Deployment, pids: dict
         deployment.drain(other)
         lines = begin(picture(11, n=2))
         begun = [(body, begin(body)) for body in (picture(11), words)]
-        assert figures(deployment.urls[dead])["num_requests_running"] == 3
+        deployment.wait_until(lambda: figures(deployment.urls[dead])["num_requests_running"] == 3, "it has them")
         deployment.drain(other, False)
         killed_at = time.monotonic()
         deployment.kill(dead)
@@ -227,13 +232,26 @@ def test_the_dead_come_back(
     assert all(same(a, b) for a, b in zip(answers, expected, strict=True))
     assert same(ask(deployment.url, picture(LOST)), ANSWERS[LOST]), "E encodes as P did"
     assert features(deployment, "p0", "encoded") == 1
-    with ThreadPoolExecutor(
-        1
-    ) as thread:  # an answer of which the client has nothing is begun again at the other D
-        waiting = thread.submit(ask, deployment.url, picture(12, max_tokens=900))
-        deployment.wait_until(lambda: working(deployment, "num_requests_running"), "D decodes")
-        dead = working(deployment, "num_requests_running")
-        assert dead is not None
+
+
+def test_an_answer_of_which_the_client_has_nothing_is_begun_again(deployment: Deployment) -> None:
+    dead, other = DECODES
+    for name in DECODES:
+        deployment.wait_until(partial(deployment.is_ready, name), f"{name} is ready")
+    with ThreadPoolExecutor(1) as thread:
+        deployment.drain(other)
+        for seed in range(12, 20):  # D may be through before it is stopped
+            long = picture(seed, max_tokens=900)
+            made = generated(deployment, dead)
+            waiting = thread.submit(ask, deployment.url, long)
+            deployment.wait_until(lambda made=made: generated(deployment, dead) > made, "D decodes")
+            deployment.signal(dead, signal.SIGSTOP)
+            if not wait([waiting], 1).done:
+                break
+            deployment.signal(dead, signal.SIGCONT)
+        deployment.drain(other, False)
+        made = generated(deployment, other)
         deployment.kill(dead)
         again = waiting.result()
-    assert same(ask(deployment.url, picture(12, max_tokens=900)), again)
+    deployment.wait_until(lambda: generated(deployment, other) >= made + 900, "the other D has made it whole")
+    assert same(ask(deployment.url, long), again)
