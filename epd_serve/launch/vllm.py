@@ -12,6 +12,7 @@ from typing import Any, Literal, cast
 from device.shares import share_environment
 from epd_serve.backends.vllm_command import Connectors, VllmOptions, command_of, environment_of
 from epd_serve.config import DeploymentConfig, InstanceSettings, model_path
+from epd_serve.config.gateway import is_loopback
 from epd_serve.config.shares import DeviceShare
 from epd_serve.config.vllm import connectors
 from epd_serve.launch import lifeline
@@ -104,6 +105,8 @@ def vllm_processes(
             config, settings, instance, number, port, used, environment, threads, share, model, pixels
         )
         variables = environment_of(options)
+        if used.kv == "nixl" and is_loopback(options.host):
+            variables["UCX_NET_DEVICES"] = "lo"  # it would listen on every interface
         if plugin_path:
             variables["PYTHONPATH"] = plugin_path
         if share is not None and options.kind == "cuda":

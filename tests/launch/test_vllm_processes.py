@@ -127,6 +127,7 @@ def test_every_connector_has_its_configuration(
     assert [slow.items() <= one.items() for one in extra] == [is_slow] * 2
     assert ("VLLM_MOONCAKE_BOOTSTRAP_PORT" in found["p0"].variables) is (kv == "mooncake" and devices != "npu")
     assert ("VLLM_NIXL_SIDE_CHANNEL_PORT" in found["d0"].variables) is (kv == "nixl")
+    assert found["p0"].variables.get("UCX_NET_DEVICES") == ("lo" if kv == "nixl" else None)
 
 
 @pytest.mark.parametrize(

@@ -18,13 +18,31 @@ def check(url: str, asked: list[dict[str, Any]], expected: list[Tokens]) -> None
         assert not wrong, [(index, answers[index], expected[index]) for index in wrong]
 
 
-@pytest.mark.parametrize("topology", ["E-PD", "EP-D", "PD"])
+@pytest.mark.parametrize(
+    ("topology", "vllm"),
+    [
+        ("E-P-D", {"kv": "nixl"}),
+        ("E-P@tp2-D@tp2", {"kv": "mooncake", "features": "file"}),
+        ("E-PD", {}),
+        ("EP-D", {}),
+        ("PD", {}),
+    ],
+    ids=lambda one: one if isinstance(one, str) else "-".join(one.values()),
+)
 def test_answers_are_those_of_vllm_alone(
-    topology: str, python: str, model: Path, asked: list[dict[str, Any]], expected: list[Tokens], tmp_path: Path
+    topology: str,
+    vllm: dict[str, str],
+    python: str,
+    model: Path,
+    asked: list[dict[str, Any]],
+    expected: list[Tokens],
+    tmp_path: Path,
 ) -> None:
-    with up(python, topology, model, tmp_path) as deployment:
+    if "features" in vllm:
+        vllm = {**vllm, "feature_dir": str(tmp_path)}
+    with up(python, topology, model, tmp_path, vllm=vllm) as deployment:
         check(deployment.url, asked, expected)
-        if topology == "EP-D":
+        if "d0" in deployment.urls:
             moved = figures(deployment.urls["d0"])["prompt_tokens_by_source_total external_kv_transfer"]
             assert moved > 0, "D has computed the prompts itself"
         for name in deployment.urls:
