@@ -114,7 +114,7 @@ class Chaos:
     async def _kill(self) -> None:
         """Each kind of process in its turn, so that a short run kills some of each too."""
         turn: list[str] = []
-        stopped: set[int] = set()
+        struck: set[int] = set()  # a death may take the supervisor a while to notice
         enough = 0
         while True:
             await asyncio.sleep(self.interval_s * self.rng.uniform(0.5, 1.5))
@@ -123,7 +123,7 @@ class Chaos:
             enough = len(self.results) + self.answers_between
             alive = defaultdict(list)
             for process in self.deployment.processes:
-                is_up = process.state is ProcessState.READY and process.pid not in stopped
+                is_up = process.state is ProcessState.READY and process.pid not in struck
                 if is_up and process.spec.name != "gateway":
                     alive[kind_of(process.spec.name)].append(process)
             kinds = sorted(kind for kind, processes in alive.items() if len(processes) > self.num_spared)
@@ -133,10 +133,10 @@ class Chaos:
                 hangs = self.rng.random() < self.hang_share
                 with suppress(ProcessLookupError):
                     os.kill(victim.pid, signal.SIGSTOP if hangs else signal.SIGKILL)
+                    struck.add(victim.pid)
                     self.kills[victim.spec.name] += 1
                     if hangs:
                         self.hangs[victim.spec.name] += 1
-                        stopped.add(victim.pid)
 
     async def settle(self) -> None:
         """Wait until all have started again, and until nothing is held; what stays held is a leak."""

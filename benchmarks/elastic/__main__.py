@@ -4,8 +4,9 @@
     python -m benchmarks.elastic live [--requests 100] [--seed 1]
 
 It writes its figures and the roles over time to ``benchmarks/results/elastic-*``. ``simulated``: 8 instances of
-the simulator, driven by the controller that runs live. ``live``: 8 processes on this machine's CPU with parts of
-its cores, for which it needs to be root; a row for each seed.
+the simulator, driven by the controller that runs live; also with half the requests, and with the opposite load
+(images behind long answers). ``live``: 8 processes on this machine's CPU with parts of its cores, for which it
+needs to be root; a row for each seed.
 """
 
 from __future__ import annotations
@@ -18,28 +19,37 @@ from typing import Any
 
 from benchmarks.elastic.plots import DRAINING, REBUILDING, roles_over_time, write_png
 
+SIMULATED_SEEDS = 8
 RESULTS = Path(__file__).parents[1] / "results"
 
 
 def simulated(count: int, rate: float) -> None:
-    from benchmarks.elastic.simulated import table_6
+    from benchmarks.elastic.simulated import DECODERS, PAPERS_END, START, opposite, requests, table
 
-    found, spans, end_s = table_6(count, rate, seeds=(0, 1, 2))
-    shorter, _, _ = table_6(count // 2, rate, seeds=(0, 1, 2))
+    seeds = range(SIMULATED_SEEDS)
+    rows, spans, end_s = table(START, PAPERS_END, {seed: requests(count, rate, seed=seed) for seed in seeds})
+    half = count // 2
+    shorter, _, _ = table(START, PAPERS_END, {seed: requests(half, rate, seed=seed) for seed in seeds})
+    back, _, _ = table(DECODERS, "3E-P-4D", {seed: opposite(count, rate, seed=seed) for seed in seeds})
     names = {"SERVING": "", "DRAINING": DRAINING, "REBUILDING": REBUILDING}
-    row = found["rows"][0]
+    row = rows[0]
     drawing = roles_over_time(
         [
             (one.instance, names[one.state] or str(one.role), one.from_s, one.until_s or end_s)
             for one in spans
             if (one.until_s or end_s) > one.from_s
         ],
-        f"Roles over time, from {found['start']} to {row['end']}: simulated",
+        f"Roles over time, from {START} to {row['end']}: simulated",
         f"{count} requests, {rate:g}/s; latency {row['ratio']['latency_s']:.1f} times and TPOT "
         f"{row['ratio']['tpot_s']:.1f} times lower than without switches",
         [(count / 10 / rate, "answers get 10 times longer"), (count / rate, "last arrival")],
     )
-    write("elastic-simulated", {"long": found, "half_as_long": shorter}, drawing)
+    found = {
+        "long": {"requests": count, "rate": rate, "start": START, "rows": rows},
+        "half_as_long": {"requests": half, "rate": rate, "start": START, "rows": shorter},
+        "opposite": {"requests": count, "rate": rate, "start": DECODERS, "rows": back},
+    }
+    write("elastic-simulated", found, drawing)
 
 
 def live(count: int, seed: int) -> None:

@@ -6,7 +6,7 @@ come near its two rows; the controller knows neither the layouts nor that anythi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
 from typing import Any
@@ -37,6 +37,8 @@ PAPER = Profile(
 )
 LIMITS = Limits(ttft_s=2.6, tpot_s=0.04)
 START, PAPERS_END = "5E-P-2D", "2E-P-5D"
+#: Made for long answers to text, as in :func:`opposite`.
+DECODERS = "E-P-6D"
 
 
 def requests(count: int, rate: float, *, short: int = 50, factor: int = 10, seed: int = 0) -> list[SimRequest]:
@@ -47,6 +49,15 @@ def requests(count: int, rate: float, *, short: int = 50, factor: int = 10, seed
     return [
         one if number < count // 10 else replace(one, num_output_tokens=factor * short)
         for number, one in enumerate(shape.requests(count, rate, seed))
+    ]
+
+
+def opposite(count: int, rate: float, *, seed: int = 0) -> list[SimRequest]:
+    """The first three tenths want long answers and have no image; behind them come images with short answers."""
+    every = requests(count, rate, short=500, factor=1, seed=seed)
+    return [
+        replace(one, images=()) if number < 3 * count // 10 else replace(one, num_output_tokens=50)
+        for number, one in enumerate(every)
     ]
 
 
@@ -80,24 +91,28 @@ def figures(outcome: Outcome) -> dict[str, float]:
     }
 
 
-def table_6(count: int, rate: float, seeds: Sequence[int]) -> tuple[dict[str, Any], list[RoleSpan], float]:
-    """The report, and of the first seed the roles over time and the seconds."""
+def table(
+    start: str, end: str, loads: Mapping[int, Sequence[SimRequest]]
+) -> tuple[list[dict[str, Any]], list[RoleSpan], float]:
+    """A row for each seed's requests, and of the first one the roles over time and the seconds.
+
+    ``end``: the layout that would be right behind the change.
+    """
     rows: list[dict[str, Any]] = []
     spans: list[RoleSpan] = []
     end_s = 0.0
-    for seed in seeds:
-        every = requests(count, rate, seed=seed)
+    for seed, every in loads.items():
         switching = Switching(
             Controller(ControllerOptions(cooldown_s=3.0, hold_s=1.5), LIMITS),
             interval_s=0.5,
             num_blocks=1 << 14,
         )
-        outcome = run(START, every, switching)
+        outcome = run(start, every, switching)
         row = {
             "seed": seed,
             "with": figures(outcome),
-            "without": figures(run(START, every, None)),
-            "papers_end_from_the_start": figures(run(PAPERS_END, every, None)),
+            "without": figures(run(start, every, None)),
+            f"{end}_from_the_start": figures(run(end, every, None)),
             "end": str_of(switching.spans),
             "switches": [
                 {"at_s": one.at_s, "reason": one.reason} for one in switching.decisions if one.order is not None
@@ -109,7 +124,7 @@ def table_6(count: int, rate: float, seeds: Sequence[int]) -> tuple[dict[str, An
         rows.append(row)
         if not spans:
             spans, end_s = switching.spans, outcome.seconds
-    return {"requests": count, "rate": rate, "start": START, "rows": rows}, spans, end_s
+    return rows, spans, end_s
 
 
 def str_of(spans: Sequence[RoleSpan]) -> str:

@@ -54,7 +54,7 @@ class Side(Protocol):
     def prepare(self, name: str) -> Future[None]: ...
 
     def run(self, command: Run) -> Future[list[float]]:
-        """Seconds of each call that lay within the time."""
+        """Seconds of each call that lay within the time, or of one where this side was held up until its end."""
         ...
 
     def close(self) -> None: ...
@@ -100,7 +100,7 @@ class Runner:
             clock = time.process_time if self._name == COLLECTIVE else time.thread_time
         time.sleep(max(0.0, command.start_s - time.monotonic()))
         with torch.inference_mode(), self._stream:
-            while time.monotonic() < command.end_s:
+            while not times or time.monotonic() < command.end_s:
                 begun = clock()
                 self._call()
                 self._stream.synchronize()

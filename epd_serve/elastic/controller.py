@@ -118,6 +118,7 @@ class Controller:
         self._order: Order | None = None  # until it is seen, or its deadline
         self._from: Role | None = None
         self._roles: dict[str, Role] = {}
+        self._sent: dict[str, Mapping[Stage, float]] = {}
         self._layout: Layout = frozenset()  # before the last order
         self._left: dict[Layout, tuple[float, float]] = {}
         self._refused: set[tuple[str, Role]] = set()
@@ -146,7 +147,8 @@ class Controller:
         if serving != self._serving:
             self._serving, self._since_s = serving, now_s
         self._heed_others(now_s, instances)
-        self._samples.append((now_s, {stage: sample(stage, instances) for stage in self._stages}))
+        sent = self._sent_since(instances)
+        self._samples.append((now_s, {stage: sample(stage, instances, sent[stage]) for stage in self._stages}))
         options = self.options
         while len(self._samples) > 1 and self._samples[1][0] <= now_s - max(options.window_s, options.hold_s):
             self._samples.popleft()
@@ -156,9 +158,10 @@ class Controller:
             stage: load_of(
                 stage,
                 [(at_s, every[stage]) for at_s, every in steady],
-                [every[stage] for _, every in self._samples],
+                [(at_s, every[stage]) for at_s, every in self._samples],
                 self.limits,
                 num_recent=len(recent),
+                ahead_s=options.cooldown_s,
             )
             for stage in self._stages
         }
@@ -222,6 +225,18 @@ class Controller:
         is_sure = self._soon_s is not None and now_s - self._soon_s >= self.options.hold_s
         return soon if is_sure else None
 
+    def _sent_since(self, instances: Sequence[Seen]) -> dict[Stage, float]:
+        """What came since the last look, to whomever."""
+        before, self._sent = self._sent, {one.name: one.sent for one in instances}
+        return {
+            stage: sum(
+                max(sent.get(stage, 0.0) - before[name].get(stage, 0.0), 0.0)
+                for name, sent in self._sent.items()
+                if name in before
+            )
+            for stage in self._stages
+        }
+
     def _missing(self, instances: Sequence[Seen]) -> list[Stage]:
         served = {stage for one in instances if one.is_serving for stage in one.role.stages}
         return [stage for stage in self._stages if stage not in served]
@@ -274,9 +289,9 @@ class Controller:
                 helped = [stage for stage in late if pressures[stage] < expected[stage]]
                 if after > (1 - self.options.hysteresis) * before or not helped:
                     continue
-                most = max(1.0, *(pressures[stage] for stage in helped))
-                if any(pressures[stage] > most for stage in donor.role.stages & self._needed):
-                    continue  # it would be robbed
+                most = max(1.0, *(expected[stage] for stage in helped))
+                if any(_is_robbed(stage, pressures, expected, most) for stage in donor.role.stages & self._needed):
+                    continue
                 if not self._may_return(now_s, [*others, role], worst):
                     is_back = True
                     continue
@@ -350,6 +365,16 @@ def _predict(
     given = capacities(roles, loads)
     pressures = {stage: load.predicted(given[stage], ahead_s) for stage, load in loads.items()}
     return sqrt(sum(one * one for one in pressures.values())), pressures
+
+
+def _is_robbed(
+    stage: Stage, pressures: Mapping[Stage, float], expected: Mapping[Stage, float], most: float
+) -> bool:
+    """Whether a stage that gives an instance is made later than ``most``, that of those that get one. Decode slows
+    down by degrees; where encode or prefill is made late, queues grow without end, and all requests pass there."""
+    if stage is not Stage.DECODE and expected[stage] <= 1:
+        return pressures[stage] > _CALM
+    return pressures[stage] > most
 
 
 def _layout(roles: Sequence[Role]) -> Layout:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
+from math import sqrt
+from statistics import fmean, pvariance
 
 from epd_serve.elastic.options import Limits
 from epd_serve.elastic.seen import Seen
@@ -35,12 +36,14 @@ class Sample:
 
     Attributes:
         num_busy: instances that had work. queue_s: seconds of it.
+        sent: what came since the sample before: seconds of encoding, sequences to decode.
         tokens_per_s, num_sequences: of decoding; step_s: the longest of its steps.
     """
 
     num_instances: int
     num_busy: int
     queue_s: float
+    sent: float = 0.0
     tokens_per_s: float = 0.0
     num_sequences: float = 0.0
     step_s: float = 0.0
@@ -49,17 +52,19 @@ class Sample:
     output_tokens: float = 128.0
 
 
-def sample(stage: Stage, instances: Sequence[Seen]) -> Sample:
+def sample(stage: Stage, instances: Sequence[Seen], sent: float = 0.0) -> Sample:
     """Of those that serve the stage. Work of others is theirs to finish."""
     here = [one for one in instances if one.is_serving and stage in one.role.stages]
     queue_s = sum(one.waits(stage) for one in here)
     if stage is not Stage.DECODE or not here:
-        return Sample(num_instances=len(here), num_busy=sum(one.waits(stage) > 0 for one in here), queue_s=queue_s)
+        num_busy = sum(one.waits(stage) > 0 for one in here)
+        return Sample(num_instances=len(here), num_busy=num_busy, queue_s=queue_s, sent=sent)
     busy = [(one.num_decoding, one.step.seconds(one.num_decoding)) for one in here if one.num_decoding > 0]
     return Sample(
         num_instances=len(here),
         num_busy=len(busy),
         queue_s=queue_s,
+        sent=sent,
         tokens_per_s=sum(count / seconds for count, seconds in busy),
         num_sequences=sum(count for count, _ in busy),
         step_s=max((seconds for _, seconds in busy), default=0.0),
@@ -140,10 +145,11 @@ class StageLoad:
 def load_of(
     stage: Stage,
     samples: Sequence[tuple[float, Sample]],
-    window: Sequence[Sample],
+    window: Sequence[tuple[float, Sample]],
     limits: Limits,
     *,
     num_recent: int,
+    ahead_s: float,
 ) -> StageLoad:
     """Pressure is that of the last few samples; growth and demand, in which there is more chance, are of more.
 
@@ -151,6 +157,8 @@ def load_of(
         samples: with their times, all of the same instances, the newest last.
         window: all of some seconds, whatever instances there were.
     """
+    past = [one for _, one in window]
+    sent_per_s, error_per_s = _per_s(window)
     every = [one for _, one in samples[-num_recent:]]
     newest = every[-1]
     num = newest.num_instances
@@ -158,15 +166,16 @@ def load_of(
     growth = more = 0.0
     if num and queue_s / num > _NOTICEABLE * limits.queue_s:
         growth = max(_slope([(at_s, one.queue_s) for at_s, one in samples]), 0.0)
-    tokens_per_s = max(fmean(one.tokens_per_s for one in window), fmean(one.tokens_per_s for one in every))
+    tokens_per_s = max(fmean(one.tokens_per_s for one in past), fmean(one.tokens_per_s for one in every))
     step_s = fmean(one.step_s for one in every)
     if stage is Stage.DECODE:
         if step_s > _NOTICEABLE * limits.tpot_s:
             more = max(_slope([(at_s, one.num_sequences) for at_s, one in samples]), 0.0)
-            tokens_per_s += more * newest.output_tokens
+            tokens_per_s *= 1 + more * ahead_s / fmean(one.num_sequences for one in every)
+        tokens_per_s = max(tokens_per_s, sent_per_s * newest.output_tokens)
         demand = tokens_per_s / _most_tokens_per_s(newest.step, limits.tpot_s)
     else:
-        demand = fmean(one.num_busy for one in window) + growth
+        demand = max(fmean(one.num_busy for one in past) + growth, sent_per_s + error_per_s)
     return StageLoad(
         stage=stage,
         limits=limits,
@@ -201,6 +210,15 @@ def _most_tokens_per_s(step: StageRate, tpot_s: float) -> float:
     """Of one instance within the limit; where no batch keeps it, with batches twice as long as one sequence."""
     longest = max(tpot_s, 2 * step.seconds(1))
     return max((longest - step.base_s) / step.unit_s, 1.0) / longest if step.unit_s > 0 else 1e9
+
+
+def _per_s(window: Sequence[tuple[float, Sample]]) -> tuple[float, float]:
+    """What came, on average, and its standard error: of bursts as they are."""
+    sent = [one.sent for _, one in window[1:]]
+    if not sent:
+        return 0.0, 0.0
+    span_s = window[-1][0] - window[0][0]
+    return sum(sent) / span_s, sqrt(len(sent) * pvariance(sent)) / span_s
 
 
 def _slope(points: Sequence[tuple[float, float]]) -> float:

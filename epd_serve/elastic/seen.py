@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from epd_serve.routing.estimates import PRIOR_TOKENS_PER_PIXEL
 from epd_serve.routing.table import InstanceRecord, InstanceTable
 from epd_serve.types import Role, Stage, StageRate
 
@@ -25,6 +26,7 @@ class Seen:
         step: a decode step's seconds by sequences.
         output_tokens: of an answer, on average.
         kv_used: part of its KV blocks that is taken.
+        sent: what was sent there so far: seconds of encoding, sequences to decode.
     """
 
     name: str
@@ -35,6 +37,7 @@ class Seen:
     step: StageRate = StageRate(0.02, 1e-3)  # noqa: RUF009 - it is frozen
     output_tokens: float = 128.0
     kv_used: float = 0.0
+    sent: Mapping[Stage, float] = field(default_factory=dict)
 
     def waits(self, stage: Stage) -> float:
         """Seconds of pending work of one stage."""
@@ -46,6 +49,7 @@ def see(table: InstanceTable) -> list[Seen]:
 
     A prompt is computed once a decode instance has a place for it. Until then it is expected there, and counts as
     waiting where it is to be prefilled; where places are what it waits for, that is the decode instance's queue.
+    What of a prompt waits for its images is the encoders' queue.
     """
     records = [record for record in table if record.role is not None]
     prompts = sum(
@@ -55,15 +59,35 @@ def see(table: InstanceTable) -> list[Seen]:
     )
     encodes = sum(one.load.num_waiting_encodes for one in records)
     expected = sum(one.load.num_expected for one in records if _is_full(one))
+    has_images = 1 - _part_without_images(records, encodes)
     held_up = min(max(sum(one.load.num_expected for one in records) - prompts - encodes, 0), expected)
     return [
         _see(
             record,
             held_up=held_up * record.load.num_expected / expected if expected and _is_full(record) else 0.0,
             own=prompts / (prompts + held_up) if held_up else 1.0,
+            has_images=has_images,
         )
         for record in records
     ]
+
+
+def _part_without_images(records: Sequence[InstanceRecord], num_encodes: int) -> float:
+    """Of the tokens that are to be prefilled, those of images that are not encoded yet.
+
+    By their pixels, but no more than as many whole prompts as there are encodes: not every model family has tokens
+    for an image by its size.
+    """
+    prefills = [one for one in records if one.covers(Stage.PREFILL)]
+    num_tokens = sum(one.pending.num_tokens for one in prefills)
+    num_prompts = sum(one.load.num_running + one.load.num_waiting for one in prefills)
+    if not num_tokens or not num_prompts:
+        return 0.0
+    per_pixel = (
+        max(one.info.tokens_per_pixel for one in prefills if one.info is not None) or PRIOR_TOKENS_PER_PIXEL
+    )
+    by_pixels = sum(one.pending.num_pixels for one in records) * per_pixel / num_tokens
+    return min(by_pixels, num_encodes / num_prompts, 1.0)
 
 
 def _is_full(record: InstanceRecord) -> bool:
@@ -83,15 +107,16 @@ def _used(record: InstanceRecord) -> float:
     return 1 - load.free_blocks / load.total_blocks if load.total_blocks else 0.0
 
 
-def _see(record: InstanceRecord, *, held_up: float, own: float) -> Seen:
-    """``held_up``: prompts that wait for a place here; ``own``: of prompts elsewhere, the part that does not."""
+def _see(record: InstanceRecord, *, held_up: float, own: float, has_images: float) -> Seen:
+    """``held_up``: prompts that wait for a place here; ``own``: of prompts elsewhere, the part that does not;
+    ``has_images``: of all prompts, the part that does not wait for images."""
     load, costs, role = record.load, record.costs, record.role
     assert role is not None
     queue_s: dict[Stage, float] = {}
     if role.encodes:
         queue_s[Stage.ENCODE] = record.encode_s
     if role.prefills:
-        queue_s[Stage.PREFILL] = record.prefill_s * (1.0 if role.decodes else own)
+        queue_s[Stage.PREFILL] = record.prefill_s * has_images * (1.0 if role.decodes else own)
     num_decoding = float(load.num_running) if role.decodes else 0.0
     if role.decodes:
         waiting = held_up + (0.0 if role.prefills else max(load.num_waiting - _places(record), 0.0))
@@ -107,4 +132,5 @@ def _see(record: InstanceRecord, *, held_up: float, own: float) -> Seen:
         step=StageRate(base_s, costs.step_s(1) - base_s),
         output_tokens=costs.mean_output_tokens,
         kv_used=_used(record),
+        sent={Stage.ENCODE: record.sent_encode_s, Stage.DECODE: record.sent_sequences},
     )

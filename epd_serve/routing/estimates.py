@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 
 from epd_serve.cost.stages import (
@@ -71,7 +71,7 @@ def resolve_costs(load: Load, budgets: Mapping[str, float], peers: Sequence[Load
         decode=rate(Stage.DECODE),
         max_batch_pixels=budgets.get("image_budget_pixels") or MAX_BATCH_PIXELS,
         max_batch_tokens=budgets.get("max_num_batched_tokens") or MAX_BATCH_TOKENS,
-        mean_output_tokens=_measured(load, peers, lambda one: one.mean_output_tokens) or PRIOR_OUTPUT_TOKENS,
+        mean_output_tokens=_mean_output_tokens([load, *peers]),
     )
 
 
@@ -83,8 +83,7 @@ def tokens_per_character(loads: Iterable[Load]) -> float:
     return median(known)
 
 
-def _measured(load: Load, peers: Sequence[Load], value: Callable[[Load], float]) -> float:
-    if own := value(load):
-        return own
-    known = [value(one) for one in peers if value(one)]
-    return median(known) if known else 0.0
+def _mean_output_tokens(loads: Sequence[Load]) -> float:
+    """Of all of them: one that has seen few answers end would be avoided, or get all, for the lengths of these."""
+    known = [load.mean_output_tokens for load in loads if load.mean_output_tokens]
+    return median(known) if known else PRIOR_OUTPUT_TOKENS

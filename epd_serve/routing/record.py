@@ -39,6 +39,8 @@ class InstanceRecord:
         kept: those of them that were complete when this gateway last asked; others may still be in the making.
         prefixes: beginnings of the prompts that went there.
         num_chosen: how often this gateway has opened a call, by stage; breaks ties, so that equals take turns.
+        sent_encode_s, sent_sequences: what this gateway has sent there so far: seconds of encoding, and sequences
+            to decode.
     """
 
     name: str
@@ -58,6 +60,8 @@ class InstanceRecord:
     kept: Recent[str] = field(default_factory=lambda: Recent(8192))
     prefixes: Recent[bytes] = field(default_factory=lambda: Recent(16384))
     num_chosen: dict[Stage, int] = field(default_factory=lambda: dict.fromkeys(Stage, 0))
+    sent_encode_s: float = 0.0
+    sent_sequences: float = 0.0
     _pending: Work | None = NONE  # None: to be counted
     _reported: Work = NONE
     _own: Work = NONE  # of calls that the report does not contain
@@ -152,6 +156,8 @@ class OpenCall:
         self._key = key = stage + request_id
         record.in_flight[stage] += 1
         record.num_chosen[stage] += 1
+        record.sent_encode_s += record.costs.encode_s(work.num_pixels)
+        record.sent_sequences += work.num_sequences
         record._own += work
         record._changed()
         calls = record._unreported.get(key)

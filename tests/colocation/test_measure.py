@@ -19,6 +19,7 @@ from device.registry import get_device
 from epd_serve.cli import app
 from epd_serve.colocation import report, workloads
 from epd_serve.colocation.measure import measure
+from epd_serve.colocation.sides import Run, Setting, StreamSide
 from epd_serve.colocation.workloads import WORKLOADS, Factory, Sizes
 from epd_serve.cost.interference import Clock, InterferenceMatrix
 
@@ -71,6 +72,15 @@ def test_processes_and_a_collective(clock: Clock) -> None:
     assert [workload.name for workload in matrix.workloads] == ["norm", "all-reduce"]
     assert all(value is not None for row in matrix.increase for value in row)
     assert not matrix.skipped
+
+
+def test_a_side_that_was_held_up_until_the_end_has_a_time_to_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Sizes, "for_device", lambda device_type: SMALL)
+    side = StreamSide(Setting(device="cpu", dtype="float32", threads=1, clock="wall"))
+    side.prepare("norm").result()
+    over = time.monotonic() - 1
+    assert len(side.run(Run(over, over)).result()) == 1
+    side.close()
 
 
 def test_a_failure_in_a_process_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

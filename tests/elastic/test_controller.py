@@ -94,6 +94,16 @@ def test_a_lasting_imbalance_is_answered(start: list[str], data: st.DataObject) 
     assert len(fluid.orders) == num_orders
 
 
+@settings(max_examples=20, deadline=None)
+@given(st.integers(2, 6), st.floats(0.3, 0.7), st.floats(1.5, 4.0))
+def test_an_encoder_that_is_needed_stays(num: int, part: float, decodes: float) -> None:
+    """However hard decode is pressed, and although nobody is seen busy whenever one looks."""
+    load = {Stage.ENCODE: part * num, Stage.DECODE: decodes * MOST_TOKENS}
+    fluid, one = Fluid(roles=["E"] * num + ["P", "D"], load=load, is_unseen=True), controller()
+    fluid.flow(one, 150.0)
+    assert max(decision.pressures.get(Stage.ENCODE, 0.0) for decision in fluid.decisions) <= 1, fluid.layout()
+
+
 def test_the_reason_says_what_is_late_and_what_is_done() -> None:
     fluid = Fluid(roles=["E", "E", "E", "P", "D"], load={Stage.DECODE: 2 * MOST_TOKENS}, switch_s=3.0)
     one = controller()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from instance_info import instance_info
 
+from epd_serve.cost.work import Work
 from epd_serve.elastic.seen import see
-from epd_serve.protocol.wire import Load
+from epd_serve.protocol.wire import Load, MediaRef
 from epd_serve.routing.table import InstanceTable
 from epd_serve.types import Stage, StageRate
 
@@ -55,6 +57,45 @@ def test_only_what_finds_no_place_waits_for_one(running: int, waiting: int) -> N
     [decode] = see(table(d0={"num_waiting": 3, "num_running": running}))
     step_s = 0.02 + 0.001 * max(running, 1)
     assert decode.waits(Stage.DECODE) == pytest.approx(waiting * 50 * step_s / max(running, 1))
+
+
+#: Three prompts of 100 tokens each, of which an image of 7840 pixels has 80.
+PROMPTS = {"num_waiting_tokens": 300, "num_waiting": 3}
+
+
+@pytest.mark.parametrize(
+    ("num_encodes", "num_pixels", "part"),
+    [
+        (0, 0, 1.0),
+        (1, 7840, 1 - 80 / 300),
+        (3, 3 * 7840, 1 - 240 / 300),
+        (1, 100 * 7840, 1 - 1 / 3),  # of a family whose images have few tokens whatever their size
+        (9, 100 * 7840, 0.0),
+    ],
+)
+def test_images_that_are_not_encoded_are_not_p_s_queue(num_encodes: int, num_pixels: int, part: float) -> None:
+    """A prefill instance more would only wait for them, too."""
+    made = table(
+        e0={"num_waiting_encodes": num_encodes, "num_waiting_pixels": num_pixels}, p0=dict(PROMPTS), d0={}
+    )
+    info = made["p0"].info
+    assert info is not None
+    made.update("p0", msgspec.structs.replace(info, tokens_per_pixel=80 / 7840), contains=0)
+    _, prefill, _ = see(made)
+    assert prefill.waits(Stage.PREFILL) == pytest.approx(part * 0.31)
+
+
+def test_what_is_sent_counts_once() -> None:
+    made = table(e0={}, p0={}, d0={})
+    seconds = made["e0"].costs.encode_s(100 * 100)
+    for mm_hash in ("a", "b", "a"):
+        with made.encoding(made["e0"], MediaRef(mm_hash=mm_hash, width=100, height=100)):
+            pass
+    with made.in_flight(made["d0"], Stage.DECODE, work=Work(num_sequences=2)):
+        pass
+    encode, _, decode = see(made)
+    assert encode.sent == {Stage.ENCODE: pytest.approx(2 * seconds), Stage.DECODE: 0}
+    assert decode.sent == {Stage.ENCODE: 0, Stage.DECODE: 2}
 
 
 def test_items_that_are_encoded_hold_up_their_prompts() -> None:

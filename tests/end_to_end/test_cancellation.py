@@ -71,9 +71,13 @@ async def test_no_block_and_no_feature_leaks() -> None:
         assert len(outcomes) == NUM_REQUESTS
         assert outcomes.count("cancelled") > NUM_REQUESTS // 10
         assert outcomes.count("answered") > NUM_REQUESTS // 4
-        exposition = (await client.get("/metrics")).text
-        samples = dict(line.rsplit(" ", 1) for line in exposition.splitlines() if not line.startswith("#"))
+        async with asyncio.timeout(100):
+            while True:  # the gateway's own books of who left may follow those of the instances
+                lines = (await client.get("/metrics")).text.splitlines()
+                samples = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+                if not any(float(samples[f"epd_serve_requests_{state}"]) for state in ("running", "waiting")):
+                    break
+                await asyncio.sleep(0.05)
         assert float(samples["epd_serve_queue_wait_seconds_count"]) > NUM_REQUESTS // 10
-        assert float(samples["epd_serve_requests_running"]) == float(samples["epd_serve_requests_waiting"]) == 0
         last = await client.post("/v1/chat/completions", json=chat("Say apple"))
         assert last.status_code == 200

@@ -24,7 +24,7 @@ async def test_tokens_are_the_same_under_shares_and_the_guard(
         "slo": {"tpot_ms": 0.01},  # no step keeps it: encodes get their least share while anything decodes
     }
     async with start_fleet(path, "(E-D)-ED-P", instances={"threads": 2}, **settings) as fleet:
-        async with httpx.AsyncClient() as client:
+        async with httpx.AsyncClient(timeout=150) as client:
             info = {name: (await client.get(f"{url}/info")).json() for name, url in fleet.urls.items()}
         assert {name for name, said in info.items() if "share" in said} == {"e0", "d0"}
         for name in ("e0", "d0"):

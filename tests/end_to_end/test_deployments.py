@@ -38,13 +38,21 @@ def shared_memory() -> set[Path]:
 
 
 def check_shared_memory(before: set[Path]) -> None:
-    """No more is there than before, but for what others on this machine use meanwhile."""
-    new = {str(path) for path in shared_memory() - before}
+    """No more is there than before, but for what others on this machine use meanwhile, or are about to."""
+    wait_until(lambda: not left_behind(before), "no shared memory is left")
+
+
+def left_behind(before: set[Path]) -> set[Path]:
+    """What no process has mapped, by inode: a semaphore is mapped under a name that it had before its own."""
+    new: dict[Path, int] = {}
+    for path in shared_memory() - before:
+        with suppress(FileNotFoundError):
+            new[path] = path.stat().st_ino
+    used: set[int] = set()
     for maps in Path("/proc").glob("[0-9]*/maps") if new else ():
         with suppress(OSError):
-            text = maps.read_text()
-            new = {path for path in new if path not in text}
-    assert not {path for path in new if Path(path).exists()}
+            used |= {int(line.split()[4]) for line in maps.read_text().splitlines() if "/dev/shm/" in line}
+    return {path for path, inode in new.items() if inode not in used and path.exists()}
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
@@ -56,7 +64,7 @@ async def test_each_deployment_answers_the_questions_of_the_readme(file: Path, t
     async with LocalDeployment(config, ready_timeout_s=120) as deployment:
         ready_s = time.monotonic() - started
         pids = [process.pid for process in deployment.processes]
-        async with httpx.AsyncClient() as control:
+        async with httpx.AsyncClient(timeout=150) as control:
             for handle in deployment.instances.values():
                 held = (await control.get(f"{handle.url}/info")).json()["parameters"]
                 assert bool(held["tower"]) == handle.role.encodes
@@ -240,11 +248,11 @@ def test_instances_and_gateway_can_be_started_by_hand(tmp_path: Path) -> None:
         try:
             wait_until(lambda: is_up(f"http://127.0.0.1:{port}/health"), "the gateway is ready", 120)
             body = {"model": "demo", "prompt": "Say apple", "max_tokens": 2}
-            assert httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body).status_code == 200
+            assert httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=150).status_code == 200
         finally:
             gateway.terminate()
             instance.terminate()
-        assert gateway.wait(10) == instance.wait(10) == 0
+        assert gateway.wait(60) == instance.wait(60) == 0
 
 
 async def test_the_port_of_a_running_server_is_refused_before_anything_starts(tmp_path: Path) -> None:
@@ -255,7 +263,7 @@ async def test_the_port_of_a_running_server_is_refused_before_anything_starts(tm
         [sys.executable, "-m", "epd_serve.cli", "up", "--port", str(port)],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=150,
     )
     server.close()
     await server.wait_closed()

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+import pytest
 from chat import chat
 from fleet import Books
 from pictures import noise
@@ -66,7 +67,7 @@ class Site:
             while not is_enough:
                 await ask(next(numbers))
 
-        async with asyncio.timeout(120), asyncio.TaskGroup() as group:
+        async with asyncio.timeout(400), asyncio.TaskGroup() as group:
             for _ in range(NUM_CLIENTS):
                 group.create_task(work())
             while not await enough():  # noqa: ASYNC110
@@ -98,6 +99,7 @@ def ordered(decisions: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [one for one in decisions if one["order"] is not None]
 
 
+@pytest.mark.timeout(600)
 async def test_a_late_decode_gets_an_encoder_and_no_answer_notices() -> None:
     async with site() as here:
         for prompt in PROMPTS:

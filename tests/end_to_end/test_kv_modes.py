@@ -112,21 +112,25 @@ async def test_a_prompt_that_is_pulled_from_a_stalled_instance_ends() -> None:
     async with deployed("demo", settings) as deployment:
         handles = deployment.instances
         async with httpx.AsyncClient(base_url=deployment.gateway_url, timeout=60) as client:
-            bodies = [chat(f"{i} " + "apple " * 200, max_tokens=8, ignore_eos=True) for i in range(2)]
-            asked = [asyncio.create_task(client.post("/v1/chat/completions", json=body)) for body in bodies]
-            await _until_reserved(client, handles["d0"].url, True)
+            for number in range(0, 8, 2):  # where this process is held up, D has read all before it looks
+                bodies = [chat(f"{number + i} " + "apple " * 200, max_tokens=8, ignore_eos=True) for i in range(2)]
+                asked = [asyncio.create_task(client.post("/v1/chat/completions", json=body)) for body in bodies]
+                is_reserved = False
+                while not (is_reserved or all(task.done() for task in asked)):
+                    is_reserved = await _is_reserved(client, handles["d0"].url)
+                if is_reserved:
+                    break
+            assert is_reserved
             os.kill(handles["p0"].pid, signal.SIGSTOP)
             try:
-                await _until_reserved(client, handles["d0"].url, False)
+                async with asyncio.timeout(60):
+                    while await _is_reserved(client, handles["d0"].url):  # noqa: ASYNC110
+                        await asyncio.sleep(0.02)
             finally:
                 os.kill(handles["p0"].pid, signal.SIGCONT)
             await asyncio.wait_for(asyncio.gather(*asked), 60)
         await Books({name: handle.url for name, handle in handles.items()}).check()
 
 
-async def _until_reserved(client: httpx.AsyncClient, url: str, some: bool) -> None:
-    async with asyncio.timeout(60):
-        while True:
-            if bool((await client.get(f"{url}/integrity")).json()["reservations"]) == some:
-                return
-            await asyncio.sleep(0.02)
+async def _is_reserved(client: httpx.AsyncClient, url: str) -> bool:
+    return bool((await client.get(f"{url}/integrity")).json()["reservations"])

@@ -62,6 +62,16 @@ class Fleet:
         held: dict[str, int] = (await self.client.get(f"{self.deployment.instances[name].url}/integrity")).json()
         return held
 
+    async def is_seen(
+        self, name: str, condition: Callable[[dict[str, int]], bool], *asked: asyncio.Task[Any]
+    ) -> bool:
+        """Whether what an instance holds came to fulfil a condition before all that was asked was answered."""
+        while not all(task.done() for task in asked):
+            if condition(await self.held(name)):
+                return True
+            await asyncio.sleep(0.01)
+        return False
+
     async def until(self, name: str, condition: Callable[[dict[str, int]], bool]) -> None:
         """Wait until what an instance holds fulfils a condition."""
         async with asyncio.timeout(60):
@@ -124,39 +134,41 @@ def being_written(held: dict[str, int]) -> bool:
 async def test_a_death_in_the_middle_of_a_kv_transfer_is_told_at_once(fleet: Fleet, victim: str) -> None:
     body = long_text(1)
     before = await fleet.text(body)
-    other = long_text(2 if victim == "p0" else 3)
-    asked = asyncio.create_task(fleet.ask(other))
-    await fleet.until("d0", being_written)
-    await asyncio.sleep(0.5)
-    killed_at = time.monotonic()
-    fleet.kill(victim)
-    answer = await asked
+    survivor = "d0" if victim == "p0" else "p0"
+    for number in (200, 201, 202) if victim == "p0" else (300, 301, 302):
+        asked = asyncio.create_task(fleet.ask(long_text(number)))
+        await fleet.is_seen("d0", being_written, asked)
+        await asyncio.sleep(0.5)
+        killed_at = time.monotonic()
+        fleet.kill(victim)
+        answer = await asked
+        told_after_s = time.monotonic() - killed_at
+        await Books({survivor: fleet.deployment.instances[survivor].url}).check(timeout_s=4 * LEASE_S)
+        await fleet.recovered()
+        if answer.status_code != 200 and told_after_s < LEASE_S:
+            break  # else this process was held up: the KV was there, or the answer waited for us
     assert answer.status_code == 502, answer.text
     assert victim in answer.json()["error"]["message"]
-    assert time.monotonic() - killed_at < LEASE_S
-    survivor = "d0" if victim == "p0" else "p0"
-    await Books({survivor: fleet.deployment.instances[survivor].url}).check(timeout_s=2 * LEASE_S)
-    await fleet.recovered()
+    assert told_after_s < LEASE_S
     assert await fleet.text(body) == before
 
 
 async def test_a_death_after_the_first_token_ends_the_stream_with_a_reason(fleet: Fleet) -> None:
-    text, is_killed = "", False
+    is_cut = False
     for number in (4, 40, 41, 42):  # where this process is held up, the KV is there before P is killed
+        body, text, is_killed = long_text(number, stream=True), "", False
         with contextlib.suppress(httpx.RemoteProtocolError):
-            body, text = long_text(number, stream=True), ""
             async with fleet.client.stream("POST", "/v1/chat/completions", json=body) as answer:
                 async for piece in answer.aiter_text():
                     if not text and being_written(await fleet.held("d0")):
                         fleet.kill("p0")
                         is_killed = True
                     text += piece
-        if is_killed:
+        await fleet.recovered()
+        if is_cut := is_killed and "[DONE]" not in text:
             break
-    assert is_killed
+    assert is_cut
     assert '"error"' in text.splitlines()[-2]
-    assert "[DONE]" not in text
-    await fleet.recovered()
 
 
 async def test_an_encoder_that_dies_after_its_event(fleet: Fleet) -> None:
@@ -177,41 +189,50 @@ async def test_an_encoder_that_dies_after_its_event(fleet: Fleet) -> None:
 
 
 async def test_an_encoder_that_dies_while_its_feature_is_fetched(fleet: Fleet) -> None:
-    asked = asyncio.create_task(fleet.text(picture(3)))
-    await fleet.until("e0", lambda held: held["features_held"] == 1)
+    for number in (3, 30, 31, 32):
+        asked = asyncio.create_task(fleet.text(picture(number)))
+        if is_seen := await fleet.is_seen("e0", lambda held: held["features_held"] == 1, asked):
+            break
+    assert is_seen
     await asyncio.sleep(0.05)
     fleet.kill("e0")
     without = await asked
     await fleet.recovered()
-    assert await fleet.text(picture(3)) == without
+    assert await fleet.text(picture(number)) == without
 
 
 async def test_a_decode_instance_that_stalls_in_the_middle_of_a_transfer(fleet: Fleet) -> None:
-    asked = asyncio.create_task(fleet.ask(long_text(5)))
-    await fleet.until("d0", being_written)
-    stalled_at = time.monotonic()
-    fleet.kill("d0", signal.SIGSTOP)
-    try:
-        answer = await asked
-        assert answer.status_code in (502, 503, 504), answer.text
-        assert answer.json()["error"]["message"]
-        assert time.monotonic() - stalled_at < 4 * LEASE_S
-    finally:
-        fleet.kill("d0", signal.SIGCONT)
-    await fleet.recovered()
+    for number in (5, 50, 51, 52):  # where this process is held up, the KV is there before D is stopped
+        asked = asyncio.create_task(fleet.ask(long_text(number)))
+        await fleet.is_seen("d0", being_written, asked)
+        stalled_at = time.monotonic()
+        fleet.kill("d0", signal.SIGSTOP)
+        try:
+            answer = await asked
+            assert time.monotonic() - stalled_at < 4 * LEASE_S
+        finally:
+            fleet.kill("d0", signal.SIGCONT)
+        await fleet.recovered()
+        if answer.status_code != 200:
+            break
+    assert answer.status_code in (502, 503, 504), answer.text
+    assert answer.json()["error"]["message"]
     assert await fleet.text(long_text(5))
 
 
 async def test_without_room_at_d_requests_queue_and_are_then_told_to_come_back(fleet: Fleet) -> None:
-    held = [asyncio.create_task(fleet.ask(long_text(number))) for number in (20, 21)]
-    await fleet.until("d0", lambda books: books["blocks"] > 70)  # the two prompts alone
-    asked_at = time.monotonic()
-    answer = await fleet.ask(long_text(22))
-    assert time.monotonic() - asked_at < 20, "not the request's own time limit"
+    for first in (20, 23, 26, 29):  # where this process is held up, there is room again when it asks
+        held = [asyncio.create_task(fleet.ask(long_text(number))) for number in (first, first + 1)]
+        await fleet.is_seen("d0", lambda books: books["blocks"] > 70, *held)  # the two prompts alone
+        asked_at = time.monotonic()
+        answer = await fleet.ask(long_text(first + 2))
+        assert time.monotonic() - asked_at < 20, "not the request's own time limit"
+        assert [one.status_code for one in await asyncio.gather(*held)] == [200, 200]
+        if answer.status_code != 200:
+            break
     assert answer.status_code == 503, answer.text
     assert answer.json()["error"]["code"] == "no_room"
     assert int(answer.headers["retry-after"]) > 0
-    assert [one.status_code for one in await asyncio.gather(*held)] == [200, 200]
     await fleet.recovered()
     assert await fleet.text(long_text(22))
 

@@ -50,7 +50,7 @@ async def ask(client: httpx.AsyncClient, body: dict[str, object]) -> list[str]:
 
 
 async def stolen(url: str) -> float:
-    async with httpx.AsyncClient() as client:
+    async with httpx.AsyncClient(timeout=150) as client:
         text = (await client.get(f"{url}/metrics")).text
     name = "epd_serve_requests_stolen_total "
     return next(float(line.removeprefix(name)) for line in text.splitlines() if line.startswith(name))

@@ -133,10 +133,11 @@ async def test_blocks_that_were_cached_here_are_not_landed() -> None:
 
 async def test_a_request_that_finds_no_room_is_refused_in_time_and_the_next_gets_its_turn() -> None:
     engine = Engine()
-    decode = service(engine, Memory(), queue_timeout_s=1.5)
+    decode = service(engine, Memory(), queue_timeout_s=0.2)
     await decode.reserve(reserve("first", 24))
     large = asyncio.create_task(decode.reserve(reserve("large", 32)))
-    await asyncio.sleep(1.0)  # so much later it may still get room
+    await asyncio.sleep(0)  # it has begun to wait
+    decode._queue_timeout_s = 60
     small = asyncio.create_task(decode.reserve(reserve("small", 4)))
     with pytest.raises(Unavailable, match="no room") as refusal:
         await asyncio.wait_for(large, 30)

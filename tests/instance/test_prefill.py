@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -50,7 +51,9 @@ class Engine:
 
 
 class Prompts:
-    delay_s = 0.0
+    def __init__(self) -> None:
+        self.go_on = threading.Event()
+        self.go_on.set()
 
     def estimate(self, request: wire.PrefillRequest, tokens_per_character: float) -> int:
         return 0
@@ -64,7 +67,7 @@ class Prompts:
             return "x" * len(ids)
 
     def process(self, request: wire.PrefillRequest) -> Prompt:
-        time.sleep(self.delay_s)
+        assert self.go_on.wait(60)
         return Prompt(
             ids=[1, 2, 3],
             spans=(),
@@ -142,7 +145,12 @@ def request(items: list[wire.MediaRef] | None = None, decode_url: str | None = "
 
 
 async def test_a_lease_that_is_not_renewed_fails_the_request() -> None:
-    peers = Peers(reserve=RESERVED, renew=Unavailable("the transfer has ended"))
+    async def renew() -> bytes:
+        if bench.engine.submitted:  # else the answer to the reservation was late
+            raise Unavailable("the transfer has ended")
+        return b""
+
+    peers = Peers(reserve=RESERVED, renew=renew)
     bench = Bench(peers)
     with pytest.raises(InstanceFailed, match="the transfer has ended"):
         await asyncio.wait_for(bench.service.prefill(request()), 30)
@@ -152,7 +160,14 @@ async def test_a_lease_that_is_not_renewed_fails_the_request() -> None:
 
 async def test_a_transfer_that_was_stopped_is_not_completed() -> None:
     """Whatever made the renewal fail: D may still take a hand-over, and some of the KV was not written."""
-    peers = Peers(reserve=RESERVED, renew=ServeError("out of memory"))
+    is_computed = False
+
+    async def renew() -> bytes:
+        if is_computed:
+            raise ServeError("out of memory")
+        return b""
+
+    peers = Peers(reserve=RESERVED, renew=renew)
     bench = Bench(peers)
     working = asyncio.create_task(bench.service.prefill(request()))
     await asyncio.wait_for(bench.engine.busy.wait(), 30)
@@ -160,6 +175,7 @@ async def test_a_transfer_that_was_stopped_is_not_completed() -> None:
     assert feed is not None
     sequence, transfer = bench.engine.submitted[0]
     feed(PromptEvent(sequence, [(SampledToken(5), None)]))
+    is_computed = True
     reply = await working
     async with asyncio.timeout(20):
         while not transfer.cancelled:  # by the renewal  # noqa: ASYNC110
@@ -197,7 +213,7 @@ async def test_a_lease_counts_from_its_grant_however_late_we_hear_of_it(renewed:
 
 async def test_features_that_come_before_a_slow_tokenizer_is_done_are_kept() -> None:
     bench = Bench(Peers(), orphan_s=0.1)
-    bench.prompts.delay_s = 0.5
+    bench.prompts.go_on.clear()
     store = bench.store
     items = [wire.MediaRef("a", 1, 1), wire.MediaRef("b", 1, 1)]
     working = asyncio.create_task(bench.service.prefill(request(items)))
@@ -213,6 +229,7 @@ async def test_features_that_come_before_a_slow_tokenizer_is_done_are_kept() -> 
     working.cancel()
     await asyncio.gather(working, return_exceptions=True)
     assert bench.inbox.num_owners == 0
+    bench.prompts.go_on.set()
     await bench.close()
 
 

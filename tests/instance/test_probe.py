@@ -23,10 +23,10 @@ async def test_a_probe_finds_what_an_answering_port_hides(tmp_path: Path) -> Non
     async with serving(path, "EPD") as instance:
         engine, tower = instance.language.engine, instance._encode  # type: ignore[union-attr]
         before = engine.num_steps
-        await instance.probe(5)
+        await instance.probe(60)
         assert engine.num_steps > before
-        async with httpx.AsyncClient() as client:
-            asked = await client.post(f"{instance.url}/probe", content=wire.encode(wire.ProbeRequest(5.0)))
+        async with httpx.AsyncClient(timeout=150) as client:
+            asked = await client.post(f"{instance.url}/probe", content=wire.encode(wire.ProbeRequest(60.0)))
         assert asked.status_code == 204
         let_go = threading.Event()
         stepper = engine._stepper
@@ -38,20 +38,20 @@ async def test_a_probe_finds_what_an_answering_port_hides(tmp_path: Path) -> Non
             assert error.value.code == WEDGED
             let_go.set()
             stepper.launch = launch  # type: ignore[method-assign]
-            await instance.probe(5)
+            await instance.probe(60)
             let_go.clear()
             tower._tower_thread.submit(let_go.wait)
             with pytest.raises(ServeError, match="tower"):
                 await instance.probe(0.3)
         finally:
             let_go.set()
-        await instance.probe(5)
+        await instance.probe(60)
         await Books({"epd": instance.url}).check()
 
 
 async def test_draining_refuses_what_is_new_and_waits_for_the_rest(tmp_path: Path) -> None:
     path = tiny_models.make_tiny_model("qwen2_5_vl", tmp_path / "model")
-    async with serving(path, "EPD") as instance, httpx.AsyncClient(base_url=instance.url) as client:
+    async with serving(path, "EPD") as instance, httpx.AsyncClient(base_url=instance.url, timeout=150) as client:
         request = wire.PrefillRequest(
             request_id="r",
             output=wire.OutputOptions(kind="completion", id="r", created=0, model="tiny", stream=True),
@@ -78,8 +78,8 @@ async def test_what_waits_for_more_blocks_is_no_fault_of_the_engine(tmp_path: Pa
         held = engine.reserve(30, 1, [], time.monotonic())  # its KV is on the way: nothing is to be computed
         assert held is not None and engine.reserve(60, 1, [], time.monotonic()) is None
         assert engine.load().free_blocks >= 2
-        await instance.probe(5)
+        await instance.probe(60)
         engine.unreserve(held)
         engine.stop_reserving()
-        await instance.probe(5)
+        await instance.probe(60)
         await Books({"pd": instance.url}).check()

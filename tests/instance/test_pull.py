@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
@@ -199,7 +200,7 @@ async def test_what_was_free_again_before_it_was_read_is_thrown_away(bench: Benc
     bench.transport.go_on.set()
     with pytest.raises(Unavailable):
         await task
-    assert await bench.free_within(1)
+    assert await bench.free_within(20)
     assert not bench.engine.resumed
 
 
@@ -220,19 +221,20 @@ async def test_blocks_are_kept_while_they_are_written(bench: Bench, end: str) ->
     if end == "P cancels":
         assert task.done()
     else:
-        assert await bench.free_within(1)
+        assert await bench.free_within(20)
         assert not bench.engine.resumed
 
 
 async def test_a_read_that_failed_may_still_arrive_until_the_lease_ends(bench: Bench) -> None:
-    task = await bench.begin(lease_s=2.0)
+    task = await bench.begin(lease_s=60)
     bench.transport.error = TransferError("timed out")
     bench.transport.go_on.set()
     with pytest.raises(InstanceFailed, match="timed out"):
         await task
     bench.decode.expire()
     assert bench.num_free == 7
-    assert await bench.free_within(20)
+    bench.decode._reservations.expire(time.monotonic() + 60)
+    assert bench.num_free == 10
 
 
 # ---------------------------------------------------------------------- the prefill side

@@ -156,5 +156,5 @@ async def test_nobody_waits_for_a_start_that_is_given_up(fakes: Any, tmp_path: P
         await asyncio.sleep(0)
         starting.cancel()
         await asyncio.sleep(0.5)
-        assert "e0" not in fakes.alive
+        await until(lambda: "e0" not in fakes.alive)
     fakes.wait_until(lambda: not fakes.alive)

@@ -91,7 +91,7 @@ def test_a_master_ends_with_the_process_that_started_it() -> None:
     parent.wait()
     parent.stdout.close()
     parent.stdin.close()
-    master.wait(timeout=10)
+    master.wait(timeout=60)
 
 
 def _wait_until_it_listens(port: int) -> None:

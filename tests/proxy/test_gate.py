@@ -43,14 +43,14 @@ def test_new_keys_are_long_and_known_by_their_hash():
 
 
 async def test_each_key_has_its_own_limits(start, kit):
-    slow, slow_key = key("slow", requests_per_s=0.5, burst=2)
+    slow, slow_key = key("slow", requests_per_s=0.002, burst=2)
     single, single_key = key("single", max_concurrent=1)
     plain = {"authorization": "Bearer plain"}
     gateway = await start("pd0:PD", api_key="plain", api_keys=(slow_key, single_key))
     for expected in (200, 200, 429):
         assert (await gateway.answer(kit.chat(), headers=slow))[0] == expected
     async with gateway.post(kit.chat(), headers=slow) as response:
-        assert (response.status, int(response.headers["retry-after"])) == (429, 2)
+        assert response.status == 429 and 450 < int(response.headers["retry-after"]) <= 500
         assert json.loads(await response.read())["error"]["code"] == "rate_limit_exceeded"
     gateway["pd0"].scripts["/stage/prefill"] = lambda _: [kit.FOREVER]
     first = asyncio.create_task(gateway.answer(kit.chat(), headers=single))

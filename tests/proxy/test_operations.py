@@ -18,8 +18,9 @@ from proxy.settings import AdminSettings
 async def test_a_drained_instance_finishes_what_it_has(start, kit):
     admin = AdminSettings()
     gateway = await start("a0:EPD", "a1:EPD", admin=admin)
-    gateway["a0"].scripts["/stage/prefill"] = lambda _: [0.3, kit.NONE, kit.WHOLE]
-    gateway["a1"].scripts["/stage/prefill"] = lambda _: [0.3, kit.NONE, kit.WHOLE]
+    go_on = asyncio.Event()
+    for name in ("a0", "a1"):
+        gateway[name].scripts["/stage/prefill"] = lambda _: [go_on.wait, kit.NONE, kit.WHOLE]
     running = [asyncio.create_task(gateway.answer(kit.chat())) for _ in range(4)]
     await gateway.until(lambda: len(gateway["a0"].calls) + len(gateway["a1"].calls) == 4)
     before = len(gateway["a0"].calls)
@@ -30,6 +31,7 @@ async def test_a_drained_instance_finishes_what_it_has(start, kit):
 
     status, state = await order("a0/drain")
     assert (status, state["draining"], state["in_flight"]) == (200, True, before)
+    go_on.set()
     answers = await asyncio.gather(*running, *(gateway.answer(kit.chat()) for _ in range(4)))
     assert answers == [(200, kit.WHOLE)] * 8
     assert len(gateway["a0"].calls) == before > 0

@@ -76,7 +76,7 @@ async def launched(start: Any) -> AsyncIterator[Launched]:
 async def test_an_instance_leaves_unless_it_is_the_last_of_its_stage(launched: Launched) -> None:
     gateway, orders = launched.gateway, launched.orders
     leaves(gateway["p1"])
-    answer = await orders.give("POST", "/instances/p1/leave", {"deadline_s": 5, "patience_s": 0}, Deadline(10))
+    answer = await orders.give("POST", "/instances/p1/leave", {"deadline_s": 5, "patience_s": 0}, Deadline(600))
     assert answer == {"instance": "p1", "seconds": 0.25}
     assert gateway["p1"].got("/leave") == [wire.LeaveOrder(deadline_s=5, patience_s=0)]
     assert ready(gateway) == ["p0"]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.elastic.simulated import LIMITS, START, figures, requests, run, str_of
+from benchmarks.elastic.simulated import DECODERS, LIMITS, START, figures, opposite, requests, run, str_of
 from epd_serve.elastic.controller import Controller, Decision, Kind, Order
 from epd_serve.elastic.options import ControllerOptions
 from epd_serve.elastic.seen import Seen
@@ -69,6 +69,29 @@ def test_table_6_of_epd() -> None:
     assert orders[0].at_s > 200 / 10 / 3.0  # nothing was wrong before
     assert orders[0].reason.startswith("decode is at ") and orders[0].pressures[Stage.DECODE] > 0.5
     assert all(b.at_s - a.at_s >= 3.0 for a, b in itertools.pairwise(orders))
+
+
+def test_no_first_token_pays_for_the_others() -> None:
+    """Encoders are given to decode as long as the others can bear what comes."""
+    every = requests(200, 3.0, seed=0)
+    switching = Switching(
+        Controller(ControllerOptions(cooldown_s=3.0, hold_s=1.5), LIMITS), interval_s=0.5, num_blocks=1 << 14
+    )
+    with_switches, without = figures(run(START, every, switching)), figures(run(START, every, None))
+    assert with_switches["ttft_s"] < 1.25 * without["ttft_s"]
+    assert without["latency_s"] > 2.5 * with_switches["latency_s"]
+
+
+def test_the_opposite_of_table_6() -> None:
+    """Images behind long answers: decode instances become encoders."""
+    every = opposite(200, 3.0)
+    switching = Switching(
+        Controller(ControllerOptions(cooldown_s=3.0, hold_s=1.5), LIMITS), interval_s=0.5, num_blocks=1 << 14
+    )
+    with_switches, without = figures(run(DECODERS, every, switching)), figures(run(DECODERS, every, None))
+    assert with_switches["ttft_s"] < LIMITS.ttft_s < without["ttft_s"]
+    assert without["latency_s"] > 2 * with_switches["latency_s"]
+    assert str_of(switching.spans) == "3E1P4D"
 
 
 def test_the_same_arguments_give_the_same_switches() -> None:

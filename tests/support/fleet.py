@@ -38,7 +38,7 @@ async def gateway(instances: Mapping[str, str], *, config: dict[str, Any] | None
     """One more gateway in front of instances (name → URL), in the test's loop; yields its URL once it is ready."""
     host = "127.0.0.1"
     app = create_app(GatewaySettings.of(DeploymentConfig.model_validate(config or {}), host), [*instances.items()])
-    async with served(new_server(app, host, 0)) as url, httpx.AsyncClient(trust_env=False) as client:
+    async with served(new_server(app, host, 0)) as url, httpx.AsyncClient(timeout=150, trust_env=False) as client:
         async with asyncio.timeout(150):
             while (await client.get(f"{url}/health")).status_code != 200:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
@@ -84,7 +84,7 @@ class Books:
 
     urls: Mapping[str, str]
 
-    async def check(self, timeout_s: float = 30) -> None:
+    async def check(self, timeout_s: float = 100) -> None:
         """Clean-up after a cancellation runs in the background, so "all free" is awaited, not demanded at once."""
         async with httpx.AsyncClient(timeout=150) as client:
             deadline = time.monotonic() + timeout_s

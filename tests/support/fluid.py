@@ -14,16 +14,21 @@ STEP = StageRate(0.02, 0.001)
 
 @dataclass(kw_only=True)
 class Fluid:
-    """``load``: instances that the work of E and P keeps busy; of D, tokens a second. Answers have 100 tokens."""
+    """``load``: instances that the work of E and P keeps busy; of D, tokens a second. Answers have 100 tokens.
+
+    ``is_unseen``: work of E that does not queue is over before anybody looks.
+    """
 
     roles: list[str]
     load: Mapping[Stage, float]
     switch_s: float = 1.0
     refuses: bool = False
+    is_unseen: bool = False
     now_s: float = 0.0
     tick: int = 0
     queue_s: dict[Stage, float] = field(default_factory=lambda: {Stage.ENCODE: 0.0, Stage.PREFILL: 0.0})
     num_decoding: float = 0.0
+    sent: dict[Stage, float] = field(default_factory=lambda: dict.fromkeys(Stage, 0.0))
     switching: dict[int, tuple[float, str]] = field(default_factory=dict)
     decisions: list[Decision] = field(default_factory=list)
 
@@ -43,6 +48,7 @@ class Fluid:
                 else 0.0,
                 step=STEP,
                 output_tokens=100.0,
+                sent=dict(self.sent) if number == 0 else {},
             )
             for number, role in enumerate(self.roles)
         ]
@@ -51,6 +57,8 @@ class Fluid:
         """Without a queue as many instances are busy at a moment as the load keeps so on average."""
         if self.queue_s[stage]:
             return self.queue_s[stage] / self.count(stage)
+        if self.is_unseen and stage is Stage.ENCODE:
+            return 0.0
         earlier = sum(stage in role and n not in self.switching for n, role in enumerate(self.roles[:number]))
         is_busy = earlier < int(self.load.get(stage, 0.0) * (self.tick + 1)) - int(
             self.load.get(stage, 0.0) * self.tick
@@ -68,6 +76,8 @@ class Fluid:
             for stage in (Stage.ENCODE, Stage.PREFILL):
                 num, load = self.count(stage), self.load.get(stage, 0.0)
                 self.queue_s[stage] = max(self.queue_s[stage] + (load - num) * every_s, 0.0)
+            self.sent[Stage.ENCODE] += self.load.get(Stage.ENCODE, 0.0) * every_s
+            self.sent[Stage.DECODE] += self.load.get(Stage.DECODE, 0.0) / 100 * every_s
             for _ in range(5):
                 num = self.count(Stage.DECODE)
                 per_s = num and self.num_decoding / STEP.seconds(self.num_decoding / num)

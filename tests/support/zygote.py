@@ -98,7 +98,7 @@ def zygote() -> Iterator[None]:
     finally:
         patch.undo()
         ours.close()
-        process.wait(10)
+        process.wait(120)
 
 
 def _serve(connection: socket.socket, usable: bool) -> None:

@@ -78,7 +78,7 @@ def outgoing(name: str, slab: Slab, lifetime_s: float = 60.0) -> OutgoingTransfe
 def passed(sender: KVSender, transfer: OutgoingTransfer) -> bool:
     event = threading.Event()
     sender.fence(transfer, lambda _: event.set())
-    return event.wait(5)
+    return event.wait(60)
 
 
 def nothing() -> None: ...

