@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from io import StringIO
 from pathlib import Path
-from statistics import fmean, linear_regression, median
+from statistics import fmean, median
 from typing import Any
 from urllib.request import ProxyHandler, build_opener
 
@@ -37,7 +37,7 @@ from epd_serve.bench.types import Record, RunSettings
 from epd_serve.bench.workloads import load_workload
 from epd_serve.config import change_config, parse_config
 from epd_serve.cost.profile import Profile, Transport
-from epd_serve.launch.cpu_time import Spent, talk_cpu_s
+from epd_serve.launch.cpu_time import Spent, fit, talk_cpu_s
 
 #: Requests of each kind, one after the other, in each deployment.
 NUM_REQUESTS = 12
@@ -102,7 +102,7 @@ def with_overheads(
         cores = len(os.sched_getaffinity(0)) if options.device == "cpu" else len(_LOADS) + 1
         fair = max((len(_LOADS) + 1) * (options.threads or 1) / cores, 1.0)
         crowding = _encode_s(crowded) / alone_s / fair - 1
-    loop_s, stream_s = _loop(together, profile)
+    loop_s, stream_s = beside_steps(together, profile)
     known = msgspec.structs.replace(
         known,
         image_s=image_s,
@@ -345,14 +345,17 @@ def _encode_s(records: Sequence[Record]) -> float:
     return median(spans)
 
 
-def _loop(measured: Sequence[tuple[int, Sequence[Record]]], profile: Profile) -> tuple[float, float]:
-    """Of a decode step besides the model: a part for the step and one for each of its sequences."""
+def beside_steps(measured: Sequence[tuple[int, Sequence[Record]]], profile: Profile) -> tuple[float, float]:
+    """Of a decode step besides the model: seconds of the step, and of each of its sequences.
+
+    Args:
+        measured: requests that came so many at a time.
+    """
     beyond: list[float] = []
     for count, records in measured:
         context = median((one.num_prompt_tokens or 0) + one.num_output_tokens / 2 for one in records)
-        beyond.append(median(one.tpot_s or 0.0 for one in records) - profile.step_s(count, count, count * context))
-    counts = [count for count, _ in measured]
-    slope, base = linear_regression(counts, beyond)
-    if base < 0:
-        base, slope = 0.0, fmean(seconds / count for seconds, count in zip(beyond, counts, strict=True))
-    return max(base, 0.0), max(slope, 0.0)
+        # most gaps hold no prefill, which is a step of its own; means do
+        gap_s = median(seconds for one in records for seconds in one.itl_s[1:])
+        beyond.append(gap_s - profile.step_s(count, count, count * context))
+    loop_s, stream_s = fit([[1.0, count] for count, _ in measured], beyond)
+    return loop_s, stream_s

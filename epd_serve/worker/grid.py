@@ -36,6 +36,8 @@ from epd_serve.worker.step import StepExecutor
 SIDES, BATCHES = (112, 224, 448, 672), (1, 2, 4)
 CHUNKS, STARTS = (32, 128, 512, 1024), (0, 256, 1024)
 DECODES, CONTEXTS = (1, 4, 16, 32), (32, 256, 1024)
+#: Each step is repeated for so long before it is measured, and while it is.
+STEADY_S = 0.2
 TRANSFERS = (1 << 12, 1 << 18, 1 << 22, 1 << 24)
 
 Clock = Literal["wall", "cpu"]
@@ -186,7 +188,8 @@ def _steps(
                 progress(f"{kind} {shape}")
                 work = shape.work
                 row = [work.num_tokens, work.num_sequences, work.decode_context, work.prefill_pairs]
-                samples.append((kind, [float(value) for value in row], timer.seconds(shape)))
+                seconds = timer.seconds(shape, STEADY_S)
+                samples.append((kind, [float(value) for value in row], seconds))
     kv_bytes = 2 * language.num_layers * language.num_kv_heads * language.head_dim * options.dtype.itemsize
     return samples, language, kv_bytes
 

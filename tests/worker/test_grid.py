@@ -28,6 +28,7 @@ def small_grid(monkeypatch: pytest.MonkeyPatch) -> None:
         "DECODES": (1, 8),
         "CONTEXTS": (32, 128),
         "TRANSFERS": (1 << 12, 1 << 20),
+        "STEADY_S": 0.01,
     }.items():
         monkeypatch.setattr(grid, name, values)
 
