@@ -34,7 +34,10 @@ LEAST_COMPLETE = 0.99
 WAIT_S = 30.0
 #: However slow the machine, a stream is not to be hit again and again.
 ANSWERS_BETWEEN = 4
-_COUNTERS = re.compile(r"^epd_serve_request_(retries|continuations)_total (\S+)$", re.MULTILINE)
+_COUNTERS = re.compile(
+    r"^epd_serve_(?:request_(retries|continuations)_total|migrations_total\{outcome=\"(\w+)\"\}) (\S+)$",
+    re.MULTILINE,
+)
 
 
 async def run(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -80,7 +83,7 @@ async def _judged(chaos: Chaos) -> dict[str, Any]:
 async def counters(client: httpx.AsyncClient) -> dict[str, int]:
     """What the gateway did for them."""
     exposition = (await client.get("/metrics")).text
-    return {name: int(float(value)) for name, value in _COUNTERS.findall(exposition)}
+    return {name or outcome: int(float(value)) for name, outcome, value in _COUNTERS.findall(exposition)}
 
 
 def publish(report: dict[str, Any], output: Path) -> int:
