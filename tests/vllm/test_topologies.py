@@ -21,10 +21,9 @@ def check(url: str, asked: list[dict[str, Any]], expected: list[Tokens]) -> None
 @pytest.mark.parametrize(
     ("topology", "vllm"),
     [
-        ("E-P-D", {"kv": "nixl"}),
         ("E-P@tp2-D@tp2", {"kv": "mooncake", "features": "file"}),
         ("E-PD", {}),
-        ("EP-D", {}),
+        ("EP-D", {"kv": "nixl"}),
         ("PD", {}),
     ],
     ids=lambda one: one if isinstance(one, str) else "-".join(one.values()),
