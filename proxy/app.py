@@ -48,6 +48,7 @@ from proxy.resident import give_back
 from proxy.settings import GatewaySettings
 from proxy.stealing import StealQueue
 from proxy.switches import Switches, switches_router
+from proxy.turns import Turns
 from proxy.views import health_router, models_router
 from proxy.workers.crew import Crew
 from proxy.workers.follow import follow
@@ -161,6 +162,7 @@ def create_app(
     app.state.gate = gate
     #: Path → endpoint, for the server's own short way (proxy/connection.py).
     app.state.endpoints = {}
+    app.state.turns = Turns()
     app.state.arrival = settings.arrival
     shared: dict[str, Any] = {
         "table": table,

@@ -87,6 +87,7 @@ class Attempt:
         self._claim = claim
         self._held = held
         self._is_moved = False
+        self._is_again = number > 1 or job.tried is not None
         # Each attempt has an id of its own: the one before may still be on its way out of P and D.
         self._id = f"{job.id}-{number}"
         self._encodes: list[asyncio.Task[None]] = []
@@ -106,7 +107,12 @@ class Attempt:
             encoders = self._instances.policy.choose_encoders(table, route.prefill, items)
         call = self._call_prefill() if self._held is None else self._call_move(self._held)
         counted = table.in_flight(
-            route.prefill, Stage.PREFILL, request_id=self._id, work=route.prefill_work, prefix=route.prefix
+            route.prefill,
+            Stage.PREFILL,
+            request_id=self._id,
+            work=route.prefill_work,
+            prefix=route.prefix,
+            again=self._is_again,
         )
         self._prefill = _Call(route.prefill, call, counted)
         if not route.fused:
@@ -117,7 +123,9 @@ class Attempt:
             except BaseException:
                 self._prefill.close()
                 raise
-            counted = table.in_flight(route.decode, Stage.DECODE, request_id=self._id, work=route.decode_work)
+            counted = table.in_flight(
+                route.decode, Stage.DECODE, request_id=self._id, work=route.decode_work, again=self._is_again
+            )
             self._decode = _Call(route.decode, call, counted)
         if distinct:
             self._encodes = [
@@ -149,8 +157,9 @@ class Attempt:
         """In P's place: D that leaves."""
         job, route = self._job, self._route
         job.trail.moving()
-        calls = self._calls(route.prefill)
-        return held.move(calls, self._id, route, self._calls(route.decode).url, job.trace_id)
+        calls, url = self._calls(route.prefill), self._calls(route.decode).url
+        num_generated = len(self._generated) if job.output.stream else None
+        return held.move(calls, self._id, route, url, job.trace_id, num_generated=num_generated)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

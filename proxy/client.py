@@ -47,6 +47,9 @@ class Client(Outlet, Protocol):
     async def respond(self, status: int, headers: Sequence[Header], body: bytes) -> None:
         """The whole answer in one piece; the length is added to its headers."""
 
+    def let_go(self) -> None:
+        """The body is not held any more, or will be for long: others' may be read. Any number of times."""
+
     def watch(self, on_left: Callable[[], None]) -> None:
         """Call ``on_left`` when the client is gone before :meth:`close`."""
 
@@ -120,6 +123,9 @@ class AsgiClient:
                 await self._send({"type": "http.response.body", "body": b"".join(written), "more_body": True})
                 if self._ended:
                     await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def let_go(self) -> None:
+        pass
 
     def watch(self, on_left: Callable[[], None]) -> None:
         async def until_left() -> None:

@@ -16,6 +16,7 @@ from proxy.arrival import HeadWatch
 from proxy.http import MAX_HEADER_BYTES, PLAIN_HEAD, PLAIN_START, ReturningHttp, arrival_limits
 from proxy.low_water import LowWater
 from proxy.raw_client import RawClient, RawEndpoint
+from proxy.turns import LARGE_BYTES, Turns
 
 if TYPE_CHECKING:
     from uvicorn.config import Config
@@ -50,7 +51,9 @@ class GatewayConnection(asyncio.BufferedProtocol):
         self._state = server_state
         self._app_state = app_state
         self._loop = _loop or asyncio.get_event_loop()
-        self._endpoints = getattr(getattr(config.app, "state", None), "endpoints", {})
+        state = getattr(config.app, "state", None)
+        self._endpoints = getattr(state, "endpoints", {})
+        self._turns: Turns = getattr(state, "turns", None) or Turns()
         self._transport: asyncio.Transport
         self._uvicorn: ReturningHttp | None = None
         #: Received and not yet looked at: a head, or what comes behind the request in progress.
@@ -174,6 +177,8 @@ class GatewayConnection(asyncio.BufferedProtocol):
         self._pending = pending[end + size :]
         if client.unread_bytes:
             self._low_water.expect(client.unread_bytes)
+            if client.unread_bytes >= LARGE_BYTES:
+                client.take_turn(self._turns)
         self._head.complete()
         self._state.total_requests += 1
         task = self._loop.create_task(client.serve(endpoint, headers))

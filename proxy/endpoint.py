@@ -226,10 +226,12 @@ class GenerationEndpoint(Endpoint):
             has_media=parsed.has_media,
         )
         if waiting is not None:
+            exchange.client.let_go()
             await exchange.wait(waiting)
         items: list[MediaItem] = []
         if parsed.has_media:
             items = await parsed.load(lambda sources: self._media(exchange, sources))
+        exchange.client.let_go()
         jobs = self._jobs(exchange, request, model, items)
         exchange.trail.streamed = bool(request.stream)
         if request.stream:

@@ -151,7 +151,7 @@ class Generator:
                 if isinstance(failure, InstanceStalled):
                     attempt.suspects.add(failure.name)
                 planned = is_planned(failure)
-                innocent = planned or isinstance(failure, Unavailable)
+                innocent = planned or attempt.is_moving or isinstance(failure, Unavailable)
                 instances.health.ended(names, () if innocent else attempt.suspects)
                 if not may_help(failure) or not attempt.suspects & names:
                     raise

@@ -27,13 +27,23 @@ class HeldKV:
         work = Work(num_sequences=answer.num_sequences, num_kv_tokens=answer.num_kv_tokens)
         return Route(prefill=self.record, decode=other.decode, decode_work=work)
 
-    def move(self, calls: StageCalls, request_id: str, route: Route, decode_url: str, trace_id: str) -> StageCall:
-        """Have it moved along :meth:`route`."""
+    def move(
+        self,
+        calls: StageCalls,
+        request_id: str,
+        route: Route,
+        decode_url: str,
+        trace_id: str,
+        *,
+        num_generated: int | None,
+    ) -> StageCall:
+        """Have it moved along :meth:`route`; ``num_generated``: see MoveRequest."""
         assert isinstance(calls, NativeInstance), "no other keeps KV"
         request = MoveRequest(
             request_id=request_id,
             held_id=self.request_id,
             decode_url=decode_url,
             max_model_len=route.max_model_len,
+            num_generated=num_generated,
         )
         return calls.move(request, trace_id=trace_id)

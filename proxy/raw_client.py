@@ -12,6 +12,7 @@ from epd_serve.errors import ServeError
 from proxy.buffer import buffer
 from proxy.client import Client, ClientLeft, Header, too_large
 from proxy.sink import ResponseAborted
+from proxy.turns import Turn, Turns
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +41,7 @@ class RawClient:
     """
 
     __slots__ = (
+        "_begin",
         "_body",
         "_body_waiter",
         "_can_write",
@@ -50,6 +52,7 @@ class RawClient:
         "_size",
         "_started",
         "_transport",
+        "_turn",
         "_writable",
         "is_complete",
         "keep_alive",
@@ -77,13 +80,12 @@ class RawClient:
         self._transport = transport
         self._size = size
         self._default_headers = default_headers
+        #: None: it is not kept; empty until more of it can be read than its beginning.
         self._body: bytearray | None = None
+        self._begin = begin
         if size <= max_bytes:
-            if self.unread_bytes:
-                self._body = buffer(size)
-                self._body[: len(begin)] = begin
-            else:
-                self._body = bytearray(begin)
+            self._body = bytearray() if self.unread_bytes else bytearray(begin)
+        self._turn: Turn | None = None
         self._body_waiter: asyncio.Future[None] | None = None
         self._on_left: Callable[[], None] | None = None
         self._is_lost = False
@@ -110,11 +112,24 @@ class RawClient:
         finally:
             self._body = None
             self._on_left = None
+            self.let_go()
+
+    def take_turn(self, turns: Turns) -> None:
+        """Read a body that is kept when it is its turn."""
+        if self._body is None:
+            return
+        turn = self._turn = turns.ask(self.loop, self._size, self._transport.resume_reading)
+        if not turn.has_begun:
+            self._transport.pause_reading()
 
     def buffer(self) -> memoryview | None:
         """Where the next bytes of the body belong; None: they are not kept."""
         if self._body is None or not self.unread_bytes:
             return None
+        if not self._body:
+            self._body = buffer(self._size)
+            self._body[: len(self._begin)] = self._begin
+            self._begin = memoryview(b"")
         return memoryview(self._body)[self._size - self.unread_bytes :]
 
     def received(self, nbytes: int) -> int:
@@ -162,6 +177,13 @@ class RawClient:
             raise ClientLeft
         body, self._body = self._body, None
         return body
+
+    def let_go(self) -> None:
+        turn, self._turn = self._turn, None
+        if turn is not None:
+            if not turn.has_begun:  # it was refused unread
+                self._transport.resume_reading()
+            turn.end()
 
     def watch(self, on_left: Callable[[], None]) -> None:
         if self._is_lost:

@@ -25,7 +25,10 @@ async def give_back() -> None:
     library = ctypes.CDLL(None)
     if not hasattr(library, "malloc_trim"):
         return
-    growth = Growth(resident_bytes)
+    try:
+        growth = Growth(resident_bytes)
+    except OSError:  # there is no /proc: the gateway serves all the same
+        return
     while True:
         await asyncio.sleep(_EVERY_S)
         if growth.has_ended():

@@ -49,6 +49,15 @@ class HttpCall:
     def send(self) -> None:
         self._pool.send(self)
 
+    async def ask(self) -> bytes:
+        """Send it and read the whole body; it is closed then. Raises as ``opened`` and :meth:`read`."""
+        try:
+            self.send()
+            await self.opened
+            return await self.read()
+        finally:
+            self.close()
+
     async def read(self) -> bytes:
         """The whole body. Raises InstanceLost where it breaks off."""
         while not self._complete:

@@ -81,7 +81,7 @@ class NativeInstance:
         """Raises InstanceLost also for an answer that is no InstanceInfo or takes over INFO_TIMEOUT_S."""
         try:
             async with asyncio.timeout(INFO_TIMEOUT_S):
-                body = await _body(HttpCall(self._pool, "GET", "/info"))
+                body = await HttpCall(self._pool, "GET", "/info").ask()
             return wire.from_json(body, wire.InstanceInfo)
         except TimeoutError as error:
             raise InstanceLost(
@@ -94,7 +94,7 @@ class NativeInstance:
         """An instance without that call counts as one that computes. Raises ServeError."""
         try:
             async with asyncio.timeout(timeout_s + PROBE_MARGIN_S):
-                await _body(self._call("/probe", [wire.encode(wire.ProbeRequest(timeout_s))], "probe"))
+                await self._call("/probe", [wire.encode(wire.ProbeRequest(timeout_s))], "probe").ask()
         except InvalidRequest:
             return
         except TimeoutError as error:
@@ -102,12 +102,12 @@ class NativeInstance:
 
     async def switch(self, order: wire.RoleOrder) -> wire.RoleChanged:
         """Returns when the instance serves that role. Raises ServeError as it answers."""
-        body = await _body(self._call("/role", [wire.encode(order)], "switch"))
+        body = await self._call("/role", [wire.encode(order)], "switch").ask()
         return wire.decode(body, wire.RoleChanged)
 
     async def leave(self, order: wire.LeaveOrder) -> wire.Left:
         """Returns when nothing is left of what the instance had. Raises ServeError as it answers."""
-        return wire.decode(await _body(self._call("/leave", [wire.encode(order)], "leave")), wire.Left)
+        return wire.decode(await self._call("/leave", [wire.encode(order)], "leave").ask(), wire.Left)
 
     async def reports(self) -> AsyncGenerator[wire.Report, None]:
         call = HttpCall(self._pool, "GET", "/reports")
@@ -136,7 +136,7 @@ class NativeInstance:
         return await self._ask("/prompt/detokenize", [wire.encode(request)], DetokenizeReply, trace_id)
 
     async def _ask(self, path: str, request: list[bytes], reply_type: type[wire.M], trace_id: str) -> wire.M:
-        body = await _body(self._call(path, request, trace_id))
+        body = await self._call(path, request, trace_id).ask()
         try:
             return wire.decode(body, reply_type)
         except msgspec.MsgspecError as error:
@@ -159,12 +159,3 @@ class NativeInstance:
 
     def _call(self, path: str, body: list[bytes], trace_id: str) -> _StageCall:
         return _StageCall(self._pool, "POST", path, f"{_HEADERS}{trace_id}\r\n", body)
-
-
-async def _body(call: HttpCall) -> bytes:
-    try:
-        call.send()
-        await call.opened
-        return await call.read()
-    finally:
-        call.close()

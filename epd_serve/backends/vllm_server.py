@@ -99,7 +99,7 @@ class VllmServer:
     async def get(self, path: str, pool: HttpPool | None = None) -> bytes:
         try:
             async with asyncio.timeout(INFO_TIMEOUT_S):
-                return await read(VllmCall(pool or self.pool, "GET", path))
+                return await VllmCall(pool or self.pool, "GET", path).ask()
         except TimeoutError as error:
             raise InstanceLost(f"instance {self.name} said nothing in {INFO_TIMEOUT_S:g} s") from error
 
@@ -110,7 +110,7 @@ class VllmServer:
         if work is not None:
             work.holds(call)
         try:
-            answer: dict[str, Any] = msgspec.json.decode(await read(call))
+            answer: dict[str, Any] = msgspec.json.decode(await call.ask())
         except msgspec.MsgspecError as error:
             raise InstanceLost(f"instance {self.name} gave an unreadable answer ({error})") from error
         return answer
@@ -123,12 +123,3 @@ class VllmServer:
     ) -> tuple[HttpPool, str, str, str, list[bytes]]:
         headers = f"content-type: application/json\r\n{wire.REQUEST_ID_HEADER}: {request_id}\r\n"
         return self.pool, "POST", path, headers, [msgspec.json.encode(body)]
-
-
-async def read(call: VllmCall) -> bytes:
-    try:
-        call.send()
-        await call.opened
-        return await call.read()
-    finally:
-        call.close()

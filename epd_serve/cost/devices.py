@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,9 +26,6 @@ class DeviceSpec:
     bandwidth_share: float = 0.8
     launch_s: float = 2e-3
     price: float | None = None
-
-    def priced(self, price: float) -> DeviceSpec:
-        return replace(self, price=price)
 
 
 def _spec(name: str, teraflops: float, gb_per_s: float, gb: float, link: float, price: float | None) -> DeviceSpec:

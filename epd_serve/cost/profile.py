@@ -104,6 +104,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
             interference_within: what it waits besides for one in the same process, with a core for each. "host"
             prepares images.
         crowding: how much longer stages that want more cores than there are take than an equal part of them says.
+        cores_go_by: what gets an equal part of a CPU's cores where they are scarce: with "instance",
+            ``crowding_within`` is of E and P where they take turns on the cores of one instance.
         residuals: of the fits, by stage.
         samples: what was measured: stage, its work, seconds.
     """
@@ -148,6 +150,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
     interference: dict[str, float] = {}
     interference_within: dict[str, float] = {}
     crowding: float = 0.0
+    crowding_within: float = 0.0
+    cores_go_by: Literal["thread", "instance"] = "thread"
     residuals: dict[str, Residual] = {}
     samples: list[tuple[str, list[float], float]] = []
 

@@ -41,12 +41,14 @@ class _Item:
 
     Attributes:
         num_pixels: that the tower sees. num_original_pixels: that the image has.
+        begun_s: when its preparation began.
     """
 
     mm_hash: str
     inputs: TowerInputs
     num_pixels: int
     num_original_pixels: int
+    begun_s: float
     feature: asyncio.Future[_Encoded]
 
 
@@ -75,7 +77,8 @@ class EncodeService:
         on_delivered: told of each item that its consumer has: request id, mm_hash, when the call came, when the
             batch began and ended, for metrics.
         on_batch: told of each batch: images, begin, end; on the tower's thread.
-        on_encoded: told of each batch: images, pixels and the seconds of its computation; likewise.
+        on_encoded: told of each batch: images, pixels, the seconds of its computation, and how many its images
+            kept this encoder busy: their preparation too, as far as no earlier batch hides it; likewise.
 
     Attributes:
         num_waiting_pixels: of distinct items that are not encoded yet.
@@ -94,7 +97,7 @@ class EncodeService:
         stream: TowerStream,
         on_delivered: Callable[[str, str, float, tuple[float, float]], None] = lambda *_: None,
         on_batch: Callable[[int, float, float], None] = lambda *_: None,
-        on_encoded: Callable[[int, int, float], None] = lambda *_: None,
+        on_encoded: Callable[[int, int, float, float], None] = lambda *_: None,
     ) -> None:
         self._load_tower = load_tower
         self._family = family
@@ -116,6 +119,7 @@ class EncodeService:
         self.num_waiting_pixels = 0
         self._changed = asyncio.Event()
         self._is_held = False
+        self._free_since_s = 0.0
         self._in_tower: frozenset[str] = frozenset()
         self._num_batches = 0
         self._loop_task = asyncio.create_task(self._run())
@@ -272,12 +276,13 @@ class EncodeService:
         item: _Item | None = None
         self.num_waiting_pixels += num_pixels
         try:
-            inputs = await self._processor.run("media", num_pixels * S_PER_PIXEL, self._prepare, request)
+            inputs, begun_s = await self._processor.run("media", num_pixels * S_PER_PIXEL, self._prepare, request)
             item = _Item(
                 request.ref.mm_hash,
                 inputs,
                 self._family.num_pixels((request.ref.width, request.ref.height)),
                 num_pixels,
+                begun_s,
                 asyncio.get_running_loop().create_future(),
             )
             self._waiting.append(item)
@@ -288,7 +293,9 @@ class EncodeService:
             if item in self._waiting:
                 self._waiting.remove(item)
 
-    def _prepare(self, request: EncodeRequest) -> TowerInputs:
+    def _prepare(self, request: EncodeRequest) -> tuple[TowerInputs, float]:
+        """What the tower takes, and when this began."""
+        begun_s = time.monotonic()
         image = open_image(request.media, self._limits)
         if request.ref.low_detail:
             image = image.resize(low_detail_size(image.size), Image.Resampling.BICUBIC)
@@ -297,7 +304,7 @@ class EncodeService:
                 f"the image decodes to {image.size[0]}x{image.size[1]} pixels and its header says "
                 f"{request.ref.width}x{request.ref.height}"
             )
-        return self._family.preprocess(image)
+        return self._family.preprocess(image), begun_s
 
     async def _run(self) -> None:
         while True:
@@ -305,14 +312,14 @@ class EncodeService:
             self._changed.clear()
             while self._waiting:
                 # set before the question: who changes the answer after it sees this and calls back
-                self._is_held = True
+                was_held, self._is_held = self._is_held, True
                 batch = self._next_batch()
                 if not batch:
                     break
                 self._is_held = False
                 del self._waiting[: len(batch)]
                 self._in_tower = frozenset(item.mm_hash for item in batch)
-                await self._encode_batch(batch)
+                await self._encode_batch(batch, was_held)
                 self._in_tower = frozenset()
 
     def _next_batch(self) -> list[_Item]:
@@ -326,9 +333,9 @@ class EncodeService:
             logger.exception("whether an encode may start is not to be found out; it starts")
         return schedule_encodes(self._waiting, budget)
 
-    async def _encode_batch(self, batch: list[_Item]) -> None:
+    async def _encode_batch(self, batch: list[_Item], was_held: bool) -> None:
         try:
-            features, batch_s = await self._loop.run_in_executor(self._tower_thread, self._encode, batch)
+            features, batch_s = await self._loop.run_in_executor(self._tower_thread, self._encode, batch, was_held)
             assert len(features) == len(batch), f"{len(features)} features of {len(batch)} images"
         except Exception as error:  # a failed batch must fail its items, not the encoder
             logger.exception("a batch of %d images failed", len(batch))
@@ -340,7 +347,7 @@ class EncodeService:
             if not item.feature.done():
                 item.feature.set_result(_Encoded(feature, batch_s))
 
-    def _encode(self, batch: list[_Item]) -> tuple[list[Tensor], tuple[float, float]]:
+    def _encode(self, batch: list[_Item], was_held: bool) -> tuple[list[Tensor], tuple[float, float]]:
         start = time.monotonic()
         tower = self._loaded_tower()
         loaded = time.monotonic()
@@ -348,7 +355,11 @@ class EncodeService:
             features = tower.encode([item.inputs for item in batch])
         end = time.monotonic()
         self._num_batches += 1
-        self._on_encoded(len(batch), sum(item.num_original_pixels for item in batch), end - loaded)
+        compute_s = busy_s = end - loaded
+        if not was_held:  # else the time before was somebody else's
+            busy_s += start - max(self._free_since_s, min(item.begun_s for item in batch))
+        self._free_since_s = end
+        self._on_encoded(len(batch), sum(item.num_original_pixels for item in batch), compute_s, busy_s)
         self._on_batch(len(batch), start, end)
         return features, (start, end)
 

@@ -374,9 +374,9 @@ class Instance:
         self._batching.stepped(output, seconds)
         self._encode.reconsider()
 
-    def _tower_computed(self, num_images: int, num_pixels: int, seconds: float) -> None:
+    def _tower_computed(self, num_images: int, num_pixels: int, seconds: float, busy_s: float) -> None:
         self.metrics.tower_computed(num_images, num_pixels, seconds)
-        self.rates.encoded(num_pixels, seconds)
+        self.rates.encoded(num_pixels, busy_s)
 
     def _may_encode(self) -> bool:
         if self.options.batching_encodes == "concurrent" or self._gate.may_start():

@@ -104,12 +104,17 @@ class Migrations:
     async def move(self, request: wire.MoveRequest) -> Reply:
         """Hand an answer over; the reply is complete when the other instance has it.
 
-        Raises Unavailable where there is no such answer or the other can never take it, else as the other answers.
+        Raises Unavailable where there is no such answer, its client lacks some of it, or the other can never take
+        it, else as the other answers.
         """
         held = self._held.pop(request.held_id, None)
         if held is None or held.sequence is None:
             raise left(self._name)
         sequence = held.sequence
+        if request.num_generated not in (None, len(sequence.output_ids)):
+            # P's first token may still be on its way to the gateway, and the other would not give it again
+            self._engine.transferred(sequence)
+            raise left(self._name)
         handoff = _handoff(request.request_id, sequence, held.generation.answer.options)
         delivery = self._deliver(self._reservation(handoff, sequence), sequence, request.decode_url)
         try:

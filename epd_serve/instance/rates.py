@@ -45,7 +45,7 @@ class StageRates:
         }
 
     def encoded(self, num_pixels: int, seconds: float) -> None:
-        """A batch of images, on the tower's thread."""
+        """A batch of images kept the encoder busy, on the tower's thread."""
         self._observe(Stage.ENCODE, num_pixels, seconds)
 
     def stepped(self, output: ScheduleOutput, seconds: float) -> None:

@@ -38,6 +38,7 @@ from epd_serve.bench.workloads import load_workload
 from epd_serve.config import change_config, parse_config
 from epd_serve.cost.profile import Profile, Transport
 from epd_serve.launch.cpu_time import Spent, fit, talk_cpu_s
+from epd_serve.launch.fairness import Sharer, cores_go_by
 
 #: Requests of each kind, one after the other, in each deployment.
 NUM_REQUESTS = 12
@@ -102,6 +103,8 @@ def with_overheads(
         cores = len(os.sched_getaffinity(0)) if options.device == "cpu" else len(_LOADS) + 1
         fair = max((len(_LOADS) + 1) * (options.threads or 1) / cores, 1.0)
         crowding = _encode_s(crowded) / alone_s / fair - 1
+    sharer: Sharer = cores_go_by() if options.device == "cpu" else "thread"
+    crowding_within = _crowding_within(options, progress) if has_images and sharer == "instance" else 0.0
     loop_s, stream_s = beside_steps(together, profile)
     known = msgspec.structs.replace(
         known,
@@ -111,6 +114,8 @@ def with_overheads(
         stream_s=stream_s,
         interference={pair: max(value, 0.0) for pair, value in pairs.items()},
         crowding=max(crowding, 0.0),
+        crowding_within=crowding_within,
+        cores_go_by=sharer,
     )
     here = Transport(handshake_s=profile.handshake_s, bytes_per_s=profile.link_bytes_per_s)
     known = known.with_transport(_talk(here, known, whole, apart, beside_d))
@@ -124,6 +129,18 @@ def with_overheads(
     request_s, token_s, image_s = talk_cpu_s(cpu, apart_cpu)
     found = msgspec.structs.replace(found, split_cpu_s=request_s, split_token_cpu_s=token_s, feature_cpu_s=image_s)
     return msgspec.structs.replace(known, transports={"mooncake": found})
+
+
+def _crowding_within(options: OverheadOptions, progress: Callable[[str], None]) -> float:
+    """Of E beside P in one instance, while D has a part of the cores for itself."""
+    image = _image(SIDES[1])
+    with _asked("EP-D", options, progress) as ask:
+        alone_s = _encode_s(ask(image, options.num_requests))
+        with ask.busy(_STREAMS), ask.busy(_LOADS["P"]):
+            crowded_s = _encode_s(ask(image, options.num_requests))
+    cores, threads = len(os.sched_getaffinity(0)), options.threads or 1
+    part = max(cores - threads, cores / 2)
+    return max(crowded_s / alone_s / max(2 * threads / part, 1.0) - 1, 0.0)
 
 
 _Measured = dict[str, list[Record]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import random
 import socket
 from collections.abc import Collection
@@ -93,7 +94,7 @@ def ports_each(config: DeploymentConfig) -> int:
 def _bind_block(held: ExitStack, host: str, port: int, count: int, user: str) -> int:
     """Bind ``count`` ports in a row and return the first; ``port`` 0 chooses them.
 
-    A block is chosen below the ports of outgoing connections: its servers bind some of it a minute later.
+    A block is chosen below the ports of outgoing connections, as :func:`_bind` does.
     """
     highest = _lowest_ephemeral() - count
     for _ in range(_TRIES):
@@ -120,6 +121,21 @@ def _lowest_ephemeral() -> int:
 
 
 def _bind(held: ExitStack, host: str, port: int, user: str, key: str) -> int:
+    """Bind a port and return it; 0 chooses one.
+
+    It is chosen below the ports that the host gives to whoever asks next: its server binds it a while later.
+    """
+    highest = _lowest_ephemeral() - 1
+    for _ in range(_TRIES if port == 0 and highest > _LOWEST else 0):
+        try:
+            return _bind_one(held, host, random.randint(_LOWEST, highest), user, key)
+        except ValueError as error:
+            if not (isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EADDRINUSE):
+                break
+    return _bind_one(held, host, port, user, key)
+
+
+def _bind_one(held: ExitStack, host: str, port: int, user: str, key: str) -> int:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     bound = held.enter_context(socket.socket(family, socket.SOCK_STREAM))
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the servers do: a recent owner is no obstacle

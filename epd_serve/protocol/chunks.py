@@ -18,7 +18,6 @@ from epd_serve.protocol.wire import OutputOptions
 _encode = msgspec.json.Encoder().encode
 
 DONE = b"data: [DONE]\n\n"
-SSE_HEADERS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,12 +123,14 @@ class MoveRequest(Message, frozen=True):
     Attributes:
         request_id: by which the other D expects it. held_id: by which D decoded it.
         decode_url, max_model_len: of the other, as in PrefillRequest.
+        num_generated: tokens that the client of a stream has; D moves it if these are all.
     """
 
     request_id: str
     held_id: str
     decode_url: str
     max_model_len: int | None = None
+    num_generated: int | None = None
 
 
 class Region(Message, frozen=True):

@@ -40,7 +40,7 @@ class InstanceRecord:
         prefixes: beginnings of the prompts that went there.
         num_chosen: how often this gateway has opened a call, by stage; breaks ties, so that equals take turns.
         sent_encode_s, sent_sequences: what this gateway has sent there so far: seconds of encoding, and sequences
-            to decode.
+            to decode, each at its first try.
     """
 
     name: str
@@ -157,7 +157,6 @@ class OpenCall:
         record.in_flight[stage] += 1
         record.num_chosen[stage] += 1
         record.sent_encode_s += record.costs.encode_s(work.num_pixels)
-        record.sent_sequences += work.num_sequences
         record._own += work
         record._changed()
         calls = record._unreported.get(key)

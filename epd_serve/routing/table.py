@@ -182,16 +182,20 @@ class InstanceTable:
         request_id: str = "",
         work: Work = NONE,
         prefix: Iterable[bytes] = (),
+        again: bool = False,
     ) -> OpenCall:
         """Count one open call at ``record``, and its work, until it is closed.
 
         Args:
             request_id: by which the instance reports the call as received.
             prefix: beginnings of the prompt that it will have in its cache.
+            again: whether its sequences were sent before, if to others.
         """
         self.num_calls += 1
         for beginning in prefix:
             record.prefixes.add(beginning)
+        if not again:
+            record.sent_sequences += work.num_sequences
         return OpenCall(record, stage, request_id, work, self.num_calls)
 
     def encoding(self, record: InstanceRecord, ref: MediaRef, request_id: str = "") -> Encoding:

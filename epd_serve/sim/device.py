@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Protocol
 
 from epd_serve.cost.interference import InterferenceMatrix
@@ -16,7 +17,7 @@ class Activity:
     """A step or a batch that computes.
 
     Attributes:
-        stage: what it does, for measured interference: "E", "P", "D", or "host" for what is around them.
+        stage: what it does, for measured interference: "E", "P", "D", "host" (images are prepared) or "talk".
         compute, bandwidth: of the device's peak, the part that it uses when it is alone.
         work_s: what it takes alone; done_s of that is done.
         cores: of a CPU.
@@ -59,16 +60,21 @@ class FluidSharing:
 class MeasuredSharing:
     """As pairs of stages were measured side by side; increases of several neighbours add up.
 
-    A CPU has ``cores``; what asks for more in all gets its part of them, less ``crowding``, which was
-    measured with all that instances do to each other. ``within``: of two stages in one instance, which wait for
-    each other: on a CPU for the lock of Python's interpreter or of the process's memory, besides ``increase``; a
-    stage that waits leaves its core to others. On other devices it comes in place of ``increase``.
+    A CPU has ``cores``; where more are wanted in all, each thread gets an equal part, or ``by_instance`` each
+    instance, and none more than it asks for. An instance that takes turns with others on a core is slower by
+    ``crowding`` besides; one whose own stages take turns likewise where it decodes, and else by
+    ``crowding_within``. Both were measured with all that instances do to each other. ``within``: of two stages in
+    one instance, which wait for each other: on a CPU for the lock of Python's interpreter or of the process's
+    memory, besides ``increase``; a stage that waits leaves its core to others. On other devices it comes in place
+    of ``increase``.
     """
 
     increase: dict[tuple[str, str], float] = field(default_factory=dict)
     cores: float = float("inf")
     within: dict[tuple[str, str], float] = field(default_factory=dict)
     crowding: float = 0.0
+    by_instance: bool = False
+    crowding_within: float = 0.0
 
     @classmethod
     def of(cls, matrix: InterferenceMatrix, cores: float = float("inf")) -> MeasuredSharing:
@@ -94,12 +100,20 @@ class MeasuredSharing:
         for pair, like in ((("E", "P"), ("E", "D")), (("P", "E"), ("P", "D"))):
             if like in increase:
                 increase.setdefault(pair, increase[like])
-        return cls(increase, cores, pairs(profile.interference_within), profile.crowding)
+        by_instance = profile.cores_go_by == "instance"
+        return cls(
+            increase,
+            cores,
+            pairs(profile.interference_within),
+            profile.crowding,
+            by_instance,
+            profile.crowding_within if by_instance else profile.crowding,
+        )
 
     def rates(self, activities: Sequence[Activity]) -> list[float]:
         waits: list[float] = []
         longer: list[float] = []
-        wanted = 0.0
+        wanted: dict[str, tuple[float, float, bool]] = {}
         for one in activities:
             wait = more = 1.0
             for other in activities:
@@ -111,9 +125,28 @@ class MeasuredSharing:
                     wait += waits_for
             waits.append(wait)
             longer.append(more)
-            wanted += one.cores / wait
-        scarce = wanted / self.cores * (1 + self.crowding) if wanted > self.cores else 1.0
-        return [1 / (wait * max(more, scarce)) for wait, more in zip(waits, longer, strict=True)]
+            cores, most, decodes = wanted.get(self._sharer(one), (0.0, 0.0, False))
+            decodes = decodes or one.stage == "D"
+            wanted[self._sharer(one)] = cores + one.cores / wait, max(most, one.cores), decodes
+        scarce = self._scarcity(wanted)
+        return [
+            1 / (wait * max(more, scarce[self._sharer(one)]))
+            for one, wait, more in zip(activities, waits, longer, strict=True)
+        ]
+
+    def _sharer(self, activity: Activity) -> str:
+        return activity.owner if self.by_instance else ""
+
+    def _scarcity(self, wanted: dict[str, tuple[float, float, bool]]) -> dict[str, float]:
+        """How much longer each takes; ``wanted``: cores in all, by one activity at most, whether it decodes."""
+        scarce: dict[str, float] = {}
+        left = self.cores
+        for number, (name, (cores, most, decodes)) in enumerate(sorted(wanted.items(), key=itemgetter(1))):
+            part = left / (len(wanted) - number)
+            crowding = self.crowding if decodes or part < most else self.crowding_within
+            scarce[name] = cores / part * (1 + crowding) if cores > part else 1.0
+            left -= min(cores, part)
+        return scarce
 
 
 class SimDevice:

@@ -157,7 +157,8 @@ class SimInstance:
         profile, role = self.spec.profile, self.spec.role
         rates: dict[str, StageRate] = {}
         if role.encodes:
-            one, two = profile.encode_s([448**2]), profile.encode_s([448**2] * 2)
+            own = profile.prepare_s(448**2) if self.spec.on_cpu else 0.0  # elsewhere it is done meanwhile
+            one, two = profile.encode_s([448**2]) + own, profile.encode_s([448**2] * 2) + 2 * own
             rates[Stage.ENCODE.value] = StageRate(max(2 * one - two, 0.0), (two - one) / 448**2)
         if role.prefills:
             one, two = profile.step_s(512, 1, 0, 512**2), profile.step_s(1024, 1, 0, 1024**2)
@@ -180,7 +181,7 @@ class SimInstance:
         if seconds <= 0:
             then()
         elif cpu_s > 0 and self.spec.on_cpu:
-            self._device.start(Activity("host", 0.0, 0.0, seconds, then, cpu_s / seconds))
+            self._device.start(Activity("talk", 0.0, 0.0, seconds, then, cpu_s / seconds, self.spec.name))
         else:
             self._clock.after(seconds, then)
 

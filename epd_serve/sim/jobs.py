@@ -27,7 +27,6 @@ class Job:
     token_times_s: list[float] = field(default_factory=list)
     failure: str = ""
     num_retries: int = 0
-    prefilled_s: float | None = None
     encoded_s: float | None = None
 
 

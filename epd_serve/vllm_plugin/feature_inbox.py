@@ -40,7 +40,7 @@ class FeatureInbox:
         self._withdrawn: OrderedDict[tuple[str, str], None] = OrderedDict()
         self._asked_at: dict[str, float] = {}
         self._arrivals: OrderedDict[str, float] = OrderedDict()
-        self.num_fetched = self.num_given_up = 0
+        self.num_given_up = 0
 
     def handle(self, notice: AnyNotice, has_left: Callable[[], bool]) -> str:
         """For a :class:`~epd_serve.vllm_plugin.notices.NoticeServer`."""
@@ -120,7 +120,6 @@ class FeatureInbox:
             return f"feature {event.mm_hash[:12]} of {event.nbytes} bytes finds no room; raise feature_cache_bytes"
         with self._lock:
             self._arrivals[owner] = self._clock()
-            self.num_fetched += 1
         return ""
 
     def _withdraw(self, request_id: str, mm_hash: str) -> None:

@@ -32,7 +32,6 @@ class FeatureMemory:
         self._cache: FeatureCache[tuple[str, KeptFeature]] = FeatureCache(capacity_bytes)
         self._lock = threading.Lock()
         self._evicted: list[str] = []
-        self.num_puts = self.num_hits = 0
 
     @property
     def region(self) -> Region:
@@ -46,7 +45,6 @@ class FeatureMemory:
         """The feature, held until :meth:`release`; None where it is not here."""
         with self._lock:
             found = self._cache.acquire(mm_hash, owner)
-            self.num_hits += found is not None
             return None if found is None else found[1]
 
     def put(
@@ -67,7 +65,6 @@ class FeatureMemory:
             kept = KeptFeature(offset=offset, nbytes=data.nbytes, shape=shape, dtype=dtype, checksum=digest)
             for other, evicted in self._cache.put(mm_hash, (mm_hash, kept), data.nbytes, owner):
                 self._drop(other, evicted)
-            self.num_puts += 1
             return kept
 
     def release(self, owner: str, mm_hash: str | None = None) -> None:

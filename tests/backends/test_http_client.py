@@ -126,7 +126,9 @@ async def test_a_call_may_be_closed_before_it_is_connected(server):
 async def test_a_closed_idle_connection_is_not_used(server):
     server.answers = [[OK, None], [OK]]
     assert await _whole(sent(server)) == b"hi"
-    await asyncio.sleep(0.05)
+    async with asyncio.timeout(20):
+        while server.pool._idle:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
     assert await _whole(sent(server)) == b"hi"
 
 

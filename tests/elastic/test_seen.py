@@ -91,8 +91,9 @@ def test_what_is_sent_counts_once() -> None:
     for mm_hash in ("a", "b", "a"):
         with made.encoding(made["e0"], MediaRef(mm_hash=mm_hash, width=100, height=100)):
             pass
-    with made.in_flight(made["d0"], Stage.DECODE, work=Work(num_sequences=2)):
-        pass
+    for again in (False, True):
+        with made.in_flight(made["d0"], Stage.DECODE, work=Work(num_sequences=2), again=again):
+            pass
     encode, _, decode = see(made)
     assert encode.sent == {Stage.ENCODE: pytest.approx(2 * seconds), Stage.DECODE: 0}
     assert decode.sent == {Stage.ENCODE: 0, Stage.DECODE: 2}

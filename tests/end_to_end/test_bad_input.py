@@ -74,7 +74,7 @@ CASES: dict[str, tuple[Any, int, str]] = {
 @pytest.mark.parametrize("case", CASES)
 async def test_is_refused_with_a_sentence(deployment: LocalDeployment, case: str, stream: bool) -> None:
     body, status, word = CASES[case]
-    async with httpx.AsyncClient(base_url=deployment.gateway_url, timeout=30) as client:
+    async with httpx.AsyncClient(base_url=deployment.gateway_url, timeout=150) as client:
         neighbour = asyncio.create_task(client.post("/v1/chat/completions", json=chat("Count to 9.")))
         if isinstance(body, bytes):
             answer = await client.post("/v1/chat/completions", content=body)
@@ -104,13 +104,13 @@ async def test_a_public_gateway_fetches_nothing_from_private_ranges(deployment: 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     body = chat("What is this?", f"http://127.0.0.1:{port}/x.png", max_tokens=3)
-    async with httpx.AsyncClient(base_url=deployment.gateway_url, timeout=30) as client:
+    async with httpx.AsyncClient(base_url=deployment.gateway_url, timeout=150) as client:
         answer = await client.post("/v1/chat/completions", json=body)
         assert answer.status_code == 200, answer.text
     urls = {name: handle.url for name, handle in deployment.instances.items()}
     async with (
         gateway(urls, config={"gateway": {"media": {"allow_private": False}}}) as url,
-        httpx.AsyncClient(base_url=url, timeout=30) as client,
+        httpx.AsyncClient(base_url=url, timeout=150) as client,
     ):
         answer = await client.post("/v1/chat/completions", json=body)
         assert answer.status_code == 400, answer.text
@@ -121,6 +121,6 @@ async def test_a_public_gateway_fetches_nothing_from_private_ranges(deployment: 
 
 async def test_a_large_picture_within_the_limits_is_fine(deployment: LocalDeployment) -> None:
     picture = Image.new("RGB", (3000, 2000), (250, 250, 250))
-    async with httpx.AsyncClient(base_url=deployment.gateway_url, timeout=30) as client:
+    async with httpx.AsyncClient(base_url=deployment.gateway_url, timeout=150) as client:
         answer = await client.post("/v1/chat/completions", json=chat("What is this?", picture, max_tokens=3))
     assert answer.status_code == 200, answer.text

@@ -21,14 +21,18 @@ import pytest
 from chat import chat, data_url
 from fleet import Books, is_up, wait_until
 from program import read_until
+from transports import needs_mooncake
 
 from epd_serve.config import change_config, load_config
-from epd_serve.launch import LocalDeployment
+from epd_serve.launch import LocalDeployment, supervisor
 from epd_serve.launch.ports import free_port
 from epd_serve.metrics.breakdown import read_traces
 
 ROOT = Path(__file__).parents[2]
-FILES = sorted((ROOT / "deploy").glob("cpu-*.yaml"))
+FILES = [
+    pytest.param(file, id=file.stem, marks=[needs_mooncake] if "mooncake" in file.stem else [])
+    for file in sorted((ROOT / "deploy").glob("cpu-*.yaml"))
+]
 PICTURE = data_url((ROOT / "docs" / "images" / "three-shapes.png").read_bytes())
 GIB = 1 << 30
 
@@ -55,8 +59,11 @@ def left_behind(before: set[Path]) -> set[Path]:
     return {path for path, inode in new.items() if inode not in used and path.exists()}
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-async def test_each_deployment_answers_the_questions_of_the_readme(file: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("file", FILES)
+async def test_each_deployment_answers_the_questions_of_the_readme(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(supervisor.GRACES_S, "then", 20.0)  # a busy machine may take longer to write traces
     changes = {"gateway": {"port": 0}, "instances": {"base_port": 0}, "trace": str(tmp_path)}
     config = change_config(load_config(file), changes)
     before = shared_memory()
@@ -171,7 +178,7 @@ def test_ctrl_c_stops_everything(deployment_file: Path) -> None:
     with start_up(str(deployment_file), "--port", str(port)) as process:
         output = read_until(process, "From Python")
         assert "curl" in output, "what to type next"
-        assert is_up(f"http://127.0.0.1:{port}/health")
+        wait_until(lambda: is_up(f"http://127.0.0.1:{port}/health"), "what is ready says so")
         children = psutil.Process(process.pid).children(recursive=True)
         assert len(children) == 5, "three instances, what they were forked from, and the gateway"
         running_s = sum(sum(child.cpu_times()[:2]) for child in (psutil.Process(process.pid), *children))
@@ -180,7 +187,7 @@ def test_ctrl_c_stops_everything(deployment_file: Path) -> None:
         process.communicate(timeout=60)
         assert time.monotonic() - stopping < 30
         assert process.returncode == 0
-    assert cpu_s_of_ended_children() - cpu_before_s - running_s < 1.5, "there is nothing to compute"
+    assert cpu_s_of_ended_children() - cpu_before_s - running_s < running_s / 5, "there is nothing to compute"
     assert not [child for child in children if child.is_running()]
     check_shared_memory(before)
 

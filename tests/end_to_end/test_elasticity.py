@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
-import pytest
 from chat import chat
 from fleet import Books
 from pictures import noise
@@ -99,7 +98,6 @@ def ordered(decisions: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [one for one in decisions if one["order"] is not None]
 
 
-@pytest.mark.timeout(600)
 async def test_a_late_decode_gets_an_encoder_and_no_answer_notices() -> None:
     async with site() as here:
         for prompt in PROMPTS:

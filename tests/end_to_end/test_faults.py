@@ -80,19 +80,20 @@ async def test_kill_an_instance_under_load(deployment: LocalDeployment, victim: 
         asked = [asyncio.create_task(ask(client, body)) for body in bodies]
         await until_decoding(handles["d0"].url)
         os.kill(handles[victim].pid, signal.SIGKILL)
-        outcomes = await asyncio.wait_for(asyncio.gather(*asked), 120)
+        outcomes = await asyncio.wait_for(asyncio.gather(*asked), 300)
         assert len(outcomes) == 24
         survivors = {name: handle.url for name, handle in handles.items() if name != victim}
         await Books(survivors).check()
-        health = (await client.get("/health")).status_code
+        async with asyncio.timeout(150):  # whoever had nothing to do when it died is missed a little later
+            while (await client.get("/health")).status_code != (200 if victim == "e0" else 503):  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
         text = await client.post("/v1/chat/completions", json=chat("Say apple"))
         image = await client.post("/v1/chat/completions", json=chat("What is this?", noise(99), max_tokens=4))
         if victim == "e0":
             assert set(outcomes) == {"right"}, "text needs no encoder, and the prefill instance encodes itself"
-            assert health == text.status_code == image.status_code == 200
+            assert text.status_code == image.status_code == 200
         else:
             assert text.status_code == image.status_code == 503
-            assert health == 503
             stage = "prefill" if victim == "p0" else "decode"
             assert stage in text.json()["error"]["message"]
 
@@ -104,7 +105,7 @@ async def test_the_answer_is_the_same_without_an_encoder(deployment: LocalDeploy
         os.kill(deployment.instances["e0"].pid, signal.SIGKILL)
         other, p0 = chat("What is in the picture?", noise(8), max_tokens=12), deployment.instances["p0"].url
         assert (await client.post("/v1/chat/completions", json=other)).status_code == 200
-        async with asyncio.timeout(60):  # it is counted behind the answer
+        async with asyncio.timeout(150):  # it is counted behind the answer
             while not (prefill := await figures(p0))["feature_recomputes_total"]:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
         assert (prefill["feature_recomputes_total"], prefill["store_misses_total"]) == (1, 1)
@@ -149,15 +150,15 @@ async def test_a_stalled_prefill_instance_loses_its_lease(deployment: LocalDeplo
     async with httpx.AsyncClient(base_url=deployment.gateway_url, timeout=120) as client:
         bodies = [chat(f"{i} " + "apple " * 300, max_tokens=50, ignore_eos=True) for i in range(16)]
         asked = [asyncio.create_task(ask(client, body)) for body in bodies]
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(150):
             while not (await client.get(f"{handles['d0'].url}/integrity")).json()["reservations"]:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         os.kill(handles["p0"].pid, signal.SIGSTOP)
         try:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(150):
                 while (await client.get(f"{handles['d0'].url}/integrity")).json()["reservations"]:  # noqa: ASYNC110
                     await asyncio.sleep(0.1)
         finally:
             os.kill(handles["p0"].pid, signal.SIGCONT)
-        await asyncio.wait_for(asyncio.gather(*asked), 120)
+        await asyncio.wait_for(asyncio.gather(*asked), 300)
     await Books({name: handle.url for name, handle in handles.items()}).check()

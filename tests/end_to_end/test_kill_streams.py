@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import kill_streams
+from benchmarks import chaos, kill_streams
 
 
-@pytest.mark.timeout(300)
 def test_streams_go_on_while_every_role_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     output = tmp_path / "kills.json"
     options = ["--requests", "40", "--interval", "1.5", "--concurrency", "8", "--output", str(output)]
     monkeypatch.setattr(sys, "argv", ["kill_streams", *options])
+    monkeypatch.setattr(chaos, "DEADLINE_S", 300.0)  # an answer may take long, and has to come
     code = kill_streams.main()
     report = json.loads(output.read_text())
     assert code == 0 and report["passed"], json.dumps(report, indent=2)

@@ -74,7 +74,7 @@ class Fleet:
 
     async def until(self, name: str, condition: Callable[[dict[str, int]], bool]) -> None:
         """Wait until what an instance holds fulfils a condition."""
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(150):
             while True:
                 if condition(await self.held(name)):
                     return
@@ -82,7 +82,7 @@ class Fleet:
 
     async def recovered(self) -> None:
         """All run again, the gateway knows, and nothing is held anywhere."""
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(150):
             await self.deployment.wait_ready()
             while True:
                 health = await self.client.get("/health")  # 503 where an instance that is ready gets nothing yet
@@ -111,7 +111,7 @@ async def running() -> AsyncIterator[Fleet]:
         LocalDeployment(
             config, ready_timeout_s=120, backoff=lambda: Backoff(first_s=0.1, limit_s=0.1)
         ) as deployment,
-        httpx.AsyncClient(base_url=deployment.gateway_url, timeout=90) as client,
+        httpx.AsyncClient(base_url=deployment.gateway_url, timeout=150) as client,
     ):
         yield Fleet(deployment, client)
 

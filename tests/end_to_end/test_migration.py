@@ -3,30 +3,56 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from fleet import Books
 from in_process import Deployment, deployment
+from services import language_of
 
 from epd_serve.config import DeploymentConfig
 from epd_serve.demo import weights_dir
+from epd_serve.instance.http import Reply
+from epd_serve.instance.language_stages import LanguageStages
 from epd_serve.launch import Backoff, LocalDeployment
 from epd_serve.launch.ports import free_port
 from epd_serve.protocol import wire
+from epd_serve.transfer.kv_sender import Part
+from epd_serve.transfer.write_locks import is_being_written
+from proxy.breaker import BreakerLimits
+from proxy.health import HealthSettings
 
 PROMPTS = ("The red circle is", "apple banana cherry", "Where is it?", "one two three")
 
 
-def body(prompt: str, max_tokens: int, *, stream: bool) -> dict[str, Any]:
-    fields = {"temperature": 0, "ignore_eos": True, "stream": stream, "max_tokens": max_tokens}
-    return {"model": "demo", "prompt": prompt, **fields}
+#: 600 tokens, each with 2 KiB of KV, and a link on which they take most of a second.
+LONG = "apple " * 200
+LINK = {"bandwidth": 1_500_000}
+NUM_BLOCKS = 256
+
+
+def body(prompt: str, max_tokens: int) -> dict[str, Any]:
+    return {"model": "demo", "prompt": prompt, "temperature": 0, "ignore_eos": True, "max_tokens": max_tokens}
+
+
+def colours(seed: int) -> dict[str, Any]:
+    """A list that is as long as its schema says, whatever the model would say."""
+    schema = {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "minItems": 60, "maxItems": 60}
+    return {
+        "model": "demo",
+        "messages": [{"role": "user", "content": "Which colours?"}],
+        "seed": seed,
+        "max_tokens": 600,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "colours", "schema": schema}},
+    }
 
 
 def outcomes(metrics: str) -> dict[str, float]:
@@ -36,53 +62,158 @@ def outcomes(metrics: str) -> dict[str, float]:
     return {line.split('"')[0]: float(line.split()[-1]) for line in lines}
 
 
-def text_of(events: str) -> str:
-    assert events.endswith("data: [DONE]\n\n"), events[-300:]
-    return "".join(
-        json.loads(line[6:])["choices"][0]["text"] for line in events.splitlines() if line.startswith("data: {")
-    )
+def text_of(answer: str) -> str:
+    """Of an answer in one piece, or of all events."""
+    pieces = [answer]
+    if not answer.startswith("{"):
+        assert answer.endswith("data: [DONE]\n\n"), answer[-300:]
+        pieces = [line[6:] for line in answer.splitlines() if line.startswith("data: {")]
+    text = ""
+    for piece in pieces:
+        choice = json.loads(piece)["choices"][0]
+        text += choice["text"] if "text" in choice else (choice.get("delta") or choice["message"])["content"]
+    return text
 
 
-async def ask(here: Deployment, prompt: str, *, stream: bool) -> str:
-    async with here.session.post(f"{here.url}/v1/completions", json=body(prompt, 300, stream=stream)) as answer:
+async def ask(here: Deployment, question: dict[str, Any], *, stream: bool) -> str:
+    path = "/v1/completions" if "prompt" in question else "/v1/chat/completions"
+    async with here.session.post(here.url + path, json=question | {"stream": stream}) as answer:
         assert answer.status == 200, await answer.text()
-        text: str = text_of(await answer.text()) if stream else (await answer.json())["choices"][0]["text"]
-        return text
+        return text_of(await answer.text())
+
+
+async def counted(here: Deployment) -> dict[str, float]:
+    async with here.session.get(f"{here.url}/metrics") as metrics:
+        return outcomes(await metrics.text())
 
 
 @pytest.mark.timeout(500)
-async def test_streams_and_whole_answers_move_with_their_kv() -> None:
+@pytest.mark.parametrize(
+    "questions",
+    [[body(prompt, 300) for prompt in PROMPTS], [colours(1), colours(2)]],
+    ids=["plain", "json_schema"],
+)
+async def test_streams_and_whole_answers_move_with_their_kv(questions: list[dict[str, Any]]) -> None:
     async with deployment(weights_dir(), "P", "D", "D") as here, asyncio.timeout(400):
-        texts = {prompt: await ask(here, prompt, stream=True) for prompt in PROMPTS}
+        texts = [await ask(here, question, stream=True) for question in questions]
+        assert "prompt" in questions[0] or len(json.loads(texts[0])) == 60
         mover, moved = here.instances["d1"], 0.0
         while not moved:  # an answer may have come to its end before
             asked = [
-                (prompt, asyncio.create_task(ask(here, prompt, stream=stream)))
-                for prompt in PROMPTS
+                (text, asyncio.create_task(ask(here, question, stream=stream)))
+                for question, text in zip(questions, texts, strict=True)
                 for stream in (True, False)
             ]
-            while not mover.in_use()["sequences"]:  # noqa: ASYNC110
-                await asyncio.sleep(0)
+            while not mover.in_use()["sequences"] and not all(answer.done() for _, answer in asked):  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
             await mover.switching.order(wire.RoleOrder(role="P", patience_s=0))
             assert not any(mover.in_use().values())
-            for prompt, answer in asked:
-                assert await answer == texts[prompt]
-            async with here.session.get(f"{here.url}/metrics") as metrics:
-                moved = outcomes(await metrics.text())["moved"]
+            for text, answer in asked:
+                assert await answer == text
+            moved = (await counted(here))["moved"]
             await mover.switching.order(wire.RoleOrder(role="D"))
         await here.settle()
 
 
+async def test_kv_that_cannot_go_speaks_against_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A breaker that the first failure opens stays closed, and the answer goes on."""
+    health = HealthSettings(probe_interval_s=None, breaker=BreakerLimits(num_consecutive=1))
+    async with deployment(weights_dir(), "P", "D", "D", health=health) as here, asyncio.timeout(400):
+        question = body(PROMPTS[0], 300)
+        text = await ask(here, question, stream=True)
+        source = language_of(here.instances["d1"])
+
+        def write_nothing(layers: range, parts: Sequence[Part], wait_for_compute: Callable[[], None]) -> None:
+            for part in parts:
+                part.transfer.cancelled = True
+
+        monkeypatch.setattr(source.sender, "push", write_nothing)
+        for stream in (True, False):
+            before = await counted(here)
+            while await counted(here) == before:  # an answer may have come to its end before
+                asked = [asyncio.create_task(ask(here, question, stream=stream)) for _ in range(2)]
+                while not source.engine.num_running and not all(one.done() for one in asked):  # noqa: ASYNC110
+                    await asyncio.sleep(0.001)
+                source.send_away(begun=True, late=False)
+                assert await asyncio.gather(*asked) == [text, text]
+        for name in here.instances:
+            assert here.app.state.health.describe(name)["breaker"] == "closed"
+        await here.settle(60)
+
+
+async def test_a_first_token_that_is_late_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """P's answer is still on its way when D, which has all of the KV, breaks off behind the token in it."""
+    async with deployment(weights_dir(), "P", "D", "D") as here, asyncio.timeout(400):
+        text = await ask(here, body(PROMPTS[0], 20), stream=True)
+        prefills, is_left = here.instances["p0"].prefills(), False
+        languages = [language_of(here.instances[name]) for name in ("d1", "d2")]
+        prefill = prefills.prefill
+
+        async def prefill_and_hang(request: wire.PrefillRequest) -> Reply:
+            reply = await prefill(request)
+            if is_left:
+                return reply
+            assert reply.stream is not None and reply.on_close is not None
+            while not any(language.decode.num_expected for language in languages):  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            try:
+                assert [piece async for piece in reply.stream]
+                await asyncio.Event().wait()  # until the gateway has given up this attempt
+            finally:
+                reply.on_close()
+            raise AssertionError("it waits for ever")
+
+        def leave_behind(language: LanguageStages) -> None:
+            complete = language.decode.complete
+
+            def complete_and_leave(*arguments: Any) -> None:
+                nonlocal is_left
+                with language.engine._changed:  # no step begins
+                    complete(*arguments)
+                    if not is_left:
+                        is_left = True
+                        language.send_away(begun=True, late=False)
+
+            monkeypatch.setattr(language.decode, "complete", complete_and_leave)
+
+        monkeypatch.setattr(prefills, "prefill", prefill_and_hang)
+        for language in languages:
+            leave_behind(language)
+        assert await ask(here, body(PROMPTS[0], 20), stream=True) == text
+        assert is_left and await counted(here) == {"moved": 0.0, "fallen_back": 1.0}
+        await here.settle(60)
+
+
+def is_written_to(pid: int) -> bool:
+    """Whether somebody is in the middle of writing into a process's KV memory."""
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            if path.readlink().name.startswith("memfd:kv-"):
+                file = os.open(path, os.O_RDWR)
+                try:
+                    region = wire.Region("", 0, "", pid, file, "", 0)
+                    return any(is_being_written(region, slot) for slot in range(NUM_BLOCKS))
+                finally:
+                    os.close(file)
+    raise AssertionError(f"{pid} has no KV memory")
+
+
+def has_stopped(pid: int) -> bool:
+    """Whether none of its threads runs, after SIGSTOP."""
+    threads = Path(f"/proc/{pid}/task").glob("*/stat")
+    return all(stat.read_text().rpartition(")")[2].split()[0] == "T" for stat in threads)
+
+
 class Site:
-    """P and two D; one of these is to leave, and the other one is stopped, so that nothing gets there."""
+    """P and two D, one of which is to leave."""
 
     def __init__(self, deployment: LocalDeployment, admin: str, client: httpx.AsyncClient) -> None:
         self.deployment = deployment
         self.admin = admin
         self.client = client
 
-    async def ask(self) -> str:
-        asked = body(PROMPTS[0], 1500, stream=True)
+    async def ask(self, prompt: str) -> str:
+        asked = body(prompt, 400 if prompt == LONG else 1500) | {"stream": True}
         answer = await self.client.post(f"{self.deployment.gateway_url}/v1/completions", json=asked)
         return text_of(answer.text)
 
@@ -91,25 +222,34 @@ class Site:
         held: dict[str, int] = (await self.client.get(f"{url}/integrity")).json()
         return held
 
-    def kill(self, name: str, number: signal.Signals) -> None:
-        os.kill(self.deployment.instances[name].pid, number)
+    def pid(self, name: str) -> int:
+        return self.deployment.instances[name].pid
 
-    async def decoding(self) -> tuple[str, str]:
-        """The D that decodes, and the other."""
-        while True:
+    def kill(self, name: str, number: signal.Signals) -> None:
+        os.kill(self.pid(name), number)
+
+    async def counted(self) -> dict[str, float]:
+        return outcomes((await self.client.get(f"{self.deployment.gateway_url}/metrics")).text)
+
+    async def decoding(self, answer: asyncio.Task[str]) -> tuple[str, str] | None:
+        """The D that decodes, and the other; None where the answer has come to its end before."""
+        while not answer.done():
             for name, other in (("d0", "d1"), ("d1", "d0")):
                 if (await self.held(name))["sequences"]:
                     return name, other
             await asyncio.sleep(0.01)
+        return None
 
     async def order(self, name: str, role: str) -> int:
         wanted = {"role": role, "deadline_s": 60, "patience_s": 0}
         return (await self.client.post(f"{self.admin}/instances/{name}/role", json=wanted)).status_code
 
     async def begin(self, answer: asyncio.Task[str]) -> tuple[str, str, asyncio.Task[int]] | None:
-        """The D whose answer is broken off, with its KV there, the other, which is stopped, and the order to the
-        first; None where the answer has come to its end before."""
-        source, target = await self.decoding()
+        """The D whose answer is broken off, with its KV there, the other, which is stopped, so that nothing gets
+        there, and the order to the first; None where the answer has come to its end before."""
+        if (found := await self.decoding(answer)) is None:
+            return None
+        source, target = found
         self.kill(target, signal.SIGSTOP)
         ordered = asyncio.create_task(self.order(source, "P"))
         while not answer.done():
@@ -118,10 +258,31 @@ class Site:
                 return source, target, ordered
             await asyncio.sleep(0.002)
         self.kill(target, signal.SIGCONT)
+        await self.back(source, ordered)
+        return None
+
+    async def begin_writing(self, answer: asyncio.Task[str]) -> tuple[str, str, asyncio.Task[int]] | None:
+        """The same with the first stopped in the middle of its write into the memory of the other, which runs."""
+        if (found := await self.decoding(answer)) is None:
+            return None
+        source, target = found
+        ordered = asyncio.create_task(self.order(source, "P"))
+        while not answer.done():
+            if is_written_to(self.pid(target)):
+                self.kill(source, signal.SIGSTOP)
+                while not has_stopped(self.pid(source)):  # noqa: ASYNC110
+                    await asyncio.sleep(0.001)
+                if is_written_to(self.pid(target)):
+                    return source, target, ordered
+                self.kill(source, signal.SIGCONT)
+            await asyncio.sleep(0.002)
+        await self.back(source, ordered)
+        return None
+
+    async def back(self, source: str, ordered: asyncio.Task[int]) -> None:
         await ordered
         await self.ready()
         assert await self.order(source, "D") == 200
-        return None
 
     async def ready(self) -> None:
         await self.deployment.wait_ready()
@@ -133,7 +294,7 @@ class Site:
 
 
 @asynccontextmanager
-async def site() -> AsyncIterator[Site]:
+async def site(**instances: Any) -> AsyncIterator[Site]:
     port = free_port("127.0.0.1")
     config = DeploymentConfig.model_validate(
         {
@@ -144,7 +305,7 @@ async def site() -> AsyncIterator[Site]:
                 "failover": {"wait_s": 60},
                 "health": {"probe_interval_s": None},
             },
-            "instances": {"base_port": 0, "threads": 1},
+            "instances": {"base_port": 0, "threads": 1, "num_blocks": NUM_BLOCKS, **instances},
         }
     )
     deployment = LocalDeployment(config, ready_timeout_s=120, backoff=lambda: Backoff(first_s=0.05, limit_s=0.05))
@@ -153,26 +314,30 @@ async def site() -> AsyncIterator[Site]:
 
 
 @pytest.mark.timeout(600)
-async def test_whoever_dies_in_the_middle_the_answer_goes_on() -> None:
-    async with site() as here, asyncio.timeout(500):
-        text = await here.ask()
+@pytest.mark.parametrize("is_written", [False, True], ids=["before_the_write", "in_the_write"])
+async def test_whoever_dies_in_the_middle_the_answer_goes_on(*, is_written: bool) -> None:
+    settings: dict[str, Any] = {"link": LINK, "lease_s": 5} if is_written else {}
+    prompt = LONG if is_written else PROMPTS[0]
+    async with site(**settings) as here, asyncio.timeout(500):
+        text = await here.ask(prompt)
         for victim in ("source", "target"):
             while True:
                 await here.ready()
-                answer = asyncio.create_task(here.ask())
-                begun = await here.begin(answer)
+                before = await here.counted()
+                answer = asyncio.create_task(here.ask(prompt))
+                begun = await (here.begin_writing(answer) if is_written else here.begin(answer))
                 if begun is not None:
                     break
                 assert await answer == text
             source, target, ordered = begun
-            here.kill(source if victim == "source" else target, signal.SIGKILL)
-            if victim == "source":
-                here.kill(target, signal.SIGCONT)
+            dead, stopped = source if victim == "source" else target, source if is_written else target
+            here.kill(dead, signal.SIGKILL)
+            if stopped != dead:
+                here.kill(stopped, signal.SIGCONT)
             assert await answer == text
+            assert await here.counted() == before | {"fallen_back": before["fallen_back"] + 1}
             assert (await ordered == 200) == (victim == "target")
             if victim == "target":
                 assert await here.order(source, "D") == 200
         await here.ready()
-        metrics = await here.client.get(f"{here.deployment.gateway_url}/metrics")
-        assert outcomes(metrics.text) == {"moved": 0.0, "fallen_back": 2.0}
         await Books({name: one.url for name, one in here.deployment.instances.items()}).check()

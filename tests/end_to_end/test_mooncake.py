@@ -44,7 +44,7 @@ class Service:
             logprobs=True,
             skip_special_tokens=False,
         )
-        async with httpx.AsyncClient(base_url=self.deployment.gateway_url, timeout=60) as client:
+        async with httpx.AsyncClient(base_url=self.deployment.gateway_url, timeout=150) as client:
             answer = await client.post("/v1/chat/completions", json=body)
         assert answer.status_code == 200, answer.text
         tokens = [token["token"] for token in answer.json()["choices"][0]["logprobs"]["content"]]
@@ -85,11 +85,13 @@ async def test_a_deployment_starts_its_own_master_and_answers_as_ever(model: Pat
     async with LocalDeployment(config(model, None), ready_timeout_s=150) as deployment:
         assert deployment.processes[0].spec.name == "master"
         service = Service(deployment, Reference(model))
-        for _ in range(2):
+        for _ in range(10):  # P has the prompt's KV and may answer before an encoder has looked into the store
             await service.check(1, 2)
-        told = {name: await figures(handle.url) for name, handle in deployment.instances.items()}
-        both = {name: told["e0"][name] + told["e1"][name] for name in told["e0"] if name.startswith("store_")}
-        assert (both["store_misses_total"], both["store_puts_total"], both["store_hits_total"]) == (2, 2, 2)
+            told = {name: await figures(handle.url) for name, handle in deployment.instances.items()}
+            both = {name: told["e0"][name] + told["e1"][name] for name in told["e0"] if name.startswith("store_")}
+            if both["store_hits_total"] >= 2:
+                break
+        assert both["store_misses_total"] == both["store_puts_total"] == 2 <= both["store_hits_total"]
         assert both["store_held_bytes"] == both["store_put_bytes_total"] > 0
         assert both["store_put_seconds_count"] == 2
         assert told["p0"]["store_fetches_total"] == told["p0"]["store_fetch_seconds_count"] == 2

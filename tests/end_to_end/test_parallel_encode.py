@@ -67,7 +67,7 @@ async def test_images_of_a_request_are_encoded_in_several_places_and_stay_in_ord
 
         for is_parallel, asked in rounds.items():
             config = {"gateway": {"parallel_encode": is_parallel}}
-            async with gateway(urls, config=config) as url, httpx.AsyncClient(base_url=url, timeout=60) as client:
+            async with gateway(urls, config=config) as url, httpx.AsyncClient(base_url=url, timeout=150) as client:
                 before = await num_encoded()
                 bodies = [chat(TEXT, *order, **fields) for order in asked]
                 first = await client.post("/v1/chat/completions", json=bodies[0])

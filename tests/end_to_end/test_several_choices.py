@@ -83,12 +83,17 @@ async def test_each_choice_goes_on_at_another_decode_instance() -> None:
                 assert whole.ends == ["stop", "length", "length"] and whole.texts[1:] == going_on.texts[1:]
                 assert 400 < whole.usage["completion_tokens"] < 500
             await Books(urls).check()
-            begun = asyncio.Event()
-            asked = asyncio.create_task(stream(client, body, begun))
-            await begun.wait()
-            signal_all(signal.SIGSTOP)  # so that it does not end while it is looked for
-            known = (await client.get(f"http://127.0.0.1:{admin}/instances")).json()["instances"]
-            [busy] = [one["name"] for one in known if "D" in one["in_flight"]]
+            for _ in range(10):  # where this process is held up, the answer is there when it looks
+                begun = asyncio.Event()
+                asked = asyncio.create_task(stream(client, body, begun))
+                await begun.wait()
+                signal_all(signal.SIGSTOP)  # so that it does not end while it is looked for
+                known = (await client.get(f"http://127.0.0.1:{admin}/instances")).json()["instances"]
+                if found := [one["name"] for one in known if "D" in one["in_flight"]]:
+                    break
+                signal_all(signal.SIGCONT)
+                assert await asked == whole
+            [busy] = found
             os.kill(deployment.instances[busy].pid, signal.SIGKILL)
             del urls[busy]
             signal_all(signal.SIGCONT)

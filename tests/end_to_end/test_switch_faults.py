@@ -40,8 +40,6 @@ class Site:
         self.urls = [deployment.gateway_url, other_url]
         self.client = client
         self.text = ""
-        #: Of the gateway that gives orders, while it is killed: requests that were cut.
-        self.num_cut = 0
         self.num_asked: Counter[str] = Counter()
 
     @property
@@ -122,7 +120,6 @@ class Site:
                 self.num_asked[url] += 1
             except httpx.TransportError:
                 assert url == self.urls[0], "the other gateway goes on"
-                self.num_cut += 1
             await asyncio.sleep(0.02)
 
     @asynccontextmanager

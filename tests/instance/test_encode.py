@@ -39,6 +39,14 @@ class Family:
         return {"pixel_values": torch.zeros(1, 1)}
 
 
+class SlowFamily(Family):
+    """Takes its time to prepare."""
+
+    def preprocess(self, image: Image.Image) -> TowerInputs:
+        time.sleep(_PREPARE_S)
+        return super().preprocess(image)
+
+
 class Tower:
     """Fails once as no list of exceptions foresees, and once with too few features."""
 
@@ -80,6 +88,7 @@ class Peers:
 
 
 PICTURE = noise(1)
+_PREPARE_S = 0.05
 REF = wire.MediaRef("h" * 64, *PICTURE.size)
 HERE = "http://here"
 
@@ -106,11 +115,12 @@ class Bench:
         deliver_here: Callable[[str, wire.MediaRef, Tensor], Awaitable[None]] | None = None,
         *,
         image_budget_pixels: int = 1,
+        family: Family | None = None,
         **settings: Any,
     ) -> tuple[EncodeService, EmbeddedFeatureStore]:
         store = EmbeddedFeatureStore(self.transport, 1 << 12)
         settings.setdefault("stream", TowerStream(get_device("cpu"), DeviceBoard(None, 0, time.monotonic)))
-        parts: list[Any] = [lambda: tower, Family(), peers]
+        parts: list[Any] = [lambda: tower, family or Family(), peers]
         service = EncodeService(
             *parts,
             limits=MediaLimits(),
@@ -315,3 +325,35 @@ class ReadyTower:
 
     def encode(self, batch: list[TowerInputs]) -> list[Tensor]:
         return [torch.ones(2, 3) for _ in batch]
+
+
+@pytest.mark.parametrize("held", [False, True])
+async def test_an_encoder_is_busy_with_what_it_prepares_and_with_no_second_twice(bench: Bench, held: bool) -> None:
+    tower, asked_whether, told = SlowTower(), threading.Event(), list[tuple[float, float]]()
+    tower.go.set()
+    may = [not held]
+
+    def may_start() -> bool:
+        asked_whether.set()
+        return may[0]
+
+    def note(num_images: int, num_pixels: int, compute_s: float, busy_s: float) -> None:
+        told.append((compute_s, busy_s))
+
+    service, _ = bench.service(
+        tower, Peers(), family=SlowFamily(), may_start=may_start, on_encoded=note, image_budget_pixels=1
+    )
+    since_s = time.monotonic()
+    refs = [wire.MediaRef(name * 64, *PICTURE.size) for name in "ab"]
+    asked = [
+        asyncio.create_task(service.encode(wire.EncodeRequest("r", ref, png(PICTURE), "http://p"))) for ref in refs
+    ]
+    if held:
+        await until(asked_whether.is_set)
+        may[0] = True
+        service.reconsider()
+    await asyncio.gather(*asked)
+    [first, second] = told
+    assert first[1] == first[0] if held else first[1] >= first[0] + _PREPARE_S
+    assert second[1] >= second[0]
+    assert first[1] + second[1] <= time.monotonic() - since_s

@@ -15,22 +15,17 @@ import msgspec
 import pytest
 import tiny_models
 from fleet import Books
-from services import serving
+from services import language_of, serving
 from stage_requests import Frame, request, without_logprobs
 
 from epd_serve.errors import DECODE_DRAINING, DRAINING, KV_HELD, ServeError, Unavailable
 from epd_serve.instance import migration as migration_module
 from epd_serve.instance.http import BrokenStream, Reply
 from epd_serve.instance.instance import Instance
-from epd_serve.instance.language_stages import LanguageStages
 from epd_serve.launch.ports import free_port
 from epd_serve.protocol import frames, wire
+from epd_serve.types import Grammar
 from epd_serve.worker.events import EngineEvent, TokenEvent
-
-
-def stages(instance: Instance) -> LanguageStages:
-    assert instance.language is not None
-    return instance.language
 
 
 async def read(reply: Reply) -> list[Frame]:
@@ -70,7 +65,7 @@ class Fleet:
 
     def leave_after(self, num_tokens: int) -> None:
         """The source gives its answers up behind a token of them: its engine waits for that."""
-        language, loop, given_up = stages(self.source), asyncio.get_running_loop(), threading.Event()
+        language, loop, given_up = language_of(self.source), asyncio.get_running_loop(), threading.Event()
         emit, told = language.engine._emit, 0
 
         def give_up() -> None:
@@ -95,7 +90,7 @@ class Fleet:
         expect = wire.DecodeRequest(name, stream=True)
         decoding = asyncio.create_task(self.target.decodes().decode(expect))
         try:
-            said = await read(await stages(self.source).migrations.move(order))
+            said = await read(await language_of(self.source).migrations.move(order))
         except BaseException:
             decoding.cancel()
             raise
@@ -136,7 +131,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_models.make_tiny_model("qwen2_5_vl", tmp_path_factory.mktemp("tiny") / "model")
 
 
-SCHEMA = {"type": "object", "properties": {"a": {"type": "string", "maxLength": 30}}, "required": ["a"]}
+#: Of which an answer has some tens of tokens, whatever the model would say.
+SCHEMA = {"type": "array", "items": {"enum": ["red", "green"]}, "minItems": 9, "maxItems": 9}
 
 
 @pytest.mark.parametrize(("kv_mode", "target"), [("grouped", "D"), ("pull", "PD")])
@@ -146,6 +142,12 @@ async def test_it_goes_on_as_if_it_had_stayed(model: Path, kv_mode: str, target:
             request(temperature=0.0, max_tokens=40),
             request(temperature=1.5, presence_penalty=0.5, frequency_penalty=1.0, min_tokens=5),
             request("completion", temperature=1.5, logprobs=2, repetition_penalty=1.3),
+            request(
+                temperature=1.5,
+                max_tokens=200,
+                ignore_eos=False,
+                grammar=Grammar(kind="json", text=json.dumps(SCHEMA), param="response_format"),
+            ),
         ]
         for one in wanted:
             _, reply = await here.begin(one)
@@ -156,7 +158,7 @@ async def test_it_goes_on_as_if_it_had_stayed(model: Path, kv_mode: str, target:
                 *before, broken = await read(reply)
                 assert broken[0] == frames.ERROR and json.loads(broken[2][6:])["error"]["code"] == KV_HELD
                 assert len(before) >= 1 + count
-                said, rest = await here.move(name)
+                said, rest = await here.move(name, num_generated=sum(len(ids) for _, ids, _ in before))
                 assert not said and rest is not None
                 assert without_logprobs(before + await read(rest)) == without_logprobs(whole), (one, count)
         await here.check()
@@ -165,7 +167,7 @@ async def test_it_goes_on_as_if_it_had_stayed(model: Path, kv_mode: str, target:
 async def test_what_fails_gives_the_blocks_back(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = request(temperature=0.0, max_tokens=200)
     async with fleet(model, num_blocks=12) as here:
-        migrations = stages(here.source).migrations
+        migrations = language_of(here.source).migrations
 
         async def hold() -> str:
             name, reply = await here.begin(one, leave_after=1)
@@ -185,10 +187,13 @@ async def test_what_fails_gives_the_blocks_back(model: Path, monkeypatch: pytest
             await here.move(await hold(), max_model_len=100)
         with pytest.raises(Unavailable):
             await here.move("nobody")
+        with pytest.raises(Unavailable) as refused:  # its client lacks tokens that the other would not give again
+            await here.move(await hold(), num_generated=0)
+        assert refused.value.code == DRAINING
         await here.check()
 
         name = await hold()
-        stages(here.source).send_away(begun=True, late=True)
+        language_of(here.source).send_away(begun=True, late=True)
         assert not migrations.holds(name)
         await here.check()
 
@@ -202,7 +207,7 @@ async def test_a_hand_over_that_fails_is_told_and_gives_the_blocks_back(model: P
     async with fleet(model) as here:
         name, reply = await here.begin(request(temperature=0.0, max_tokens=200), leave_after=1)
         await read(reply)
-        move = await stages(here.source).migrations.move(wire.MoveRequest("moved", name, here.target.url))
+        move = await language_of(here.source).migrations.move(wire.MoveRequest("moved", name, here.target.url))
         assert here.target.in_use()["reservations"] == 1
         [transfer_id] = here.target.decodes()._reservations._live
         here.target.decodes().cancel(wire.TransferRef(transfer_id, "moved"))

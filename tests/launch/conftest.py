@@ -9,7 +9,7 @@ from typing import Literal
 import psutil
 import pytest
 
-from epd_serve.launch import ProcessSpec
+from epd_serve.launch import ProcessSpec, commands
 from epd_serve.launch.ports import free_port
 from epd_serve.protocol.addresses import url_of
 
@@ -60,7 +60,7 @@ class Fakes:
         return {name for name, pid in self.pids.items() if _runs(pid)}
 
     @staticmethod
-    def wait_until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    def wait_until(condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert time.monotonic() < deadline, "did not happen in time"
@@ -82,3 +82,10 @@ def fakes(tmp_path: Path) -> Iterator[Fakes]:
     yield fakes
     for name in fakes.alive:
         psutil.Process(fakes.pids[name]).kill()
+
+
+@pytest.fixture
+def fake_program(fakes: Fakes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fake processes in place of those of a deployment."""
+    monkeypatch.setattr(commands, "PROGRAM", (sys.executable, str(FAKE_PROGRAM)))
+    monkeypatch.setenv("FAKE_DIR", str(fakes.folder))

@@ -1,7 +1,6 @@
 import asyncio
 import os
 import signal
-import sys
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -17,13 +16,8 @@ from epd_serve.launch import LocalDeployment, ProcessDied, ProcessState, command
 from epd_serve.launch.forking import ForkServer
 from epd_serve.launch.process import ProcessSpec
 
+pytestmark = pytest.mark.usefixtures("fake_program")
 CONFIG = "topology: (E-P)-D\ninstances: {base_port: 0, preload: false}\ngateway: {port: 0, api_key: secret}"
-
-
-@pytest.fixture(autouse=True)
-def fake_program(fakes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commands, "PROGRAM", (sys.executable, str(Path(__file__).parent / "fake_program.py")))
-    monkeypatch.setenv("FAKE_DIR", str(fakes.folder))
 
 
 async def test_a_deployment_runs_inside_the_with_block(fakes: Any) -> None:
@@ -144,14 +138,14 @@ async def test_an_end_calls_a_change_off_and_does_not_wait_for_it(
     fakes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_E1", "stuck")
-    monkeypatch.setitem(supervisor.GRACES_S, "then", 60.0)
+    monkeypatch.setitem(supervisor.GRACES_S, "then", 600.0)
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # short, as the path of a socket must be
         monkeypatch.setenv("EPD_SERVE_RUNTIME_DIR", f"{folder}/r")
         config = parse_config(CONFIG.replace("(E-P)-D", "E-P-D"))
         async with (
             LocalDeployment(config, log_dir=tmp_path / "logs", ready_timeout_s=60, control=True) as running,
             taking_orders(Path(folder) / "r" / running.gateway_url.removeprefix("http://") / "orders"),
-            asyncio.timeout(30),
+            asyncio.timeout(150),
         ):
             applying = asyncio.create_task(running.apply(change_config(config, {"topology": "2E-P-D"})))
             while not any(  # noqa: ASYNC110

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -114,7 +114,7 @@ def test_settings_of_a_role_come_by_a_switch_and_those_of_a_process_by_a_start(t
 def test_the_roles_are_those_that_instances_have_by_now(tmp_path: Path) -> None:
     held = holdings(tmp_path, f"topology: 2E-P-D\n{FREE}")
     options = held.live["e1"].options
-    remember(type(options)(**{**vars_of(options), "role": Role.parse("D")}))
+    remember(replace(options, role=Role.parse("D")))
     assert steps(held, f"topology: E-P-2D\n{FREE}") == []
     assert len(steps(held, f"topology: 2E-P-D\n{FREE}")) == 1
     assert flag(held, "e1", "--role") == "D"
@@ -129,10 +129,6 @@ def test_what_is_started_again_has_all_settings_of_its_role(tmp_path: Path) -> N
     assert steps(held, f"topology: E-2P-D\n{text}") == ["start p1 (P)", "stop e1 (P)"], "as long as it lives"
     held.restarts("e1")
     assert steps(held, f"topology: E-2P-D\n{text}") == []
-
-
-def vars_of(options: Any) -> dict[str, Any]:
-    return {name: getattr(options, name) for name in options.__dataclass_fields__}
 
 
 def test_devices_decide_who_can_become_what(tmp_path: Path) -> None:

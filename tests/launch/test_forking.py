@@ -5,25 +5,18 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from program import until
 
 from epd_serve.launch import Backoff, ProcessDied, ProcessSpec, Supervisor
 from epd_serve.launch.forking import ForkedProcess, ForkServer, ForkServerGone
 from epd_serve.launch.process import RunningProcess, spawn
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
-        while True:
-            if condition():
-                return
-            await asyncio.sleep(0.01)
 
 
 def open_file(pid: int, number: int) -> str:

@@ -23,7 +23,7 @@ def test_the_printed_commands_send_what_they_show(tmp_path: Path) -> None:
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
 
     def body(command: str) -> dict[str, object]:
-        done = subprocess.run(["sh", "-c", command], capture_output=True, check=True, env=environment, timeout=20)
+        done = subprocess.run(["sh", "-c", command], capture_output=True, check=True, env=environment, timeout=150)
         return json.loads(done.stdout)
 
     assert body(text) == {"model": "demo", "messages": [{"role": "user", "content": questions.text}]}

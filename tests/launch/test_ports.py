@@ -1,4 +1,6 @@
 import socket
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -22,6 +24,14 @@ def test_blocks_of_ports_are_none_that_outgoing_connections_get() -> None:
     blocks = sorted(choose_ports(config).instances)
     assert blocks[-1] + 16 <= first
     assert all(b - a >= 16 for a, b in pairwise(blocks))
+
+
+def test_a_port_of_a_server_that_starts_later_is_none_that_anybody_else_is_given() -> None:
+    """In another process, as tests have ports of their own here."""
+    code = "from epd_serve.launch.ports import free_port; print(*(free_port('127.0.0.1') for _ in range(20)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert all(1024 < int(port) < first for port in done.stdout.split())
 
 
 def test_instances_follow_the_base_port() -> None:

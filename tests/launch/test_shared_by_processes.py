@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,15 +13,10 @@ import pytest
 from device.weight_files import VARIABLE
 from epd_serve.config import load_config, parse_config
 from epd_serve.config.keys import CLUSTER_KEY
-from epd_serve.launch import LocalDeployment, commands
+from epd_serve.launch import LocalDeployment
 
+pytestmark = pytest.mark.usefixtures("fake_program")
 FREE = "gateway: {port: 0}"
-
-
-@pytest.fixture(autouse=True)
-def fake_program(fakes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commands, "PROGRAM", (sys.executable, str(Path(__file__).parent / "fake_program.py")))
-    monkeypatch.setenv("FAKE_DIR", str(fakes.folder))
 
 
 @pytest.fixture(autouse=True)

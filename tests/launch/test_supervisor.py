@@ -2,13 +2,13 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
+from program import until
 
 from epd_serve.launch import Backoff, ManagedProcess, ProcessDied, ProcessState, Supervisor, supervisor
 
@@ -21,14 +21,6 @@ class Recorder:
 
     def __call__(self, process: ManagedProcess) -> None:
         self.seen.append(f"{process.spec.name} {process.state}")
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
-        while True:
-            if condition():
-                return
-            await asyncio.sleep(0.01)
 
 
 async def test_processes_become_ready_and_end_together_first_ones_first(fakes: Any, tmp_path: Path) -> None:
@@ -117,7 +109,7 @@ async def test_kill_ends_deaf_processes_at_once(
     stopping = asyncio.create_task(running.stop())
     await asyncio.sleep(0.1)
     running.kill()
-    await asyncio.wait_for(stopping, 30)
+    await asyncio.wait_for(stopping, 120)
     assert fakes.alive == set()
 
 

@@ -196,7 +196,7 @@ def test_killing_the_supervisor_takes_its_processes_along(fakes: Any) -> None:
         assert fakes.alive == NAMES
         process.kill()
         process.wait()
-        fakes.wait_until(lambda: not fakes.alive, timeout_s=30)
+        fakes.wait_until(lambda: not fakes.alive)
 
 
 def test_an_occupied_port_is_reported_before_anything_starts(fakes: Any) -> None:

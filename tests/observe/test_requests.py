@@ -23,7 +23,7 @@ def text_of(log: Path) -> str:
 
 
 async def line_of(log: Path, request_id: str) -> Any:
-    for _ in range(100):
+    for _ in range(1200):
         lines = [json.loads(line) for line in text_of(log).splitlines()]
         found = [line for line in lines if line["request_id"] == request_id]
         if found:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+from pathlib import Path
 
 import pytest
 
@@ -36,3 +37,10 @@ async def test_what_was_freed_goes_back(monkeypatch: pytest.MonkeyPatch) -> None
             await asyncio.sleep(0.01)
     assert last
     giving.cancel()
+
+
+async def test_a_gateway_that_cannot_see_its_size_runs_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resident, "_STATM", tmp_path / "statm")
+    await give_back()

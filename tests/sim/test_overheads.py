@@ -5,6 +5,8 @@ from statistics import fmean
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from epd_serve.cost.profile import Profile, Transport
 from epd_serve.sim.build import build
@@ -103,6 +105,35 @@ def test_a_stage_that_waits_within_its_process_leaves_its_core_to_others(ascend:
     assert apart == pytest.approx([2 / 3] * 3)
 
 
+def test_cores_go_in_equal_parts_to_instances_where_the_kernel_groups_their_threads(ascend: Profile) -> None:
+    known = msgspec.structs.replace(ascend, crowding=0.2, crowding_within=0.1)
+    by_thread, by_instance = (
+        MeasuredSharing.of_profile(msgspec.structs.replace(known, cores_go_by=sharer), cores=2)
+        for sharer in ("thread", "instance")
+    )
+    apart = [activity("E", "e"), activity("P", "p"), activity("D", "d")]
+    joined = [activity("E", "ep"), activity("P", "ep"), activity("D", "d")]
+    assert by_instance.rates(apart) == pytest.approx(by_thread.rates(apart))
+    assert by_thread.rates(apart) == pytest.approx([2 / 3 / 1.2] * 3)
+    assert by_thread.rates(joined) == pytest.approx([2 / 3 / 1.2] * 3)
+    assert by_instance.rates(joined) == pytest.approx([1 / 2 / 1.1, 1 / 2 / 1.1, 1])
+    alone = [activity("E", "epd"), activity("D", "epd"), activity("host", "epd")]
+    assert by_instance.rates(alone) == pytest.approx([2 / 3 / 1.2] * 3)
+    # what one does not ask for is left to the others
+    little = [activity("host", "h", 0.5), activity("E", "e"), activity("D", "d")]
+    assert by_instance.rates(little) == pytest.approx([1, 3 / 4 / 1.2, 3 / 4 / 1.2])
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.floats(0.1, 8)), min_size=1, max_size=6), st.floats(1, 16))
+def test_no_core_is_given_out_twice_and_none_is_left_that_is_asked_for(
+    wanted: list[tuple[str, float]], cores: float
+) -> None:
+    sharing = MeasuredSharing(cores=cores, by_instance=True)
+    activities = [activity("E", owner, count) for owner, count in wanted]
+    used = sum(rate * one.cores for rate, one in zip(sharing.rates(activities), activities, strict=True))
+    assert used == pytest.approx(min(sum(count for _, count in wanted), cores))
+
+
 def on_cpu(line: str, profile: Profile, requests: list[SimRequest], cores: float = 2.0) -> Outcome:
     deployment = build(parse_topology(line), ["cpu"], lambda *_: profile, cores=cores, threads=1, num_blocks=4096)
     return simulate(deployment, requests)
@@ -116,6 +147,16 @@ def tpot_s(outcome: Outcome) -> float:
 
 def ttft_s(outcome: Outcome) -> float:
     return fmean((job.first_token_s or 0.0) - job.sent_s for job in outcome.jobs)
+
+
+def test_decode_has_more_of_a_core_beside_one_instance_than_beside_two(slow: Profile) -> None:
+    requests = SHAREGPT_4O.requests(40, 10.0, seed=0)
+    by_instance = msgspec.structs.replace(slow, cores_go_by="instance")
+    (joined, apart), (joined_before, apart_before) = (
+        [tpot_s(on_cpu(line, one, requests)) for line in ("EP-D", "E-P-D")] for one in (by_instance, slow)
+    )
+    assert joined < 0.9 * apart and joined < 0.9 * joined_before
+    assert joined_before == pytest.approx(apart_before, rel=0.1)
 
 
 def test_what_instances_that_talk_compute_takes_cores_from_stages(slow: Profile) -> None:

@@ -35,12 +35,15 @@ FLEET = "2E-P-D-EP-ED-PD-EPD"
 
 @asynccontextmanager
 async def gateway(instances: Mapping[str, str], *, config: dict[str, Any] | None = None) -> AsyncIterator[str]:
-    """One more gateway in front of instances (name → URL), in the test's loop; yields its URL once it is ready."""
+    """One more gateway before instances (name → URL), in the test's loop; yields its URL once all are ready."""
     host = "127.0.0.1"
     app = create_app(GatewaySettings.of(DeploymentConfig.model_validate(config or {}), host), [*instances.items()])
     async with served(new_server(app, host, 0)) as url, httpx.AsyncClient(timeout=150, trust_env=False) as client:
         async with asyncio.timeout(150):
-            while (await client.get(f"{url}/health")).status_code != 200:  # noqa: ASYNC110
+            while True:
+                known = (await client.get(f"{url}/health")).json()["instances"].values()
+                if all(one["ready"] for one in known):
+                    break
                 await asyncio.sleep(0.02)
         yield url
 

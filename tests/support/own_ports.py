@@ -6,6 +6,7 @@ while ours is still loading. These lie below that range, with a part for each of
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import random
@@ -37,8 +38,8 @@ def own_ports() -> Iterator[None]:
         for candidate in [port] if port else itertools.islice(ours, _EACH):
             try:
                 return bind(held, host, candidate, user, key)
-            except ValueError:
-                if port:
+            except ValueError as error:
+                if port or getattr(error.__cause__, "errno", None) != errno.EADDRINUSE:
                     raise
         return bind(held, host, 0, user, key)
 

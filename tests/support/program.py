@@ -1,8 +1,10 @@
-"""The output of a program while it runs."""
+"""Programs while they run."""
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
+from collections.abc import Callable
 
 
 def read_until(process: subprocess.Popen[str], words: str) -> str:
@@ -14,3 +16,11 @@ def read_until(process: subprocess.Popen[str], words: str) -> str:
         if words in line:
             return output
     raise AssertionError(f"it ended without {words!r}: {output}")
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(120):
+        while True:
+            if condition():
+                return
+            await asyncio.sleep(0.01)

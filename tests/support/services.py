@@ -14,6 +14,7 @@ from servers import served
 from epd_serve.config import InstanceOptions
 from epd_serve.instance.http import ControlApp
 from epd_serve.instance.instance import Instance
+from epd_serve.instance.language_stages import LanguageStages
 from epd_serve.instance.peers import Peers
 from epd_serve.launch.ports import free_port
 from epd_serve.protocol import wire
@@ -43,6 +44,11 @@ async def serving(path: Path, role: str, **options: Any) -> AsyncIterator[Instan
         finally:
             server.should_exit = True
             await instance.close()
+
+
+def language_of(instance: Instance) -> LanguageStages:
+    assert instance.language is not None
+    return instance.language
 
 
 @asynccontextmanager

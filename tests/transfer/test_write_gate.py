@@ -44,7 +44,7 @@ def test_blocks_wait_for_bytes_that_are_coming_in_and_a_silent_writer_is_cut_off
     table.grant(reservation, pool.allocate_request(7, 1), 0.0)
     with socket.create_connection((server.host, server.port)) as writer:
         writer.sendall(_HEADER.pack(1, 2, 1, 1) + b"kv" + b"t" + _PIECE.pack(0, 32) + b"x" * 16)
-        wait_until(lambda: bytes(slab[:16]) == b"x" * 16, "half of it is there", 5)
+        wait_until(lambda: bytes(slab[:16]) == b"x" * 16, "half of it is there")
         assert table.complete("t") is None, "not all is written"
         table.stop_writing("t")
         table.expire(1e9)

@@ -25,7 +25,7 @@ from epd_serve.transfer.reservation import ReservationState, ReservationTable
 from epd_serve.transfer.transport import TransferError
 from epd_serve.transfer.write_locks import WriteLocks, is_being_written
 
-LEASE_S = 2.0
+LEASE_S = 120.0
 LAYOUT = wire.KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=4, dtype="float32", model="m")
 
 
@@ -78,7 +78,8 @@ def stalled(request: pytest.FixtureRequest) -> Iterator[Stalled]:
     ours.send_bytes(
         wire.encode(wire.ReserveReply(block_ids=blocks.root, num_cached_blocks=0, region=region, num_blocks=16))
     )
-    while psutil.Process(writer.pid).status() != psutil.STATUS_STOPPED:
+    half = 4 * BLOCK_BYTES
+    while bytes(slab.buffer).count(1) < half or psutil.Process(writer.pid).status() != psutil.STATUS_STOPPED:
         table.renew("t", time.monotonic())
         time.sleep(0.01)
     yield Stalled(request.param, writer, ours, pool, table, slab.buffer)
