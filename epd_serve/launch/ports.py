@@ -15,7 +15,8 @@ from epd_serve.config.vllm import PORTS_PER_INSTANCE
 from epd_serve.protocol.addresses import url_of
 
 _TRIES = 50
-_LOWEST = 10_240
+#: Above those of which Mooncake's transfer engines take two each at random, 15000 to 17000.
+_LOWEST = 17_001
 #: The ports that a host gives to outgoing connections, of which any may be one.
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 

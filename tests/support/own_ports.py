@@ -1,7 +1,8 @@
 """Ports for servers of tests that are started a while after their port was chosen.
 
 The system gives the ports of its own range to whoever asks next: to a server of the tests in the other process,
-while ours is still loading. These lie below that range, with a part for each of pytest-xdist's processes.
+while ours is still loading. These lie below that range, with a part for each of pytest-xdist's processes, and above
+the ports that Mooncake's transfer engines take.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import pytest
 
 from epd_serve.launch import ports
 
-_LOWEST, _EACH = 12_000, 4_000
+_LOWEST, _EACH = 17_001, 4_000
 _SYSTEMS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
