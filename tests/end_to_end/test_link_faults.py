@@ -113,7 +113,7 @@ async def running() -> AsyncIterator[Fleet]:
     )
     async with (
         LocalDeployment(
-            config, ready_timeout_s=120, backoff=lambda: Backoff(first_s=0.1, limit_s=0.1)
+            config, ready_timeout_s=300, backoff=lambda: Backoff(first_s=0.1, limit_s=0.1)
         ) as deployment,
         httpx.AsyncClient(base_url=deployment.gateway_url, timeout=150) as client,
     ):
