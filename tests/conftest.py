@@ -18,10 +18,15 @@ import tiny_models
 from own_ports import own_ports
 from zygote import zygote
 
-# How long an example takes is the machine's affair, not the code's.
-hypothesis.settings.register_profile(
-    "suite", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
-)
+# How long an example takes is the machine's affair, not the code's. Every run of a commit tries the same examples;
+# others are searched for with --hypothesis-profile=search.
+for name, derandomize in (("suite", True), ("search", False)):
+    hypothesis.settings.register_profile(
+        name,
+        deadline=None,
+        derandomize=derandomize,
+        suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    )
 hypothesis.settings.load_profile("suite")
 
 _MODELS: dict[str, Path] = {}
