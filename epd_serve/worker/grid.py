@@ -86,8 +86,10 @@ def profile_device(options: GridOptions, progress: Callable[[str], None] = lambd
     transfers = _transfers(lambda: EmbeddedTransport(path="shm"), clock, progress)
     others = {"mooncake": _link(_transfers(_mooncake, clock, progress))} if options.mooncake else {}
     encode_parts = fit_parts([_encode_row(work) for _, work, _ in encodes], [one[2] for one in encodes])
-    by_kind = {kind: [one for one in steps if one[0] == kind] for kind in ("prefill", "mixed", "decode")}
-    filled = by_kind["prefill"] + by_kind["mixed"]
+    by_kind: dict[str, list[Sample]] = {}
+    for one in steps:
+        by_kind.setdefault(one[0], []).append(one)
+    filled = [one for one in steps if one[0] != "decode"]
     step_parts = fit_parts([[1.0, *work] for _, work, _ in filled], [one[2] for one in filled])
     link = _link(transfers)
     encode = EncodeLine(
@@ -136,7 +138,7 @@ def profile_device(options: GridOptions, progress: Callable[[str], None] = lambd
         residuals={
             "encode": _residual(encodes, lambda work: _dot(encode_parts, _encode_row(work))),
             "transfer": _residual(transfers, lambda work: _dot(link, [1.0, *work])),
-            **{kind: _residual(some, lambda work: profile.step_s(*work)) for kind, some in by_kind.items() if some},
+            **{kind: _residual(some, lambda work: profile.step_s(*work)) for kind, some in by_kind.items()},
         },
     )
 
