@@ -61,7 +61,7 @@ async def test_the_way_of_the_kv_changes_no_token_and_leaves_nothing_behind(
     images = [noise(1), noise(2, (60, 140))]
     expected = reference.generate("What is this?", images, max_tokens=12)
     settings = {
-        "lease_s": 3,
+        "lease_s": 10,
         "max_num_batched_tokens": 20,
         "block_size": 8,
         "kv_transfer": WAYS[way],

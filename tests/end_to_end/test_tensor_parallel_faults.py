@@ -43,7 +43,7 @@ async def test_an_instance_is_whole_or_gone(wide: LocalDeployment, victim: str) 
     async with httpx.AsyncClient(base_url=wide.gateway_url, timeout=150) as client:
         body = chat("What is number 1?", max_tokens=900, ignore_eos=True)
         asked = asyncio.create_task(client.post("/v1/chat/completions", json=body))
-        await until_decoding(wide.instances["epd0"].url)
+        assert await until_decoding(wide.instances["epd0"].url, asked)
         os.kill((leader if victim == "leader" else follower).pid, signal.SIGKILL)
         answer = await asked
     assert answer.status_code in (502, 503)

@@ -62,11 +62,14 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 150)
         time.sleep(0.05)
 
 
-async def until_decoding(url: str) -> None:
-    """Wait until an instance holds blocks for requests."""
-    async with httpx.AsyncClient(timeout=150) as client, asyncio.timeout(150):
-        while not (await client.get(f"{url}/integrity")).json()["blocks"]:  # noqa: ASYNC110
+async def until_decoding(url: str, *asked: asyncio.Task[Any]) -> bool:
+    """Wait until an instance holds blocks for requests; False where all that was asked was answered before."""
+    async with httpx.AsyncClient(timeout=150) as client, asyncio.timeout(300):
+        while not (await client.get(f"{url}/integrity")).json()["blocks"]:
+            if asked and all(task.done() for task in asked):
+                return False
             await asyncio.sleep(0.01)
+    return True
 
 
 async def figures(url: str) -> dict[str, float]:
