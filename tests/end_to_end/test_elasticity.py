@@ -89,7 +89,7 @@ async def site() -> AsyncIterator[Site]:
         }
     )
     async with (
-        LocalDeployment(config, ready_timeout_s=120) as deployment,
+        LocalDeployment(config, ready_timeout_s=300) as deployment,
         httpx.AsyncClient(timeout=120, trust_env=False) as client,
     ):
         yield Site(deployment, f"http://127.0.0.1:{port}", client)

@@ -33,7 +33,7 @@ async def deployment() -> AsyncIterator[LocalDeployment]:
             "max_num_batched_tokens": 64,
         },
     )
-    async with LocalDeployment(config, ready_timeout_s=120) as deployment:
+    async with LocalDeployment(config, ready_timeout_s=300) as deployment:
         yield deployment
 
 

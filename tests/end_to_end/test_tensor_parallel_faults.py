@@ -31,7 +31,7 @@ async def wide(tmp_path: Path) -> AsyncIterator[LocalDeployment]:
         gateway={"port": 0, "failover": {"wait_s": 0.5}},
         instances={"base_port": 0, "threads": 1},
     )
-    async with LocalDeployment(config, ready_timeout_s=120) as deployment:
+    async with LocalDeployment(config, ready_timeout_s=300) as deployment:
         yield deployment
 
 
@@ -49,4 +49,4 @@ async def test_an_instance_is_whole_or_gone(wide: LocalDeployment, victim: str) 
     assert answer.status_code in (502, 503)
     assert answer.json()["error"]["message"]
     wait_until(lambda: not follower.is_running() or follower.status() == psutil.STATUS_ZOMBIE, "no rank")
-    assert await asyncio.wait_for(wide.wait_failure(), 150)
+    assert await asyncio.wait_for(wide.wait_failure(), 300)

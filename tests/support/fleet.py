@@ -39,7 +39,7 @@ async def gateway(instances: Mapping[str, str], *, config: dict[str, Any] | None
     host = "127.0.0.1"
     app = create_app(GatewaySettings.of(DeploymentConfig.model_validate(config or {}), host), [*instances.items()])
     async with served(new_server(app, host, 0)) as url, httpx.AsyncClient(timeout=150, trust_env=False) as client:
-        async with asyncio.timeout(150):
+        async with asyncio.timeout(300):
             while True:
                 known = (await client.get(f"{url}/health")).json()["instances"].values()
                 if all(one["ready"] for one in known):
@@ -55,7 +55,7 @@ def is_up(url: str) -> bool:
         return False
 
 
-def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 150) -> None:
+def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 300) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
@@ -90,7 +90,7 @@ class Books:
 
     urls: Mapping[str, str]
 
-    async def check(self, timeout_s: float = 100) -> None:
+    async def check(self, timeout_s: float = 200) -> None:
         """Clean-up after a cancellation runs in the background, so "all free" is awaited, not demanded at once."""
         async with httpx.AsyncClient(timeout=150) as client:
             deadline = time.monotonic() + timeout_s
