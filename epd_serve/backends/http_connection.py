@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 import httptools
 
-from epd_serve.backends.chunks import whole_chunks
+from epd_serve.backends.http_chunks import whole_chunks
 
 if TYPE_CHECKING:
     from epd_serve.backends.http_call import HttpCall

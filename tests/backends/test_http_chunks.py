@@ -6,7 +6,7 @@ import httptools
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from epd_serve.backends.chunks import whole_chunks
+from epd_serve.backends.http_chunks import whole_chunks
 from epd_serve.backends.http_connection import Connection
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: x\r\ntransfer-encoding: chunked\r\n\r\n"
