@@ -8,15 +8,11 @@ from typing import TYPE_CHECKING, cast
 
 import httptools
 
-from epd_serve.backends.http_chunks import whole_chunks
-
 if TYPE_CHECKING:
     from epd_serve.backends.http_call import HttpCall
     from epd_serve.backends.http_client import HttpPool
 
 MAX_HEAD_BYTES = 64 * 1024
-#: In less there are few chunks.
-_MANY_BYTES = 1024
 
 
 class Connection(asyncio.Protocol):
@@ -31,8 +27,6 @@ class Connection(asyncio.Protocol):
         self._pieces: list[bytes] = []
         self._head_bytes = 0
         self._begun = self._ended = self._reusable = self._paused = False
-        #: Whether the parser is between two chunks of a body.
-        self._between_chunks = False
         # A namespace of their own, where the parser finds them without a frame of Python for each piece.
         self._parser = httptools.HttpResponseParser(
             SimpleNamespace(
@@ -47,7 +41,7 @@ class Connection(asyncio.Protocol):
         self._call = call
         call.connection = self
         self._head_bytes = 0
-        self._begun = self._ended = self._between_chunks = False
+        self._begun = self._ended = False
         request, call.request = call.request, []
         self._transport.writelines(request)
 
@@ -77,11 +71,7 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
             return
         try:
-            if self._begun and len(data) < _MANY_BYTES:
-                self._parser.feed_data(data)
-                self._between_chunks = False
-            else:
-                self._feed_much(data)
+            self._parser.feed_data(data)
         except httptools.HttpParserError as error:
             self._give_up(f"no HTTP answer: {error}")
             return
@@ -102,20 +92,6 @@ class Connection(asyncio.Protocol):
             else:
                 self._transport.abort()
 
-    def _feed_much(self, data: bytes) -> None:
-        """Give the parser a head, and of a body in chunks only what is not whole ones."""
-        if not self._begun and not self._head_bytes:
-            end = data.find(b"\r\n\r\n") + 4
-            if end == len(data) or 4 <= end <= len(data) - _MANY_BYTES:
-                self._parser.feed_data(data[:end])
-                data = data[end:]
-        if self._between_chunks and (found := whole_chunks(data)) is not None:
-            contents, data = found
-            self._pieces += contents
-        if data:
-            self._parser.feed_data(data)
-            self._between_chunks = False
-
     def connection_lost(self, error: Exception | None) -> None:
         self._pool.lost(self)
         call, self._call = self._call, None
@@ -134,7 +110,6 @@ class Connection(asyncio.Protocol):
         self._headers.clear()
         if status >= 200 and self._call is not None:
             self._begun = True
-            self._between_chunks = headers.get(b"transfer-encoding") == b"chunked"
             self._call.begin(status, headers)
 
     def _on_message_complete(self) -> None:
