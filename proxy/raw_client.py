@@ -203,7 +203,7 @@ class RawClient:
         self._head = self._render(200, (*headers, _CHUNKED))
 
     def write(self, data: bytes | memoryview, *, last: bool = False) -> bool:
-        out = b"%x\r\n%b\r\n" % (len(data), data) if data else b""
+        out = b"%x\r\n%b\r\n" % (len(data), bytes(data)) if data else b""
         if last:
             out += _LAST_CHUNK
             self.is_complete = True

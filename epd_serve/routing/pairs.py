@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from epd_serve.cost.links import NETWORK, SAME_DEVICE, SAME_HOST, Place, link_between
-from epd_serve.routing.policy import NEAR_S, Demand, Parts, Route, route_parts
+from epd_serve.cost.links import NETWORK, SAME_DEVICE, SAME_HOST, link_between
+from epd_serve.routing.policy import NEAR_S, Demand, Route, route_parts
 from epd_serve.routing.table import InstanceRecord, InstanceTable
 from epd_serve.types import Stage
 
@@ -19,7 +19,7 @@ from epd_serve.types import Stage
 def cheapest_of_few(table: InstanceTable, model: str, exclude: Collection[str], demand: Demand) -> Route:
     """As :func:`cheapest_pair`, by a look at each pair, which is sooner done where there are few of them."""
     parts = route_parts(table, model, exclude, demand)
-    rests: list[tuple[InstanceRecord, Place, float]] | None = None
+    rests: list[tuple[InstanceRecord, float]] | None = None
     pairs: list[tuple[float, float, InstanceRecord, InstanceRecord]] = []
     for prefill in parts.prefills:
         first_s = parts.first_s(prefill)
@@ -27,11 +27,10 @@ def cheapest_of_few(table: InstanceTable, model: str, exclude: Collection[str], 
             pairs.append((first_s, parts.rest_s(prefill, demand), prefill, prefill))
             continue
         if rests is None:
-            rests = [(one, one.place, s) for one, s in zip(parts.decodes, _rests(parts, demand), strict=True)]
-        place, info = prefill.place, prefill.info
-        nbytes = parts.num_tokens * (info.kv_token_bytes if info is not None else 0)
-        for decode, its_place, rest_s in rests:
-            way_s = link_between(place, its_place).seconds(nbytes)
+            rests = [(decode, parts.rest_s(decode, demand) + decode.encode_s) for decode in parts.decodes]
+        nbytes = parts.num_tokens * (prefill.info.kv_token_bytes if prefill.info is not None else 0)
+        for decode, rest_s in rests:
+            way_s = link_between(prefill.place, decode.place).seconds(nbytes)
             pairs.append((first_s + way_s, rest_s, prefill, decode))
     if len(pairs) == 1:
         return parts.route(*pairs[0][2:])
@@ -58,7 +57,14 @@ def cheapest_pair(table: InstanceTable, model: str, exclude: Collection[str], de
     parts = route_parts(table, model, exclude, demand)
     fused = [one.covers(Stage.DECODE) for one in parts.prefills]
     decodes = [] if all(fused) else parts.decodes
-    rests = _rests(parts, demand) if decodes else []
+    answer = parts.answer
+    num_sequences, num_kv_tokens, max_tokens = answer.num_sequences, answer.num_kv_tokens, demand.max_tokens
+    rests: list[float] = []
+    for decode in decodes:
+        rest_s, room_tokens, encode_s = decode.decode_s(num_sequences, max_tokens)
+        if num_kv_tokens > room_tokens:
+            rest_s += decode.room_s(num_kv_tokens)
+        rests.append(rest_s + encode_s)
     places = [_place(one) for one in decodes]
     by_bytes: dict[float, _Ways] = {}
     rows: list[tuple[InstanceRecord, float, _Ways, float | None]] = []
@@ -105,18 +111,6 @@ def cheapest_pair(table: InstanceTable, model: str, exclude: Collection[str], de
                 found.append((num_sequences, num_chosen + times, number, prefill, decodes[index]))
     *_, prefill, decode = min(found, key=lambda one: one[:2])
     return parts.route(prefill, decode)
-
-
-def _rests(parts: Parts, demand: Demand) -> list[float]:
-    """After the first token at each D, encodes that hold it up included."""
-    num_sequences, num_kv_tokens = parts.answer.num_sequences, parts.answer.num_kv_tokens
-    found: list[float] = []
-    for decode in parts.decodes:
-        rest_s, room_tokens, encode_s = decode.decode_s(num_sequences, demand.max_tokens)
-        if num_kv_tokens > room_tokens:
-            rest_s += decode.room_s(num_kv_tokens)
-        found.append(rest_s + encode_s)
-    return found
 
 
 #: Seconds that the KV is on its way to a D, by how far that is.
