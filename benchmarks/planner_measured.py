@@ -2,24 +2,27 @@
 
     python -m benchmarks.planner_measured --profile results/profile-runs-cpu.json
 
-The simulator knows the profile and nothing of the runs. Errors are of runs below saturation: those whose rate is
-at most ``BELOW`` of the most requests a second that the deployment got through at any rate. How deployments are
-ranked, and which of them count as equal, is told in ``planner_ranking``.
+The simulator knows the profile and nothing of the runs. Every round has requests of its own, and each is
+simulated with these; a point is a deployment, a workload and a rate, and its figures are means over its rounds,
+measured and simulated alike. Errors are of points below saturation: those whose rate is at most ``BELOW`` of the
+most requests a second that the deployment got through at any rate. How deployments are ranked, and which of them
+count as equal, is told in ``planner_ranking``.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
+from math import pi, sqrt
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean, median, stdev
 from typing import Any
 
 import msgspec
 
-from benchmarks.planner_ranking import noise_of, rank
+from benchmarks.planner_ranking import Noise, noise_of, rank
 from benchmarks.planner_runs import ROOT, RUNS, TPOT_MS, TTFT_MS, Asked, MeasuredRun
 from epd_serve.bench.statistics import wilson
 from epd_serve.config import load_config
@@ -106,41 +109,93 @@ def compare(runs: Sequence[MeasuredRun], profile: Profile) -> dict[str, Any]:
             "round": run.round,
         }
         for side, requests in (("measured", run.requests), ("simulated", simulated(run, profile))):
-            row[side] = {**figures(requests), "good": sum(map(is_good, requests))}
+            row[side] = {**figures(requests), "good": sum(map(is_good, requests)), "sent": len(requests)}
         rows.append(row)
-    for row in rows:
-        alike = [one for one in rows if (one["file"], one["workload"]) == (row["file"], row["workload"])]
-        most = max(one["measured"]["served"] for one in alike)
-        row["below_saturation"] = row["rate"] <= BELOW * most
-    below = [row for row in rows if row["below_saturation"]]
-    good = {
-        (workload, side): _good([row for row in rows if row["workload"] == workload], side)
-        for workload in sorted({row["workload"] for row in rows})
-        for side in ("measured", "simulated")
-    }
-    alike = {row["file"]: _processes(row["file"]) for row in rows}
-    noise = [noise_of(counts, alike) for (_, side), counts in good.items() if side == "measured"]
-    total = sum(noise[1:], noise[0])
+    points = points_of(rows)
+    below = [one for one in points if one["below_saturation"]]
+    saturated = {(one["file"], one["workload"], one["rate"]) for one in points if not one["below_saturation"]}
+    single = [row for row in rows if (row["file"], row["workload"], row["rate"]) not in saturated]
     return {
         "limits": {"ttft_ms": TTFT_MS, "tpot_ms": TPOT_MS},
-        "runs_below_saturation": len(below),
+        "rounds": sorted({row["round"] for row in rows}),
+        "points_below_saturation": len(below),
         "errors_below_saturation": {name: _errors(below, name) for name in FIGURES},
-        "errors_of_all": {name: _errors(rows, name) for name in FIGURES},
-        "rankings": {
-            name: rank(good[name, "measured"], good[name, "simulated"], total)
-            for name in sorted({row["workload"] for row in rows})
-        },
+        "errors_of_all": {name: _errors(points, name) for name in FIGURES},
+        "errors_of_single_runs_below_saturation": {name: _errors(single, name) for name in FIGURES},
+        "rankings": _rankings(rows, points),
+        "points": points,
         "runs": rows,
     }
 
 
-def _good(rows: Sequence[dict[str, Any]], side: str) -> dict[str, list[float]]:
-    """Of each deployment the good requests among all that were sent in each round, at all rates."""
+def points_of(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each deployment, workload and rate: means over its rounds, whose requests are others.
+
+    ``noise``: of each figure the standard error of simulated over measured, from how that differs between rounds;
+    with one round nobody knows.
+    """
+    by_point: dict[tuple[str, str, float], list[dict[str, Any]]] = {}
+    for row in rows:
+        by_point.setdefault((row["file"], row["workload"], row["rate"]), []).append(row)
+    points: list[dict[str, Any]] = []
+    for (file, workload, rate), some in by_point.items():
+        point: dict[str, Any] = {"file": file, "workload": workload, "rate": rate, "rounds": len(some)}
+        for side in ("measured", "simulated"):
+            point[side] = {name: fmean(row[side][name] for row in some) for name in (*FIGURES, "served")}
+            sent = sum(row[side]["sent"] for row in some)
+            point[side]["attainment"] = sum(row[side]["good"] for row in some) / sent
+        if len(some) > 1:
+            point["noise"] = {
+                name: stdev(row["simulated"][name] / row["measured"][name] for row in some) / len(some) ** 0.5
+                for name in FIGURES
+            }
+        points.append(point)
+    for point in points:
+        alike = [one for one in points if (one["file"], one["workload"]) == (point["file"], point["workload"])]
+        point["below_saturation"] = point["rate"] <= BELOW * max(one["measured"]["served"] for one in alike)
+    return points
+
+
+def _rankings(rows: Sequence[dict[str, Any]], points: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """By workload: of goodputs, and of good requests at all rates, which noise changes less."""
+    files = list(dict.fromkeys(row["file"] for row in rows))
+    workloads = sorted({row["workload"] for row in rows})
+    alike = {file: _processes(file) for file in files}
+    found: dict[str, Any] = {workload: {} for workload in workloads}
+    for name, value in (("goodput", goodput), ("good_requests_a_round", _good)):
+        each = {
+            (workload, side): _by_round([row for row in rows if row["workload"] == workload], side, value)
+            for workload in workloads
+            for side in ("measured", "simulated")
+        }
+        total = Noise.sum(noise_of(each[workload, "measured"], alike) for workload in workloads)
+        for workload in workloads:
+            means = None
+            if name == "goodput":  # of the mean attainment at each rate: the mean of goodputs is biased
+                means = tuple(
+                    {
+                        file: goodput([p for p in points if (p["file"], p["workload"]) == (file, workload)], side)
+                        for file in files
+                    }
+                    for side in ("measured", "simulated")
+                )
+            found[workload][name] = rank(
+                each[workload, "measured"], each[workload, "simulated"], total, alike=alike, means=means
+            )
+    return found
+
+
+def _good(rows: Sequence[dict[str, Any]], side: str) -> float:
+    return float(sum(row[side]["good"] for row in rows))
+
+
+def _by_round(
+    rows: Sequence[dict[str, Any]], side: str, value: Callable[[Sequence[dict[str, Any]], str], float]
+) -> dict[str, list[float]]:
+    """Of each deployment the value of its runs in each round."""
     rounds = sorted({row["round"] for row in rows})
     return {
-        file: [
-            sum(row[side]["good"] for row in rows if (row["file"], row["round"]) == (file, one)) for one in rounds
-        ]
+        file: [value([row for row in rows if (row["file"], row["round"]) == (file, one)], side) for one in rounds]
         for file in dict.fromkeys(row["file"] for row in rows)
     }
 
@@ -153,10 +208,13 @@ def _processes(file: str) -> tuple[object, ...]:
 
 
 def _errors(rows: Sequence[dict[str, Any]], name: str) -> dict[str, float]:
-    """Relative: of the mean over all runs, and of single runs."""
+    """Relative, of points or runs; ``of_noise``: the mean that noise alone would leave of a right simulation."""
     errors = [row["simulated"][name] / row["measured"][name] - 1 for row in rows]
     sizes = sorted(map(abs, errors))
+    noise = [row["noise"][name] for row in rows if "noise" in row]
+    known = {"of_noise": sqrt(2 / pi) * fmean(noise)} if noise else {}
     return {
+        **known,
         "bias": fmean(errors),
         "mean": fmean(sizes),
         "median": median(sizes),
@@ -165,9 +223,9 @@ def _errors(rows: Sequence[dict[str, Any]], name: str) -> dict[str, float]:
     }
 
 
-def goodput(rows: Sequence[dict[str, Any]], side: str, value: str = "attainment") -> float:
+def goodput(rows: Sequence[dict[str, Any]], side: str) -> float:
     """The rate at which attainment falls below 90 %, between the rates that were run; it is 100 % at none."""
-    known = [(0.0, 1.0), *sorted((row["rate"], row[side][value]) for row in rows)]
+    known = [(0.0, 1.0), *sorted((row["rate"], row[side]["attainment"]) for row in rows)]
     for (low, above), (high, below) in pairwise(known):
         if below < 0.9:
             return float(low + (high - low) * (above - 0.9) / (above - below))
@@ -175,12 +233,12 @@ def goodput(rows: Sequence[dict[str, Any]], side: str, value: str = "attainment"
 
 
 def draw(found: dict[str, Any], path: Path) -> None:
-    """Simulated over measured, each run a point; open circles are of saturated deployments."""
+    """Simulated over measured, each a mean over rounds; open circles are of saturated deployments."""
     import matplotlib.pyplot as plt
 
     panels = (("ttft_s", "TTFT, s"), ("tpot_s", "TPOT, s"), ("throughput", "tokens/s"))
     figure, axes = plt.subplots(1, len(panels) + 1, figsize=(17, 4.4), layout="constrained")
-    rows = found["runs"]
+    rows = found["points"]
     for axis, (name, title) in zip(axes, panels, strict=False):
         for number, file in enumerate(dict.fromkeys(row["file"] for row in rows)):
             for below in (True, False):
@@ -194,14 +252,14 @@ def draw(found: dict[str, Any], path: Path) -> None:
                 )
         axis.set(title=title, xscale="log", yscale="log", xlabel="measured", ylabel="simulated")
     for number, (workload, ranking) in enumerate(found["rankings"].items()):
-        counts = ranking["good_requests_a_round"].values()
+        counts = ranking["goodput"]["values"].values()
         axes[-1].scatter(
             [one["measured"] for one in counts],
             [one["simulated"] for one in counts],
             c=f"C{number}",
             label=workload,
         )
-    axes[-1].set(title="good requests of a deployment in a round", xlabel="measured", ylabel="simulated")
+    axes[-1].set(title="goodput, requests/s", xlabel="measured", ylabel="simulated")
     for axis in axes:
         low, high = min(axis.get_xlim()[0], axis.get_ylim()[0]), max(axis.get_xlim()[1], axis.get_ylim()[1])
         axis.plot([low, high], [low, high], color="gray", linewidth=0.8)
@@ -219,10 +277,10 @@ def main() -> None:
     runs = msgspec.json.decode(wanted.runs.read_bytes(), type=list[MeasuredRun])
     found = compare(runs, Profile.read(wanted.profile))
     (RESULTS / "planner-measured.json").write_text(json.dumps(found, indent=1) + "\n")
-    for row in found["runs"]:
+    for row in found["points"]:
         pairs = " ".join(f"{name} {row['measured'][name]:.4g}/{row['simulated'][name]:.4g}" for name in FIGURES)
         print(row["file"], row["workload"], row["rate"], pairs, "" if row["below_saturation"] else "saturated")
-    print(json.dumps({name: value for name, value in found.items() if name != "runs"}, indent=1))
+    print(json.dumps({name: value for name, value in found.items() if name not in ("runs", "points")}, indent=1))
     if wanted.png:
         draw(found, RESULTS / "planner-measured.png")
 

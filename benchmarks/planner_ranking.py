@@ -4,8 +4,10 @@ What a deployment does in a round (good requests) is taken for the sum of a part
 round, which all deployments share, and noise. Deployments that are the same processes, whatever devices their
 topologies name, have one part in common: they repeat each other. The noise is what the analysis of variance
 leaves, of one size in all rankings; two deployments are told apart where their means differ by more than Fisher's
-least significant difference at 5 %. Three figures come of it:
+least significant difference at 5 %. Four figures come of it:
 
+``tau_of_kinds``: Kendall's over all pairs of different processes, of which those that are the same have one mean:
+    no simulation can know which of these will come out ahead.
 ``tau``: Kendall's over all pairs of means, as if there were no noise.
 ``tau_b``: pairs that differ by no more than that difference are ties, in measurement and in simulation alike; so a
     simulated difference where there is none, and none where there is one, both count against it.
@@ -15,7 +17,7 @@ least significant difference at 5 %. Three figures come of it:
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from statistics import NormalDist, fmean
@@ -33,6 +35,10 @@ class Noise:
 
     def __add__(self, other: Noise) -> Noise:
         return Noise(squares=self.squares + other.squares, freedom=self.freedom + other.freedom)
+
+    @classmethod
+    def sum(cls, parts: Iterable[Noise]) -> Noise:
+        return sum(parts, cls(squares=0.0, freedom=0))
 
     def least_significant_difference(self, rounds: int) -> float:
         """Of two means over so many rounds, at 5 %. Raises ValueError where nothing was repeated."""
@@ -60,12 +66,27 @@ def noise_of(measured: Mapping[str, Sequence[float]], alike: Mapping[str, Hashab
 
 
 def rank(
-    measured: Mapping[str, Sequence[float]], simulated: Mapping[str, Sequence[float]], noise: Noise
+    measured: Mapping[str, Sequence[float]],
+    simulated: Mapping[str, Sequence[float]],
+    noise: Noise,
+    *,
+    alike: Mapping[str, Hashable] | None = None,
+    means: Sequence[Mapping[str, float]] | None = None,
 ) -> dict[str, Any]:
-    """``measured``, ``simulated``: of each deployment, a value for each round; the more the better."""
+    """``measured``, ``simulated``: of each deployment, a value for each round; the more the better.
+
+    Args:
+        alike: as :func:`noise_of` has it; no two are where it is None.
+        means: measured and simulated over all rounds, where that is not the mean of the rounds' values.
+    """
     num_rounds = len(next(iter(measured.values())))
     least = noise.least_significant_difference(num_rounds)
-    means = [{name: fmean(values) for name, values in side.items()} for side in (measured, simulated)]
+    if means is None:
+        means = [{name: fmean(values) for name, values in side.items()} for side in (measured, simulated)]
+    kinds: dict[Hashable, list[str]] = {}
+    for name in measured:
+        kinds.setdefault(name if alike is None else alike[name], []).append(name)
+    of_kinds = [[fmean(side[name] for name in names) for names in kinds.values()] for side in means]
     pairs = list(combinations(measured, 2))
     differences = [[side[one] - side[other] for one, other in pairs] for side in means]
     signs = [[_sign(value) if abs(value) > least else 0 for value in side] for side in differences]
@@ -73,16 +94,20 @@ def rank(
     best = max(measured, key=lambda name: means[1][name])
     return {
         "rounds": num_rounds,
-        "good_requests_a_round": {
+        "values": {
             name: {"measured": means[0][name], "simulated": means[1][name], "rounds": list(measured[name])}
             for name in sorted(measured, key=lambda name: -means[0][name])
         },
         "least_significant_difference": least,
         "degrees_of_freedom": noise.freedom,
+        "standard_error": least / student_t(0.975, noise.freedom) / math.sqrt(2),
+        "tau_of_kinds": kendall_tau(*reversed(of_kinds)),
+        "kinds": len(kinds),
         "tau": kendall_tau(*(list(side.values()) for side in reversed(means))),
         "tau_b": tau_b(*signs),
         "pairs": len(pairs),
         "pairs_told_apart": len(apart),
+        "pairs_right": apart.count(1),
         "tau_told_apart": fmean(apart) if apart else None,
         "inverted": [
             pair for pair, a, value in zip(pairs, signs[0], differences[1], strict=True) if a * _sign(value) < 0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Literal, Self
 
@@ -33,6 +35,14 @@ class Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             + self.context_s * context
             + self.pair_s * pairs
         )
+
+
+class DecodeLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Seconds of a step of nothing but ``num_sequences`` decodes: a base, and for each token of all contexts."""
+
+    num_sequences: int
+    base_s: float = 0.0
+    context_s: float = 0.0
 
 
 class EncodeLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -87,6 +97,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
         kind: "measured" on the device, or "analytic" from its data sheet.
         software: versions by name, of what was measured.
         step, encode: lines of which the largest decides; for analytic ones (compute, memory).
+        decode: of steps of nothing but decodes, sizes rising; without any these are as ``step`` says. What a step
+            takes is not linear in their number: the first ones cost most.
         compute_share, bandwidth_share: of the device's peak, what a step uses while it waits for that resource.
         memory_bytes: for weights and KV; language_bytes, tower_bytes: of the weights.
         pixels_per_token: of images whose tokens go by their size; tokens_per_image: of towers with one size.
@@ -115,6 +127,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
     model: str
     step: tuple[Line, ...]
     encode: tuple[EncodeLine, ...]
+    decode: tuple[DecodeLine, ...] = ()
     version: int = VERSION
     description: str = ""
     software: dict[str, str] = {}
@@ -165,7 +178,23 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
 
     def step_s(self, num_tokens: float, num_sequences: float, context: float = 0, pairs: float = 0) -> float:
         """Seconds of one step of the language model."""
-        return max([line.seconds(num_tokens, num_sequences, context, pairs) for line in self.step])
+        lines = self.step if pairs else self.decode_lines(num_sequences)
+        return max([line.seconds(num_tokens, num_sequences, context, pairs) for line in lines])
+
+    def decode_lines(self, num_sequences: float) -> tuple[Line, ...]:
+        """For steps of so many decodes and nothing else: on the straight line between two sizes, and beyond the
+        largest as between the last two, but never faster than what was measured."""
+        if not self.decode:
+            return self.step
+        sizes = self.decode
+        above = min(max(bisect_left(sizes, num_sequences, key=attrgetter("num_sequences")), 1), len(sizes) - 1)
+        low, high = sizes[above - 1], sizes[above]
+        if low.num_sequences >= high.num_sequences:  # one size
+            return (Line(base_s=low.base_s, context_s=low.context_s),)
+        part = max((num_sequences - low.num_sequences) / (high.num_sequences - low.num_sequences), 0.0)
+        ends = ((low.base_s, high.base_s), (low.context_s, high.context_s))
+        base_s, context_s = (a + (b - a) * part if part <= 1 else max(a + (b - a) * part, b) for a, b in ends)
+        return (Line(base_s=base_s, context_s=context_s),)
 
     def encode_s(self, pixels: Sequence[int]) -> float:
         """Seconds of one batch of images, given by their pixels. Raises ValueError without a tower."""

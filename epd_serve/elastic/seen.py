@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from epd_serve.cost.stages import PRIOR_DECODE, PRIOR_ENCODE, PRIOR_PREFILL
 from epd_serve.routing.estimates import PRIOR_TOKENS_PER_PIXEL
 from epd_serve.routing.table import InstanceRecord, InstanceTable
 from epd_serve.types import Role, Stage, StageRate
@@ -46,6 +47,8 @@ class Seen:
 
 def see(table: InstanceTable) -> list[Seen]:
     """Every instance whose role is known, in the order of the deployment.
+
+    Work of a stage of which nobody has measured a rate yet counts as none: how long it takes is a guess.
 
     A prompt is computed once a decode instance has a place for it. Until then it is expected there, and counts as
     waiting where it is to be prefilled; where places are what it waits for, that is the decode instance's queue.
@@ -113,12 +116,13 @@ def _see(record: InstanceRecord, *, held_up: float, own: float, has_images: floa
     load, costs, role = record.load, record.costs, record.role
     assert role is not None
     queue_s: dict[Stage, float] = {}
-    if role.encodes:
+    if role.encodes and costs.encode is not PRIOR_ENCODE:
         queue_s[Stage.ENCODE] = record.encode_s
-    if role.prefills:
+    if role.prefills and costs.prefill is not PRIOR_PREFILL:
         queue_s[Stage.PREFILL] = record.prefill_s * has_images * (1.0 if role.decodes else own)
-    num_decoding = float(load.num_running) if role.decodes else 0.0
-    if role.decodes:
+    decodes = role.decodes and costs.decode is not PRIOR_DECODE
+    num_decoding = float(load.num_running) if decodes else 0.0
+    if decodes:
         waiting = held_up + (0.0 if role.prefills else max(load.num_waiting - _places(record), 0.0))
         batch = max(num_decoding, 1.0)
         queue_s[Stage.DECODE] = waiting * costs.mean_output_tokens * costs.step_s(batch) / batch

@@ -113,8 +113,9 @@ class MeasuredSharing:
     def rates(self, activities: Sequence[Activity]) -> list[float]:
         waits: list[float] = []
         longer: list[float] = []
+        sharers = [one.owner if self.by_instance else "" for one in activities]
         wanted: dict[str, tuple[float, float, bool]] = {}
-        for one in activities:
+        for one, sharer in zip(activities, sharers, strict=True):
             wait = more = 1.0
             for other in activities:
                 if other is not one:
@@ -125,17 +126,13 @@ class MeasuredSharing:
                     wait += waits_for
             waits.append(wait)
             longer.append(more)
-            cores, most, decodes = wanted.get(self._sharer(one), (0.0, 0.0, False))
-            decodes = decodes or one.stage == "D"
-            wanted[self._sharer(one)] = cores + one.cores / wait, max(most, one.cores), decodes
+            cores, most, decodes = wanted.get(sharer, (0.0, 0.0, False))
+            wanted[sharer] = cores + one.cores / wait, max(most, one.cores), decodes or one.stage == "D"
         scarce = self._scarcity(wanted)
         return [
-            1 / (wait * max(more, scarce[self._sharer(one)]))
-            for one, wait, more in zip(activities, waits, longer, strict=True)
+            1 / (wait * max(more, scarce[sharer]))
+            for sharer, wait, more in zip(sharers, waits, longer, strict=True)
         ]
-
-    def _sharer(self, activity: Activity) -> str:
-        return activity.owner if self.by_instance else ""
 
     def _scarcity(self, wanted: dict[str, tuple[float, float, bool]]) -> dict[str, float]:
         """How much longer each takes; ``wanted``: cores in all, by one activity at most, whether it decodes."""

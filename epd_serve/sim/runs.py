@@ -42,7 +42,7 @@ class StepRun:
                 + line.seconds(work.num_tokens, work.num_sequences, work.decode_context, work.prefill_pairs),
                 line.context_s * len(output.decodes),
             )
-            for line in profile.step
+            for line in (profile.step if output.prefills else profile.decode_lines(len(output.decodes)))
         ]
         self.length = self._uniform(length)
         first_s = max(first for first, _ in self._lines)

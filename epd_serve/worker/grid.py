@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import msgspec
 import torch
 
 from device.base import Device
 from device.registry import get_device
 from epd_serve import __version__
 from epd_serve.config.options import decode_graph_sizes
-from epd_serve.cost.profile import EncodeLine, Line, Profile, Residual
+from epd_serve.cost.profile import DecodeLine, EncodeLine, Line, Profile, Residual
 from epd_serve.cost.profile import Transport as TransportCost
 from epd_serve.models.family import Family, load_family
 from epd_serve.models.language import LanguageModel
@@ -35,7 +36,9 @@ from epd_serve.worker.step import StepExecutor
 #: Square images, images in a batch; new tokens and those before them; decodes and their contexts; bytes.
 SIDES, BATCHES = (112, 224, 448, 672), (1, 2, 4)
 CHUNKS, STARTS = (32, 128, 512, 1024), (0, 256, 1024)
-DECODES, CONTEXTS = (1, 4, 16, 32), (32, 256, 1024)
+DECODES, CONTEXTS = (1, 2, 4, 8, 16, 32), (32, 256, 1024)
+#: Decodes of one context beside the begin of a prompt.
+MIXED, MIXED_CONTEXT, MIXED_CHUNKS = (4, 16), 256, (128, 512)
 #: Each step is repeated for so long before it is measured, and while it is.
 STEADY_S = 0.2
 TRANSFERS = (1 << 12, 1 << 18, 1 << 22, 1 << 24)
@@ -83,7 +86,11 @@ def profile_device(options: GridOptions, progress: Callable[[str], None] = lambd
     transfers = _transfers(lambda: EmbeddedTransport(path="shm"), clock, progress)
     others = {"mooncake": _link(_transfers(_mooncake, clock, progress))} if options.mooncake else {}
     encode_parts = fit_parts([_encode_row(work) for _, work, _ in encodes], [one[2] for one in encodes])
-    step_parts = fit_parts([[1.0, *work] for _, work, _ in steps], [one[2] for one in steps])
+    by_kind: dict[str, list[Sample]] = {}
+    for one in steps:
+        by_kind.setdefault(one[0], []).append(one)
+    filled = [one for one in steps if one[0] != "decode"]
+    step_parts = fit_parts([[1.0, *work] for _, work, _ in filled], [one[2] for one in filled])
     link = _link(transfers)
     encode = EncodeLine(
         base_s=encode_parts[0], image_s=encode_parts[1], pixel_s=encode_parts[2], pair_s=encode_parts[3]
@@ -97,8 +104,7 @@ def profile_device(options: GridOptions, progress: Callable[[str], None] = lambd
     )
     typical = (448, 448)
     text = family.config.get_text_config()
-    by_kind = {kind: [one for one in steps if one[0] == kind] for kind in ("prefill", "decode")}
-    return Profile(
+    profile = Profile(
         kind="measured",
         device=options.device.split(":")[0],
         description=f"{device.description}, {options.threads or 'all'} threads, {options.clock} time",
@@ -111,6 +117,7 @@ def profile_device(options: GridOptions, progress: Callable[[str], None] = lambd
         dtype=str(options.dtype).removeprefix("torch."),
         step=(step,),
         encode=(encode,),
+        decode=decode_lines(by_kind["decode"]),
         memory_bytes=float(device.headroom()),
         kv_token_bytes=layout_bytes,
         feature_token_bytes=options.dtype.itemsize * text.hidden_size,
@@ -124,17 +131,28 @@ def profile_device(options: GridOptions, progress: Callable[[str], None] = lambd
             name: TransportCost(handshake_s=base_s, bytes_per_s=1 / byte_s)
             for name, (base_s, byte_s) in others.items()
         },
+        samples=[*encodes, *steps, *transfers],
+    )
+    return msgspec.structs.replace(
+        profile,
         residuals={
             "encode": _residual(encodes, lambda work: _dot(encode_parts, _encode_row(work))),
             "transfer": _residual(transfers, lambda work: _dot(link, [1.0, *work])),
-            **{
-                kind: _residual(some, lambda work: _dot(step_parts, [1.0, *work]))
-                for kind, some in by_kind.items()
-                if some
-            },
+            **{kind: _residual(some, lambda work: profile.step_s(*work)) for kind, some in by_kind.items()},
         },
-        samples=[*encodes, *steps, *transfers],
     )
+
+
+def decode_lines(samples: Sequence[Sample]) -> tuple[DecodeLine, ...]:
+    """Each size by itself; ``samples``: of steps of nothing but decodes."""
+    by_size: dict[int, list[Sample]] = {}
+    for one in samples:
+        by_size.setdefault(int(one[1][1]), []).append(one)
+    lines: list[DecodeLine] = []
+    for size, some in sorted(by_size.items()):
+        base_s, context_s = fit_parts([[1.0, work[2]] for _, work, _ in some], [one[2] for one in some])
+        lines.append(DecodeLine(num_sequences=size, base_s=base_s, context_s=context_s))
+    return tuple(lines)
 
 
 def _encodes(
@@ -182,6 +200,12 @@ def _steps(
             if context <= longest
         ]
         shapes.append(("prefill", StepShape(chunks=((0, min(64, longest)),) * 4)))
+        shapes += [
+            ("mixed", StepShape(num_decodes=count, context=MIXED_CONTEXT, chunks=((0, chunk),)))
+            for count in MIXED
+            for chunk in MIXED_CHUNKS
+            if max(chunk, MIXED_CONTEXT) <= longest
+        ]
         samples: list[Sample] = []
         for kind, shape in shapes:
             if shape.num_blocks(size) < num_blocks:

@@ -70,7 +70,7 @@ async def test_connections_are_used_again(server):
 
 async def _whole(call: HttpCall) -> bytes:
     try:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(300):
             await call.opened
             return await call.read()
     finally:
@@ -126,7 +126,7 @@ async def test_a_call_may_be_closed_before_it_is_connected(server):
 async def test_a_closed_idle_connection_is_not_used(server):
     server.answers = [[OK, None], [OK]]
     assert await _whole(sent(server)) == b"hi"
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(300):
         while server.pool._idle:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
     assert await _whole(sent(server)) == b"hi"
@@ -202,7 +202,7 @@ async def test_one_timer_closes_idle_connections_however_often_there_is_none(ser
     server.answers = [[OK] for _ in range(10)]
     for _ in range(10):
         await _whole(sent(server))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(300):
         while not server.num_lost:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
     assert num_looks <= 6 and server.num_lost == server.num_connections == 1
@@ -222,7 +222,7 @@ def test_calls_that_are_given_up_while_they_connect_keep_no_pool_open(loop_facto
                 for _ in range(num_turns):
                     await asyncio.sleep(0)
                 call.close()
-                async with asyncio.timeout(20):
+                async with asyncio.timeout(300):
                     await pool.close()
         listening.close()
 

@@ -48,7 +48,7 @@ class Mixed:
 @pytest.mark.asyncio
 async def test_stages_caches_and_processes_are_seen(tmp_path: Path) -> None:
     config = DeploymentConfig(topology="E-PD", gateway={"port": 0}, instances={"base_port": 0, "threads": 1})
-    async with LocalDeployment(config, ready_timeout_s=120) as deployment:
+    async with LocalDeployment(config, ready_timeout_s=300) as deployment:
         # one after the other, so that a picture's second request finds what its first has left
         wanted = settings(deployment.gateway_url, "closed:1", None, timeout_s=60.0, num_warmups=1)
         run, summary = await asyncio.to_thread(session().begin, tmp_path / "run", wanted, Mixed(12))

@@ -86,7 +86,7 @@ def test_a_killed_run_is_resumed(scripted: Scripted, tmp_path: Path) -> None:
         file.write(b'{"index":31,"workload":"w","moda')
 
     second = start("--resume", str(path))
-    output, _ = second.communicate(timeout=120)
+    output, _ = second.communicate(timeout=300)
     assert second.returncode == 0, output
     assert "was interrupted and resumed" in " ".join(output.split())
     run = RunDirectory.open(path)
@@ -96,7 +96,7 @@ def test_a_killed_run_is_resumed(scripted: Scripted, tmp_path: Path) -> None:
     assert run.segments()[1].num_requests == NUM_REQUESTS - len(early)
 
     third = start("--resume", str(path))
-    output, _ = third.communicate(timeout=150)
+    output, _ = third.communicate(timeout=300)
     assert third.returncode == 2
     assert "there is nothing to resume" in output
 
@@ -109,7 +109,7 @@ def test_ctrl_c_waits_for_what_is_under_way(scripted: Scripted, tmp_path: Path) 
     assert first.stdout is not None
     assert any("requests are on their way" in line for line in first.stdout)
     scripted.release("stopped")
-    output, _ = first.communicate(timeout=150)
+    output, _ = first.communicate(timeout=300)
     assert first.returncode == 130
     assert "go on with --resume" in " ".join(output.split())
     run = RunDirectory.open(path)

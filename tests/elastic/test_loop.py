@@ -49,7 +49,7 @@ def table(roles: dict[str, str], num_running: int) -> InstanceTable:
 async def run_until(loop: ElasticLoop, condition: Callable[[], bool]) -> None:
     running = asyncio.create_task(loop.run())
     try:
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(300):
             while not condition():
                 assert not running.done(), running.exception()
                 await asyncio.sleep(0.005)

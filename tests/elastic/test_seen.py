@@ -85,6 +85,27 @@ def test_images_that_are_not_encoded_are_not_p_s_queue(num_encodes: int, num_pix
     assert prefill.waits(Stage.PREFILL) == pytest.approx(part * 0.31)
 
 
+def test_what_nobody_has_measured_presses_nobody() -> None:
+    """Estimates of a gateway that has seen no request are of another machine."""
+    loads = {"e0": {"num_waiting_pixels": 10**8}, "p0": {"num_waiting_tokens": 10**5}, "d0": {"num_waiting": 9}}
+
+    def waits(rates: dict[str, StageRate]) -> list[float]:
+        made = InstanceTable([(name, "") for name in loads])
+        for name, load in loads.items():
+            said = Load(total_blocks=100, free_blocks=100, num_running=1, rates=rates, **load)
+            made.update(name, instance_info(name, load=said, budgets={"max_num_seqs": 1}), contains=0)
+        encode, prefill, decode = see(made)
+        return [
+            encode.waits(Stage.ENCODE),
+            prefill.waits(Stage.PREFILL),
+            decode.waits(Stage.DECODE),
+            decode.num_decoding,
+        ]
+
+    assert waits({}) == [0, 0, 0, 0]
+    assert min(waits({"E": StageRate(0.01, 1e-7), **RATES})) > 0
+
+
 def test_what_is_sent_counts_once() -> None:
     made = table(e0={}, p0={}, d0={})
     seconds = made["e0"].costs.encode_s(100 * 100)

@@ -40,7 +40,7 @@ async def deployment(_runtime_directory: None, tmp_path: Path) -> AsyncIterator[
     async with LocalDeployment(
         topology("E-P-D"),
         log_dir=tmp_path / "logs",
-        ready_timeout_s=120,
+        ready_timeout_s=300,
         control=True,
         backoff=lambda: Backoff(first_s=0.1, limit_s=0.1),
     ) as deployment:
@@ -58,7 +58,7 @@ async def serves(deployment: LocalDeployment) -> bool:
 
 async def comes_to_serve(deployment: LocalDeployment) -> bool:
     """Once what was killed has started again."""
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(300):
         while not await serves(deployment):  # noqa: ASYNC110
             await asyncio.sleep(0.1)
     return True
@@ -160,7 +160,7 @@ async def test_processes_that_die_meanwhile(deployment: LocalDeployment) -> None
     assert roles(deployment) == ["D", "D", "E", "P"] and await comes_to_serve(deployment)
     [switched] = [name for name, one in deployment.instances.items() if name[0] == "e" and str(one.role) == "D"]
     kill(deployment, switched)
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(300):
         [process] = [one for one in deployment.processes if one.spec.name == switched]
         while process.num_restarts == 0 or not process.ready.is_set():  # noqa: ASYNC110
             await asyncio.sleep(0.02)

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def deployment() -> AsyncIterator[LocalDeployment]:
     config = DeploymentConfig(topology="E-P-D", gateway={"port": 0}, instances={"base_port": 0, "threads": 1})
-    async with LocalDeployment(config, ready_timeout_s=120) as deployment:
+    async with LocalDeployment(config, ready_timeout_s=300) as deployment:
         yield deployment
         await Books({name: instance.url for name, instance in deployment.instances.items()}).check()
 

@@ -21,7 +21,7 @@ async def test_instances_serve_their_deployment_alone() -> None:
     )
     body = chat("What is this?", noise(1), max_tokens=6, ignore_eos=True, temperature=0)
     async with (
-        LocalDeployment(config, ready_timeout_s=240) as deployment,
+        LocalDeployment(config, ready_timeout_s=300) as deployment,
         httpx.AsyncClient(timeout=240) as client,
     ):
         answers = []

@@ -20,10 +20,11 @@ from epd_serve.launch.ports import free_port
 
 #: One place in a step: whoever waits for it makes decode late on a machine of any speed.
 ROLES = {"D": {"max_num_seqs": 1}}
-SLO = {"ttft_ms": 400, "tpot_ms": 60000}
-ELASTIC = {"enabled": True, "interval_s": 0.1, "hold_s": 0.3, "window_s": 2, "cooldown_s": 1}
+#: Of the first token's time a stage may take half: many answers, and more than one takes when the machine is busy.
+SLO = {"ttft_ms": 2000, "tpot_ms": 60000}
+ELASTIC = {"enabled": True, "interval_s": 0.1, "hold_s": 0.5, "window_s": 2, "cooldown_s": 1}
 PROMPTS = ("The red circle is", "apple banana cherry", "Where is it?")
-NUM_CLIENTS = 10
+NUM_CLIENTS = 40
 
 
 @dataclass
@@ -88,7 +89,7 @@ async def site() -> AsyncIterator[Site]:
         }
     )
     async with (
-        LocalDeployment(config, ready_timeout_s=120) as deployment,
+        LocalDeployment(config, ready_timeout_s=300) as deployment,
         httpx.AsyncClient(timeout=120, trust_env=False) as client,
     ):
         yield Site(deployment, f"http://127.0.0.1:{port}", client)

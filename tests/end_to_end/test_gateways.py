@@ -30,7 +30,7 @@ async def urls() -> AsyncIterator[dict[str, str]]:
     config = DeploymentConfig(
         topology="P-D", restart="never", gateway={"port": 0}, instances={"base_port": 0, "threads": 1}
     )
-    async with LocalDeployment(config, ready_timeout_s=120) as deployment:
+    async with LocalDeployment(config, ready_timeout_s=300) as deployment:
         yield {name: handle.url for name, handle in deployment.instances.items()}
 
 

@@ -53,7 +53,11 @@ class Fleet:
         return await self.client.post("/v1/chat/completions", json=body)
 
     async def text(self, body: dict[str, Any]) -> str:
-        answer = await self.ask(body)
+        for _ in range(5):
+            asked_at = time.monotonic()
+            answer = await self.ask(body)
+            if answer.status_code == 200 or time.monotonic() - asked_at < LEASE_S:
+                break  # else an instance was held up until its lease was over
         assert answer.status_code == 200, answer.text
         content: str = answer.json()["choices"][0]["message"]["content"]
         return content
@@ -109,7 +113,7 @@ async def running() -> AsyncIterator[Fleet]:
     )
     async with (
         LocalDeployment(
-            config, ready_timeout_s=120, backoff=lambda: Backoff(first_s=0.1, limit_s=0.1)
+            config, ready_timeout_s=300, backoff=lambda: Backoff(first_s=0.1, limit_s=0.1)
         ) as deployment,
         httpx.AsyncClient(base_url=deployment.gateway_url, timeout=150) as client,
     ):
@@ -226,10 +230,12 @@ async def test_without_room_at_d_requests_queue_and_are_then_told_to_come_back(f
         await fleet.is_seen("d0", lambda books: books["blocks"] > 70, *held)  # the two prompts alone
         asked_at = time.monotonic()
         answer = await fleet.ask(long_text(first + 2))
-        assert time.monotonic() - asked_at < 20, "not the request's own time limit"
-        assert [one.status_code for one in await asyncio.gather(*held)] == [200, 200]
-        if answer.status_code != 200:
+        assert time.monotonic() - asked_at < 120, "not the request's own time limit"
+        others = [one.status_code for one in await asyncio.gather(*held)]
+        assert others == [200, 200] or time.monotonic() - asked_at > LEASE_S
+        if answer.status_code != 200 and others == [200, 200]:
             break
+    assert others == [200, 200]
     assert answer.status_code == 503, answer.text
     assert answer.json()["error"]["code"] == "no_room"
     assert int(answer.headers["retry-after"]) > 0

@@ -308,7 +308,7 @@ async def site(**instances: Any) -> AsyncIterator[Site]:
             "instances": {"base_port": 0, "threads": 1, "num_blocks": NUM_BLOCKS, **instances},
         }
     )
-    deployment = LocalDeployment(config, ready_timeout_s=120, backoff=lambda: Backoff(first_s=0.05, limit_s=0.05))
+    deployment = LocalDeployment(config, ready_timeout_s=300, backoff=lambda: Backoff(first_s=0.05, limit_s=0.05))
     async with deployment, httpx.AsyncClient(timeout=150, trust_env=False) as client:
         yield Site(deployment, f"http://127.0.0.1:{port}", client)
 

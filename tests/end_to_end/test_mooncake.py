@@ -82,7 +82,7 @@ def config(model: Path, master: str | None) -> DeploymentConfig:
 
 
 async def test_a_deployment_starts_its_own_master_and_answers_as_ever(model: Path) -> None:
-    async with LocalDeployment(config(model, None), ready_timeout_s=150) as deployment:
+    async with LocalDeployment(config(model, None), ready_timeout_s=300) as deployment:
         assert deployment.processes[0].spec.name == "master"
         service = Service(deployment, Reference(model))
         for _ in range(10):  # P has the prompt's KV and may answer before an encoder has looked into the store
@@ -106,7 +106,7 @@ async def test_a_deployment_starts_its_own_master_and_answers_as_ever(model: Pat
 async def test_a_given_master_may_die_and_come_back(model: Path) -> None:
     master = Master()
     try:
-        async with LocalDeployment(config(model, master.address), ready_timeout_s=150) as deployment:
+        async with LocalDeployment(config(model, master.address), ready_timeout_s=300) as deployment:
             assert "master" not in [process.spec.name for process in deployment.processes]
             service = Service(deployment, Reference(model))
             await service.check(1, 2)

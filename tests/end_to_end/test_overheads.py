@@ -22,7 +22,7 @@ DEMO = Path(__file__).parents[2] / "benchmarks" / "results" / "profile-demo-cpu.
 def deployed(candidate: Candidate, log: Path) -> Iterator[str]:
     """As a user's would be, but that its processes start at once."""
     config = change_config(candidate.config, {"gateway": {"port": 0}, "instances": {"base_port": 0}})
-    running = LocalDeployment(config, log_dir=log.parent / candidate.label, ready_timeout_s=240)
+    running = LocalDeployment(config, log_dir=log.parent / candidate.label, ready_timeout_s=300)
     with start_blocking_portal() as portal, portal.wrap_async_context_manager(running):
         yield running.gateway_url
 

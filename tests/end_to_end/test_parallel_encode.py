@@ -57,7 +57,7 @@ async def test_images_of_a_request_are_encoded_in_several_places_and_stay_in_ord
         "skip_special_tokens": False,
         "logprobs": True,
     }
-    async with LocalDeployment(config, ready_timeout_s=150) as deployment:
+    async with LocalDeployment(config, ready_timeout_s=300) as deployment:
         urls = {name: handle.url for name, handle in deployment.instances.items()}
         encoders = [url for name, url in urls.items() if name.startswith("e")]
 

@@ -62,7 +62,7 @@ async def test_each_choice_goes_on_at_another_decode_instance() -> None:
         topology="P-3D", restart="never", gateway=gateway, instances={"base_port": 0, "threads": 1}
     )
     async with (
-        LocalDeployment(config, ready_timeout_s=240) as deployment,
+        LocalDeployment(config, ready_timeout_s=300) as deployment,
         httpx.AsyncClient(base_url=deployment.gateway_url, timeout=240) as client,
     ):
         urls = {name: handle.url for name, handle in deployment.instances.items()}

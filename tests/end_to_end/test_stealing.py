@@ -65,7 +65,7 @@ async def test_what_an_idle_encoder_steals_is_answered_as_it_would_be_elsewhere(
         instances=INSTANCES,
         roles={"EPD": {"steals": True, "max_num_seqs": 4}},
     )
-    async with LocalDeployment(config, ready_timeout_s=150) as deployment:
+    async with LocalDeployment(config, ready_timeout_s=300) as deployment:
         urls = {name: handle.url for name, handle in deployment.instances.items()}
         psutil.Process(deployment.instances["epd0"].pid).nice(19)
 

@@ -57,7 +57,7 @@ class Site:
 
     async def until(self, **wanted: Any) -> dict[str, Any]:
         """What the instance says of itself, once these values are there."""
-        async with asyncio.timeout(100):
+        async with asyncio.timeout(300):
             while True:
                 info: dict[str, Any] = {}
                 try:
@@ -72,7 +72,7 @@ class Site:
 
     async def until_known(self, role: str) -> None:
         """Wait until the gateway that gives orders takes the instance for ready in a role, and gives it work."""
-        async with asyncio.timeout(100):
+        async with asyncio.timeout(300):
             while True:
                 try:
                     answer = await self.client.get(f"{self.admin}/admin/instances")
@@ -170,7 +170,7 @@ async def site() -> AsyncIterator[Site]:
             "instances": {"base_port": 0, "threads": 1},
         }
     )
-    deployment = LocalDeployment(config, ready_timeout_s=120, backoff=lambda: Backoff(first_s=0.05, limit_s=0.05))
+    deployment = LocalDeployment(config, ready_timeout_s=300, backoff=lambda: Backoff(first_s=0.05, limit_s=0.05))
     async with deployment, httpx.AsyncClient(timeout=120, trust_env=False) as client:
         urls = {name: one.url for name, one in deployment.instances.items()}
         async with gateway(urls) as other_url:

@@ -31,7 +31,7 @@ async def wide(tmp_path: Path) -> AsyncIterator[LocalDeployment]:
         gateway={"port": 0, "failover": {"wait_s": 0.5}},
         instances={"base_port": 0, "threads": 1},
     )
-    async with LocalDeployment(config, ready_timeout_s=120) as deployment:
+    async with LocalDeployment(config, ready_timeout_s=300) as deployment:
         yield deployment
 
 
@@ -43,10 +43,10 @@ async def test_an_instance_is_whole_or_gone(wide: LocalDeployment, victim: str) 
     async with httpx.AsyncClient(base_url=wide.gateway_url, timeout=150) as client:
         body = chat("What is number 1?", max_tokens=900, ignore_eos=True)
         asked = asyncio.create_task(client.post("/v1/chat/completions", json=body))
-        await until_decoding(wide.instances["epd0"].url)
+        assert await until_decoding(wide.instances["epd0"].url, asked)
         os.kill((leader if victim == "leader" else follower).pid, signal.SIGKILL)
         answer = await asked
     assert answer.status_code in (502, 503)
     assert answer.json()["error"]["message"]
     wait_until(lambda: not follower.is_running() or follower.status() == psutil.STATUS_ZOMBIE, "no rank")
-    assert await asyncio.wait_for(wide.wait_failure(), 150)
+    assert await asyncio.wait_for(wide.wait_failure(), 300)

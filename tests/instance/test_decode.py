@@ -105,7 +105,7 @@ async def test_a_cancelled_request_at_the_head_of_the_queue_holds_nobody_up() ->
     await asyncio.sleep(0.01)
     assert not small.done(), "first come, first served"
     await cancelled_by_the_gateway(decode, "large")
-    assert len((await asyncio.wait_for(small, 30)).block_ids) == 1
+    assert len((await asyncio.wait_for(small, 300)).block_ids) == 1
     with pytest.raises(Unavailable):
         await large
     decode.check_integrity()
@@ -115,7 +115,7 @@ async def test_a_request_that_has_ended_is_not_waited_for() -> None:
     decode = service(Engine(), Memory())
     await cancelled_by_the_gateway(decode, "r")
     with pytest.raises(Unavailable, match="has ended"):
-        await asyncio.wait_for(decode.decode(wire.DecodeRequest("r", stream=True)), 30)
+        await asyncio.wait_for(decode.decode(wire.DecodeRequest("r", stream=True)), 300)
 
 
 async def test_blocks_that_were_cached_here_are_not_landed() -> None:
@@ -140,9 +140,9 @@ async def test_a_request_that_finds_no_room_is_refused_in_time_and_the_next_gets
     decode._queue_timeout_s = 60
     small = asyncio.create_task(decode.reserve(reserve("small", 4)))
     with pytest.raises(Unavailable, match="no room") as refusal:
-        await asyncio.wait_for(large, 30)
+        await asyncio.wait_for(large, 300)
     assert (refusal.value.status, refusal.value.code) == (503, "no_room")
-    assert len((await asyncio.wait_for(small, 30)).block_ids) == 1
+    assert len((await asyncio.wait_for(small, 300)).block_ids) == 1
     assert decode.num_reservations == 2
     for name in ("first", "small", "large"):
         decode.cancel(wire.TransferRef(f"transfer {name}", name))
@@ -159,7 +159,7 @@ async def test_a_reservation_asked_for_twice_is_one_reservation() -> None:
     await asyncio.sleep(0.01)
     decode.cancel(wire.TransferRef("transfer a", "a"))
     decode.blocks_freed()
-    replies = await asyncio.wait_for(asyncio.gather(*waiting), 30)
+    replies = await asyncio.wait_for(asyncio.gather(*waiting), 300)
     assert replies[0] == replies[1] == replies[2]
     assert engine.pool.num_free == engine.pool.capacity - 6
     decode.complete(handoff("b", 24))

@@ -101,7 +101,7 @@ async def test_one_that_changes_its_role_stays(tmp_path: Path) -> None:
 async def test_one_that_nobody_ends_serves_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_models.make_tiny_model("llava", tmp_path / "model")
     monkeypatch.setattr(leaving_module, "_EMPTY_S", 0.05)
-    async with serving(model, "PD", num_blocks=100) as instance, asyncio.timeout(60):
+    async with serving(model, "PD", num_blocks=100) as instance, asyncio.timeout(300):
         await instance.leaving.leave(wire.LeaveOrder())
         assert not instance.info().ready
         while not instance.info().ready:  # noqa: ASYNC110

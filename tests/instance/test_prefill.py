@@ -153,7 +153,7 @@ async def test_a_lease_that_is_not_renewed_fails_the_request() -> None:
     peers = Peers(reserve=RESERVED, renew=renew)
     bench = Bench(peers)
     with pytest.raises(InstanceFailed, match="the transfer has ended"):
-        await asyncio.wait_for(bench.service.prefill(request()), 30)
+        await asyncio.wait_for(bench.service.prefill(request()), 300)
     await bench.close()
     assert peers.calls[-1] == "/kv/cancel"
 
@@ -170,14 +170,14 @@ async def test_a_transfer_that_was_stopped_is_not_completed() -> None:
     peers = Peers(reserve=RESERVED, renew=renew)
     bench = Bench(peers)
     working = asyncio.create_task(bench.service.prefill(request()))
-    await asyncio.wait_for(bench.engine.busy.wait(), 30)
+    await asyncio.wait_for(bench.engine.busy.wait(), 300)
     feed = bench.listeners["r"]
     assert feed is not None
     sequence, transfer = bench.engine.submitted[0]
     feed(PromptEvent(sequence, [(SampledToken(5), None)]))
     is_computed = True
     reply = await working
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(300):
         while not transfer.cancelled:  # by the renewal  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     assert reply.stream is not None
@@ -199,7 +199,7 @@ async def test_a_lease_counts_from_its_grant_however_late_we_hear_of_it(renewed:
     bench = Bench(peers)
     working = asyncio.create_task(bench.service.prefill(request()))
     if renewed:
-        await asyncio.wait_for(bench.engine.busy.wait(), 30)
+        await asyncio.wait_for(bench.engine.busy.wait(), 300)
         assert peers.calls[:2] == ["/kv/reserve", "/kv/renew"]
         assert asked_at + LEASE_S / 2 < bench.engine.submitted[0][1].deadline < time.monotonic() + LEASE_S
         working.cancel()
@@ -245,7 +245,7 @@ async def test_a_decode_instance_that_refuses_a_cancellation_is_no_error() -> No
 async def test_a_prompt_that_is_sent_twice_is_computed_once() -> None:
     bench = Bench(Peers(reserve=RESERVED))
     working = asyncio.create_task(bench.service.prefill(request()))
-    await asyncio.wait_for(bench.engine.busy.wait(), 30)
+    await asyncio.wait_for(bench.engine.busy.wait(), 300)
     with pytest.raises(InvalidRequest, match="being served already"):
         await bench.service.prefill(request())
     assert len(bench.engine.submitted) == 1

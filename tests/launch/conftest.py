@@ -60,7 +60,7 @@ class Fakes:
         return {name for name, pid in self.pids.items() if _runs(pid)}
 
     @staticmethod
-    def wait_until(condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
+    def wait_until(condition: Callable[[], bool], timeout_s: float = 300.0) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert time.monotonic() < deadline, "did not happen in time"

@@ -23,18 +23,18 @@ async def running(fakes: Any, tmp_path: Path) -> AsyncIterator[Supervisor]:
     )
     try:
         await supervisor.start()
-        await supervisor.wait_ready(60)
+        await supervisor.wait_ready(300)
         yield supervisor
     finally:
         await supervisor.stop()
 
 
 async def test_one_more_is_started_again_like_the_others(running: Supervisor, fakes: Any) -> None:
-    added = await running.add(fakes.spec("d0"), 60)
+    added = await running.add(fakes.spec("d0"), 300)
     assert [process.spec.name for process in running.processes] == ["e0", "d0", "gateway"]
     assert added.state is ProcessState.READY
     os.kill(added.pid, signal.SIGKILL)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(300):
         while added.num_restarts == 0 or not added.ready.is_set():  # noqa: ASYNC110
             await asyncio.sleep(0.02)
     await running.stop()
@@ -54,7 +54,7 @@ async def test_one_that_does_not_become_ready_leaves_the_others_as_they_are(
     assert [process.spec.name for process in running.processes] == ["e0", "gateway"]
     assert not failed.done()
     assert running.num_deaths == (failure is ProcessDied), "its log is kept"
-    await running.add(fakes.spec("d0"), 60)
+    await running.add(fakes.spec("d0"), 300)
     failed.cancel()
 
 
@@ -64,11 +64,11 @@ async def test_one_that_is_taken_out_is_no_failure_and_those_that_stay_are_watch
     failed = asyncio.create_task(running.wait_failure())
     await running.remove("e0")
     assert fakes.alive == {"gateway"} and not failed.done()
-    added = await running.add(fakes.spec("d0", "once"), 60)
+    added = await running.add(fakes.spec("d0", "once"), 300)
     os.kill(added.pid, signal.SIGKILL)  # it will not start a second time
     await asyncio.sleep(0)
     assert not failed.done()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(300):
         while running.num_deaths < 3:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
     await running.remove("d0")

@@ -135,7 +135,7 @@ async def test_nothing_is_applied_before_all_processes_have_been_started(fakes: 
 async def test_what_others_undo_each_time_is_not_said_to_be_done(fakes: Any, tmp_path: Path) -> None:
     async with launcher(fakes, tmp_path) as own:
         await own.supervisor.start()
-        await own.supervisor.wait_ready(60)
+        await own.supervisor.wait_ready(300)
         with pytest.raises(ApplyStopped, match=r"still to do: switch e\d from E to P\n.* serves on with e0 \(E\)"):
             await own.applier.apply(OTHER, ApplyLimits(deadline_s=30))
         assert own.gateway.switches == 5
@@ -145,7 +145,7 @@ async def test_what_others_undo_each_time_is_not_said_to_be_done(fakes: Any, tmp
 async def test_plans_at_once_have_files_of_their_own_that_go_again(fakes: Any, tmp_path: Path) -> None:
     async with launcher(fakes, tmp_path) as own:
         await own.supervisor.start()
-        await own.supervisor.wait_ready(60)
+        await own.supervisor.wait_ready(300)
         before = files(tmp_path)
         own.gateway.two_checks = asyncio.Barrier(2)
         plans = await asyncio.gather(*(own.applier.plan(OTHER) for _ in range(2)))
@@ -157,7 +157,7 @@ async def test_plans_at_once_have_files_of_their_own_that_go_again(fakes: Any, t
 async def test_all_that_a_step_consists_of_has_one_deadline(fakes: Any, tmp_path: Path) -> None:
     async with launcher(fakes, tmp_path) as own:
         await own.supervisor.start()
-        await own.supervisor.wait_ready(60)
+        await own.supervisor.wait_ready(300)
         own.gateway.slow_s = 1.5
         with pytest.raises(ApplyStopped, match=r"stop e1 .*; 1 s are over"):
             await own.applier.apply(change_config(CONFIG, {"topology": "E-P-D"}), ApplyLimits(deadline_s=1))
@@ -170,7 +170,7 @@ async def test_what_has_another_role_by_the_time_that_roles_have_new_settings_ha
     more = change_config(CONFIG, {"topology": "E-P-2D", "roles": {"D": {"max_num_seqs": 7}}})
     async with launcher(fakes, tmp_path) as own:
         await own.supervisor.start()
-        await own.supervisor.wait_ready(60)
+        await own.supervisor.wait_ready(300)
         own.gateway.changed = "e1"
         said: list[str] = []
         await own.applier.apply(more, ApplyLimits(deadline_s=30), said.append)
@@ -185,7 +185,7 @@ async def test_what_is_in_the_way_for_long_is_said_once(
     monkeypatch.setattr("epd_serve.launch.orders._LONG_S", 0.05)
     async with launcher(fakes, tmp_path) as own:
         await own.supervisor.start()
-        await own.supervisor.wait_ready(60)
+        await own.supervisor.wait_ready(300)
         own.gateway.busy = True
         said: list[str] = []
         with pytest.raises(ApplyStopped, match="a stage would be left alone"):

@@ -21,7 +21,7 @@ CONFIG = "topology: (E-P)-D\ninstances: {base_port: 0, preload: false}\ngateway:
 
 
 async def test_a_deployment_runs_inside_the_with_block(fakes: Any) -> None:
-    async with LocalDeployment(parse_config(CONFIG), ready_timeout_s=60) as deployment:
+    async with LocalDeployment(parse_config(CONFIG), ready_timeout_s=300) as deployment:
         assert {name: (str(i.role), i.pid) for name, i in deployment.instances.items()} == {
             "e0": ("E", fakes.pids["e0"]),
             "p0": ("P", fakes.pids["p0"]),
@@ -38,7 +38,7 @@ async def test_a_deployment_runs_inside_the_with_block(fakes: Any) -> None:
 
 async def test_the_gateway_reads_the_deployment_as_it_is_from_a_file_of_the_owner(tmp_path: Path) -> None:
     config = parse_config(CONFIG)
-    async with LocalDeployment(config, log_dir=tmp_path / "logs", ready_timeout_s=60):
+    async with LocalDeployment(config, log_dir=tmp_path / "logs", ready_timeout_s=300):
         pass
     written = tmp_path / "logs" / "deployment.yaml"
     read = load_config(written)
@@ -59,7 +59,7 @@ async def test_a_failed_start_leaves_its_logs_and_no_process(fakes: Any, monkeyp
     monkeypatch.setenv("FAKE_D0", "die")
     monkeypatch.setenv("TMPDIR", str(fakes.folder))
     monkeypatch.setattr("tempfile.tempdir", None)
-    deployment = LocalDeployment(parse_config(CONFIG), ready_timeout_s=60)
+    deployment = LocalDeployment(parse_config(CONFIG), ready_timeout_s=300)
     with pytest.raises(ProcessDied, match="d0 died: exit code 3"):
         async with deployment:
             pytest.fail("it must not become ready")
@@ -98,7 +98,7 @@ def _as_outside_of_tests(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_as_outside_of_tests")
 async def test_what_starts_beside_a_fork_server_that_is_starting_is_spawned(tmp_path: Path, fakes: Any) -> None:
     alone = "topology: EPD\ninstances: {base_port: 0}\ngateway: {port: 0}"
-    async with LocalDeployment(parse_config(alone), log_dir=tmp_path / "logs", ready_timeout_s=60) as running:
+    async with LocalDeployment(parse_config(alone), log_dir=tmp_path / "logs", ready_timeout_s=300) as running:
         unusable = tmp_path / "logs" / "fork-server.log"
         unusable.mkdir()
         spec = fakes.spec("e1", can_fork=True)
@@ -143,7 +143,7 @@ async def test_an_end_calls_a_change_off_and_does_not_wait_for_it(
         monkeypatch.setenv("EPD_SERVE_RUNTIME_DIR", f"{folder}/r")
         config = parse_config(CONFIG.replace("(E-P)-D", "E-P-D"))
         async with (
-            LocalDeployment(config, log_dir=tmp_path / "logs", ready_timeout_s=60, control=True) as running,
+            LocalDeployment(config, log_dir=tmp_path / "logs", ready_timeout_s=300, control=True) as running,
             taking_orders(Path(folder) / "r" / running.gateway_url.removeprefix("http://") / "orders"),
             asyncio.timeout(150),
         ):

@@ -172,7 +172,7 @@ async def test_the_launcher_does_not_stand_still_while_a_change_is_planned(
 
     def slow(running: Sequence[Part], wanted: Sequence[Part]) -> list[Step]:
         planning.set()
-        assert go_on.wait(30), "nobody could say so"
+        assert go_on.wait(300), "nobody could say so"
         return plan_change(running, wanted)
 
     monkeypatch.setattr("epd_serve.launch.difference.plan_change", slow)

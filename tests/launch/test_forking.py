@@ -66,7 +66,7 @@ async def test_a_forked_process_is_as_a_spawned_one(fakes: Any, tmp_path: Path) 
         )
         try:
             await running.start()
-            await running.wait_ready(timeout_s=60)
+            await running.wait_ready(timeout_s=300)
             assert fakes.alive == {"e0", "d0", "child"}
             assert starter.num_forked == 2
             for process, spec in zip(running.processes, specs, strict=True):
@@ -78,7 +78,7 @@ async def test_a_forked_process_is_as_a_spawned_one(fakes: Any, tmp_path: Path) 
                 assert files == [os.devnull, *[str(process.log_file)] * 2, open_file(os.getpid(), shared)]
             os.kill(fakes.pids["d0"], signal.SIGKILL)
             await until(lambda: bool(deaths))
-            await running.wait_ready(timeout_s=60)
+            await running.wait_ready(timeout_s=300)
             assert deaths == ["d0 killed by SIGKILL"]
             assert starter.num_forked == 3
         finally:
@@ -94,7 +94,7 @@ async def test_a_failed_start_is_told_with_its_exit_code_and_words(fakes: Any, t
         running = Supervisor([spec], tmp_path, start=Starter(server))
         await running.start()
         with pytest.raises(ProcessDied, match=r"p0 died: exit code 3.*\n(.*\n)*    no memory for the tower"):
-            await running.wait_ready(timeout_s=60)
+            await running.wait_ready(timeout_s=300)
         await running.stop()
 
 
@@ -105,11 +105,11 @@ async def test_what_is_forked_ends_with_the_server_and_is_then_spawned(fakes: An
         running = Supervisor([spec], tmp_path, start=starter, backoff=lambda: Backoff(first_s=0.1))
         try:
             await running.start()
-            await running.wait_ready(timeout_s=60)
+            await running.wait_ready(timeout_s=300)
             old = psutil.Process(fakes.pids["e0"])
             server.kill()
             await until(lambda: running.processes[0].num_restarts == 1)
-            await running.wait_ready(timeout_s=60)
+            await running.wait_ready(timeout_s=300)
             assert fakes.pids["e0"] != old.pid
             assert not old.is_running() or old.status() == psutil.STATUS_ZOMBIE
             assert starter.num_forked == 1
@@ -124,7 +124,7 @@ async def test_nobody_waits_for_a_server_whose_reader_is_cancelled(fakes: Any, t
         process = await server.fork(spec, tmp_path / "e0.log")
         assert server._reading is not None
         server._reading.cancel()  # what asyncio.run() does when it ends early
-        assert await asyncio.wait_for(process.wait(), 60) == -signal.SIGKILL
+        assert await asyncio.wait_for(process.wait(), 300) == -signal.SIGKILL
         await until(lambda: not psutil.pid_exists(process.pid))
         with pytest.raises(ForkServerGone):
             await server.fork(spec, tmp_path / "e0.log")

@@ -62,7 +62,7 @@ def has_ended(process: psutil.Process) -> bool:
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while not condition():
         assert time.monotonic() < deadline, what
         time.sleep(0.02)

@@ -95,7 +95,7 @@ def test_a_master_ends_with_the_process_that_started_it() -> None:
 
 
 def _wait_until_it_listens(port: int) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while True:
         try:
             socket.create_connection(("127.0.0.1", port), timeout=1).close()

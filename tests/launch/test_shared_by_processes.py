@@ -33,7 +33,7 @@ async def test_a_key_that_is_changed_in_its_file_stays_the_one_of_the_start(
     file, key = tmp_path / "key", "the-key-at-the-start"
     file.write_text(key)
     config = parse_config(f"cluster_key: {{file: {file}}}\ninstances: {{base_port: 0, preload: false}}\n{FREE}")
-    async with LocalDeployment(config, log_dir=tmp_path / "logs", ready_timeout_s=60, control=True) as deployment:
+    async with LocalDeployment(config, log_dir=tmp_path / "logs", ready_timeout_s=300, control=True) as deployment:
         file.write_text("another-key-since-then")
         *_, gateway = deployment.processes
         keys = {process.spec.environment[CLUSTER_KEY] for process in deployment.processes}
@@ -74,7 +74,7 @@ def parts(environment: Any) -> set[str]:
 
 async def test_a_deployment_serves_where_its_control_socket_cannot_be(tmp_path: Path, runtime: Path) -> None:
     config = parse_config(f"topology: EPD\ninstances: {{base_port: 0, preload: false}}\n{FREE}")
-    deployment = LocalDeployment(config, log_dir=tmp_path / "logs", ready_timeout_s=60, control=True)
+    deployment = LocalDeployment(config, log_dir=tmp_path / "logs", ready_timeout_s=300, control=True)
     assert deployment.no_control == ""
     shutil.rmtree(runtime)
     async with deployment:

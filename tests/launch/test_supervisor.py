@@ -34,7 +34,7 @@ async def test_processes_become_ready_and_end_together_first_ones_first(fakes: A
     running = Supervisor(specs, tmp_path, on_change=recorder)
     try:
         await running.start()
-        await running.wait_ready(timeout_s=60)
+        await running.wait_ready(timeout_s=300)
         assert fakes.alive == {"master", "e0", "p0", "gateway"}
         assert [process.state for process in running.processes] == [ProcessState.READY] * 4
         assert all(process.ready_after_s is not None for process in running.processes)
@@ -55,7 +55,7 @@ async def test_a_death_at_the_start_says_which_how_and_why(fakes: Any, tmp_path:
     try:
         await running.start()
         with pytest.raises(ProcessDied) as caught:
-            await running.wait_ready(timeout_s=60)
+            await running.wait_ready(timeout_s=300)
     finally:
         await running.stop()
     assert (caught.value.name, caught.value.how) == ("p0", "exit code 3")
@@ -70,9 +70,9 @@ async def test_a_death_after_ready_is_reported_where_nothing_is_restarted(fakes:
     running = Supervisor([fakes.spec("e0"), fakes.spec("d0")], tmp_path, restart=False)
     try:
         await running.start()
-        await running.wait_ready(timeout_s=60)
+        await running.wait_ready(timeout_s=300)
         os.kill(fakes.pids["d0"], signal.SIGKILL)
-        death = await asyncio.wait_for(running.wait_failure(), 60)
+        death = await asyncio.wait_for(running.wait_failure(), 300)
         assert death.name == "d0"
         assert death.how.startswith("killed by SIGKILL, as the kernel does when memory runs out")
         assert fakes.alive == {"e0"}
@@ -88,7 +88,7 @@ async def test_a_process_that_ignores_sigterm_is_killed_after_its_grace(
     monkeypatch.setitem(supervisor.GRACES_S, "then", 0.5)
     running = Supervisor([fakes.spec("e0", "deaf"), fakes.spec("p0")], tmp_path)
     await running.start()
-    await running.wait_ready(timeout_s=60)
+    await running.wait_ready(timeout_s=300)
     started_at = time.monotonic()
     await running.stop()
     assert time.monotonic() - started_at >= 0.5
@@ -105,18 +105,18 @@ async def test_kill_ends_deaf_processes_at_once(
     monkeypatch.setitem(supervisor.GRACES_S, "then", 600)
     running = Supervisor([fakes.spec("e0", "deaf"), fakes.spec("p0", "deaf")], tmp_path)
     await running.start()
-    await running.wait_ready(timeout_s=60)
+    await running.wait_ready(timeout_s=300)
     stopping = asyncio.create_task(running.stop())
     await asyncio.sleep(0.1)
     running.kill()
-    await asyncio.wait_for(stopping, 120)
+    await asyncio.wait_for(stopping, 300)
     assert fakes.alive == set()
 
 
 async def test_children_of_a_process_end_with_it(fakes: Any, tmp_path: Path) -> None:
     running = Supervisor([fakes.spec("e0", "parent")], tmp_path)
     await running.start()
-    await running.wait_ready(timeout_s=60)
+    await running.wait_ready(timeout_s=300)
     assert fakes.alive == {"e0", "child"}
     await running.stop()
     fakes.wait_until(lambda: not fakes.alive)
@@ -162,19 +162,19 @@ async def test_what_was_ready_and_dies_is_started_again_while_the_others_go_on(f
     )
     try:
         await running.start()
-        await running.wait_ready(timeout_s=60)
+        await running.wait_ready(timeout_s=300)
         before = dict(fakes.pids)
         failing = asyncio.create_task(running.wait_failure())
         for killed in (1, 2):
             pid = fakes.pids["d0"]
             os.kill(pid, signal.SIGKILL)
             await until(lambda: not running.processes[1].ready.is_set())
-            await running.wait_ready(timeout_s=60)
+            await running.wait_ready(timeout_s=300)
             assert running.processes[1].num_restarts == killed
             assert running.processes[1].pid == fakes.pids["d0"] != pid
         os.kill(fakes.pids["gateway"], signal.SIGTERM)  # an end of its own accord is a death too
         await until(lambda: running.processes[2].num_restarts == 1)
-        await running.wait_ready(timeout_s=60)
+        await running.wait_ready(timeout_s=300)
         assert fakes.pids["e0"] == before["e0"]
         assert not failing.done()
         failing.cancel()
@@ -208,7 +208,7 @@ async def test_a_crash_loop_after_a_good_start_goes_on_ever_slower(fakes: Any, t
     )
     try:
         await running.start()
-        await running.wait_ready(timeout_s=60)
+        await running.wait_ready(timeout_s=300)
         os.kill(fakes.pids["d0"], signal.SIGKILL)
         await until(lambda: len(delays) >= 4)
         assert running.processes[1].log_tail()[-1] == "no memory for the tower"
@@ -229,9 +229,9 @@ async def test_stop_while_one_waits_to_be_started_again(fakes: Any, tmp_path: Pa
         on_death=lambda death, delay_s: waiting.set(),
     )
     await running.start()
-    await running.wait_ready(timeout_s=60)
+    await running.wait_ready(timeout_s=300)
     os.kill(fakes.pids["d0"], signal.SIGKILL)
-    await asyncio.wait_for(waiting.wait(), 60)
+    await asyncio.wait_for(waiting.wait(), 300)
     assert running.processes[1].state is ProcessState.WAITING
     await running.stop()
     assert [process.state for process in running.processes] == [ProcessState.STOPPED] * 2
@@ -259,10 +259,10 @@ async def test_a_start_that_is_not_possible_now_is_tried_again(
     monkeypatch.setattr(ManagedProcess, "restart", restart)
     try:
         await running.start()
-        await running.wait_ready(timeout_s=60)
+        await running.wait_ready(timeout_s=300)
         os.kill(fakes.pids["d0"], signal.SIGKILL)
         await until(lambda: running.processes[0].num_restarts == 1)
-        await running.wait_ready(timeout_s=60)
+        await running.wait_ready(timeout_s=300)
     finally:
         await running.stop()
     assert len(deaths) == 3
@@ -280,19 +280,19 @@ async def test_what_was_ready_and_hangs_is_killed_and_started_again(fakes: Any, 
     )
     try:
         await running.start()
-        await running.wait_ready(timeout_s=60)
+        await running.wait_ready(timeout_s=300)
         stopped, child = fakes.pids["d0"], fakes.pids["child"]
         os.kill(stopped, signal.SIGSTOP)
         stopped_at = time.monotonic()
         await until(lambda: bool(deaths))
         assert time.monotonic() - stopped_at > 2.7, "three probes, of which the first may have been under way"
         await until(lambda: running.processes[1].num_restarts == 1)
-        await running.wait_ready(timeout_s=60)
+        await running.wait_ready(timeout_s=300)
         assert fakes.pids["d0"] != stopped
         assert fakes.pids["child"] != child
         os.kill(fakes.pids["d0"], signal.SIGKILL)
         await until(lambda: running.processes[1].num_restarts == 2)
-        await running.wait_ready(timeout_s=60)
+        await running.wait_ready(timeout_s=300)
     finally:
         await running.stop()
     hung, killed = deaths
@@ -323,7 +323,7 @@ async def test_a_pause_and_an_error_are_no_hang(
     )
     try:
         await running.start()
-        await running.wait_ready(timeout_s=60)
+        await running.wait_ready(timeout_s=300)
         for _ in range(3):
             asked.clear()
             os.kill(fakes.pids["e0"], signal.SIGSTOP)

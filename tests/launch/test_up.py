@@ -19,9 +19,11 @@ from program import read_until
 
 FAKE_PROGRAM = Path(__file__).parent / "fake_program.py"
 PROGRAM = f"""
-import sys
-from epd_serve.launch import commands
+import os, sys
+from epd_serve.launch import commands, supervisor
 commands.PROGRAM = (sys.executable, {str(FAKE_PROGRAM)!r})
+if "GRACE_S" in os.environ:
+    supervisor.GRACES_S.update(dict.fromkeys(supervisor.GRACES_S, float(os.environ["GRACE_S"])))
 from epd_serve.cli import main
 main()
 """
@@ -77,7 +79,7 @@ def test_ready_says_what_to_type_and_a_signal_stops_everything(fakes: Any, numbe
         assert "serves model 'demo' as E-P-D" in text
         assert "chat/completions" in text
         process.send_signal(number)
-        output, errors = process.communicate(timeout=120)
+        output, errors = process.communicate(timeout=300)
         assert (process.returncode, errors) == (0, "")
         assert "Stopping." in output
     assert fakes.alive == set()
@@ -93,7 +95,7 @@ def test_it_runs_on_when_nobody_reads_its_news(fakes: Any) -> None:
         time.sleep(1)
         assert process.poll() is None and fakes.alive == NAMES
         process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=120) == 0
+        assert process.wait(timeout=300) == 0
     assert fakes.alive == set()
 
 
@@ -101,7 +103,7 @@ def test_ctrl_c_while_starting(fakes: Any) -> None:
     with up(fakes, p0="never") as process:
         fakes.wait_until(lambda: fakes.alive == NAMES)
         process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=120)
+        output, _ = process.communicate(timeout=300)
         assert process.returncode == 0
         assert "Ready" not in output
     assert fakes.alive == set()
@@ -131,29 +133,27 @@ def test_on_a_terminal_without_utf8(fakes: Any, monkeypatch: pytest.MonkeyPatch)
                 if select.select([terminal], [], [], 0.1)[0]:
                     shown += os.read(terminal, 65536)
             process.send_signal(signal.SIGINT)
-            assert process.wait(timeout=120) == 0
+            assert process.wait(timeout=300) == 0
         assert fakes.alive == set()
     finally:
         os.close(terminal)
         os.close(stdout)
 
 
-def test_a_second_signal_ends_deaf_processes_at_once(fakes: Any) -> None:
-    """Their graces together are nine seconds."""
+def test_a_second_signal_ends_deaf_processes_at_once(fakes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRACE_S", "300")
     with up(fakes, gateway="deaf", e0="deaf", p0="deaf") as process:
         read_until(process, "openai.OpenAI")
-        started_at = time.monotonic()
         process.send_signal(signal.SIGINT)
         read_until(process, "Stopping.")
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=120)
-        assert time.monotonic() - started_at < 8.5
+        process.communicate(timeout=300)
     assert fakes.alive == set()
 
 
 def test_a_dying_instance_is_named_with_its_log_and_the_others_stop(fakes: Any) -> None:
     with up(fakes, p0="die") as process:
-        output, _ = process.communicate(timeout=120)
+        output, _ = process.communicate(timeout=300)
         assert process.returncode == 1
     assert "p0 died: exit code 3" in output
     assert "    no memory for the tower" in output
@@ -166,7 +166,7 @@ def test_a_death_after_ready_stops_a_deployment_that_restarts_nothing(fakes: Any
     with up(fakes, restart="never") as process:
         read_until(process, "openai.OpenAI")
         os.kill(fakes.pids["d0"], signal.SIGSEGV)
-        output, _ = process.communicate(timeout=120)
+        output, _ = process.communicate(timeout=300)
         assert process.returncode == 1
     assert "d0 died: killed by SIGSEGV" in output
     assert fakes.alive == set()
@@ -184,7 +184,7 @@ def test_what_dies_after_ready_is_started_again_and_that_is_said(fakes: Any, vic
         assert {name for name, pid in fakes.pids.items() if pid != before[name]} == {victim}
         assert fakes.alive == NAMES
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=120)
+        process.communicate(timeout=300)
         assert process.returncode == 0
     assert fakes.alive == set()
     assert list(fakes.folder.glob(f"epd-serve-*/{victim}.log")), "the log of the death is lost"
@@ -203,7 +203,7 @@ def test_an_occupied_port_is_reported_before_anything_starts(fakes: Any) -> None
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with up(fakes, "--port", str(port)) as process:
-            _, errors = process.communicate(timeout=120)
+            _, errors = process.communicate(timeout=300)
     assert process.returncode == 2
     assert errors.startswith(
         f"epd-serve: the gateway cannot listen on 127.0.0.1 port {port}: Address already in use"

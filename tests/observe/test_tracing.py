@@ -18,6 +18,8 @@ from epd_serve.metrics.otel import span_recorder
 
 otlp = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
 TRACE, CALLER = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+HOPS = ("gateway receive", "encode e0", "prefill p1", "kv_transfer d2", "decode d2")
+NAMES = {"gateway chat", *HOPS, "encode_execute", "prefill_execute", "decode_execute"}
 
 
 class Collector:
@@ -70,15 +72,15 @@ async def test_one_request_is_one_trace_over_all_instances(monkeypatch: pytest.M
                 assert response.headers["traceparent"].startswith(f"00-{TRACE}-")
             quiet = {"traceparent": f"00-{TRACE[::-1]}-{CALLER}-00"}
             await running.post("/v1/completions", {"model": "demo", "prompt": "a", "max_tokens": 2}, headers=quiet)
-            async with asyncio.timeout(60):
-                while not {"decode_execute", "gateway chat"} <= {span.name for _, span in collector.spans}:  # noqa: ASYNC110
+            async with asyncio.timeout(300):  # each process exports its own, whenever its turn comes
+                while not {span.name for _, span in collector.spans} >= NAMES:  # noqa: ASYNC110
                     await asyncio.sleep(0.05)
             await running.settle()
     by_name = {span.name: (source, span) for source, span in collector.spans}
     assert {span.trace_id.hex() for _, span in collector.spans} == {TRACE}, "the other caller wants no spans"
     source, root = by_name["gateway chat"]
     assert (source, root.parent_span_id.hex(), root.trace_state) == ("gateway", CALLER, "vendor=7")
-    for name in ("gateway receive", "encode e0", "prefill p1", "kv_transfer d2", "decode d2"):
+    for name in HOPS:
         assert by_name[name][1].parent_span_id == root.span_id
         assert root.start_time_unix_nano <= by_name[name][1].start_time_unix_nano
         assert by_name[name][1].end_time_unix_nano <= root.end_time_unix_nano

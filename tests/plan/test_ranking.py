@@ -1,12 +1,16 @@
 """Whether two rankings agree, where some of what is ranked cannot be told apart."""
 
 import random
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.planner_measured import goodput, points_of
 from benchmarks.planner_ranking import Noise, noise_of, rank, student_t, tau_b
+from benchmarks.planner_runs import WORKLOADS, in_order
 
 
 def test_the_quantiles_of_student() -> None:
@@ -55,6 +59,44 @@ def test_ties_are_neither_right_nor_wrong() -> None:
     assert split["tau_b"] < 1 and split["tau_told_apart"] == 1, "a difference where there is none"
     wrong = rank(measured, {"a": [40.0] * 3, "b": [60.0] * 3, "c": [90.0] * 3}, noise)
     assert wrong["tau_told_apart"] == -1 and len(wrong["inverted"]) == 2
+
+
+def test_the_same_processes_are_one_in_the_ranking_of_kinds() -> None:
+    measured = {"a": [100.0, 104.0], "b": [103.0, 99.0], "c": [51.0, 49.0]}
+    alike = {"a": 1, "b": 1, "c": 2}
+    noise = noise_of(measured, alike)
+    simulated = {"a": [90.0] * 2, "b": [89.0] * 2, "c": [40.0] * 2}
+    found = rank(measured, simulated, noise, alike=alike)
+    assert (found["kinds"], found["tau_of_kinds"]) == (2, 1)
+    assert (found["pairs_told_apart"], found["pairs_right"]) == (2, 2)
+    wrong = rank(measured, {**simulated, "c": [95.0] * 2}, noise, alike=alike)
+    assert (wrong["tau_of_kinds"], wrong["pairs_right"]) == (-1, 0)
+    told = rank(measured, simulated, noise, means=({"a": 1, "b": 2, "c": 3}, {"a": 1, "b": 2, "c": 3}))
+    assert told["tau"] == 1 and told["choice"] == "c", "of the means that are given"
+
+
+def run_of(number: int, rate: float, share: float, tpot_s: float) -> dict[str, Any]:
+    side = {"ttft_s": 0.1, "tpot_s": tpot_s, "throughput": 50.0, "served": 6.0, "sent": 20, "good": 20 * share}
+    simulated = {**side, "tpot_s": 0.01}
+    return {"file": "a", "workload": "w", "rate": rate, "round": number, "measured": side, "simulated": simulated}
+
+
+def test_a_point_is_the_mean_of_its_rounds() -> None:
+    rows = [run_of(1, 2.0, 1.0, 0.008), run_of(2, 2.0, 0.9, 0.012), run_of(1, 6.0, 0.5, 0.01)]
+    two, one = points_of(rows)
+    assert (two["rounds"], two["measured"]["tpot_s"], two["measured"]["attainment"]) == (2, 0.01, 0.95)
+    assert two["noise"]["tpot_s"] == pytest.approx(abs(0.01 / 0.008 - 0.01 / 0.012) / 2)
+    assert "noise" not in one, "one round does not tell its own"
+    assert (two["below_saturation"], one["below_saturation"]) == (True, False)
+    assert goodput([two, one], "measured") == pytest.approx(2 + 4 * 0.05 / 0.45)
+
+
+def test_rounds_have_orders_of_their_own() -> None:
+    files = [Path(name) for name in "abcdefghi"]
+    rounds = [in_order(files, number) for number in range(3)]
+    assert rounds[0] == in_order(files, 0)
+    orders = {tuple(file for file, one in some if one == workload) for some in rounds for workload in WORKLOADS}
+    assert len(orders) == 6 and all(sorted(order) == files for order in orders)
 
 
 @given(st.lists(st.sampled_from([-1, 0, 1]), min_size=3, max_size=12))

@@ -264,8 +264,8 @@ class Gateway:
         return answer
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait for a condition; fails after a minute."""
-        for _ in range(12_000):
+        """Wait for a condition; fails after some minutes."""
+        for _ in range(60_000):
             if condition():
                 return
             await asyncio.sleep(0.005)

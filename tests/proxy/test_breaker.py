@@ -157,7 +157,7 @@ async def test_failures_in_a_row_open_it_and_a_probe_closes_it(start, kit):
 
 async def test_a_restarted_instance_starts_slowly(start, kit):
     limits = BreakerLimits(slow_start_s=1000)
-    gateway = await start("a0:EPD", "a1:EPD", health=health(breaker=limits))
+    gateway = await start("a0:EPD", "a1:EPD", health=health(breaker=limits, probe_timeout_s=60))
     await gateway.until(lambda: gateway["a0"].num_probes > 0)
     gateway["a0"].info["pid"] = 2
     await gateway.until(lambda: not gateway.table["a0"].accepting or gateway.table["a0"].info.pid == 2)

@@ -29,7 +29,7 @@ class Peer:
 
     async def answer(self):
         """(status, headers, body) of the next answer; the body without chunk framing."""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(300):
             head = (await self.reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
             if head[0].split()[1] == "100":
                 return await self.answer()
@@ -51,7 +51,7 @@ class Peer:
         return await self.answer()
 
     async def is_closed(self):
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(300):
             return await self.reader.read() == b""
 
 

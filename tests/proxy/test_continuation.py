@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from functools import partial
 
 import pytest
 
@@ -30,13 +31,17 @@ def prefill(kit, *after):
 def decode(kit, gateway, name, *, until=None, end=()):
     """D goes on behind P's token, up to ``until``, then with ``end``."""
 
+    def asked(message):
+        calls = {one.request_id: one for fake in gateway.fakes.values() for one in fake.got("/stage/prefill")}
+        return calls.get(message.request_id)
+
     def tokens(message):
-        asked = {one.request_id: one for fake in gateway.fakes.values() for one in fake.got("/stage/prefill")}
-        start = len(asked[message.request_id].generated) + 2
+        start = len(asked(message).generated) + 2
         return b"".join(kit.frame(number) for number in range(start, (until or TOKENS[-1]) + 1))
 
-    def script(message):  # the prefill call may come after this one
-        return [0.05, kit.FRAMES, lambda: tokens(message), *(end if until else [kit.frame(0, end=True)])]
+    def script(message):
+        is_asked = partial(gateway.until, partial(asked, message))  # the prefill call may come after this one
+        return [is_asked, 0.05, kit.FRAMES, lambda: tokens(message), *(end if until else [kit.frame(0, end=True)])]
 
     gateway[name].scripts["/stage/decode"] = script
 

@@ -202,7 +202,7 @@ async def test_a_request_whose_key_cannot_be_counted_gives_back_its_place():
     with pytest.raises(OSError, match="file descriptor"):
         first.leave()
     assert turn is not None
-    await asyncio.wait_for(turn, 60)
+    await asyncio.wait_for(turn, 300)
     with pytest.raises(OSError, match="file descriptor"):
         second.leave()
     assert (queue.num_in_flight, queue.num_waiting) == (0, 0)

@@ -15,12 +15,12 @@ def listen(listeners: Listeners, index: int) -> socket.socket:
     (descriptor,) = listeners.of(index)
     ours = socket.fromfd(descriptor, socket.AF_INET, socket.SOCK_STREAM)
     ours.listen()
-    ours.settimeout(20)
+    ours.settimeout(300)
     return ours
 
 
 def call(port: int) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", port), timeout=20)
+    return socket.create_connection(("127.0.0.1", port), timeout=300)
 
 
 def test_a_port_on_which_workers_of_another_gateway_listen_is_taken():

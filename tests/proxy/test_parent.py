@@ -54,13 +54,13 @@ def parent_of(monkeypatch):
 async def test_a_worker_that_hangs_before_it_has_joined_is_killed(parent_of, caplog):
     parent = parent_of(HANGS, 0.2)
     worker = await parent._start(1)
-    await asyncio.wait_for(parent._live(1, worker), 120)
+    await asyncio.wait_for(parent._live(1, worker), 300)
     assert worker.process.returncode == -signal.SIGKILL
     assert "worker 1 of the gateway did not come to serve within 0.2 s" in caplog.text
 
 
 async def test_a_gateway_whose_first_worker_hangs_from_the_start_ends(parent_of, caplog):
-    assert await asyncio.wait_for(parent_of(HANGS, 0.2).run(), 120) == signal.SIGKILL
+    assert await asyncio.wait_for(parent_of(HANGS, 0.2).run(), 300) == signal.SIGKILL
     assert caplog.text.count("did not come to serve") == 1
 
 
@@ -68,7 +68,7 @@ async def test_a_gateway_stopped_in_the_moment_when_its_first_worker_joins_lets_
     parent = parent_of(JOINS, 120.0)
     parent._hang_timeout_s = None
     worker = await parent._start(0)
-    await asyncio.wait_for(worker.joined.wait(), 120)
+    await asyncio.wait_for(worker.joined.wait(), 300)
     parent._stop()
     await parent._keep(0, worker)
     assert worker.process.returncode == 7, "of itself, and not by SIGKILL"

@@ -43,7 +43,8 @@ async def test_an_instance_that_stops_gets_no_work_at_once(start, kit):
 async def test_received_calls_are_not_counted_twice(start, kit):
     gateway = await start("p0:P", "d0:D", reporting=True)
     p0 = gateway["p0"]
-    p0.scripts["/stage/prefill"] = lambda _: [1.0, kit.NONE, kit.WHOLE]
+    go_on = asyncio.Event()
+    p0.scripts["/stage/prefill"] = lambda _: [go_on.wait, kit.NONE, kit.WHOLE]
     answer = asyncio.create_task(gateway.answer(kit.chat()))
     await gateway.until(lambda: p0.got("/stage/prefill"))
     alone = gateway.table["p0"].pending.num_tokens
@@ -59,6 +60,7 @@ async def test_received_calls_are_not_counted_twice(start, kit):
     p0.report = report
     await gateway.until(lambda: len(named) > 2)
     assert gateway.table["p0"].pending.num_tokens == 1000
+    go_on.set()
     assert (await answer)[0] == 200
     await gateway.settle()
     assert gateway.table["p0"].in_flight[Stage.PREFILL] == 0

@@ -56,7 +56,7 @@ async def test_nobody_waits_for_a_slow_one_for_long():
     slow = turns.ask(loop, 5, lambda: None)
     other = turns.ask(loop, 7, begun.set)
     assert slow.has_begun and not other.has_begun
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(300):
         await begun.wait()
     assert other.has_begun and turns.num_bytes == 12
     slow.end()
@@ -84,14 +84,14 @@ async def test_a_body_waits_for_its_turn(gateway_and_peers):
     second[1].write(post(LARGE) + post(b"{}"))
     await gateway.until(lambda: turns.num_waiting)
     first[1].write(LARGE[-1:])
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(300):
         assert [await status_of(reader) for reader, _ in (first, second, second)] == [200, 200, 400]
 
 
 async def test_what_is_refused_unread_keeps_nobody_waiting(gateway_and_peers):
     _, turns, first, second = gateway_and_peers
     second[1].write(post(LARGE, "X-Request-Id: a b") + post(b"{}"))
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(300):
         assert [await status_of(second[0]) for _ in range(2)] == [400, 400]
         assert not turns.num_waiting
         first[1].write(LARGE[-1:])
@@ -103,7 +103,7 @@ async def test_who_leaves_in_turn_lets_the_next_one_read(gateway_and_peers):
     second[1].write(post(LARGE))
     await gateway.until(lambda: turns.num_waiting)
     first[1].close()
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(300):
         assert await status_of(second[0]) == 200
 
 
@@ -114,5 +114,5 @@ async def test_who_waits_in_the_queue_holds_up_no_body(gateway_and_peers):
     await gateway.until(lambda: gateway.gate.queue.num_waiting)
     assert not turns.num_bytes
     gateway.gate.queue.resize(10, 10, 0.0)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(300):
         assert await status_of(first[0]) == 200

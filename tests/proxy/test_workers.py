@@ -59,7 +59,7 @@ class Crew:
 
     async def until(self, condition: Callable[[], Any]) -> Any:
         """Wait until it gives something true, and errors of a worker that is away are over."""
-        async with asyncio.timeout(240):
+        async with asyncio.timeout(500):
             while True:
                 with contextlib.suppress(aiohttp.ClientError):
                     if found := await condition():

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd_serve.cost.profile import Profile, Transport
+from epd_serve.cost.profile import DecodeLine, Profile, Transport
 from epd_serve.sim.build import build
 from epd_serve.sim.device import Activity, MeasuredSharing
 from epd_serve.sim.request import SimRequest
@@ -54,6 +54,15 @@ def test_a_request_alone_takes_what_was_measured_besides(ascend: Profile, slow: 
     # the reservation is made while the image is prepared
     assert first == pytest.approx(0.01 + prepare_s + 0.004 + 1e-5 * 512)
     assert rest == pytest.approx(0.006 + 2 * 0.0007)
+
+
+def test_steps_of_decodes_take_what_their_number_was_measured_to(ascend: Profile) -> None:
+    lines = (DecodeLine(num_sequences=1, base_s=0.1, context_s=1e-3), DecodeLine(num_sequences=3, base_s=0.3))
+    profile = msgspec.structs.replace(ascend, decode=lines)
+    alone = SimRequest(at_s=0.0, images=(), num_text_tokens=12, num_output_tokens=4)
+    (job,) = simulate(deployed("EPD", profile), [alone]).jobs
+    assert job.first_token_s is not None and job.last_token_s is not None
+    assert job.last_token_s - job.first_token_s == pytest.approx(0.3 + 1e-3 * (13 + 14 + 15))
 
 
 def test_what_dies_while_images_are_prepared_leaves_nothing(slow: Profile) -> None:

@@ -57,7 +57,7 @@ class Page:
         number = next(self._numbers)
         waiting = self._waiting[number] = asyncio.get_running_loop().create_future()
         await self._socket.send_json({"id": number, "method": method, "params": parameters, **self._session})
-        answer = await asyncio.wait_for(waiting, 60)
+        answer = await asyncio.wait_for(waiting, 300)
         assert "error" not in answer, (method, answer)
         return answer["result"]
 
@@ -78,7 +78,7 @@ class Page:
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
-    async def until(self, expression: str, timeout_s: float = 60) -> None:
+    async def until(self, expression: str, timeout_s: float = 300) -> None:
         deadline = asyncio.get_running_loop().time() + timeout_s
         while not await self.run(expression):
             assert asyncio.get_running_loop().time() < deadline, f"not within {timeout_s} s: {expression}"
@@ -130,7 +130,7 @@ async def browser(program: str, profile: Path) -> AsyncIterator[Page]:
             await page.attach()
             yield page
             await socket.send_json({"id": 0, "method": "Browser.close"})
-            await asyncio.wait_for(process.wait(), 60)
+            await asyncio.wait_for(process.wait(), 300)
     finally:
         if process.returncode is None:
             process.kill()

@@ -39,7 +39,7 @@ async def gateway(instances: Mapping[str, str], *, config: dict[str, Any] | None
     host = "127.0.0.1"
     app = create_app(GatewaySettings.of(DeploymentConfig.model_validate(config or {}), host), [*instances.items()])
     async with served(new_server(app, host, 0)) as url, httpx.AsyncClient(timeout=150, trust_env=False) as client:
-        async with asyncio.timeout(150):
+        async with asyncio.timeout(300):
             while True:
                 known = (await client.get(f"{url}/health")).json()["instances"].values()
                 if all(one["ready"] for one in known):
@@ -55,18 +55,21 @@ def is_up(url: str) -> bool:
         return False
 
 
-def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 150) -> None:
+def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 300) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
         time.sleep(0.05)
 
 
-async def until_decoding(url: str) -> None:
-    """Wait until an instance holds blocks for requests."""
-    async with httpx.AsyncClient(timeout=150) as client, asyncio.timeout(150):
-        while not (await client.get(f"{url}/integrity")).json()["blocks"]:  # noqa: ASYNC110
+async def until_decoding(url: str, *asked: asyncio.Task[Any]) -> bool:
+    """Wait until an instance holds blocks for requests; False where all that was asked was answered before."""
+    async with httpx.AsyncClient(timeout=150) as client, asyncio.timeout(300):
+        while not (await client.get(f"{url}/integrity")).json()["blocks"]:
+            if asked and all(task.done() for task in asked):
+                return False
             await asyncio.sleep(0.01)
+    return True
 
 
 async def figures(url: str) -> dict[str, float]:
@@ -87,7 +90,7 @@ class Books:
 
     urls: Mapping[str, str]
 
-    async def check(self, timeout_s: float = 100) -> None:
+    async def check(self, timeout_s: float = 200) -> None:
         """Clean-up after a cancellation runs in the background, so "all free" is awaited, not demanded at once."""
         async with httpx.AsyncClient(timeout=150) as client:
             deadline = time.monotonic() + timeout_s

@@ -115,7 +115,7 @@ async def start_fleet(
         },
         **settings,
     )
-    async with LocalDeployment(config, ready_timeout_s=150) as deployment:
+    async with LocalDeployment(config, ready_timeout_s=300) as deployment:
         yield Fleet(deployment, expected, ignore_eos=ignore_eos)
 
 

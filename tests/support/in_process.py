@@ -34,7 +34,7 @@ class Deployment:
         async with self.session.post(self.url + path, json=body, **more) as response:
             return response.status, await response.json(content_type=None)
 
-    async def settle(self, timeout_s: float = 60) -> None:
+    async def settle(self, timeout_s: float = 300) -> None:
         """Wait until nothing is in use; the books must balance."""
         for _ in range(int(timeout_s / 0.02)):
             in_use = {n: i.in_use() for n, i in self.instances.items() if any(i.in_use().values())}

@@ -65,7 +65,7 @@ async def put_when_back(store: MooncakeFeatureStore, key: str) -> FeatureEvent:
     raise AssertionError("the store does not come back")
 
 
-async def until(found: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
+async def until(found: Callable[[], bool], what: str, timeout_s: float = 300.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not found():
         assert time.monotonic() < deadline, what

@@ -31,7 +31,7 @@ class Master:
         self._process = subprocess.Popen(
             [*command, f"--default_kv_lease_ttl={int(LEASE_S * 1000)}"], stderr=subprocess.DEVNULL
         )
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 300
         while not self._is_up():
             assert time.monotonic() < deadline, "mooncake_master does not start"
             time.sleep(0.05)

@@ -19,7 +19,7 @@ def read_until(process: subprocess.Popen[str], words: str) -> str:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(300):
         while True:
             if condition():
                 return

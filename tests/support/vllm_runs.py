@@ -42,7 +42,7 @@ def engine_python() -> str | None:
     named = os.environ.get("EPD_SERVE_VLLM_PYTHON", sys.executable)
     script = "import importlib.util as u, sys; sys.exit(u.find_spec('vllm') is None)"
     try:
-        return named if subprocess.run([named, "-I", "-c", script], timeout=60).returncode == 0 else None
+        return named if subprocess.run([named, "-I", "-c", script], timeout=300).returncode == 0 else None
     except OSError:
         return None
 
@@ -219,7 +219,7 @@ class Deployment:
                 now[key] for key in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
             )
 
-        self.wait_until(is_idle, f"{name} is idle", 60)
+        self.wait_until(is_idle, f"{name} is idle", 300)
 
     def encodes_in_flight(self) -> float:
         """Pictures that the gateway has sent to an E that has not answered."""

@@ -49,7 +49,7 @@ class Counting:
 
     def write(self, region: Region, pieces: Sequence[Piece], transfer_ids: Sequence[str] = ()) -> None:
         if region.name in self.stalled:
-            self.stalled[region.name].wait(10)
+            self.stalled[region.name].wait(300)
         self.inner.write(region, pieces, transfer_ids)
         self.writes.append((region.name, len(pieces)))
 

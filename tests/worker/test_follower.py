@@ -55,7 +55,7 @@ def test_a_staging_waits_for_all_that_was_sent_before_it(monkeypatch: pytest.Mon
     threading.Thread(target=module._stage, args=(follower, stagings), daemon=True).start()
     leader.send(Land([1, 2]))
     leader.send(Stage(number=1, first_layer=0, end_layer=1, blocks=[1, 2]))
-    follower.execute(commands.get(timeout=30))
+    follower.execute(commands.get(timeout=300))
     assert decode_answer(leader.receive()) == Done(1)
     assert cache.done == ["land", "stage"]
     leader.close()

@@ -85,5 +85,5 @@ def test_a_channel_that_is_closed_while_a_thread_receives_ends_for_both() -> Non
         threading.Thread(target=receive, args=(channel, name), daemon=True).start()
     time.sleep(0.1)  # until both are in their system calls; where they are not, there is nothing to see
     ours.close()
-    assert {ends.get(timeout=20) for _ in range(2)} == {"leader", "follower"}
+    assert {ends.get(timeout=300) for _ in range(2)} == {"leader", "follower"}
     theirs.close()
