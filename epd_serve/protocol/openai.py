@@ -48,8 +48,21 @@ COMPLETION_MAX_TOKENS = 16
 _GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice"}
 #: Fields of :meth:`GenerationRequest._rare_sampling`.
 _RARE = frozenset(
-    "top_k min_p repetition_penalty presence_penalty frequency_penalty stop stop_token_ids ignore_eos "
-    "skip_special_tokens include_stop_str_in_output logit_bias allowed_token_ids bad_words".split()
+    (
+        "top_k",
+        "min_p",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+        "stop",
+        "stop_token_ids",
+        "ignore_eos",
+        "skip_special_tokens",
+        "include_stop_str_in_output",
+        "logit_bias",
+        "allowed_token_ids",
+        "bad_words",
+    )
 )
 
 
