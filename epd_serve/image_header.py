@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import zlib
 
-#: What is looked at of a file.
+#: What is looked at of a file, and what mostly is enough.
 HEADER_BYTES = 64 * 1024
+_SHORT_BYTES = 4 * 1024
 
 _PNG = b"\x89PNG\r\n\x1a\n"
 #: Chunks before the pixels that say nothing of size or orientation.
@@ -26,9 +27,9 @@ _FRAMES = frozenset({0xC0, 0xC1, 0xC2})
 def plain_size(data: bytes) -> tuple[int, int] | None:
     """(width, height) in pixels, or None where Pillow should look."""
     if data[:3] == _JPEG:
-        return _jpeg_size(data[:HEADER_BYTES])
+        return _jpeg_size(data[:_SHORT_BYTES]) or _jpeg_size(data[:HEADER_BYTES])
     if data[:8] == _PNG:
-        return _png_size(data[:HEADER_BYTES])
+        return _png_size(data[:_SHORT_BYTES]) or _png_size(data[:HEADER_BYTES])
     return None
 
 

@@ -41,7 +41,7 @@ class FrameReader:
     """Takes bytes as they come, gives whole frames.
 
     Attributes:
-        labels: of the frames that were read, with semicolons around them (:func:`token_ids`).
+        labels: of the frames that were read, with semicolons between them (:func:`token_ids`).
         ended: whether the last of them was ``END``.
         error: the event of the one that was ``ERROR``; nothing is read behind it.
     """
@@ -60,7 +60,15 @@ class FrameReader:
 
     def read(self, chunk: bytes) -> bytes:
         """The events of the frames that are whole now. Raises FrameError for what cannot be a frame."""
-        parts = ((self._rest + chunk) if self._rest else chunk).split(_RS)
+        rest = self._rest
+        parts = (rest + chunk if rest else chunk).split(_RS)
+        if len(parts) == 3 and not parts[2]:  # as it is where tokens come one by one
+            label, events, _ = parts
+            choice, _, token = label.partition(b",")
+            if choice.isdigit() and token.isdigit():
+                self._rest = b""
+                self.labels.append(label)
+                return events
         if len(parts) & 1:
             self._rest = parts.pop()
         else:
@@ -70,12 +78,7 @@ class FrameReader:
             raise FrameError(f"{len(self._rest)} bytes without an end")
         if not parts:
             return b""
-        if len(parts) == 2:  # as it is where tokens come one by one
-            choice, _, token = parts[0].partition(b",")
-            if choice.isdigit() and token.isdigit():
-                self.labels.append(b";%b;" % parts[0])
-                return parts[1]
-        labels, events = parts[::2], parts[1::2]
+        labels, all_events = parts[::2], parts[1::2]
         if labels[-1] == _END_LABEL or labels[-1].startswith(_END_LABEL + b","):
             self.ended = True
             labels[-1] = labels[-1][1:]
@@ -87,10 +90,10 @@ class FrameReader:
             or b",," in text
             or b",;" in text
         ):
-            self._take_error(labels, events)
+            self._take_error(labels, all_events)
             text = b";%b;" % b";".join(labels)
         self.labels.append(text)
-        return events[0] if len(events) == 1 else b"".join(events)
+        return all_events[0] if len(all_events) == 1 else b"".join(all_events)
 
     def _take_error(self, labels: list[bytes], events: list[bytes]) -> None:
         """Where labels are more than numbers."""

@@ -46,6 +46,24 @@ MAX_PROMPTS = 128
 COMPLETION_MAX_TOKENS = 16
 #: vLLM's earlier names for fields of structured_outputs.
 _GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice"}
+#: Fields of :meth:`GenerationRequest._rare_sampling`.
+_RARE = frozenset(
+    (
+        "top_k",
+        "min_p",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+        "stop",
+        "stop_token_ids",
+        "ignore_eos",
+        "skip_special_tokens",
+        "include_stop_str_in_output",
+        "logit_bias",
+        "allowed_token_ids",
+        "bad_words",
+    )
+)
 
 
 class StreamOptions(RequestModel):
@@ -164,31 +182,36 @@ class GenerationRequest(RequestModel):
 
     def sampling(self, seed: int) -> SamplingParams:
         """Sampling parameters with the API's defaults filled in; ``seed`` is used where the request has none."""
-        top_k = self.top_k or 0
         return SamplingParams(
             seed=self.seed if self.seed is not None else seed,
             max_tokens=self._max_tokens(),
             min_tokens=self.min_tokens or 0,
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p,
-            top_k=max(top_k, 0),
-            min_p=self.min_p or 0.0,
-            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
-            presence_penalty=self.presence_penalty or 0.0,
-            frequency_penalty=self.frequency_penalty or 0.0,
-            stop=tuple(self.stop or ()),
-            stop_token_ids=tuple(self.stop_token_ids or ()),
-            ignore_eos=bool(self.ignore_eos),
-            skip_special_tokens=self.skip_special_tokens is not False,
             logprobs=self._logprobs(),
             n=self.n or 1,
-            include_stop=bool(self.include_stop_str_in_output),
-            logit_bias={int(token): bias for token, bias in (self.logit_bias or {}).items()},
-            allowed_token_ids=tuple(self.allowed_token_ids or ()),
-            bad_words=tuple(self.bad_words or ()),
             grammar=self.grammar(),
             priority=self.priority or 0,
+            **({} if _RARE.isdisjoint(self.model_fields_set) else self._rare_sampling()),
         )
+
+    def _rare_sampling(self) -> dict[str, Any]:
+        """Of :meth:`sampling`, what few requests have; a request without any of :data:`_RARE` need not look."""
+        return {
+            "top_k": max(self.top_k or 0, 0),
+            "min_p": self.min_p or 0.0,
+            "repetition_penalty": 1.0 if self.repetition_penalty is None else self.repetition_penalty,
+            "presence_penalty": self.presence_penalty or 0.0,
+            "frequency_penalty": self.frequency_penalty or 0.0,
+            "stop": tuple(self.stop or ()),
+            "stop_token_ids": tuple(self.stop_token_ids or ()),
+            "ignore_eos": bool(self.ignore_eos),
+            "skip_special_tokens": self.skip_special_tokens is not False,
+            "include_stop": bool(self.include_stop_str_in_output),
+            "logit_bias": {int(token): bias for token, bias in (self.logit_bias or {}).items()},
+            "allowed_token_ids": tuple(self.allowed_token_ids or ()),
+            "bad_words": tuple(self.bad_words or ()),
+        }
 
     def _output(self, kind: Literal["chat", "completion"], id: str, created: int, model: str) -> OutputOptions:
         options = self.stream_options or StreamOptions()

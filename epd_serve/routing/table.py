@@ -29,6 +29,7 @@ class InstanceTable:
         self.has_thieves = False
         self._models: dict[str, InstanceInfo] | None = None  # None: to be looked up
         self._peers: dict[frozenset[Stage], list[InstanceRecord]] = {}  # by their stages
+        self._covering: dict[tuple[Stage, str | None], list[InstanceRecord]] = {}  # by stage and model
 
     def __iter__(self) -> Iterator[InstanceRecord]:
         return iter(self._records.values())
@@ -44,15 +45,19 @@ class InstanceTable:
 
     def add(self, name: str, url: str) -> None:
         assert name not in self._records
-        self._models = None
-        self._peers.clear()
+        self._forget()
         self._records[name] = InstanceRecord(name=name, url=url)
 
     def remove(self, name: str) -> None:
         """Nothing new for this instance; whoever holds its record may go on to use it."""
+        self._forget()
+        del self._records[name]
+
+    def _forget(self) -> None:
+        """What is known of all of them together: one has come, left or changed."""
         self._models = None
         self._peers.clear()
-        del self._records[name]
+        self._covering.clear()
 
     # ------------------------------------------------------------------ what instances say
 
@@ -65,8 +70,7 @@ class InstanceTable:
         """
         record = self._records[name]
         record.role = Role.parse(info.role)
-        self._models = None
-        self._peers.clear()
+        self._forget()
         before = record.info or info
         if (info.pid, info.epoch) != (before.pid, before.epoch):
             record.kept.clear()
@@ -134,17 +138,20 @@ class InstanceTable:
         Stale ones are among them only where there are no others, and for P and D thieves where there is nothing
         else at all.
         """
+        covering = self._covering.get((stage, model))
+        if covering is None:
+            covering = [
+                one
+                for one in self
+                if one.covers(stage) and (model is None or (one.info is not None and one.info.model == model))
+            ]
+            if covering:  # names of models that there are not could be any number
+                self._covering[stage, model] = covering
         found: list[InstanceRecord] = []
         stale: list[InstanceRecord] = []
         thieves: list[InstanceRecord] = []
-        for record in self._records.values():
-            if (
-                record.ready
-                and record.accepting
-                and record.role is not None
-                and stage in record.role.stages
-                and (model is None or (record.info is not None and record.info.model == model))
-            ):
+        for record in covering:
+            if record.ready and record.accepting:
                 if stage is not Stage.ENCODE and record.info is not None and record.info.steals:
                     thieves.append(record)
                 else:

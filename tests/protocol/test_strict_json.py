@@ -46,6 +46,8 @@ def test_a_repeated_key_is_found_wherever_it_is(value, key, layout, long):
 def test_spelling_a_key_in_another_way_hides_nothing():
     with pytest.raises(JSONRefused, match="the key 'model' occurs twice"):
         decode(rb'{"model": "a", "mode\u006c": "b"}')
+    with pytest.raises(JSONRefused, match="the key 'a' occurs twice"):
+        decode(rb'{"a": 1, "a": 2, "b": "\u003a"}')
 
 
 @pytest.mark.parametrize("opening", [b"[", b'{"a":', b'[{"b":'])
