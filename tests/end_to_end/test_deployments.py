@@ -109,7 +109,7 @@ async def test_each_deployment_answers_the_questions_of_the_readme(
         assert rss < 3 * GIB or len(pids) > 4
         await Books({name: handle.url for name, handle in deployment.instances.items()}).check()
         stopping = time.monotonic()
-    assert time.monotonic() - stopping < 120
+    assert time.monotonic() - stopping < 30
     assert not [pid for pid in pids if psutil.pid_exists(pid)]
     check_shared_memory(before)
     check_stages(tmp_path, config.topology.num_instances)
@@ -185,7 +185,7 @@ def test_ctrl_c_stops_everything(deployment_file: Path) -> None:
         stopping = time.monotonic()
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=300)
-        assert time.monotonic() - stopping < 120
+        assert time.monotonic() - stopping < 30
         assert process.returncode == 0
     assert cpu_s_of_ended_children() - cpu_before_s - running_s < running_s / 5, "there is nothing to compute"
     assert not [child for child in children if child.is_running()]

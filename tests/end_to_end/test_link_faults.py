@@ -229,7 +229,7 @@ async def test_without_room_at_d_requests_queue_and_are_then_told_to_come_back(f
         await fleet.is_seen("d0", lambda books: books["blocks"] > 70, *held)  # the two prompts alone
         asked_at = time.monotonic()
         answer = await fleet.ask(long_text(first + 2))
-        assert time.monotonic() - asked_at < 120, "not the request's own time limit"
+        assert time.monotonic() - asked_at < 20, "not the request's own time limit"
         others = [one.status_code for one in await asyncio.gather(*held)]
         assert others == [200, 200] or time.monotonic() - asked_at > LEASE_S
         if answer.status_code != 200 and others == [200, 200]:

@@ -90,7 +90,7 @@ class Books:
 
     urls: Mapping[str, str]
 
-    async def check(self, timeout_s: float = 200) -> None:
+    async def check(self, timeout_s: float = 100) -> None:
         """Clean-up after a cancellation runs in the background, so "all free" is awaited, not demanded at once."""
         async with httpx.AsyncClient(timeout=150) as client:
             deadline = time.monotonic() + timeout_s

@@ -1,0 +1,130 @@
+"""Encoders that fail, stall or are too busy: who encodes then."""
+
+import asyncio
+from functools import partial
+
+import pytest
+
+from epd_serve.protocol.wire import EncodeReply, encode
+
+
+def red(kit):
+    return kit.data_url(kit.picture())
+
+
+def encoded_by(gateway, *names, times=1):
+    """A step of a script: until these instances have been asked to encode, so many times together."""
+    return partial(gateway.until, lambda: sum(len(gateway[name].got("/stage/encode")) for name in names) == times)
+
+
+async def test_a_failed_encode_goes_to_another_encoder(start, kit):
+    gateway = await start("e0:E", "e1:E", "p0:P", "d0:D")
+    gateway["e0"].scripts["/stage/encode"] = lambda _: kit.fail(500, "out of memory")
+    gateway["p0"].scripts["/stage/prefill"] = lambda _: [encoded_by(gateway, "e1"), kit.DECODE]
+    assert await gateway.answer(kit.chat(red(kit))) == (200, kit.WHOLE)
+    assert len(gateway["e0"].got("/stage/encode")) == len(gateway["e1"].got("/stage/encode")) == 1
+    async with gateway.session.get(f"{gateway.url}/metrics") as response:
+        assert "epd_serve_encode_retries_total 1.0" in await response.text()
+
+
+async def test_at_last_p_encodes_itself(start, kit):
+    gateway = await start("e0:E", "e1:E", "p0:P", "d0:D")
+    gateway["e0"].scripts["/stage/encode"] = lambda _: kit.fail(500, "out of memory")
+    gateway["e1"].scripts["/stage/encode"] = lambda _: [kit.DIE]
+    gateway["p0"].scripts["/stage/prefill"] = lambda _: [encoded_by(gateway, "p0"), kit.DECODE]
+    assert await gateway.answer(kit.chat(red(kit))) == (200, kit.WHOLE)
+    [encode] = gateway["p0"].got("/stage/encode")
+    assert encode.announce_to == gateway["p0"].url
+
+
+@pytest.mark.parametrize("both", [True, False])
+async def test_encoders_that_are_too_busy_are_not_relieved_by_p(start, kit, both):
+    """Another encoder may take the image; P does not load the tower for it, and the client comes back later."""
+    gateway = await start("e0:E", "e1:E", "p0:P", "d0:D")
+    for name in ("e0", "e1")[: 1 + both]:
+        gateway[name].scripts["/stage/encode"] = lambda _: kit.fail(
+            503, "too many requests wait", code="preparation_full"
+        )
+    script = [kit.FOREVER] if both else [encoded_by(gateway, "e1"), kit.DECODE]
+    gateway["p0"].scripts["/stage/prefill"] = lambda _: script
+    async with gateway.post(kit.chat(red(kit))) as response:
+        assert response.status == (503 if both else 200)
+        assert not both or int(response.headers["retry-after"]) > 0
+    assert gateway["p0"].got("/stage/encode") == []
+    await gateway.settle()
+
+
+async def test_an_image_that_nobody_can_encode_is_a_502(start, kit):
+    gateway = await start("e0:E", "p0:P", "d0:D")
+    for name in ("e0", "p0"):
+        gateway[name].scripts["/stage/encode"] = lambda _: kit.fail(500, "out of memory")
+    gateway["p0"].scripts["/stage/prefill"] = lambda _: [kit.FOREVER]
+    gateway["d0"].scripts["/stage/decode"] = lambda _: [kit.FOREVER]
+    status, error = await gateway.error(kit.chat(red(kit), stream=True))
+    assert status == 502
+    assert "out of memory" in error["message"]
+    await gateway.until(lambda: len(gateway["p0"].cancelled) == len(gateway["d0"].cancelled) == 1)
+    await gateway.settle()
+
+
+async def test_an_image_that_the_encoder_refuses_is_the_clients_error(start, kit):
+    gateway = await start("e0:E", "e1:E", "p0:P", "d0:D")
+    for name in ("e0", "e1"):
+        gateway[name].scripts["/stage/encode"] = lambda _: kit.fail(400, "the image is broken: truncated")
+    gateway["p0"].scripts["/stage/prefill"] = lambda _: [kit.FOREVER]
+    status, error = await gateway.error(kit.chat(red(kit)))
+    assert (status, error["message"]) == (400, "the image is broken: truncated")
+    assert error["param"] == "messages[0].content[0].image_url.url"
+    assert len(gateway["e0"].calls) + len(gateway["e1"].calls) == 1
+    await gateway.until(lambda: len(gateway["p0"].cancelled) == 1)
+    await gateway.settle()
+
+
+async def test_encoders_that_stall_leave_p_time_to_encode(start, kit):
+    """P waits twice the time that the first encoder is given; however many stall, a quarter of it is P's own."""
+    gateway = await start("e0:E", "e1:E", "e2:E", "e3:E", "p0:P", "d0:D", encode_timeout_s=1.0)
+    times, regular = [], gateway["p0"]._regular
+
+    def noted(message, script):
+        times.append(asyncio.get_running_loop().time())
+        return script or regular(message)
+
+    for name in ("e0", "e1", "e2", "e3"):
+        gateway[name].scripts["/stage/encode"] = partial(noted, script=[kit.FOREVER])
+    gateway["p0"].scripts["/stage/encode"] = partial(noted, script=None)
+    for number in range(1, 4):  # this process may be held up itself
+        times.clear()
+        gateway["p0"].scripts["/stage/prefill"] = lambda _, number=number: [
+            encoded_by(gateway, "p0", times=number),
+            kit.DECODE,
+        ]
+        assert await gateway.answer(kit.chat(kit.data_url(kit.picture(number)))) == (200, kit.WHOLE)
+        assert len(times) == 3, "two encoders, and P"
+        if is_in_time := times[-1] - times[0] < 1.95:
+            break
+    assert is_in_time
+
+
+async def test_requests_for_one_picture_meet_at_one_encoder(start, kit):
+    gateway = await start("e0:E", "e1:E", "e2:E", "p0:P", "d0:D")
+    all_there = encoded_by(gateway, "e0", "e1", "e2", times=9)
+    for name in ("e0", "e1", "e2"):
+        gateway[name].scripts["/stage/encode"] = lambda _: [
+            all_there,
+            (200, {}),
+            encode(EncodeReply(cached=False, num_tokens=4)),
+        ]
+    gateway["p0"].scripts["/stage/prefill"] = lambda _: [all_there, kit.DECODE]
+    answers = await asyncio.gather(*(gateway.answer(kit.chat(red(kit))) for _ in range(9)))
+    assert answers == [(200, kit.WHOLE)] * 9
+    counts = sorted(len(gateway[name].got("/stage/encode")) for name in ("e0", "e1", "e2"))
+    assert counts == [0, 0, 9]
+
+
+async def test_p_that_encodes_itself_has_all_the_time_it_gives_itself(start, kit):
+    gateway = await start("ep0:EP", "d0:D", encode_timeout_s=0.1)
+    encoded = (200, {}), encode(EncodeReply(cached=False, num_tokens=4))
+    gateway["ep0"].scripts["/stage/encode"] = lambda _: [0.4, *encoded]
+    gateway["ep0"].scripts["/stage/prefill"] = lambda _: [encoded_by(gateway, "ep0"), 0.5, kit.DECODE]
+    assert await gateway.answer(kit.chat(red(kit))) == (200, kit.WHOLE)
+    assert len(gateway["ep0"].got("/stage/encode")) == 1
