@@ -36,7 +36,7 @@ _COLLECT_EVERY = 10_000
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 #: They change the deployment or want it changed, and say why; of the others, warnings are logged.
 _TALKATIVE = ("proxy.elastic", "proxy.redeploy")
-_KEPT_BYTES = 32 * 1024 * 1024
+_KEPT_BYTES = 8 * 1024 * 1024
 
 
 @dataclass(frozen=True)
