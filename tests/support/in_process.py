@@ -58,6 +58,7 @@ async def deployment(model: Path, *roles: str, **settings: Any) -> AsyncIterator
                 model=model,
                 served_model_name="demo",
                 port=0,
+                dtype="float32",  # in bfloat16 the last bit depends on what else is in a batch
                 threads=1,
                 num_blocks=256,
                 block_size=16,
