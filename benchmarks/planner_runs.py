@@ -6,11 +6,12 @@
 ``take`` makes a model with random weights (six layers, so that stages take much longer than HTTP does), gives
 every instance one thread, and sends each load to each deployment. Rounds have other requests at other times, and
 in each all deployments get the same ones. The deployments of a round come in an order of its own, anew for each
-workload, so that a machine that gets slower meanwhile is not taken for a slow deployment. Half-way through the
-rounds it measures the profile, once for a WORK_DIR. Called again it goes on: runs that are there are kept.
+workload, so that a machine that gets slower meanwhile is not taken for a slow deployment. It measures a profile
+before the first round and behind each one, so that profiles and runs have seen the same machine. Called again it
+goes on: what is there is kept.
 ``keep`` writes what the simulator needs of all runs to ``results/planner-runs.json`` (of each request when it was
-sent, its sizes and its times), and the profile to ``results/profile-runs-cpu.json``; with ``--add`` the rounds
-that were there stay, which is right only where the same profile holds for them.
+sent, its sizes and its times), and the mean of the profiles to ``results/profile-runs-cpu.json``; with ``--add``
+the rounds that were there stay, which is right only where the same profile holds for them.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 import msgspec
 from PIL import Image
@@ -36,15 +39,16 @@ from epd_serve.bench.session import Session
 from epd_serve.bench.types import Item, Media, RunSettings
 from epd_serve.bench.workloads import load_workload
 from epd_serve.config import change_config, load_config
+from epd_serve.cost.profile import Profile
 
 ROOT = Path(__file__).parents[1]
 RUNS = Path(__file__).parent / "results" / "planner-runs.json"
 PROFILE = RUNS.with_name("profile-runs-cpu.json")
-#: Of an idle EPD instance about four times the time to the first token and 2.5 times that per token.
-TTFT_MS, TPOT_MS = 600, 15
+#: Of an idle EPD instance there about four times the time to the first token, and 2.5 times that per token.
+TTFT_MS, TPOT_MS = 900, 23
 WORKLOADS = ("sharegpt4o-like", "visualwebinstruct-like")
-#: Most keep 90 % of requests within the limits at 4 requests a second and none does at 6; 8 told nothing more.
-RATES = (2.0, 4.0, 5.0, 6.0)
+#: Deployments begin to lose a tenth of their requests between the first and the last one.
+RATES = (1.0, 1.5, 2.0, 3.0)
 
 
 class Asked(msgspec.Struct, frozen=True, array_like=True):
@@ -84,15 +88,22 @@ def take(work_dir: Path, files: list[Path], duration_s: float, rounds: Sequence[
     model = work_dir / "model"
     if not (model / "config.json").exists():
         make_runs_model(model)
-    before = (len(rounds) + 1) // 2
-    for number in rounds[:before]:
+    if not _profiles(work_dir):
+        _take_profile(work_dir, model, "before")
+    for number in rounds:
         _take_round(work_dir, files, duration_s, number)
-    profile = work_dir / "profile.json"
+        _take_profile(work_dir, model, f"{number}")
+
+
+def _take_profile(work_dir: Path, model: Path, name: str) -> None:
+    profile = work_dir / f"profile-{name}.json"
     if not profile.exists():
         command = ["profile", str(profile), "--model", str(model), "--threads", "1", "--mooncake"]
         subprocess.run([sys.executable, "-m", "epd_serve.cli", *command], check=True)
-    for number in rounds[before:]:
-        _take_round(work_dir, files, duration_s, number)
+
+
+def _profiles(work_dir: Path) -> list[Path]:
+    return sorted(work_dir.glob("profile-*.json"))
 
 
 def _take_round(work_dir: Path, files: Sequence[Path], duration_s: float, number_of_round: int) -> None:
@@ -149,6 +160,24 @@ def _runs(work_dir: Path) -> list[RunDirectory]:
     """Those that came to their end."""
     found = [RunDirectory.open(file.parent) for file in (work_dir / "runs").glob("*/run.json")]
     return [run for run in found if len(run.records()) == run.settings.num_requests]
+
+
+def mean_profile(profiles: Sequence[Profile]) -> Profile:
+    """Each number the mean of theirs, which are of one model on one machine."""
+    found: Profile = _mean(profiles)
+    return found
+
+
+def _mean(values: Sequence[Any]) -> Any:
+    first = values[0]
+    if isinstance(first, msgspec.Struct):
+        names = first.__struct_fields__
+        return type(first)(**{name: _mean([getattr(one, name) for one in values]) for name in names})
+    if isinstance(first, dict):
+        return {key: _mean([one[key] for one in values]) for key in first}
+    if isinstance(first, list | tuple):
+        return type(first)(_mean(some) for some in zip(*values, strict=True))
+    return fmean(values) if isinstance(first, float) else first
 
 
 def keep(work_dir: Path) -> list[MeasuredRun]:
@@ -214,9 +243,9 @@ def main() -> None:
     runs.sort(key=lambda one: (one.workload, one.file, one.rate, one.round))
     RUNS.write_bytes(b"[\n" + b",\n".join(msgspec.json.encode(one) for one in runs) + b"\n]\n")
     print(f"{len(runs)} runs, {sum(len(one.requests) for one in runs)} requests in {RUNS}")
-    if (work_profile := wanted.work_dir / "profile.json").exists():
-        PROFILE.write_bytes(work_profile.read_bytes())
-        print(f"profile in {PROFILE}")
+    if profiles := [Profile.read(file) for file in _profiles(wanted.work_dir)]:
+        PROFILE.write_bytes(mean_profile(profiles).to_json())
+        print(f"the mean of {len(profiles)} profiles in {PROFILE}")
 
 
 if __name__ == "__main__":

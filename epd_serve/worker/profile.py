@@ -33,24 +33,35 @@ _RUNS = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepShape:
-    """A step to measure: decodes with one context each, and the last chunks of prompts, (first token, tokens)."""
+    """A step to measure: decodes, and the last chunks of prompts, (first token, tokens).
+
+    Attributes:
+        context: of a decode, in the mean.
+        spread: contexts lie evenly within this part of ``context`` around it, the longest first.
+    """
 
     num_decodes: int = 0
     context: int = 1
     chunks: tuple[tuple[int, int], ...] = ()
+    spread: float = 0.0
+
+    @property
+    def contexts(self) -> list[int]:
+        count = self.num_decodes
+        places = (1 - (2 * number + 1) / count for number in range(count))
+        return [round(self.context * (1 + self.spread * place)) for place in places]
 
     @property
     def work(self) -> StepWork:
-        return StepWork.of([self.context] * self.num_decodes, self.chunks)
+        return StepWork.of(self.contexts, self.chunks)
 
     def num_blocks(self, block_size: int) -> int:
-        lengths = [self.context] * self.num_decodes + [start + count for start, count in self.chunks]
+        lengths = self.contexts + [start + count for start, count in self.chunks]
         return sum(-(-length // block_size) for length in lengths)
 
     def __str__(self) -> str:
-        return " ".join(
-            [f"{self.num_decodes}x{self.context}", *(f"{start}+{count}" for start, count in self.chunks)]
-        )
+        decodes = f"{self.num_decodes}x{self.context}" + (f"~{self.spread:g}" if self.spread else "")
+        return " ".join([decodes, *(f"{start}+{count}" for start, count in self.chunks)])
 
 
 class StepTimer:
@@ -78,7 +89,7 @@ class StepTimer:
     def step(self, shape: StepShape) -> Callable[[], object]:
         """Computes one, each time the same."""
         blocks = iter(range(1, self._num_blocks))
-        decodes = [self._sequence(blocks, shape.context - 1, 1) for _ in range(shape.num_decodes)]
+        decodes = [self._sequence(blocks, context - 1, 1) for context in shape.contexts]
         for sequence in decodes:
             sequence.output_ids.append(sequence.prompt_ids.pop())
         prefills = [(self._sequence(blocks, start, count), count) for start, count in shape.chunks]

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from benchmarks.planner_measured import goodput, points_of
 from benchmarks.planner_ranking import Noise, noise_of, rank, student_t, tau_b
-from benchmarks.planner_runs import WORKLOADS, in_order
+from benchmarks.planner_runs import WORKLOADS, in_order, mean_profile
+from epd_serve.cost.profile import Line, Profile
 
 
 def test_the_quantiles_of_student() -> None:
@@ -102,3 +103,24 @@ def test_rounds_have_orders_of_their_own() -> None:
 @given(st.lists(st.sampled_from([-1, 0, 1]), min_size=3, max_size=12))
 def test_a_ranking_agrees_with_itself(signs: list[int]) -> None:
     assert tau_b(signs, signs) == (pytest.approx(1) if any(signs) else None)
+
+
+def test_the_mean_of_profiles() -> None:
+    slow, fast = (
+        Profile(
+            kind="measured",
+            device="cpu",
+            model="model",
+            step=(Line(base_s=4.0 * part, token_s=part),),
+            encode=(),
+            num_layers=6,
+            interference={"D/E": part / 10},
+            samples=[("decode", [1.0, 32.0], part)],
+        )
+        for part in (3.0, 1.0)
+    )
+    found = mean_profile([slow, fast])
+    assert found.step_s(5, 1) == pytest.approx((slow.step_s(5, 1) + fast.step_s(5, 1)) / 2)
+    assert found.interference == {"D/E": pytest.approx(0.2)}
+    assert (found.num_layers, found.samples) == (6, [("decode", [1.0, 32.0], 2.0)])
+    assert mean_profile([slow]) == slow
