@@ -4,8 +4,9 @@
     python -m benchmarks.planner_advice judge WORK_DIR --profile PROFILE.json
 
 ``take`` measures two monolithic instances and disaggregated deployments of the same two devices, one thread each,
-under a text-heavy and an image-light load. ``judge`` has the planner choose among all plans for two such devices,
-given the same requests and a profile that was measured apart from them, and compares.
+under a text-heavy and an image-light load, with steps sized by the limits and without. ``judge`` has the planner
+choose among all plans for two such devices, given the same requests and a profile that was measured apart from
+them, and compares.
 """
 
 from __future__ import annotations
@@ -14,23 +15,27 @@ import argparse
 import json
 import subprocess
 import sys
-from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from benchmarks.planner_measured import RESULTS, figures, goodput, is_good, sim_requests
 from benchmarks.planner_runs import TPOT_MS, TTFT_MS, MeasuredRun, kept, make_runs_model
 from epd_serve.bench.run_directory import RunDirectory
 from epd_serve.config import DeploymentConfig
+from epd_serve.config.options import BatchingPolicy
 from epd_serve.cost.profile import Profile
 from epd_serve.cost.shape import shape_of
 from epd_serve.plan.evaluate import Evaluator, Goal
 from epd_serve.plan.explain import recommend
 from epd_serve.plan.pools import Fleet, Pool
-from epd_serve.plan.space import candidates
+from epd_serve.plan.space import Candidate, candidates, with_batching
 from epd_serve.plan.strategies import exhaustive
 
-TOPOLOGIES = ("2EPD", "EP-D", "E-PD")
+PLANS = [
+    Candidate(line=line, pools=((0, 2),), policy=policy)
+    for policy in get_args(BatchingPolicy)
+    for line in ("2EPD", "EP-D", "E-PD")
+]
 LOADS = {
     "text-heavy": "synthetic,text_tokens=lognormal:96:64,output_tokens=96,image_share=0",
     "image-light": "synthetic,text_tokens=lognormal:96:64,output_tokens=96,image_share=0.1,image_size=224x224",
@@ -41,26 +46,42 @@ def take(work_dir: Path, rates: str, duration_s: float, seed: int) -> None:
     model = work_dir / "model"
     if not (model / "config.json").exists():
         make_runs_model(model)
-    files = []
-    for topology in TOPOLOGIES:
+    for plan in PLANS:
         config = DeploymentConfig.model_validate(
-            {"topology": topology, "model": str(model), "devices": ["cpu", "cpu"], "instances": {"threads": 1}}
+            {
+                "topology": plan.line,
+                "model": str(model),
+                "devices": ["cpu", "cpu"],
+                "slo": {"ttft_ms": TTFT_MS, "tpot_ms": TPOT_MS},
+                "instances": {"threads": 1, "batching": {"policy": plan.policy}},
+            }
         )
-        files.append(work_dir / f"{topology}.yaml")
-        files[-1].write_text(config.model_dump_json(exclude_unset=True), encoding="utf-8")
+        file = _file(work_dir, plan)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(config.model_dump_json(exclude_unset=True), encoding="utf-8")
     for name, workload in LOADS.items():
-        command = ["bench", "--compare", ",".join(map(str, files)), "--workload", workload]
-        command += ["--rates", rates, "--duration", str(duration_s), "--seed", str(seed), "--no-report"]
-        command += ["--slo-ttft-ms", str(TTFT_MS), "--slo-tpot-ms", str(TPOT_MS)]
-        command += ["--work-dir", str(work_dir / "advice" / name)]
-        subprocess.run([sys.executable, "-m", "epd_serve.cli", *command], check=True)
+        for policy in dict.fromkeys(plan.policy for plan in PLANS):
+            files = [str(_file(work_dir, plan)) for plan in PLANS if plan.policy == policy]
+            command = ["bench", "--compare", ",".join(files), "--workload", workload]
+            command += ["--rates", rates, "--duration", str(duration_s), "--seed", str(seed), "--no-report"]
+            command += ["--slo-ttft-ms", str(TTFT_MS), "--slo-tpot-ms", str(TPOT_MS)]
+            command += ["--work-dir", str(work_dir / "advice" / name / policy)]
+            subprocess.run([sys.executable, "-m", "epd_serve.cli", *command], check=True)
 
 
-def measured(work_dir: Path, load: str) -> dict[str, list[MeasuredRun]]:
-    """By topology, rates rising."""
-    found = [RunDirectory.open(file.parent) for file in (work_dir / "advice" / load).glob("*/*/*/run.json")]
-    runs = sorted((kept(run, "") for run in found), key=lambda one: (one.topology, one.rate))
-    return {topology: list(some) for topology, some in groupby(runs, key=lambda one: one.topology)}
+def _file(work_dir: Path, plan: Candidate) -> Path:
+    """Of its deployment."""
+    return work_dir / plan.policy / f"{plan.line}.yaml"
+
+
+def measured(work_dir: Path, load: str) -> dict[Candidate, list[MeasuredRun]]:
+    """Of each plan, rates rising."""
+    found: dict[Candidate, list[MeasuredRun]] = {}
+    for plan in PLANS:
+        files = (work_dir / "advice" / load / plan.policy).glob("*/*/*/run.json")
+        runs = [kept(RunDirectory.open(file.parent), "") for file in files]
+        found[plan] = sorted((run for run in runs if run.topology == plan.line), key=lambda run: run.rate)
+    return found
 
 
 def judge(work_dir: Path, profile: Profile) -> dict[str, Any]:

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from epd_serve.config.options import BatchingOrder
+from epd_serve.config.options import BatchingOrder, BatchingPolicy
 from epd_serve.plan.pools import Fleet, Pool
 from epd_serve.topology import Topology, parse_topology
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """A plan. ``pools`` are (index of a pool, devices of it), in the order in which the topology takes devices."""
+    """A plan.
+
+    Attributes:
+        pools: (index of a pool, devices of it), in the order in which the topology takes devices.
+        policy: whether steps are sized by the limits. Short steps keep tokens even and make prompts cost more.
+    """
 
     line: str
     pools: tuple[tuple[int, int], ...]
     order: BatchingOrder = "fcfs"
+    policy: BatchingPolicy = "stage-level"
     max_num_seqs: int = 256
 
     @property
@@ -29,7 +35,9 @@ class Candidate:
         return all(str(member.role) == "EPD" for member in self.topology.members)
 
     def __str__(self) -> str:
-        return self.line if self.order == "fcfs" else f"{self.line} {self.order}"
+        order = "" if self.order == "fcfs" else f" {self.order}"
+        policy = "" if self.policy == "stage-level" else f" {self.policy}"
+        return f"{self.line}{order}{policy}"
 
     def cost(self, fleet: Fleet) -> float:
         return sum(fleet.pools[index].price * count for index, count in self.pools)
@@ -132,5 +140,9 @@ def _some(most: int) -> list[int]:
     return sorted(found)
 
 
-def with_orders(found: Sequence[Candidate], orders: Sequence[BatchingOrder]) -> list[Candidate]:
-    return [replace(one, order=order) for one in found for order in orders]
+def with_batching(
+    found: Iterable[Candidate],
+    orders: Sequence[BatchingOrder] = ("fcfs",),
+    policies: Sequence[BatchingPolicy] = ("stage-level", "unlimited"),
+) -> list[Candidate]:
+    return [replace(one, order=order, policy=policy) for one in found for order in orders for policy in policies]
