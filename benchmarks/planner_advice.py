@@ -91,29 +91,30 @@ def judge(work_dir: Path, profile: Profile) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for load in LOADS:
         runs = measured(work_dir, load)
-        requests = sim_requests(max(runs["2EPD"], key=lambda one: len(one.requests)), profile)
+        requests = sim_requests(max(runs[PLANS[0]], key=lambda one: len(one.requests)), profile)
         goal = Goal(ttft_s=TTFT_MS / 1e3, tpot_s=TPOT_MS / 1e3)
         evaluator = Evaluator(fleet, goal, requests, most=500)
-        advice = recommend(evaluator, exhaustive(evaluator, list(candidates(fleet))), model=fleet.model)
-        planned = {str(one.candidate): one.goodput for one in advice.ranking}
-        rows = {}
-        for topology, some in runs.items():
+        every = with_batching(candidates(fleet))
+        advice = recommend(evaluator, exhaustive(evaluator, every), model=fleet.model)
+        planned = {one.candidate: one.goodput for one in advice.ranking}
+        rows: dict[Candidate, dict[str, Any]] = {}
+        for plan, some in runs.items():
             rates = [{"rate": run.rate, "measured": figures(run.requests)} for run in some]
-            rows[topology] = {
+            rows[plan] = {
                 "good_requests": sum(is_good(one) for run in some for one in run.requests),
                 "requests": sum(len(run.requests) for run in some),
                 "goodput": goodput(rates, "measured"),
-                "planned_goodput": planned.get(topology),
+                "planned_goodput": planned[plan],
                 "rates": rates,
             }
-        best = max(rows, key=lambda topology: rows[topology]["good_requests"])
+        best, chosen = max(rows, key=lambda plan: rows[plan]["good_requests"]), advice.chosen.candidate
         found[load] = {
             "workload": LOADS[load],
-            "recommended": str(advice.chosen.candidate),
+            "recommended": str(chosen),
             "reasons": advice.reasons,
-            "best_measured": best,
-            "agrees": best == str(advice.chosen.candidate),
-            "measured": rows,
+            "best_measured": str(best),
+            "agrees": best.line == chosen.line,
+            "measured": {str(plan): row for plan, row in rows.items()},
         }
     return found
 
@@ -134,9 +135,9 @@ def main() -> None:
     (RESULTS / "planner-advice.json").write_text(json.dumps(found, indent=1) + "\n")
     for load, one in found.items():
         print(f"{load}: planner says {one['recommended']}, measured best {one['best_measured']}")
-        for topology, row in one["measured"].items():
+        for plan, row in one["measured"].items():
             print(
-                f"  {topology:6} good {row['good_requests']} of {row['requests']}, "
+                f"  {plan:14} good {row['good_requests']} of {row['requests']}, "
                 f"goodput {row['goodput']:.2f}/s, "
                 f"planned {row['planned_goodput']}"
             )

@@ -18,6 +18,10 @@ def plan(
     slo: Annotated[str, typer.Option(help="Limits in milliseconds.")] = "ttft=2000,tpot=50",
     strategy: Annotated[StrategyName, typer.Option(help="auto: exhaustive where there are few plans.")] = "auto",
     order: Annotated[list[str] | None, typer.Option(help="fcfs, sjf, slack: once for each to try.")] = None,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(help="stage-level (limits size steps), unlimited: once for each to try; else both."),
+    ] = None,
     tensor_parallel: Annotated[list[int] | None, typer.Option(help="Widths to try, once for each.")] = None,
     beta: Annotated[float, typer.Option(min=0, help="Requests a second that one unit of cost is worth.")] = 0.0,
     requests: Annotated[int, typer.Option(min=20, help="Of the trace, at most.")] = 2000,
@@ -42,6 +46,7 @@ def plan(
             slo=slo,
             strategy=strategy,
             orders=tuple(order or ("fcfs",)),
+            policies=tuple(policy or ("stage-level", "unlimited")),
             widths=tuple(tensor_parallel or (1,)),
             beta=beta,
             num_requests=requests,

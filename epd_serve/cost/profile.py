@@ -96,6 +96,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
     Attributes:
         kind: "measured" on the device, or "analytic" from its data sheet.
         software: versions by name, of what was measured.
+        threads: that compute, on a CPU.
         step, encode: lines of which the largest decides; for analytic ones (compute, memory).
         decode: of steps of nothing but decodes, sizes rising; without any these are as ``step`` says. What a step
             takes is not linear in their number: the first ones cost most.
@@ -132,6 +133,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
     description: str = ""
     software: dict[str, str] = {}
     tensor_parallel: int = 1
+    threads: int = 1
     dtype: str = ""
     compute_share: float = 1.0
     bandwidth_share: float = 1.0

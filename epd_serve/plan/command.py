@@ -13,11 +13,11 @@ from rich.table import Table
 
 from epd_serve.bench.outputs import Outputs, measured
 from epd_serve.bench.types import SLO
-from epd_serve.config.options import BatchingOrder
+from epd_serve.config.options import BatchingOrder, BatchingPolicy
 from epd_serve.plan.evaluate import Evaluator, Goal
 from epd_serve.plan.explain import Recommendation, recommend
 from epd_serve.plan.pools import read_fleet
-from epd_serve.plan.space import Candidate, candidates, with_orders
+from epd_serve.plan.space import candidates, with_batching
 from epd_serve.plan.strategies import Found, algorithm_2, exhaustive, race, tpe
 from epd_serve.sim.records import settings_of, summary_of, write_run
 from epd_serve.sim.traces import read_requests
@@ -35,6 +35,7 @@ class Wanted:
     slo: str = "ttft=2000,tpot=50"
     strategy: str = "auto"
     orders: tuple[str, ...] = ("fcfs",)
+    policies: tuple[str, ...] = ("stage-level", "unlimited")
     widths: tuple[int, ...] = (1,)
     beta: float = 0.0
     num_requests: int = 2000
@@ -48,9 +49,12 @@ def run_plan(wanted: Wanted, *, output: Path | None, report: Path | None, explai
     """Print the recommendation. Raises ValueError for what cannot be planned."""
     fleet = read_fleet(wanted.devices)
     goal = read_goal(wanted.slo, wanted.beta)
-    known = get_args(BatchingOrder)
-    if unknown := [one for one in wanted.orders if one not in known]:
-        raise ValueError(f"--order {unknown[0]}: there are {', '.join(known)}")
+    for flag, given, known in (
+        ("--order", wanted.orders, get_args(BatchingOrder)),
+        ("--policy", wanted.policies, get_args(BatchingPolicy)),
+    ):
+        if unknown := [one for one in given if one not in known]:
+            raise ValueError(f"{flag} {unknown[0]}: there are {', '.join(known)}")
     with Console(stderr=True).status("simulating") as status:
         evaluator = Evaluator(
             fleet,
@@ -103,8 +107,10 @@ def search(evaluator: Evaluator, wanted: Wanted) -> Found:
     if "slack" in wanted.orders and evaluator.goal.ttft_s is None:
         raise ValueError("the order slack needs a limit on TTFT: --slo ttft=2000")
     fewer = evaluator.goal.beta > 0
-    every: list[Candidate] = with_orders(
-        list(candidates(fleet, widths=wanted.widths, fewer=fewer)), cast(tuple[BatchingOrder, ...], wanted.orders)
+    every = with_batching(
+        candidates(fleet, widths=wanted.widths, fewer=fewer),
+        cast(tuple[BatchingOrder, ...], wanted.orders),
+        cast(tuple[BatchingPolicy, ...], wanted.policies),
     )
     if strategy == "tpe":
         return tpe(evaluator, every, trials=wanted.trials, seed=wanted.seed)

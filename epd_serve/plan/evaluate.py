@@ -211,6 +211,8 @@ def deploy(candidate: Candidate, fleet: Fleet, goal: Goal) -> SimDeployment:
     pool_of: dict[str, Pool] = {name: pool for pool, name in devices}
     host_of = {name: f"{pool.device}/{index // pool.per_host}" for index, (pool, name) in enumerate(devices)}
     kinds = {pool.kind for pool, _ in devices}
+    cpus = [pool for pool, _ in devices if pool.threads]
+    threads = cpus[0].threads if cpus else None
     return build(
         candidate.topology,
         [name for _, name in devices],
@@ -224,6 +226,8 @@ def deploy(candidate: Candidate, fleet: Fleet, goal: Goal) -> SimDeployment:
             max_num_tokens=2048 if kinds == {"cpu"} else 8192,
         ),
         host_of=lambda name: host_of[name],
+        threads=threads,
+        cores=None if threads is None else threads * min(len(cpus), cpus[0].per_host),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import StringIO
 from typing import Any
 
@@ -10,12 +10,12 @@ from ruamel.yaml import YAML
 
 from epd_serve.config import parse_config
 from epd_serve.plan.evaluate import Evaluation, Evaluator
-from epd_serve.plan.space import Candidate
 from epd_serve.plan.strategies import Found
 from epd_serve.sim.records import attainment
 from epd_serve.types import Stage
 
-#: A plan of several kinds of instances must be so much better than monolithic ones to be worth it.
+#: A plan of several kinds of instances must be so much better than monolithic ones to be worth it, and one whose
+#: steps may take any time so much better than with steps within the limits.
 WORTH = 0.03
 _NAMES = {Stage.ENCODE: "encoding", Stage.PREFILL: "prefill", Stage.DECODE: "decode"}
 
@@ -26,7 +26,7 @@ class Recommendation:
 
     Attributes:
         confidence: of the repetitions with other stretches of the trace, the part in which the plan kept the
-            target at its goodput (less the search's precision) and the next best one did not do better.
+            target at its goodput (less the search's precision) and the next best topology did not do better.
         curve: (rate, attainment, its interval) around the goodput.
         reasons: sentences.
     """
@@ -45,10 +45,12 @@ def recommend(evaluator: Evaluator, found: Found, *, model: str, repetitions: in
     best = found.best
     whole = next((one for one in found.ranking if one.candidate.is_monolithic), None)
     if whole is None:
-        whole = _monolithic(evaluator, best)
-    chosen = best
-    if whole is not None and best.objective <= whole.objective + WORTH * abs(whole.objective):
-        chosen = whole
+        whole = _monolithic(evaluator, found)
+    chosen = best if whole is None or _is_worth(best, whole) else whole
+    sized = replace(chosen.candidate, policy="stage-level")
+    twin = next((one for one in found.ranking if one.candidate == sized and one.goodput), chosen)
+    if not _is_worth(chosen, twin):
+        chosen = twin
     ranking = [chosen, *(one for one in found.ranking if one is not chosen)]
     confidence, curve = _confidence(evaluator, ranking, repetitions)
     return Recommendation(
@@ -61,20 +63,26 @@ def recommend(evaluator: Evaluator, found: Found, *, model: str, repetitions: in
     )
 
 
-def _monolithic(evaluator: Evaluator, best: Evaluation) -> Evaluation | None:
-    """As many monolithic instances on the devices of the best plan, if these are of one kind."""
-    if len(best.candidate.pools) != 1:
+def _is_worth(plan: Evaluation, simpler: Evaluation) -> bool:
+    return plan.objective > simpler.objective + WORTH * abs(simpler.objective)
+
+
+def _monolithic(evaluator: Evaluator, found: Found) -> Evaluation | None:
+    """As many monolithic instances on the devices of the best plan, if these are of one kind; the best of them."""
+    best = found.best.candidate
+    if len(best.pools) != 1:
         return None
-    ((_, count),) = best.candidate.pools
+    ((_, count),) = best.pools
     line = f"{count if count > 1 else ''}EPD"
-    return evaluator.evaluate(Candidate(line=line, pools=best.candidate.pools))
+    variants = dict.fromkeys(replace(one.candidate, line=line, pools=best.pools) for one in found.ranking)
+    return max(map(evaluator.evaluate, variants), key=lambda one: one.objective)
 
 
 def _confidence(
     evaluator: Evaluator, ranking: list[Evaluation], repetitions: int
 ) -> tuple[float, list[tuple[float, float, float, float]]]:
     chosen, target = ranking[0], evaluator.goal.target
-    rival = ranking[1] if len(ranking) > 1 else None
+    rival = next((one for one in ranking if one.candidate.placed != chosen.candidate.placed), None)
     rate = 0.98 * chosen.goodput
     won = 0
     for shift in range(1, repetitions + 1):
@@ -82,7 +90,7 @@ def _confidence(
         better = rival is not None and rival.goodput > 0
         if better and rival is not None:
             higher = evaluator.attainment(rival.candidate, 1.02 * chosen.goodput, shift=shift)
-            better = higher.value >= target and rival.candidate != chosen.candidate
+            better = higher.value >= target
         won += kept and not better
     curve = []
     for factor in (0.5, 0.75, 0.9, 1.0, 1.1, 1.25):
@@ -114,6 +122,8 @@ def _reasons(
         gain = "" if whole is None or not whole.goodput else f", {chosen.goodput / whole.goodput - 1:+.0%}"
         against = "" if whole is None else f" ({whole.candidate}: {whole.goodput:.2f} requests/s{gain})"
         said.append(f"{chosen.candidate} is better than monolithic instances{against}.")
+    if chosen.candidate.policy == "unlimited":
+        said.append(f"Its steps are not sized by the limits{_so_sized(chosen, found)}.")
     said.append(
         f"The bottleneck is {_NAMES[bound.bottleneck]}: at {bound.rate:.2f} requests/s its devices would be "
         "busy all the time."
@@ -129,6 +139,14 @@ def _reasons(
     return said
 
 
+def _so_sized(chosen: Evaluation, found: Found) -> str:
+    sized = replace(chosen.candidate, policy="stage-level")
+    seen = next((one for one in found.ranking if one.candidate == sized), None)
+    if seen is None or not seen.goodput:
+        return ""
+    return f": with short steps, of which prompts take many, it lasts up to {seen.goodput:.2f} requests/s"
+
+
 def _best_other(found: Found, chosen: Evaluation) -> str:
     other = next((one for one in found.ranking if one is not chosen and not one.candidate.is_monolithic), None)
     return "of those tried" if other is None else f"{other.candidate} with {other.goodput:.2f} requests/s"
@@ -137,8 +155,10 @@ def _best_other(found: Found, chosen: Evaluation) -> str:
 def deployment_yaml(evaluator: Evaluator, plan: Evaluation, model: str) -> str:
     """A file for ``epd-serve up``, read back to be sure. Raises ValueError where it would not be accepted."""
     candidate, goal = plan.candidate, evaluator.goal
-    devices = [name for _, name in candidate.devices(evaluator.fleet)]
-    batching: dict[str, Any] = {"order": candidate.order}
+    placed = candidate.devices(evaluator.fleet)
+    devices = [name for _, name in placed]
+    threads = next(({"threads": pool.threads} for pool, _ in placed if pool.threads), {})
+    batching: dict[str, Any] = {"order": candidate.order, "policy": candidate.policy}
     slo: dict[str, float] = {}
     if goal.ttft_s is not None:
         slo["ttft_ms"] = 1e3 * goal.ttft_s
@@ -150,7 +170,7 @@ def deployment_yaml(evaluator: Evaluator, plan: Evaluation, model: str) -> str:
         "devices": ["cpu"] if set(devices) == {"cpu"} else devices,
         "dtype": "auto",
         "slo": slo,
-        "instances": {"max_num_seqs": candidate.max_num_seqs, "batching": batching},
+        "instances": {"max_num_seqs": candidate.max_num_seqs, **threads, "batching": batching},
     }
     stream = StringIO()
     yaml = YAML()

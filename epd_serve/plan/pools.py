@@ -81,6 +81,11 @@ class Pool:
         return self.measured
 
     @property
+    def threads(self) -> int | None:
+        """Of an instance on a CPU, and so cores of one device; None on others."""
+        return self.profile(1).threads if self.kind == "cpu" else None
+
+    @property
     def is_analytic(self) -> bool:
         return self.measured is None
 
@@ -118,6 +123,11 @@ def read_fleet(path: Path) -> Fleet:
     for one in file.pools:
         measured = Profile.read(path.parent / one.profile) if one.profile is not None else None
         kind = one.kind or _kind(one.device)
+        if kind == "cpu" and "cpu" in used:
+            raise ValueError(
+                f"{path}: there are two pools of kind cpu; a deployment has one CPU: write one pool, whose count "
+                "is how many instances have threads of their own"
+            )
         spec_price = None if measured is not None else spec_of(one.device).price
         price = one.price if one.price is not None else spec_price
         pools.append(

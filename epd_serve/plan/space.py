@@ -31,6 +31,11 @@ class Candidate:
         return _parsed(self.line)
 
     @property
+    def placed(self) -> tuple[str, tuple[tuple[int, int], ...]]:
+        """What is where, however its steps are made up."""
+        return self.line, self.pools
+
+    @property
     def is_monolithic(self) -> bool:
         return all(str(member.role) == "EPD" for member in self.topology.members)
 

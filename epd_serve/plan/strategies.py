@@ -37,9 +37,10 @@ def exhaustive(evaluator: Evaluator, candidates: Sequence[Candidate]) -> Found:
 
 
 def race(evaluator: Evaluator, candidates: Sequence[Candidate], *, width: int = 5) -> Found:
-    """All plans by their bound, without a simulation; of the ``width`` highest, the first is searched, and each
-    other one is simulated once, at the rate that it must keep to be better, and searched from there if it does.
-    So the field is cut down at each simulated load. Raises ValueError where no plan serves anything.
+    """All plans by their bound, without a simulation; of the ``width`` highest, with all ways to batch there, the
+    first is searched, and each other one is simulated once, at the rate that it must keep to be better, and
+    searched from there if it does. So the field is cut down at each simulated load. Raises ValueError where no
+    plan serves anything.
     """
     bounded: list[tuple[float, Candidate]] = []
     for one in candidates:
@@ -49,7 +50,8 @@ def race(evaluator: Evaluator, candidates: Sequence[Candidate], *, width: int = 
             continue
     bounded.sort(key=lambda pair: -pair[0])
     limits = {one: limit for limit, one in bounded}
-    entered = [one for _, one in bounded[:width]]
+    highest = list(dict.fromkeys(one.placed for _, one in bounded))[:width]
+    entered = [one for _, one in bounded if one.placed in highest]
     seen: list[Evaluation] = []
     best: Evaluation | None = None
     for one in entered:
@@ -108,7 +110,7 @@ def tpe(evaluator: Evaluator, candidates: Sequence[Candidate], *, trials: int, s
     for one in candidates:
         members = "-".join(dict.fromkeys(str(member.role) for member in one.topology.members))
         shape = "".join(letter for letter in one.line if letter in "()-")
-        by_method.setdefault(f"{members} {shape} {one.pools} {one.order}", []).append(one)
+        by_method.setdefault(f"{members} {shape} {one.pools} {one.order} {one.policy}", []).append(one)
     known: dict[Candidate, Evaluation] = {}
 
     def value(trial: Any) -> float:

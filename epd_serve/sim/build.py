@@ -71,10 +71,11 @@ def build(
         specs.append(spec)
     sharing: dict[str, Sharing] = {}
     for spec in specs:
+        limit = cores if cores is not None and spec.on_cpu else float("inf")
         if matrix is not None:
-            sharing[spec.device] = MeasuredSharing.of(matrix, cores or float("inf"))
-        elif cores is not None or spec.profile.interference:
-            sharing[spec.device] = MeasuredSharing.of_profile(spec.profile, cores or float("inf"))
+            sharing[spec.device] = MeasuredSharing.of(matrix, limit)
+        elif limit < float("inf") or spec.profile.interference:
+            sharing[spec.device] = MeasuredSharing.of_profile(spec.profile, limit)
     return SimDeployment(
         instances=tuple(specs),
         routing=routing,

@@ -23,7 +23,7 @@ from epd_serve.sched.queues import Order, Queues
 from epd_serve.sim.clock import Clock
 from epd_serve.sim.device import Activity, SimDevice
 from epd_serve.sim.runs import StepRun
-from epd_serve.sim.spec import SimInstanceSpec, find_budget, step_cost
+from epd_serve.sim.spec import SimInstanceSpec, size_steps_of
 
 _TOKENS = [0] * 4096
 
@@ -77,8 +77,7 @@ class LanguageSide:
         self._may_start = may_start
         self._on_step = on_step
         self.pool = BlockPool(spec.num_blocks, spec.block_size)
-        self.budget = find_budget(spec)
-        self._cost = step_cost(spec.profile)
+        self.budget, self._cost = size_steps_of(spec)
         self._jumps = spec.batching.order != "slack"
         self._has_feature = has_feature
         self.queues = self._new_queues()

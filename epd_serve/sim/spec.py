@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from epd_serve.config.options import BatchingOrder, BatchingPolicy
 from epd_serve.cost.profile import Profile
-from epd_serve.sched.budget import MIN_CHUNK, PREFILL_SHARE, StepCost, StepPace, latency_limit_s, search_budget
+from epd_serve.sched.budget import StepCost, StepPace, latency_limit_s, search_budget
 from epd_serve.sched.language import Budget
+from epd_serve.sched.sizing import Limits, Sizes, StepShape, size_steps
 from epd_serve.topology.placement import CPU
 from epd_serve.types import Role
 
 #: Blocks of a pool beyond which more cannot change anything in a simulation of some thousand requests.
 _MOST_BLOCKS = 1 << 17
+#: Tokens of a sequence at most, for the steps whose times size the others: profiles do not know the model's.
+_LONGEST = 1 << 15
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,47 +76,50 @@ class SimInstanceSpec:
         return latency_limit_s(self.role, ttft_s=batching.ttft_s, tpot_s=batching.tpot_s, alpha=batching.alpha)
 
 
-def step_cost(profile: Profile) -> StepCost:
-    """The linear cost that the scheduler's pace works with: the largest part of each of the profile's lines."""
-    lines = profile.step
-    return StepCost(
-        base_s=max(line.base_s for line in lines),
-        token_s=max(line.token_s for line in lines),
-        sequence_s=max(line.sequence_s for line in lines),
-        context_s=max(line.context_s for line in lines),
-        pair_s=max(line.pair_s for line in lines),
+def size_steps_of(spec: SimInstanceSpec) -> tuple[Budget, StepCost]:
+    """The budget of a step as an instance finds it at its start (TriInfer, algorithm 1), and the cost of steps,
+    from the profile's times in place of measured ones. A limit that cannot be met leaves the smallest batch."""
+    batching = spec.batching
+    if spec.limit_s is None and batching.order != "slack":
+        return Budget(max_num_tokens=batching.max_num_tokens, max_num_seqs=batching.max_num_seqs), StepCost()
+    sizes = _sized(
+        _Known(spec.profile),
+        Limits(
+            latency_s=spec.limit_s,
+            decodes=spec.role.decodes,
+            max_num_tokens=batching.max_num_tokens,
+            max_num_seqs=batching.max_num_seqs,
+            num_blocks=spec.num_blocks,
+            block_size=spec.block_size,
+            max_model_len=_LONGEST,
+        ),
     )
+    budget = sizes.budget
+    if budget.pace is not None:  # what one instance learns is not another's
+        budget = replace(budget, pace=StepPace(sizes.cost, budget.pace.limit_s))
+    return budget, sizes.cost
 
 
-def find_budget(spec: SimInstanceSpec) -> Budget:
-    """As an instance finds it at its start (TriInfer, algorithm 1), from the profile's times in place of measured
-    ones. A limit that cannot be met leaves the smallest batch."""
-    batching, profile, limit_s = spec.batching, spec.profile, spec.limit_s
-    if limit_s is None:
-        return Budget(max_num_tokens=batching.max_num_tokens, max_num_seqs=batching.max_num_seqs)
-    capacity = (spec.num_blocks - 1) * spec.block_size
-    num_seqs = batching.max_num_seqs
-    if spec.role.decodes:
-        num_seqs = search_budget(
-            lambda count: profile.step_s(count, count, count * spec.block_size),
-            (1 - PREFILL_SHARE) * limit_s,
-            1,
-            max(min(num_seqs, capacity // spec.block_size), 1),
-        ).size
-    unit = min(MIN_CHUNK, batching.max_num_tokens)
-    num_tokens = unit * (
-        search_budget(
-            lambda count: profile.step_s(count * unit, 1, 0, (count * unit) ** 2),
-            limit_s,
-            1,
-            max(1, min(batching.max_num_tokens, capacity) // unit),
-        ).size
-    )
-    return Budget(
-        max_num_tokens=max(num_tokens, num_seqs if spec.role.decodes else 0),
-        max_num_seqs=num_seqs,
-        pace=StepPace(step_cost(profile), limit_s),
-    )
+class _Known:
+    """A profile, the same as itself alone."""
+
+    def __init__(self, profile: Profile) -> None:
+        self.profile = profile
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Known) and self.profile is other.profile
+
+    def __hash__(self) -> int:
+        return id(self.profile)
+
+
+@lru_cache(maxsize=256)
+def _sized(known: _Known, limits: Limits) -> Sizes:
+    def seconds(shape: StepShape) -> float:
+        work = shape.work
+        return known.profile.step_s(work.num_tokens, work.num_sequences, work.decode_context, work.prefill_pairs)
+
+    return size_steps(seconds, limits)
 
 
 def find_image_budget(spec: SimInstanceSpec) -> int:

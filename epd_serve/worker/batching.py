@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Mapping
-from collections.abc import Sequence as AbstractSequence
 from functools import partial
 
 import torch
@@ -18,21 +16,12 @@ from epd_serve.config import InstanceOptions
 from epd_serve.models.family import Family
 from epd_serve.models.tower import Tower
 from epd_serve.request import Sequence
-from epd_serve.sched.budget import (
-    MIN_CHUNK,
-    PREFILL_SHARE,
-    Found,
-    StepCost,
-    StepPace,
-    StepWork,
-    latency_limit_s,
-    search_budget,
-    work_done,
-)
+from epd_serve.sched.budget import Found, StepCost, latency_limit_s, search_budget, work_done
 from epd_serve.sched.language import Budget, ScheduleOutput
 from epd_serve.sched.ordering import fcfs, sjf, slack
 from epd_serve.sched.queues import Order
-from epd_serve.worker.profile import IMAGE_SIDE, Measurements, StepShape, StepTimer, cache_dir, encode_seconds
+from epd_serve.sched.sizing import Limits, size_steps
+from epd_serve.worker.profile import IMAGE_SIDE, Measurements, StepTimer, cache_dir, encode_seconds
 from epd_serve.worker.runner import LanguageRunner
 
 logger = logging.getLogger(__name__)
@@ -82,60 +71,33 @@ class Batching:
     def find_budget(
         self, runner: LanguageRunner, *, num_blocks: int, num_position_axes: int, max_model_len: int
     ) -> Budget:
-        """The budget of a step, measured while nothing else uses the KV pool.
+        """The budget of a step, measured while nothing else uses the KV pool (:func:`size_steps`).
 
-        The most sequences are found as decodes alone, with contexts of a block; the most tokens as prompts alone.
-        What a mixture takes, and what contexts add, follows in each step from a fit of all that was measured
-        (:class:`StepCost`): it bounds the chunks of a step and the sequences that are let in.
+        What a step of many kinds takes follows from a fit of all that was measured: it bounds the chunks of a step
+        and the sequences that are let in.
         """
         if self.limit_s is None and self._options.batching_order != "slack":
             return self.budget
         block = self._options.tokens_per_block
         timer = StepTimer(runner, num_blocks=num_blocks, block_size=block, num_position_axes=num_position_axes)
-        samples: dict[StepWork, float] = {}
-
-        def seconds(shape: StepShape) -> float:
-            samples[shape.work] = self._known.get(f"step {shape}", lambda: timer.seconds(shape))
-            return samples[shape.work]
-
-        role, limit_s, capacity_tokens = self._options.role, self.limit_s, (num_blocks - 1) * block
-        longest = max(min(max_model_len, capacity_tokens) // block * block, block)
-        most_tokens, num_seqs = self.budget.max_num_tokens, self.budget.max_num_seqs
-        num_tokens = min(most_tokens, capacity_tokens, 512)
-        if limit_s is not None and role.decodes:
-            share = 1 - PREFILL_SHARE
-            found = search_budget(
-                lambda count: seconds(StepShape(num_decodes=count, context=block)),
-                share * limit_s,
-                1,
-                min(num_seqs, capacity_tokens // block),
-            )
-            self._report("decodes", found, share * limit_s)
-            num_seqs = found.size
-        if limit_s is not None:
-            unit = min(MIN_CHUNK, most_tokens)
-            found = search_budget(
-                lambda count: seconds(StepShape(chunks=_prompts(count * unit, longest))),
-                limit_s,
-                1,
-                max(1, min(most_tokens, capacity_tokens) // unit),
-            )
-            self._report(f"prefills of {unit} tokens", found, limit_s)
-            num_tokens = found.size * unit
-        context = max(min(longest // 2, capacity_tokens // num_seqs) // block * block, block)
-        for shape in _mixtures(num_tokens, num_seqs if role.decodes else 0, context, longest):
-            if shape.num_blocks(block) <= capacity_tokens // block:
-                seconds(shape)
+        limits = Limits(
+            latency_s=self.limit_s,
+            decodes=self._options.role.decodes,
+            max_num_tokens=self.budget.max_num_tokens,
+            max_num_seqs=self.budget.max_num_seqs,
+            num_blocks=num_blocks,
+            block_size=block,
+            max_model_len=max_model_len,
+        )
+        sizes = size_steps(lambda shape: self._known.get(f"step {shape}", lambda: timer.seconds(shape)), limits)
         self._known.save()
-        self._cost = fit_cost(samples)
-        errors = sorted(abs(self._cost.seconds(work) / measured - 1) for work, measured in samples.items())
-        logger.info("steps: %s, off by %.0f %% (median)", self._cost, 100 * errors[len(errors) // 2])
-        if limit_s is not None:
-            self.budget = Budget(
-                max_num_tokens=max(num_tokens, num_seqs if role.decodes else 0),
-                max_num_seqs=num_seqs,
-                pace=StepPace(self._cost, limit_s),
-            )
+        if limits.decode_s is not None and sizes.decodes is not None:
+            self._report("decodes", sizes.decodes, limits.decode_s)
+        if self.limit_s is not None and sizes.prefills is not None:
+            self._report(f"prefills of {limits.chunk} tokens", sizes.prefills, self.limit_s)
+        self._cost, self.budget = sizes.cost, sizes.budget
+        median = sizes.errors[len(sizes.errors) // 2]
+        logger.info("steps: %s, off by %.0f %% (median)", self._cost, 100 * median)
         return self.budget
 
     def _report(self, what: str, found: Found, limit_s: float) -> None:
@@ -215,55 +177,3 @@ def measurements(options: InstanceOptions, device: Device, fingerprint: str) -> 
         "torch": str(torch.__version__),
     }
     return Measurements(cache_dir(os.environ), about)
-
-
-def fit_cost(samples: Mapping[StepWork, float]) -> StepCost:
-    """The cost without negative parts that comes closest to measured seconds, in relative terms."""
-    rows = [
-        [1.0, work.num_tokens, work.num_sequences, work.decode_context, work.prefill_pairs] for work in samples
-    ]
-    base_s, token_s, sequence_s, context_s, pair_s = fit_parts(rows, list(samples.values()))
-    return StepCost(base_s=base_s, token_s=token_s, sequence_s=sequence_s, context_s=context_s, pair_s=pair_s)
-
-
-def fit_parts(rows: AbstractSequence[AbstractSequence[float]], seconds: AbstractSequence[float]) -> list[float]:
-    """Coefficients of sums over columns, none below zero, closest to ``seconds`` in relative terms."""
-    relative = torch.tensor(rows, dtype=torch.float64) / torch.tensor(seconds)[:, None]
-    scale = relative.abs().amax(0).clamp_min(1e-30)
-    kept = [column for column in range(len(scale)) if relative[:, column].any()]
-    while True:
-        ones = torch.ones(len(rows), 1, dtype=torch.float64)
-        part = torch.linalg.lstsq((relative / scale)[:, kept], ones, driver="gelsd").solution[:, 0]
-        if (part >= 0).all():
-            break
-        del kept[int(part.argmin())]
-    parts = [0.0] * len(scale)
-    for column, value in zip(kept, (part / scale[kept]).tolist(), strict=True):
-        parts[column] = value
-    return parts
-
-
-def _prompts(num_tokens: int, longest: int) -> tuple[tuple[int, int], ...]:
-    """So many tokens as whole prompts."""
-    return tuple((0, min(longest, num_tokens - start)) for start in range(0, num_tokens, longest))
-
-
-def _mixtures(num_tokens: int, num_seqs: int, context: int, longest: int) -> list[StepShape]:
-    """Steps that tell the parts of a step's cost apart, around those that fill it."""
-    count = min(num_tokens, longest)
-    half = max(count // 2, 1)
-    start = min(4 * count, longest - count)
-    shapes = [
-        StepShape(chunks=((0, half),)),
-        StepShape(chunks=((start, half),)),
-        StepShape(chunks=((start, count),)),
-        StepShape(chunks=((0, max(count // 8, 1)),) * 4),
-    ]
-    if num_seqs:
-        some = max(num_seqs // 2, 1)
-        shapes += [
-            StepShape(num_decodes=some, context=context),
-            StepShape(num_decodes=some, context=context, chunks=((0, half),)),
-            StepShape(num_decodes=some, context=context, chunks=((start, max(half // 2, 1)),)),
-        ]
-    return shapes

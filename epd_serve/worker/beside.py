@@ -21,8 +21,9 @@ from device.registry import get_device
 from epd_serve.media import MediaLimits, open_image
 from epd_serve.models.family import load_family
 from epd_serve.models.tower import Tower
+from epd_serve.sched.sizing import StepShape
 from epd_serve.worker.grid import GridOptions, step_timer
-from epd_serve.worker.profile import IMAGE_SIDE, StepShape
+from epd_serve.worker.profile import IMAGE_SIDE
 
 #: Of each measurement, alone and beside; the median of some is taken.
 SECONDS, ROUNDS = 0.4, 3

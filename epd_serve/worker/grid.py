@@ -23,13 +23,13 @@ from epd_serve.models.family import Family, load_family
 from epd_serve.models.language import LanguageModel
 from epd_serve.models.tower import Tower
 from epd_serve.protocol.wire import KVLayout
+from epd_serve.sched.sizing import StepShape, fit_parts
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.mooncake import MooncakeOptions
 from epd_serve.transfer.mooncake_transport import MooncakeTransport
 from epd_serve.transfer.transport import Transport
-from epd_serve.worker.batching import fit_parts
 from epd_serve.worker.kv_memory import KVMemory
-from epd_serve.worker.profile import StepShape, StepTimer, encode_seconds, median_s
+from epd_serve.worker.profile import StepTimer, encode_seconds, median_s
 from epd_serve.worker.runner import LanguageRunner
 from epd_serve.worker.step import StepExecutor
 
@@ -116,6 +116,7 @@ def profile_device(options: GridOptions, progress: Callable[[str], None] = lambd
             "torch": str(torch.__version__),
             "python": platform.python_version(),
         },
+        threads=(options.threads or device.cores or 1) if device.type == "cpu" else 1,
         dtype=str(options.dtype).removeprefix("torch."),
         step=(step,),
         encode=(encode,),

@@ -10,7 +10,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -19,8 +18,8 @@ from PIL import Image
 from epd_serve.models.family import Family
 from epd_serve.models.tower import Tower
 from epd_serve.request import Sequence, SequenceState
-from epd_serve.sched.budget import StepWork
 from epd_serve.sched.language import ScheduleOutput
+from epd_serve.sched.sizing import StepShape
 from epd_serve.types import SamplingParams
 from epd_serve.worker.runner import LanguageRunner
 
@@ -29,39 +28,6 @@ logger = logging.getLogger(__name__)
 #: Encodes are measured with square images of this side, in pixels.
 IMAGE_SIDE = 448
 _RUNS = 3
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepShape:
-    """A step to measure: decodes, and the last chunks of prompts, (first token, tokens).
-
-    Attributes:
-        context: of a decode, in the mean.
-        spread: contexts lie evenly within this part of ``context`` around it, the longest first.
-    """
-
-    num_decodes: int = 0
-    context: int = 1
-    chunks: tuple[tuple[int, int], ...] = ()
-    spread: float = 0.0
-
-    @property
-    def contexts(self) -> list[int]:
-        count = self.num_decodes
-        places = (1 - (2 * number + 1) / count for number in range(count))
-        return [round(self.context * (1 + self.spread * place)) for place in places]
-
-    @property
-    def work(self) -> StepWork:
-        return StepWork.of(self.contexts, self.chunks)
-
-    def num_blocks(self, block_size: int) -> int:
-        lengths = self.contexts + [start + count for start, count in self.chunks]
-        return sum(-(-length // block_size) for length in lengths)
-
-    def __str__(self) -> str:
-        decodes = f"{self.num_decodes}x{self.context}" + (f"~{self.spread:g}" if self.spread else "")
-        return " ".join([decodes, *(f"{start}+{count}" for start, count in self.chunks)])
 
 
 class StepTimer:

@@ -9,12 +9,13 @@ from typer.testing import CliRunner
 from epd_serve.bench.run_directory import RunDirectory
 from epd_serve.cli import app
 from epd_serve.config import parse_config
+from epd_serve.cost.profile import DecodeLine, EncodeLine, Line, Profile
 from epd_serve.cost.shape import shape_of
 from epd_serve.plan.command import read_goal
 from epd_serve.plan.evaluate import Evaluator, Goal
 from epd_serve.plan.explain import recommend
 from epd_serve.plan.pools import Fleet, Pool, read_fleet
-from epd_serve.plan.space import Candidate, all_methods, candidates, three_methods, with_widths
+from epd_serve.plan.space import Candidate, all_methods, candidates, three_methods, with_batching, with_widths
 from epd_serve.plan.strategies import algorithm_2, exhaustive, partition, race, tpe
 from epd_serve.sim.workloads import SHAREGPT_4O, TEXT, WorkloadShape
 from epd_serve.topology import parse_topology
@@ -78,6 +79,52 @@ def test_text_is_not_disaggregated() -> None:
     assert config.slo.ttft_ms == 2000 and config.instances.max_num_seqs == 256
 
 
+def slow_cpu(threads: int) -> Profile:
+    """A step of it takes long, however little it computes."""
+    return Profile(
+        kind="measured",
+        device="cpu",
+        model="m",
+        threads=threads,
+        step=(Line(base_s=10e-3, token_s=3e-4, sequence_s=7e-4),),
+        decode=tuple(DecodeLine(num_sequences=n, base_s=5e-3 + 6e-4 * n, context_s=0.0) for n in (1, 8, 32)),
+        encode=(EncodeLine(base_s=5e-3, image_s=1e-4, pixel_s=6e-7),),
+        memory_bytes=1e9,
+        kv_token_bytes=6144,
+    )
+
+
+def test_short_steps_are_a_choice() -> None:
+    """Where chunks of prompts cost nearly as much as whole ones, the limits are kept longer without them."""
+    pool = Pool(device="cpu", kind="cpu", count=2, price=1.0, shape=shape_of("qwen2-vl-7b"), measured=slow_cpu(3))
+    shape = WorkloadShape(name="chat", num_images=0, num_text_tokens=96, num_output_tokens=32)
+    judge = Evaluator(
+        Fleet(model="demo", pools=(pool,)), Goal(ttft_s=0.5, tpot_s=0.02), shape.requests(100, 5, seed=0), most=60
+    )
+    plans = with_batching([Candidate(line=line, pools=((0, 2),)) for line in ("2EPD", "EP-D")])
+    assert [str(one) for one in plans] == ["2EPD", "2EPD unlimited", "EP-D", "EP-D unlimited"]
+    deployment = judge.deployment(plans[0])
+    assert {one.cores for one in deployment.instances} == {3.0} and deployment.sharing
+    found = exhaustive(judge, plans)
+    goodputs = {str(one.candidate): one.goodput for one in found.ranking}
+    assert goodputs["2EPD unlimited"] > 1.1 * goodputs["2EPD"] > 0
+    result = recommend(judge, found, model="demo", repetitions=1)
+    assert str(result.chosen.candidate) == "2EPD unlimited"
+    said = f"with short steps, of which prompts take many, it lasts up to {goodputs['2EPD']:.2f} requests/s"
+    assert any(said in one for one in result.reasons)
+    config = parse_config(result.deployment)
+    assert config.instances.batching.policy == "unlimited" and config.instances.threads == 3
+    raced = race(judge, plans, width=1)
+    assert str(raced.best.candidate) == "2EPD unlimited" and raced.num_candidates == 4
+
+
+def test_short_steps_are_kept_where_they_cost_nothing() -> None:
+    judge = evaluator(1, TEXT, Goal(ttft_s=2.0, tpot_s=0.1))
+    plans = with_batching([Candidate(line="EPD", pools=((0, 1),))])
+    result = recommend(judge, exhaustive(judge, plans), model="demo", repetitions=1)
+    assert result.chosen.candidate.policy == "stage-level"
+
+
 def test_cheap_devices_encode_for_dear_ones() -> None:
     shape = shape_of("qwen2.5-vl-7b")
     pools = (
@@ -110,12 +157,15 @@ def test_what_does_not_fit_is_said() -> None:
 
 def test_devices_that_cannot_be_read(tmp_path: Path) -> None:
     file = tmp_path / "devices.yaml"
+    (tmp_path / "cpu.json").write_bytes(slow_cpu(1).to_json())
+    cpu = "{device: cpu, count: 1, profile: cpu.json}"
     for text, message in (
         ("pools: []", "model: Field required"),
         ("model: x\npools: [{device: a100, count: 1}]", "known by name are"),
         ("model: qwen2-vl-7b\npools: [{device: abacus, count: 1}]", "there are a100"),
         ("model: qwen2-vl-7b\npools: [{device: a100, count: 0}]", "greater than or equal to 1"),
         ("model: [", "no YAML"),
+        (f"model: qwen2-vl-7b\npools: [{cpu}, {cpu}]", "two pools of kind cpu"),
     ):
         file.write_text(text)
         with pytest.raises(ValueError, match=message):
@@ -152,6 +202,8 @@ def test_the_command_writes_a_deployment(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "summary.json").exists()
     wrong = CliRunner().invoke(app, [*command, "--order", "lifo"])
     assert isinstance(wrong.exception, ValueError) and "there are fcfs, sjf, slack" in str(wrong.exception)
+    wrong = CliRunner().invoke(app, [*command, "--policy", "none"])
+    assert isinstance(wrong.exception, ValueError) and "there are stage-level, unlimited" in str(wrong.exception)
 
 
 def test_tpe_finds_a_good_plan() -> None:

@@ -18,11 +18,9 @@ from pictures import noise, png
 from epd_serve.config import InstanceOptions
 from epd_serve.instance.instance import Instance
 from epd_serve.protocol import wire
-from epd_serve.sched.budget import StepCost, StepWork
 from epd_serve.sched.encode import EncodeGate
 from epd_serve.types import Role, SamplingParams
 from epd_serve.worker import profile
-from epd_serve.worker.batching import fit_cost
 from epd_serve.worker.profile import Measurements, cache_dir
 
 
@@ -254,26 +252,6 @@ def test_the_folder_of_the_cache() -> None:
 
 
 # ---------------------------------------------------------------------- parts
-
-
-def test_the_fit_finds_the_cost_behind_the_times() -> None:
-    cost = StepCost(base_s=0.01, token_s=1e-4, sequence_s=5e-4, context_s=1e-6, pair_s=2e-8)
-    works = [
-        StepWork.of([context] * decodes, chunks)
-        for decodes, context in ((0, 1), (4, 16), (8, 512))
-        for chunks in ((), ((0, 64),), ((512, 128),), ((0, 16),) * 4)
-        if decodes or chunks
-    ]
-    fitted = fit_cost({work: cost.seconds(work) for work in works})
-    assert all(fitted.seconds(work) == pytest.approx(cost.seconds(work), rel=1e-3) for work in works)
-    assert fitted.token_s == pytest.approx(cost.token_s, rel=0.05)
-
-
-def test_no_part_of_a_fitted_cost_is_negative() -> None:
-    falling = {StepWork.of([], [(0, count)]): 1.0 / count for count in (16, 32, 64, 128)}
-    fitted = fit_cost(falling)
-    assert min(fitted.base_s, fitted.token_s, fitted.sequence_s, fitted.context_s, fitted.pair_s) >= 0
-    assert fit_cost({StepWork.of([], [(0, 16)]): 0.5}).seconds(StepWork.of([], [(0, 16)])) == pytest.approx(0.5)
 
 
 def test_encodes_wait_for_prefills_but_not_for_ever() -> None:

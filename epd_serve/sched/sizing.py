@@ -1,0 +1,250 @@
+"""How large steps may be: which of them are timed before an instance serves, and the cost that is fitted to them.
+
+The instance times real steps and the simulator asks a profile; what follows from the times is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from epd_serve.sched.budget import (
+    MIN_CHUNK,
+    PREFILL_SHARE,
+    Found,
+    StepCost,
+    StepPace,
+    StepWork,
+    search_budget,
+)
+from epd_serve.sched.language import Budget
+
+#: What is left of a column beside the others, in relative terms, where it tells nothing that they do not.
+_DEPENDENT = 1e-9
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepShape:
+    """A step to measure: decodes, and the last chunks of prompts, (first token, tokens).
+
+    Attributes:
+        context: of a decode, in the mean.
+        spread: contexts lie evenly within this part of ``context`` around it, the longest first.
+    """
+
+    num_decodes: int = 0
+    context: int = 1
+    chunks: tuple[tuple[int, int], ...] = ()
+    spread: float = 0.0
+
+    @property
+    def contexts(self) -> list[int]:
+        count = self.num_decodes
+        places = (1 - (2 * number + 1) / count for number in range(count))
+        return [round(self.context * (1 + self.spread * place)) for place in places]
+
+    @property
+    def work(self) -> StepWork:
+        return StepWork.of(self.contexts, self.chunks)
+
+    def num_blocks(self, block_size: int) -> int:
+        lengths = self.contexts + [start + count for start, count in self.chunks]
+        return sum(-(-length // block_size) for length in lengths)
+
+    def __str__(self) -> str:
+        decodes = f"{self.num_decodes}x{self.context}" + (f"~{self.spread:g}" if self.spread else "")
+        return " ".join([decodes, *(f"{start}+{count}" for start, count in self.chunks)])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """What bounds an instance's steps.
+
+    Attributes:
+        latency_s: LATENCY_max of a step; None: no limit, and only the cost is asked for.
+        decodes: whether the instance does.
+        max_num_tokens, max_num_seqs: of a step, whatever it takes.
+        num_blocks, block_size: of the KV pool; one block is nobody's.
+        max_model_len: longest prompt and answer together, in tokens.
+    """
+
+    latency_s: float | None
+    decodes: bool
+    max_num_tokens: int
+    max_num_seqs: int
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+
+    @property
+    def capacity(self) -> int:
+        """Of the pool, in tokens."""
+        return (self.num_blocks - 1) * self.block_size
+
+    @property
+    def chunk(self) -> int:
+        """Prefills are tried in multiples of so many tokens."""
+        return min(MIN_CHUNK, self.max_num_tokens)
+
+    @property
+    def decode_s(self) -> float | None:
+        """What decodes alone may take: a prefill beside them keeps its share."""
+        return None if self.latency_s is None else (1 - PREFILL_SHARE) * self.latency_s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sizes:
+    """What was found.
+
+    Attributes:
+        budget: without a pace where there is no limit.
+        decodes, prefills: what the searches ended with: sequences, and chunks of ``Limits.chunk`` tokens.
+        errors: of the cost at what was measured, in relative terms, rising.
+    """
+
+    budget: Budget
+    cost: StepCost
+    decodes: Found | None
+    prefills: Found | None
+    errors: list[float]
+
+
+def size_steps(measure: Callable[[StepShape], float], limits: Limits) -> Sizes:
+    """Find the most sequences of a step as decodes alone, with contexts of a block, and the most tokens as prompts
+    alone. What a mixture takes, and what contexts add, is fitted to all that was measured.
+
+    Args:
+        measure: seconds of a step.
+    """
+    samples: dict[StepWork, float] = {}
+
+    def seconds(shape: StepShape) -> float:
+        samples[shape.work] = measure(shape)
+        return samples[shape.work]
+
+    block, capacity, latency_s = limits.block_size, limits.capacity, limits.latency_s
+    longest = max(min(limits.max_model_len, capacity) // block * block, block)
+    num_tokens, num_seqs = min(limits.max_num_tokens, capacity, 512), limits.max_num_seqs
+    decodes = prefills = None
+    if limits.decode_s is not None and limits.decodes:
+        decodes = search_budget(
+            lambda count: seconds(StepShape(num_decodes=count, context=block)),
+            limits.decode_s,
+            1,
+            max(min(num_seqs, capacity // block), 1),
+        )
+        num_seqs = decodes.size
+    if latency_s is not None:
+        unit = limits.chunk
+        prefills = search_budget(
+            lambda count: seconds(StepShape(chunks=_prompts(count * unit, longest))),
+            latency_s,
+            1,
+            max(1, min(limits.max_num_tokens, capacity) // unit),
+        )
+        num_tokens = prefills.size * unit
+    context = max(min(longest // 2, capacity // num_seqs) // block * block, block)
+    for shape in _mixtures(num_tokens, num_seqs if limits.decodes else 0, context, longest):
+        if shape.num_blocks(block) <= capacity // block:
+            seconds(shape)
+    cost = fit_cost(samples)
+    budget = Budget(max_num_tokens=limits.max_num_tokens, max_num_seqs=limits.max_num_seqs)
+    if latency_s is not None:
+        budget = Budget(
+            max_num_tokens=max(num_tokens, num_seqs if limits.decodes else 0),
+            max_num_seqs=num_seqs,
+            pace=StepPace(cost, latency_s),
+        )
+    return Sizes(
+        budget=budget,
+        cost=cost,
+        decodes=decodes,
+        prefills=prefills,
+        errors=sorted(abs(cost.seconds(work) / measured - 1) for work, measured in samples.items()),
+    )
+
+
+def _prompts(num_tokens: int, longest: int) -> tuple[tuple[int, int], ...]:
+    """So many tokens as whole prompts."""
+    return tuple((0, min(longest, num_tokens - start)) for start in range(0, num_tokens, longest))
+
+
+def _mixtures(num_tokens: int, num_seqs: int, context: int, longest: int) -> list[StepShape]:
+    """Steps that tell the parts of a step's cost apart, around those that fill it."""
+    count = min(num_tokens, longest)
+    half = max(count // 2, 1)
+    start = min(4 * count, longest - count)
+    shapes = [
+        StepShape(chunks=((0, half),)),
+        StepShape(chunks=((start, half),)),
+        StepShape(chunks=((start, count),)),
+        StepShape(chunks=((0, max(count // 8, 1)),) * 4),
+    ]
+    if num_seqs:
+        some = max(num_seqs // 2, 1)
+        shapes += [
+            StepShape(num_decodes=some, context=context),
+            StepShape(num_decodes=some, context=context, chunks=((0, half),)),
+            StepShape(num_decodes=some, context=context, chunks=((start, max(half // 2, 1)),)),
+        ]
+    return shapes
+
+
+def fit_cost(samples: Mapping[StepWork, float]) -> StepCost:
+    """The cost without negative parts that comes closest to measured seconds, in relative terms."""
+    rows = [
+        [1.0, work.num_tokens, work.num_sequences, work.decode_context, work.prefill_pairs] for work in samples
+    ]
+    base_s, token_s, sequence_s, context_s, pair_s = fit_parts(rows, list(samples.values()))
+    return StepCost(base_s=base_s, token_s=token_s, sequence_s=sequence_s, context_s=context_s, pair_s=pair_s)
+
+
+def fit_parts(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
+    """Coefficients of sums over columns, none below zero, closest to ``seconds`` in relative terms."""
+    relative = [[value / total for value in row] for row, total in zip(rows, seconds, strict=True)]
+    columns = [list(column) for column in zip(*relative, strict=True)]
+    scales = [max(map(abs, column)) for column in columns]
+    kept = [number for number, scale in enumerate(scales) if scale]
+    while True:
+        found = _least_squares([[value / scales[number] for value in columns[number]] for number in kept])
+        if not found or min(found) >= 0:
+            break
+        del kept[found.index(min(found))]
+    parts = [0.0] * len(columns)
+    for number, value in zip(kept, found, strict=True):
+        parts[number] = value / scales[number]
+    return parts
+
+
+def _least_squares(columns: Sequence[Sequence[float]]) -> list[float]:
+    """Coefficients whose sum over columns comes closest to 1 in every row (modified Gram-Schmidt); 0 for a column
+    that depends on those before it."""
+    rest = [1.0] * len(columns[0]) if columns else []
+    bases: list[list[float]] = []
+    upper: list[list[float]] = []  # of each column its parts along the bases, its own last
+    along: list[float] = []
+    for column in columns:
+        left, parts = list(column), []
+        for base in bases:
+            part = _dot(base, left)
+            left = [a - part * b for a, b in zip(left, base, strict=True)]
+            parts.append(part)
+        norm = _dot(left, left) ** 0.5
+        if norm <= _DEPENDENT * _dot(column, column) ** 0.5:
+            norm, left = 0.0, [0.0] * len(left)
+        base = [value / norm for value in left] if norm else left
+        part = _dot(base, rest)
+        rest = [a - part * b for a, b in zip(rest, base, strict=True)]
+        bases.append(base)
+        upper.append([*parts, norm])
+        along.append(part)
+    found = [0.0] * len(columns)
+    for number in reversed(range(len(columns))):
+        if upper[number][-1]:
+            later = sum(upper[other][number] * found[other] for other in range(number + 1, len(columns)))
+            found[number] = (along[number] - later) / upper[number][-1]
+    return found
+
+
+def _dot(one: Sequence[float], other: Sequence[float]) -> float:
+    return sum(a * b for a, b in zip(one, other, strict=True))
