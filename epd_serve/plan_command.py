@@ -22,6 +22,12 @@ def plan(
         list[str] | None,
         typer.Option(help="stage-level (limits size steps), unlimited: once for each to try; else both."),
     ] = None,
+    max_num_seqs: Annotated[
+        list[int] | None, typer.Option(min=1, help="In a step, once for each to try; else 256.")
+    ] = None,
+    max_num_batched_tokens: Annotated[
+        list[int] | None, typer.Option(min=1, help="In a step, once for each to try; else 8192, on CPUs 2048.")
+    ] = None,
     tensor_parallel: Annotated[list[int] | None, typer.Option(help="Widths to try, once for each.")] = None,
     beta: Annotated[float, typer.Option(min=0, help="Requests a second that one unit of cost is worth.")] = 0.0,
     requests: Annotated[int, typer.Option(min=20, help="Of the trace, at most.")] = 2000,
@@ -47,6 +53,8 @@ def plan(
             strategy=strategy,
             orders=tuple(order or ("fcfs",)),
             policies=tuple(policy or ("stage-level", "unlimited")),
+            seqs=tuple(max_num_seqs or (256,)),
+            tokens=tuple(max_num_batched_tokens or (None,)),
             widths=tuple(tensor_parallel or (1,)),
             beta=beta,
             num_requests=requests,

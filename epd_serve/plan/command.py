@@ -17,7 +17,7 @@ from epd_serve.config.options import BatchingOrder, BatchingPolicy
 from epd_serve.plan.evaluate import Evaluator, Goal
 from epd_serve.plan.explain import Recommendation, recommend
 from epd_serve.plan.pools import read_fleet
-from epd_serve.plan.space import candidates, with_batching
+from epd_serve.plan.space import MOST_SEQS, candidates, with_batching
 from epd_serve.plan.strategies import Found, algorithm_2, exhaustive, race, tpe
 from epd_serve.sim.records import settings_of, summary_of, write_run
 from epd_serve.sim.traces import read_requests
@@ -36,6 +36,8 @@ class Wanted:
     strategy: str = "auto"
     orders: tuple[str, ...] = ("fcfs",)
     policies: tuple[str, ...] = ("stage-level", "unlimited")
+    seqs: tuple[int, ...] = (MOST_SEQS,)
+    tokens: tuple[int | None, ...] = (None,)
     widths: tuple[int, ...] = (1,)
     beta: float = 0.0
     num_requests: int = 2000
@@ -111,6 +113,8 @@ def search(evaluator: Evaluator, wanted: Wanted) -> Found:
         candidates(fleet, widths=wanted.widths, fewer=fewer),
         cast(tuple[BatchingOrder, ...], wanted.orders),
         cast(tuple[BatchingPolicy, ...], wanted.policies),
+        wanted.seqs,
+        wanted.tokens,
     )
     if strategy == "tpe":
         return tpe(evaluator, every, trials=wanted.trials, seed=wanted.seed)

@@ -210,7 +210,6 @@ def deploy(candidate: Candidate, fleet: Fleet, goal: Goal) -> SimDeployment:
     devices = candidate.devices(fleet)
     pool_of: dict[str, Pool] = {name: pool for pool, name in devices}
     host_of = {name: f"{pool.device}/{index // pool.per_host}" for index, (pool, name) in enumerate(devices)}
-    kinds = {pool.kind for pool, _ in devices}
     cpus = [pool for pool, _ in devices if pool.threads]
     threads = cpus[0].threads if cpus else None
     return build(
@@ -223,7 +222,7 @@ def deploy(candidate: Candidate, fleet: Fleet, goal: Goal) -> SimDeployment:
             order=candidate.order,
             policy=candidate.policy,
             max_num_seqs=candidate.max_num_seqs,
-            max_num_tokens=2048 if kinds == {"cpu"} else 8192,
+            max_num_tokens=candidate.step_tokens(fleet),
         ),
         host_of=lambda name: host_of[name],
         threads=threads,

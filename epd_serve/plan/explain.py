@@ -170,7 +170,12 @@ def deployment_yaml(evaluator: Evaluator, plan: Evaluation, model: str) -> str:
         "devices": ["cpu"] if set(devices) == {"cpu"} else devices,
         "dtype": "auto",
         "slo": slo,
-        "instances": {"max_num_seqs": candidate.max_num_seqs, **threads, "batching": batching},
+        "instances": {
+            "max_num_batched_tokens": candidate.step_tokens(evaluator.fleet),
+            "max_num_seqs": candidate.max_num_seqs,
+            **threads,
+            "batching": batching,
+        },
     }
     stream = StringIO()
     yaml = YAML()

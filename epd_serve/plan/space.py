@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import product
 
 from epd_serve.config.options import BatchingOrder, BatchingPolicy
 from epd_serve.plan.pools import Fleet, Pool
 from epd_serve.topology import Topology, parse_topology
+
+#: Sequences in a step of a plan, unless it says otherwise.
+MOST_SEQS = 256
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,13 +22,15 @@ class Candidate:
     Attributes:
         pools: (index of a pool, devices of it), in the order in which the topology takes devices.
         policy: whether steps are sized by the limits. Short steps keep tokens even and make prompts cost more.
+        max_num_seqs, max_num_tokens: of a step at most, whatever the policy; None: what suits the devices.
     """
 
     line: str
     pools: tuple[tuple[int, int], ...]
     order: BatchingOrder = "fcfs"
     policy: BatchingPolicy = "stage-level"
-    max_num_seqs: int = 256
+    max_num_seqs: int = MOST_SEQS
+    max_num_tokens: int | None = None
 
     @property
     def topology(self) -> Topology:
@@ -36,16 +42,28 @@ class Candidate:
         return self.line, self.pools
 
     @property
+    def batching(self) -> tuple[BatchingOrder, BatchingPolicy, int, int | None]:
+        """The rest."""
+        return self.order, self.policy, self.max_num_seqs, self.max_num_tokens
+
+    @property
     def is_monolithic(self) -> bool:
         return all(str(member.role) == "EPD" for member in self.topology.members)
 
     def __str__(self) -> str:
         order = "" if self.order == "fcfs" else f" {self.order}"
         policy = "" if self.policy == "stage-level" else f" {self.policy}"
-        return f"{self.line}{order}{policy}"
+        seqs = "" if self.max_num_seqs == MOST_SEQS else f" {self.max_num_seqs} seqs"
+        tokens = "" if self.max_num_tokens is None else f" {self.max_num_tokens} tokens"
+        return f"{self.line}{order}{policy}{seqs}{tokens}"
 
     def cost(self, fleet: Fleet) -> float:
         return sum(fleet.pools[index].price * count for index, count in self.pools)
+
+    def step_tokens(self, fleet: Fleet) -> int:
+        """Token budget of a step."""
+        on_cpu = all(fleet.pools[index].kind == "cpu" for index, _ in self.pools)
+        return self.max_num_tokens or (2048 if on_cpu else 8192)
 
     def devices(self, fleet: Fleet) -> list[tuple[Pool, str]]:
         return [
@@ -149,5 +167,12 @@ def with_batching(
     found: Iterable[Candidate],
     orders: Sequence[BatchingOrder] = ("fcfs",),
     policies: Sequence[BatchingPolicy] = ("stage-level", "unlimited"),
+    seqs: Sequence[int] = (MOST_SEQS,),
+    tokens: Sequence[int | None] = (None,),
 ) -> list[Candidate]:
-    return [replace(one, order=order, policy=policy) for one in found for order in orders for policy in policies]
+    """Each with every way to make up its steps; those of one plan behind each other."""
+    return [
+        replace(one, order=order, policy=policy, max_num_seqs=most, max_num_tokens=num_tokens)
+        for one in found
+        for order, policy, most, num_tokens in product(orders, policies, seqs, tokens)
+    ]

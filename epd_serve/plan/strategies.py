@@ -110,7 +110,7 @@ def tpe(evaluator: Evaluator, candidates: Sequence[Candidate], *, trials: int, s
     for one in candidates:
         members = "-".join(dict.fromkeys(str(member.role) for member in one.topology.members))
         shape = "".join(letter for letter in one.line if letter in "()-")
-        by_method.setdefault(f"{members} {shape} {one.pools} {one.order} {one.policy}", []).append(one)
+        by_method.setdefault(f"{members} {shape} {one.pools} {one.batching}", []).append(one)
     known: dict[Candidate, Evaluation] = {}
 
     def value(trial: Any) -> float:

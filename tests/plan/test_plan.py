@@ -77,6 +77,7 @@ def test_text_is_not_disaggregated() -> None:
     config = parse_config(result.deployment)
     assert str(config.topology) == "2EPD" and config.devices == ("npu:0", "npu:1")
     assert config.slo.ttft_ms == 2000 and config.instances.max_num_seqs == 256
+    assert config.instances.max_num_batched_tokens == 8192, "what was simulated"
 
 
 def slow_cpu(threads: int) -> Profile:
@@ -114,8 +115,23 @@ def test_short_steps_are_a_choice() -> None:
     assert any(said in one for one in result.reasons)
     config = parse_config(result.deployment)
     assert config.instances.batching.policy == "unlimited" and config.instances.threads == 3
+    assert (config.instances.max_num_seqs, config.instances.max_num_batched_tokens) == (256, 2048)
     raced = race(judge, plans, width=1)
     assert str(raced.best.candidate) == "2EPD unlimited" and raced.num_candidates == 4
+
+
+def test_batch_budgets_are_searched_where_they_are_asked_for() -> None:
+    judge = evaluator(1, TEXT, Goal(ttft_s=2.0, tpot_s=0.1))
+    plans = with_batching(
+        [Candidate(line="EPD", pools=((0, 1),))], policies=["unlimited"], seqs=[1, 64], tokens=[512]
+    )
+    assert [str(one) for one in plans] == ["EPD unlimited 1 seqs 512 tokens", "EPD unlimited 64 seqs 512 tokens"]
+    few, many = (judge.deployment(one).instances[0].batching for one in plans)
+    assert (few.max_num_seqs, many.max_num_seqs, few.max_num_tokens) == (1, 64, 512)
+    result = recommend(judge, exhaustive(judge, plans), model="demo", repetitions=1)
+    assert result.chosen.candidate == plans[1] and result.ranking[1].goodput < result.chosen.goodput
+    config = parse_config(result.deployment)
+    assert (config.instances.max_num_seqs, config.instances.max_num_batched_tokens) == (64, 512)
 
 
 def test_short_steps_are_kept_where_they_cost_nothing() -> None:
