@@ -16,24 +16,23 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from benchmarks.planner_measured import RESULTS, figures, goodput, is_good, sim_requests
 from benchmarks.planner_runs import TPOT_MS, TTFT_MS, MeasuredRun, kept, make_runs_model
 from epd_serve.bench.run_directory import RunDirectory
 from epd_serve.config import DeploymentConfig
-from epd_serve.config.options import BatchingPolicy
 from epd_serve.cost.profile import Profile
 from epd_serve.cost.shape import shape_of
 from epd_serve.plan.evaluate import Evaluator, Goal
 from epd_serve.plan.explain import recommend
 from epd_serve.plan.pools import Fleet, Pool
-from epd_serve.plan.space import Candidate, candidates, with_batching
+from epd_serve.plan.space import POLICIES, Candidate, candidates, with_batching
 from epd_serve.plan.strategies import exhaustive
 
 PLANS = [
     Candidate(line=line, pools=((0, 2),), policy=policy)
-    for policy in get_args(BatchingPolicy)
+    for policy in POLICIES
     for line in ("2EPD", "EP-D", "E-PD")
 ]
 LOADS = {
@@ -60,7 +59,7 @@ def take(work_dir: Path, rates: str, duration_s: float, seed: int) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(config.model_dump_json(exclude_unset=True), encoding="utf-8")
     for name, workload in LOADS.items():
-        for policy in dict.fromkeys(plan.policy for plan in PLANS):
+        for policy in POLICIES:
             files = [str(_file(work_dir, plan)) for plan in PLANS if plan.policy == policy]
             command = ["bench", "--compare", ",".join(files), "--workload", workload]
             command += ["--rates", rates, "--duration", str(duration_s), "--seed", str(seed), "--no-report"]
@@ -76,11 +75,11 @@ def _file(work_dir: Path, plan: Candidate) -> Path:
 
 def measured(work_dir: Path, load: str) -> dict[Candidate, list[MeasuredRun]]:
     """Of each plan, rates rising."""
-    found: dict[Candidate, list[MeasuredRun]] = {}
-    for plan in PLANS:
-        files = (work_dir / "advice" / load / plan.policy).glob("*/*/*/run.json")
-        runs = [kept(RunDirectory.open(file.parent), "") for file in files]
-        found[plan] = sorted((run for run in runs if run.topology == plan.line), key=lambda run: run.rate)
+    found: dict[Candidate, list[MeasuredRun]] = {plan: [] for plan in PLANS}
+    for policy in POLICIES:
+        files = (work_dir / "advice" / load / policy).glob("*/*/*/run.json")
+        for run in sorted((kept(RunDirectory.open(file.parent), "") for file in files), key=lambda run: run.rate):
+            found[Candidate(line=run.topology, pools=((0, 2),), policy=policy)].append(run)
     return found
 
 

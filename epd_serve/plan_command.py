@@ -44,6 +44,7 @@ def plan(
 ) -> None:
     """Recommend a topology for a workload, devices and limits, by simulation; or not to disaggregate."""
     from epd_serve.plan.command import Wanted, run_plan
+    from epd_serve.plan.space import MOST_SEQS, POLICIES
 
     run_plan(
         Wanted(
@@ -52,8 +53,8 @@ def plan(
             slo=slo,
             strategy=strategy,
             orders=tuple(order or ("fcfs",)),
-            policies=tuple(policy or ("stage-level", "unlimited")),
-            seqs=tuple(max_num_seqs or (256,)),
+            policies=tuple(policy or POLICIES),
+            seqs=tuple(max_num_seqs or (MOST_SEQS,)),
             tokens=tuple(max_num_batched_tokens or (None,)),
             widths=tuple(tensor_parallel or (1,)),
             beta=beta,

@@ -17,7 +17,7 @@ from epd_serve.config.options import BatchingOrder, BatchingPolicy
 from epd_serve.plan.evaluate import Evaluator, Goal
 from epd_serve.plan.explain import Recommendation, recommend
 from epd_serve.plan.pools import read_fleet
-from epd_serve.plan.space import MOST_SEQS, candidates, with_batching
+from epd_serve.plan.space import MOST_SEQS, POLICIES, candidates, with_batching
 from epd_serve.plan.strategies import Found, algorithm_2, exhaustive, race, tpe
 from epd_serve.sim.records import settings_of, summary_of, write_run
 from epd_serve.sim.traces import read_requests
@@ -35,7 +35,7 @@ class Wanted:
     slo: str = "ttft=2000,tpot=50"
     strategy: str = "auto"
     orders: tuple[str, ...] = ("fcfs",)
-    policies: tuple[str, ...] = ("stage-level", "unlimited")
+    policies: tuple[str, ...] = POLICIES
     seqs: tuple[int, ...] = (MOST_SEQS,)
     tokens: tuple[int | None, ...] = (None,)
     widths: tuple[int, ...] = (1,)
@@ -53,7 +53,7 @@ def run_plan(wanted: Wanted, *, output: Path | None, report: Path | None, explai
     goal = read_goal(wanted.slo, wanted.beta)
     for flag, given, known in (
         ("--order", wanted.orders, get_args(BatchingOrder)),
-        ("--policy", wanted.policies, get_args(BatchingPolicy)),
+        ("--policy", wanted.policies, POLICIES),
     ):
         if unknown := [one for one in given if one not in known]:
             raise ValueError(f"{flag} {unknown[0]}: there are {', '.join(known)}")

@@ -226,7 +226,7 @@ def deploy(candidate: Candidate, fleet: Fleet, goal: Goal) -> SimDeployment:
         ),
         host_of=lambda name: host_of[name],
         threads=threads,
-        cores=None if threads is None else threads * min(len(cpus), cpus[0].per_host),
+        cores=None if threads is None else threads * len(cpus),
     )
 
 

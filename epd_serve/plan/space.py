@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
+from typing import get_args
 
 from epd_serve.config.options import BatchingOrder, BatchingPolicy
 from epd_serve.plan.pools import Fleet, Pool
@@ -13,6 +14,7 @@ from epd_serve.topology import Topology, parse_topology
 
 #: Sequences in a step of a plan, unless it says otherwise.
 MOST_SEQS = 256
+POLICIES: tuple[BatchingPolicy, ...] = get_args(BatchingPolicy)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,7 +168,7 @@ def _some(most: int) -> list[int]:
 def with_batching(
     found: Iterable[Candidate],
     orders: Sequence[BatchingOrder] = ("fcfs",),
-    policies: Sequence[BatchingPolicy] = ("stage-level", "unlimited"),
+    policies: Sequence[BatchingPolicy] = POLICIES,
     seqs: Sequence[int] = (MOST_SEQS,),
     tokens: Sequence[int | None] = (None,),
 ) -> list[Candidate]:

@@ -17,6 +17,7 @@ from epd_serve.plan.explain import recommend
 from epd_serve.plan.pools import Fleet, Pool, read_fleet
 from epd_serve.plan.space import Candidate, all_methods, candidates, three_methods, with_batching, with_widths
 from epd_serve.plan.strategies import algorithm_2, exhaustive, partition, race, tpe
+from epd_serve.sim.device import MeasuredSharing
 from epd_serve.sim.workloads import SHAREGPT_4O, TEXT, WorkloadShape
 from epd_serve.topology import parse_topology
 
@@ -105,7 +106,9 @@ def test_short_steps_are_a_choice() -> None:
     plans = with_batching([Candidate(line=line, pools=((0, 2),)) for line in ("2EPD", "EP-D")])
     assert [str(one) for one in plans] == ["2EPD", "2EPD unlimited", "EP-D", "EP-D unlimited"]
     deployment = judge.deployment(plans[0])
-    assert {one.cores for one in deployment.instances} == {3.0} and deployment.sharing
+    assert {one.cores for one in deployment.instances} == {3.0}
+    sharing = deployment.sharing["cpu"]
+    assert isinstance(sharing, MeasuredSharing) and sharing.cores == 6
     found = exhaustive(judge, plans)
     goodputs = {str(one.candidate): one.goodput for one in found.ranking}
     assert goodputs["2EPD unlimited"] > 1.1 * goodputs["2EPD"] > 0
