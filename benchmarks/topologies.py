@@ -57,9 +57,7 @@ async def measure(file: Path, rounds: int) -> dict[str, Any]:
 
 async def ask(client: httpx.AsyncClient) -> tuple[str, float, float]:
     """(answer, seconds to the first token, seconds to the last)."""
-    url = f"data:image/png;base64,{base64.b64encode(PICTURE.read_bytes()).decode()}"
-    content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": QUESTION}]
-    body = {"model": "demo", "temperature": 0, "stream": True, "messages": [{"role": "user", "content": content}]}
+    body = {"model": "demo", "temperature": 0, "stream": True, "messages": [image_message()]}
     text, first = "", 0.0
     start = time.perf_counter()
     async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
@@ -68,6 +66,13 @@ async def ask(client: httpx.AsyncClient) -> tuple[str, float, float]:
                 first = first or time.perf_counter() - start
                 text += json.loads(line.removeprefix("data: "))["choices"][0]["delta"].get("content", "")
     return text, first, time.perf_counter() - start
+
+
+def image_message() -> dict[str, Any]:
+    """The README's question about its picture, as a message of a chat."""
+    url = f"data:image/png;base64,{base64.b64encode(PICTURE.read_bytes()).decode()}"
+    content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": QUESTION}]
+    return {"role": "user", "content": content}
 
 
 async def main() -> None:

@@ -1,0 +1,142 @@
+"""Count the files and functions that one image request of four tokens enters, in all processes of E-P-D.
+
+Run as ``python -m benchmarks.request_path`` from the root of the repository, with an editable install. Every Python
+process of the deployment carries a profile hook (``sitecustomize.py`` beside this file). A first request warms caches
+and connections, the next ones are recorded. A function counts when it runs between a request's start and its end, so
+probes and metrics that run then count too: the lowest of several recordings is the figure. Functions that also
+run in three idle seconds are left out where the order of a request's way is told.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import tempfile
+from collections.abc import Coroutine
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.topologies import ROOT, image_message
+from epd_serve.config import change_config, load_config
+from epd_serve.launch import LocalDeployment
+
+RESULT = ROOT / "benchmarks" / "results" / "request-path.json"
+
+
+class Entry(NamedTuple):
+    """The first entry of one function in one thread of a process."""
+
+    time_ns: int
+    thread: int
+    file: str
+    line: int
+    name: str
+
+
+Recording = dict[str, list[Entry]]  # by process
+
+
+async def record(rounds: int) -> list[tuple[Recording, Recording]]:
+    """For each round: what every process enters while nothing is asked, and while one request is answered."""
+    settings = {"gateway": {"port": 0}, "instances": {"base_port": 0}}
+    config = change_config(load_config(ROOT / "deploy" / "cpu-e-p-d.yaml"), settings)
+    recordings = []
+    with tempfile.TemporaryDirectory() as directory:
+        os.environ |= {
+            "PYTHONPATH": str(Path(__file__).parent),
+            "EPD_SERVE_REQUEST_PATH": directory,
+            "EPD_SERVE_REQUEST_ROOT": str(ROOT),
+        }
+        async with LocalDeployment(config, ready_timeout_s=300) as deployment:
+            async with httpx.AsyncClient(base_url=deployment.gateway_url, timeout=300) as client:
+                await ask(client)
+                for _ in range(rounds):
+                    idle = await recorded(Path(directory), asyncio.sleep(3))
+                    recordings.append((idle, await recorded(Path(directory), ask(client))))
+    return recordings
+
+
+async def ask(client: httpx.AsyncClient) -> None:
+    body = {"model": "demo", "temperature": 0, "max_tokens": 4, "ignore_eos": True, "stream": True}
+    answer = await client.post("/v1/chat/completions", json=body | {"messages": [image_message()]})
+    answer.raise_for_status()
+
+
+async def recorded(directory: Path, work: Coroutine[Any, Any, None]) -> Recording:
+    """By process: the functions that it enters while ``work`` runs."""
+    processes = psutil.Process().children(recursive=True)
+    for process in processes:
+        process.send_signal(signal.SIGUSR2)
+    await asyncio.sleep(0.2)
+    await work
+    for process in processes:
+        process.send_signal(signal.SIGUSR2)
+    files = [directory / f"{process.pid}.json" for process in processes]
+    async with asyncio.timeout(60):
+        while not all(file.exists() for file in files):
+            await asyncio.sleep(0.05)
+    rows = {file.stem: sorted(Entry(*row) for row in json.loads(file.read_text())) for file in files}
+    for file in files:
+        file.unlink()
+    return rows
+
+
+def summary(idle: Recording, busy: Recording) -> dict[str, Any]:
+    """The figures of one request, the names of its files and the folders of its way, process by process."""
+    functions = {(entry.file, entry.line) for entries in busy.values() for entry in entries}
+    files = {file for file, _ in functions}
+    background = {(entry.file, entry.line) for entries in idle.values() for entry in entries}
+    own = [[entry for entry in entries if (entry.file, entry.line) not in background] for entries in busy.values()]
+    ways = [way(entries) for entries in sorted(filter(None, own))]
+    return {
+        "files": len(files),
+        "functions": len(functions),
+        "lines of these files": sum(len((ROOT / file).read_text().splitlines()) for file in files),
+        "files before an instance is called": len(before_instances(own)),
+        "returns to a folder": sum(
+            folder in folders[:at] for folders in ways for at, folder in enumerate(folders)
+        ),
+        "ways": ways,
+        "file names": sorted(files),
+    }
+
+
+def before_instances(processes: list[list[Entry]]) -> set[str]:
+    """The files that the gateway enters before any instance does anything for the request."""
+    gateways = [entries for entries in processes if any(entry.file.startswith("proxy/") for entry in entries)]
+    called_ns = min(entries[0].time_ns for entries in processes if entries and entries not in gateways)
+    return {entry.file for entries in gateways for entry in entries if entry.time_ns < called_ns}
+
+
+def way(entries: list[Entry]) -> list[str]:
+    """The folders of a process in the order in which the request first enters their files."""
+    files = list(dict.fromkeys(entry.file for entry in entries))
+    folders = [str(Path(file).parent) for file in files]
+    return folders[:1] + [after for before, after in pairwise(folders) if after != before]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", type=Path, default=RESULT)
+    options = parser.parse_args()
+    summaries = [summary(idle, busy) for idle, busy in asyncio.run(record(options.rounds))]
+    best = min(summaries, key=lambda row: (row["functions"], row["files"]))
+    options.out.write_text(json.dumps(best, indent=1) + "\n")
+    table = Table("one image request of 4 tokens through E-P-D", "lowest", "of all rounds")
+    for name in [name for name, figure in best.items() if isinstance(figure, int)]:
+        table.add_row(name, str(best[name]), str([row[name] for row in summaries]))
+    Console(width=120).print(table)
+
+
+if __name__ == "__main__":
+    main()
