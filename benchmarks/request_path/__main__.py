@@ -1,10 +1,10 @@
 """Count the files and functions that one image request of four tokens enters, in all processes of E-P-D.
 
-Run as ``python -m benchmarks.request_path`` from the root of the repository, with an editable install. Every Python
-process of the deployment carries a profile hook (``sitecustomize.py`` beside this file). A first request warms caches
-and connections, the next ones are recorded. A function counts when it runs between a request's start and its end, so
-probes and metrics that run then count too: the lowest of several recordings is the figure. Functions that also
-run in three idle seconds are left out where the order of a request's way is told.
+Run as ``python -m benchmarks.request_path`` from the root of the repository, with an editable install. Every
+Python process of the deployment carries a profile hook (``sitecustomize.py`` beside this file). A first request
+warms caches and connections, the next ones are recorded. A function counts when it runs between a request's
+start and its end, so probes and metrics that run then count too: the lowest of several recordings is the
+figure. Functions that also run in three idle seconds are left out where the order of a request's way is told.
 """
 
 from __future__ import annotations
@@ -56,12 +56,14 @@ async def record(rounds: int) -> list[tuple[Recording, Recording]]:
             "EPD_SERVE_REQUEST_PATH": directory,
             "EPD_SERVE_REQUEST_ROOT": str(ROOT),
         }
-        async with LocalDeployment(config, ready_timeout_s=300) as deployment:
-            async with httpx.AsyncClient(base_url=deployment.gateway_url, timeout=300) as client:
-                await ask(client)
-                for _ in range(rounds):
-                    idle = await recorded(Path(directory), asyncio.sleep(3))
-                    recordings.append((idle, await recorded(Path(directory), ask(client))))
+        async with (
+            LocalDeployment(config, ready_timeout_s=300) as deployment,
+            httpx.AsyncClient(base_url=deployment.gateway_url, timeout=300) as client,
+        ):
+            await ask(client)
+            for _ in range(rounds):
+                idle = await recorded(Path(directory), asyncio.sleep(3))
+                recordings.append((idle, await recorded(Path(directory), ask(client))))
     return recordings
 
 
@@ -82,7 +84,7 @@ async def recorded(directory: Path, work: Coroutine[Any, Any, None]) -> Recordin
         process.send_signal(signal.SIGUSR2)
     files = [directory / f"{process.pid}.json" for process in processes]
     async with asyncio.timeout(60):
-        while not all(file.exists() for file in files):
+        while not all(file.exists() for file in files):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
     rows = {file.stem: sorted(Entry(*row) for row in json.loads(file.read_text())) for file in files}
     for file in files:

@@ -1,8 +1,8 @@
 """A profile hook for every Python process of a deployment: which functions of ours one request enters, and when.
 
-Python imports this module at start where its folder is on ``PYTHONPATH``. SIGUSR2 begins the recording, a second one
-writes it to ``$EPD_SERVE_REQUEST_PATH/<pid>.json`` as rows of (monotonic nanoseconds, thread, file, first line,
-function), the first entry of each function in each thread.
+Python imports this module at start where its folder is on ``PYTHONPATH``. SIGUSR2 begins the recording, a
+second one writes it to ``$EPD_SERVE_REQUEST_PATH/<pid>.json`` as rows of (monotonic nanoseconds, thread, file,
+first line, function), the first entry of each function in each thread.
 """
 
 import json
