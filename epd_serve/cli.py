@@ -387,7 +387,7 @@ def main() -> None:
 
 def _tie_to(parent_pid: int | None) -> None:
     if parent_pid is not None:
-        from epd_serve.launch.lifeline import die_with_parent
+        from epd_serve.lifeline import die_with_parent
 
         die_with_parent(parent_pid)
 

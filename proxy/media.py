@@ -10,15 +10,10 @@ from typing import ParamSpec, TypeVar
 import msgspec
 
 from epd_serve.errors import InvalidRequest, TooLarge
-from epd_serve.image_header import plain_size
-from epd_serve.media import (
-    MediaLimits,
-    decode_data_url,
-    low_detail_size,
-    mm_hash,
-    parse_data_url,
-    pixel_size,
-)
+from epd_serve.media.data_url import decode_data_url, parse_data_url
+from epd_serve.media.header import plain_size
+from epd_serve.media.naming import mm_hash
+from epd_serve.media.picture import MediaLimits, low_detail_size, pixel_size
 from epd_serve.protocol.messages import MediaSource
 from epd_serve.protocol.wire import MediaRef
 from proxy.fetch import MediaFetcher

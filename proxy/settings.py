@@ -9,7 +9,7 @@ from pathlib import Path
 from epd_serve.backends.vllm_target import VllmTarget
 from epd_serve.config import DeploymentConfig
 from epd_serve.config.gateway import AdminConfig, ApiKeyConfig, is_loopback, read_secret
-from epd_serve.media import MediaLimits
+from epd_serve.media.picture import MediaLimits
 from epd_serve.routing.stealing import DEFAULT_RULE, StealRule
 from epd_serve.topology.notation import Topology
 from epd_serve.types import Routing

@@ -76,7 +76,7 @@ def deployed(candidate: Candidate, log: Path) -> Iterator[str]:
         file = Path(folder) / candidate.file.name
         file.write_text(config.model_dump_json(exclude_unset=True), encoding="utf-8")  # JSON is YAML
         command = [sys.executable, "-m", "epd_serve.cli", "up", str(file)]
-        tied = [sys.executable, "-m", "epd_serve.launch.lifeline", str(os.getpid()), *command]
+        tied = [sys.executable, "-m", "epd_serve.lifeline", str(os.getpid()), *command]
         with log.open("wb") as output:
             # a session of its own: Ctrl-C is for the tester, which then ends this in order
             process = subprocess.Popen(

@@ -18,7 +18,7 @@ from torch import Tensor
 from epd_serve.errors import PREPARATION_FULL, WEDGED, InstanceFailed, InvalidRequest, ServeError
 from epd_serve.instance.peers import Peers
 from epd_serve.instance.request_processor import S_PER_PIXEL, RequestProcessor
-from epd_serve.media import MediaLimits, low_detail_size, open_image
+from epd_serve.media.picture import MediaLimits, low_detail_size, open_image
 from epd_serve.models.family import Family, TowerInputs
 from epd_serve.models.tower import Tower
 from epd_serve.protocol.wire import EncodeReply, EncodeRequest, MediaRef

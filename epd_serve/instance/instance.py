@@ -38,7 +38,7 @@ from epd_serve.instance.request_processor import RequestProcessor, num_media_thr
 from epd_serve.instance.status import StatusCalls
 from epd_serve.instance.switching import Switching
 from epd_serve.instance.tracing import StageTracing
-from epd_serve.media import MediaLimits
+from epd_serve.media.picture import MediaLimits
 from epd_serve.metrics.otel import span_recorder
 from epd_serve.metrics.trace import TraceWriter
 from epd_serve.models.family import Family, load_family

@@ -180,7 +180,7 @@ def master_spec(config: DeploymentConfig, ports: Ports, environment: Mapping[str
     return ProcessSpec(
         name="master",
         label="Mooncake Store",
-        command=(sys.executable, "-P", "-m", "epd_serve.launch.lifeline", str(os.getpid()), *command),
+        command=(sys.executable, "-P", "-m", "epd_serve.lifeline", str(os.getpid()), *command),
         environment=environment,
         url=url_of(config.instances.host, http_port),
         stops="last",

@@ -25,7 +25,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from epd_serve.launch.lifeline import die_with_parent
+from epd_serve.lifeline import die_with_parent
 
 _LINE_BYTES = 1 << 20
 

@@ -33,7 +33,7 @@ class Supervisor:
     on. One that was never ready has died for good: what it lacks it will lack the next time. One that was ready
     and answers nothing for ``hang_timeout_s`` is killed, and has died too.
 
-    It must be used from one event loop whose thread outlives the processes (see :mod:`epd_serve.launch.lifeline`).
+    It must be used from one event loop whose thread outlives the processes (see :mod:`epd_serve.lifeline`).
 
     Args:
         hang_timeout_s: None: a process that hangs is left alone.

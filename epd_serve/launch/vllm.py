@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from device.shares import share_environment
+from epd_serve import lifeline
 from epd_serve.backends.vllm_command import Connectors, VllmOptions, command_of, environment_of
 from epd_serve.config import DeploymentConfig, InstanceSettings, model_path
 from epd_serve.config.gateway import is_loopback
 from epd_serve.config.shares import DeviceShare
 from epd_serve.config.vllm import connectors
-from epd_serve.launch import lifeline
 from epd_serve.launch.commands import threads_each, visibility
 from epd_serve.launch.process import ProcessSpec
 from epd_serve.launch.vllm_pixels import pixel_flags

@@ -18,7 +18,7 @@ from PIL import Image
 
 from device.base import Device
 from device.registry import get_device
-from epd_serve.media import MediaLimits, open_image
+from epd_serve.media.picture import MediaLimits, open_image
 from epd_serve.models.family import load_family
 from epd_serve.models.tower import Tower
 from epd_serve.sched.sizing import StepShape

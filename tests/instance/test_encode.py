@@ -19,7 +19,7 @@ from device.registry import get_device
 from epd_serve.errors import InstanceFailed, InvalidRequest
 from epd_serve.instance.encode import EncodeService
 from epd_serve.instance.request_processor import RequestProcessor
-from epd_serve.media import MediaLimits
+from epd_serve.media.picture import MediaLimits
 from epd_serve.models.family import TowerInputs
 from epd_serve.protocol import wire
 from epd_serve.sched.aligned import AlignedBatches

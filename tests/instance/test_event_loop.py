@@ -25,7 +25,7 @@ from epd_serve.instance.generation import Generation
 from epd_serve.instance.http import ControlApp, Event, Reply
 from epd_serve.instance.prompt import PromptProcessor
 from epd_serve.instance.request_processor import RequestProcessor
-from epd_serve.media import MediaLimits
+from epd_serve.media.picture import MediaLimits
 from epd_serve.models.family import TowerInputs, load_family
 from epd_serve.models.language import LanguageModel
 from epd_serve.protocol import wire

@@ -15,7 +15,7 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from epd_serve.launch.lifeline import die_with_parent
+from epd_serve.lifeline import die_with_parent
 
 
 def main() -> None:

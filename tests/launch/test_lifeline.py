@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 import psutil
 import pytest
 
-from epd_serve.launch import lifeline
+from epd_serve import lifeline
 
 #: A program whose child heeds no signal that it may ignore, and does not look at its parent; it may end early.
 TREE = """

@@ -76,7 +76,7 @@ def test_a_master_ends_with_the_process_that_started_it() -> None:
     starter = (
         "import subprocess, sys\n"
         f"command = {list(spec.command)!r}\n"
-        "import os; command[command.index('epd_serve.launch.lifeline') + 1] = str(os.getpid())\n"
+        "import os; command[command.index('epd_serve.lifeline') + 1] = str(os.getpid())\n"
         "print(subprocess.Popen(command).pid, flush=True); sys.stdin.read()"
     )
     parent = subprocess.Popen(

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from epd_serve.errors import InvalidRequest, TooLarge
-from epd_serve.media import FORMATS, MediaLimits, mm_hash, open_image, parse_data_url, pixel_size
+from epd_serve.media.data_url import parse_data_url
+from epd_serve.media.naming import mm_hash
+from epd_serve.media.picture import FORMATS, MediaLimits, open_image, pixel_size
 
 LIMITS = MediaLimits()
 

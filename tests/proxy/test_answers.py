@@ -11,7 +11,7 @@ import openai
 import pytest
 from PIL import Image
 
-from epd_serve.media import mm_hash
+from epd_serve.media.naming import mm_hash
 from epd_serve.protocol import wire
 
 

@@ -10,7 +10,7 @@ import zlib
 
 import pytest
 
-from epd_serve.media import MediaLimits
+from epd_serve.media.picture import MediaLimits
 
 IMAGE_PARAM = "messages[0].content[0].image_url.url"
 

@@ -10,7 +10,7 @@ import pytest
 
 from epd_serve.config.gateway import ApiKeyConfig
 from epd_serve.config.keys import hash_key
-from epd_serve.media import MediaLimits
+from epd_serve.media.picture import MediaLimits
 from proxy.reload import Reloader
 from proxy.settings import AdminSettings
 

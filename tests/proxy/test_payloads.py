@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from epd_serve.errors import InvalidRequest, ServeError
-from epd_serve.media import MediaLimits
+from epd_serve.media.picture import MediaLimits
 from epd_serve.protocol import wire
 from epd_serve.protocol.media_message import encode_in_parts
 from epd_serve.protocol.messages import MediaSource

@@ -27,7 +27,7 @@ import pytest
 from epd_serve.launch import deployment, fork_server
 from epd_serve.launch.commands import HEAP_TUNABLES
 from epd_serve.launch.forking import ForkServer
-from epd_serve.launch.lifeline import die_with_parent
+from epd_serve.lifeline import die_with_parent
 
 _MESSAGE_BYTES = 1 << 17
 #: Above every number that a test's process has for a descriptor.

@@ -1,6 +1,6 @@
 """A child process that cannot outlive its supervisor, however the supervisor ends.
 
-``python -m epd_serve.launch.lifeline [--group] PARENT_PID COMMAND...`` becomes a command that is tied in this way.
+``python -m epd_serve.lifeline [--group] PARENT_PID COMMAND...`` becomes a command that is tied in this way.
 With ``--group`` it leads a process group, which ends with it: for programs whose children are not tied to them.
 It may be run as a script.
 """

@@ -1,8 +1,8 @@
 """The size of a plain JPEG or PNG from its first bytes, without opening the file.
 
 Only files about which nothing is left to find out are answered: no EXIF or XMP, which may turn the picture, no
-unusual coding, no damage in what is read. All others are Pillow's (:func:`epd_serve.media.pixel_size`), which
-gives the same sizes for those that are answered here.
+unusual coding, no damage in what is read. All others are Pillow's (:func:`epd_serve.media.picture.pixel_size`),
+which gives the same sizes for those that are answered here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Media bytes before any tensor: size from the header, a decoded picture, and the name of both.
+"""Pictures before any tensor: the size from the header, and the decoded pixels.
 
 The gateway and the encode instances share this file, so that they agree on what a picture is: the size that the
 gateway reads from the header is the size of the picture that the encoder opens.
@@ -6,7 +6,6 @@ gateway reads from the header is the size of the picture that the encoder opens.
 
 from __future__ import annotations
 
-import binascii
 import io
 import struct
 import zlib
@@ -14,15 +13,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import pybase64
-from blake3 import blake3
 from PIL import Image, UnidentifiedImageError
 
 from epd_serve.errors import InvalidRequest, TooLarge
 
-#: What Pillow may try; a file of any other format is refused before a decoder sees it.
 #: Width and height that a picture has at most when it is read with ``detail: "low"``, as in OpenAI's API.
 LOW_DETAIL_PIXELS = 512
+#: What Pillow may try; a file of any other format is refused before a decoder sees it.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 _ORIENTATION_TAG = 0x0112
 _TRANSPOSE = {
@@ -139,50 +136,3 @@ def _to_rgb(image: Image.Image) -> Image.Image:
         white = Image.new("RGBA", image.size, (255, 255, 255, 255))
         return Image.alpha_composite(white, image.convert("RGBA")).convert("RGB")
     return image.convert("RGB")
-
-
-def mm_hash(data: bytes, modality: str, fingerprint: str) -> str:
-    """Name of a media item's feature: 64 hex digits of blake3.
-
-    Over the media bytes, the modality and the model's ``media_fingerprint``; each field is preceded by its
-    length, so that no two different triples give the same input.
-    """
-    hasher = blake3(b"epd-serve media 1")
-    for field in (modality.encode(), fingerprint.encode(), data):
-        hasher.update(struct.pack("<Q", len(field)))
-        hasher.update(field)
-    return hasher.hexdigest()
-
-
-def parse_data_url(url: str, max_bytes: int) -> tuple[str, bytes]:
-    """``data:image/png;base64,...`` → (media type in lower case, bytes).
-
-    The media type may be left out ("" then). Raises InvalidRequest with what is wrong, TooLarge before decoding
-    where the text is too long for ``max_bytes``.
-    """
-    header, comma, text = url.partition(",")
-    return decode_data_url(header + comma, text, max_bytes)
-
-
-def decode_data_url(header: str, text: str | memoryview, max_bytes: int) -> tuple[str, bytes]:
-    """The same for a data URL in two parts: up to its first comma, and the rest."""
-    if header[:5].lower() != "data:" or not header.endswith(","):
-        raise InvalidRequest(
-            f"{header[:40]!r} is no data URL; it should look like 'data:image/png;base64,iVBORw0...'"
-        )
-    media_type, *parameters = header[5:-1].split(";")
-    if not parameters or parameters[-1].strip().lower() != "base64":
-        raise InvalidRequest("the data URL is not base64; it should look like 'data:image/png;base64,iVBORw0...'")
-    media_type = media_type.strip().lower()
-    if media_type and not media_type.startswith("image/"):
-        raise InvalidRequest(f"the data URL has media type {media_type[:60]!r}; only image/... is supported")
-    if len(text) // 4 * 3 > max_bytes + 2:
-        raise TooLarge(f"the image has about {len(text) // 4 * 3} bytes; at most {max_bytes} are accepted")
-    try:
-        data = pybase64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise InvalidRequest(
-            f"the base64 text of the data URL cannot be decoded ({error}); use the standard alphabet (A-Z a-z 0-9 "
-            f"+ /) with '=' padding and without line breaks"
-        ) from error
-    return media_type, bytes(data)
