@@ -11,7 +11,8 @@ from typing import Literal
 from epd_serve.protocol.wire import Region
 from epd_serve.transfer.joined import JoinedMemory
 from epd_serve.transfer.shared_memory import SharedMemoryPeers, SharedSlab, host_id
-from epd_serve.transfer.tcp import TcpPeers, TcpServer
+from epd_serve.transfer.tcp import TcpPeers
+from epd_serve.transfer.tcp_server import TcpServer
 from epd_serve.transfer.transport import Piece, Slab, TransferError
 from epd_serve.transfer.write_gate import WriteGate
 

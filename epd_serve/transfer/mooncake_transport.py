@@ -17,7 +17,8 @@ from epd_serve.protocol.wire import Region
 from epd_serve.transfer.mooncake import Engine, MooncakeOptions
 from epd_serve.transfer.shared_memory import SharedSlab
 from epd_serve.transfer.staging import Staged, StagingPool, address_of
-from epd_serve.transfer.tcp import TcpPeers, TcpServer
+from epd_serve.transfer.tcp import TcpPeers
+from epd_serve.transfer.tcp_server import TcpServer
 from epd_serve.transfer.transport import Piece, Slab, TransferError, check_bounds
 from epd_serve.transfer.write_gate import WriteGate
 

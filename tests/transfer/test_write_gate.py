@@ -12,7 +12,8 @@ from fleet import wait_until
 from epd_serve.cache.block_pool import BlockPool
 from epd_serve.protocol.wire import KVLayout, Region, ReserveRequest
 from epd_serve.transfer.reservation import ReservationTable
-from epd_serve.transfer.tcp import _HEADER, _PIECE, TcpPeers, TcpServer
+from epd_serve.transfer.tcp import HEADER, PIECE, TcpPeers
+from epd_serve.transfer.tcp_server import TcpServer
 from epd_serve.transfer.transport import TransferError
 from epd_serve.transfer.write_gate import WriteGate
 
@@ -43,7 +44,7 @@ def test_blocks_wait_for_bytes_that_are_coming_in_and_a_silent_writer_is_cut_off
     assert reservation is not None
     table.grant(reservation, pool.allocate_request(7, 1), 0.0)
     with socket.create_connection((server.host, server.port)) as writer:
-        writer.sendall(_HEADER.pack(1, 2, 1, 1) + b"kv" + b"t" + _PIECE.pack(0, 32) + b"x" * 16)
+        writer.sendall(HEADER.pack(1, 2, 1, 1) + b"kv" + b"t" + PIECE.pack(0, 32) + b"x" * 16)
         wait_until(lambda: bytes(slab[:16]) == b"x" * 16, "half of it is there")
         assert table.complete("t") is None, "not all is written"
         table.stop_writing("t")

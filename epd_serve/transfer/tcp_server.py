@@ -1,0 +1,278 @@
+"""The serving side of one-sided reads and writes over TCP (:mod:`epd_serve.transfer.tcp`).
+
+A connection is a stranger's until it has named a region that is here: names have 122 random bits, and only control
+calls tell them. A stranger gets neither a thread nor memory for more than that name, and little time.
+"""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import NoReturn
+
+from epd_serve.transfer.joined import JoinedMemory
+from epd_serve.transfer.tcp import (
+    HEADER,
+    MAX_NAME_BYTES,
+    MAX_PIECES,
+    MAX_TRANSFERS_BYTES,
+    PIECE,
+    READ,
+    SEPARATOR,
+    STATUS,
+    WRITE,
+    receive,
+    receive_bytes,
+)
+from epd_serve.transfer.write_gate import WriteGate
+
+#: Connections at once that have named a region, and that have not; together the most that a server has.
+MAX_KNOWN, MAX_STRANGERS = 224, 32
+#: How long a connection may take to name its first region.
+STRANGER_S = 5.0
+_ACCEPT_RETRY_S = 0.05
+
+
+class _Stranger:
+    """A connection that has not named a region yet, and what it has sent: a header and a part of a name at most."""
+
+    __slots__ = ("connection", "data", "until_s")
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.data = bytearray()
+        self.until_s = time.monotonic() + STRANGER_S
+
+    def read(self) -> bool:
+        """Whether the name is complete. Raises OSError for a peer that left, or sends something else."""
+        while (count := self._num_missing()) > 0:
+            try:
+                piece = self.connection.recv(count)
+            except BlockingIOError:
+                return False
+            if not piece:
+                raise ConnectionResetError("it left")
+            self.data += piece
+        return True
+
+    def _num_missing(self) -> int:
+        if len(self.data) < HEADER.size:
+            return HEADER.size - len(self.data)
+        return HEADER.size + _name_length(self.data) - len(self.data)
+
+
+class _Known:
+    """A connection that has named a region of this server.
+
+    Attributes:
+        idle_since_s: when its last call ended; None in the middle of one.
+    """
+
+    __slots__ = ("connection", "idle_since_s")
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.idle_since_s: float | None = None
+
+
+class TcpServer:
+    """Serves this process's slabs, found by ``lookup``; a thread for each connection that has named one.
+
+    Args:
+        gate: lets the writes in.
+        timeout_s: how long a peer may pause in the middle of a message.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        lookup: Callable[[str], memoryview | JoinedMemory | None],
+        gate: WriteGate,
+        timeout_s: float,
+    ) -> None:
+        self._lookup = lookup
+        self._gate = gate
+        self._timeout_s = timeout_s
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, 0), family=family)
+        self._listener.setblocking(False)
+        self.host: str = self._listener.getsockname()[0]
+        self.port: int = self._listener.getsockname()[1]
+        self._strangers: dict[socket.socket, _Stranger] = {}  # in the order in which they came
+        self._known: set[_Known] = set()
+        self._lock = threading.Lock()  # of _known and _closed; the strangers are one thread's
+        self._closed = False
+        self._waker, self._woken = socket.socketpair()
+        threading.Thread(target=self._receive_strangers, name="transfer-accept", daemon=True).start()
+
+    def close(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            known = list(self._known)
+        self._waker.close()
+        for one in known:
+            _shut_down(one.connection)
+
+    # ------------------------------------------------------------------ strangers
+
+    def _receive_strangers(self) -> None:
+        with selectors.DefaultSelector() as selector, self._listener, self._woken:
+            selector.register(self._listener, selectors.EVENT_READ)
+            selector.register(self._woken, selectors.EVENT_READ)
+            while not self._closed:
+                oldest = next(iter(self._strangers.values()), None)
+                wait_s = None if oldest is None else max(0.0, oldest.until_s - time.monotonic())
+                for key, _ in selector.select(wait_s):
+                    if key.fileobj is self._listener:
+                        self._accept(selector)
+                    elif (stranger := self._strangers.get(key.fileobj)) is not None:  # type: ignore[arg-type]
+                        self._hear(selector, stranger)
+                now = time.monotonic()
+                for stranger in [one for one in self._strangers.values() if one.until_s <= now]:
+                    self._turn_away(selector, stranger)
+            for stranger in self._strangers.values():
+                stranger.connection.close()
+
+    def _accept(self, selector: selectors.BaseSelector) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except BlockingIOError:
+            return
+        except OSError:
+            time.sleep(_ACCEPT_RETRY_S)  # out of file descriptors, say: that passes
+            return
+        connection.setblocking(False)
+        if len(self._strangers) >= MAX_STRANGERS:
+            self._turn_away(selector, next(iter(self._strangers.values())))
+        stranger = self._strangers[connection] = _Stranger(connection)
+        selector.register(connection, selectors.EVENT_READ)
+        self._hear(selector, stranger)  # who means well has sent it by now
+
+    def _hear(self, selector: selectors.BaseSelector, stranger: _Stranger) -> None:
+        try:
+            if not stranger.read():
+                return
+            name = bytes(stranger.data[HEADER.size :]).decode("utf-8", "replace")
+            if self._lookup(name) is None:
+                _send_refusal(stranger.connection, f"region {name} is not here")
+                raise ConnectionRefusedError(name)
+        except OSError:
+            self._turn_away(selector, stranger)
+            return
+        selector.unregister(stranger.connection)
+        del self._strangers[stranger.connection]
+        self._begin(stranger)
+
+    def _turn_away(self, selector: selectors.BaseSelector, stranger: _Stranger) -> None:
+        selector.unregister(stranger.connection)
+        del self._strangers[stranger.connection]
+        stranger.connection.close()
+
+    # ------------------------------------------------------------------ those that have named a region
+
+    def _begin(self, stranger: _Stranger) -> None:
+        known = _Known(stranger.connection)
+        with self._lock:
+            if self._closed or not self._has_room():
+                known.connection.close()
+                return
+            self._known.add(known)
+        try:
+            known.connection.setblocking(True)
+            known.connection.setsockopt(
+                socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1
+            )  # hosts that vanish are found out
+            known.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            arguments = (known, bytes(stranger.data))
+            threading.Thread(target=self._serve, args=arguments, name="transfer-serve", daemon=True).start()
+        except (OSError, RuntimeError):  # no thread to be had now: the peer comes again
+            self._end(known)
+
+    def _has_room(self) -> bool:
+        """For one more; the one that has been idle for longest gives way, whose peer then makes another."""
+        if len(self._known) < MAX_KNOWN:
+            return True
+        idle = [(one.idle_since_s, id(one), one) for one in self._known if one.idle_since_s is not None]
+        if not idle:
+            return False
+        _, _, longest = min(idle)
+        self._known.discard(longest)
+        _shut_down(longest.connection)
+        return True
+
+    def _end(self, known: _Known) -> None:
+        with self._lock:
+            self._known.discard(known)
+        known.connection.close()
+
+    def _serve(self, known: _Known, begun: bytes) -> None:
+        connection = known.connection
+        try:
+            connection.settimeout(self._timeout_s)
+            self._serve_one(connection, begun[: HEADER.size], begun[HEADER.size :])
+            while True:
+                known.idle_since_s = time.monotonic()
+                connection.settimeout(None)
+                header = receive_bytes(connection, HEADER.size)
+                known.idle_since_s = None
+                connection.settimeout(self._timeout_s)  # else blocks would be kept for ever for a host that left
+                self._serve_one(connection, header, receive_bytes(connection, _name_length(header)))
+        except OSError:
+            pass  # the peer went away; what it was writing is covered by its reservation
+        finally:
+            self._end(known)
+
+    def _serve_one(self, connection: socket.socket, header: bytes | bytearray, named: bytes | bytearray) -> None:
+        op, _, transfers_length, num_pieces = HEADER.unpack(header)
+        if op not in (WRITE, READ) or num_pieces > MAX_PIECES or transfers_length > MAX_TRANSFERS_BYTES:
+            raise ConnectionResetError("not a transfer request")
+        name = named.decode("utf-8", "replace")
+        slab = self._lookup(name)
+        if slab is None:
+            _refuse(connection, f"region {name} is not here")
+        transfers = receive_bytes(connection, transfers_length).decode("utf-8", "replace")
+        wanted = list(PIECE.iter_unpack(receive_bytes(connection, num_pieces * PIECE.size)))
+        if any(slab[offset : offset + nbytes].nbytes != nbytes for offset, nbytes in wanted):
+            _refuse(connection, f"a piece lies outside region {name}")
+        if sum(nbytes for _, nbytes in wanted) > slab.nbytes:
+            _refuse(connection, f"the pieces are more than region {name} has")
+        if op == WRITE:
+            with self._gate.passing(transfers.split(SEPARATOR) if transfers else []) as may_write:
+                if not may_write:
+                    _refuse(connection, "a transfer of the write has ended here")
+                for offset, nbytes in wanted:
+                    receive(connection, slab[offset : offset + nbytes])
+            connection.sendall(STATUS.pack(0, 0))
+        else:
+            connection.sendall(STATUS.pack(0, 0))
+            for offset, nbytes in wanted:
+                connection.sendall(slab[offset : offset + nbytes])
+
+
+def _name_length(header: bytes | bytearray) -> int:
+    """Raises ConnectionResetError for a name that no region has."""
+    length: int = HEADER.unpack_from(header)[1]
+    if not 0 < length <= MAX_NAME_BYTES:
+        raise ConnectionResetError("not a transfer request")
+    return length
+
+
+def _refuse(connection: socket.socket, refusal: str) -> NoReturn:
+    _send_refusal(connection, refusal)
+    raise ConnectionResetError(refusal)  # a refused write's payload is still under way: start afresh
+
+
+def _send_refusal(connection: socket.socket, refusal: str) -> None:
+    reason = refusal.encode()
+    connection.sendall(STATUS.pack(1, len(reason)) + reason)
+
+
+def _shut_down(connection: socket.socket) -> None:
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)

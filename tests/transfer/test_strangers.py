@@ -1,0 +1,172 @@
+"""Connections to the data plane from those that were told no region: they get no memory, no thread, no time."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+from fleet import wait_until
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from epd_serve.protocol.wire import Region
+from epd_serve.transfer import tcp_server
+from epd_serve.transfer.embedded import EmbeddedTransport
+from epd_serve.transfer.tcp import HEADER, MAX_PIECES, STATUS, WRITE, TcpPeers
+from epd_serve.transfer.transport import Slab, TransferError
+
+SIZE = 64 * 1024
+MIB = 1024**2
+
+
+class Served:
+    """A transport that offers a slab, and another one that knows it."""
+
+    def __init__(self) -> None:
+        self.here, self.there = EmbeddedTransport(path="tcp"), EmbeddedTransport(path="tcp")
+        self.slab: Slab = self.there.allocate("slab", SIZE)
+        self.region = self.slab.region
+
+    def stranger(self, data: bytes = b"") -> socket.socket:
+        connection = socket.create_connection((self.region.host, self.region.port), timeout=60)
+        connection.sendall(data)
+        return connection
+
+    def works(self) -> None:
+        self.here.write(self.region, [(0, memoryview(b"fine"))])
+        assert bytes(self.slab.buffer[:4]) == b"fine"
+
+    def close(self) -> None:
+        self.here.close()
+        self.there.close()
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    served = Served()
+    yield served
+    served.close()
+
+
+def is_over(connection: socket.socket) -> bool:
+    """Whether the server has ended the connection; a refusal may come before that."""
+    try:
+        while connection.recv(4096):
+            pass
+    except ConnectionError:
+        return True
+    except TimeoutError:
+        return False
+    return True
+
+
+def test_frames_of_strangers_cost_nothing_whatever_they_announce(served: Served) -> None:
+    process = psutil.Process()
+    served.works()
+    rss, num_threads = process.memory_info().rss, threading.active_count()
+    frames = [
+        HEADER.pack(WRITE, 0, 0, 1 << 20),
+        HEADER.pack(WRITE, 0xFFFF, 0, 1 << 20) + b"x" * 300,
+        HEADER.pack(WRITE, 5, 1 << 20, 1 << 20) + b"slab-",
+        HEADER.pack(WRITE, 200, 1 << 20, 1 << 20) + b"y" * 100,
+    ]
+    strangers = [served.stranger(frame) for frame in frames for _ in range(15)]
+    peak, deadline = 0, time.monotonic() + 1.0
+    while time.monotonic() < deadline:
+        peak = max(peak, process.memory_info().rss)
+        time.sleep(0.02)
+    assert peak - rss < 16 * MIB
+    assert threading.active_count() == num_threads
+    served.works()
+    assert all(is_over(one) for one in strangers[:45]), "none of these names is a region's"
+    for one in strangers:
+        one.close()
+
+
+def test_silent_strangers_make_room_for_others_and_do_not_stay(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tcp_server, "STRANGER_S", 3.0)
+    num_threads, num_files = threading.active_count(), psutil.Process().num_fds()
+    strangers = [served.stranger() for _ in range(300)]
+    served.works()
+    wait_until(
+        lambda: psutil.Process().num_fds() <= num_files + 300 + tcp_server.MAX_STRANGERS + 4,
+        "the older ones are turned away",
+    )
+    assert threading.active_count() <= num_threads + 1, "only who named a region has a thread"
+    assert all(is_over(one) for one in strangers)
+    served.works()
+    for one in strangers:
+        one.close()
+
+
+def test_of_many_that_know_a_region_the_longest_idle_gives_way(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tcp_server, "MAX_KNOWN", 3)
+    peers = [EmbeddedTransport(path="tcp") for _ in range(8)]
+    for _ in range(2):  # those that gave way come again
+        for number, peer in enumerate(peers):
+            peer.write(served.region, [(number, memoryview(bytes([number])))])
+    assert bytes(served.slab.buffer[:8]) == bytes(range(8))
+    wait_until(lambda: len(served.there._server._known) <= 3, "no more than three are kept")  # type: ignore[union-attr]
+    for peer in peers:
+        peer.close()
+
+
+@given(st.lists(st.binary(min_size=1, max_size=80), max_size=4), st.booleans())
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_whatever_strangers_send_writes_nothing(served: Served, pieces: list[bytes], has_head: bool) -> None:
+    before = bytes(served.slab.buffer)
+    head = HEADER.pack(WRITE, 37, 0, 1) if has_head else b""
+    with served.stranger(head) as stranger:
+        try:
+            for piece in pieces:
+                stranger.sendall(piece)
+        except ConnectionError:
+            pass
+    served.here.read(served.region, [(0, memoryview(bytearray(8)))])
+    assert bytes(served.slab.buffer) == before
+
+
+def test_a_long_list_of_pieces_goes_in_several_calls(served: Served) -> None:
+    data = memoryview(bytes(range(251)) * 60)
+    pieces = [(4 * index, data[index : index + 1]) for index in range(3 * MAX_PIECES + 5)]
+    served.here.write(served.region, pieces)
+    back = bytearray(SIZE)
+    served.here.read(served.region, [(0, memoryview(back))])
+    assert all(back[offset] == one[0] for offset, one in pieces)
+
+
+def test_more_than_a_region_has_is_not_read_from_it(served: Served) -> None:
+    with pytest.raises(TransferError):
+        served.here.read(served.region, [(0, memoryview(bytearray(SIZE))), (0, memoryview(bytearray(1)))])
+    served.works()
+
+
+def test_a_refusal_without_end_is_not_waited_for() -> None:
+    """The address of an instance that was lost may be another process's by now."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    held: list[socket.socket] = []
+
+    def answer() -> None:
+        held.append(listener.accept()[0])
+        held[0].recv(1024)
+        held[0].sendall(STATUS.pack(1, 0xFFFFFFFF) + struct.pack("!I", 0))
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    peers = TcpPeers(60.0)
+    region = Region(name="kv", nbytes=8, host_id="", pid=1, fd=1, host="127.0.0.1", port=listener.getsockname()[1])
+    with pytest.raises(TransferError, match="a refusal of 4294967295 bytes"):
+        peers.write(region, [], [])
+    thread.join()
+    peers.close()
+    held[0].close()
+    listener.close()
