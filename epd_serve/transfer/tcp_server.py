@@ -38,7 +38,7 @@ _ACCEPT_RETRY_S = 0.05
 
 
 class _Stranger:
-    """A connection that has not named a region yet, and what it has sent: a header and a part of a name at most."""
+    """A connection that has not named a region yet, and what it has sent: a header and a name at most."""
 
     __slots__ = ("connection", "data", "until_s")
 
@@ -131,8 +131,8 @@ class TcpServer:
                 for key, _ in selector.select(wait_s):
                     if key.fileobj is self._listener:
                         self._accept(selector)
-                    elif (stranger := self._strangers.get(key.fileobj)) is not None:  # type: ignore[arg-type]
-                        self._hear(selector, stranger)
+                    elif key.data is not None and key.fileobj in self._strangers:
+                        self._hear(selector, key.data)
                 now = time.monotonic()
                 for stranger in [one for one in self._strangers.values() if one.until_s <= now]:
                     self._turn_away(selector, stranger)
@@ -151,7 +151,7 @@ class TcpServer:
         if len(self._strangers) >= MAX_STRANGERS:
             self._turn_away(selector, next(iter(self._strangers.values())))
         stranger = self._strangers[connection] = _Stranger(connection)
-        selector.register(connection, selectors.EVENT_READ)
+        selector.register(connection, selectors.EVENT_READ, stranger)
         self._hear(selector, stranger)  # who means well has sent it by now
 
     def _hear(self, selector: selectors.BaseSelector, stranger: _Stranger) -> None:
@@ -185,9 +185,7 @@ class TcpServer:
             self._known.add(known)
         try:
             known.connection.setblocking(True)
-            known.connection.setsockopt(
-                socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1
-            )  # hosts that vanish are found out
+            known.connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # finds hosts that vanish
             known.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             arguments = (known, bytes(stranger.data))
             threading.Thread(target=self._serve, args=arguments, name="transfer-serve", daemon=True).start()
