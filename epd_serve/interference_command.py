@@ -35,7 +35,7 @@ def interference(
 ) -> None:
     """Measure how much operators and stages slow each other down on one device (EPD-Serve, figure 6)."""
     with needs_native():
-        from epd_serve.colocation.command import run_interference
+        from epd_serve.profiling.interference import run_interference
     run_interference(
         device,
         isolation=isolation,

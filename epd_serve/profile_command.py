@@ -32,13 +32,13 @@ def profile(
     with needs_native():
         import torch
 
-        from epd_serve.worker.beside import stages_beside
-        from epd_serve.worker.grid import GridOptions, profile_device
+        from epd_serve.profiling.contention import stages_beside
+        from epd_serve.profiling.device_profile import GridOptions, profile_device
     from rich.console import Console
     from rich.table import Table
 
     from epd_serve.config.schema import model_path
-    from epd_serve.launch.overheads import OverheadOptions, with_overheads
+    from epd_serve.profiling.overheads import OverheadOptions, with_overheads
 
     options = GridOptions(
         model=model_path(model),

@@ -5,9 +5,10 @@ The instance times real steps and the simulator asks a profile; what follows fro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from epd_serve.cost.least_squares import fit_relative
 from epd_serve.sched.budget import (
     MIN_CHUNK,
     PREFILL_SHARE,
@@ -18,9 +19,6 @@ from epd_serve.sched.budget import (
     search_budget,
 )
 from epd_serve.sched.language import Budget
-
-#: What is left of a column beside the others, in relative terms, where it tells nothing that they do not.
-_DEPENDENT = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -195,56 +193,5 @@ def fit_cost(samples: Mapping[StepWork, float]) -> StepCost:
     rows = [
         [1.0, work.num_tokens, work.num_sequences, work.decode_context, work.prefill_pairs] for work in samples
     ]
-    base_s, token_s, sequence_s, context_s, pair_s = fit_parts(rows, list(samples.values()))
+    base_s, token_s, sequence_s, context_s, pair_s = fit_relative(rows, list(samples.values()))
     return StepCost(base_s=base_s, token_s=token_s, sequence_s=sequence_s, context_s=context_s, pair_s=pair_s)
-
-
-def fit_parts(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
-    """Coefficients of sums over columns, none below zero, closest to ``seconds`` in relative terms."""
-    relative = [[value / total for value in row] for row, total in zip(rows, seconds, strict=True)]
-    columns = [list(column) for column in zip(*relative, strict=True)]
-    scales = [max(map(abs, column)) for column in columns]
-    kept = [number for number, scale in enumerate(scales) if scale]
-    while True:
-        found = _least_squares([[value / scales[number] for value in columns[number]] for number in kept])
-        if not found or min(found) >= 0:
-            break
-        del kept[found.index(min(found))]
-    parts = [0.0] * len(columns)
-    for number, value in zip(kept, found, strict=True):
-        parts[number] = value / scales[number]
-    return parts
-
-
-def _least_squares(columns: Sequence[Sequence[float]]) -> list[float]:
-    """Coefficients whose sum over columns comes closest to 1 in every row (modified Gram-Schmidt); 0 for a column
-    that depends on those before it."""
-    rest = [1.0] * len(columns[0]) if columns else []
-    bases: list[list[float]] = []
-    upper: list[list[float]] = []  # of each column its parts along the bases, its own last
-    along: list[float] = []
-    for column in columns:
-        left, parts = list(column), []
-        for base in bases:
-            part = _dot(base, left)
-            left = [a - part * b for a, b in zip(left, base, strict=True)]
-            parts.append(part)
-        norm = _dot(left, left) ** 0.5
-        if norm <= _DEPENDENT * _dot(column, column) ** 0.5:
-            norm, left = 0.0, [0.0] * len(left)
-        base = [value / norm for value in left] if norm else left
-        part = _dot(base, rest)
-        rest = [a - part * b for a, b in zip(rest, base, strict=True)]
-        bases.append(base)
-        upper.append([*parts, norm])
-        along.append(part)
-    found = [0.0] * len(columns)
-    for number in reversed(range(len(columns))):
-        if upper[number][-1]:
-            later = sum(upper[other][number] * found[other] for other in range(number + 1, len(columns)))
-            found[number] = (along[number] - later) / upper[number][-1]
-    return found
-
-
-def _dot(one: Sequence[float], other: Sequence[float]) -> float:
-    return sum(a * b for a, b in zip(one, other, strict=True))

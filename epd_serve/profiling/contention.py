@@ -1,7 +1,7 @@
 """How much longer the stages of a model take beside each other in one process, as threads with a core for each.
 
-What they wait for is the lock of Python's interpreter, or that of the process's memory. Stages in processes of
-their own share cores, caches and memory alone, and deployments tell what that does (``launch/overheads.py``).
+They wait for the interpreter's lock and for the memory of the process. Stages in processes of their own share
+cores, caches and memory alone: ``overheads.py`` measures those.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from device.registry import get_device
 from epd_serve.media.picture import MediaLimits, open_image
 from epd_serve.models.family import load_family
 from epd_serve.models.tower import Tower
+from epd_serve.profiling.device_profile import GridOptions, step_timer
 from epd_serve.sched.sizing import StepShape
-from epd_serve.worker.grid import GridOptions, step_timer
 from epd_serve.worker.profile import IMAGE_SIDE
 
 #: Of each measurement, alone and beside; the median of some is taken.

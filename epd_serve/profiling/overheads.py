@@ -1,10 +1,10 @@
-"""What a request takes besides its stages: real deployments of one's own model, asked one request at a time.
+"""Seconds that a request takes besides its stages, measured on real deployments with one request at a time.
 
-The stages' times are known by then (``worker/grid.py``). What a monolithic deployment takes longer is the gateway,
-HTTP and the preparation of images; what stages apart take longer than that is their talking to each other,
-measured while D streams to somebody else, as it does wherever it matters. How much stages in different instances
-slow each other down, with all that is around them, is measured by keeping one of them busy; what they do to each
-other in one process is known (``worker/beside.py``). Queues are the simulator's to find.
+``device_profile.py`` has measured the stages. A monolithic deployment takes longer than they do: that is the
+gateway, HTTP and the preparation of images. Separate stages take longer again: that is their talk to each other,
+measured while D streams to another client, as it does wherever it matters. One instance is kept busy to measure
+how much instances slow each other down; ``contention.py`` measures the same inside one process. The simulator
+finds queues.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ from epd_serve.bench.session import Session
 from epd_serve.bench.types import Record, RunSettings
 from epd_serve.bench.workloads import load_workload
 from epd_serve.config import change_config, parse_config
+from epd_serve.cost.least_squares import fit
 from epd_serve.cost.profile import Profile, Transport
-from epd_serve.launch.cpu_time import Spent, fit, talk_cpu_s
-from epd_serve.launch.fairness import Sharer, cores_go_by
+from epd_serve.profiling.cpu_time import Spent, talk_cpu_s
+from epd_serve.profiling.fairness import Sharer, cores_go_by
 
 #: Requests of each kind, one after the other, in each deployment.
 NUM_REQUESTS = 12

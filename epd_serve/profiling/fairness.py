@@ -1,4 +1,4 @@
-"""What gets an equal part of a CPU's cores where they are scarce: each thread, or each instance.
+"""The kernel's unit of fairness where a CPU's cores are scarce: each thread, or each instance.
 
 An instance has a session of its own (setsid(2)), and where the kernel groups threads by session (sched(7), "The
 autogroup feature") every group has an equal part. So an instance of two stages has no more than one of one stage.

@@ -3,21 +3,59 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from itertools import combinations_with_replacement
+from pathlib import Path
 from statistics import median
+
+from rich.console import Console
 
 from device.base import Device
 from device.registry import get_device
-from epd_serve.colocation.sides import ProcessSide, Run, Setting, Side, StreamSide
-from epd_serve.colocation.workloads import COLLECTIVE, WORKLOADS
 from epd_serve.cost.interference import Clock, InterferenceMatrix, Isolation, Workload
+from epd_serve.profiling.heat_map import check_can_draw, draw_heat_map, show
+from epd_serve.profiling.sides import ProcessSide, Run, Setting, Side, StreamSide
+from epd_serve.profiling.workloads import COLLECTIVE, WORKLOADS
 
 #: Between the command and the common start of both sides.
 _LEAD_S = 0.02
 _ROUNDS = 3
+
+
+def run_interference(
+    device: str,
+    *,
+    isolation: Isolation,
+    dtype: str,
+    seconds: float,
+    threads: int | None,
+    clock: Clock,
+    out: Path | None,
+    as_json: bool,
+) -> None:
+    """Print the matrix, and write ``out``.json and ``out``.png. Raises ValueError for what cannot be measured."""
+    if out is not None:
+        check_can_draw()
+    with Console(stderr=True).status("measuring") as status:
+        matrix = measure(
+            device,
+            isolation=isolation,
+            dtype=dtype or ("float32" if device == "cpu" else "bfloat16"),
+            seconds=seconds,
+            threads=threads,
+            clock=clock,
+            progress=lambda text: status.update(f"measuring {text}"),
+        )
+    if out is not None:
+        out.with_suffix(".json").write_bytes(matrix.to_json())
+        draw_heat_map(matrix, out.with_suffix(".png"))
+    if as_json:
+        sys.stdout.write(matrix.to_json().decode())
+    else:
+        show(matrix, Console())
 
 
 def measure(

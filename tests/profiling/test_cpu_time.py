@@ -3,12 +3,10 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from epd_serve.bench.run_directory import RunDirectory, RunWriter
 from epd_serve.bench.types import Record, RunSettings, Sample
-from epd_serve.launch.cpu_time import Spent, fit, talk_cpu_s
+from epd_serve.profiling.cpu_time import Spent, talk_cpu_s
 
 
 def spent(path: Path, num_tokens: int, cpu_s: float, num_images: int = 0) -> Spent:
@@ -35,11 +33,3 @@ def test_what_talking_costs_is_told_by_request_token_and_image(tmp_path: Path) -
     assert near[0].cpu_s == pytest.approx(5.0), "the gateway is none of the instances"
     assert talk_cpu_s(far, near) == pytest.approx((0.3, 0.002, 0.05))
     assert talk_cpu_s(near, far) == (0, 0, 0), "less than none is none"
-
-
-@given(st.lists(st.floats(0, 10), min_size=3, max_size=3))
-def test_a_fit_finds_what_made_the_values(parts: list[float]) -> None:
-    rows = [[1.0, 2.0, 0.0], [3.0, 1.0, 5.0], [2.0, 2.0, 2.0], [7.0, 0.0, 1.0]]
-    values = [sum(part * one for part, one in zip(parts, row, strict=True)) for row in rows]
-    assert fit(rows, values) == pytest.approx(parts, abs=1e-6)
-    assert min(fit(rows, [-one for one in values])) >= 0

@@ -5,7 +5,7 @@ import pytest
 
 from epd_serve.bench.types import Record
 from epd_serve.cost.profile import Line, Profile
-from epd_serve.launch.overheads import beside_steps
+from epd_serve.profiling.overheads import beside_steps
 
 PROFILE = Profile(
     kind="measured",

@@ -14,7 +14,7 @@ from epd_serve.cost.devices import DEVICE_SPECS
 from epd_serve.cost.profile import DecodeLine, Profile
 from epd_serve.cost.roofline import analytic_profile
 from epd_serve.cost.shape import KNOWN_SHAPES, shape_of
-from epd_serve.worker import grid
+from epd_serve.profiling import device_profile
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
@@ -34,7 +34,7 @@ def small_grid(monkeypatch: pytest.MonkeyPatch) -> None:
         "TRANSFERS": (1 << 12, 1 << 20),
         "STEADY_S": 0.01,
     }.items():
-        monkeypatch.setattr(grid, name, values)
+        monkeypatch.setattr(device_profile, name, values)
 
 
 @pytest.mark.usefixtures("small_grid")
@@ -60,12 +60,12 @@ def test_the_command_measures_fits_and_writes(tmp_path: Path) -> None:
 def test_each_number_of_decodes_is_fitted_by_itself() -> None:
     """The first ones cost most: a straight line from 1 to 32 would have 4 of them 12 % too short."""
     known = {1: 0.0047, 4: 0.0068, 16: 0.0111, 32: 0.0145}
-    samples: list[grid.Sample] = [
+    samples: list[device_profile.Sample] = [
         ("decode", [size, size, size * context, 0], base_s + 1.6e-6 * size * context)
         for size, base_s in known.items()
         for context in (32, 256, 1024)
     ]
-    lines = grid.decode_lines(samples)
+    lines = device_profile.decode_lines(samples)
     assert [line.num_sequences for line in lines] == list(known)
     analytic = analytic_profile(shape_of("llava-1.5-7b"), DEVICE_SPECS["a100"])
     profile = msgspec.structs.replace(analytic, decode=lines)

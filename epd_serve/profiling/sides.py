@@ -18,12 +18,12 @@ import torch
 from device.base import Device
 from device.distributed import ProcessGroup
 from device.registry import get_device
-from epd_serve.colocation.workloads import COLLECTIVE, WORKLOADS, Call, Factory, Sizes
 from epd_serve.cost.interference import Clock
+from epd_serve.profiling.workloads import COLLECTIVE, WORKLOADS, Call, Factory, Sizes
 
 _WARM_UP_CALLS = 2
 _TIMEOUT_S = 60.0
-_MODULE = "epd_serve.colocation.sides"  # also where this file runs as __main__
+_MODULE = "epd_serve.profiling.sides"  # also where this file runs as __main__
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,11 +17,11 @@ from typer.testing import CliRunner
 
 from device.registry import get_device
 from epd_serve.cli import app
-from epd_serve.colocation import report, workloads
-from epd_serve.colocation.measure import measure
-from epd_serve.colocation.sides import Run, Setting, StreamSide
-from epd_serve.colocation.workloads import WORKLOADS, Factory, Sizes
 from epd_serve.cost.interference import Clock, InterferenceMatrix
+from epd_serve.profiling import heat_map, workloads
+from epd_serve.profiling.interference import measure
+from epd_serve.profiling.sides import Run, Setting, StreamSide
+from epd_serve.profiling.workloads import WORKLOADS, Factory, Sizes
 
 SMALL = Sizes(
     hidden=64,
@@ -60,7 +60,7 @@ def test_streams_of_one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     for of, row in zip(matrix.workloads, matrix.increase, strict=True):
         assert [value is not None for value in row] == [of.kind == other.kind for other in matrix.workloads]
     assert (tmp_path / "m.png").read_bytes().startswith(b"\x89PNG")
-    monkeypatch.setattr("epd_serve.colocation.command.measure", lambda *arguments, **options: matrix)
+    monkeypatch.setattr("epd_serve.profiling.interference.measure", lambda *arguments, **options: matrix)
     printed = CliRunner().invoke(app, ["interference", "--json"])
     assert msgspec.json.decode(printed.stdout, type=InterferenceMatrix) == matrix
 
@@ -99,14 +99,14 @@ def test_what_cannot_be_measured_is_refused() -> None:
 def test_without_matplotlib_the_heat_map_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="pip install matplotlib"):
-        report.check_can_draw()
+        heat_map.check_can_draw()
 
 
 def test_the_table_fits_eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Sizes, "for_device", lambda device_type: SMALL)
     matrix = measure("cpu", isolation="stream", dtype="float32", seconds=0.05, names=["matmul", "copy", "D"])
     console = Console(width=80, record=True)
-    report.show(matrix, console)
+    heat_map.show(matrix, console)
     text = console.export_text()
     assert "matmul: compute" in text and "D: bandwidth" in text
     assert max(map(len, text.splitlines())) <= 80

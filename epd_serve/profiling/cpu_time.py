@@ -1,14 +1,13 @@
-"""CPU time that instances take more where they talk over one transport than where they talk over another."""
+"""CPU time of instances over one transport beyond that over another."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from epd_serve.bench.run_directory import RunDirectory
 from epd_serve.bench.types import Record, Sample
+from epd_serve.cost.least_squares import fit
 
 _PROCESS, _GATEWAY = "cpu_s:", "cpu_s:proxy"
 
@@ -44,19 +43,3 @@ def talk_cpu_s(measured: Sequence[Spent], base: Sequence[Spent]) -> tuple[float,
     more = [one.cpu_s - other.cpu_s for one, other in zip(measured, base, strict=True)]
     request_s, token_s, image_s = fit(rows, more)
     return request_s, token_s, image_s
-
-
-def fit(rows: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
-    """Coefficients of sums over columns, none below zero, by least squares."""
-    matrix = np.array(rows, dtype=float)
-    scale = np.maximum(np.abs(matrix).max(axis=0), 1e-30)
-    kept = [column for column in range(len(scale)) if matrix[:, column].any()]
-    found = [0.0] * len(scale)
-    while kept:
-        parts = np.linalg.lstsq((matrix / scale)[:, kept], np.array(values, dtype=float), rcond=None)[0]
-        if (parts >= 0).all():
-            for column, part in zip(kept, parts, strict=True):
-                found[column] = float(part / scale[column])
-            break
-        del kept[int(parts.argmin())]
-    return found

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from epd_serve.config.schema import model_path
-from epd_serve.worker import beside
-from epd_serve.worker.beside import PAIRS, stages_beside
-from epd_serve.worker.grid import GridOptions
+from epd_serve.profiling import contention
+from epd_serve.profiling.contention import PAIRS, stages_beside
+from epd_serve.profiling.device_profile import GridOptions
 
 OPTIONS = GridOptions(
     model=Path(model_path("demo")),
@@ -21,8 +21,8 @@ OPTIONS = GridOptions(
 
 
 def test_all_pairs_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(beside, "SECONDS", 0.01)
-    monkeypatch.setattr(beside, "ROUNDS", 1)
+    monkeypatch.setattr(contention, "SECONDS", 0.01)
+    monkeypatch.setattr(contention, "ROUNDS", 1)
     told: list[str] = []
     found = stages_beside(OPTIONS, told.append)
     assert set(found) == {f"{one}/{other}" for one, other in PAIRS}
@@ -34,7 +34,7 @@ def test_a_work_that_fails_is_told() -> None:
     def fails() -> None:
         raise RuntimeError("broken")
 
-    busy = beside._Busy(fails, OPTIONS)
+    busy = contention._Busy(fails, OPTIONS)
     busy.pause()
     busy.go_on()
     assert busy._end.exception(timeout=60) is not None

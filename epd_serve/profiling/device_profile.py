@@ -1,4 +1,4 @@
-"""The stages of a model on a device, measured over a grid and fitted: what ``epd-serve profile`` keeps."""
+"""Measures the stages of a model on a device over a grid, and fits their costs for ``epd-serve profile``."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from device.base import Device
 from device.registry import get_device
 from epd_serve import __version__
 from epd_serve.config.options import decode_graph_sizes
+from epd_serve.cost.least_squares import fit_relative
 from epd_serve.cost.profile import DecodeLine, EncodeLine, Line, Profile, Residual
 from epd_serve.cost.profile import Transport as TransportCost
 from epd_serve.models.family import Family, load_family
 from epd_serve.models.language import LanguageModel
 from epd_serve.models.tower import Tower
 from epd_serve.protocol.wire import KVLayout
-from epd_serve.sched.sizing import StepShape, fit_parts
+from epd_serve.sched.sizing import StepShape
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.mooncake import MooncakeOptions
 from epd_serve.transfer.mooncake_transport import MooncakeTransport
@@ -87,12 +88,12 @@ def profile_device(options: GridOptions, progress: Callable[[str], None] = lambd
     steps, language, layout_bytes = _steps(options, device, family, clock, progress)
     transfers = _transfers(lambda: EmbeddedTransport(path="shm"), clock, progress)
     others = {"mooncake": _link(_transfers(_mooncake, clock, progress))} if options.mooncake else {}
-    encode_parts = fit_parts([_encode_row(work) for _, work, _ in encodes], [one[2] for one in encodes])
+    encode_parts = fit_relative([_encode_row(work) for _, work, _ in encodes], [one[2] for one in encodes])
     by_kind: dict[str, list[Sample]] = {}
     for one in steps:
         by_kind.setdefault(one[0], []).append(one)
     filled = [one for one in steps if one[0] != "decode"]
-    step_parts = fit_parts([[1.0, *work] for _, work, _ in filled], [one[2] for one in filled])
+    step_parts = fit_relative([[1.0, *work] for _, work, _ in filled], [one[2] for one in filled])
     link = _link(transfers)
     encode = EncodeLine(
         base_s=encode_parts[0], image_s=encode_parts[1], pixel_s=encode_parts[2], pair_s=encode_parts[3]
@@ -153,7 +154,7 @@ def decode_lines(samples: Sequence[Sample]) -> tuple[DecodeLine, ...]:
         by_size.setdefault(int(one[1][1]), []).append(one)
     lines: list[DecodeLine] = []
     for size, some in sorted(by_size.items()):
-        base_s, context_s = fit_parts([[1.0, work[2]] for _, work, _ in some], [one[2] for one in some])
+        base_s, context_s = fit_relative([[1.0, work[2]] for _, work, _ in some], [one[2] for one in some])
         lines.append(DecodeLine(num_sequences=size, base_s=base_s, context_s=context_s))
     return tuple(lines)
 
@@ -287,7 +288,7 @@ def _transfers(
 
 def _link(samples: Sequence[Sample]) -> tuple[float, float]:
     """Seconds of each transfer, and of each byte."""
-    base_s, byte_s = fit_parts([[1.0, *work] for _, work, _ in samples], [one[2] for one in samples])
+    base_s, byte_s = fit_relative([[1.0, *work] for _, work, _ in samples], [one[2] for one in samples])
     return base_s, byte_s or 1e-12
 
 

@@ -1,0 +1,1 @@
+"""Measurements of devices, deployments and co-location, from which the planner simulates."""
