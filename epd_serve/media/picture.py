@@ -7,6 +7,7 @@ gateway reads from the header is the size of the picture that the encoder opens.
 from __future__ import annotations
 
 import io
+import re
 import struct
 import zlib
 from collections.abc import Iterator
@@ -16,12 +17,14 @@ from dataclasses import dataclass
 from PIL import Image, UnidentifiedImageError
 
 from epd_serve.errors import InvalidRequest, TooLarge
+from epd_serve.media.exif import exif_orientation
+from epd_serve.media.structure import check_structure
 
 #: Width and height that a picture has at most when it is read with ``detail: "low"``, as in OpenAI's API.
 LOW_DETAIL_PIXELS = 512
 #: What Pillow may try; a file of any other format is refused before a decoder sees it.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
-_ORIENTATION_TAG = 0x0112
+_XMP_ORIENTATION = re.compile(rb'tiff:Orientation(?:="|>)([0-9])')
 _TRANSPOSE = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -94,6 +97,7 @@ def _readable(data: bytes, limits: MediaLimits) -> Iterator[Image.Image]:
         raise InvalidRequest("the image is empty (0 bytes)")
     if len(data) > limits.max_bytes:
         raise TooLarge(f"the image has {len(data)} bytes; at most {limits.max_bytes} are accepted")
+    check_structure(data)
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             width, height = image.size
@@ -118,14 +122,17 @@ def _too_many_pixels(found: str, limits: MediaLimits) -> InvalidRequest:
 
 
 def _orientation(image: Image.Image) -> int:
-    """EXIF orientation 1..8 as far as the header tells; 1 (upright) where it says nothing sensible."""
-    if image.format == "PNG" and "exif" not in image.info:
-        return 1  # getexif() would decode the whole file to look behind the pixels
-    try:
-        value = image.getexif().get(_ORIENTATION_TAG, 1)
-    except _DECODE_ERRORS:
+    """Orientation 1..8 that the header gives in EXIF, else in XMP; 1 (upright) where it says nothing sensible."""
+    value = None
+    if isinstance(exif := image.info.get("exif"), bytes):
+        value = exif_orientation(exif)
+    elif image.format == "PNG":
         return 1
-    return value if isinstance(value, int) and 1 <= value <= 8 else 1
+    if value is None and (xmp := image.info.get("xmp") or image.info.get("XML:com.adobe.xmp")):
+        text = xmp if isinstance(xmp, bytes) else xmp.encode("utf-8", "replace")
+        if (found := _XMP_ORIENTATION.search(text)) is not None:
+            value = int(found[1])
+    return value if value is not None and 1 <= value <= 8 else 1
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:

@@ -1,6 +1,8 @@
 import base64
 import io
 import struct
+import time
+import tracemalloc
 import zlib
 
 import pytest
@@ -11,6 +13,8 @@ from PIL import Image
 
 from epd_serve.errors import InvalidRequest, TooLarge
 from epd_serve.media.data_url import parse_data_url
+from epd_serve.media.exif import exif_orientation
+from epd_serve.media.header import plain_size
 from epd_serve.media.naming import mm_hash
 from epd_serve.media.picture import FORMATS, MediaLimits, open_image, pixel_size
 
@@ -177,3 +181,112 @@ def test_a_data_url_too_long_is_refused_before_decoding():
     assert len(parse_data_url(url, 3000)[1]) == 3000
     with pytest.raises(TooLarge):
         parse_data_url(url, 2990)
+
+
+def test_orientation_is_read_as_pillow_reads_it():
+    for order, head in (("<", b"II*\0"), (">", b"MM\0*")):
+        for kind, form in ((3, "HH"), (4, "I")):
+            value = struct.pack(order + form, 6, *[0] * (len(form) - 1))
+            entry = struct.pack(order + "HHI", 0x0112, kind, 1) + value
+            exif = b"Exif\0\0" + head + struct.pack(order + "IH", 8, 1) + entry + bytes(4)
+            picture = Image.open(io.BytesIO(encode(Image.new("RGB", (48, 32)), "JPEG", exif=exif)))
+            assert exif_orientation(exif) == picture.getexif()[0x0112] == 6
+            assert pixel_size(encode(picture, "PNG", exif=exif), LIMITS) == (32, 48)
+    xmp = b'<x:xmpmeta><rdf:Description tiff:Orientation="8"/></x:xmpmeta>'
+    assert pixel_size(encode(Image.new("RGB", (48, 32)), "JPEG", xmp=xmp), LIMITS) == (32, 48)
+
+
+@given(st.binary(max_size=80).map(lambda rest: b"II*\0\x08\0\0\0" + rest) | st.binary(max_size=40))
+def test_any_exif_gives_a_number_or_nothing(exif):
+    assert exif_orientation(exif) is None or exif_orientation(exif) >= 0
+
+
+def test_exif_whose_entries_share_its_data_takes_no_memory():
+    """5000 entries of 60 KB each: a reader that keeps each entry's data takes 300 MB."""
+    entries = b"".join(struct.pack("<HHII", 0x9000 + index, 7, 60_000, 8) for index in range(5000))
+    exif = b"II*\0" + struct.pack("<IH", 8, 5000) + entries + struct.pack("<HHII", 0x0112, 3, 1, 6)
+    data = encode(Image.new("RGB", (48, 32)), "PNG", exif=exif)
+    tracemalloc.start()
+    try:
+        pixel_size(data, LIMITS)
+        assert tracemalloc.get_traced_memory()[1] < 8 * len(data)
+    finally:
+        tracemalloc.stop()
+
+
+def chunk(kind: bytes, data: bytes = b"") -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def with_chunks(kind: bytes, content: bytes, count: int, *, behind: bool) -> bytes:
+    data = encode(Image.new("RGB", (48, 32)), "PNG")
+    cut = data.index(b"IEND" if behind else b"IDAT") - 4
+    return data[:cut] + chunk(kind, content) * count + data[cut:]
+
+
+def with_scans(count: int) -> bytes:
+    data = encode(Image.new("RGB", (48, 32)), "JPEG", progressive=True)
+    last, end = data.rindex(b"\xff\xda"), data.rindex(b"\xff\xd9")
+    return data[:end] + data[last:end] * count + data[end:]
+
+
+def with_segments(segment: bytes, count: int) -> bytes:
+    data = encode(Image.new("RGB", (48, 32)), "JPEG")
+    return data[:2] + segment * count + data[2:]
+
+
+def with_blocks(block: bytes, count: int) -> bytes:
+    data = encode(Image.new("P", (48, 32)), "GIF")
+    start = 13 + (3 << (1 + (data[10] & 7)))
+    return data[:start] + block * count + data[start:]
+
+
+def with_webp_chunks(count: int) -> bytes:
+    data = encode(Image.new("RGB", (48, 32)), "WEBP", exif=b"II*\0\x08\0\0\0\0\0\0\0\0\0")
+    more = data[12:] + struct.pack("<4sI", b"ABCD", 0) * count
+    return b"RIFF" + struct.pack("<I", 4 + len(more)) + b"WEBP" + more
+
+
+ICC = b"x\0\0" + zlib.compress(bytes(100_000))
+HOSTILE = {
+    "a JPEG of 75000 scans": (with_scans(75_000), "100 scans"),
+    "a JPEG of a million empty comments": (with_segments(b"\xff\xfe\x00\x02", 10**6), "1024 segments"),
+    "a JPEG of padding": (with_segments(b"\xff", 10**7), "padding"),
+    "a JPEG of 100 EXIF segments": (with_segments(b"\xff\xe1\x00\x08Exif\0\0", 100), "EXIF"),
+    "a PNG of 500000 texts": (with_chunks(b"tEXt", b"k\0v", 500_000, behind=False), "1024 chunks"),
+    "a PNG of 500000 texts at its end": (with_chunks(b"tEXt", b"k\0v", 500_000, behind=True), "1024 chunks"),
+    "a PNG of empty pixel chunks": (with_chunks(b"IDAT", b"", 500_000, behind=False), "16384 chunks"),
+    "a PNG of 1000 profiles": (with_chunks(b"iCCP", ICC, 1000, behind=False), "compressed"),
+    "a GIF of a million comments": (with_blocks(b"!\xfe\0", 10**6), "4096 blocks"),
+    "a GIF of one comment": (with_blocks(b"!\xfe" + b"\x01x" * 10**6 + b"\0", 1), "4096 blocks"),
+    "a GIF of garbage": (with_blocks(b"x", 10**7), "4096 blocks"),
+    "a WebP of a million chunks": (with_webp_chunks(10**6), "1024 chunks"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_file_of_too_many_parts_is_refused_at_once(name):
+    data, words = HOSTILE[name]
+    started = time.process_time()
+    for reader in (pixel_size, open_image):
+        with pytest.raises(InvalidRequest, match=words) as refused:
+            reader(data, LIMITS)
+        assert refused.value.code == "image_too_complex"
+    assert plain_size(data) is None
+    assert time.process_time() - started < 0.5, "a reader that looks at all parts takes a second and more"
+
+
+ORDINARY = {
+    "an optimised progressive JPEG": with_scans(12),
+    "a JPEG with a long profile": with_segments(b"\xff\xe2\x40\x00" + bytes(0x3FFE), 255),
+    "a JPEG whose profile looks like scans": with_segments(b"\xff\xe2\x40\x00" + b"\xff\xda" * 0x1FFF, 40),
+    "a PNG of small chunks": with_chunks(b"IDAT", b"", 10_000, behind=False),
+    "a PNG with a few texts": with_chunks(b"tEXt", b"k\0v", 500, behind=True),
+    "a GIF with a comment": with_blocks(b"!\xfe" + b"\xffx" + b"y" * 254 + b"\0", 100),
+}
+
+
+@pytest.mark.parametrize("name", ORDINARY)
+def test_what_programs_write_is_taken(name):
+    assert pixel_size(ORDINARY[name], LIMITS) == open_image(ORDINARY[name], LIMITS).size == (48, 32)
+    assert plain_size(ORDINARY[name]) in (None, (48, 32))
