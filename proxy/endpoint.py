@@ -29,7 +29,7 @@ from proxy.job import Job
 from proxy.limits import BYTES_PER_TOKEN, estimate_tokens
 from proxy.media import MediaItem, MediaLoader
 from proxy.observer import Observer
-from proxy.payloads import ParsedBody
+from proxy.payloads import parsed_body
 from proxy.poller import Poller
 from proxy.several import stream_several, whole_several
 from proxy.sink import EventSink, ResponseAborted, send_error, send_json
@@ -213,7 +213,7 @@ class GenerationEndpoint(Endpoint):
         self._generator = generator
 
     async def _generate(self, exchange: Exchange, body: bytearray, sink: EventSink) -> None:
-        parsed = ParsedBody(self._parse, body)
+        parsed = await parsed_body(self._parse, body)
         request = parsed.request
         await self._poller.started()
         model = exchange.trail.model = self._model(request.model)

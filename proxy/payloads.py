@@ -1,4 +1,4 @@
-"""The base64 text of images, cut out of a request's body before its JSON is parsed.
+"""The base64 text of images, cut out of a request's body before its JSON is parsed; a thread parses much of it.
 
 Nearly all of a body with images is base64, and a JSON parser would look at each of its characters, copy them, and
 the data URL's decoder would copy them again. So the body is parsed with a short placeholder in place of each
@@ -13,8 +13,10 @@ can have one of its own. Whatever is refused, is refused for what the body as it
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Generic, TypeVar
 
 from msgspec.structs import replace
@@ -22,15 +24,43 @@ from msgspec.structs import replace
 from epd_serve.errors import InvalidRequest
 from epd_serve.protocol.messages import MediaSource
 from epd_serve.protocol.openai import GenerationRequest
+from epd_serve.protocol.strict_json import MAX_TEXT_BYTES
 
 _MARK = b";base64,"
 #: Shorter ones are left in: they are parsed as fast as they are cut out.
 _MIN_BYTES = 1024
+#: So many places are looked at for a payload; a body with more is parsed as it is.
+_MAX_MARKS = 4096
 _PLACEHOLDER = f"payload-{secrets.token_hex(16)}-"
+#: A body that is cut, and a text with its brackets that is parsed, on the event loop: it takes a few milliseconds
+#: at most. The rest is a thread's work.
+_LITTLE_BODY = _PIECE = 2 << 20
+_LITTLE_TEXT = 64 << 10
+_FEW_BRACKETS = 500
 
 R = TypeVar("R", bound=GenerationRequest)
 Item = TypeVar("Item")
+T = TypeVar("T")
 Parse = Callable[[bytes | bytearray], R]
+
+_threads = ThreadPoolExecutor(1, thread_name_prefix="bodies")
+
+
+async def parsed(parse: Callable[[bytes | bytearray], T], text: bytearray) -> T:
+    """What ``parse`` makes of a text: in a thread, unless that is little work."""
+    if _is_little(text):
+        return parse(text)
+    return await asyncio.get_running_loop().run_in_executor(_threads, parse, text)
+
+
+async def parsed_body(parse: Parse[R], body: bytearray) -> ParsedBody[R]:
+    """The same for a body that may have media."""
+    if len(body) <= _LITTLE_BODY:
+        try:
+            return ParsedBody(parse, body, only_little=True)
+        except _MuchWork:
+            pass
+    return await asyncio.get_running_loop().run_in_executor(_threads, ParsedBody, parse, body)
 
 
 class ParsedBody(Generic[R]):
@@ -40,20 +70,21 @@ class ParsedBody(Generic[R]):
         text_bytes: length of the body without the media.
     """
 
-    def __init__(self, parse: Parse[R], body: bytearray, *, cut: bool = True) -> None:
-        """Takes the body over. ``cut=False`` goes the plain way. Raises InvalidRequest."""
+    def __init__(self, parse: Parse[R], body: bytearray, *, cut: bool = True, only_little: bool = False) -> None:
+        """Takes the body over. ``cut=False`` goes the plain way. Raises InvalidRequest, and _MuchWork instead of
+        parsing more than is ``only_little``."""
         self._parse = parse
         self._body = body
+        self._only_little = only_little
         short = self._parse_cut() if cut else None
         if short is None:
-            self.request = parse(body)
+            self.request = self._parsed(body)
             self._sources = self.request.media()
-        else:
-            self.request, self._sources = short
-        self._is_cut = short is not None
-        self.text_bytes = len(body) - sum(len(one.url) + len(one.payload or b"") for one in self._sources)
-        if not self._is_cut:
+            self.text_bytes = len(body) - _length(self._sources)
             body.clear()
+        else:
+            self.request, self._sources, self.text_bytes = short
+        self._is_cut = short is not None
 
     @property
     def has_media(self) -> bool:
@@ -66,48 +97,89 @@ class ParsedBody(Generic[R]):
         try:
             items = await load(self._sources)
         except InvalidRequest:
-            return await load(self._parse(self._body).media())
+            if len(self._body) > MAX_TEXT_BYTES:
+                raise
+            return await load((await parsed(self._parse, self._body)).media())
         for source in self._sources:
             if source.payload is not None:
                 source.payload.release()
         self._body.clear()
         return items
 
-    def _parse_cut(self) -> tuple[R, list[MediaSource]] | None:
+    def _parsed(self, text: bytes | bytearray) -> R:
+        if self._only_little and not _is_little(text):
+            raise _MuchWork
+        return self._parse(text)
+
+    def _parse_cut(self) -> tuple[R, list[MediaSource], int] | None:
         cut = _cut(self._body)
         if cut is None:
             return None
         skeleton, payloads = cut
         try:
-            request = self._parse(skeleton)
-        except InvalidRequest:
-            return None
-        sources = _with_payloads(request.media(), payloads)
-        return None if sources is None else (request, sources)
+            request = self._parsed(skeleton)
+        except InvalidRequest as error:
+            if len(self._body) <= MAX_TEXT_BYTES or _PLACEHOLDER in error.message:
+                return None
+            raise  # the body as it is would be no text that is read
+        sources = request.media()
+        text_bytes = len(skeleton) - _length(sources)
+        sources_with = _with_payloads(sources, payloads)
+        return None if sources_with is None else (request, sources_with, text_bytes)
+
+
+class _MuchWork(Exception):
+    """A text is nothing for the event loop."""
+
+
+def _is_little(text: bytes | bytearray) -> bool:
+    return len(text) <= _LITTLE_TEXT and text.count(b"{") + text.count(b"[") <= _FEW_BRACKETS
 
 
 def _cut(body: bytearray) -> tuple[bytes, list[memoryview]] | None:
     """The body with placeholders, and what they stand for; None where there is nothing to gain."""
-    mark = body.find(_MARK)
+    mark = _find(body, 0)
     if mark < 0:
         return None
-    view, rest = memoryview(body).toreadonly(), 0
+    view, rest, num_marks = memoryview(body).toreadonly(), 0, 0
     pieces: list[memoryview | bytes] = []
     payloads: list[memoryview] = []
     while mark >= 0:
         start = mark + len(_MARK)
         end = body.find(b'"', start)
-        if end < 0:
+        num_marks += 1
+        if end < 0 or num_marks > _MAX_MARKS:  # it is no JSON, or too many to gain by
             return None
         if end - start >= _MIN_BYTES:
             pieces += (view[rest:start], f"{_PLACEHOLDER}{len(payloads)}".encode())
-            payloads.append(view[start:end])
+            payloads.append(_unescaped(body, view, start, end))
             rest = end
-        mark = body.find(_MARK, end)
+        mark = _find(body, end)
     if not payloads:
         return None
     pieces.append(view[rest:])
     return b"".join(pieces), payloads
+
+
+def _find(body: bytearray, start: int) -> int:
+    """The next mark; -1 for none. In pieces, as the loop's thread waits for the end of each."""
+    while start < len(body):
+        mark = body.find(_MARK, start, start + _PIECE)
+        if mark >= 0:
+            return mark
+        start += _PIECE - len(_MARK) + 1
+    return -1
+
+
+def _unescaped(body: bytearray, view: memoryview, start: int, end: int) -> memoryview:
+    r"""A payload with ``\/`` as ``/``: some languages write it so."""
+    if body.find(b"\\", start, end) < 0:
+        return view[start:end]
+    return memoryview(bytes(view[start:end]).replace(rb"\/", b"/"))
+
+
+def _length(sources: list[MediaSource]) -> int:
+    return sum([len(source.url) for source in sources])
 
 
 def _with_payloads(sources: list[MediaSource], payloads: list[memoryview]) -> list[MediaSource] | None:

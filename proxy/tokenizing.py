@@ -16,6 +16,7 @@ from epd_serve.routing.table import InstanceRecord
 from epd_serve.types import Stage
 from proxy.endpoint import Endpoint, Exchange
 from proxy.failover import is_planned
+from proxy.payloads import parsed
 from proxy.sink import EventSink, send_json
 
 
@@ -25,7 +26,7 @@ class TokenizingEndpoint(Endpoint):
     def __init__(
         self,
         *,
-        parse: Callable[[bytearray], TokenizeBody | DetokenizeBody],
+        parse: Callable[[bytes | bytearray], TokenizeBody | DetokenizeBody],
         calls: Mapping[str, StageCalls],
         **shared: Any,
     ) -> None:
@@ -34,7 +35,7 @@ class TokenizingEndpoint(Endpoint):
         self._calls = calls
 
     async def _generate(self, exchange: Exchange, body: bytearray, sink: EventSink) -> None:
-        request = self._parse_call(body)
+        request = await parsed(self._parse_call, body)
         body.clear()
         await self._poller.started()
         model = self._model(request.model)

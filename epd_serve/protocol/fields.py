@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import ErrorDetails
 
-from epd_serve.errors import InvalidRequest
+from epd_serve.errors import InvalidRequest, TooLarge
 from epd_serve.protocol import strict_json
 
 MAX_STOP_STRINGS = 16
@@ -32,12 +32,16 @@ StopStrings = Annotated[
     Field(max_length=MAX_STOP_STRINGS),
 ]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+#: Reading ends at the first that is none.
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 
 
 def decode_object(body: bytes | bytearray) -> dict[str, Any]:
     """JSON object → dict. Raises InvalidRequest that says where the text stops being one."""
     try:
         fields = strict_json.decode(body)
+    except strict_json.JSONTooLarge as error:
+        raise TooLarge(f"the body is too much JSON: {error}") from error
     except strict_json.JSONRefused as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}", code="invalid_json") from error
     if not isinstance(fields, dict):

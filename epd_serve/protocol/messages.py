@@ -8,9 +8,16 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import BeforeValidator, Field
 
-from epd_serve.errors import InvalidRequest
+from epd_serve.errors import InvalidRequest, TooLarge
+from epd_serve.protocol import strict_json
 from epd_serve.protocol.fields import RequestModel
 from epd_serve.protocol.wire import CalledFunction, ChatMessage, Part
+
+#: Messages of a chat, and parts of all of them together.
+MAX_MESSAGES = 2048
+MAX_PARTS = 4096
+#: Calls of one message.
+MAX_CALLS = 128
 
 
 class MediaSource(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,15 +71,22 @@ class Message(RequestModel):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[
-        Annotated[list[ContentPart], Field(min_length=1)] | None,
+        Annotated[list[ContentPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)] | None,
         BeforeValidator(_as_parts, json_schema_input_type=str | list[ContentPart] | None),
     ] = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[ToolCall] | None = Field(None, max_length=MAX_CALLS, fail_fast=True)
     tool_call_id: str | None = None
+
+
+def check_parts(number: int, param: str) -> None:
+    """Raises InvalidRequest for too many parts over all messages."""
+    if number > MAX_PARTS:
+        raise InvalidRequest(f"{param}: {number} parts over all messages; at most {MAX_PARTS}", param=param)
 
 
 def check_messages(messages: Sequence[Message]) -> None:
     """Rules that join several fields. Raises InvalidRequest."""
+    check_parts(sum(len(message.content or ()) for message in messages), "messages")
     for i, message in enumerate(messages):
         if (
             message.role != "user"
@@ -108,7 +122,11 @@ def _check_message(message: Message, place: str) -> None:
     for k, call in enumerate(message.tool_calls or ()):
         param = f"{place}.tool_calls[{k}].function.arguments"
         try:
-            arguments = msgspec.json.decode(call.function.arguments or "{}")
+            text = (call.function.arguments or "{}").encode()
+            strict_json.check_size(text)
+            arguments = msgspec.json.decode(text)
+        except strict_json.JSONTooLarge as error:
+            raise TooLarge(f"{param}: {error}", param=param) from error
         except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
             raise InvalidRequest(f"{param}: not valid JSON: {error}", param=param) from error
         if not isinstance(arguments, dict):

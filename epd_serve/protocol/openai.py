@@ -18,11 +18,11 @@ from epd_serve.protocol.fields import (
     RequestModel,
     StopString,
     StopStrings,
-    TokenId,
+    TokenIds,
     decode_object,
     explain,
 )
-from epd_serve.protocol.messages import MediaSource, Message, check_messages, media_of, wire_messages
+from epd_serve.protocol.messages import MAX_MESSAGES, MediaSource, Message, check_messages, media_of, wire_messages
 from epd_serve.protocol.tools import (
     MAX_TOOLS,
     ResponseFormat,
@@ -40,6 +40,7 @@ from epd_serve.types import Grammar, SamplingParams
 MAX_TOP_LOGPROBS = 20
 MAX_BIASED_TOKENS = 4096
 MAX_BAD_WORDS = 256
+MAX_STOP_TOKENS = 4096
 #: Prompts of one completion request; each counts as often as it has choices.
 MAX_PROMPTS = 128
 #: OpenAI's default for /v1/completions; a chat without max_tokens may fill the context.
@@ -91,10 +92,10 @@ class GenerationRequest(RequestModel):
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     seed: int | None = Field(None, ge=-WIRE_INTEGERS, lt=WIRE_INTEGERS)
     stop: StopStrings | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: TokenIds | None = Field(None, max_length=MAX_STOP_TOKENS)
     include_stop_str_in_output: bool | None = None
     logit_bias: dict[TokenText, Bias] | None = Field(None, max_length=MAX_BIASED_TOKENS)
-    allowed_token_ids: list[TokenId] | None = Field(None, min_length=1)
+    allowed_token_ids: TokenIds | None = Field(None, min_length=1)
     bad_words: list[StopString] | None = Field(None, max_length=MAX_BAD_WORDS)
     truncate_prompt_tokens: int | None = Field(None, ge=1, lt=WIRE_INTEGERS)
     add_special_tokens: bool | None = None
@@ -229,7 +230,7 @@ class GenerationRequest(RequestModel):
 class ChatCompletionRequest(GenerationRequest):
     """Body of ``POST /v1/chat/completions``."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     max_completion_tokens: int | None = Field(None, ge=1, lt=WIRE_INTEGERS)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
@@ -314,14 +315,14 @@ def _as_prompts(value: Any) -> Any:
     return value if is_many else [value]
 
 
-OnePrompt = Annotated[str | list[TokenId], Field(min_length=1)]
+OnePrompt = Annotated[str | TokenIds, Field(min_length=1)]
 
 
 class CompletionRequest(GenerationRequest):
     """Body of ``POST /v1/completions``: a prompt as text or as token ids, or a list of these."""
 
     prompt: Annotated[
-        list[OnePrompt],
+        Annotated[list[OnePrompt], Field(fail_fast=True)],
         BeforeValidator(_as_prompts, json_schema_input_type=OnePrompt | list[OnePrompt]),
         Field(min_length=1, max_length=MAX_PROMPTS),
     ]

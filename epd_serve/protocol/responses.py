@@ -11,8 +11,17 @@ from pydantic import BeforeValidator, Field, ValidationError
 
 from epd_serve.errors import InvalidRequest
 from epd_serve.protocol.fields import WIRE_INTEGERS, RequestModel, decode_object, explain
+from epd_serve.protocol.messages import (
+    MAX_MESSAGES,
+    MAX_PARTS,
+    FunctionCall,
+    ImageUrl,
+    MediaSource,
+    Message,
+    ToolCall,
+    check_parts,
+)
 from epd_serve.protocol.messages import ContentPart as ChatPart
-from epd_serve.protocol.messages import FunctionCall, ImageUrl, MediaSource, Message, ToolCall
 from epd_serve.protocol.openai import MAX_TOP_LOGPROBS, ChatCompletionRequest, StreamOptions
 from epd_serve.protocol.tools import (
     MAX_TOOLS,
@@ -47,9 +56,9 @@ def _as_parts(content: Any) -> Any:
 
 
 Content = Annotated[
-    list[InputPart],
+    Annotated[list[InputPart], Field(fail_fast=True)],
     BeforeValidator(_as_parts, json_schema_input_type=str | list[InputPart]),
-    Field(min_length=1),
+    Field(min_length=1, max_length=MAX_PARTS),
 ]
 
 
@@ -121,9 +130,9 @@ class ResponsesRequest(RequestModel):
 
     model: str | None = None
     input: Annotated[
-        list[InputItem],
+        Annotated[list[InputItem], Field(fail_fast=True)],
         BeforeValidator(_as_items, json_schema_input_type=str | list[InputItem]),
-        Field(min_length=1),
+        Field(min_length=1, max_length=MAX_MESSAGES),
     ]
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1, lt=WIRE_INTEGERS)
@@ -131,7 +140,7 @@ class ResponsesRequest(RequestModel):
     top_p: float | None = Field(None, gt=0, le=1)
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     seed: int | None = Field(None, ge=-WIRE_INTEGERS, lt=WIRE_INTEGERS)
-    include: list[Literal["message.output_text.logprobs"]] | None = None
+    include: list[Literal["message.output_text.logprobs"]] | None = Field(None, max_length=16)
     text: TextOptions | None = None
     tools: list[FunctionTool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
@@ -156,6 +165,7 @@ class ResponsesRequest(RequestModel):
 
     def check(self) -> None:
         """Rules that join several fields. Raises InvalidRequest."""
+        check_parts(sum(len(item.content or ()) + len(item.output or ()) for item in self.input), "input")
         for index, item in enumerate(self.input):
             item.check(f"input[{index}]")
             for field in ("content", "output"):

@@ -1,4 +1,4 @@
-"""JSON as the gateway takes it: not too deep, and no key twice in an object.
+"""JSON as the gateway takes it: not too large, not too deep, and no key twice in an object.
 
 Parsers differ in what they make of a repeated key (RFC 8259, section 4); a request that two readers may see in two
 ways is refused. All costs are linear in the text, and for usual bodies a few microseconds: the exact scan runs
@@ -15,12 +15,26 @@ import msgspec
 
 #: Deepest nesting of lists and objects.
 MAX_DEPTH = 64
+#: Longer texts are refused unread: parsing holds the interpreter. Pictures in base64 are no part of a text
+#: (proxy/payloads.py).
+MAX_TEXT_BYTES = 8 << 20
+#: Backslashes; each takes several times as long as another character.
+MAX_ESCAPES = 2 << 20
+#: Lists and objects together, as each costs a microsecond or more to check.
+MAX_CONTAINERS = 16_384
+#: Values of any kind: prompts may be lists of token ids.
+MAX_VALUES = 262_144
+#: Keys of one object.
+MAX_KEYS = 4096
 #: Shorter texts are scanned whole; from longer ones data URLs, which hold neither brackets nor keys, are cut out.
 _LONG = 4096
 _DATA_URL = b'"data:'
-#: What ends a key, and now and then begins a string; the second form knows escapes.
+#: So many data URLs are cut out at most: each costs more than it saves if it is short.
+_MAX_CUT = 4096
+#: What ends a key, and now and then begins a string.
 _KEY_END = re.compile(rb'"[ \t\r\n]*:')
-_KEY_END_OR_ESCAPE = re.compile(rb'\\.|("[ \t\r\n]*:)', re.DOTALL)
+#: Bytes that are worked on at once, so that other threads get their turn.
+_PIECE = 128 << 10
 #: More brackets than this are looked at one by one before anything is decoded: no recursion gets near any limit.
 _SAFE_BRACKETS = 500
 #: A string (with a closing quote or the end of the text: no start is tried twice) or a bracket.
@@ -35,9 +49,22 @@ class JSONRefused(ValueError):
     """The text is no JSON, or none that is taken here."""
 
 
+class JSONTooLarge(JSONRefused):
+    """The text is more than is read here, valid or not."""
+
+
 def decode(text: bytes | bytearray) -> Any:
     """JSON → Python objects. Raises JSONRefused that says what is wrong."""
-    outline = _without_data_urls(text) if len(text) > _LONG else text
+    if len(text) > MAX_TEXT_BYTES:
+        raise JSONTooLarge(
+            f"it has {len(text)} bytes, without pictures in base64; at most {MAX_TEXT_BYTES} are read"
+        )
+    outline = text
+    if len(text) > _LONG:
+        if text.count(b"\\") > MAX_ESCAPES:
+            raise JSONTooLarge(f"it has more than {MAX_ESCAPES} escapes in its strings; send fewer")
+        outline = _without_escapes(_without_data_urls(text))
+        check_size(outline)
     num_brackets = outline.count(b"[") + outline.count(b"{")
     if num_brackets > _SAFE_BRACKETS:
         _check_depth(outline)
@@ -55,6 +82,49 @@ def decode(text: bytes | bytearray) -> Any:
     return value
 
 
+def check_size(text: bytes | bytearray) -> None:
+    """Raises JSONTooLarge for a text of too many values, before anything is made of them.
+
+    Each value but the first is the first of a list or an object, or comes behind a comma. Where brackets,
+    commas or quotation marks are many, those in strings are left out.
+    """
+    num_brackets = text.count(b"[") + text.count(b"{")
+    if (
+        num_brackets <= MAX_CONTAINERS
+        and num_brackets + text.count(b",") < MAX_VALUES
+        and text.count(b'"') <= 4 * MAX_VALUES  # a value or a key each
+    ):
+        return
+    text = _without_escapes(text)
+    num_brackets, num_values, num_quotes = 0, 1, 0
+    for start in range(0, len(text), _PIECE):
+        pieces = text[start : start + _PIECE].split(b'"')
+        outside = b"".join(pieces[num_quotes % 2 :: 2])
+        num_quotes += len(pieces) - 1
+        new_brackets = outside.count(b"[") + outside.count(b"{")
+        num_brackets += new_brackets
+        num_values += new_brackets + outside.count(b",")
+        if num_brackets > MAX_CONTAINERS:
+            raise JSONTooLarge(f"it has more than {MAX_CONTAINERS} lists and objects; send fewer")
+        if num_values > MAX_VALUES or num_quotes > 4 * MAX_VALUES:
+            raise JSONTooLarge(f"it has more than {MAX_VALUES} values; send fewer")
+
+
+def _without_escapes(text: bytes | bytearray) -> bytes | bytearray:
+    r"""The text without ``\\`` and ``\"``: each quotation mark left begins or ends a string."""
+    if text.find(b"\\") < 0:
+        return text
+    pieces: list[bytes | bytearray] = []
+    start = 0
+    while start < len(text):
+        piece = text[start : start + _PIECE]
+        if (len(piece) - len(piece.rstrip(b"\\"))) % 2:  # an escape is not cut in two
+            piece = text[start : start + _PIECE + 1]
+        start += len(piece)
+        pieces.append(piece.replace(rb"\\", b"").replace(rb"\"", b""))
+    return b"".join(pieces)
+
+
 def _says_all(text: bytes | bytearray, value: Any) -> bool:
     """Whether ``value``, written again, has as many colons as the text from which it was read.
 
@@ -65,8 +135,9 @@ def _says_all(text: bytes | bytearray, value: Any) -> bool:
 
 
 def _without_data_urls(text: bytes | bytearray) -> bytes | bytearray:
-    pieces, position = [], 0
-    while (start := text.find(_DATA_URL, position)) >= 0:
+    pieces: list[bytes | bytearray] = []
+    position = 0
+    while (start := text.find(_DATA_URL, position)) >= 0 and len(pieces) < _MAX_CUT:
         start += len(_DATA_URL)
         end = text.find(b'"', start)
         if end < 0 or text.find(b"\\", start, end) >= 0:  # unfinished, or with escapes: the exact scan's business
@@ -93,7 +164,7 @@ def _too_deep() -> JSONRefused:
 
 
 def _count_keys(value: Any) -> int:
-    """Of all objects in a decoded value. Raises JSONRefused where they are nested too deep."""
+    """Of all objects in a decoded value. Raises JSONRefused where they are nested too deep or too large."""
     number = depth = 0
     level = [value] if type(value) in _NESTED else []
     while level:
@@ -105,6 +176,8 @@ def _count_keys(value: Any) -> int:
             members = one
             if type(one) is dict:
                 number += len(one)
+                if len(one) > MAX_KEYS:
+                    raise JSONTooLarge(f"an object in it has {len(one)} keys; at most {MAX_KEYS} are read")
                 members = one.values()
             below += [member for member in members if type(member) in _NESTED]
         level = below
@@ -113,10 +186,7 @@ def _count_keys(value: Any) -> int:
 
 def _count_key_ends(text: bytes | bytearray) -> int:
     """At least the number of keys; equal to it unless a string begins with a colon."""
-    if text.find(b"\\") < 0:
-        return len(_KEY_END.findall(text))
-    found = _KEY_END_OR_ESCAPE.findall(text)
-    return len(found) - found.count(b"")
+    return len(_KEY_END.findall(_without_escapes(text)))
 
 
 def _count_key_tokens(text: bytes | bytearray) -> int:

@@ -8,8 +8,8 @@ import msgspec
 from pydantic import Field, ValidationError
 
 from epd_serve.errors import InvalidRequest
-from epd_serve.protocol.fields import RequestModel, TokenId, decode_object, explain
-from epd_serve.protocol.messages import MediaSource, Message, check_messages, media_of, wire_messages
+from epd_serve.protocol.fields import RequestModel, TokenIds, decode_object, explain
+from epd_serve.protocol.messages import MAX_MESSAGES, MediaSource, Message, check_messages, media_of, wire_messages
 from epd_serve.protocol.prompt_calls import DetokenizeRequest, TokenizeRequest
 from epd_serve.protocol.tools import MAX_TOOLS, Tool, json_text, tools_text
 from epd_serve.protocol.unsupported import LABELS, NEUTRAL, drop_message_neutral, drop_neutral
@@ -43,7 +43,7 @@ class TokenizeBody(_Call):
     """Exactly one of ``prompt`` and ``messages``; images of messages count as many tokens as they take."""
 
     prompt: str | None = None
-    messages: list[Message] | None = Field(None, min_length=1)
+    messages: list[Message] | None = Field(None, min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -89,7 +89,7 @@ class TokenizeBody(_Call):
 
 
 class DetokenizeBody(_Call):
-    tokens: list[TokenId]
+    tokens: TokenIds
 
     def message(self, items: list[MediaRef]) -> DetokenizeRequest:
         """What an instance is asked; it has no ``items``."""

@@ -5,17 +5,22 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import msgspec
-from pydantic import ConfigDict, Field
+from pydantic import AfterValidator, ConfigDict, Field
 
-from epd_serve.errors import InvalidRequest
+from epd_serve.errors import InvalidRequest, TooLarge
+from epd_serve.protocol import strict_json
 from epd_serve.protocol.fields import RequestModel
 from epd_serve.types import Grammar, ToolSchema
 
 MAX_TOOLS = 128
 MAX_CHOICES = 1000
+#: Values of all the enums of a schema.
+MAX_ENUM_VALUES = 1000
+#: Characters of a regular expression.
+MAX_REGEX = 65_536
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 #: Keywords of JSON Schema may hold anything; what the grammar library does not know is refused by name.
-Schema = dict[str, Any]
+Schema = Annotated[dict[str, Any], AfterValidator(lambda schema: check_enums(schema))]
 
 
 class FunctionDefinition(RequestModel):
@@ -65,7 +70,7 @@ class StructuredOutputs(RequestModel):
     """vLLM's name for the same: exactly one of the fields."""
 
     json_: Schema | str | None = Field(None, alias="json")
-    regex: str | None = Field(None, min_length=1)
+    regex: str | None = Field(None, min_length=1, max_length=MAX_REGEX)
     choice: list[Annotated[str, Field(min_length=1)]] | None = Field(None, min_length=1, max_length=MAX_CHOICES)
     json_object: bool | None = None
 
@@ -74,13 +79,38 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool
 _ANY_OBJECT = '{"type": "object"}'
 
 
+def check_enums(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema. Raises ValueError where its enums have too many values."""
+    number = 0
+    left: list[Any] = [schema]
+    while left:
+        one = below = left.pop()
+        if isinstance(one, dict):
+            values = one.get("enum")
+            if isinstance(values, list):
+                number += len(values)
+                if number > MAX_ENUM_VALUES:
+                    raise ValueError(f"the enums of a schema may have {MAX_ENUM_VALUES} values together")
+            below = one.values()
+        left += [value for value in below if isinstance(value, dict | list)]
+    return schema
+
+
 def schema_text(schema: Any, param: str) -> str:
     """A schema as text; ``True`` and a missing one stand for any JSON. Raises InvalidRequest."""
     if isinstance(schema, str):
         try:
-            schema = msgspec.json.decode(schema)
+            text = schema.encode()
+            strict_json.check_size(text)
+            schema = msgspec.json.decode(text)
+            if isinstance(schema, dict):
+                check_enums(schema)
+        except strict_json.JSONTooLarge as error:
+            raise TooLarge(f"{param}: {error}", param=param) from error
         except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
             raise InvalidRequest(f"{param}: not valid JSON: {error}", param=param) from error
+        except ValueError as error:
+            raise InvalidRequest(f"{param}: {error}", param=param) from error
     if schema is None or schema is True:
         schema = {}
     if not isinstance(schema, dict):

@@ -1,13 +1,15 @@
 """Strict JSON agrees with the standard library on what a text means, and refuses depth and repeated keys."""
 
 import json
+import re
 import time
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from epd_serve.protocol.strict_json import MAX_DEPTH, JSONRefused, decode
+from epd_serve.protocol import strict_json
+from epd_serve.protocol.strict_json import MAX_CONTAINERS, MAX_DEPTH, JSONRefused, JSONTooLarge, check_size, decode
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"])) | st.sampled_from(
     ['":', '\\":', ":", '"data:x', "[{", "\\"]
@@ -53,7 +55,11 @@ def test_spelling_a_key_in_another_way_hides_nothing():
 @pytest.mark.parametrize("opening", [b"[", b'{"a":', b'[{"b":'])
 def test_depth_has_an_end_long_before_the_interpreter_has(opening):
     per = opening.count(b"[") + opening.count(b"{")
-    for times, is_refused in ((MAX_DEPTH // per, False), (MAX_DEPTH // per + 1, True), (1_000_000, True)):
+    for times, is_refused in (
+        (MAX_DEPTH // per, False),
+        (MAX_DEPTH // per + 1, True),
+        (MAX_CONTAINERS // per, True),
+    ):
         text = (
             opening * times
             + b"0"
@@ -66,6 +72,27 @@ def test_depth_has_an_end_long_before_the_interpreter_has(opening):
             decode(text)
     wide = b"[" + b",".join([b'{"a": [1, "]"]}'] * 5000) + b"]"
     assert len(decode(wide)) == 5000
+
+
+@given(VALUES, LAYOUTS, st.integers(1, 30))
+def test_values_are_counted_wherever_a_piece_ends(value, layout, piece):
+    """By the same rule as a reader of JSON that knows strings: brackets, and commas between values."""
+    text = json.dumps([value, '[{,\\"'], **layout).encode()
+    outside = re.sub(rb'"(?:[^"\\]|\\.)*"', b"", text)
+    num_brackets = outside.count(b"[") + outside.count(b"{")
+    num_values = num_brackets + outside.count(b",") + 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(strict_json, "_PIECE", piece)
+        patch.setattr(strict_json, "MAX_CONTAINERS", num_brackets)
+        patch.setattr(strict_json, "MAX_VALUES", num_values)
+        check_size(text)
+        patch.setattr(strict_json, "MAX_CONTAINERS", num_brackets - 1)
+        with pytest.raises(JSONTooLarge, match="lists and objects"):
+            check_size(text)
+        patch.setattr(strict_json, "MAX_CONTAINERS", num_brackets)
+        patch.setattr(strict_json, "MAX_VALUES", num_values - 1)
+        with pytest.raises(JSONTooLarge, match="values"):
+            check_size(text)
 
 
 @pytest.mark.parametrize(

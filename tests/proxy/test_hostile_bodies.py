@@ -1,0 +1,77 @@
+"""No body up to the limit costs the event loop, or the machine, more than a little."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+from hostile_bodies import HOSTILE
+
+from epd_serve.errors import InvalidRequest
+from epd_serve.protocol.openai import ChatCompletionRequest, CompletionRequest
+from epd_serve.protocol.responses import ResponsesRequest
+from epd_serve.protocol.tokenizing import DetokenizeBody, TokenizeBody
+from proxy import payloads
+
+PARSERS = {
+    "/v1/chat/completions": ChatCompletionRequest.parse,
+    "/v1/completions": CompletionRequest.parse,
+    "/v1/responses": ResponsesRequest.parse,
+    "/tokenize": TokenizeBody.parse,
+    "/detokenize": DetokenizeBody.parse,
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+async def test_a_hostile_body_costs_the_loop_next_to_nothing(name):
+    path, status, text = HOSTILE[name]
+    parse = payloads.parsed_body if path.startswith("/v1/") else payloads.parsed
+    body = bytearray(text().encode())
+    on_loop_s, in_all_s = time.thread_time(), time.process_time()
+    try:
+        with pytest.raises(InvalidRequest) as refused:
+            parsed = await parse(PARSERS[path], body)
+            await parsed.load(_no_picture)
+        assert refused.value.status == status
+    finally:
+        on_loop_s, in_all_s = time.thread_time() - on_loop_s, time.process_time() - in_all_s
+    assert on_loop_s < 0.05
+    assert in_all_s < 0.5
+
+
+async def _no_picture(sources):
+    raise InvalidRequest("it is no picture")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": [{"role": "user", "content": "hi"}] * 2048},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 4096}]},
+        {"messages": [{"role": "user", "content": "a, {b}\n" * 700_000}]},
+        {"messages": [{"role": "user", "content": "é" * 4_000_000}]},
+    ],
+    ids=["messages", "parts", "text", "letters"],
+)
+async def test_what_is_within_the_limits_is_read_beside_the_loop(body):
+    text = bytearray(json.dumps(body, ensure_ascii=False).encode())
+    on_loop_s = time.thread_time()
+    parsed = await payloads.parsed_body(ChatCompletionRequest.parse, text)
+    on_loop_s = time.thread_time() - on_loop_s
+    assert on_loop_s < 0.05
+    assert len(parsed.request.messages) == len(body["messages"])
+
+
+async def test_slashes_may_be_escaped_in_a_picture():
+    """PHP writes them so. The picture goes the short way, at its own length."""
+    plain = json.dumps(_chat("data:image/png;base64," + "AB/+" * 1000))
+    for text in (plain, plain.replace("/", "\\/")):
+        parsed = payloads.ParsedBody(ChatCompletionRequest.parse, bytearray(text.encode()))
+        [source] = parsed._sources
+        assert source.payload == b"AB/+" * 1000
+        assert parsed.text_bytes < 200
+
+
+def _chat(url: str) -> dict[str, object]:
+    return {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]}
