@@ -28,6 +28,7 @@ def vllm_targets(config: DeploymentConfig) -> dict[str, VllmTarget]:
             device=",".join(one.devices),
             dtype=config.dtype,
             model_path=str(Path(config.model).expanduser()),
+            ranks=one.tensor_parallel,
             features=features,
             kv=kv,
             pulls=kv == "nixl" or (kv == "mooncake" and one.devices[0].startswith("npu")),

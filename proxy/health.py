@@ -170,7 +170,7 @@ class Health:
         name, was_closed = record.name, watched.breaker.state is BreakerState.CLOSED
         began = self._clock()
         try:
-            passed = await self._passes(name)
+            passed = await self._passes(name, doubted=not was_closed)
         finally:
             watched.probing = False
             interval_s = self._settings.probe_interval_s or _ASK_AGAIN_S
@@ -185,13 +185,13 @@ class Health:
         elif not was_closed and watched.breaker.state is BreakerState.CLOSED:
             logger.info("instance %s computes again; it gets its share of work bit by bit", name)
 
-    async def _passes(self, name: str) -> bool | None:
+    async def _passes(self, name: str, *, doubted: bool) -> bool | None:
         """None where the probe says nothing: the instance is gone, which others notice, or not ready."""
         calls = self._calls.get(name)
         if calls is None:
             return None
         try:
-            await calls.probe(self._settings.probe_timeout_s)
+            await calls.probe(self._settings.probe_timeout_s, doubted=doubted)
         except (InstanceLost, Unavailable):
             return None
         except ServeError as error:

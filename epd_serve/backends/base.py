@@ -76,8 +76,9 @@ class StageCalls(Protocol):
     async def info(self) -> InstanceInfo:
         """What the instance says of itself now."""
 
-    async def probe(self, timeout_s: float) -> None:
-        """Returns where the instance has just computed something; StageTimeout where it says nothing in time."""
+    async def probe(self, timeout_s: float, *, doubted: bool = False) -> None:
+        """Returns where the instance works; StageTimeout where it says nothing in time. One that is ``doubted``
+        must just have computed something."""
 
     def reports(self) -> AsyncGenerator[Report, None]:
         """Its reports as they come, until it ends them. Raises InvalidRequest (404) where it makes none."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 from weakref import WeakSet
 
 import msgspec
@@ -38,11 +38,18 @@ class NativeConnections:
         """``key``: that the instances ask for (:mod:`epd_serve.config.keys`)."""
         self._key = key
         self._pools: WeakSet[HttpPool] = WeakSet()  # those of instances that have left go with their calls
+        self._tasks: set[asyncio.Task[None]] = set()
 
     def pool(self, name: str, url: str) -> HttpPool:
         pool = HttpPool(name, url, self._key)
         self._pools.add(pool)
         return pool
+
+    def run(self, work: Coroutine[Any, Any, None]) -> None:
+        """In the background, at most until the connections close. ``work`` must not raise."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def __aenter__(self) -> Self:
         return self
@@ -50,6 +57,9 @@ class NativeConnections:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*[pool.close() for pool in list(self._pools)])
 
 
@@ -90,8 +100,8 @@ class NativeInstance:
         except msgspec.MsgspecError as error:
             raise InstanceLost(f"{self.url}/info is no answer of an instance ({error})") from error
 
-    async def probe(self, timeout_s: float) -> None:
-        """An instance without that call counts as one that computes. Raises ServeError."""
+    async def probe(self, timeout_s: float, *, doubted: bool = False) -> None:
+        """The instance computes something. One without that call counts as one that does. Raises ServeError."""
         try:
             async with asyncio.timeout(timeout_s + PROBE_MARGIN_S):
                 await self._call("/probe", [wire.encode(wire.ProbeRequest(timeout_s))], "probe").ask()

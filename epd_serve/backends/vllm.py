@@ -19,6 +19,8 @@ from epd_serve.backends.http_client import HttpPool
 from epd_serve.backends.native import NativeConnections
 from epd_serve.backends.vllm_answer import PrefillAnswer, VllmCall, Work
 from epd_serve.backends.vllm_command import FEATURE_PORT, KV_PORT
+from epd_serve.backends.vllm_load import VllmFigures
+from epd_serve.backends.vllm_notices import Notices
 from epd_serve.backends.vllm_server import VllmServer
 from epd_serve.backends.vllm_stream import (
     KnownTokens,
@@ -29,12 +31,13 @@ from epd_serve.backends.vllm_stream import (
     rest_of,
 )
 from epd_serve.backends.vllm_target import VllmTarget
+from epd_serve.backends.vllm_watch import EngineWatch
 from epd_serve.errors import InstanceFailed, InvalidRequest, StageTimeout
 from epd_serve.protocol import wire
-from epd_serve.protocol.engine_notices import LENGTH, WITH_PIXELS, FeatureWithdrawn, Notice, pack
+from epd_serve.protocol.engine_notices import WITH_PIXELS, FeatureWithdrawn, KVUnwanted
 
-_NOTICE_TIMEOUT_S = 5.0
-_LOOK_S = 0.1
+#: Figures of an instance that had nothing to do, and got nothing from here since, may be so old.
+_IDLE_FIGURES_S = 5.0
 
 
 @dataclass(eq=False)
@@ -52,6 +55,8 @@ class _Exchange:
     encoded: asyncio.Event = field(default_factory=asyncio.Event)
     #: What E has told of them.
     told: dict[str, dict[str, Any]] = field(default_factory=dict)
+    #: D's, once it is asked.
+    answer: VllmCall | None = None
 
     def settle(self, mm_hash: str, told: dict[str, Any] | None = None) -> None:
         if told:
@@ -93,15 +98,29 @@ class VllmInstance(VllmServer):
         super().__init__(others.connections.pool(name, url), others.targets[name])
         self._others = others
         self._warm: float | None = None
+        self._model = ""
+        self._seen: VllmFigures | None = None
+        self._info: wire.InstanceInfo | None = None
+        self._info_at = 0.0
+        self._num_decodes = 0
+        self._engine = EngineWatch(name)
         self._prompts: dict[object, int] = {}
         self._encodes: dict[object, int] = {}
         self._engine_id: tuple[float, str] | None = None
         self._bootstrap: HttpPool | None = None
+        self._notices_at: dict[int, Notices] = {}
 
     # ------------------------------------------------------------------ how it is
 
     async def info(self) -> wire.InstanceInfo:
-        """Raises InstanceLost also for what is no answer of vLLM. The first one of a process warms it up."""
+        """Raises InstanceLost also for what is no answer of vLLM. The first one of a process warms it up.
+
+        An instance that has nothing to do is not made to write its figures each time.
+        """
+        now = asyncio.get_running_loop().time()
+        if self._info is not None and self._is_idle() and now - self._info_at < _IDLE_FIGURES_S:
+            await self.get("/health")
+            return self._info
         models, figures = await asyncio.gather(self.ask_json("/v1/models"), self.figures())
         try:
             model = models["data"][0]
@@ -111,8 +130,10 @@ class VllmInstance(VllmServer):
         if self._warm != figures.started_at:
             await self.warm_up(name)
             self._warm = figures.started_at
+        self._model, self._seen = name, figures
         target = self.target
-        return wire.InstanceInfo(
+        self._info_at = now
+        self._info = wire.InstanceInfo(
             name=self.name,
             role=str(target.role),
             url=self.url,
@@ -131,19 +152,36 @@ class VllmInstance(VllmServer):
             ),
             block_size=figures.block_size,
         )
+        return self._info
 
-    async def probe(self, timeout_s: float) -> None:
-        """An idle instance computes a token; a busy one shows that it does. Raises ServeError."""
+    def _is_idle(self) -> bool:
+        """When its figures were last seen, and as far as this caller knows ever since."""
+        seen = self._seen
+        own_calls = self._prompts or self._encodes or self._num_decodes
+        return seen is not None and not (seen.num_running or seen.num_waiting or own_calls)
+
+    async def probe(self, timeout_s: float, *, doubted: bool = False) -> None:
+        """Its server has to answer in time; its engine too where it is doubted. Raises ServeError.
+
+        vLLM's counters move when a step ends, and a step may take long: the first of its kind compiles. So an
+        engine that nobody doubts is judged by minutes (:class:`EngineWatch`).
+        """
+        trial: VllmCall | None = None
         try:
             async with asyncio.timeout(timeout_s):
-                before = await self.figures()
-                if not before.num_running + before.num_waiting:
-                    await self.compute((await self.ask_json("/v1/models"))["data"][0]["id"], picture=False)
-                    return
-                while (now := await self.figures()).num_tokens == before.num_tokens and now.num_running:  # noqa: ASYNC110
-                    await asyncio.sleep(_LOOK_S)
+                await self.get("/health")
+                if doubted:
+                    trial = self.trial(self._model or await self.model_name())
+                    await trial.ask()
         except TimeoutError as error:
             raise StageTimeout(f"instance {self.name} does not answer within {timeout_s:g} s") from error
+        except InvalidRequest:
+            return  # the engine of a model without pictures says so
+        finally:
+            if trial is not None:
+                trial.close()
+        if not doubted and self._seen is not None and self._model:
+            self._engine.look(self._seen, asyncio.get_running_loop().time(), lambda: self.trial(self._model))
 
     async def reports(self) -> AsyncGenerator[wire.Report, None]:
         """vLLM makes none: it is asked instead."""
@@ -160,7 +198,7 @@ class VllmInstance(VllmServer):
             await self._withdraw(request.request_id, ref.mm_hash)
             self._settle(request)
             return wire.EncodeReply(cached=False, num_tokens=0)
-        model = self._model_of(request) or (await self.ask_json("/v1/models"))["data"][0]["id"]
+        model = self._model_of(request) or await self.model_name()
         body = vllm_chat.encode_body(model, ref, request.media)
         prefill = self._others.by_url.get(request.announce_to)
         if prefill is not None and prefill.target.features == "store":
@@ -191,6 +229,7 @@ class VllmInstance(VllmServer):
 
         def over() -> None:
             self._prompts.pop(key, None)
+            self._disclaim(exchange)
             self._others.exchanges.pop(request.request_id, None)
             if not exchange.answered.done():
                 exchange.answered.cancel()
@@ -266,7 +305,11 @@ class VllmInstance(VllmServer):
                     kv = None  # it did not come: with the pixels D computes the prompt itself
             return await self._decode(work, exchange, kv)
 
-        return Work(steps)
+        def over() -> None:
+            self._num_decodes -= 1
+
+        self._num_decodes += 1
+        return Work(steps, over)
 
     async def _decode(
         self,
@@ -280,7 +323,7 @@ class VllmInstance(VllmServer):
         body = vllm_chat.answer_body(exchange.request, rewritten or exchange.media, suffix=suffix)
         if kv is not None:
             body["kv_transfer_params"] = kv
-        call = self._answer_call(exchange, body, await self._go_on(exchange, body, work))
+        call = exchange.answer = self._answer_call(exchange, body, await self._go_on(exchange, body, work))
         work.holds(call)
         call.send()
         await call.opened
@@ -326,21 +369,22 @@ class VllmInstance(VllmServer):
     async def _withdraw(self, request_id: str, mm_hash: str) -> None:
         """P need not wait for a feature. Raises InstanceLost where it cannot be told."""
         if self.target.takes_features and self.target.features == "store":
-            await self._tell(FeatureWithdrawn(request_id=request_id, mm_hash=mm_hash))
+            await self._notices(FEATURE_PORT).ask(FeatureWithdrawn(request_id=request_id, mm_hash=mm_hash))
 
-    async def _tell(self, notice: Notice) -> None:
-        host, _, port = self.address(FEATURE_PORT).rpartition(":")
-        try:
-            async with asyncio.timeout(_NOTICE_TIMEOUT_S):
-                reader, writer = await asyncio.open_connection(host, int(port))
-                try:
-                    writer.write(pack(notice))
-                    (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-                    await reader.readexactly(length)
-                finally:
-                    writer.close()
-        except (OSError, asyncio.IncompleteReadError, TimeoutError) as error:
-            raise InstanceLost(f"instance {self.name} takes no notices at {host}:{port} ({error})") from error
+    def _disclaim(self, exchange: _Exchange) -> None:
+        """P need not keep KV that no D will ask for any more. The KV of a D that has begun its answer is gone."""
+        request, answer = exchange.request, exchange.answer
+        if self.target.kv != "grouped" or request.decode_url is None or _is_several(request):
+            return
+        if answer is None or not answer.has_begun:
+            for rank in range(self.target.ranks):
+                self._notices(KV_PORT + rank).tell(KVUnwanted(transfer_id=request.request_id))
+
+    def _notices(self, offset: int) -> Notices:
+        if offset not in self._notices_at:
+            notices = Notices(self._others.connections, self.name, self.address(offset))
+            self._notices_at[offset] = notices
+        return self._notices_at[offset]
 
     def address(self, offset: int) -> str:
         """``host:port`` of the instance's server at an offset from its HTTP port."""

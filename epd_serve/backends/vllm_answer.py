@@ -46,6 +46,8 @@ class VllmCall(HttpCall):
     framed = False
     decode_follows = False
     prompt_note = ""
+    #: Whether some of the body has come.
+    has_begun = False
     #: What has to be put right in each object on its way: choices' index and the answer's id.
     rewrite: Callable[[dict[str, Any]], None] | None = None
     #: The beginning of an event whose end has not come yet.
@@ -53,6 +55,10 @@ class VllmCall(HttpCall):
 
     def error(self, body: bytes) -> ServeError:
         return error_of(self.status, body, self._pool.name)
+
+    def feed(self, pieces: list[bytes]) -> None:
+        self.has_begun = True
+        super().feed(pieces)
 
     async def begun(self) -> None:
         """Return when the first event has begun to come. Raises InstanceFailed where it is an error."""

@@ -202,9 +202,14 @@ def size_of(request: PrefillRequest) -> int:
     return sum(len(part.text) for part in parts) // BYTES_PER_TOKEN
 
 
-def picture_body(model: str) -> Body:
-    """A picture that no instance has seen before, to warm up with."""
+def picture_body(model: str, *, is_new: bool) -> Body:
+    """A picture to warm up with, or to see whether an instance computes. The store keeps and counts none of it.
+
+    ``is_new``: no instance has seen it before. Otherwise it is always the same one.
+    """
     picture = io.BytesIO()
     Image.new("RGB", (WARM_UP_PIXELS, WARM_UP_PIXELS)).save(picture, "PNG")
-    ref = MediaRef(mm_hash=secrets.token_hex(32), width=WARM_UP_PIXELS, height=WARM_UP_PIXELS)
-    return encode_body(model, ref, picture.getvalue()) | {"max_completion_tokens": 1}
+    name = secrets.token_hex(32) if is_new else "warm-up"
+    ref = MediaRef(mm_hash=name, width=WARM_UP_PIXELS, height=WARM_UP_PIXELS)
+    body = encode_body(model, ref, picture.getvalue())
+    return body | {"max_completion_tokens": 1, "ec_transfer_params": {"trial": True}}

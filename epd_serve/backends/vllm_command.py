@@ -14,6 +14,9 @@ from epd_serve.types import Role
 #: Where an instance's other servers listen, from its HTTP port on (config.vllm.PORTS_PER_INSTANCE).
 FEATURE_PORT, KV_PORT = 1, 2
 
+#: Read by epd_serve.vllm_plugin.spinning.
+SPIN_VARIABLE = "EPD_SERVE_SPIN_S"
+
 _GIB = 1 << 30
 _PLUGIN = "epd_serve.vllm_plugin"
 
@@ -126,6 +129,7 @@ def environment_of(options: VllmOptions) -> dict[str, str]:
         variables["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, math.ceil((options.kv_bytes or _GIB) / _GIB)))
         variables["VLLM_CPU_OMP_THREADS_BIND"] = options.cores or "nobind"
         variables["OMP_NUM_THREADS"] = str(options.threads)
+        variables[SPIN_VARIABLE] = "0.0005"  # others want the cores that it would spin on for a second
     elif options.visible:
         names = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
         variables[names[options.kind]] = options.visible

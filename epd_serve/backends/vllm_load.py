@@ -9,11 +9,11 @@ from epd_serve.protocol.wire import Load
 
 _LINE = re.compile(r"^([a-zA-Z_:][\w:]*)(\{[^}]*\})? (\S+)$", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_PROGRESS = {"vllm:prompt_tokens_total", "vllm:generation_tokens_total", "vllm:request_success_total"}
 _SUMMED = {
+    *_PROGRESS,
     "vllm:num_requests_running",
     "vllm:num_requests_waiting",
-    "vllm:prompt_tokens_total",
-    "vllm:generation_tokens_total",
     "vllm:kv_cache_usage_perc",
 }
 
@@ -24,13 +24,13 @@ class VllmFigures:
 
     Attributes:
         started_at: Unix time of its start, which names the process.
-        num_tokens: computed and generated since then: it grows as long as the instance computes.
+        progress: tokens and requests that it is through with since then: it grows with the steps that end.
     """
 
     started_at: float
     num_running: int
     num_waiting: int
-    num_tokens: int
+    progress: int
     block_size: int
     num_blocks: int
     kv_usage: float
@@ -65,7 +65,7 @@ def read_figures(text: str) -> VllmFigures:
         started_at=started_at,
         num_running=int(sums["vllm:num_requests_running"]),
         num_waiting=int(sums["vllm:num_requests_waiting"]),
-        num_tokens=int(sums["vllm:prompt_tokens_total"] + sums["vllm:generation_tokens_total"]),
+        progress=int(sum(sums[name] for name in _PROGRESS)),
         block_size=_count(info.get("block_size")),
         num_blocks=_count(info.get("num_gpu_blocks")),
         kv_usage=sums["vllm:kv_cache_usage_perc"] / max(1, num_engines),

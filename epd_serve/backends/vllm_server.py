@@ -23,7 +23,16 @@ INFO_TIMEOUT_S = 10.0
 #: The first request of a process compiles and allocates what later ones find.
 WARM_UP_TIMEOUT_S = 300.0
 
+#: Name of requests that are no client's.
+_TRIAL = "warm-up"
 _GREEDY = SamplingParams(seed=0, temperature=0.0)
+#: Requests after which a decoding process has compiled what its sampler needs: functions of vLLM's compile for one
+#: sequence, and again for more.
+_FIRST_USES: tuple[dict[str, Any], ...] = (
+    {"logprobs": 1},
+    {"logprobs": 1, "n": 2, "temperature": 1.0, "top_p": 0.9, "top_k": 8, "seed": 0},
+    {"n": 2, "temperature": 1.0, "top_p": 0.9},
+)
 
 
 class VllmServer:
@@ -42,9 +51,7 @@ class VllmServer:
             raise InvalidRequest("tokenize: vLLM counts the tokens of text alone; leave out the images")
         prefill = wire.PrefillRequest(
             request_id=trace_id,
-            output=wire.OutputOptions(
-                kind="chat", id="", created=0, model=(await self.ask_json("/v1/models"))["data"][0]["id"]
-            ),
+            output=wire.OutputOptions(kind="chat", id="", created=0, model=await self.model_name()),
             sampling=_GREEDY,
             items=[],
             messages=request.messages,
@@ -63,28 +70,39 @@ class VllmServer:
         return DetokenizeReply(text=await self._text(request.tokens, trace_id))
 
     async def _text(self, tokens: list[int], trace_id: str) -> str:
-        model = (await self.ask_json("/v1/models"))["data"][0]["id"]
+        model = await self.model_name()
         return str((await self.post("/detokenize", {"model": model, "tokens": tokens}, trace_id))["prompt"])
 
     # ------------------------------------------------------------------ HTTP
 
     async def warm_up(self, model: str) -> None:
-        """Raises ServeError."""
+        """Have a fresh process compute all that compiles or allocates at its first use. Raises ServeError."""
+        bodies: list[dict[str, Any]] = []
+        if self.target.role.decodes:
+            bodies += [_short_completion(model) | fields for fields in _FIRST_USES]
         try:
             async with asyncio.timeout(WARM_UP_TIMEOUT_S):
-                await self.compute(model, picture=True)
+                if self.target.role.has_language_model:
+                    for body in (_short_completion(model), *bodies):
+                        await self.post(vllm_chat.COMPLETION, body, _TRIAL)
+                with contextlib.suppress(InvalidRequest):  # a model without pictures
+                    await self._picture_call(model).ask()
         except TimeoutError as error:
             raise InstanceLost(f"instance {self.name} computed nothing in {WARM_UP_TIMEOUT_S:g} s") from error
 
-    async def compute(self, model: str, *, picture: bool) -> None:
-        """A token, and a picture, which an instance that encodes alone takes for both. Raises ServeError."""
+    def trial(self, model: str) -> VllmCall:
+        """A call that computes a token, or a picture where there is no language model."""
         if self.target.role.has_language_model:
-            body: dict[str, Any] = {"model": model, "prompt": [1], "max_tokens": 2, "temperature": 0}
-            await self.post(vllm_chat.COMPLETION, body | {"ignore_eos": True}, "warm-up")
-            if not picture:
-                return
-        with contextlib.suppress(InvalidRequest):  # a model without pictures
-            await self.post(vllm_chat.CHAT, vllm_chat.picture_body(model), "warm-up")
+            return self.call(vllm_chat.COMPLETION, _short_completion(model), _TRIAL)
+        return self._picture_call(model)
+
+    def _picture_call(self, model: str) -> VllmCall:
+        return self.call(
+            vllm_chat.CHAT, vllm_chat.picture_body(model, is_new=self.target.features != "file"), _TRIAL
+        )
+
+    async def model_name(self) -> str:
+        return str((await self.ask_json("/v1/models"))["data"][0]["id"])
 
     async def figures(self) -> VllmFigures:
         return read_figures((await self.get("/metrics")).decode("utf-8", "replace"))
@@ -123,3 +141,7 @@ class VllmServer:
     ) -> tuple[HttpPool, str, str, str, list[bytes]]:
         headers = f"content-type: application/json\r\n{wire.REQUEST_ID_HEADER}: {request_id}\r\n"
         return self.pool, "POST", path, headers, [msgspec.json.encode(body)]
+
+
+def _short_completion(model: str) -> dict[str, Any]:
+    return {"model": model, "prompt": [1], "max_tokens": 2, "temperature": 0, "ignore_eos": True}

@@ -15,6 +15,7 @@ class VllmTarget:
     """What the deployment file says of an instance; vLLM does not know its role.
 
     Attributes:
+        ranks: tensor-parallel ones.
         features, kv: how they are handed on; None where nothing is.
         pulls: whether D asks for KV only once P has answered, with what P said.
         rewrites: whether D gets of a picture what E tells of it, and no pixels.
@@ -26,6 +27,7 @@ class VllmTarget:
     device: str
     dtype: str
     model_path: str
+    ranks: int = 1
     features: Literal["store", "file"] | None = None
     kv: Literal["grouped", "mooncake", "nixl"] | None = None
     pulls: bool = False

@@ -246,4 +246,9 @@ def link_plugin(directory: Path) -> str:
             link.unlink()
         if not link.is_symlink():
             link.symlink_to(source)
+    # With it vLLM finds the plugin as that of an installed package.
+    facts = directory / f"epd_serve-{epd_serve.__version__}.dist-info"
+    facts.mkdir(exist_ok=True)
+    (facts / "METADATA").write_text(f"Metadata-Version: 2.1\nName: epd-serve\nVersion: {epd_serve.__version__}\n")
+    (facts / "entry_points.txt").write_text("[vllm.general_plugins]\nepd_serve = epd_serve.vllm_plugin:register\n")
     return str(directory)

@@ -40,14 +40,18 @@ class FeatureInbox:
         self._withdrawn: OrderedDict[tuple[str, str], None] = OrderedDict()
         self._asked_at: dict[str, float] = {}
         self._arrivals: OrderedDict[str, float] = OrderedDict()
+        self._news = threading.Event()
         self.num_given_up = 0
 
     def handle(self, notice: AnyNotice, has_left: Callable[[], bool]) -> str:
         """For a :class:`~epd_serve.vllm_plugin.notices.NoticeServer`."""
         if isinstance(notice, FeatureAnnounced):
-            return self._fetch(notice.event)
+            told = self._fetch(notice.event)
+            self._news.set()
+            return told
         if isinstance(notice, FeatureWithdrawn):
             self._withdraw(notice.request_id, notice.mm_hash)
+            self._news.set()
             return ""
         return f"an instance that takes features knows no {type(notice).__name__}"
 
@@ -77,6 +81,11 @@ class FeatureInbox:
                 return is_here
         self._memory.release(owner)
         return is_here
+
+    def wait(self, timeout_s: float) -> None:
+        """Until a feature has come or will not come since the last call; at most ``timeout_s``."""
+        if self._news.wait(timeout_s):
+            self._news.clear()
 
     def has(self, mm_hash: str) -> bool:
         return mm_hash in self._memory

@@ -8,7 +8,6 @@ one finds it: Model Runner V1 runs nothing of a connector in a step without toke
 from __future__ import annotations
 
 import logging
-import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -37,15 +36,15 @@ from epd_serve.vllm_plugin.notices import Conversation, NoticeRefused, NoticeSer
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
     from vllm.v1.request import Request
 
 logger = logging.getLogger("vllm.epd_serve")
 
 _NUM_SENDERS = 8
 _ANNOUNCE_TIMEOUT_S = 30.0
-#: A step without tokens costs this much: nothing can be done but wait for features.
-_IDLE_STEP_S = 0.0005
+#: A step without tokens lasts so long, or until a feature comes: nothing can be done but wait for one.
+_IDLE_STEP_S = 0.002
 
 
 @dataclass
@@ -54,10 +53,12 @@ class StepFeatures(ECConnectorMetadata):
 
     Attributes:
         announce: on E: (request, mm_hash, address of P).
+        trials: on E: features of trials, which are not kept.
         load: on P: where each feature of the step lies.
     """
 
     announce: list[tuple[str, str, str]] = field(default_factory=list)
+    trials: set[str] = field(default_factory=set)
     load: dict[str, tuple[Region, KeptFeature]] = field(default_factory=dict)
 
 
@@ -137,6 +138,15 @@ class _Side:
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
+        self._trials: set[str] = set()
+
+    def count_encoded(self, scheduler_output: SchedulerOutput) -> None:
+        """All that a step encodes, but for trials: requests of the gateway's that are no client's."""
+        for new in scheduler_output.scheduled_new_reqs:
+            if _params_of(new).get("trial"):
+                self._trials.add(new.req_id)
+        encoded = scheduler_output.scheduled_encoder_inputs
+        self.counts["encoded"] += sum(len(one) for name, one in encoded.items() if name not in self._trials)
 
     def take_counts(self) -> Counter[str]:
         """Of events since the last call."""
@@ -156,6 +166,8 @@ class _Side:
         return StepFeatures()
 
     def finished(self, request: Request) -> dict[str, Any] | None:
+        """Of every request; an heir calls this one, too."""
+        self._trials.discard(request.request_id)
         return None
 
     def load(self, step: StepFeatures, encoder_cache: dict[str, torch.Tensor]) -> None:
@@ -195,12 +207,15 @@ class _SchedulerOfE(_Side):
 
     def step(self, scheduler_output: SchedulerOutput) -> StepFeatures:
         step = StepFeatures()
+        self.count_encoded(scheduler_output)
         encoded = scheduler_output.scheduled_encoder_inputs
-        self.counts["encoded"] += sum(map(len, encoded.values()))
         for new in scheduler_output.scheduled_new_reqs:
-            params = _params(getattr(new.sampling_params, "extra_args", None))
+            params = _params_of(new)
             computed = set(encoded.get(new.req_id, ()))
             hashes = [one.identifier for one in new.mm_features]
+            if new.req_id in self._trials:
+                step.trials.update(hashes)
+                continue
             self._hits[new.req_id] = {h for i, h in enumerate(hashes) if i not in computed}
             self.counts["reused"] += len(self._hits[new.req_id])
             if address := params.get("announce_to"):
@@ -209,6 +224,7 @@ class _SchedulerOfE(_Side):
         return step
 
     def finished(self, request: Request) -> dict[str, Any] | None:
+        super().finished(request)
         hits = self._hits.pop(request.request_id, set())
         told: dict[str, dict[str, Any]] = {
             one.identifier: {"cached": one.identifier in hits, "tokens": request.get_num_encoder_embeds(index)}
@@ -254,16 +270,16 @@ class _SchedulerOfP(_Side):
 
     def step(self, scheduler_output: SchedulerOutput) -> StepFeatures:
         step, self._load = StepFeatures(load=self._load), {}
-        self.counts["encoded"] += sum(map(len, scheduler_output.scheduled_encoder_inputs.values()))
+        self.count_encoded(scheduler_output)
         self.counts["fetched"] += len(step.load)
         if self._waiting and not scheduler_output.total_num_scheduled_tokens:
-            time.sleep(_IDLE_STEP_S)
+            self._inbox.wait(_IDLE_STEP_S)
         self._waiting = False
         return step
 
     def finished(self, request: Request) -> dict[str, Any] | None:
         self._inbox.forget(request.request_id)
-        return None
+        return super().finished(request)
 
 
 class _WorkerOfE(_Side):
@@ -274,11 +290,12 @@ class _WorkerOfE(_Side):
         self._memory = memory
         self._scheduler = scheduler
         self._pending: dict[str, list[tuple[str, str]]] = {}
+        self._unkept: set[str] = set()
         self._stored: list[str] = []
         self._senders = ThreadPoolExecutor(_NUM_SENDERS, thread_name_prefix="announce")
 
     def begin(self, step: StepFeatures, encoder_cache: dict[str, torch.Tensor]) -> None:
-        self._pending = {}
+        self._pending, self._unkept = {}, step.trials
         for trace_id, mm_hash, address in step.announce:
             if mm_hash not in self._memory and mm_hash in encoder_cache:
                 self._put(encoder_cache[mm_hash], mm_hash)
@@ -288,6 +305,8 @@ class _WorkerOfE(_Side):
                 self._pending.setdefault(mm_hash, []).append((trace_id, address))
 
     def save(self, encoder_cache: dict[str, torch.Tensor], mm_hash: str) -> None:
+        if mm_hash in self._unkept:
+            return
         self._put(encoder_cache[mm_hash], mm_hash)
         for trace_id, address in self._pending.pop(mm_hash, ()):
             self._announce(trace_id, mm_hash, address)
@@ -341,8 +360,10 @@ class _WorkerOfP(_Side):
                 encoder_cache[mm_hash] = feature.to(self._device)
 
 
-def _params(extra_args: dict[str, Any] | None) -> dict[str, Any]:
-    return (extra_args or {}).get("ec_transfer_params") or {}
+def _params_of(new: NewRequestData) -> dict[str, Any]:
+    """What the gateway says of a request."""
+    extra_args: dict[str, Any] = getattr(new.sampling_params, "extra_args", None) or {}
+    return extra_args.get("ec_transfer_params") or {}
 
 
 def _tell(address: str, notice: Notice) -> None:

@@ -37,6 +37,10 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
+#: A step without tokens lasts so long, or until a transfer ends: nothing can be done but wait for one.
+_EMPTY_STEP_S = 0.005
+
+
 @dataclass
 class StepSend:
     """A chunk of a prompt that a step computes: ``blocks`` are all of the prompt's so far."""
@@ -61,6 +65,8 @@ class StepKV(KVConnectorMetadata):
     finished: list[tuple[str, bool]] = field(default_factory=list)
     #: Requests that D is through with while their KV may still come.
     cancelled: list[str] = field(default_factory=list)
+    #: Whether the step computes nothing: vLLM makes such steps one after the other while a request waits.
+    is_empty: bool = False
 
 
 def prompt_checksum(token_ids: list[int], mm_hashes: list[str]) -> str:
@@ -178,6 +184,7 @@ class _Scheduler:
 
     def step(self, scheduler_output: SchedulerOutput) -> StepKV:
         step, self._step = self._step, StepKV()
+        step.is_empty = not scheduler_output.total_num_scheduled_tokens
         counts = scheduler_output.num_scheduled_tokens
         for new in scheduler_output.scheduled_new_reqs:
             params = (getattr(new.sampling_params, "extra_args", None) or {}).get("kv_transfer_params") or {}
@@ -324,6 +331,9 @@ class _Worker:
             self._receiver.receive(own)
 
     def results(self) -> KVConnectorTransferResults:
+        mover = self._receiver or self._sender
+        if self._step.is_empty and mover is not None:
+            mover.wait(_EMPTY_STEP_S)
         if self._receiver is not None:
             ended = self._receiver.take_ended()
             return KVConnectorTransferResults(finished_recving=ended.done, failed_recving=ended.failed)

@@ -58,6 +58,7 @@ class KVReceiver:
         self._lock = threading.Lock()
         self._open: dict[str, Conversation] = {}
         self._ended = Received()
+        self._news = threading.Event()
         self._threads = ThreadPoolExecutor(_MAX_RECEIVES, thread_name_prefix="kv-receive")
 
     def receive(self, wanted: Receive) -> None:
@@ -90,6 +91,11 @@ class KVReceiver:
         with self._lock:
             ended, self._ended = self._ended, Received()
             return ended
+
+    def wait(self, timeout_s: float) -> None:
+        """Until a request is over since the last call, while one is open; at most ``timeout_s``."""
+        if self.num_open and self._news.wait(timeout_s):
+            self._news.clear()
 
     @property
     def num_open(self) -> int:
@@ -124,3 +130,4 @@ class KVReceiver:
                 self._ended.done.add(wanted.request_id)
                 if failed:
                     self._ended.failed.add(wanted.request_id)
+            self._news.set()

@@ -19,7 +19,7 @@ from epd_serve.vllm_plugin.kv_layout import LayerMemory, remote_pieces, runs_of
 
 logger = logging.getLogger("vllm.epd_serve")
 
-_LOOK_S = 0.02
+_LOOK_S = 0.1
 _MAX_UNWANTED = 4096
 
 
@@ -83,6 +83,7 @@ class KVSender:
         self._transfers: dict[str, _Transfer] = {}
         self._unwanted: OrderedDict[str, None] = OrderedDict()
         self._sent: set[str] = set()
+        self._news = threading.Event()
         self._lanes: Lanes[tuple[str, _Transfer, _Work]] = Lanes("kv-sender", self._handle_work)
         self._last_link = ""
 
@@ -124,6 +125,13 @@ class KVSender:
                 self._drop(transfer_id, transfer)
             elif transfer_id in self._unwanted:
                 self._end(transfer_id, transfer, "it is not wanted")
+
+    def wait(self, timeout_s: float) -> None:
+        """Until blocks are not needed any more since the last call, while some are kept; at most ``timeout_s``."""
+        with self._lock:
+            keeps_some = any(one.finished_at is not None for one in self._transfers.values())
+        if keeps_some and self._news.wait(timeout_s):
+            self._news.clear()
 
     def take_sent(self) -> set[str]:
         """Requests whose blocks are not needed any more, since the last call."""
@@ -194,6 +202,7 @@ class KVSender:
     def _drop(self, transfer_id: str, transfer: _Transfer) -> None:
         if self._transfers.pop(transfer_id, None) is not None and transfer.request_id:
             self._sent.add(transfer.request_id)
+            self._news.set()
 
     # ------------------------------------------------------------------ the writing threads
 

@@ -118,13 +118,14 @@ vllm:num_requests_waiting{engine="0"} 3.0
 vllm:kv_cache_usage_perc{engine="0"} 0.25
 vllm:prompt_tokens_total{engine="0"} 10.0
 vllm:generation_tokens_total{engine="0"} 5.0
+vllm:request_success_total{engine="0",finished_reason="stop"} 4.0
 vllm:cache_config_info{block_size="128",num_gpu_blocks="40",odd="a\\"b"} 1.0
 process_start_time_seconds 1.7e+09
 no line at all
 vllm:num_requests_running{engine="1"} NaN
 """
     found = read_figures(text)
-    assert (found.num_running, found.num_waiting, found.num_tokens) == (2, 3, 15)
+    assert (found.num_running, found.num_waiting, found.progress) == (2, 3, 19)
     assert (found.block_size, found.num_blocks, found.started_at) == (128, 40, 1.7e9)
     load = found.load(num_waiting_tokens=1, num_waiting_encodes=2, num_waiting_pixels=3)
     assert (load.free_blocks, load.total_blocks, load.num_waiting_tokens) == (30, 40, 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -166,6 +167,16 @@ def test_a_plugin_link_to_another_installation_is_made_anew(tmp_path: Path) -> N
         assert link_plugin(folder) == str(folder)
         assert (folder / "epd_serve").resolve() == ROOT / "epd_serve"
         assert (folder / "device" / "__init__.py").is_file()
+    script = (
+        "import sys, importlib.metadata as m; sys.path += sys.argv[2:]; print(m.entry_points(group=sys.argv[1]))"
+    )
+    found = subprocess.run(
+        [sys.executable, "-ISc", script, "vllm.general_plugins", str(folder)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "epd_serve.vllm_plugin:register" in found.stdout, "vLLM finds it in each of its processes"
 
 
 def test_the_dry_run_of_a_model_that_is_elsewhere_has_all_command_lines(tmp_path: Path) -> None:

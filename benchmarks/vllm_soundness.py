@@ -1,0 +1,276 @@
+"""Deployments of vLLM on a CPU beside plain vLLM: their answers, what cancelled requests leave, and CPU time.
+
+The built-in model in float32. 24 requests (words and pictures, greedy and sampled with seeds, log-probabilities,
+stop strings, structured output) are asked whole and streamed, 4 and 24 at a time, beginning with the first that
+the deployment gets; an answer other than that of a vLLM alone counts as a mismatch. Then storms of 100 streams
+that are cancelled at random moments, and how long after each an instance has a request or a block. Then nothing
+for a while.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import base64
+import io
+import json
+import random
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import psutil
+from PIL import Image
+
+from benchmarks.deployed import deployed, figures, machine
+from epd_serve.config import DEMO_MODEL
+from epd_serve.launch import LocalDeployment
+
+RESULTS = Path(__file__).parent / "results"
+TOPOLOGIES = ("EPD", "E-PD", "EP-D", "E-P-D")
+PASSES = [(stream, concurrency) for concurrency in (4, 24) for stream in (False, True)]
+MODEL = "benchmark"
+STORM_SIZE = 100
+INSTANCES = {
+    "max_model_len": 1024,
+    "max_num_seqs": 32,
+    "engine_args": {"enforce_eager": True, "chat_template_content_format": "openai"},
+}
+SCHEMA = {"type": "object", "properties": {"color": {"enum": ["red", "blue"]}}, "required": ["color"]}
+
+#: An answer: its text, and its tokens with their log-probabilities where they were asked for.
+Answer = tuple[str, list[tuple[str, float]]]
+
+
+def picture(seed: int, size: tuple[int, int]) -> dict[str, Any]:
+    pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG")
+    url = f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def chat(text: str, *pictures: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    content = [*pictures, {"type": "text", "text": text}]
+    greedy = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
+    return {"messages": [{"role": "user", "content": content}], **greedy, **fields}
+
+
+def questions() -> list[dict[str, Any]]:
+    """24."""
+    seen = [picture(seed, size) for seed, size in enumerate([(160, 192), (192, 160), (224, 128), (160, 160)])]
+    drawn = {"temperature": 0.8, "top_p": 0.9, "top_k": 40}
+    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
+    structured: dict[str, Any] = {"ignore_eos": False, "max_tokens": 40, "response_format": form}
+    asked = [chat(f"What is picture {number}?", one) for number, one in enumerate(seen)]
+    asked += [chat("Compare them.", seen[0], seen[1]), chat("Compare them.", seen[1], seen[0])]
+    asked += [chat("Say it.", one, logprobs=True, top_logprobs=2) for one in seen[:2]]
+    asked += [chat("Say it.", one, seed=number, **drawn) for number, one in enumerate(seen[2:])]
+    asked += [chat("Describe it.", seen[3], **structured), chat("What color is the sky?", **structured)]
+    asked += [chat(f"Count to {number}. " * number) for number in (3, 11, 29)]
+    asked += [chat(f"Say apple {number}", logprobs=True) for number in range(3)]
+    asked += [chat(f"Tell me {number}", seed=number, logprobs=True, **drawn) for number in range(3)]
+    asked += [chat("Repeat: apple banana", stop=["an"]), chat("Hello", max_tokens=60), chat("What is 2 + 3?", n=2)]
+    assert len(asked) == 24
+    return asked
+
+
+async def ask(client: httpx.AsyncClient, url: str, body: Mapping[str, Any], *, stream: bool) -> list[Answer]:
+    """The answer's choices. Raises RuntimeError for an error."""
+    path = f"{url}/v1/chat/completions"
+    whole: dict[int, Answer] = {}
+    if not stream:
+        answer = await client.post(path, json={**body, "model": MODEL})
+        if answer.status_code != 200:
+            raise RuntimeError(answer.text[:300])
+        for choice in answer.json()["choices"]:
+            whole[choice["index"]] = (choice["message"]["content"] or "", tokens_of(choice))
+    else:
+        async with client.stream("POST", path, json={**body, "model": MODEL, "stream": True}) as answer:
+            if answer.status_code != 200:
+                raise RuntimeError((await answer.aread())[:300])
+            async for line in answer.aiter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                event = json.loads(line.removeprefix("data: "))
+                if "error" in event:
+                    raise RuntimeError(event["error"]["message"])
+                for choice in event["choices"]:
+                    text, tokens = whole.get(choice["index"], ("", []))
+                    text += choice["delta"].get("content") or ""
+                    whole[choice["index"]] = (text, tokens + tokens_of(choice))
+    return [whole[index] for index in sorted(whole)]
+
+
+def tokens_of(choice: Mapping[str, Any]) -> list[tuple[str, float]]:
+    return [(one["token"], one["logprob"]) for one in (choice.get("logprobs") or {}).get("content") or ()]
+
+
+def same(left: list[Answer], right: list[Answer]) -> bool:
+    """The same words and tokens, and log-probabilities that differ by rounding alone."""
+    return len(left) == len(right) and all(
+        a == b
+        and [token for token, _ in tokens] == [token for token, _ in others]
+        and all(abs(one - other) < 0.01 for (_, one), (_, other) in zip(tokens, others, strict=True))
+        for (a, tokens), (b, others) in zip(left, right, strict=True)
+    )
+
+
+async def ask_all(
+    url: str, bodies: list[dict[str, Any]], *, stream: bool, concurrency: int
+) -> list[list[Answer] | Exception]:
+    turns = asyncio.Semaphore(concurrency)
+    async with httpx.AsyncClient(
+        timeout=600, trust_env=False, limits=httpx.Limits(max_connections=None)
+    ) as client:
+
+        async def one(body: dict[str, Any]) -> list[Answer]:
+            async with turns:
+                return await ask(client, url, body, stream=stream)
+
+        return await asyncio.gather(*map(one, bodies), return_exceptions=True)  # type: ignore[return-value]
+
+
+def processes(deployment: LocalDeployment) -> dict[str, list[psutil.Process]]:
+    """Of each instance, and of the gateway."""
+    found = {}
+    for process in deployment.processes:
+        root = psutil.Process(process.pid)
+        found[process.spec.name] = [root, *root.children(recursive=True)]
+    return found
+
+
+def cpu_s(running: Mapping[str, list[psutil.Process]]) -> dict[str, float]:
+    return {name: sum(sum(one.cpu_times()[:2]) for one in ones) for name, ones in running.items()}
+
+
+async def storm(deployment: LocalDeployment, bodies: list[dict[str, Any]], seed: int) -> float:
+    """Seconds from the last cancellation until no instance has a request or a block of one."""
+    chooser = random.Random(seed)
+
+    async def leave_early(client: httpx.AsyncClient, body: dict[str, Any]) -> None:
+        try:
+            async with asyncio.timeout(chooser.uniform(0.0, 1.0)):
+                await ask(client, deployment.gateway_url, {**body, "max_tokens": 400}, stream=True)
+        except TimeoutError:
+            pass
+
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(timeout=600, trust_env=False, limits=limits) as client:
+        await asyncio.gather(*(leave_early(client, chooser.choice(bodies)) for _ in range(STORM_SIZE)))
+        ended = time.monotonic()
+    busy = set(deployment.instances)
+    while busy:
+        for name in list(busy):
+            now = await figures(deployment, name)
+            keys = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+            if not any(now[f"vllm:{key}"] for key in keys):
+                busy.discard(name)
+        if time.monotonic() - ended > 120:
+            raise RuntimeError(f"not idle after 120 s: {busy}")
+    return time.monotonic() - ended
+
+
+async def measure(
+    topology: str,
+    python: str,
+    bodies: list[dict[str, Any]],
+    expected: list[list[Answer]] | None,
+    storms: int,
+    idle_s: float,
+) -> tuple[dict[str, Any], list[list[Answer]]]:
+    """``expected`` are the answers of a vLLM alone; None: this one's instance gives them."""
+    start = time.monotonic()
+    async with deployed(
+        topology, Path(DEMO_MODEL), INSTANCES, engine="vllm", vllm={"python": python}
+    ) as deployment:
+        row: dict[str, Any] = {"topology": topology, "ready_s": round(time.monotonic() - start, 1), "passes": []}
+        running = processes(deployment)
+        before, num_asked = cpu_s(running), 0
+        given: list[list[list[Answer] | Exception]] = []
+        for stream, concurrency in PASSES:
+            began = time.monotonic()
+            given.append(await ask_all(deployment.gateway_url, bodies, stream=stream, concurrency=concurrency))
+            row["passes"].append(
+                {"stream": stream, "concurrency": concurrency, "took_s": round(time.monotonic() - began, 2)}
+            )
+            num_asked += len(bodies)
+        spent = cpu_s(running)
+        row["cpu_s_per_request"] = {name: round((spent[name] - before[name]) / num_asked, 3) for name in spent}
+        if expected is None:
+            [instance] = deployment.instances.values()
+            alone = await ask_all(instance.url, bodies, stream=False, concurrency=1)
+            expected = [one for one in alone if not isinstance(one, Exception)]
+            assert len(expected) == len(bodies), [one for one in alone if isinstance(one, Exception)]
+            first = cpu_s(running)
+            for stream, concurrency in PASSES:
+                await ask_all(instance.url, bodies, stream=stream, concurrency=concurrency)
+            name = instance.name
+            row["plain_cpu_s_per_request"] = round((cpu_s(running)[name] - first[name]) / num_asked, 3)
+        for told, answers in zip(row["passes"], given, strict=True):
+            told["errors"] = [repr(one)[:200] for one in answers if isinstance(one, Exception)]
+            told["mismatches"] = [
+                [number, wanted, one]
+                for number, (one, wanted) in enumerate(zip(answers, expected, strict=True))
+                if not isinstance(one, Exception) and not same(one, wanted)
+            ]
+        row["storms_idle_after_s"] = [round(await storm(deployment, bodies, seed), 2) for seed in range(storms)]
+        await asyncio.sleep(5)
+        before, began = cpu_s(running), time.monotonic()
+        await asyncio.sleep(idle_s)
+        lasted = time.monotonic() - began
+        row["idle_percent_of_a_core"] = {
+            name: round(100 * (spent - before[name]) / lasted, 2) for name, spent in cpu_s(running).items()
+        }
+        row["memory_gb"] = {
+            name: round(sum(one.memory_full_info().pss for one in ones) / 1e9, 2) for name, ones in running.items()
+        }
+    return row, expected
+
+
+def summary(row: dict[str, Any]) -> str:
+    wrong = sum(len(one["mismatches"]) for one in row["passes"])
+    failed = sum(len(one["errors"]) for one in row["passes"])
+    return (
+        f"{row['topology']:6} ready {row['ready_s']} s, mismatches {wrong}, errors {failed}, "
+        f"CPU-s a request {row['cpu_s_per_request']}, idle after storms {row['storms_idle_after_s']}, "
+        f"idle {row['idle_percent_of_a_core']}, memory {row['memory_gb']}"
+    )
+
+
+async def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    bodies, rows = questions(), []
+    expected: list[list[Answer]] | None = None
+    for topology in dict.fromkeys(("EPD", *arguments.topologies)):  # the first says what is right
+        row, expected = await measure(
+            topology, arguments.vllm_python, bodies, expected, arguments.storms, arguments.idle_s
+        )
+        rows.append(row)
+        print(summary(row), flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--vllm-python", required=True, help="Python of the environment that has vLLM for CPUs")
+    parser.add_argument("--topologies", nargs="*", default=TOPOLOGIES)
+    parser.add_argument("--storms", type=int, default=10)
+    parser.add_argument("--idle-s", type=float, default=60.0)
+    parser.add_argument("--results", default="vllm-soundness-cpu.json", help="file name in benchmarks/results")
+    arguments = parser.parse_args()
+    start = time.monotonic()
+    rows = asyncio.run(run(arguments))
+    report = {
+        "command": f"python -m benchmarks.vllm_soundness --vllm-python PYTHON --results {arguments.results}",
+        "machine": machine(),
+        "took_s": round(time.monotonic() - start),
+        "rows": rows,
+    }
+    (RESULTS / arguments.results).write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

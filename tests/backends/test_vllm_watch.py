@@ -1,0 +1,284 @@
+"""How vLLM instances are judged: by their server at once, by their engine within minutes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import pytest
+
+from epd_serve.backends import vllm_chat
+from epd_serve.backends.native import NativeConnections
+from epd_serve.backends.vllm import VllmInstance, VllmInstances
+from epd_serve.backends.vllm_answer import VllmCall
+from epd_serve.backends.vllm_command import KV_PORT
+from epd_serve.backends.vllm_load import VllmFigures
+from epd_serve.backends.vllm_target import VllmTarget
+from epd_serve.backends.vllm_watch import IDLE_S, STUCK_S, EngineWatch
+from epd_serve.errors import InstanceFailed, StageTimeout
+from epd_serve.protocol.engine_notices import LENGTH, KVUnwanted, unpack
+from epd_serve.protocol.wire import ChatMessage, DecodeRequest, OutputOptions, Part, PrefillRequest
+from epd_serve.types import Role, SamplingParams
+
+PROMPT_S = 20
+
+
+@dataclass
+class Server:
+    """Answers as vLLM's does; ``computes`` says whether its engine ends a step, ``answers`` whether it serves."""
+
+    port: int = 0
+    running: int = 0
+    tokens: int = 0
+    status: int = 200
+    computes: asyncio.Event = field(default_factory=asyncio.Event)
+    answers: asyncio.Event = field(default_factory=asyncio.Event)
+    computing: asyncio.Event = field(default_factory=asyncio.Event)
+    asked: list[tuple[str, Any]] = field(default_factory=list)
+
+    def figures(self) -> VllmFigures:
+        return VllmFigures(
+            started_at=1.0,
+            num_running=self.running,
+            num_waiting=0,
+            progress=self.tokens,
+            block_size=16,
+            num_blocks=10,
+            kv_usage=0.0,
+        )
+
+    def paths(self) -> list[str]:
+        return [path for path, _ in self.asked]
+
+    async def talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while head := await reader.readuntil(b"\r\n\r\n"):
+            path = head.split()[1].decode()
+            length = int(head.lower().partition(b"content-length: ")[2].split()[0])
+            body = await reader.readexactly(length)
+            self.asked.append((path, msgspec.json.decode(body) if body else None))
+            await self.answers.wait()
+            await self._reply(path, writer)
+
+    async def _reply(self, path: str, writer: asyncio.StreamWriter) -> None:
+        answer, status = b"{}", 200
+        if path == "/v1/models":
+            answer = b'{"data": [{"id": "m", "max_model_len": 99}]}'
+        elif path == "/metrics":
+            told = {
+                "vllm:num_requests_running": self.running,
+                "vllm:prompt_tokens_total": self.tokens,
+                "process_start_time_seconds": 7,
+            }
+            answer = "".join(f"{name} {value}\n" for name, value in told.items()).encode()
+        elif path.startswith("/v1/"):
+            self.computing.set()
+            await self.computes.wait()
+            answer, status = b'{"error": {"message": "of its own"}}' if self.status != 200 else b"{}", self.status
+        writer.write(b"HTTP/1.1 %d OK\r\ncontent-length: %d\r\n\r\n" % (status, len(answer)) + answer)
+        await writer.drain()
+
+
+@asynccontextmanager
+async def serving(**fields: Any) -> AsyncIterator[Server]:
+    server = Server(**fields)
+    server.answers.set()
+    server.computes.set()
+    open_ones: set[asyncio.Task[None]] = set()
+
+    async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        open_ones.add(task)
+        try:
+            await server.talk(reader, writer)
+        except (asyncio.CancelledError, asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            open_ones.discard(task)
+            writer.close()
+
+    listening = await asyncio.start_server(take, "127.0.0.1", 0)
+    server.port = listening.sockets[0].getsockname()[1]
+    try:
+        yield server
+    finally:
+        listening.close()
+        for task in list(open_ones):
+            task.cancel()
+        await asyncio.gather(*open_ones, return_exceptions=True)
+
+
+def target(role: str, **fields: Any) -> VllmTarget:
+    return VllmTarget(role=Role.parse(role), device="cpu", dtype="float32", model_path="/model", **fields)
+
+
+@asynccontextmanager
+async def instance(server: Server, role: str = "PD") -> AsyncIterator[VllmInstance]:
+    name = f"{role.lower()}0"
+    async with NativeConnections() as connections:
+        yield VllmInstances(connections, {name: target(role)}).connect(name, f"http://127.0.0.1:{server.port}")
+
+
+async def test_a_step_that_takes_long_is_no_death() -> None:
+    """Its counters stand still, with a request."""
+    async with serving(running=1, tokens=5) as server, instance(server) as calls:
+        await calls.info()
+        server.computes.clear()
+        for _ in range(3):
+            await calls.probe(PROMPT_S)
+
+
+async def test_a_server_that_says_nothing_is_lost_at_once() -> None:
+    async with serving() as server, instance(server) as calls:
+        await calls.info()
+        server.answers.clear()
+        with pytest.raises(StageTimeout, match="does not answer within"):
+            await calls.probe(0.3)
+
+
+async def test_a_doubted_engine_must_compute() -> None:
+    async with serving() as server, instance(server) as calls:
+        await calls.info()
+        server.asked.clear()
+        await calls.probe(PROMPT_S, doubted=True)
+        assert server.paths() == ["/health", "/v1/completions"]
+        server.computes.clear()
+        with pytest.raises(StageTimeout):
+            await calls.probe(0.3, doubted=True)
+        server.status = 500
+        server.computes.set()
+        with pytest.raises(InstanceFailed, match="of its own"):
+            await calls.probe(PROMPT_S, doubted=True)
+        server.status = 400  # of an instance that encodes: a model without pictures
+    async with serving(status=400) as server, instance(server, "E") as calls:
+        await calls.probe(PROMPT_S, doubted=True)
+        assert server.paths()[-1] == "/v1/chat/completions"
+
+
+async def test_an_engine_that_stands_still_for_minutes_is_stuck() -> None:
+    watch = EngineWatch("d0")
+    server = Server(running=1, tokens=5)
+    watch.look(server.figures(), 1000.0, unwanted)
+    watch.look(server.figures(), 1000.0 + STUCK_S, unwanted)
+    server.tokens += 1
+    watch.look(server.figures(), 1001.0 + STUCK_S, unwanted)
+    watch.look(server.figures(), 1000.0 + 2 * STUCK_S, unwanted)
+    with pytest.raises(StageTimeout, match="computed nothing"):
+        watch.look(server.figures(), 1002.0 + 2 * STUCK_S, unwanted)
+
+
+async def test_an_idle_engine_is_given_little_to_do_and_all_the_time_it_wants() -> None:
+    async with serving() as server, NativeConnections() as connections:
+        pool = connections.pool("d0", f"http://127.0.0.1:{server.port}")
+        watch, made = EngineWatch("d0"), []
+
+        def trial() -> VllmCall:
+            made.append(VllmCall(pool, "POST", "/v1/completions"))
+            return made[-1]
+
+        def look(now: float) -> None:
+            watch.look(server.figures(), now, trial)
+
+        server.computes.clear()
+        for now in (0.0, 1.0, IDLE_S):
+            look(now)
+        assert not made, "it is idle for a moment only"
+        look(IDLE_S + 1)
+        look(IDLE_S + STUCK_S)
+        assert len(made) == 1
+        with pytest.raises(StageTimeout):
+            look(IDLE_S + 2 + STUCK_S)
+        server.computes.set()
+        await made[0].opened
+        for now in (0.0, IDLE_S):
+            look(1000.0 + now)
+        assert len(made) == 1
+        server.status = 500
+        look(1001.0 + IDLE_S)
+        with pytest.raises(InstanceFailed):
+            await made[1].opened
+        with pytest.raises(InstanceFailed, match="of its own"):
+            look(1002.0 + IDLE_S)
+
+
+def unwanted() -> VllmCall:
+    raise AssertionError("it has work")
+
+
+async def test_a_fresh_process_meets_all_that_compiles_before_it_gets_work() -> None:
+    async with serving() as server, instance(server) as calls:
+        assert (await calls.info()).ready
+        bodies = [body for path, body in server.asked if path == vllm_chat.COMPLETION]
+        assert any(body.get("logprobs") and body.get("n") == 2 and body.get("top_p") for body in bodies)
+        assert any(body.get("logprobs") and "n" not in body for body in bodies)
+        assert server.paths()[-1] == vllm_chat.CHAT, "and a picture"
+        server.asked.clear()
+        await calls.info()
+        assert server.paths() == ["/health"], "it has nothing to do, and is not made to write its figures"
+    async with serving(running=1) as server, instance(server) as calls:
+        await calls.info()
+        server.asked.clear()
+        await calls.info()
+        assert "/metrics" in server.paths()
+
+
+def test_a_picture_to_warm_up_with_is_none_of_a_client() -> None:
+    bodies = [vllm_chat.picture_body("m", is_new=is_new) for is_new in (True, True, False, False)]
+    names = [body["messages"][0]["content"][0]["uuid"] for body in bodies]
+    assert len(set(names)) == 3, "where it stays for good, there is one"
+    assert all(body["ec_transfer_params"]["trial"] for body in bodies)
+
+
+@pytest.mark.parametrize("has_answered", [False, True])
+async def test_p_hears_of_kv_that_no_d_will_ask_for(has_answered: bool) -> None:
+    """A request that ends before D has begun: D may never have heard of it."""
+    told: list[Any] = []
+    heard = asyncio.Event()
+
+    async def take_notice(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while True:
+                (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+                told.append(unpack(bytearray(await reader.readexactly(length))))
+                writer.write(LENGTH.pack(0))
+                heard.set()
+        except asyncio.IncompleteReadError:
+            writer.close()
+
+    notices = await asyncio.start_server(take_notice, "127.0.0.1", 0)
+    port = notices.sockets[0].getsockname()[1] - KV_PORT
+    async with serving() as at_d, NativeConnections() as connections:
+        others = VllmInstances(connections, {"p0": target("P", kv="grouped"), "d0": target("D", kv="grouped")})
+        prefill = others.connect("p0", f"http://127.0.0.1:{port}")
+        decode = others.connect("d0", f"http://127.0.0.1:{at_d.port}")
+        if not has_answered:
+            at_d.computes.clear()
+        request = PrefillRequest(
+            request_id="r-1",
+            output=OutputOptions(kind="chat", id="c-1", created=0, model="m"),
+            sampling=SamplingParams(seed=0, temperature=0.0),
+            items=[],
+            messages=[ChatMessage(role="user", content=[Part(type="text", text="hi")])],
+            decode_url=decode.url,
+        )
+        call = prefill.prefill(request, trace_id="r")
+        answer = decode.decode(DecodeRequest(request_id="r-1", stream=False), trace_id="r")
+        if has_answered:
+            await answer.opened
+        else:
+            async with asyncio.timeout(PROMPT_S):
+                await at_d.computing.wait()
+        call.close()
+        answer.close()
+        if has_answered:
+            await asyncio.sleep(0.2)
+            assert not told
+        else:
+            async with asyncio.timeout(PROMPT_S):
+                await heard.wait()
+            assert told == [KVUnwanted(transfer_id="r-1")]
+    notices.close()
