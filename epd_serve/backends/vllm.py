@@ -36,8 +36,10 @@ from epd_serve.errors import InstanceFailed, InvalidRequest, StageTimeout
 from epd_serve.protocol import wire
 from epd_serve.protocol.engine_notices import WITH_PIXELS, FeatureWithdrawn, KVUnwanted
 
-#: Figures of an instance that had nothing to do, and got nothing from here since, may be so old.
+#: Figures of an instance that had nothing to do, and got nothing from here since, may be so old ...
 _IDLE_FIGURES_S = 5.0
+#: ... and so old the last sign of life of such a one.
+_IDLE_SIGN_S = 2.0
 
 
 @dataclass(eq=False)
@@ -101,7 +103,7 @@ class VllmInstance(VllmServer):
         self._model = ""
         self._seen: VllmFigures | None = None
         self._info: wire.InstanceInfo | None = None
-        self._info_at = 0.0
+        self._info_at = self._heard_at = 0.0
         self._num_decodes = 0
         self._engine = EngineWatch(name)
         self._prompts: dict[object, int] = {}
@@ -119,7 +121,9 @@ class VllmInstance(VllmServer):
         """
         now = asyncio.get_running_loop().time()
         if self._info is not None and self._is_idle() and now - self._info_at < _IDLE_FIGURES_S:
-            await self.get("/health")
+            if now - self._heard_at >= _IDLE_SIGN_S:
+                await self.get("/health")
+                self._heard_at = now
             return self._info
         models, figures = await asyncio.gather(self.ask_json("/v1/models"), self.figures())
         try:
@@ -132,7 +136,7 @@ class VllmInstance(VllmServer):
             self._warm = figures.started_at
         self._model, self._seen = name, figures
         target = self.target
-        self._info_at = now
+        self._info_at = self._heard_at = now
         self._info = wire.InstanceInfo(
             name=self.name,
             role=str(target.role),
