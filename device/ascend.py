@@ -95,7 +95,7 @@ def attention_layout() -> Layout:
 def missing() -> str | None:
     """What keeps NPUs from being used here; None where at least one is usable."""
     if importlib.util.find_spec("torch_npu") is None:
-        return "torch_npu is not installed: pip install 'epd-serve[ascend]'"
+        return "torch_npu is not installed; run in epd-serve's clone: pip install '.[ascend]'"
     visible = os.environ.get(VISIBLE_DEVICES)
     if visible:
         try:

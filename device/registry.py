@@ -54,7 +54,7 @@ def list_devices() -> list[DeviceReport]:
 
 def _torch_missing() -> str | None:
     if importlib.util.find_spec("torch") is None:
-        return "torch is not installed: pip install 'epd-serve[native]'"
+        return "torch is not installed; run in epd-serve's clone: pip install '.[native]'"
     return None
 
 

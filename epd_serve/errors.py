@@ -170,4 +170,6 @@ def needs_native() -> Iterator[None]:
         missing = (error.name or "").partition(".")[0]
         if missing not in ("torch", "transformers", "numpy", "safetensors", "llguidance"):
             raise
-        raise ValueError(f"{missing} is not installed; run: pip install 'epd-serve[native]'") from error
+        raise ValueError(
+            f"{missing} is not installed; run in epd-serve's clone: pip install '.[native]'"
+        ) from error

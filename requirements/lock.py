@@ -1,4 +1,4 @@
-"""Writes the lock files beside this one: what CI installs, at the versions of constraints.txt, with hashes.
+"""Writes the lock files beside this one: what CI installs, at the versions of constraints.txt and tested.txt.
 
     python requirements/lock.py        # needs uv; asks the package index that it is set up with
 
@@ -21,6 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LOCKS = {"base": (), "full": ("native", "dev", "mooncake-cpu", "otel", "bench", "plan")}
+PINS = ("--constraints", "constraints.txt", "--constraints", "requirements/tested.txt")
 _ENTRY = re.compile(r"^[A-Za-z0-9].*?(?=^[A-Za-z0-9]|\Z)", re.MULTILINE | re.DOTALL)
 _CPU_WHEEL = "sys_platform == 'linux' and platform_machine == 'x86_64'"
 _NO_CPU_WHEEL = "sys_platform != 'linux' or platform_machine != 'x86_64'"
@@ -29,7 +30,7 @@ _NO_CPU_WHEEL = "sys_platform != 'linux' or platform_machine != 'x86_64'"
 def compile_lock(source: str, *options: str, given: str | None = None) -> str:
     """What uv writes for a requirements file, without the comments that name machines."""
     command = ["uv", "pip", "compile", "--quiet", "--generate-hashes", "--universal", "--python-version", "3.11"]
-    command += ["--no-header", "--no-annotate", "--constraints", "constraints.txt", *options, source]
+    command += ["--no-header", "--no-annotate", *PINS, *options, source]
     done = subprocess.run(command, cwd=ROOT, input=given, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(done.stderr)
@@ -58,7 +59,9 @@ def main() -> None:
         lock = compile_lock("pyproject.toml", *options, "requirements/build.in")
         if extras:
             lock = with_every_torch(lock)
-        header = "# Written by requirements/lock.py from pyproject.toml and constraints.txt; do not edit.\n"
+        header = (
+            "# Written by requirements/lock.py from pyproject.toml, constraints.txt and tested.txt; do not edit.\n"
+        )
         (ROOT / "requirements" / f"{name}.lock").write_text(header + lock)
         print(f"requirements/{name}.lock: {len(_ENTRY.findall(lock))} packages")
 

@@ -83,8 +83,9 @@ def check_found(found: VllmFound, *, python: str | Path, own_connectors: bool, n
     """
     if not found.vllm:
         raise ValueError(
-            f"engine: vllm, but {python} has no vLLM; install it there (pip install 'epd-serve[vllm]' for CUDA, "
-            "docs/vllm.md for CPUs and NPUs), or set vllm.python to the interpreter that has it"
+            f"engine: vllm, but {python} has no vLLM; install it there (for CUDA, in epd-serve's clone: "
+            "pip install '.[vllm]'; for CPUs and NPUs: docs/vllm.md), "
+            "or set vllm.python to the interpreter that has it"
         )
     release = found.vllm.split("+")[0]
     if tuple(int(part) for part in release.split(".")[:2] if part.isdecimal()) < OLDEST:

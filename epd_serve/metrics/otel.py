@@ -70,7 +70,10 @@ def span_recorder(instance: str, environment: Mapping[str, str] = os.environ) ->
         importlib.util.find_spec(package) is None
         for package in ("opentelemetry", "opentelemetry.sdk", "opentelemetry.exporter")
     ):
-        logger.warning("OTEL_* asks for spans, but OpenTelemetry is not installed: pip install 'epd-serve[otel]'")
+        logger.warning(
+            "OTEL_* asks for spans, but OpenTelemetry is not installed; run in epd-serve's clone: "
+            "pip install '.[otel]'"
+        )
         return None
     exporter = _exporter(environment)
     return None if exporter is None else SpanRecorder(instance, exporter)

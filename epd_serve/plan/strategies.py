@@ -131,7 +131,9 @@ def _optuna() -> Any:
     try:
         import optuna
     except ImportError:
-        raise ValueError("the strategy tpe needs Optuna: pip install 'epd-serve[plan]', or take another") from None
+        raise ValueError(
+            "the strategy tpe needs Optuna: pip install '.[plan]' in epd-serve's clone, or take another strategy"
+        ) from None
     return optuna
 
 

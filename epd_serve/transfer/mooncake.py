@@ -25,7 +25,7 @@ from typing import Any
 from epd_serve.transfer.transport import TransferError
 
 _INSTALL = (
-    "mooncake is not installed; run: pip install 'epd-serve[mooncake]' "
+    "mooncake is not installed; run in epd-serve's clone: pip install '.[mooncake]' "
     "(without CUDA: pip install mooncake-transfer-engine-non-cuda)"
 )
 _LIBRARIES = "libibverbs1 librdmacm1 libnuma1 libcurl4"

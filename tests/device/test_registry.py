@@ -85,7 +85,8 @@ def test_the_cpu_report() -> None:
 @pytest.mark.skipif(importlib.util.find_spec("torch_npu") is not None, reason="torch_npu is installed")
 def test_a_missing_torch_npu_names_the_extra() -> None:
     with pytest.raises(
-        DeviceUnavailable, match=r"npu:0: torch_npu is not installed: pip install 'epd-serve\[ascend\]'"
+        DeviceUnavailable,
+        match=r"npu:0: torch_npu is not installed; run in epd-serve's clone: pip install '\.\[ascend\]'",
     ):
         get_device("npu")
 
@@ -132,7 +133,7 @@ def test_without_torch_every_kind_names_the_extra(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(importlib.util, "find_spec", without_torch)
     for report in list_devices():
         assert not report.available
-        assert report.reason == "torch is not installed: pip install 'epd-serve[native]'"
+        assert report.reason == "torch is not installed; run in epd-serve's clone: pip install '.[native]'"
     with pytest.raises(DeviceUnavailable, match="torch is not installed"):
         get_device("cpu")
 

@@ -260,7 +260,7 @@ def test_instances_without_torch_say_what_to_install() -> None:
         timeout=150,
     )
     assert done.returncode == 2, done.stderr
-    assert done.stderr == "epd-serve: torch is not installed; run: pip install 'epd-serve[native]'\n"
+    assert done.stderr == "epd-serve: torch is not installed; run in epd-serve's clone: pip install '.[native]'\n"
 
 
 def test_the_module_runs_as_a_program() -> None:

@@ -48,7 +48,9 @@ def test_the_master_listens_where_the_instances_do_and_each_is_told_so() -> None
 )
 def test_a_missing_package_is_said_before_anything_starts(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mooncake.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"mooncake is not installed; run: pip install 'epd-serve\[mooncake\]'"):
+    with pytest.raises(
+        ValueError, match=r"mooncake is not installed; run in epd-serve's clone: pip install '\.\[mooncake\]'"
+    ):
         LocalDeployment(parse_config(text))
 
 
@@ -63,7 +65,7 @@ def test_the_command_line_names_the_extra_too(tmp_path: Path) -> None:
     (tmp_path / "d.yaml").write_text(STORE)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 2
-    assert "pip install 'epd-serve[mooncake]'" in done.stderr
+    assert "pip install '.[mooncake]'" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 
-_INSTALL = "pip install 'epd-serve[bench]'"
+_INSTALL = "pip install '.[bench]' in epd-serve's clone"
 _BROWSERS = (
     "google-chrome",
     "chromium",

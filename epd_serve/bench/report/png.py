@@ -47,7 +47,7 @@ async def _draw(figures: dict[Path, Figure]) -> None:
     try:
         from kaleido import Kaleido
     except ImportError:
-        raise ValueError("pictures need kaleido: pip install 'epd-serve[bench]'") from None
+        raise ValueError("pictures need kaleido: pip install '.[bench]' in epd-serve's clone") from None
     os.environ.setdefault("BROWSER_PATH", browser())
     async with Kaleido() as drawer:
         for path, figure in figures.items():
