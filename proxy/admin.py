@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import socket
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
 import uvicorn
 from fastapi import APIRouter, Depends, FastAPI
 from fastapi.responses import JSONResponse
-from starlette.datastructures import Headers
-from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
-from epd_serve.config.gateway import is_loopback
 from epd_serve.config.keys import hash_key
-from epd_serve.errors import ServeError
 from epd_serve.protocol.addresses import url_of
+from epd_serve.protocol.browsers import NoBrowsers
 from epd_serve.routing.table import InstanceRecord, InstanceTable
 from proxy.auth import Authenticator
 from proxy.errors import install_error_handlers
@@ -115,39 +111,6 @@ async def serving(app: ASGIApp, listener: socket.socket) -> AsyncIterator[None]:
     finally:
         server.should_exit = server.force_exit = True
         await task
-
-
-class CrossSite(ServeError):
-    """A page of the world may have made the operator's browser ask."""
-
-    status: ClassVar[int] = 403
-    type: ClassVar[str] = "permission_error"
-    default_code: ClassVar[str | None] = "cross_site"
-
-
-class NoBrowsers:
-    """ASGI: refuses what a page of another site could have the browser of somebody on this machine send (CSRF, DNS
-    rebinding): requests with an ``Origin``, and on loopback those for another host than this one."""
-
-    def __init__(self, app: ASGIApp, host: str) -> None:
-        """``host`` is the address on which ``app`` is served."""
-        self._app = app
-        self._is_local = is_loopback(host)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and (problem := self._problem(Headers(scope=scope))) is not None:
-            answer = Response(problem.to_json(), problem.status, media_type="application/json")
-            await answer(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
-
-    def _problem(self, headers: Headers) -> CrossSite | None:
-        if "origin" in headers:
-            return CrossSite("the admin plane is not for web pages; send no Origin header")
-        host = headers.get("host", "").lower()
-        if self._is_local and not is_loopback(re.sub(r":[0-9]*$", "", host).strip("[]")):
-            return CrossSite(f"the admin plane is at localhost; the request's Host is {host[:100]!r}")
-        return None
 
 
 class _QuietServer(uvicorn.Server):

@@ -192,7 +192,14 @@ def create_app(
     app.include_router(openapi_router())
     if settings.dashboard:
         app.include_router(
-            dashboard_router(table, observer, gate, crew, lambda: app.state.control.settings.topology)
+            dashboard_router(
+                table,
+                observer,
+                gate,
+                crew,
+                lambda: app.state.control.settings.topology,
+                is_local=settings.is_local,
+            )
         )
     follow(crew, table, gate, health, leases)
     show_ready(crew, table)

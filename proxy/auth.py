@@ -42,6 +42,11 @@ class Authenticator:
         self._anonymous = None if self._holders else self._anonymous or Client("anonymous")
 
     @property
+    def is_open(self) -> bool:
+        """Whether there are no keys."""
+        return self._anonymous is not None
+
+    @property
     def clients(self) -> list[Client]:
         return list(self._holders.values()) if self._anonymous is None else [self._anonymous]
 

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from fastapi import APIRouter, Depends, Response
+from fastapi import APIRouter, Depends, Request, Response
 
+from epd_serve.protocol.browsers import cross_site
 from epd_serve.routing.table import InstanceRecord, InstanceTable
 from epd_serve.topology.draw import sends_features, sends_kv
 from epd_serve.topology.notation import Topology
@@ -52,14 +53,22 @@ def dashboard_router(
     gate: Gate,
     crew: Crew,
     topology: Callable[[], Topology | None] = lambda: None,
+    *,
+    is_local: bool = False,
 ) -> APIRouter:
     """The page is open to all and shows nothing by itself; its data ask for an API key where there are any.
+    Without keys, no page of another site may read them; ``is_local``: the gateway listens on loopback.
 
     The page asks its user for the key then, and keeps it for as long as the tab is open (sessionStorage).
     """
     router = APIRouter(include_in_schema=False)
     crew.shown["dashboard"] = lambda: part_of(table, observer, gate)
-    guard = key_required(gate.authenticator)
+    check_key = key_required(gate.authenticator)
+
+    async def guard(request: Request) -> None:
+        await check_key(request)
+        if gate.authenticator.is_open and (problem := cross_site(request.scope["headers"], is_local=is_local)):
+            raise problem
 
     @router.get("/dashboard")
     async def dashboard() -> Response:

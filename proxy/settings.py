@@ -8,8 +8,9 @@ from pathlib import Path
 
 from epd_serve.backends.vllm_target import VllmTarget
 from epd_serve.config import DeploymentConfig
-from epd_serve.config.gateway import AdminConfig, ApiKeyConfig, is_loopback, read_secret
+from epd_serve.config.gateway import AdminConfig, ApiKeyConfig, read_secret
 from epd_serve.media.picture import MediaLimits
+from epd_serve.protocol.addresses import is_loopback
 from epd_serve.routing.stealing import DEFAULT_RULE, StealRule
 from epd_serve.topology.notation import Topology
 from epd_serve.types import Routing
@@ -37,6 +38,7 @@ class GatewaySettings:
 
     Attributes:
         admin: where the admin plane listens; None: there is none.
+        is_local: whether only this machine can reach the gateway.
         arrival: how long a request may take to arrive.
         allow_private: whether media URLs may lead to addresses that are not public.
         max_items: most media items of a request.
@@ -63,6 +65,7 @@ class GatewaySettings:
         startup_wait_s: how long after the gateway's start requests wait for instances that are still loading.
     """
 
+    is_local: bool = False
     max_body_bytes: int = 64 * 1024 * 1024
     request_timeout_s: float = 600.0
     arrival: ArrivalLimits = field(default_factory=ArrivalLimits)
@@ -111,6 +114,7 @@ class GatewaySettings:
         """
         gateway, media = config.gateway, config.gateway.media
         return cls(
+            is_local=is_loopback(host),
             max_body_bytes=gateway.max_body_bytes,
             request_timeout_s=gateway.request_timeout_s,
             arrival=ArrivalLimits(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import re
 from pathlib import Path
@@ -24,22 +23,13 @@ from epd_serve.config.resilience import FailoverConfig, HealthConfig, InstanceNa
 from epd_serve.config.sections import Port, Seconds, Section
 from epd_serve.config.sizes import Bytes, BytesPerSecond
 from epd_serve.config.stealing import StealingConfig
+from epd_serve.protocol.addresses import is_loopback
 from epd_serve.types import Routing
 
 _SHA256 = re.compile(r"sha256:[0-9a-f]{64}")
 _DOMAIN = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*")
 
 PositiveNumber = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach a server that listens on ``host``."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 class SecretSource(BaseModel):

@@ -24,6 +24,7 @@ from epd_serve.config.role_files import remembered
 from epd_serve.instance.http import BrokenStream, ControlApp
 from epd_serve.instance.instance import Instance
 from epd_serve.instance.joining import Joining
+from epd_serve.protocol.browsers import NoBrowsers
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +66,7 @@ def end_process() -> NoReturn:
 async def _serve(options: InstanceOptions) -> None:
     instance = Instance(options)
     config = uvicorn.Config(
-        ControlApp(instance.routes(), key=cluster_key()),
+        NoBrowsers(ControlApp(instance.routes(), key=cluster_key()), options.host),
         host=options.host,
         port=options.port,
         http="httptools",

@@ -13,14 +13,13 @@ from device.shares import share_environment
 from epd_serve import lifeline
 from epd_serve.backends.vllm_command import Connectors, VllmOptions, command_of, environment_of
 from epd_serve.config import DeploymentConfig, InstanceSettings, model_path
-from epd_serve.config.gateway import is_loopback
 from epd_serve.config.shares import DeviceShare
 from epd_serve.config.vllm import connectors
 from epd_serve.launch.commands import threads_each, visibility
 from epd_serve.launch.process import ProcessSpec
 from epd_serve.launch.vllm_pixels import pixel_flags
 from epd_serve.launch.vllm_probe import VllmFound, check_flags, check_found, probe_vllm
-from epd_serve.protocol.addresses import url_of
+from epd_serve.protocol.addresses import is_loopback, url_of
 from epd_serve.topology import InstancePlacement
 from epd_serve.types import Stage
 

@@ -63,7 +63,7 @@ CASES: dict[str, tuple[Any, int, str]] = {
     "a wrong temperature": (chat("Hi", temperature="warm"), 400, "temperature"),
     "an unknown field": (chat("Hi", temprature=1), 400, "temprature"),
     "no messages": (chat("Hi") | {"messages": []}, 400, "messages"),
-    "10 MB of garbage": (GARBAGE, 400, "JSON"),
+    "10 MB of garbage": (GARBAGE, 413, "JSON"),
     "a prompt longer than the context": (chat("apple " * 5000), 400, "context"),
     "max_tokens beyond the context": (chat("Hi", max_tokens=100_000), 400, "max_tokens"),
     "the placeholder as text": (chat("What is <|image_pad|>?", noise(1)), 400, "placeholder"),
@@ -117,6 +117,26 @@ async def test_a_public_gateway_fetches_nothing_from_private_ranges(deployment: 
         assert "not public" in answer.json()["error"]["message"]
     server.close()
     await server.wait_closed()
+
+
+@pytest.mark.parametrize(
+    "headers", [{"origin": "http://evil.example"}, {"origin": "null"}, {"host": "evil.example"}], ids=str
+)
+async def test_no_web_page_gives_orders_to_an_instance(
+    deployment: LocalDeployment, headers: dict[str, str]
+) -> None:
+    """One byte is a whole order to leave: a page could have a browser send it."""
+    async with httpx.AsyncClient(timeout=150) as client:
+        for handle in deployment.instances.values():
+            for path in ("/leave", "/role", "/probe"):
+                answer = await client.post(handle.url + path, content=b"\x80", headers=headers)
+                assert answer.status_code == 403 and answer.json()["error"]["code"] == "cross_site"
+            assert (await client.get(f"{handle.url}/info", headers=headers)).status_code == 403
+        answer = await client.post(f"{deployment.gateway_url}/v1/chat/completions", json=chat("Hi", max_tokens=2))
+        assert answer.status_code == 200, answer.text
+        data = f"{deployment.gateway_url}/dashboard/data"
+        assert (await client.get(data, headers=headers)).status_code == 403
+        assert (await client.get(data)).status_code == 200
 
 
 async def test_a_large_picture_within_the_limits_is_fine(deployment: LocalDeployment) -> None:

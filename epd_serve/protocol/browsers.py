@@ -1,0 +1,58 @@
+"""Control planes are not for web pages: a page of another site can have the browser of somebody on this machine
+send them requests (CSRF), also under a name of its own (DNS rebinding)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from typing import Any, ClassVar
+
+from epd_serve.errors import ServeError
+from epd_serve.protocol.addresses import is_loopback
+
+_Scope = MutableMapping[str, Any]
+_Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+_Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+_App = Callable[[_Scope, _Receive, _Send], Awaitable[None]]
+
+
+class CrossSite(ServeError):
+    """A page of the world may have made somebody's browser ask."""
+
+    status: ClassVar[int] = 403
+    type: ClassVar[str] = "permission_error"
+    default_code: ClassVar[str | None] = "cross_site"
+
+
+def cross_site(headers: Iterable[tuple[bytes, bytes]], *, is_local: bool) -> CrossSite | None:
+    """Why a request may come from a web page: it has an ``Origin``, or, where the server ``is_local`` to this
+    machine, names another host than this one. ``headers`` have their names in lower case."""
+    hosts = []
+    for name, value in headers:
+        if name == b"origin":
+            return CrossSite("this server is not for web pages; send no Origin header")
+        if name == b"host":
+            hosts.append(value.decode("latin-1").lower())
+    if is_local and not (hosts and all(is_loopback(re.sub(r":[0-9]*$", "", host).strip("[]")) for host in hosts)):
+        shown = ", ".join(hosts)[:100]
+        return CrossSite(f"this server is at localhost; the request's Host is {shown!r}")
+    return None
+
+
+class NoBrowsers:
+    """ASGI: refuses what :func:`cross_site` finds."""
+
+    def __init__(self, app: _App, host: str) -> None:
+        """``host`` is the address on which ``app`` is served."""
+        self._app = app
+        self._is_local = is_loopback(host)
+
+    async def __call__(self, scope: _Scope, receive: _Receive, send: _Send) -> None:
+        if scope["type"] == "http":
+            problem = cross_site(scope["headers"], is_local=self._is_local)
+            if problem is not None:
+                headers = [(b"content-type", b"application/json")]
+                await send({"type": "http.response.start", "status": problem.status, "headers": headers})
+                await send({"type": "http.response.body", "body": problem.to_json()})
+                return
+        await self._app(scope, receive, send)
