@@ -31,6 +31,7 @@ from epd_serve.types import SamplingParams
 from epd_serve.worker.engine import Engine
 from epd_serve.worker.events import EngineEvent, FailureEvent, TokenEvent
 from epd_serve.worker.kv_memory import KVMemory
+from epd_serve.worker.prompt_logprobs import PromptLogprobs
 from epd_serve.worker.runner import LanguageRunner
 from epd_serve.worker.step import StepExecutor
 from epd_serve.worker.step_inputs import Fed, StepInputs
@@ -46,10 +47,14 @@ class TimedExecutor(StepExecutor):
     steps = 0
 
     def compute(
-        self, inputs: StepInputs, on_layer: Callable[[int], None] | None = None, fed: Fed | None = None
+        self,
+        inputs: StepInputs,
+        on_layer: Callable[[int], None] | None = None,
+        fed: Fed | None = None,
+        logprobs: PromptLogprobs | None = None,
     ) -> Tensor:
         start = time.thread_time()
-        logits = super().compute(inputs, on_layer, fed)
+        logits = super().compute(inputs, on_layer, fed, logprobs)
         self.model_s += time.thread_time() - start
         self.steps += 1
         return logits

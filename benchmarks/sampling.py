@@ -30,6 +30,7 @@ from benchmarks.engine_shapes import make_model
 from device.host import processor_name
 from device.registry import get_device
 from epd_serve.types import SamplingParams
+from epd_serve.worker.prompt_logprobs import PromptLogprobs
 from epd_serve.worker.step import StepExecutor
 from epd_serve.worker.step_inputs import Fed, StepInputs
 
@@ -53,10 +54,14 @@ class StampingExecutor(StepExecutor):
     stamps: list[tuple[float, float]]
 
     def compute(
-        self, inputs: StepInputs, on_layer: Callable[[int], None] | None = None, fed: Fed | None = None
+        self,
+        inputs: StepInputs,
+        on_layer: Callable[[int], None] | None = None,
+        fed: Fed | None = None,
+        logprobs: PromptLogprobs | None = None,
     ) -> Tensor:
         start = time.thread_time()
-        logits = super().compute(inputs, on_layer, fed)
+        logits = super().compute(inputs, on_layer, fed, logprobs)
         self.stamps.append((start, time.thread_time()))
         return logits
 

@@ -57,6 +57,8 @@ class Sequence:
         blocks: block table. forks: the first own block of each choice to be forked.
         constraint: the grammar of its answer and how far it has come, opaque here; None where there is none.
         output_ids: what was generated; a sequence that goes on from elsewhere begins with some.
+        wanted_logprobs: known tokens, by index, whose log-probabilities are wanted; never the first.
+        logprobs: those that were computed, opaque here.
         saved: the KV of the computed tokens while they have no blocks, opaque here; None where there is none.
     """
 
@@ -79,6 +81,8 @@ class Sequence:
     forks: list[list[int]] = field(default_factory=list)
     constraint: Any = None
     saved: Any = None
+    wanted_logprobs: range = range(0)
+    logprobs: dict[int, Any] = field(default_factory=dict)
     state: SequenceState = SequenceState.WAITING
 
     @property
@@ -106,7 +110,7 @@ class Sequence:
     @property
     def room_tokens(self) -> int:
         """Tokens to come that must find room in the blocks it gets; for the others it grows."""
-        return 0 if self.hand_off else 1
+        return 0 if self.hand_off or not self.max_tokens else 1
 
     @property
     def is_decoding(self) -> bool:
@@ -119,6 +123,17 @@ class Sequence:
         """Whether its last token is on its way."""
         ids = self.output_ids
         return len(ids) >= self.max_tokens and ids[-1:] == [PLACEHOLDER]
+
+    @property
+    def num_reusable(self) -> int:
+        """Leading tokens whose KV may be found in a cache: behind them logits are needed."""
+        if len(self.logprobs) < len(self.wanted_logprobs):
+            return self.wanted_logprobs.start - 1
+        return self.num_tokens - 1
+
+    def reusable_hashes(self, block_size: int) -> list[bytes]:
+        """The hashes of blocks that may be found in a cache."""
+        return self.block_hashes[: self.num_reusable // block_size]
 
     @property
     def goes_on(self) -> bool:
@@ -134,6 +149,11 @@ class Sequence:
     def recomputable(self) -> bool:
         """Whether all its tokens can be computed here again. Features are held until the first token only."""
         return not self.output_ids or (self.positions is not None and not self.spans)
+
+    def take_logprobs(self) -> dict[int, Any]:
+        """Those that were wanted of known tokens, once."""
+        taken, self.logprobs, self.wanted_logprobs = self.logprobs, {}, range(0)
+        return taken
 
     def fork(self, index: int, blocks: list[int]) -> Sequence:
         """Another choice of this computed prompt, with a block table of its own."""

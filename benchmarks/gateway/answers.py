@@ -66,7 +66,7 @@ _KV_HANDLES = {
 
 def _token(*, first: bool) -> bytes:
     event = chunks.delta_event(
-        _OPTIONS, 0, f" tok {_STAMP}", first=first, finish_reason=None, logprobs=None, text_offset=0, usage=None
+        _OPTIONS, 0, f" tok {_STAMP}", first=first, finish_reason=None, logprobs=None, usage=None
     )
     return frames.pack(0, (1234,), event)
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import codecs
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from epd_serve.instance.detokenizer import Decoder, Detokenizer
+from epd_serve.instance.detokenizer import Detokenizer
+from epd_serve.instance.vocabulary import Vocabulary
 from epd_serve.protocol import chunks, frames
 from epd_serve.protocol.tool_format import Call, CallDelta, ToolCallReader
 from epd_serve.protocol.wire import OutputOptions, TokenLogprob
@@ -14,20 +17,32 @@ from epd_serve.types import SamplingParams
 class Answer:
     """All ``n`` choices of one request. Streamed, :meth:`push` returns frames; else :meth:`end` returns the whole.
 
-    An instance that goes on with a request replays the tokens that were already sent.
+    An instance that goes on with a request replays the tokens that were already sent. Log-probabilities come with
+    the text of their tokens and not before; those of tokens that show nothing (the end, a stop string) never come,
+    unless the prompt is repeated: who asks for that counts tokens.
 
     Attributes:
         options: what it looks like.
     """
 
     def __init__(
-        self, decoder: Decoder, options: OutputOptions, sampling: SamplingParams, prompt_ids: Sequence[int]
+        self, vocabulary: Vocabulary, options: OutputOptions, sampling: SamplingParams, prompt_ids: Sequence[int]
     ) -> None:
-        self._decoder = decoder
+        self._vocabulary = vocabulary
         self.options = options
-        self._num_prompt_tokens = len(prompt_ids)
-        echo = decoder.decode(list(prompt_ids), skip_special_tokens=True) if options.echo else ""
-        self._choices = [_Choice(decoder, prompt_ids, sampling, echo) for _ in range(sampling.n)]
+        self._prompt_ids = prompt_ids
+        self._is_empty = sampling.max_tokens == 0
+        self._logprobs: dict[int, TokenLogprob] = {}  # of tokens before those that are pushed, by index
+        echo = vocabulary.decode(list(prompt_ids), skip_special_tokens=True) if options.echo else ""
+        self._echoed: list[_Token] = []
+        if options.echo and sampling.logprobs is not None:
+            prompt = _Choice(vocabulary, (), SamplingParams(seed=0, logprobs=0), "", lists_all=True)
+            for token_id in prompt_ids:
+                prompt.add(token_id, None, None)
+            self._echoed = [replace(token, start=min(token.start, len(echo))) for token in prompt.untold(False)]
+        self._choices = [
+            _Choice(vocabulary, prompt_ids, sampling, echo, lists_all=options.echo) for _ in range(sampling.n)
+        ]
 
     @property
     def finished(self) -> bool:
@@ -41,73 +56,150 @@ class Answer:
 
     @property
     def can_go_on(self) -> bool:
-        """Whether its tokens say all of it, so that another instance with these and their KV can go on with it.
-        They do not say the log-probabilities of an answer that is sent in one piece."""
-        return len(self._choices) == 1 and (self.options.stream or self._choices[0].logprobs is None)
+        """Whether another instance can go on with its tokens, their KV and :meth:`unsent_logprobs`."""
+        return len(self._choices) == 1
 
     @property
     def usage(self) -> chunks.Usage:
-        return chunks.Usage(self._num_prompt_tokens, sum(choice.num_tokens for choice in self._choices))
+        return chunks.Usage(len(self._prompt_ids), sum(choice.num_tokens for choice in self._choices))
 
     def is_finished(self, index: int) -> bool:
         return self._choices[index].finish_reason is not None
 
     def replay(self, index: int, token_id: int, finish_reason: str | None) -> None:
         """Add a token that the client has already."""
-        self._choices[index].add(token_id, finish_reason)
+        self._choices[index].add(token_id, finish_reason, None)
+
+    # ------------------------------------------------------------------ log-probabilities of earlier tokens
+
+    @property
+    def unknown_logprobs(self) -> range:
+        """Tokens, by index from the prompt's first, among which are those whose log-probabilities are to be told
+        and not known: of a prompt that is repeated, of replayed tokens whose text is held back."""
+        choice, num_prompt = self._choices[0], len(self._prompt_ids)
+        known = range(num_prompt + choice.num_tokens)
+        if choice.held is None:
+            return known[:0]
+        if self.options.echo and not choice.has_begun:
+            return known[1:]  # the first follows nothing
+        waiting = [token.index for token in choice.untold(self.options.stream) if token.logprob is None]
+        return known[waiting[0] :] if waiting else known[:0]
+
+    def learn(self, logprobs: Mapping[int, TokenLogprob]) -> None:
+        """Take in log-probabilities of tokens that were not pushed, by index. Before the next push."""
+        self._logprobs.update(logprobs)
+        for token in self._choices[0].untold(self.options.stream):
+            token.logprob = token.logprob or logprobs.get(token.index)
+
+    @property
+    def unsent_logprobs(self) -> dict[int, TokenLogprob]:
+        """What another instance that goes on must :meth:`learn`."""
+        tokens = self._choices[0].untold(self.options.stream)
+        unsent = {token.index: token.logprob for token in tokens if token.logprob is not None}
+        return unsent if self.options.stream else {**self._logprobs, **unsent}
+
+    # ------------------------------------------------------------------ tokens in, bytes out
 
     def push(self, index: int, token_id: int, logprob: TokenLogprob | None, finish_reason: str | None) -> bytes:
         """Add a token to a choice; returns its frame, or nothing where the answer is not streamed.
 
         A stop string that this token completes finishes the choice; the caller sees it by :meth:`is_finished`.
+        Where no token is wanted, the first one ends the choice and is dropped.
         """
         choice = self._choices[index]
-        first = choice.num_tokens == 0
-        offset = len(choice.text)
-        text, calls = choice.add(token_id, finish_reason)
-        described = None if logprob is None else self._describe(logprob)
-        if described is not None and choice.logprobs is not None:
-            choice.logprobs.append(described)
+        first = not choice.has_begun
+        if self._is_empty:
+            news = choice.end_empty()
+        else:
+            place = len(self._prompt_ids) + choice.num_tokens
+            news = choice.add(token_id, finish_reason, logprob or self._logprobs.get(place))
         if not self.options.stream:
             return b""
+        told: list[chunks.ScoredToken] | None = None
+        if choice.held is not None:
+            told = [*(self._prompt_tokens() if first else ()), *self._described(choice, news.told)]
         event = chunks.delta_event(
             self.options,
             index,
-            choice.echo + text if first else text,
+            choice.echo + news.text if first else news.text,
             first=first,
             finish_reason=choice.finish_reason,
-            logprobs=None if described is None else [described],
-            text_offset=offset,
+            logprobs=told,
             usage=self.usage if self.options.continuous_usage else None,
-            calls=calls,
+            calls=news.calls,
         )
-        return frames.pack(index, (token_id,), event)
+        return frames.pack(index, () if self._is_empty else (token_id,), event)
 
     def end(self) -> bytes:
         """What follows the last token: the frame of usage and ``[DONE]``, or the whole answer."""
         if self.options.stream:
             usage = chunks.usage_event(self.options, self.usage) if self.options.include_usage else b""
             return frames.pack(frames.END, (), usage + chunks.DONE)
-        finished = [
-            chunks.ChoiceText(i, choice.text, choice.finish_reason or "stop", choice.logprobs, choice.calls)
-            for i, choice in enumerate(self._choices)
-        ]
+        finished = []
+        for i, choice in enumerate(self._choices):
+            told: list[chunks.ScoredToken] | None = None
+            if choice.held is not None:
+                told = [*self._prompt_tokens(), *self._described(choice, choice.told)]
+            reason = choice.finish_reason or "stop"
+            finished.append(chunks.ChoiceText(i, choice.text, reason, told, choice.calls))
         return chunks.whole_answer(self.options, finished, self.usage)
 
-    def _describe(self, logprob: TokenLogprob) -> chunks.TokenText:
-        def text(token_id: int) -> str:
-            return self._decoder.decode([token_id], skip_special_tokens=False)
+    def _prompt_tokens(self) -> list[chunks.ScoredToken]:
+        """The prompt's tokens where it is repeated."""
+        return [
+            self._describe(token.token_id, self._logprobs.get(token.index), token.start) for token in self._echoed
+        ]
 
-        top = [(text(token_id), value) for token_id, value in logprob.top]
-        return chunks.TokenText(text(logprob.token_id), logprob.logprob, top)
+    def _described(self, choice: _Choice, tokens: Sequence[_Token]) -> list[chunks.ScoredToken]:
+        longest = len(choice.text)
+        return [
+            self._describe(token.token_id, token.logprob, min(len(choice.echo) + token.start, longest))
+            for token in tokens
+        ]
+
+    def _describe(self, token_id: int, logprob: TokenLogprob | None, offset: int) -> chunks.ScoredToken:
+        bytes_of = self._vocabulary.bytes_of
+        if logprob is None:
+            return chunks.ScoredToken(bytes_of(token_id), None, [], offset)
+        top = [(bytes_of(other), value) for other, value in logprob.top]
+        return chunks.ScoredToken(bytes_of(token_id), logprob.logprob, top, offset)
+
+
+@dataclass(slots=True)
+class _Token:
+    """A token whose log-probability is to be told. ``index`` counts from the prompt's first token, ``start`` the
+    characters of the answer before it."""
+
+    token_id: int
+    index: int
+    start: int
+    logprob: TokenLogprob | None
+
+
+@dataclass(frozen=True, slots=True)
+class _News:
+    """Content, pieces of calls and tokens that are certain now."""
+
+    text: str
+    calls: Sequence[CallDelta] = ()
+    told: Sequence[_Token] = ()
 
 
 class _Choice:
-    __slots__ = ("_reader", "detokenizer", "echo", "finish_reason", "logprobs", "num_tokens")
+    """``held`` are tokens whose text is not out, ``told`` the others; None where no log-probability is wanted."""
 
-    def __init__(self, decoder: Decoder, prompt_ids: Sequence[int], sampling: SamplingParams, echo: str) -> None:
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        echo: str,
+        *,
+        lists_all: bool,
+    ) -> None:
+        """``echo`` stands before the text; ``lists_all``: tokens that show nothing are told, too."""
         self.detokenizer = Detokenizer(
-            decoder,
+            vocabulary,
             prompt_ids,
             sampling.stop,
             skip_special_tokens=sampling.skip_special_tokens,
@@ -116,31 +208,83 @@ class _Choice:
         )
         has_tools = sampling.grammar is not None and sampling.grammar.tools
         self._reader = ToolCallReader() if has_tools else None
+        self._hidden_ids = vocabulary.special_ids if sampling.skip_special_tokens else frozenset()
+        self._bytes_of = vocabulary.bytes_of
+        self._lists_all = lists_all
+        self._num_prompt_tokens = len(prompt_ids)
+        self._num_read = 0
+        self._unread = b""  # of tokens since, which make no character yet
         self.echo = echo
         self.num_tokens = 0
         self.finish_reason: str | None = None
-        self.logprobs: list[chunks.TokenText] | None = None if sampling.logprobs is None else []
+        self.held: list[_Token] | None = None if sampling.logprobs is None else []
+        self.told: list[_Token] = []
+
+    @property
+    def has_begun(self) -> bool:
+        return self.num_tokens > 0 or self.finish_reason is not None
 
     @property
     def text(self) -> str:
         """What is certain of the content, behind the prompt where that is repeated."""
-        return self.echo + (self.detokenizer.text if self._reader is None else self._reader.content)
+        return self.echo + self._content
 
     @property
     def calls(self) -> list[Call]:
         return [] if self._reader is None else self._reader.calls
 
-    def add(self, token_id: int, finish_reason: str | None) -> tuple[str, list[CallDelta]]:
-        """Take a token in; returns the content and the pieces of calls that are certain now."""
-        self.num_tokens += 1
+    def untold(self, stream: bool) -> list[_Token]:
+        """Tokens whose log-probabilities the client has not got."""
+        return [*(() if stream else self.told), *(self.held or ())]
+
+    def add(self, token_id: int, finish_reason: str | None, logprob: TokenLogprob | None) -> _News:
+        """Take a token in."""
+        is_shown = finish_reason != "stop" and token_id not in self._hidden_ids
+        if self.held is not None and (is_shown or self._lists_all):
+            start = self._start_of(token_id if is_shown else None)
+            self.held.append(_Token(token_id, self._num_prompt_tokens + self.num_tokens, start, logprob))
         # the token that stops a generation is no text
         text = "" if finish_reason == "stop" else self.detokenizer.push(token_id)
         if finish_reason is not None and not self.detokenizer.stopped:
             text += self.detokenizer.flush()
         self.finish_reason = "stop" if self.detokenizer.stopped else finish_reason
-        if self._reader is None:
-            return text, []
-        read = self._reader.push(text, last=self.finish_reason is not None)
-        if self.finish_reason == "stop" and self._reader.calls:
-            self.finish_reason = "tool_calls"
-        return read
+        self.num_tokens += 1
+        calls: list[CallDelta] = []
+        if self._reader is not None:
+            text, calls = self._reader.push(text, last=self.finish_reason is not None)
+            if self.finish_reason == "stop" and self._reader.calls:
+                self.finish_reason = "tool_calls"
+        return _News(text, calls, self._tell())
+
+    def end_empty(self) -> _News:
+        """End without a token."""
+        self.finish_reason = "length"
+        return _News("")
+
+    def _start_of(self, token_id: int | None) -> int:
+        """Characters before the one that the next token begins or belongs to; None for one that shows nothing."""
+        if self._num_read != self.detokenizer.num_read:
+            self._num_read, self._unread = self.detokenizer.num_read, b""
+        token = b"" if token_id is None else self._bytes_of(token_id)
+        goes_on = token[:1] and token[0] & 0xC0 == 0x80
+        characters, _ = codecs.utf_8_decode(self._unread, "replace", not goes_on)
+        self._unread += token
+        return self._num_read + len(characters)
+
+    @property
+    def _content(self) -> str:
+        return self.detokenizer.text if self._reader is None else self._reader.content
+
+    def _tell(self) -> list[_Token]:
+        """The tokens whose text has come out, in part at least."""
+        if not self.held:
+            return []
+        is_cut = self.detokenizer.stopped or bool(self.calls)  # what follows is no content
+        if self.finish_reason is not None and (self._lists_all or not is_cut):
+            length = self.detokenizer.num_read + 1
+        else:
+            length = len(self._content)
+        told = [token for token in self.held if token.start < length]
+        self.held = [] if self.finish_reason is not None else self.held[len(told) :]
+        self.told += told
+        return told

@@ -12,6 +12,7 @@ from typing import Any
 from jinja2 import Environment, TemplateError, meta
 
 from epd_serve.errors import InvalidRequest
+from epd_serve.instance.media_literals import MediaLiterals
 from epd_serve.protocol.tool_format import CALL_END, CALL_START
 from epd_serve.protocol.wire import CalledFunction, ChatMessage, PromptOptions
 
@@ -27,8 +28,9 @@ To call one, write its name and its arguments as JSON between these tags:
 class ChatTemplate:
     """Renders chats of one model. Safe for use from several threads."""
 
-    def __init__(self, tokenizer: Any, path: Path) -> None:
+    def __init__(self, tokenizer: Any, path: Path, literals: MediaLiterals) -> None:
         self._tokenizer = tokenizer
+        self._literals = literals
         if not tokenizer.chat_template:
             tokenizer.chat_template = _processor_chat_template(path)
 
@@ -50,27 +52,31 @@ class ChatTemplate:
         parameters = inspect.signature(self._tokenizer.apply_chat_template).parameters
         return frozenset((*parameters, "messages", "tools", *self._tokenizer.special_tokens_map))
 
-    def render(self, messages: Sequence[ChatMessage], options: PromptOptions) -> str:
-        """Raises InvalidRequest for what the template refuses."""
+    def render(self, messages: Sequence[ChatMessage], options: PromptOptions) -> tuple[str, str]:
+        """The text, and the mark of what stands for media in it only by its spelling
+        (:class:`MediaLiterals`). Raises InvalidRequest for what the template refuses."""
         if not self._tokenizer.chat_template:
             raise InvalidRequest("this model has no chat template; use /v1/completions", param="messages")
         tools = json.loads(options.tools) if options.tools else None
         native = "tools" in self._known_names
         rendered = [_message(m) for m in messages] if native else _without_tools(messages, tools)
+        shown: list[Any] = [rendered, tools if native else None, self._arguments(options)]
+        mark = self._literals.mark_for(shown)
+        rendered, tools, arguments = self._literals.marked(shown, mark) if mark else shown
         try:
             text: str = self._tokenizer.apply_chat_template(
                 rendered,
-                tools=tools if native else None,
+                tools=tools,
                 tokenize=False,
                 add_generation_prompt=options.add_generation_prompt,
                 continue_final_message=options.continue_final_message,
-                **self._arguments(options),
+                **arguments,
             )
         except (TemplateError, ValueError, TypeError, KeyError, IndexError) as error:
             raise InvalidRequest(
                 f"the model's chat template refuses these messages: {error}", param="messages"
             ) from error
-        return text
+        return text, mark
 
     def _arguments(self, options: PromptOptions) -> dict[str, Any]:
         arguments: dict[str, Any] = json.loads(options.template_kwargs) if options.template_kwargs else {}

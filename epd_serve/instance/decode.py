@@ -6,7 +6,6 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any
 
 from epd_serve.cache.block_pool import num_blocks_for
 from epd_serve.cache.tombstones import Tombstones
@@ -23,6 +22,7 @@ from epd_serve.instance.answer import Answer
 from epd_serve.instance.generation import Generation
 from epd_serve.instance.http import Reply
 from epd_serve.instance.peers import Peers
+from epd_serve.instance.vocabulary import Vocabulary
 from epd_serve.metrics.timeline import Timeline
 from epd_serve.protocol import wire
 from epd_serve.request import Sequence
@@ -55,7 +55,7 @@ class DecodeService:
         self,
         engine: Engine,
         memory: KVMemory,
-        tokenizer: Any,
+        vocabulary: Vocabulary,
         layout: wire.KVLayout,
         *,
         transport: Transport,
@@ -70,7 +70,7 @@ class DecodeService:
         self._compile = compile
         self._engine = engine
         self._memory = memory
-        self._tokenizer = tokenizer
+        self._vocabulary = vocabulary
         self._layout = layout
         self._transport = transport
         self._peers = peers
@@ -207,7 +207,7 @@ class DecodeService:
 
     def replayed(self, handoff: wire.Handoff) -> Answer:
         """The answer as far as the client had it before P. May be called on any thread."""
-        answer = Answer(self._tokenizer, handoff.output, handoff.sampling, handoff.prompt_ids)
+        answer = Answer(self._vocabulary, handoff.output, handoff.sampling, handoff.prompt_ids)
         for token_id in handoff.generated:
             answer.replay(0, token_id, None)
         return answer
@@ -231,6 +231,7 @@ class DecodeService:
             return
         # before the blocks are taken over: where this fails, P cancels and they go back
         answer = answer or self.replayed(handoff)
+        answer.learn(handoff.logprobs)
         for index, first in enumerate(handoff.first):
             answer.push(index, first.token_id, first.logprob, first.finish_reason)  # P has sent these already
         reservation = self._reservations.complete(handoff.transfer_id)

@@ -10,7 +10,7 @@ _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
 class Decoder(Protocol):
-    """The part of a transformers tokenizer that is needed here."""
+    """The part of a tokenizer that is needed here."""
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str: ...
 
@@ -49,6 +49,11 @@ class Detokenizer:
         self._include_stop = include_stop
         self.text = ""
         self.stopped = False
+
+    @property
+    def num_read(self) -> int:
+        """Characters so far, those that may begin a stop string included."""
+        return len(self.text) + len(self._held)
 
     def push(self, token_id: int) -> str:
         """Add a token; returns the text that is now certain. Sets ``stopped`` when a stop string is complete."""

@@ -48,6 +48,8 @@ class Generation:
         except ServeError as error:
             self._pieces.put_nowait(error)
             return
+        if event.logprobs:
+            answer.learn(event.logprobs)
         self._pieces.put_nowait(answer.push(index, event.token.token_id, event.token.logprob, event.finish_reason))
         if answer.is_finished(index) and event.finish_reason is None:
             self._engine.stop_sequence(event.sequence)

@@ -138,7 +138,7 @@ class LanguageStages:
         self.decode = DecodeService(
             engine,
             self._memory,
-            prompts.tokenizer,
+            prompts.vocabulary,
             self._layout,
             transport=around.transport,
             peers=around.peers,

@@ -17,6 +17,7 @@ from functools import partial
 
 from epd_serve.cache.block_pool import num_blocks_for
 from epd_serve.errors import DRAINING, KV_HELD, InstanceFailed, InvalidRequest, ServeError, Unavailable
+from epd_serve.instance.answer import Answer
 from epd_serve.instance.generation import Generation
 from epd_serve.instance.http import BrokenStream, Reply
 from epd_serve.instance.kv_delivery import Deliveries, Delivery
@@ -115,7 +116,7 @@ class Migrations:
             # P's first token may still be on its way to the gateway, and the other would not give it again
             self._engine.transferred(sequence)
             raise left(self._name)
-        handoff = _handoff(request.request_id, sequence, held.generation.answer.options)
+        handoff = _handoff(request.request_id, sequence, held.generation.answer)
         delivery = self._deliver(self._reservation(handoff, sequence), sequence, request.decode_url)
         try:
             async with self._moves.call(lambda: True):
@@ -211,7 +212,7 @@ class Migrations:
         self._spawn(asyncio.create_task(move.delivery.withdraw("")))
 
 
-def _handoff(request_id: str, sequence: Sequence, output: wire.OutputOptions) -> wire.Handoff:
+def _handoff(request_id: str, sequence: Sequence, answer: Answer) -> wire.Handoff:
     """The KV of all tokens but the last is there, as it is of a prompt behind its first token."""
     *generated, last = sequence.output_ids
     return wire.Handoff(
@@ -221,7 +222,8 @@ def _handoff(request_id: str, sequence: Sequence, output: wire.OutputOptions) ->
         position_delta=sequence.position_delta,
         sampling=sequence.sampling,
         max_tokens=sequence.max_tokens,
-        output=output,
+        output=answer.options,
         first=[wire.FirstToken(last)],
         generated=generated,
+        logprobs=answer.unsent_logprobs,
     )

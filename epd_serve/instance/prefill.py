@@ -174,7 +174,7 @@ class PrefillService:
         prompt = self._prompts.process(request)
         if request.generated and request.sampling.n > 1:
             raise InvalidRequest("an answer of several choices cannot go on from its middle", param="generated")
-        answer = Answer(self._prompts.tokenizer, request.output, prompt.sampling, prompt.ids)
+        answer = Answer(self._prompts.vocabulary, request.output, prompt.sampling, prompt.ids)
         sequence = sequence_of(request, prompt, hand_off=False)
         for count, token_id in enumerate(request.generated, start=1):
             answer.replay(0, token_id, sequence.finish_reason(token_id, count, self._engine.eos_token_ids))
@@ -203,8 +203,10 @@ class PrefillService:
         self._timeline.drop(request_id)
         self._inbox.release(request_id)
 
-    def _sequence(self, request: wire.PrefillRequest, prompt: Prompt, *, hand_off: bool) -> Sequence:
-        sequence = sequence_of(request, prompt, hand_off=hand_off)
+    def _sequence(
+        self, request: wire.PrefillRequest, prompt: Prompt, answer: Answer, *, hand_off: bool
+    ) -> Sequence:
+        sequence = sequence_of(request, prompt, hand_off=hand_off, wanted_logprobs=answer.unknown_logprobs)
         num_new = 0 if hand_off else prompt.max_tokens - len(sequence.output_ids)
         self._engine.check_fits(sequence.num_tokens, num_new, sequence.num_forked)
         return sequence
@@ -214,7 +216,7 @@ class PrefillService:
     async def _serve(
         self, request: wire.PrefillRequest, prompt: Prompt, answer: Answer, features: asyncio.Task[None]
     ) -> Reply:
-        sequence = self._sequence(request, prompt, hand_off=False)
+        sequence = self._sequence(request, prompt, answer, hand_off=False)
         generation = Generation(answer, self._engine, lambda: self._timeline.finished(request.request_id))
         started = asyncio.get_running_loop().create_future()
 
@@ -263,7 +265,7 @@ class PrefillService:
         decode_url: str,
         features: asyncio.Task[None],
     ) -> Reply:
-        sequence = self._sequence(request, prompt, hand_off=True)
+        sequence = self._sequence(request, prompt, answer, hand_off=True)
         started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         work = _Handover(
             request=request,
@@ -285,6 +287,7 @@ class PrefillService:
             await self._started(request, started, features)
             event = await work.first
             check_constraint(event.sequence)
+            answer.learn(event.sequence.logprobs)
             body = b"".join(
                 answer.push(index, token.token_id, token.logprob, reason)
                 for index, (token, reason) in enumerate(event.tokens)
@@ -310,19 +313,19 @@ class PrefillService:
         ]
         return Reply(
             headers=(*(frames.HEADERS if request.output.stream else ()), NEXT_DECODE),
-            stream=self._first_then_handoff(body, work, first),
+            stream=self._first_then_handoff(body, work, first, answer.unsent_logprobs),
             on_close=lambda: self._close_handover(work),
         )
 
     async def _first_then_handoff(
-        self, body: bytes, work: _Handover, first: list[wire.FirstToken]
+        self, body: bytes, work: _Handover, first: list[wire.FirstToken], logprobs: dict[int, wire.TokenLogprob]
     ) -> AsyncGenerator[bytes, None]:
         """The first token at once; the stream ends in order only when D has taken over."""
         yield body
         transfer = work.delivery.transfer
         try:
             async with self._refusals.call(lambda: True, moved):
-                await work.delivery.hand_over(self._handoff(work, first))
+                await work.delivery.hand_over(self._handoff(work, first, logprobs))
             self._timeline.handed_over(work.request.request_id)
             work.confirmed = True
             self._delivered(transfer)
@@ -339,7 +342,9 @@ class PrefillService:
                 yield frames.pack(frames.ERROR, (), chunks.event(error.body()))
             raise BrokenStream(error.message) from error
 
-    def _handoff(self, work: _Handover, first: list[wire.FirstToken]) -> wire.Handoff:
+    def _handoff(
+        self, work: _Handover, first: list[wire.FirstToken], logprobs: dict[int, wire.TokenLogprob]
+    ) -> wire.Handoff:
         return wire.Handoff(
             transfer_id=work.delivery.transfer.transfer_id,
             request_id=work.request.request_id,
@@ -350,6 +355,7 @@ class PrefillService:
             output=work.request.output,
             first=first,
             generated=work.request.generated,
+            logprobs=logprobs,
         )
 
     def _reservation(self, request: wire.PrefillRequest, prompt: Prompt) -> wire.ReserveRequest:

@@ -14,7 +14,9 @@ from transformers import AutoTokenizer
 from epd_serve.cache.hashing import hash_blocks
 from epd_serve.errors import InvalidRequest
 from epd_serve.instance.chat_template import ChatTemplate
+from epd_serve.instance.media_literals import MediaLiterals
 from epd_serve.instance.request_processor import S_PER_CHARACTER
+from epd_serve.instance.vocabulary import Vocabulary
 from epd_serve.models.family import Family
 from epd_serve.protocol.prompt_calls import TokenizeReply, TokenizeRequest
 from epd_serve.protocol.wire import MediaRef, PrefillRequest
@@ -63,8 +65,10 @@ class PromptProcessor:
     ) -> None:
         """``on_prompt`` is told of each prompt's text: its characters, and its tokens without media."""
         self.tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        self.vocabulary = Vocabulary(self.tokenizer)
         self.grammars = Grammars(self.tokenizer, eos_token_ids)
-        self._template = ChatTemplate(self.tokenizer, path)
+        self._literals = MediaLiterals(self.tokenizer, family.config)
+        self._template = ChatTemplate(self.tokenizer, path, self._literals)
         self._family = family
         self._language_model = language_model
         self.max_model_len = max_model_len
@@ -120,8 +124,12 @@ class PromptProcessor:
         options = request.prompting
         ids: list[int]
         if request.messages is not None:
-            text = self._template.render(request.messages, options)
-            ids = self.tokenizer.encode(text, add_special_tokens=bool(options.add_special_tokens))
+            text, mark = self._template.render(request.messages, options)
+            with_special = bool(options.add_special_tokens)
+            if mark:
+                ids = self._literals.encode(text, mark, add_special_tokens=with_special)
+            else:
+                ids = self.tokenizer.encode(text, add_special_tokens=with_special)
         elif isinstance(request.prompt, str):
             ids = self.tokenizer.encode(request.prompt, add_special_tokens=options.add_special_tokens is not False)
         else:
@@ -163,8 +171,8 @@ class PromptProcessor:
         found = ids.count(placeholder)
         if found != len(items):
             raise InvalidRequest(
-                f"the prompt has {found} image placeholders for {len(items)} images; text must not contain "
-                f"{self.tokenizer.convert_ids_to_tokens(placeholder)!r}",
+                f"the model's chat template shows {found} times "
+                f"{self.tokenizer.convert_ids_to_tokens(placeholder)!r} for {len(items)} images",
                 param="messages",
             )
         expanded: list[int] = []
@@ -188,7 +196,7 @@ def _num_characters(request: PrefillRequest | TokenizeRequest) -> int:
 
 def _max_tokens(num_prompt_tokens: int, asked: int | None, max_model_len: int) -> int:
     room = max_model_len - num_prompt_tokens
-    if room < 1:
+    if room < (1 if asked is None else min(asked, 1)):
         raise InvalidRequest(
             f"the prompt has {num_prompt_tokens} tokens, images included, and the context holds "
             f"{max_model_len}; shorten it",

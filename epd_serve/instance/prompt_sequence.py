@@ -7,7 +7,9 @@ from epd_serve.protocol import wire
 from epd_serve.request import Sequence
 
 
-def sequence_of(request: wire.PrefillRequest, prompt: Prompt, *, hand_off: bool) -> Sequence:
+def sequence_of(
+    request: wire.PrefillRequest, prompt: Prompt, *, hand_off: bool, wanted_logprobs: range = range(0)
+) -> Sequence:
     """``hand_off``: another instance decodes it."""
     return Sequence(
         request_id=request.request_id,
@@ -22,4 +24,5 @@ def sequence_of(request: wire.PrefillRequest, prompt: Prompt, *, hand_off: bool)
         hand_off=hand_off,
         constraint=prompt.constraint,
         output_ids=list(request.generated),
+        wanted_logprobs=wanted_logprobs,
     )

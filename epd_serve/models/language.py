@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,18 @@ from device.ops.linear import Linear, linear
 from device.ops.shared_weights import shared_weights
 from epd_serve.models.decoder import Decoder, StepContext
 from epd_serve.models.loader import ModelPart, load_part, num_parameters
+
+
+class MoreLogits(Protocol):
+    """Wants the logits of some tokens, piece by piece."""
+
+    def pieces(self) -> Iterable[Tensor]:
+        """Rows [n] int64, on the device."""
+        ...
+
+    def take(self, logits: Tensor) -> None:
+        """[n, vocab], of each piece in its turn."""
+        ...
 
 
 class LanguageModel:
@@ -88,6 +101,7 @@ class LanguageModel:
         rows: Tensor | None = None,
         features: Tensor | None = None,
         feature_rows: Tensor | None = None,
+        more: MoreLogits | None = None,
     ) -> Tensor:
         """One step over a packed batch. Reads nothing back from the device.
 
@@ -96,6 +110,7 @@ class LanguageModel:
             rows: tokens whose logits are wanted, int64; all where None.
             features: [F, (1 + deepstack levels) * hidden], in batch order.
             feature_rows: [F] int64, the placeholder tokens that these features replace.
+            more: takes the logits of rows that may be too many to be kept.
 
         Returns:
             Logits [len(rows), vocab] of the model's dtype.
@@ -106,6 +121,9 @@ class LanguageModel:
             first, *deepstack = torch.split(features.to(embeddings.dtype), self._hidden_size, dim=-1)
             embeddings = embeddings.index_copy(0, feature_rows, first)
         hidden = self._decoder.forward(embeddings, positions, context, feature_rows, deepstack)
+        if more is not None:
+            for piece in more.pieces():
+                more.take(self._logits(hidden.index_select(0, piece)))
         if rows is not None:
             hidden = hidden.index_select(0, rows)
         return self._logits(hidden)

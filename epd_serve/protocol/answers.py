@@ -119,7 +119,7 @@ class ChatCompletionChunk(_Answer):
 class TextLogprobs(_Answer):
     tokens: list[str]
     token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float | None]]
+    top_logprobs: list[dict[str, float | None] | None]
     text_offset: list[int]
 
 

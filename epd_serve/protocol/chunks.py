@@ -21,22 +21,48 @@ DONE = b"data: [DONE]\n\n"
 
 
 @dataclass(frozen=True, slots=True)
-class TokenText:
-    """A token's log-probability with its text."""
+class ScoredToken:
+    """A token of an answer with its log-probability.
 
-    text: str
-    logprob: float
-    top: list[tuple[str, float]]
+    Attributes:
+        token: its bytes, which may be a part of a character.
+        logprob: None for the first token of a prompt, which follows nothing.
+        top: the most likely tokens in its place, best first.
+        offset: characters of the choice's text before the one that it begins or belongs to.
+    """
+
+    token: bytes
+    logprob: float | None
+    top: list[tuple[bytes, float]]
+    offset: int
 
     def entry(self) -> dict[str, Any]:
         """The object that chat answers list under ``logprobs.content``."""
-        top = [{"token": t, "logprob": p, "bytes": list(t.encode())} for t, p in self.top]
         return {
-            "token": self.text,
-            "logprob": self.logprob,
-            "bytes": list(self.text.encode()),
-            "top_logprobs": top,
+            **_token_entry(self.token, self.logprob),
+            "top_logprobs": [_token_entry(token, value) for token, value in self.top],
         }
+
+    def alternatives(self) -> dict[str, float] | None:
+        """The object that completions list under ``logprobs.top_logprobs``: the chosen token is always in it."""
+        if self.logprob is None:
+            return None
+        by_text: dict[str, float] = {}
+        for token, value in (*self.top, (self.token, self.logprob)):  # of equal texts the likeliest counts
+            by_text.setdefault(token_text(token), value)
+        return by_text
+
+
+def token_text(token: bytes) -> str:
+    """A token as a string: its text, or where it is a part of a character its bytes, as OpenAI spells them."""
+    try:
+        return token.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token)
+
+
+def _token_entry(token: bytes, logprob: float | None) -> dict[str, Any]:
+    return {"token": token_text(token), "logprob": logprob, "bytes": list(token)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +72,7 @@ class ChoiceText:
     index: int
     text: str
     finish_reason: str
-    logprobs: list[TokenText] | None
+    logprobs: list[ScoredToken] | None
     calls: Sequence[Call] = ()
 
 
@@ -75,8 +101,7 @@ def delta_event(
     *,
     first: bool,
     finish_reason: str | None,
-    logprobs: list[TokenText] | None,
-    text_offset: int,
+    logprobs: list[ScoredToken] | None,
     usage: Usage | None,
     calls: Sequence[CallDelta] = (),
 ) -> bytes:
@@ -84,7 +109,6 @@ def delta_event(
 
     Args:
         first: whether this is the choice's first token, which brings the role along.
-        text_offset: characters of this choice that went before (completions report it with logprobs).
         usage: the counts so far, where the client wants them in every event.
         calls: what the token added to tool calls.
     """
@@ -95,12 +119,14 @@ def delta_event(
         choice: dict[str, Any] = {"index": options.first_index + index, "delta": delta}
     else:
         choice = {"index": options.first_index + index, "text": text}
-    choice["logprobs"] = _logprobs(options, logprobs, text_offset)
+    choice["logprobs"] = _logprobs(options, logprobs)
     choice["finish_reason"] = finish_reason
     body = _envelope(options, stream=True)
     body["choices"] = [choice]
     if usage is not None:
         body["usage"] = usage.to_dict()
+    elif options.include_usage:
+        body["usage"] = None
     return event(body)
 
 
@@ -133,7 +159,7 @@ def _whole_choice(options: OutputOptions, choice: ChoiceText) -> dict[str, Any]:
     return {
         "index": options.first_index + choice.index,
         **content,
-        "logprobs": _logprobs(options, choice.logprobs, 0),
+        "logprobs": _logprobs(options, choice.logprobs),
         "finish_reason": choice.finish_reason,
     }
 
@@ -150,20 +176,16 @@ def _call_deltas(options: OutputOptions, choice: int, calls: Sequence[CallDelta]
     return list(entries.values())
 
 
-def _logprobs(options: OutputOptions, tokens: list[TokenText] | None, offset: int) -> dict[str, Any] | None:
+def _logprobs(options: OutputOptions, tokens: list[ScoredToken] | None) -> dict[str, Any] | None:
     if tokens is None:
         return None
     if options.kind == "chat":
         return {"content": [token.entry() for token in tokens], "refusal": None}
-    offsets = []
-    for token in tokens:
-        offsets.append(offset)
-        offset += len(token.text)
     return {
-        "tokens": [token.text for token in tokens],
+        "tokens": [token_text(token.token) for token in tokens],
         "token_logprobs": [token.logprob for token in tokens],
-        "top_logprobs": [dict(token.top) for token in tokens],
-        "text_offset": offsets,
+        "top_logprobs": [token.alternatives() for token in tokens],
+        "text_offset": [token.offset for token in tokens],
     }
 
 

@@ -326,6 +326,7 @@ class CompletionRequest(GenerationRequest):
         BeforeValidator(_as_prompts, json_schema_input_type=OnePrompt | list[OnePrompt]),
         Field(min_length=1, max_length=MAX_PROMPTS),
     ]
+    max_tokens: int | None = Field(None, ge=0, lt=WIRE_INTEGERS)
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     echo: bool | None = None
 
@@ -345,9 +346,9 @@ class CompletionRequest(GenerationRequest):
                 f"({COMPLETION_MAX_TOKENS}); send max_tokens, too",
                 param="min_tokens",
             )
-        if self.echo and self.logprobs is not None:
+        if self.max_tokens == 0 and not self.echo:
             raise InvalidRequest(
-                "echo: log-probabilities of the prompt are not computed; leave logprobs out", param="echo"
+                "max_tokens: 0 leaves nothing to answer but the prompt; send echo: true, too", param="max_tokens"
             )
         if len(self.prompt) * (self.n or 1) > MAX_PROMPTS:
             raise InvalidRequest(

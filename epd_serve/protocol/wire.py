@@ -252,7 +252,8 @@ class Handoff(Message, frozen=True):
     """All KV is written, that of ``generated`` too; D continues behind ``first`` of each of the ``n`` sequences.
 
     ``position_delta`` is what M-RoPE adds to the index of a token after the prompt; ``max_tokens`` is the limit
-    that P derived from the request and the context.
+    that P derived from the request and the context. ``logprobs`` are those of earlier tokens that the client has
+    not got, by index from the prompt's first; of several choices the first's.
     """
 
     transfer_id: str
@@ -264,6 +265,7 @@ class Handoff(Message, frozen=True):
     output: OutputOptions
     first: list[FirstToken]
     generated: list[int] = msgspec.field(default_factory=list)
+    logprobs: dict[int, TokenLogprob] = msgspec.field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:

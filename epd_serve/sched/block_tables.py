@@ -57,7 +57,10 @@ class BlockTables:
             # admitted with room for one more token, it may have a block to spare
             return max(num_blocks_for(sequence.num_tokens, self._pool.block_size) - len(blocks), 0)
         return self._pool.num_missing(
-            sequence.num_tokens, sequence.room_tokens, sequence.num_forked, sequence.block_hashes
+            sequence.num_tokens,
+            sequence.room_tokens,
+            sequence.num_forked,
+            sequence.reusable_hashes(self._pool.block_size),
         )
 
     def num_freed(self, sequence: Sequence) -> int:
@@ -67,7 +70,10 @@ class BlockTables:
     def admit(self, sequence: Sequence) -> None:
         """Give a sequence the blocks of its known tokens and the next one; bring back what was saved of it."""
         taken = self._pool.allocate_request(
-            sequence.num_tokens, sequence.room_tokens, sequence.num_forked, sequence.block_hashes
+            sequence.num_tokens,
+            sequence.room_tokens,
+            sequence.num_forked,
+            sequence.reusable_hashes(self._pool.block_size),
         )
         sequence.blocks, sequence.forks = taken.root, taken.forks
         sequence.num_registered = taken.num_cached

@@ -226,7 +226,7 @@ class Queues:
 
     def _num_cached(self, sequence: Sequence) -> int:
         """Leading tokens that a sequence without blocks would find computed."""
-        usable = sequence.block_hashes[: (sequence.num_tokens - 1) // self._pool.block_size]
+        usable = sequence.reusable_hashes(self._pool.block_size)
         return len(self._pool.match(usable)) * self._pool.block_size
 
     def _ready_tokens(self, sequence: Sequence) -> int:

@@ -125,7 +125,7 @@ class Batching:
         """The order of the waiting queue; called under the engine's lock, as the pool is read."""
 
         def cached_tokens(sequence: Sequence) -> int:
-            return min(len(pool.match(sequence.block_hashes)) * pool.block_size, sequence.num_prompt_tokens - 1)
+            return len(pool.match(sequence.reusable_hashes(pool.block_size))) * pool.block_size
 
         def prefill_s(sequence: Sequence) -> float:
             start = cached_tokens(sequence)

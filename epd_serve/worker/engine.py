@@ -344,7 +344,7 @@ class Engine:
         if reason is not None:
             self._queues.stop(sequence)
             self._leave(sequence)
-        return TokenEvent(sequence, token, reason)
+        return TokenEvent(sequence, token, reason, sequence.take_logprobs())
 
     # ------------------------------------------------------------------ leaving
 

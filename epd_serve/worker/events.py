@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from epd_serve.errors import ServeError
+from epd_serve.protocol.wire import TokenLogprob
 from epd_serve.request import FinishReason, Sequence
 from epd_serve.worker.sampler import SampledToken
 
@@ -15,11 +16,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
-    """A sequence has a new token; with ``finish_reason`` it was the last one and its blocks are free again."""
+    """A sequence has a new token; with ``finish_reason`` it was the last one and its blocks are free again.
+
+    ``logprobs`` are those that were wanted of tokens before it, by index (:attr:`Sequence.wanted_logprobs`).
+    """
 
     sequence: Sequence
     token: SampledToken
     finish_reason: FinishReason | None
+    logprobs: Mapping[int, TokenLogprob] = field(default_factory=dict)
 
     @property
     def request_id(self) -> str:

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -15,6 +16,7 @@ from epd_serve.request import PLACEHOLDER, Sequence
 from epd_serve.sched.language import ScheduleOutput
 from epd_serve.worker.drawing import Row
 from epd_serve.worker.followers import Followers
+from epd_serve.worker.prompt_logprobs import PromptLogprobs
 from epd_serve.worker.sampler import SampledToken, Sampler, Sampling
 from epd_serve.worker.step import StepExecutor
 from epd_serve.worker.step_inputs import Fed, StepInputs, on_device
@@ -81,16 +83,34 @@ class LanguageRunner:
         if batch.fed:
             assert before is not None and self._followers is None, "nobody can feed the other ranks"
             fed = Fed(rows=list(batch.fed), tokens=before.tokens_of(list(batch.fed.values())))
+        logprobs = PromptLogprobs(inputs, self._executor.device) if inputs.scored_rows else None
         with self._followers.together(inputs) if self._followers else nullcontext():
-            logits = self._executor.compute(inputs, on_layer, fed)
+            logits = self._executor.compute(inputs, on_layer, fed, logprobs)
         finished = [s for s, count in output.prefills if s.num_computed + count == s.num_tokens]
-        return LaunchedStep(self._sampler, logits, [*output.decodes, *finished])
+        scored = None if logprobs is None else Scored(logprobs, batch.scored)
+        return LaunchedStep(self._sampler, logits, [*output.decodes, *finished], scored)
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """Log-probabilities on their way: of which token, by index, of which sequence each is."""
+
+    logprobs: PromptLogprobs
+    tokens: list[tuple[Sequence, int]]
+
+    def hand_out(self) -> None:
+        for (sequence, index), logprob in zip(self.tokens, self.logprobs.read(), strict=True):
+            wanted = sequence.sampling.logprobs or 0
+            sequence.logprobs[index] = msgspec.structs.replace(logprob, top=logprob.top[:wanted])
 
 
 class LaunchedStep:
     """A step that the device computes: :meth:`sample`, then :meth:`read`."""
 
-    def __init__(self, sampler: Sampler, logits: Tensor, sampled: list[Sequence]) -> None:
+    def __init__(
+        self, sampler: Sampler, logits: Tensor, sampled: list[Sequence], scored: Scored | None = None
+    ) -> None:
+        self._scored = scored
         self._sampler = sampler
         self._logits = logits
         self._decoding = [bool(sequence.output_ids) for sequence in sampled]
@@ -101,6 +121,8 @@ class LaunchedStep:
 
     def sample(self) -> None:
         """Let the device choose the tokens; those before them must be known."""
+        if self._scored is not None:
+            self._scored.logprobs.send()
         if not self._rows:
             return
         logits = self._logits
@@ -116,7 +138,9 @@ class LaunchedStep:
         return tokens.index_select(0, on_device(tokens, [self._places[sequence] for sequence in sequences]))
 
     def read(self) -> StepResult:
-        """Wait for the tokens."""
+        """Wait for the tokens, and hand each sequence the log-probabilities of its known ones."""
+        if self._scored is not None:
+            self._scored.hand_out()
         tokens = iter([] if self._sampling is None else self._sampling.read())
         result = StepResult([], [])
         for sequence, is_decoding in zip(self._sampled, self._decoding, strict=True):
@@ -141,6 +165,9 @@ class _Batch:
         self._decodes: list[Sequence] = []
         self._prefills: list[tuple[Sequence, int]] = []
         self._features: list[Tensor] = []
+        self.scored: list[tuple[Sequence, int]] = []
+        self._scored_rows: list[int] = []
+        self._scored_ids: list[int] = []
         self._feature_rows: list[int] = []
 
     def add_decode(self, sequence: Sequence) -> None:
@@ -172,6 +199,14 @@ class _Batch:
         self._prefills.append((sequence, end))
         if end == sequence.num_tokens:
             self.rows.append(len(self.ids) - 1)
+        wanted = sequence.wanted_logprobs
+        for place in range(max(start + 1, wanted.start), min(end + 1, wanted.stop)):
+            self.scored.append((sequence, place))
+            self._scored_rows.append(first_row + place - 1)
+            is_prompt = place < length
+            self._scored_ids.append(
+                sequence.prompt_ids[place] if is_prompt else sequence.output_ids[place - length]
+            )
 
     def inputs(self, num_axes: int) -> StepInputs:
         decode_positions = torch.tensor(self._decode_positions, dtype=torch.long).expand(num_axes, -1)
@@ -187,6 +222,9 @@ class _Batch:
             prefill_blocks=[self._used(sequence, end) for sequence, end in self._prefills],
             features=torch.cat(self._features) if self._features else None,
             feature_rows=self._feature_rows,
+            scored_rows=self._scored_rows,
+            scored_ids=self._scored_ids,
+            num_top=max((s.sampling.logprobs or 0 for s, _ in self.scored), default=0),
         )
 
     def _used(self, sequence: Sequence, num_tokens: int) -> list[int]:

@@ -64,7 +64,7 @@ class Sampler:
         counts = {i: n for i, row in enumerate(rows) if (n := row.sampling.logprobs) is not None}
         if counts:
             return _with_logprobs(logits, tokens, counts)
-        ids = _Readback(tokens)
+        ids = Readback(tokens)
         return Sampling(tokens, lambda: [SampledToken(token) for token in ids.wait().tolist()])
 
     def _work(self, logits: Tensor, rows: AbstractSequence[Row], worked: list[int]) -> Tensor:
@@ -127,7 +127,7 @@ class Sampler:
         return self._scores[: len(some)].copy_(some)
 
 
-class _Readback:
+class Readback:
     """A copy of a tensor on its way to the host."""
 
     def __init__(self, tensor: Tensor) -> None:
@@ -157,6 +157,18 @@ def _is_constrained(row: Row) -> bool:
     return row.sampling.penalised or _is_held_back(row) or is_restricted(row.sequence)
 
 
+def log_probabilities(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
+    """Of one token a row, then of the likeliest ones, best first.
+
+    Returns:
+        Log-probabilities [rows, 1 + num_top] in float32, and which the likeliest are, [rows, num_top].
+    """
+    scores = logits.float()
+    chosen = scores.gather(1, tokens.unsqueeze(1))
+    best, indices = largest(scores, min(num_top, scores.shape[1]))
+    return torch.cat([chosen, best], dim=1) - scores.logsumexp(dim=-1, keepdim=True), indices
+
+
 def _with_logprobs(logits: Tensor, tokens: Tensor, counts: dict[int, int]) -> Sampling:
     """Log-probabilities before temperature and penalties, as OpenAI and vLLM report them.
 
@@ -164,13 +176,11 @@ def _with_logprobs(logits: Tensor, tokens: Tensor, counts: dict[int, int]) -> Sa
         counts: how many of the best each row that has them wants, by row.
     """
     rows = on_device(logits, list(counts))
-    scores = (logits if len(rows) == len(logits) else logits[rows]).float()
-    total = scores.logsumexp(dim=-1, keepdim=True)
-    chosen = scores.gather(1, tokens[rows].unsqueeze(1))
-    best, indices = largest(scores, min(max(counts.values()), scores.shape[1]))
+    some = logits if len(rows) == len(logits) else logits[rows]
+    values, indices = log_probabilities(some, tokens[rows], max(counts.values()))
     # one copy for all: float32 as it is, in the bits of int32
-    floats = (torch.cat([chosen, best], dim=1) - total).view(torch.int32)
-    readback = _Readback(torch.cat([tokens.int(), indices.int().flatten(), floats.flatten()]))
+    floats = values.view(torch.int32)
+    readback = Readback(torch.cat([tokens.int(), indices.int().flatten(), floats.flatten()]))
     count_ids, count_top = len(tokens), indices.numel()
 
     def read() -> list[SampledToken]:

@@ -11,6 +11,7 @@ from epd_serve.models.decoder import StepContext
 from epd_serve.models.language import LanguageModel
 from epd_serve.worker.commands import CreateCache
 from epd_serve.worker.decode_graph import DecodeGraphs
+from epd_serve.worker.prompt_logprobs import PromptLogprobs
 from epd_serve.worker.step_inputs import Fed, StepInputs, integers, move
 
 
@@ -35,6 +36,7 @@ class StepExecutor:
     ) -> None:
         self._model = model
         self._device = device
+        self.device = device.torch_device
         self._kv = kv
         self._graphs: DecodeGraphs | None = None
         graphs = device.graph_runner()
@@ -62,20 +64,27 @@ class StepExecutor:
         )
 
     def compute(
-        self, inputs: StepInputs, on_layer: Callable[[int], None] | None = None, fed: Fed | None = None
+        self,
+        inputs: StepInputs,
+        on_layer: Callable[[int], None] | None = None,
+        fed: Fed | None = None,
+        logprobs: PromptLogprobs | None = None,
     ) -> Tensor:
         """Logits [len(rows), vocab]; the step's K and V are in the cache afterwards.
 
         Args:
             on_layer: called when a layer's K and V are in the cache, in steps with prefills.
+            logprobs: takes those of the inputs' ``scored_rows``, which all ranks compute.
         """
         if self._graphs is not None and self._graphs.fits(inputs):
             return self._graphs.run(inputs, fed)
-        target = self._device.torch_device
+        target = self.device
         plan = self._device.ops.prepare(inputs.meta(self._kv.shape[3], target), self._model.dtype)
         features, ids = inputs.features, integers(inputs.ids, target)
         if fed is not None:
             fed.put(ids)
+        if inputs.scored_rows and logprobs is None:
+            logprobs = PromptLogprobs(inputs, target)
         return self._model.forward(
             ids,
             move(inputs.positions, target),
@@ -83,4 +92,5 @@ class StepExecutor:
             integers(inputs.rows, target),
             None if features is None else features.to(target),
             None if features is None else integers(inputs.feature_rows, target),
+            logprobs,
         )

@@ -17,7 +17,8 @@ class StepInputs(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
     Attributes:
         positions: [axes, T] int64.
         slots: [T], where each token's K and V go.
-        rows: tokens whose logits are wanted.
+        rows: tokens whose logits are wanted. scored_rows: tokens behind which the log-probabilities of
+            ``scored_ids``, those that follow them, are wanted, with ``num_top`` alternatives.
         decode_blocks, prefill_blocks: the blocks in use of each sequence, as many as its context fills.
         features: [F, (1 + deepstack levels) * hidden], in batch order; None without media.
         feature_rows: [F], the tokens that they replace.
@@ -34,6 +35,9 @@ class StepInputs(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
     prefill_blocks: list[list[int]]
     features: Tensor | None
     feature_rows: list[int]
+    scored_rows: list[int] = []
+    scored_ids: list[int] = []
+    num_top: int = 0
 
     def meta(self, block_size: int, device: torch.device) -> AttnMeta:
         return AttnMeta(

@@ -59,7 +59,8 @@ class Instances:
 
 def text_of(answer: list[Frame]) -> str:
     events = [json.loads(event[6:]) for choice, _, event in answer if choice == 0]
-    return "".join(event["choices"][0].get("text") or event["choices"][0]["delta"]["content"] for event in events)
+    choices = [event["choices"][0] for event in events]
+    return "".join(one["delta"]["content"] if "delta" in one else one["text"] for one in choices)
 
 
 async def each_choice_goes_on(instances: Instances) -> None:
@@ -90,13 +91,15 @@ async def test_an_answer_goes_on_from_any_token(tmp_path: Path, kv_mode: str) ->
             request(temperature=0.0, stop=(stop,)),
             request(temperature=1.5, image=True, presence_penalty=0.5, frequency_penalty=1.0, min_tokens=5),
             request("completion", temperature=1.5, logprobs=2, repetition_penalty=1.3, skip_special_tokens=False),
+            request("chat", temperature=1.8, logprobs=1, stop=("\N{REPLACEMENT CHARACTER}never",), max_tokens=40),
         ]
         for one in wanted:
             whole = await instances.ask(one, [], apart=False)
             assert whole[-1][0] == frames.END and whole[-1][2].endswith(b"data: [DONE]\n\n")
             ids = [token for _, tokens, _ in whole for token in tokens]
             assert len(ids) == 21 or one.sampling.stop
-            for count in (0, 1, 2, 9, len(ids) - 1, len(ids)):
+            held = [i for i, (_, _, event) in enumerate(whole[:-1], start=1) if not text_of([(0, [], event)])]
+            for count in (0, 1, 2, 9, len(ids) - 1, len(ids), *held[:3]):
                 for apart in (False, True):
                     rest = await instances.ask(one, ids[:count], apart=apart)
                     assert without_logprobs(rest) == without_logprobs(whole[count:]), (one, count, apart)

@@ -25,6 +25,7 @@ from epd_serve.instance.generation import Generation
 from epd_serve.instance.http import ControlApp, Event, Reply
 from epd_serve.instance.prompt import PromptProcessor
 from epd_serve.instance.request_processor import RequestProcessor
+from epd_serve.instance.vocabulary import Vocabulary
 from epd_serve.media.picture import MediaLimits
 from epd_serve.models.family import TowerInputs, load_family
 from epd_serve.models.language import LanguageModel
@@ -173,7 +174,7 @@ async def test_a_prompt_of_4k_tokens_and_its_hand_over(model: Path) -> None:
             await asyncio.sleep(0)
             handoff = wire.Handoff("t", "r", prompt.ids, 0, request.sampling, 8, OUTPUT, [wire.FirstToken(5)])
             handoff = wire.decode(wire.encode(handoff), wire.Handoff)
-            Answer(prompts.tokenizer, OUTPUT, request.sampling, handoff.prompt_ids)
+            Answer(prompts.vocabulary, OUTPUT, request.sampling, handoff.prompt_ids)
         print(f"{len(prompt.ids)} tokens, loop held for {found[0] * 1e3:.1f} ms")
         assert len(prompt.ids) > 4000
         assert found[0] < BOUND_S
@@ -195,7 +196,7 @@ async def test_a_step_of_256_sequences(model: Path) -> None:
         for number in range(256)
     ]
     for sequence in sequences:
-        answer = Answer(tokenizer, OUTPUT, sequence.sampling, sequence.prompt_ids)
+        answer = Answer(Vocabulary(tokenizer), OUTPUT, sequence.sampling, sequence.prompt_ids)
         listeners.listen(sequence.request_id, Generation(answer, engine).feed)  # type: ignore[arg-type]
     async with lag() as found:
         for token_id in range(200, 210):

@@ -61,7 +61,9 @@ class Prompts:
     def cost_s(self, request: wire.PrefillRequest) -> float:
         return 0.0
 
-    class tokenizer:
+    class vocabulary:
+        special_ids: frozenset[int] = frozenset()
+
         @staticmethod
         def decode(ids: list[int], *, skip_special_tokens: bool) -> str:
             return "x" * len(ids)

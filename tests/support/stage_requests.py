@@ -33,7 +33,11 @@ def without_logprobs(answer: list[Frame]) -> list[Any]:
     for choice, ids, event in answer:
         parsed = json.loads(event[6:]) if choice == 0 else event
         if choice == 0 and (logprobs := parsed["choices"][0]["logprobs"]):
-            del logprobs["token_logprobs"]
-            logprobs["top_logprobs"] = [list(top) for top in logprobs["top_logprobs"]]
+            if "content" in logprobs:
+                assert all(token["logprob"] <= 0 for token in logprobs["content"])
+                parsed["choices"][0]["logprobs"] = [token["bytes"] for token in logprobs["content"]]
+            else:
+                assert all(value <= 0 for value in logprobs.pop("token_logprobs"))
+                logprobs["top_logprobs"] = [list(top) for top in logprobs["top_logprobs"]]
         told.append((choice, ids, parsed))
     return told

@@ -1,0 +1,57 @@
+"""A token's bytes are those that it adds to a text, also where it is a part of a character."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from epd_serve.demo import weights_dir
+from epd_serve.instance.vocabulary import Vocabulary
+
+
+@cache
+def byte_level() -> Any:
+    return AutoTokenizer.from_pretrained(weights_dir())
+
+
+@cache
+def sentencepiece() -> Any:
+    """Like Llama's: single bytes where it knows no character."""
+    pieces = ["<s>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "▁ab"]
+    inner = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, [], byte_fallback=True))
+    inner.normalizer = normalizers.Replace(" ", "▁")
+    inner.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    inner.add_special_tokens([AddedToken("<s>", special=True)])
+    return PreTrainedTokenizerFast(tokenizer_object=inner)
+
+
+@cache
+def whole_words() -> Any:
+    inner = Tokenizer(models.WordLevel({"<unk>": 0, "ab": 1, "é": 2}, "<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=inner)
+
+
+@pytest.mark.parametrize("tokenizer", [byte_level, sentencepiece])
+@given(text=st.text(max_size=20))
+def test_the_bytes_of_tokens_make_the_text(tokenizer: Any, text: str) -> None:
+    vocabulary = Vocabulary(tokenizer())
+    ids = tokenizer().encode(text, add_special_tokens=False)
+    expected = text.replace("▁", " ") if tokenizer is sentencepiece else text
+    assert b"".join(map(vocabulary.bytes_of, ids)) == expected.encode()
+
+
+def test_each_kind_of_token() -> None:
+    qwen, llama, words = Vocabulary(byte_level()), Vocabulary(sentencepiece()), Vocabulary(whole_words())
+    pieces = {qwen.bytes_of(token) for token in range(len(byte_level()))}
+    assert {bytes([byte]) for byte in range(256)} <= pieces
+    assert qwen.bytes_of(2) == b"<|im_end|>" and 2 in qwen.special_ids
+    assert qwen.bytes_of(len(byte_level()) + 3) == b""  # models have rows for no token
+    assert llama.bytes_of(2 + 0xE2) == b"\xe2" and llama.bytes_of(261) == b" ab" and llama.special_ids == {0}
+    assert [words.bytes_of(token) for token in (1, 2)] == [b"ab", "é".encode()]
