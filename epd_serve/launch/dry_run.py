@@ -11,6 +11,7 @@ from epd_serve.config.keys import CLUSTER_KEY
 from epd_serve.launch.commands import instance_specs
 from epd_serve.launch.ports import Ports, instance_urls
 from epd_serve.launch.vllm import check_engine, vllm_processes
+from epd_serve.launch.vllm_probe import NoVllm
 
 _PARENT = "--parent-pid"
 
@@ -19,8 +20,8 @@ def dry_run(config: DeploymentConfig, file: Path | None, environment: Mapping[st
     """Lines: a comment and a command for each process. Nothing is started.
 
     ``file`` is the deployment file, None for the default deployment. A model that is not there is a comment for
-    vLLM, whose lines do not depend on it. Raises ValueError where the native engine's is not there, or the ports
-    are not fixed.
+    vLLM, whose lines do not depend on it. Raises ValueError where the native engine's is not there, the ports are
+    not fixed, or this machine's vLLM does not fit.
     """
     ports = tuple(int(url.rpartition(":")[2]) for _, url in instance_urls(config))
     shown = str(file) if file else "DEPLOYMENT.yaml"
@@ -48,7 +49,7 @@ def _vllm(config: DeploymentConfig, ports: tuple[int, ...], environment: Mapping
         if not found.epd_serve:
             path = "PLUGIN_PATH"
             yield "# PLUGIN_PATH: a directory with the packages epd_serve and device, or install epd-serve there"
-    except ValueError as error:
+    except NoVllm as error:
         yield f"# not checked on this machine: {error}"
     try:
         model = str(model_path(config.model))

@@ -17,6 +17,7 @@ from epd_serve.config.shares import DeviceShare
 from epd_serve.config.vllm import connectors
 from epd_serve.launch.commands import threads_each, visibility
 from epd_serve.launch.process import ProcessSpec
+from epd_serve.launch.vllm_hooks import CONNECTORS
 from epd_serve.launch.vllm_pixels import pixel_flags
 from epd_serve.launch.vllm_probe import VllmFound, check_flags, check_found, probe_vllm
 from epd_serve.protocol.addresses import is_loopback, url_of
@@ -154,7 +155,7 @@ def vllm_instance_specs(
 
 
 def check_engine(config: DeploymentConfig) -> VllmFound:
-    """The vLLM that a deployment will run on. Raises ValueError where it cannot."""
+    """The vLLM that a deployment will run on. Raises ValueError where it cannot, NoVllm where there is none."""
     python = config.vllm.python or sys.executable
     found = probe_vllm(python)
     used = connectors_of(config)
@@ -163,12 +164,18 @@ def check_engine(config: DeploymentConfig) -> VllmFound:
     check_found(
         found,
         python=python,
-        own_connectors=used.features == "store" or used.kv == "grouped",
+        connectors=own_connectors(used),
         needs=[*needs, *(["vllm_ascend"] if "npu" in kinds else [])],
     )
     roles = {str(instance.role) for instance in config.placement()}
     check_flags(found, {flag for role in roles for flag in config.settings_for(role).engine_args})
     return found
+
+
+def own_connectors(used: Connectors) -> list[str]:
+    """epd-serve's among them."""
+    own = [one for one in (used.features, used.kv) if one in CONNECTORS]
+    return [*own, *(["rewritten"] if used.rewrites else [])]
 
 
 def _options(

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from epd_serve.launch.vllm_probe import TESTED, VllmFound, check_found, probe_vllm
+from epd_serve.launch.vllm_probe import VllmFound, check_found, probe_vllm
 
 
 def check_vllm_engine(console: Console, python: Path | None) -> bool:
@@ -18,7 +18,7 @@ def check_vllm_engine(console: Console, python: Path | None) -> bool:
     table = Table("engine: vllm", "can it run", "detail")
     try:
         found = probe_vllm(named)
-        check_found(found, python=named, own_connectors=False)
+        check_found(found, python=named)
     except ValueError as error:
         table.add_row(str(named), Text("no", "bold red" if python else "dim"), Text(str(error)))
         console.print(table)
@@ -33,11 +33,11 @@ def check_vllm_engine(console: Console, python: Path | None) -> bool:
 
 def connectors_of(found: VllmFound) -> dict[str, str]:
     """Each connector of the deployment file, and what it lacks there; "" for nothing."""
-    own = "" if found.vllm.startswith(tuple(f"{one}." for one in TESTED)) else f"needs vLLM {' or '.join(TESTED)}"
     return {
-        "features: store": own,
+        "features: store": found.lacks("store"),
         "features: file": "",
-        "kv: grouped": own,
+        "media: rewritten": found.lacks("rewritten"),
+        "kv: grouped": found.lacks("grouped"),
         "kv: mooncake": "" if found.mooncake else "the mooncake package is not installed there",
         "kv: nixl": "" if found.nixl else "the nixl package is not installed there",
     }

@@ -95,6 +95,11 @@ class GroupedKVConnector(KVConnectorBase_V1):
                 vllm_config.parallel_config.rank % vllm_config.parallel_config.tensor_parallel_size,
             )
 
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """It keeps addresses of the KV cache, which sleep mode maps anew (asked from vLLM 0.33 on)."""
+        return False
+
     # ------------------------------------------------------------------ scheduler
 
     @property

@@ -8,14 +8,18 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 from rich.console import Console
 
 from epd_serve.config import DeploymentConfig, load_config, parse_config
+from epd_serve.launch import vllm_sources
 from epd_serve.launch.dry_run import dry_run
 from epd_serve.launch.vllm import VllmProcess, link_plugin, vllm_processes
 from epd_serve.launch.vllm_check import check_vllm_engine, connectors_of
+from epd_serve.launch.vllm_hooks import CONNECTORS, Module, lacking, needed_modules
 from epd_serve.launch.vllm_probe import VllmFound, check_flags, check_found, probe_vllm
 
 ROOT = Path(__file__).parents[2]
@@ -186,6 +190,17 @@ def test_the_dry_run_of_a_model_that_is_elsewhere_has_all_command_lines(tmp_path
     assert sum(f"serve {tmp_path / 'elsewhere'} " in line for line in lines) == 3
 
 
+def test_the_dry_run_refuses_a_vllm_that_up_would_refuse(
+    model: Path, good: VllmFound, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("epd_serve.launch.vllm.probe_vllm", lambda python: good)
+    config = parse_config(f"engine: vllm\ntopology: E-P-D\nmodel: {model}\ninstances: {{engine_args: {{sed: 1}}}}")
+    with pytest.raises(ValueError, match="has no flag sed; did you mean seed"):
+        list(dry_run(config, None, {}))
+    monkeypatch.setattr("epd_serve.launch.vllm.probe_vllm", lambda python: changed(good, vllm=""))
+    assert any(line.startswith("# not checked on this machine: ") for line in dry_run(config, None, {}))
+
+
 def test_settings_and_flags_are_passed_on(model: Path) -> None:
     one = processes(
         "topology: PD\ndtype: bfloat16\nserved_model_name: mine\n"
@@ -225,40 +240,115 @@ def test_the_command_lines_use_flags_of_vllm_alone(
     assert {word.removeprefix("--").removeprefix("no-").replace("-", "_") for word in used} <= KNOWN_FLAGS
 
 
-def test_an_unsuitable_vllm_is_refused_with_what_would_do() -> None:
-    good = VllmFound(
-        vllm="0.32.0+cpu",
+@pytest.fixture
+def good() -> VllmFound:
+    """A vLLM that has all that the connectors need, made of what they ask for."""
+    modules: dict[str, Module | None] = {
+        name: Module(words=words, names=[], classes={}) for name, words in needed_modules().items()
+    }
+    for connector in CONNECTORS:
+        while lack := lacking(connector, modules):
+            grant(lack, modules)
+    return VllmFound(
+        vllm="0.34.0+cpu",
         vllm_ascend="",
         mooncake=False,
         nixl=False,
         epd_serve=True,
         python="3.11",
         flags=["seed"],
+        modules=modules,
     )
-    check_found(good, python="python", own_connectors=True)
+
+
+def grant(lack: str, modules: dict[str, Module | None]) -> None:
+    """Give a vLLM what it is said to lack."""
+    words = lack.replace(",", "").split()
+    if words[0] in modules:
+        there = modules[words[0]]
+        assert there is not None
+        there.names.append(words[-1])
+        if words[-1] in ("ECConnectorBase", "KVConnectorBase_V1"):
+            there.classes[words[-1]] = {}
+        return
+    root, _, method = words[0].partition(".")
+    of_root = next(one.classes[root] for one in modules.values() if one is not None and root in one.classes)
+    of_root[method or words[-1]] = (words[words.index("not") + 1 :] if method else [], False)
+
+
+def changed(found: VllmFound, **fields: Any) -> VllmFound:
+    return msgspec.structs.replace(found, **fields)
+
+
+def test_an_unsuitable_vllm_is_refused_with_what_would_do(good: VllmFound) -> None:
+    check_found(good, python="python", connectors=CONNECTORS)
     check_flags(good, ["seed"])
-    for changed, words in (
-        ({"vllm": ""}, "has no vLLM; install it there"),
-        ({"vllm": "0.11.2"}, "too old; 0.20 or newer"),
-        ({"vllm": "0.28.1"}, "written for vLLM 0.32"),
-    ):
-        found = VllmFound(**{**{name: getattr(good, name) for name in good.__struct_fields__}, **changed})
+    for fields, words in (({"vllm": ""}, "has no vLLM; install it there"), ({"vllm": "0.11.2"}, "0.20 or newer")):
         with pytest.raises(ValueError, match=words):
-            check_found(found, python="python", own_connectors=True)
+            check_found(changed(good, **fields), python="python", connectors=CONNECTORS)
     with pytest.raises(ValueError, match="nixl is missing"):
-        check_found(good, python="python", own_connectors=False, needs=["nixl"])
+        check_found(good, python="python", needs=["nixl"])
     with pytest.raises(ValueError, match="has no flag sed; did you mean seed"):
         check_flags(good, ["sed"])
 
 
-def test_the_check_says_what_can_run(tmp_path: Path) -> None:
-    found = VllmFound(
-        vllm="0.31.0", vllm_ascend="", mooncake=True, nixl=False, epd_serve=True, python="3.11", flags=["seed"]
+def test_a_vllm_without_a_hook_is_refused_by_it(good: VllmFound) -> None:
+    """Of 0.27 the connectors' metrics are missing, of 0.23 what requests say of features."""
+    metrics = "vllm.distributed.ec_transfer.ec_connector.metrics"
+    older = changed(good, vllm="0.27.1", modules={**good.modules, metrics: None})
+    with pytest.raises(ValueError, match=r"features: store does not fit vLLM 0.27.1 .*it has no .*metrics.*0.33"):
+        check_found(older, python="python", connectors=["store"])
+    request = good.modules["vllm.v1.request"]
+    assert request is not None
+    silent = {**good.modules, "vllm.v1.request": msgspec.structs.replace(request, words=[])}
+    with pytest.raises(ValueError, match="knows no ec_transfer_params"):
+        check_found(changed(good, modules=silent), python="python", connectors=["store"])
+
+
+@pytest.mark.parametrize(
+    ("method", "told", "words"),
+    [
+        ("save_kv_layer", None, "has no save_kv_layer"),
+        ("save_kv_layer", (["layer_name"], False), "takes layer_name, and not layer_name, kv_layer"),
+        ("wait_for_all", ([], True), "asks for wait_for_all"),
+    ],
+)
+def test_a_hook_that_changes_is_seen(
+    method: str, told: tuple[list[str], bool] | None, words: str, good: VllmFound
+) -> None:
+    hooks = next(
+        one.classes["KVConnectorBase_V1"]
+        for one in good.modules.values()
+        if one is not None and "KVConnectorBase_V1" in one.classes
     )
-    assert {name for name, missing in connectors_of(found).items() if not missing} == {
+    hooks.pop(method, None)
+    if told is not None:
+        hooks[method] = told
+    assert words in good.lacks("grouped")
+    assert not good.lacks("store")
+
+
+def test_flags_are_found_wherever_vllm_keeps_them(tmp_path: Path) -> None:
+    """Those of the frontend have moved with each version."""
+    home = tmp_path / "vllm"
+    for place, field in (("engine/arg_utils.py", "seed"), ("entrypoints/common/cli_args.py", "tool_call_parser")):
+        file = home / place
+        file.parent.mkdir(parents=True)
+        file.write_text(f"class SomeArgs:\n    {field}: str\n")
+    (home / "__init__.py").touch()
+    script = f"import sys, runpy; sys.path.append({str(tmp_path)!r}); sys.argv[1:] = ['{{}}']; "
+    script += f"runpy.run_path({vllm_sources.__file__!r}, run_name='__main__')"
+    told = subprocess.run([sys.executable, "-ISc", script], capture_output=True, text=True, check=True).stdout
+    assert json.loads(told)["flags"] == ["seed", "tool_call_parser"]
+
+
+def test_the_check_says_what_can_run(tmp_path: Path, good: VllmFound) -> None:
+    older = changed(good, mooncake=True, modules={})
+    assert {name for name, missing in connectors_of(older).items() if not missing} == {
         "features: file",
         "kv: mooncake",
     }
+    assert not connectors_of(good)["features: store"]
     shown = Console(file=io.StringIO(), width=1000)
     assert not check_vllm_engine(shown, tmp_path / "nothing")
     assert "cannot be asked for its vLLM" in shown.file.getvalue()
