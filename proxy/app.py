@@ -22,7 +22,7 @@ from epd_serve.protocol.wire import RoleOrder
 from epd_serve.routing.choice import router_of
 from epd_serve.routing.policy import Policy
 from epd_serve.routing.table import InstanceTable
-from proxy.addresses import is_public
+from proxy.addresses import allowed_address
 from proxy.admin import create_admin_app, running_admin
 from proxy.control import Control
 from proxy.dashboard import dashboard_router
@@ -79,7 +79,7 @@ def create_app(
     fetcher = MediaFetcher(
         max_bytes=settings.media.max_bytes,
         timeout_s=settings.fetch_timeout_s,
-        allowed_address=(lambda _: True) if settings.allow_private else is_public,
+        allowed_address=allowed_address(allow_private=settings.allow_private),
         allowed_file_dirs=settings.allowed_file_dirs,
         rules=UrlRules(domains=settings.allowed_domains, ports=settings.allowed_ports),
     )

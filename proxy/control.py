@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 
+from proxy.addresses import allowed_address
 from proxy.endpoint import Endpoint
 from proxy.entrance import key_holders
 from proxy.fetch import MediaFetcher, UrlRules
@@ -36,6 +37,7 @@ RELOADED = frozenset(
         "media",
         "max_items",
         "fetch_timeout_s",
+        "allow_private",
         "allowed_domains",
         "allowed_ports",
         "allowed_file_dirs",
@@ -100,6 +102,7 @@ class Control:
         self._fetcher.reconfigure(
             max_bytes=now.media.max_bytes,
             timeout_s=now.fetch_timeout_s,
+            allowed_address=allowed_address(allow_private=now.allow_private),
             allowed_file_dirs=now.allowed_file_dirs,
             rules=UrlRules(domains=now.allowed_domains, ports=now.allowed_ports),
         )

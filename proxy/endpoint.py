@@ -182,7 +182,8 @@ class Endpoint:
 
     async def _media(self, exchange: Exchange, sources: list[MediaSource]) -> list[MediaItem]:
         info = self._table.models().get(exchange.trail.model)
-        items = await self._loader.load(sources, "" if info is None else info.media_fingerprint)
+        fingerprint = "" if info is None else info.media_fingerprint
+        items = await self._loader.load(sources, fingerprint, exchange.visit.client.name)
         exchange.trail.media([one.width * one.height for one in items], sum([len(item.data) for item in items]))
         self._metrics.media_bytes.add(exchange.trail.media_bytes, "image")
         return items

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import re
 import socket
 from collections.abc import Callable
@@ -18,21 +19,24 @@ from yarl import URL
 
 from epd_serve.errors import InvalidRequest, ServeError, TooLarge
 from proxy.addresses import Address, parse_address
+from proxy.lookups import Lookups
+
+logger = logging.getLogger(__name__)
 
 MAX_REDIRECTS = 3
 MAX_URL_LENGTH = 8192
-#: Connections to one host: a slow one does not keep the others from being asked.
+#: Connections of one asker, and to one host: a slow one does not keep the others from being asked.
+MAX_CONNECTIONS = 256
 MAX_PER_HOST = 16
 _PASSWORD = re.compile(r"://[^/?#]*@")
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 
 
 class AddressRefused(OSError):
-    """A connection to an address that media URLs may not lead to. What address it was stays here: who asks could
-    otherwise look up names of the inner network."""
+    """A connection to an address that media URLs may not lead to."""
 
-    def __init__(self) -> None:
-        super().__init__(errno.EACCES, "the address is not public")
+    def __init__(self, address: str) -> None:
+        super().__init__(errno.EACCES, f"{address} is not public")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +76,7 @@ class MediaFetcher:
 
     The address is checked where the socket for it is made: whatever the URL's spelling, the name's resolution or a
     redirect led to, it is the very address connected to that is checked. ``timeout_s`` bounds the whole of it, be
-    the server's bytes ever so slow to come.
+    the server's bytes ever so slow to come. Each asker has lookups and connections of its own.
     """
 
     def __init__(
@@ -84,28 +88,47 @@ class MediaFetcher:
         allowed_file_dirs: tuple[Path, ...] = (),
         rules: UrlRules | None = None,
     ) -> None:
-        self._allowed_address = allowed_address
-        self._session: aiohttp.ClientSession | None = None
+        self._sessions: dict[str, aiohttp.ClientSession] = {}
         self.reconfigure(
             max_bytes=max_bytes,
             timeout_s=timeout_s,
+            allowed_address=allowed_address,
             allowed_file_dirs=allowed_file_dirs,
             rules=rules or UrlRules(),
         )
 
     def reconfigure(
-        self, *, max_bytes: int, timeout_s: float, allowed_file_dirs: tuple[Path, ...], rules: UrlRules
+        self,
+        *,
+        max_bytes: int,
+        timeout_s: float,
+        allowed_address: Callable[[Address], bool],
+        allowed_file_dirs: tuple[Path, ...],
+        rules: UrlRules,
     ) -> None:
         """From now on."""
+        self._allowed_address = allowed_address
         self._max_bytes = max_bytes
         self._timeout_s = timeout_s
         self._file_dirs = allowed_file_dirs
         self._rules = rules
 
     async def __aenter__(self) -> Self:
-        self._session = aiohttp.ClientSession(
+        return self
+
+    def _session(self, asker: str) -> aiohttp.ClientSession:
+        if asker not in self._sessions:
+            self._sessions[asker] = self._new_session()
+        return self._sessions[asker]
+
+    def _new_session(self) -> aiohttp.ClientSession:
+        return aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(
-                limit=64, limit_per_host=MAX_PER_HOST, use_dns_cache=False, socket_factory=self._new_socket
+                resolver=Lookups(),
+                limit=MAX_CONNECTIONS,
+                limit_per_host=MAX_PER_HOST,
+                use_dns_cache=False,
+                socket_factory=self._new_socket,
             ),
             timeout=aiohttp.ClientTimeout(total=None),  # fetch() keeps the time
             cookie_jar=aiohttp.DummyCookieJar(),
@@ -114,65 +137,70 @@ class MediaFetcher:
             auto_decompress=False,
             trust_env=False,
         )
-        return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        assert self._session is not None
-        await self._session.close()
+        for session in self._sessions.values():
+            await session.close()
 
-    async def fetch(self, url: str) -> bytes:
-        """Raises InvalidRequest that names the URL and what went wrong, TooLarge for too many bytes."""
+    async def fetch(self, url: str, asker: str = "") -> bytes:
+        """``asker`` is whose lookups and connections are used: those of one are no other's.
+
+        Raises InvalidRequest that names the URL and what the client can do about it, TooLarge for too many bytes.
+        A server that cannot be reached is one case, be its name unknown, its address private or nobody there, and
+        nothing that a server sent is shown: who asks could otherwise look around in the inner network.
+        """
         if len(url) > MAX_URL_LENGTH:
             raise InvalidRequest(f"{_short(url)} has {len(url)} characters; at most {MAX_URL_LENGTH} are accepted")
         if url[:5].lower() == "file:":
             return await asyncio.to_thread(self._read_file, url)
         try:
             async with asyncio.timeout(self._timeout_s):
-                return await self._get(url)
-        except TimeoutError as error:
-            raise InvalidRequest(f"{_short(url)} was not fetched within {self._timeout_s:g} s") from error
-        except aiohttp.ClientConnectorError as error:
-            if isinstance(error.os_error, AddressRefused):
-                problem = (
-                    "it leads to an address that is not public, and this gateway fetches from public ones only"
-                )
-            else:
-                problem = f"no connection to {error.host}:{error.port}: {error.os_error.strerror or 'no answer'}"
-            raise InvalidRequest(f"{_short(url)} cannot be fetched: {problem}") from error
+                return await self._get(url, self._session(asker))
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise InvalidRequest(f"{_short(url)} cannot be fetched: {error or type(error).__name__}") from error
+            # Not with the URL, which may hold a signature.
+            reason = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else type(error).__name__
+            logger.info("an image of %s cannot be fetched: %s", URL(url).host, reason)
+            raise InvalidRequest(
+                f"{_short(url)} cannot be fetched: no picture came from it within {self._timeout_s:g} s; it must "
+                "be on a server that this gateway may reach and that speaks HTTP"
+            ) from error
 
-    async def _get(self, url: str) -> bytes:
-        assert self._session is not None
-        location = self._checked(url, url, "")
+    async def _get(self, url: str, session: aiohttp.ClientSession) -> bytes:
+        location = self._checked(url, url)
         for _ in range(MAX_REDIRECTS + 1):
             # The very object that was checked is what is connected to: no second parser sees another host in it.
-            async with self._session.get(location, allow_redirects=False) as response:
+            async with session.get(location, allow_redirects=False) as response:
                 if response.status in _REDIRECTS and "location" in response.headers:
                     target = urljoin(str(location), response.headers["location"])
-                    location = self._checked(target, url, "its server redirects to another place: ")
+                    try:
+                        location = self._checked(target, url)
+                    except InvalidRequest:
+                        raise InvalidRequest(
+                            f"{_short(url)} cannot be fetched: its server redirects to a place that is not "
+                            "allowed here"
+                        ) from None
                     continue
                 if response.status != 200:
                     raise InvalidRequest(f"{_short(url)} cannot be fetched: the server answered {response.status}")
-                if (coding := response.headers.get("content-encoding", "identity").lower()) != "identity":
+                if response.headers.get("content-encoding", "identity").lower() != "identity":
                     raise InvalidRequest(
-                        f"{_short(url)} cannot be fetched: the server sent it compressed ({coding[:20]}), which "
-                        "it was asked not to do"
+                        f"{_short(url)} cannot be fetched: the server sent it compressed, which it was asked not "
+                        "to do"
                     )
                 return await self._read(url, response)
         raise InvalidRequest(f"{_short(url)} cannot be fetched: more than {MAX_REDIRECTS} redirects")
 
-    def _checked(self, text: str, url: str, how: str) -> URL:
+    def _checked(self, text: str, url: str) -> URL:
         """``text`` as a URL that the rules allow; ``url`` is what the client sent."""
         try:
             location = URL(text)
             self._rules.check(location)
         except InvalidRequest as error:
-            raise InvalidRequest(f"{_short(url)}: {how}{error.message}") from None
+            raise InvalidRequest(f"{_short(url)}: {error.message}") from None
         except (ValueError, TypeError) as error:
-            raise InvalidRequest(f"{_short(url)} is no URL: {how}{error}") from error
+            raise InvalidRequest(f"{_short(url)} is no URL: {error}") from error
         return location
 
     async def _read(self, url: str, response: aiohttp.ClientResponse) -> bytes:
@@ -190,7 +218,7 @@ class MediaFetcher:
         family, kind, protocol, _, target = info
         address = target[0]
         if not self._allowed_address(parse_address(address)):
-            raise AddressRefused
+            raise AddressRefused(address)
         return socket.socket(family=family, type=kind, proto=protocol)
 
     def _read_file(self, url: str) -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import ParamSpec, TypeVar
 
@@ -18,6 +18,8 @@ from epd_serve.protocol.messages import MediaSource
 from epd_serve.protocol.wire import MediaRef
 from proxy.fetch import MediaFetcher
 
+#: Items of a request that are fetched at a time.
+MAX_FETCHES = 8
 #: Larger items are decoded and hashed in a thread; a smaller one takes less time than the thread switch is worth.
 INLINE_BYTES = 512 * 1024
 
@@ -62,11 +64,14 @@ class MediaLoader:
         self._max_total_bytes = max_total_bytes
         self._max_items = max_items
 
-    async def load(self, sources: Sequence[MediaSource], fingerprint: str = "") -> list[MediaItem]:
+    async def load(
+        self, sources: Sequence[MediaSource], fingerprint: str = "", asker: str = ""
+    ) -> list[MediaItem]:
         """All items of a request, in order. Raises InvalidRequest with ``param`` for the first that is no good.
 
         Those that the request holds are named at once under the ``fingerprint`` of the model that they are most
-        likely for, while their bytes are at hand; "": not yet.
+        likely for, while their bytes are at hand; "": not yet. Those by URL are fetched with the connections of
+        the ``asker``.
         """
         if len(sources) > self._max_items:
             raise InvalidRequest(
@@ -75,6 +80,11 @@ class MediaLoader:
                 code="too_many_images",
             )
         total = 0
+        fetches = asyncio.Semaphore(MAX_FETCHES)
+
+        async def fetch(url: str) -> bytes:
+            async with fetches:
+                return await self._fetcher.fetch(url, asker)
 
         def checked(item: MediaItem) -> MediaItem:
             nonlocal total
@@ -88,7 +98,7 @@ class MediaLoader:
             return item
 
         async def load_one(source: MediaSource) -> MediaItem:
-            return checked(await self._load(source, fingerprint))
+            return checked(await self._load(source, fingerprint, fetch))
 
         items: dict[int, MediaItem] = {}
         for index, source in enumerate(sources):
@@ -115,7 +125,9 @@ class MediaLoader:
             read = self._read(source, fingerprint)
         return read if isinstance(read, MediaItem) else None
 
-    async def _load(self, source: MediaSource, fingerprint: str) -> MediaItem:
+    async def _load(
+        self, source: MediaSource, fingerprint: str, fetch: Callable[[str], Awaitable[bytes]]
+    ) -> MediaItem:
         with _telling_place(source):
             if _is_inline(source):
                 read = await _off_loop(_num_characters(source), self._read, source, fingerprint)
@@ -123,7 +135,7 @@ class MediaLoader:
                     return read
                 data = read
             else:
-                data = await self._fetcher.fetch(source.url)
+                data = await fetch(source.url)
             size = self._plain_size(data)
             if size is None:
                 # Always in a thread: a small file can have megabytes of compressed text before its pixels.

@@ -136,7 +136,7 @@ class GatewaySettings:
             max_items=media.max_items,
             allowed_domains=media.allowed_domains,
             allowed_ports=media.allowed_ports,
-            allow_private=is_loopback(host) if media.allow_private is None else media.allow_private,
+            allow_private=_is_private(config, host) if media.allow_private is None else media.allow_private,
             encode_timeout_s=config.settings_for("P").feature_timeout_s / 2,
             failover=Failover(**gateway.failover.model_dump()),
             health=HealthSettings(
@@ -166,6 +166,13 @@ class GatewaySettings:
             vllm=vllm_targets(config) if config.engine == "vllm" else None,
             allowed_file_dirs=tuple(Path(folder).expanduser().resolve() for folder in media.allowed_file_dirs),
         )
+
+
+def _is_private(config: DeploymentConfig, host: str) -> bool:
+    """Whether only this machine's users ask the gateway: not where there are keys, which are for others, who come
+    through a reverse proxy."""
+    gateway = config.gateway
+    return is_loopback(host) and gateway.api_key is None and not gateway.api_keys
 
 
 def share_of(total: int, index: int, number: int) -> int:

@@ -184,7 +184,7 @@ class MediaConfig(Section):
     allow_private: bool | None = Field(
         default=None,
         description="Whether image URLs may lead into private networks. "
-        "null: only while the gateway itself listens on the loopback interface.",
+        "null: only while the gateway listens on the loopback interface and has no API keys.",
     )
     allowed_domains: Annotated[tuple[str, ...], AfterValidator(_check_domains)] | None = Field(
         default=None,

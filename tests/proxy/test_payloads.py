@@ -24,7 +24,7 @@ from proxy.payloads import ParsedBody
 
 
 class _NoFetcher:
-    async def fetch(self, url: str) -> bytes:
+    async def fetch(self, url: str, asker: str) -> bytes:
         raise InvalidRequest(f"{url} is not to be fetched")
 
 
