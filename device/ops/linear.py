@@ -91,19 +91,40 @@ def gated_linear(
     up: Tensor,
     swiglu: Callable[[Tensor], Tensor],
     biases: tuple[Tensor, Tensor] | None = None,
+    activation: Activation | Callable[[Tensor], Tensor] = "swish",
 ) -> Linear:
-    """``silu(states @ gate.T) * (states @ up.T)``, both weights [out, in].
+    """``activation(states @ gate.T) * (states @ up.T)``, both weights [out, in].
 
     Args:
         biases: of both products, [out] each.
-        swiglu: does the same to both products side by side, [..., 2 * out]; used where they are one product.
+        activation: of each element by itself.
+        swiglu: does the whole to both products side by side, [..., 2 * out]; used where they are one product and
+            the activation is "swish".
     """
     if not _packs(gate):
         both = linear(torch.cat((gate, up)), None if biases is None else torch.cat(biases))
-        return lambda states: swiglu(both(states))
+        if activation == "swish":
+            return lambda states: swiglu(both(states))
+        activate = _ACTIVATIONS[activation] if isinstance(activation, str) else activation
+
+        def gated(states: Tensor) -> Tensor:
+            inner, outer = both(states).chunk(2, dim=-1)
+            return activate(inner) * outer
+
+        return gated
     gate_bias, up_bias = biases or (None, None)
-    gate_product, up_product = linear(gate, gate_bias), linear(up, up_bias)
-    return lambda states: up_product(states, multiply=gate_product(states, "swish"))
+    gate_product, up_product = activated_linear(gate, gate_bias, activation), linear(up, up_bias)
+    return lambda states: up_product(states, multiply=gate_product(states))
+
+
+def activated_linear(
+    weight: Tensor, bias: Tensor | None, activation: Activation | Callable[[Tensor], Tensor]
+) -> Linear:
+    """``activation(states @ weight.T + bias)``, fused where it has a name."""
+    product = linear(weight, bias)
+    if isinstance(activation, str):
+        return partial(product, activation=activation)
+    return lambda states: activation(product(states))
 
 
 class PackedLinear(nn.Module):

@@ -17,19 +17,10 @@ from device.base import AttentionOps, AttentionPlan
 from device.distributed import Alone, Group
 from device.ops.linear import Linear, gated_linear, linear
 from device.ops.rotary import rotary_tables
+from epd_serve.models.activations import fused
 from epd_serve.models.sharding import Heads, split
 
 _INTERLEAVED_MROPE = ("qwen3_vl_text", "qwen3_vl_moe_text")
-TEXT_MODELS = (
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "qwen2_vl_text",
-    "qwen2_5_vl_text",
-    *_INTERLEAVED_MROPE,
-)
-_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,15 +59,10 @@ class Decoder:
     def __init__(self, model: Any, ops: AttentionOps, device: torch.device, group: Group | None = None) -> None:
         """Take over a transformers language model: its layers are emptied one by one as they are converted.
 
-        Raises ValueError for an architecture of other layers than RMSNorm, rotary attention and SwiGLU or
-        mixture-of-experts, and for a group that its heads and widths cannot be split over.
+        Its configuration is one that :mod:`epd_serve.models.checkpoint_config` lets pass. Raises ValueError for a
+        group that its heads and widths cannot be split over.
         """
         config = model.config
-        if config.model_type not in TEXT_MODELS:
-            raise ValueError(
-                f"the native engine does not know the language model {config.model_type!r}; "
-                f"it runs {', '.join(TEXT_MODELS)}"
-            )
         self._ops = ops
         self._group = group or Alone()
         self._device = device
@@ -171,8 +157,11 @@ class Decoder:
             experts = mlp.to(self._device)
             return lambda hidden: experts(hidden.unsqueeze(0)).squeeze(0)
         rows = split(mlp.gate_proj.out_features, self._group)
-        gate, up = (mlp.gate_proj.weight[rows].to(self._device), mlp.up_proj.weight[rows].to(self._device))
-        inner = gated_linear(gate, up, self._ops.swiglu)
+        gate, up = (projection.weight[rows].to(self._device) for projection in (mlp.gate_proj, mlp.up_proj))
+        biases = None
+        if mlp.gate_proj.bias is not None:
+            biases = (mlp.gate_proj.bias[rows].to(self._device), mlp.up_proj.bias[rows].to(self._device))
+        inner = gated_linear(gate, up, self._ops.swiglu, biases, fused(mlp.act_fn.to(self._device)))
         down = self._row_parallel(mlp.down_proj, rows)
         return lambda hidden: down(inner(hidden))
 
@@ -203,11 +192,6 @@ class _Rotary:
     """Rotary tables of a step, by the frequencies that transformers computed from the config."""
 
     def __init__(self, module: Any, config: Any, device: torch.device) -> None:
-        if module.rope_type in _LENGTH_DEPENDENT_ROPE:
-            raise ValueError(
-                f"rotary scaling {module.rope_type!r} changes with the context's length, which a batch of several "
-                "sequences cannot share; the native engine runs default, linear, yarn and llama3"
-            )
         self._frequencies = module.inv_freq.to(device=device, dtype=torch.float32)
         self._scaling: float = module.attention_scaling
         self._sections: list[int] | None = getattr(module, "mrope_section", None)

@@ -10,12 +10,18 @@ from typing import Any, Protocol
 import torch
 from PIL import Image
 from torch import Tensor
-from transformers import AutoConfig, AutoImageProcessor
+from transformers import AutoImageProcessor
 
 from epd_serve.errors import InvalidRequest
+from epd_serve.models.checkpoint_config import read_config
 
 #: Tower inputs of one image by argument name; a batch concatenates them along dimension 0.
 TowerInputs = dict[str, Tensor]
+
+#: Sizes of pictures that a family's arithmetic is held against its processor with.
+_TRIED_SIZES = ((64, 64), (200, 50), (50, 300))
+#: Tokens that a tower puts before those of the patches.
+_CLASS_TOKENS = {"clip_vision_model": 1, "siglip_vision_model": 0}
 
 
 class Family(Protocol):
@@ -36,6 +42,10 @@ class Family(Protocol):
 
     def preprocess(self, image: Image.Image) -> TowerInputs:
         """RGB image → tower inputs."""
+        ...
+
+    def check(self) -> None:
+        """Raise ValueError where the processor makes other inputs than the tower's configuration is for."""
         ...
 
     def positions(self, ids: Sequence[int], sizes: Sequence[tuple[int, int]], model: Any) -> tuple[Tensor, int]:
@@ -87,6 +97,32 @@ class QwenVL:
         batch = self._processor(images=[image], return_tensors="pt")
         return {name: batch[name] for name in ("pixel_values", "image_grid_thw")}
 
+    def check(self) -> None:
+        vision, processor = self.config.vision_config, self._processor
+        for ours, theirs in (
+            ("patch_size", "patch_size"),
+            ("temporal_patch_size", "temporal_patch_size"),
+            ("spatial_merge_size", "merge_size"),
+        ):
+            wanted, found = getattr(vision, ours), getattr(processor, theirs)
+            if found not in (wanted, *(set(wanted) if isinstance(wanted, list | tuple) else ())):
+                raise ValueError(
+                    f"vision_config.{ours} is {wanted}, but {theirs} of preprocessor_config.json is {found}; "
+                    "they must be equal"
+                )
+        # the towers of Qwen2-VL call the width of what they hand out hidden_size
+        name = "out_hidden_size" if hasattr(vision, "out_hidden_size") else "hidden_size"
+        width, needed = getattr(vision, name), self.config.get_text_config().hidden_size
+        if width != needed:
+            raise ValueError(f"vision_config.{name} is {width}; it must be text_config.hidden_size, {needed}")
+        for size in _TRIED_SIZES:
+            expected, made = self.grid(size), tuple(self.preprocess(_blank(size))["image_grid_thw"][0].tolist())
+            if expected != made:
+                raise ValueError(
+                    f"preprocessor_config.json makes {made} patches of a picture of {size} pixels, where "
+                    f"{expected} are expected: pictures must be resized, with the sizes of its family"
+                )
+
     def positions(self, ids: Sequence[int], sizes: Sequence[tuple[int, int]], model: Any) -> tuple[Tensor, int]:
         tokens = torch.tensor([ids])
         if not sizes:
@@ -109,11 +145,11 @@ class Llava:
         self.config = config
         self.image_token_id: int = getattr(config, "image_token_id", None) or config.image_token_index
         self._processor = image_processor
-        crop = getattr(image_processor, "crop_size", None) or image_processor.size
-        patch = config.vision_config.patch_size
-        self._num_pixels: int = crop["height"] * crop["width"]
-        class_token = 0 if config.vision_feature_select_strategy == "default" else 1
-        self._num_tokens: int = (crop["height"] // patch) * (crop["width"] // patch) + class_token
+        vision = config.vision_config
+        self._num_pixels: int = vision.image_size**2
+        self._num_tokens: int = (vision.image_size // vision.patch_size) ** 2 + _CLASS_TOKENS[vision.model_type]
+        if config.vision_feature_select_strategy == "default":
+            self._num_tokens -= 1  # the first, whatever it stands for
 
     def num_image_tokens(self, size: tuple[int, int]) -> int:
         return self._num_tokens
@@ -123,6 +159,16 @@ class Llava:
 
     def preprocess(self, image: Image.Image) -> TowerInputs:
         return {"pixel_values": self._processor(images=[image], return_tensors="pt")["pixel_values"]}
+
+    def check(self) -> None:
+        wanted = self.config.vision_config.image_size
+        for size in _TRIED_SIZES:
+            rows, columns = self.preprocess(_blank(size))["pixel_values"].shape[-2:]
+            if (rows, columns) != (wanted, wanted):
+                raise ValueError(
+                    f"vision_config.image_size is {wanted}, but preprocessor_config.json makes {columns}x{rows} "
+                    f"pixels of a picture of {size}; it must make {wanted}x{wanted}"
+                )
 
     def positions(self, ids: Sequence[int], sizes: Sequence[tuple[int, int]], model: Any) -> tuple[Tensor, int]:
         return torch.arange(len(ids)).unsqueeze(0), 0
@@ -135,12 +181,15 @@ _FAMILIES: dict[str, Callable[[Any, Any], Family]] = {
 
 
 def load_family(path: Path) -> Family:
-    """The family of the model in ``path``. Raises ValueError that names the families there are."""
-    config = AutoConfig.from_pretrained(path, local_files_only=True)
-    family = _FAMILIES.get(config.model_type)
-    if family is None:
-        raise ValueError(
-            f"{path}: the native engine does not know the family {config.model_type!r}; "
-            f"it runs {', '.join(_FAMILIES)}"
-        )
-    return family(config, AutoImageProcessor.from_pretrained(path, local_files_only=True))
+    """The family of the model in ``path``. Raises ValueError for a model that the engine would not run rightly."""
+    config = read_config(path)
+    family = _FAMILIES[config.model_type](config, AutoImageProcessor.from_pretrained(path, local_files_only=True))
+    try:
+        family.check()
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    return family
+
+
+def _blank(size: tuple[int, int]) -> Image.Image:
+    return Image.new("RGB", size)

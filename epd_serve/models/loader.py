@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterable
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,8 @@ from typing import Any
 import torch
 from blake3 import blake3
 from torch import nn
-from transformers import AutoConfig, AutoModelForImageTextToText
+
+from epd_serve.models.checkpoint_config import model_class, read_config
 
 _SAMPLES_PER_FILE = 64
 _SAMPLE_BYTES = 1 << 16
@@ -27,26 +30,46 @@ def load_part(path: Path, part: ModelPart, dtype: torch.dtype) -> nn.Module:
     """Load the tower with its projector, or the language model with its head, onto the host.
 
     The other part's modules are dropped while the model is still on the meta device, so their weights are never
-    read. Raises ValueError for a model without the two parts and for any weight that the checkpoint lacks.
+    read. Raises ValueError for a configuration that is not honoured, and for any weight that the checkpoint lacks,
+    or that the model does not have.
     """
-    config = AutoConfig.from_pretrained(path)
-    base = AutoModelForImageTextToText._model_mapping.get(type(config), None)
-    if base is None:
-        raise ValueError(
-            f"{path}: transformers runs no {config.model_type!r} as an image-text-to-text model; "
-            "use a vision-language model such as Qwen3-VL or LLaVA"
-        )
-    model, info = _partial_class(base, part).from_pretrained(
-        path, config=config, dtype=dtype, output_loading_info=True, local_files_only=True
+    config = read_config(path)
+    model, info = _partial_class(model_class(config), part).from_pretrained(
+        path,
+        config=config,
+        dtype=dtype,
+        output_loading_info=True,
+        local_files_only=True,
+        ignore_mismatched_sizes=True,  # for an error of ours
     )
-    if info["missing_keys"]:
-        missing = ", ".join(sorted(info["missing_keys"])[:5])
-        raise ValueError(f"{path}: the checkpoint lacks {len(info['missing_keys'])} weights, among them {missing}")
+    _check_weights(path, info)
     on_meta = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
     if on_meta:
         raise ValueError(f"{path}: {len(on_meta)} weights were not loaded, among them {on_meta[0]}")
     loaded: nn.Module = model.eval().requires_grad_(False)
     return loaded
+
+
+def _check_weights(path: Path, info: dict[str, Any]) -> None:
+    """Raise ValueError unless the checkpoint has the model's weights and no others."""
+    if info["missing_keys"]:
+        raise ValueError(f"{path}: the checkpoint lacks {_some(info['missing_keys'])}")
+    if info["unexpected_keys"]:
+        raise ValueError(
+            f"{path}: the checkpoint has {_some(info['unexpected_keys'])}, which a model of its config.json does "
+            "not have; take them out, or use the config.json that they were saved with"
+        )
+    if info["mismatched_keys"]:
+        name, found, expected = min(info["mismatched_keys"])
+        raise ValueError(
+            f"{path}: the weight {name} has the shape {list(found)}; by config.json it is {list(expected)}"
+        )
+
+
+def _some(names: Iterable[str]) -> str:
+    ordered = sorted(names)
+    count = "a weight" if len(ordered) == 1 else f"{len(ordered)} weights, among them"
+    return f"{count} {', '.join(ordered[:5])}"
 
 
 def num_parameters(model: nn.Module) -> int:
@@ -58,20 +81,19 @@ def _partial_class(base: Any, part: ModelPart) -> Any:
 
     def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         base.__init__(self, config, *args, **kwargs)
-        if not hasattr(self.model, "language_model"):
-            raise ValueError(f"{base.__name__} has no language_model beside its tower; it cannot be split")
         if part is ModelPart.TOWER:
-            self.model.language_model = None
-            self.lm_head = None
+            dropped = ["model.language_model", "lm_head"]
             self.all_tied_weights_keys = {}
         else:
-            for name, _ in list(self.model.named_children()):
-                if name != "language_model":
-                    setattr(self.model, name, None)
+            names = [name for name, _ in self.model.named_children()]
+            dropped = [f"model.{name}" for name in names if name != "language_model"]
+        for name in dropped:
+            parent, _, child = name.rpartition(".")
+            setattr(self.get_submodule(parent), child, None)
+        self._keys_to_ignore_on_load_unexpected |= {f"^{re.escape(name)}[.]" for name in dropped}
 
     members: dict[str, Any] = {
         "__init__": init,
-        "_keys_to_ignore_on_load_unexpected": [r".*"],
         # transformers skips the renaming of checkpoint keys for classes of foreign modules
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,

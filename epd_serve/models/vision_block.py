@@ -11,11 +11,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from device.base import AttentionOps
-from device.ops.linear import Activation, Product, gated_linear, linear
+from device.ops.linear import Product, activated_linear, gated_linear, linear
+from epd_serve.models.activations import fused
 from epd_serve.models.attention import TowerAttention
 
 _BLOCKS = ("Qwen2VLVisionBlock", "Qwen2_5_VLVisionBlock", "Qwen3VLVisionBlock", "Qwen3VLMoeVisionBlock")
-_ACTIVATIONS: dict[str, Activation] = {"GELUTanh": "gelu_tanh", "PytorchGELUTanh": "gelu_tanh"}
 
 
 class VisionBlock(nn.Module):
@@ -32,16 +32,15 @@ class VisionBlock(nn.Module):
         if hasattr(block.mlp, "gate_proj"):
             gate, up = block.mlp.gate_proj, block.mlp.up_proj
             biases = None if gate.bias is None else (gate.bias.detach(), up.bias.detach())
-            self._inner = gated_linear(gate.weight.detach(), up.weight.detach(), ops.swiglu, biases)
+            weights = gate.weight.detach(), up.weight.detach()
+            self._inner = gated_linear(*weights, ops.swiglu, biases, fused(block.mlp.act_fn))
             self._down = _product(block.mlp.down_proj)
         else:
             names = ("linear_fc1", "linear_fc2") if hasattr(block.mlp, "linear_fc1") else ("fc1", "fc2")
-            inner, self._down = (_product(getattr(block.mlp, name)) for name in names)
-            activate: Any = getattr(block.mlp, "act_fn", None) or block.mlp.act
-            if fused := _ACTIVATIONS.get(type(activate).__name__):
-                self._inner = lambda states: inner(states, fused)
-            else:
-                self._inner = lambda states: activate(inner(states))
+            inner, down = (getattr(block.mlp, name) for name in names)
+            activation = fused(getattr(block.mlp, "act_fn", None) or block.mlp.act)
+            self._inner = activated_linear(inner.weight.detach(), inner.bias.detach(), activation)
+            self._down = _product(down)
 
     def forward(
         self,

@@ -33,16 +33,54 @@ def test_the_parts_make_the_whole_and_share_nothing(tiny_model: Path) -> None:
         assert torch.equal(parameter, weights[name]), name
 
 
-@pytest.mark.parametrize("part", ModelPart)
-def test_a_missing_weight_is_an_error(tmp_path: Path, part: ModelPart) -> None:
-    path = tiny_models.make_tiny_model("qwen3_vl", tmp_path / "model")
-    weights = load_file(path / "model.safetensors")
-    wanted = "visual.blocks.0" if part is ModelPart.TOWER else "language_model.layers.0"
-    victim = next(name for name in weights if wanted in name)
+def _lacks(weights: dict[str, torch.Tensor], victim: str) -> str:
     del weights[victim]
+    return "lacks a weight "
+
+
+def _has_more(weights: dict[str, torch.Tensor], victim: str) -> str:
+    weights[f"{victim}_scale_inv"] = torch.ones(2)
+    return "has a weight .*_scale_inv, which a model of its config.json does not have"
+
+
+def _has_another_shape(weights: dict[str, torch.Tensor], victim: str) -> str:
+    weights[victim] = weights[victim][:-1].clone()
+    return "has the shape "
+
+
+@pytest.mark.parametrize("kind", tiny_models.KINDS)
+@pytest.mark.parametrize("part", ModelPart)
+def test_weights_are_those_of_the_configuration(tmp_path: Path, kind: str, part: ModelPart) -> None:
+    """One too few, one too many, one of another shape: refused by name, by the instance whose part it is."""
+    path = tiny_models.make_tiny_model(kind, tmp_path / "model")
+    whole = load_file(path / "model.safetensors")
+    towers = ("visual.", "vision_tower.", "multi_modal_projector.")
+    victims = [
+        name
+        for name in whole
+        if name.endswith("weight")
+        and "embed_tokens" not in name  # tied to the head where there is none
+        and any(tower in name for tower in towers) == (part is ModelPart.TOWER)
+    ]
+    for victim in (victims[0], victims[-1]):
+        for change in (_lacks, _has_more, _has_another_shape):
+            weights = dict(whole)
+            message = change(weights, victim)
+            save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+            with pytest.raises(ValueError, match=message) as caught:
+                load_part(path, part, torch.float32)
+            # transformers may have renamed what stands before
+            assert ".".join(victim.split(".")[-2:]) in str(caught.value)
+            load_part(path, next(other for other in ModelPart if other is not part), torch.float32)
+
+
+def test_a_weight_of_no_part_is_refused_by_all(tmp_path: Path) -> None:
+    path = tiny_models.make_tiny_model("qwen3_vl", tmp_path / "model")
+    weights = {**load_file(path / "model.safetensors"), "mtp.fc.weight": torch.ones(2)}
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match="lacks 1 weights"):
-        load_part(path, part, torch.float32)
+    for part in ModelPart:
+        with pytest.raises(ValueError, match=r"a weight mtp\.fc\.weight"):
+            load_part(path, part, torch.float32)
 
 
 @pytest.mark.parametrize("size", [(448, 448), (50, 200), (1000, 30)])
@@ -55,7 +93,7 @@ def test_pixels_are_counted_as_the_tower_sees_them(tiny_model: Path, size: tuple
 
 def test_a_text_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    with pytest.raises(ValueError, match="image-text-to-text"):
+    with pytest.raises(ValueError, match="does not know the family 'llama'"):
         load_part(tmp_path, ModelPart.LANGUAGE_MODEL, torch.float32)
     with pytest.raises(ValueError, match="does not know the family 'llama'"):
         load_family(tmp_path)

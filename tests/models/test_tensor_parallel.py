@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import tiny_models
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from device.distributed import Alone, Group
@@ -134,9 +135,19 @@ def steps(path: Path, model: LanguageModel) -> list[StepInputs]:
     return made
 
 
-@pytest.fixture(scope="module", params=tiny_models.KINDS)
+@pytest.fixture(scope="module", params=[*tiny_models.KINDS, "biased"])
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_models.make_tiny_model(request.param, tmp_path_factory.mktemp("ranks") / request.param)
+    path = tmp_path_factory.mktemp("ranks") / request.param
+    if request.param != "biased":
+        return tiny_models.make_tiny_model(request.param, path)
+    tiny_models.make_tiny_model("llava", path, mlp_bias=True, attention_bias=True, hidden_act="gelu_pytorch_tanh")
+    weights = load_file(path / "model.safetensors")
+    generator = torch.Generator().manual_seed(2)
+    for name, weight in weights.items():
+        if name.endswith("bias"):
+            weights[name] = torch.randn(weight.shape, generator=generator)
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    return path
 
 
 def test_every_width_computes_the_same_and_continues_what_another_began(path: Path) -> None:

@@ -1,0 +1,278 @@
+"""A checkpoint's config.json, read and held against what the native engine computes.
+
+Every field is one of four kinds: the engine honours it; it describes the checkpoint and decides no token; it has
+the value that the family has anyway; or the model is refused, with the field's name. A field that transformers'
+configuration class does not declare decides nothing unless code that the model runs reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers.activations import ACT2FN
+
+from epd_serve.models.config_readers import names_read
+
+_QWEN_FIELDS = frozenset(
+    ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id", "tie_word_embeddings")
+)
+#: What the engine honours at the top level of each family's configuration.
+_FAMILIES: dict[str, frozenset[str]] = {
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), _QWEN_FIELDS),
+    "llava": frozenset(
+        (
+            "image_token_index",
+            "projector_hidden_act",
+            "vision_feature_select_strategy",
+            "vision_feature_layer",
+            "multimodal_projector_bias",
+            "tie_word_embeddings",
+        )
+    ),
+}
+#: Their heads are as wide as they fit into the hidden states.
+_NARROW_HEADS = ("qwen2_vl_text", "qwen2_5_vl_text")
+_MROPE_MODELS = (*_NARROW_HEADS, "qwen3_vl_text", "qwen3_vl_moe_text")
+_TEXT_MODELS = ("llama", "mistral", "qwen2", "qwen3", *_MROPE_MODELS)
+#: What the decoder honours, whichever class of the above declares it.
+_TEXT_FIELDS = frozenset(
+    (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "hidden_act",
+        "max_position_embeddings",
+        "rms_norm_eps",
+        "rope_parameters",
+        "attention_bias",
+        "mlp_bias",
+        "tie_word_embeddings",
+        "use_sliding_window",
+        "sliding_window",
+        "max_window_layers",
+        "layer_types",
+        # mixture-of-experts layers are transformers' own
+        "num_experts",
+        "num_experts_per_tok",
+        "moe_intermediate_size",
+        "decoder_sparse_step",
+        "mlp_only_layers",
+    )
+)
+_QWEN_TOWER = (
+    "depth",
+    "hidden_size",
+    "hidden_act",
+    "num_heads",
+    "in_channels",
+    "patch_size",
+    "spatial_merge_size",
+    "temporal_patch_size",
+    "rope_parameters",
+)
+_PATCH_TOWER = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_channels",
+    "image_size",
+    "patch_size",
+    "hidden_act",
+    "layer_norm_eps",
+)
+_DEEP_TOWER = ("intermediate_size", "out_hidden_size", "num_position_embeddings", "deepstack_visual_indexes")
+#: What the encoder honours, by the tower's model type.
+_TOWERS: dict[str, frozenset[str]] = {
+    "qwen2_vl_vision": frozenset((*_QWEN_TOWER, "embed_dim", "mlp_ratio")),
+    "qwen2_5_vl_vision": frozenset(
+        (*_QWEN_TOWER, "intermediate_size", "out_hidden_size", "window_size", "fullatt_block_indexes")
+    ),
+    "qwen3_vl_vision": frozenset((*_QWEN_TOWER, *_DEEP_TOWER)),
+    "qwen3_vl_moe_vision": frozenset((*_QWEN_TOWER, *_DEEP_TOWER)),
+    "clip_vision_model": frozenset(_PATCH_TOWER),
+    "siglip_vision_model": frozenset((*_PATCH_TOWER, "vision_use_head")),
+}
+#: What decides no token of an answer, whatever it is.
+_DESCRIPTIVE = frozenset(
+    (
+        "architectures",
+        "transformers_version",
+        "dtype",
+        "model_type",
+        "initializer_range",
+        "initializer_factor",
+        "use_cache",
+        "attention_dropout",
+        "bos_token_id",
+        "eos_token_id",  # read where a generation ends, not here
+        "pad_token_id",
+        "id2label",
+        "label2id",
+        "num_labels",
+        "problem_type",
+        "pretraining_tp",
+        "chunk_size_feed_forward",
+        "output_hidden_states",
+        "output_router_logits",
+        "router_aux_loss_coef",
+        "projection_dim",  # of CLIP's head, behind the layers that are read
+        "image_seq_length",  # counted from the sizes
+        "tokens_per_second",  # of videos
+    )
+)
+_PARTS = ("text_config", "vision_config")
+_ROPE_TYPES = ("default", "linear", "yarn", "llama3")
+
+
+def read_config(path: Path) -> Any:
+    """The configuration of the checkpoint in ``path``.
+
+    Raises ValueError that names the field, its value and what is supported, where the engine would not compute
+    what transformers computes.
+    """
+    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    try:
+        _check(config)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    return config
+
+
+def model_class(config: Any) -> Any:
+    """transformers' class for a configuration of a known family."""
+    return AutoModelForImageTextToText._model_mapping[type(config)]
+
+
+def _check(config: Any) -> None:
+    _check_type("family", config.model_type, _FAMILIES)
+    text, vision = config.get_text_config(), config.vision_config
+    _check_type("language model", text.model_type, _TEXT_MODELS)
+    _check_type("vision tower", vision.model_type, _TOWERS)
+    parts = (
+        ("", config, _FAMILIES[config.model_type]),
+        ("text_config.", text, _TEXT_FIELDS),
+        ("vision_config.", vision, _TOWERS[vision.model_type]),
+    )
+    extras = [extra for where, part, honoured in parts for extra in _check_declared(where, part, honoured)]
+    _check_text(text)
+    _check_vision(vision)
+    if extras:
+        _check_read(config, extras)
+
+
+def _check_type(what: str, model_type: str, known: Iterable[str]) -> None:
+    if model_type not in known:
+        raise ValueError(f"the native engine does not know the {what} {model_type!r}; it runs {', '.join(known)}")
+
+
+def _check_declared(where: str, config: Any, honoured: frozenset[str]) -> Iterator[tuple[str, Any, str]]:
+    """Refuse what the class declares and the engine does not honour; yield what the class does not declare."""
+    if getattr(config, "quantization_config", None) is not None:
+        raise ValueError(
+            f"{where}quantization_config: the native engine does not run quantised weights; use the checkpoint "
+            "that is not quantised, or engine: vllm"
+        )
+    if getattr(config, "is_heterogeneous", False):
+        raise ValueError(
+            f"{where}per_layer_config: layers must be alike; the native engine has no values by layer"
+        )
+    declared = {field.name: field for field in fields(config)}
+    for name, value in vars(config).items():
+        if name.startswith("_") or name in honoured or name in _DESCRIPTIVE or name in _PARTS:
+            continue
+        if name not in declared:
+            yield where, config, name
+            continue
+        field = declared[name]
+        default = field.default_factory() if field.default_factory is not MISSING else field.default
+        if value != default:
+            raise ValueError(f"{where}{name} is {value!r}; the native engine supports {default!r} alone")
+
+
+def _check_read(config: Any, extras: Iterable[tuple[str, Any, str]]) -> None:
+    """Refuse undeclared fields that the model's code reads."""
+    try:
+        with torch.device("meta"):
+            model = model_class(config)(config)
+    except Exception as error:  # whatever it is that a configuration breaks
+        raise ValueError(f"transformers cannot build this model: {error!r}") from error
+    for where, part, name in extras:
+        value = getattr(part, name)
+        # an absent field is None where it is read with a default, but for this one
+        if (value is not None or name == "is_causal") and name in names_read(model, part, config):
+            raise ValueError(
+                f"{where}{name} is {value!r}: the model's code in transformers reads it, and the native engine "
+                "does not honour it; take the field out, or use engine: vllm"
+            )
+
+
+def _check_text(text: Any) -> None:
+    where, heads, kv_heads = "text_config.", text.num_attention_heads, text.num_key_value_heads
+    if heads % kv_heads:
+        raise ValueError(
+            f"{where}num_key_value_heads is {kv_heads}; it must divide num_attention_heads, which is {heads}"
+        )
+    _check_activation(f"{where}hidden_act", text.hidden_act)
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    _check_rope(f"{where}rope_parameters", text.rope_parameters)
+    if text.model_type in _MROPE_MODELS:
+        sections = text.rope_parameters.get("mrope_section") or ()
+        if sum(sections) != head_dim // 2:
+            raise ValueError(
+                f"{where}rope_parameters.mrope_section is {list(sections)}; its sum must be half of a head's "
+                f"width, {head_dim // 2}"
+            )
+        if text.model_type in _NARROW_HEADS and head_dim != text.hidden_size // heads:
+            raise ValueError(
+                f"{where}head_dim is {head_dim}; this model's heads share hidden_size, which makes each "
+                f"{text.hidden_size // heads} wide"
+            )
+    for layer_type in getattr(text, "layer_types", None) or ():
+        if layer_type not in ("full_attention", "sliding_attention"):
+            raise ValueError(
+                f"{where}layer_types has {layer_type!r}; the native engine runs full_attention, and "
+                "sliding_attention inside its window"
+            )
+        if layer_type == "sliding_attention" and not getattr(text, "sliding_window", None):
+            raise ValueError(f"{where}layer_types has 'sliding_attention', which needs a sliding_window")
+
+
+def _check_rope(where: str, parameters: Any) -> None:
+    """Raises for frequencies that differ between layers, lengths or parts of a head."""
+    rope_type = (parameters or {}).get("rope_type")
+    if rope_type not in _ROPE_TYPES:
+        raise ValueError(
+            f"{where}.rope_type is {rope_type!r}; the native engine runs {', '.join(_ROPE_TYPES)}, alike in all "
+            "layers and at any length of the context"
+        )
+    if (factor := parameters.get("partial_rotary_factor") or 1.0) != 1.0:
+        raise ValueError(f"{where}.partial_rotary_factor is {factor}; the native engine rotates whole heads")
+
+
+def _check_vision(vision: Any) -> None:
+    where = "vision_config."
+    _check_activation(f"{where}hidden_act", vision.hidden_act)
+    for name in ("in_channels", "num_channels"):
+        if (channels := getattr(vision, name, 3)) != 3:
+            raise ValueError(f"{where}{name} is {channels}; pictures have 3 channels, red, green and blue")
+    levels = getattr(vision, "deepstack_visual_indexes", None) or ()
+    if len(set(levels)) < len(levels) or not all(0 <= level < vision.depth for level in levels):
+        raise ValueError(
+            f"{where}deepstack_visual_indexes is {list(levels)}; it must name different layers of the "
+            f"{vision.depth} that there are"
+        )
+
+
+def _check_activation(where: str, name: str) -> None:
+    if name not in ACT2FN:
+        raise ValueError(f"{where} is {name!r}; transformers has {', '.join(ACT2FN)}")

@@ -1,0 +1,219 @@
+"""Configurations as checkpoints are published with: their sizes, and the harmless fields that nothing reads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from epd_serve.models.checkpoint_config import read_config
+
+_QWEN_TOKENS = {
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "vision_start_token_id": 151652,
+    "vision_end_token_id": 151653,
+    "vision_token_id": 151654,
+    "image_token_id": 151655,
+    "video_token_id": 151656,
+}
+_QWEN2 = {
+    **_QWEN_TOKENS,
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+    "sliding_window": 32768,
+    "use_sliding_window": False,
+    "max_position_embeddings": 32768,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.41.2",
+    "use_cache": True,
+    "vocab_size": 152064,
+}
+_QWEN2_TOWER = {"depth": 32, "embed_dim": 1280, "mlp_ratio": 4, "num_heads": 16, "in_chans": 3, "patch_size": 14}
+_QWEN2_TOWER |= {"spatial_merge_size": 2, "spatial_patch_size": 14, "temporal_patch_size": 2}
+_QWEN25_TOWER = {
+    "depth": 32,
+    "hidden_act": "silu",
+    "hidden_size": 1280,
+    "intermediate_size": 3420,
+    "num_heads": 16,
+    "in_chans": 3,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "spatial_patch_size": 14,
+    "window_size": 112,
+    "fullatt_block_indexes": [7, 15, 23, 31],
+    "tokens_per_second": 2,
+    "temporal_patch_size": 2,
+}
+_QWEN3_TOWER = {
+    "deepstack_visual_indexes": [8, 16, 24],
+    "depth": 27,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_size": 1152,
+    "in_channels": 3,
+    "initializer_range": 0.02,
+    "intermediate_size": 4304,
+    "num_heads": 16,
+    "num_position_embeddings": 2304,
+    "patch_size": 16,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+}
+
+
+def _qwen2(kind: str, tower: dict[str, Any], hidden: int, inner: int, layers: int, heads: int, kv: int) -> Any:
+    """As the Qwen2-VL and Qwen2.5-VL checkpoints have it: the text's fields at the top level."""
+    sizes = {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers}
+    counts = {"num_attention_heads": heads, "num_key_value_heads": kv, "max_window_layers": layers}
+    width = "hidden_size" if kind == "qwen2_vl" else "out_hidden_size"
+    return {**_QWEN2, **sizes, **counts, "model_type": kind, "vision_config": {**tower, width: hidden}}
+
+
+def _qwen3(hidden: int, inner: int, layers: int, heads: int, **tower: Any) -> Any:
+    text = {
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 151643,
+        "dtype": "bfloat16",
+        "eos_token_id": 151645,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "initializer_range": 0.02,
+        "intermediate_size": inner,
+        "max_position_embeddings": 262144,
+        "model_type": "qwen3_vl_text",
+        "num_attention_heads": heads,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"},
+        "rope_theta": 5000000,
+        "tie_word_embeddings": True,
+        "use_cache": True,
+        "vocab_size": 151936,
+    }
+    tower = {**_QWEN3_TOWER, "model_type": "qwen3_vl", "out_hidden_size": hidden, **tower}
+    return {
+        **_QWEN_TOKENS,
+        "architectures": ["Qwen3VLForConditionalGeneration"],
+        "model_type": "qwen3_vl",
+        "text_config": text,
+        "vision_config": tower,
+        "tie_word_embeddings": True,
+        "transformers_version": "4.57.0.dev0",
+    }
+
+
+def _llava(text: dict[str, Any], vision: dict[str, Any], **more: Any) -> Any:
+    return {
+        "architectures": ["LlavaForConditionalGeneration"],
+        "ignore_index": -100,
+        "image_token_index": 32000,
+        "model_type": "llava",
+        "pad_token_id": 32001,
+        "projector_hidden_act": "gelu",
+        "text_config": text,
+        "torch_dtype": "float16",
+        "transformers_version": "4.36.0.dev0",
+        "vision_config": vision,
+        "vision_feature_layer": -2,
+        "vision_feature_select_strategy": "default",
+        "vocab_size": 32064,
+        **more,
+    }
+
+
+_VICUNA = {
+    "_name_or_path": "lmsys/vicuna-7b-v1.5",
+    "architectures": ["LlamaForCausalLM"],
+    "max_position_embeddings": 4096,
+    "model_type": "llama",
+    "pad_token_id": 0,
+    "num_hidden_layers": 32,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "torch_dtype": "float16",
+    "vocab_size": 32064,
+}
+_CLIP = {
+    "hidden_size": 1024,
+    "image_size": 336,
+    "intermediate_size": 4096,
+    "model_type": "clip_vision_model",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 24,
+    "patch_size": 14,
+    "projection_dim": 768,
+    "vocab_size": 32000,
+}
+_SIGLIP = {
+    "hidden_size": 1152,
+    "image_size": 384,
+    "intermediate_size": 4304,
+    "model_type": "siglip_vision_model",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 26,
+    "patch_size": 14,
+    "vision_use_head": False,
+}
+_QWEN3_SMALL_TOWER = {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096}
+_QWEN3_SMALL_TOWER |= {"deepstack_visual_indexes": [5, 11, 17]}
+PUBLISHED = {
+    "Qwen2-VL-2B": _qwen2("qwen2_vl", _QWEN2_TOWER, 1536, 8960, 28, 12, 2) | {"tie_word_embeddings": True},
+    "Qwen2-VL-7B": _qwen2("qwen2_vl", _QWEN2_TOWER, 3584, 18944, 28, 28, 4),
+    "Qwen2-VL-72B": _qwen2("qwen2_vl", _QWEN2_TOWER, 8192, 29568, 80, 64, 8),
+    "Qwen2.5-VL-3B": _qwen2("qwen2_5_vl", _QWEN25_TOWER, 2048, 11008, 36, 16, 2) | {"tie_word_embeddings": True},
+    "Qwen2.5-VL-7B": _qwen2("qwen2_5_vl", _QWEN25_TOWER, 3584, 18944, 28, 28, 4),
+    "Qwen2.5-VL-32B": _qwen2("qwen2_5_vl", {**_QWEN25_TOWER, "intermediate_size": 3456}, 5120, 27648, 64, 40, 8),
+    "Qwen2.5-VL-72B": _qwen2("qwen2_5_vl", {**_QWEN25_TOWER, "intermediate_size": 3456}, 8192, 29568, 80, 64, 8),
+    "Qwen3-VL-2B": _qwen3(
+        2048,
+        6144,
+        28,
+        16,
+        depth=24,
+        hidden_size=1024,
+        intermediate_size=4096,
+        deepstack_visual_indexes=[5, 11, 17],
+    ),
+    "Qwen3-VL-4B": _qwen3(
+        2560,
+        9728,
+        36,
+        32,
+        depth=24,
+        hidden_size=1024,
+        intermediate_size=4096,
+        deepstack_visual_indexes=[5, 11, 17],
+    ),
+    "Qwen3-VL-8B": _qwen3(4096, 12288, 36, 32),
+    "Qwen3-VL-32B": _qwen3(5120, 25600, 64, 64),
+    "LLaVA-1.5-7B": _llava(_VICUNA, _CLIP),
+    "LLaVA-1.5-13B": _llava(
+        {**_VICUNA, "hidden_size": 5120, "intermediate_size": 13824, "num_attention_heads": 40}
+        | {"num_hidden_layers": 40, "num_key_value_heads": 40, "rope_scaling": None},
+        _CLIP,
+    ),
+    "LLaVA-interleave": _llava(
+        {"model_type": "qwen2", "hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 16}
+        | {"num_hidden_layers": 24, "use_sliding_window": False, "tie_word_embeddings": True},
+        _SIGLIP,
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="full",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_configurations_as_they_are_published_pass(tmp_path: Path, name: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name]))
+    text = read_config(tmp_path).get_text_config()
+    assert text.num_hidden_layers == PUBLISHED[name].get("text_config", PUBLISHED[name])["num_hidden_layers"]

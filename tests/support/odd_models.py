@@ -1,0 +1,231 @@
+"""Tiny models of every family that the native engine runs, with any field of their configuration changed.
+
+The oracle is transformers' ``generate``; ours is what an instance computes: pictures through the tower, tokens and
+features through the paged decoder.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText, GenerationConfig
+
+from device.base import AttnMeta
+from device.registry import get_device
+from epd_serve.models.decoder import StepContext
+from epd_serve.models.family import load_family
+from epd_serve.models.language import LanguageModel
+from epd_serve.models.tower import Tower
+
+#: name → (model type, text type, tower type)
+FAMILIES = {
+    "qwen2_vl": ("qwen2_vl", "qwen2_vl_text", "qwen2_vl_vision"),
+    "qwen2_5_vl": ("qwen2_5_vl", "qwen2_5_vl_text", "qwen2_5_vl_vision"),
+    "qwen3_vl": ("qwen3_vl", "qwen3_vl_text", "qwen3_vl_vision"),
+    "qwen3_vl_moe": ("qwen3_vl_moe", "qwen3_vl_moe_text", "qwen3_vl_moe_vision"),
+    "llava-llama-clip": ("llava", "llama", "clip_vision_model"),
+    "llava-llama-siglip": ("llava", "llama", "siglip_vision_model"),
+    "llava-mistral-clip": ("llava", "mistral", "clip_vision_model"),
+    "llava-qwen2-clip": ("llava", "qwen2", "clip_vision_model"),
+    "llava-qwen3-clip": ("llava", "qwen3", "clip_vision_model"),
+}
+IMAGE_TOKEN, VIDEO_TOKEN, START, END = 5, 6, 7, 8
+NUM_NEW_TOKENS = 4
+_BLOCK_SIZE = 16
+_PICTURE = (70, 50)
+
+Change = tuple[str, str, Any]  # part ("", "text_config" or "vision_config"), field, value
+
+
+class CannotBuild(Exception):
+    """transformers itself does not run this model."""
+
+
+def config_of(family: str, *changes: Change) -> dict[str, Any]:
+    """The content of a config.json. Sizes that must agree with a changed one follow it."""
+    model_type, text_type, tower_type = FAMILIES[family]
+    parts: dict[str, dict[str, Any]] = {
+        "": {},
+        "text_config": _text(text_type),
+        "vision_config": _vision(tower_type),
+    }
+    for part, field, value in changes:
+        parts[part][field] = value
+    top, text, vision = parts[""], parts["text_config"], parts["vision_config"]
+    changed = {(part, field) for part, field, _ in changes}
+    if model_type != "llava":
+        width = "hidden_size" if tower_type == "qwen2_vl_vision" else "out_hidden_size"
+        if ("vision_config", width) not in changed:
+            vision[width] = text["hidden_size"]
+        half = (text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]) // 2
+        sections = [half - 2 * (half // 3), half // 3, half // 3]
+        text["rope_parameters"] = {"mrope_section": sections, **text["rope_parameters"]}
+        tokens = {"image_token_id": IMAGE_TOKEN, "video_token_id": VIDEO_TOKEN}
+        tokens |= {"vision_start_token_id": START, "vision_end_token_id": END}
+    else:
+        tokens = {"image_token_index": IMAGE_TOKEN}
+    return {"model_type": model_type, **tokens, **top, "text_config": text, "vision_config": vision}
+
+
+def _text(model_type: str) -> dict[str, Any]:
+    text: dict[str, Any] = {
+        "model_type": model_type,
+        "vocab_size": 128,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    if model_type.startswith("qwen3"):
+        text["head_dim"] = 24
+    if model_type == "qwen3_vl_moe_text":
+        text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": [1]}
+    return text
+
+
+def _vision(model_type: str) -> dict[str, Any]:
+    vision: dict[str, Any] = {"model_type": model_type, "hidden_size": 32, "initializer_range": 0.2}
+    if model_type in ("clip_vision_model", "siglip_vision_model"):
+        return vision | {
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "image_size": 28,
+            "patch_size": 14,
+        }
+    vision |= {"depth": 2, "num_heads": 2, "patch_size": 14}
+    if model_type == "qwen2_vl_vision":
+        return vision | {"embed_dim": 32, "mlp_ratio": 2}
+    vision |= {"intermediate_size": 48}
+    if model_type == "qwen2_5_vl_vision":
+        return vision | {"window_size": 56, "fullatt_block_indexes": [1]}
+    return vision | {"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
+
+
+def _preprocessor(config: Any) -> dict[str, Any]:
+    vision = config.vision_config
+    normalised = {"do_rescale": True, "do_normalize": True, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    if config.model_type == "llava":
+        size = {"height": vision.image_size, "width": vision.image_size}
+        return {"image_processor_type": "SiglipImageProcessor", "size": size, **normalised}
+    return {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "size": {"shortest_edge": 28 * 28, "longest_edge": 112 * 112},
+        "patch_size": vision.patch_size,
+        "temporal_patch_size": vision.temporal_patch_size,
+        "merge_size": vision.spatial_merge_size,
+        **normalised,
+    }
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A greedy answer to :func:`_ids` and a picture: its tokens, and the logits [tokens, vocab] they come from."""
+
+    prompt: list[int]
+    tokens: list[int]
+    logits: Tensor
+
+
+def generate(path: Path, config: dict[str, Any]) -> Answer:
+    """Save a model of random weights in ``path`` and let transformers answer. Raises CannotBuild."""
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config))
+    try:
+        read = AutoConfig.from_pretrained(path)
+        torch.manual_seed(0)
+        model: Any = AutoModelForImageTextToText.from_config(read, dtype=torch.float32).eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim == 1:  # transformers begins biases with 0 and norms with 1
+                    parameter.add_(torch.randn_like(parameter), alpha=0.3)
+        model.generation_config = GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
+        model.save_pretrained(path)
+        (path / "preprocessor_config.json").write_text(json.dumps(_preprocessor(read)))
+        (path / "config.json").write_text(json.dumps(config))  # as a checkpoint of somebody else has it
+        processor = AutoImageProcessor.from_pretrained(path)
+        inputs = dict(processor(images=[picture()], return_tensors="pt"))
+        with torch.inference_mode():
+            features = model.get_image_features(**inputs, return_dict=True).pooler_output
+            ids = _ids(read, sum(len(feature.view(-1, feature.shape[-1])) for feature in features))
+            tokens = torch.tensor([ids])
+            if "image_grid_thw" in inputs:
+                inputs["mm_token_type_ids"] = (tokens == _image_token(read)).int()
+            output = model.generate(
+                input_ids=tokens,
+                attention_mask=torch.ones_like(tokens),
+                max_new_tokens=NUM_NEW_TOKENS,
+                do_sample=False,
+                output_logits=True,
+                return_dict_in_generate=True,
+                **inputs,
+            )
+    except Exception as error:
+        raise CannotBuild(f"{type(error).__name__}: {str(error)[:200]}") from error
+    return Answer(ids, output.sequences[0, len(ids) :].tolist(), torch.cat(output.logits))
+
+
+def answer(path: Path, reference: Answer) -> Tensor:
+    """Our logits of the same tokens: [tokens, vocab]. Raises ValueError for a model that is refused."""
+    device = get_device("cpu")
+    family = load_family(path)
+    tower = Tower(path, torch.float32, device)
+    model = LanguageModel(path, torch.float32, device)
+    image = picture()
+    features = tower.encode([family.preprocess(image)])[0]
+    assert len(features) == family.num_image_tokens(image.size), "as many tokens as the tower makes"
+    prompt = reference.prompt
+    assert prompt.count(family.image_token_id) == len(features)
+    positions, delta = family.positions(prompt, [image.size], model.inner)
+    ids = torch.tensor(prompt + reference.tokens[:-1])
+    rest = torch.arange(len(prompt), len(ids)) + delta
+    positions = torch.cat((positions, rest.expand(len(positions), -1)), dim=1)
+    assert len(ids) <= model.max_model_len
+    num_blocks = -(-len(ids) // _BLOCK_SIZE) + 1
+    kv = torch.zeros(model.num_layers, 2, num_blocks, _BLOCK_SIZE, model.num_kv_heads, model.head_dim)
+    meta = AttnMeta(
+        block_size=_BLOCK_SIZE,
+        slot_mapping=torch.arange(len(ids)) + _BLOCK_SIZE,
+        num_decodes=0,
+        decode_block_table=torch.zeros(0, 0, dtype=torch.long),
+        decode_context_lens=torch.zeros(0, dtype=torch.long),
+        decode_context_lens_host=[],
+        prefill_query_lens=[len(ids)],
+        prefill_context_lens=[len(ids)],
+        prefill_block_table=torch.arange(1, num_blocks)[None],
+    )
+    return model.forward(
+        ids,
+        positions,
+        StepContext(plan=device.ops.prepare(meta, torch.float32), kv=kv),
+        rows=torch.arange(len(prompt) - 1, len(ids)),
+        features=features,
+        feature_rows=(torch.tensor(prompt) == family.image_token_id).nonzero()[:, 0],
+    )
+
+
+def picture() -> Image.Image:
+    values = torch.randint(0, 256, (*reversed(_PICTURE), 3), generator=torch.Generator().manual_seed(3))
+    return Image.fromarray(values.byte().numpy())
+
+
+def _image_token(config: Any) -> int:
+    token: int = getattr(config, "image_token_id", None) or config.image_token_index
+    return token
+
+
+def _ids(config: Any, num_image_tokens: int) -> list[int]:
+    image = [_image_token(config)] * num_image_tokens
+    start = [config.vision_start_token_id] if hasattr(config, "vision_start_token_id") else []
+    end = [config.vision_end_token_id] if hasattr(config, "vision_end_token_id") else []
+    return [20, 21, 22, *start, *image, *end, *range(30, 42)]
