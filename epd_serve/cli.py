@@ -195,6 +195,9 @@ def instance(
     feature_cache_bytes: Annotated[int, typer.Option(min=1, help="Of P.")] = InstanceOptions.feature_cache_bytes,
     feature_batch: Annotated[int, typer.Option(min=1, help="Handed over together.")] = 1,
     feature_batch_ms: Annotated[float, typer.Option(help="To fill one.")] = InstanceOptions.feature_batch_ms,
+    media_cpu_s: Annotated[
+        float, typer.Option(min=0.001, help="CPU time that decoding one picture may take.")
+    ] = InstanceOptions.media_cpu_s,
     feature_timeout_s: Annotated[
         float, typer.Option(min=0.001, help="How long P waits for a feature.")
     ] = InstanceOptions.feature_timeout_s,
@@ -285,6 +288,7 @@ def instance(
         feature_cache_bytes=feature_cache_bytes,
         feature_batch=feature_batch,
         feature_batch_ms=feature_batch_ms,
+        media_cpu_s=media_cpu_s,
         feature_timeout_s=feature_timeout_s,
         queue_timeout_s=queue_timeout_s,
         lease_s=lease_s,

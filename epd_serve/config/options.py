@@ -55,6 +55,7 @@ class InstanceOptions:
         feature_cache_bytes: what P keeps of the features it has fetched.
         feature_batch, feature_batch_ms: features that E announces to a P together, and for how many milliseconds
             it collects them; 1: each at once.
+        media_cpu_s: seconds of CPU time that decoding one picture may take; more, and it is refused.
         feature_timeout_s: how long P waits for a feature before it computes it itself.
         queue_timeout_s: how long a request waits for room in D's KV cache before it is refused.
         lease_s: how long memory that a peer has not confirmed is kept for it.
@@ -111,6 +112,7 @@ class InstanceOptions:
     feature_cache_bytes: int = 256 * MEBIBYTE
     feature_batch: int = 1
     feature_batch_ms: float = 500.0
+    media_cpu_s: float = 2.0
     feature_timeout_s: float = 30.0
     queue_timeout_s: float = 60.0
     lease_s: float = 30.0

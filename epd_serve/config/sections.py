@@ -227,6 +227,10 @@ class InstanceSettings(Section):
         allow_inf_nan=False,
         description="How long E waits for such a batch to fill.",
     )
+    media_cpu_s: Seconds = Field(
+        default=InstanceOptions.media_cpu_s,
+        description="CPU time that decoding one picture may take; one that takes more is refused.",
+    )
     feature_timeout_s: Seconds = Field(
         default=InstanceOptions.feature_timeout_s,
         description="How long P waits for a feature before computing it itself.",

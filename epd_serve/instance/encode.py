@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import logging
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import torch
@@ -18,7 +20,7 @@ from torch import Tensor
 from epd_serve.errors import PREPARATION_FULL, WEDGED, InstanceFailed, InvalidRequest, ServeError
 from epd_serve.instance.peers import Peers
 from epd_serve.instance.request_processor import S_PER_PIXEL, RequestProcessor
-from epd_serve.media.picture import MediaLimits, low_detail_size, open_image
+from epd_serve.media.decoder_pool import DecoderPool
 from epd_serve.models.family import Family, TowerInputs
 from epd_serve.models.tower import Tower
 from epd_serve.protocol.wire import EncodeReply, EncodeRequest, MediaRef
@@ -73,7 +75,7 @@ class EncodeService:
         stream: on which the tower runs.
         may_start: asked on the event loop before each batch; while it says no, items wait. Whoever makes it say
             yes again calls :meth:`reconsider` afterwards. It must say yes while nothing else runs.
-        processor: decodes and preprocesses images.
+        decoders: decode images. processor: preprocesses them.
         on_delivered: told of each item that its consumer has: request id, mm_hash, when the call came, when the
             batch began and ended, for metrics.
         on_batch: told of each batch: images, begin, end; on the tower's thread.
@@ -90,7 +92,7 @@ class EncodeService:
         family: Family,
         peers: Peers,
         *,
-        limits: MediaLimits,
+        decoders: DecoderPool,
         processor: RequestProcessor,
         url: str = "",
         may_start: Callable[[], bool] = lambda: True,
@@ -102,7 +104,7 @@ class EncodeService:
         self._load_tower = load_tower
         self._family = family
         self._peers = peers
-        self._limits = limits
+        self._decoders = decoders
         self._url = url
         self._processor = processor
         self._may_start = may_start
@@ -162,29 +164,35 @@ class EncodeService:
     async def warm_up(self, find_budget: Callable[[Tower], int] | None = None) -> None:
         """Load the tower; ``find_budget`` may measure it, on its thread, and says how many pixels a batch has."""
         loop = asyncio.get_running_loop()
+        self._decoders.start()
         tower = await loop.run_in_executor(self._tower_thread, self._loaded_tower)
         if find_budget is not None:
             self._budget = await loop.run_in_executor(self._tower_thread, find_budget, tower)
 
     async def probe(self, timeout_s: float) -> None:
-        """Raises ServeError with code ``wedged`` where the tower, once loaded, encodes nothing in that time."""
+        """Have a small picture prepared, and encoded once the tower is loaded.
+
+        Raises ServeError with code ``wedged`` where either does not come to pass in that time, nor to others.
+        """
         if self._tower is None:
             return
-        before, loop = self._num_batches, asyncio.get_running_loop()
-        deadline = loop.time() + timeout_s
-        proof = loop.run_in_executor(self._tower_thread, self._encode_nothing, self._tower)
-        while not proof.done() and self._num_batches == before:  # a batch of others proves as much
-            if loop.time() >= deadline:
-                proof.cancel()
-                raise ServeError(f"the tower encoded nothing in {timeout_s:g} s", code=WEDGED)
-            await asyncio.sleep(_PROBE_TICK_S)
-        if not proof.done():
-            proof.cancel()
-        elif (error := proof.exception()) is not None:
-            raise ServeError(f"the tower cannot encode: {error}", code=WEDGED)
+        loop = asyncio.get_running_loop()
+        await asyncio.gather(
+            _prove(
+                asyncio.ensure_future(self._prepared(_PROBE, _PROBE_REF)),
+                lambda: self._processor.num_done["media"],
+                timeout_s,
+                "no image could be prepared",
+            ),
+            _prove(
+                loop.run_in_executor(self._tower_thread, self._encode_nothing, self._tower),
+                lambda: self._num_batches,
+                timeout_s,
+                "the tower encoded nothing",
+            ),
+        )
 
     def _encode_nothing(self, tower: Tower) -> None:
-        """A picture of the smallest size there is."""
         inputs = self._family.preprocess(Image.new("RGB", _PROBE_SIZE))
         with self._stream.encoding(_PROBE_SIZE[0] * _PROBE_SIZE[1]):
             tower.encode([inputs])
@@ -201,6 +209,7 @@ class EncodeService:
         with suppress(asyncio.CancelledError):
             await self._loop_task
         self._tower_thread.shutdown(cancel_futures=True)
+        self._decoders.close()
 
     async def encode(self, request: EncodeRequest) -> EncodeReply:
         """Encode, store and announce one item; done when the consumer has it.
@@ -276,7 +285,7 @@ class EncodeService:
         item: _Item | None = None
         self.num_waiting_pixels += num_pixels
         try:
-            inputs, begun_s = await self._processor.run("media", num_pixels * S_PER_PIXEL, self._prepare, request)
+            inputs, begun_s = await self._prepared(request.media, request.ref)
             item = _Item(
                 request.ref.mm_hash,
                 inputs,
@@ -293,18 +302,13 @@ class EncodeService:
             if item in self._waiting:
                 self._waiting.remove(item)
 
-    def _prepare(self, request: EncodeRequest) -> tuple[TowerInputs, float]:
+    async def _prepared(self, media: bytes, ref: MediaRef) -> tuple[TowerInputs, float]:
         """What the tower takes, and when this began."""
-        begun_s = time.monotonic()
-        image = open_image(request.media, self._limits)
-        if request.ref.low_detail:
-            image = image.resize(low_detail_size(image.size), Image.Resampling.BICUBIC)
-        if image.size != (request.ref.width, request.ref.height):
-            raise InvalidRequest(
-                f"the image decodes to {image.size[0]}x{image.size[1]} pixels and its header says "
-                f"{request.ref.width}x{request.ref.height}"
-            )
-        return self._family.preprocess(image), begun_s
+        size = ref.width, ref.height
+        async with self._processor.place("media", size[0] * size[1] * S_PER_PIXEL) as place:
+            begun_s = time.monotonic()
+            async with self._decoders.decoded(media, size, place, low_detail=ref.low_detail) as pixels:
+                return await place.run(lambda: self._family.preprocess(pixels.image())), begun_s
 
     async def _run(self) -> None:
         while True:
@@ -380,3 +384,30 @@ class EncodeService:
             if stored is not None:
                 return stored
             await asyncio.sleep(_RETRY_ROOM_S)  # what is held is being fetched, so room will come
+
+
+async def _prove(
+    proof: asyncio.Future[Any], num_done: Callable[[], int], timeout_s: float, otherwise: str
+) -> None:
+    """Raises ServeError with code ``wedged`` where ``proof`` fails, or neither it nor anything else gets done."""
+    loop, before = asyncio.get_running_loop(), num_done()
+    deadline = loop.time() + timeout_s
+    try:
+        while not proof.done() and num_done() == before:  # the work of others proves as much
+            if loop.time() >= deadline:
+                raise ServeError(f"{otherwise} in {timeout_s:g} s", code=WEDGED)
+            await asyncio.sleep(_PROBE_TICK_S)
+        if proof.done() and (error := proof.exception()) is not None:
+            raise ServeError(f"{otherwise}: {error}", code=WEDGED)
+    finally:
+        proof.cancel()
+
+
+def _picture(size: tuple[int, int]) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", size).save(file, "PNG")
+    return file.getvalue()
+
+
+#: A picture of the smallest size there is.
+_PROBE, _PROBE_REF = _picture(_PROBE_SIZE), MediaRef("", *_PROBE_SIZE)

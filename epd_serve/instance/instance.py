@@ -38,6 +38,7 @@ from epd_serve.instance.request_processor import RequestProcessor, num_media_thr
 from epd_serve.instance.status import StatusCalls
 from epd_serve.instance.switching import Switching
 from epd_serve.instance.tracing import StageTracing
+from epd_serve.media.decoder_pool import DecoderPool
 from epd_serve.media.picture import MediaLimits
 from epd_serve.metrics.otel import span_recorder
 from epd_serve.metrics.trace import TraceWriter
@@ -115,7 +116,9 @@ class Instance:
             partial(Tower, self._path, self._dtype, self._device, self._streams.tower.between_layers),
             self._family,
             self._peers,
-            limits=_MEDIA_LIMITS,
+            decoders=DecoderPool(
+                num_media_threads(options.threads), cpu_s=options.media_cpu_s, limits=_MEDIA_LIMITS
+            ),
             processor=self._processor,
             on_delivered=self.metrics.timeline.encoded,
             on_batch=self.metrics.encoded_batch,

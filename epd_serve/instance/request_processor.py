@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import heapq
 import os
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from itertools import count
 from typing import Literal, ParamSpec, TypeVar
 
-from epd_serve.errors import PREPARATION_FULL, Unavailable
+from epd_serve.turns import Turns
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -23,8 +22,10 @@ Kind = Literal["text", "media"]
 S_PER_PIXEL = 5e-8
 S_PER_CHARACTER = 1e-6
 _MAX_MEDIA_THREADS = 8
-#: An item is overtaken by shorter ones that come at most so many times its own length after it.
-_PATIENCE = 4.0
+#: What takes longer is done beside the others, in places of its own: seconds.
+LONG_S = 0.1
+#: Long prompts at once, and long media at least.
+_TEXT_ASIDE, _MIN_MEDIA_ASIDE = 1, 2
 
 
 def num_media_threads(compute_threads: int | None) -> int:
@@ -47,13 +48,17 @@ class RequestProcessor:
     """Prepares prompts and media on threads of their own, so that no text waits behind a large image.
 
     An item that waits and is cancelled frees its place and is not processed. Shorter items overtake longer ones,
-    within bounds, so that none waits for ever.
+    within bounds, so that none waits for ever. Long ones have places of their own, so that no short one waits for
+    the end of a long one; one that turns out to be long steps aside.
 
     Args:
         num_threads: for media; text has one.
         max_waiting: items of one kind that may wait; more are refused.
         queue_timeout_s, media_timeout_s: how long text and media may wait for their turn.
-        observe: told of each item that was processed, on its thread.
+        observe: told of each item that was processed.
+
+    Attributes:
+        num_done: of each kind.
     """
 
     def __init__(
@@ -66,16 +71,20 @@ class RequestProcessor:
         clock: Callable[[], float] = time.monotonic,
         observe: Callable[[Preparation], None] = lambda preparation: None,
     ) -> None:
-        self._lanes: dict[Kind, _Lane] = {"text": _Lane("text", 1), "media": _Lane("media", num_threads)}
         media_s = queue_timeout_s if media_timeout_s is None else media_timeout_s
-        self._timeout_s: dict[Kind, float] = {"text": queue_timeout_s, "media": media_s}
-        self._max_waiting = max_waiting
+        self._lanes: dict[Kind, _Lane] = {
+            "text": _Lane("text", (1, _TEXT_ASIDE), queue_timeout_s, max_waiting, clock),
+            "media": _Lane(
+                "media", (num_threads, max(num_threads, _MIN_MEDIA_ASIDE)), media_s, max_waiting, clock
+            ),
+        }
         self._clock = clock
         self._observe = observe
+        self.num_done: dict[Kind, int] = {"text": 0, "media": 0}
 
     @property
     def num_waiting(self) -> int:
-        return sum(len(lane.waiting) for lane in self._lanes.values())
+        return sum(lane.first.num_waiting + lane.aside.num_waiting for lane in self._lanes.values())
 
     async def run(
         self, kind: Kind, cost_s: float, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
@@ -87,42 +96,30 @@ class RequestProcessor:
 
         Raises Unavailable where too many wait already, or for too long.
         """
-        lane, timeout_s = self._lanes[kind], self._timeout_s[kind]
-        loop, queued_at = asyncio.get_running_loop(), self._clock()
-        if len(lane.waiting) >= self._max_waiting:
-            raise Unavailable(
-                f"{self._max_waiting} requests wait to have their {kind} prepared; try again later",
-                code=PREPARATION_FULL,
-            )
+        async with self.place(kind, cost_s) as place:
+            return await place.run(function, *args, **kwargs)
+
+    @asynccontextmanager
+    async def place(self, kind: Kind, cost_s: float) -> AsyncGenerator[Place]:
+        """A place of that kind, for work of several parts. Raises as :meth:`run`."""
+        lane, queued_at = self._lanes[kind], self._clock()
+        turns = lane.aside if cost_s > LONG_S else lane.first
+        await turns.take(cost_s)
+        place, started_at = Place(lane, turns, cost_s), self._clock()
         try:
-            async with asyncio.timeout(timeout_s):
-                await lane.turn(queued_at + _PATIENCE * cost_s)
-        except TimeoutError as error:
-            raise Unavailable(
-                f"no thread was free to prepare the request's {kind} within {timeout_s:g} s; try again later",
-                code=PREPARATION_FULL,
-            ) from error
-
-        def work() -> T:
-            started_at = self._clock()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                thread = threading.current_thread().name
-                self._observe(
-                    Preparation(
-                        kind=kind,
-                        thread=thread,
-                        queued_at=queued_at,
-                        started_at=started_at,
-                        ended_at=self._clock(),
-                    )
+            yield place
+        finally:
+            place.leave()
+            self.num_done[kind] += 1
+            self._observe(
+                Preparation(
+                    kind=kind,
+                    thread=place.name,
+                    queued_at=queued_at,
+                    started_at=started_at,
+                    ended_at=self._clock(),
                 )
-
-        # the place is free when the thread is, not when nobody waits for it any more
-        future = lane.threads.submit(work)
-        future.add_done_callback(lambda _: None if loop.is_closed() else loop.call_soon_threadsafe(lane.give_back))
-        return await asyncio.wrap_future(future)
+            )
 
     async def close(self) -> None:
         """Return when no thread is at work any more."""
@@ -131,34 +128,79 @@ class RequestProcessor:
 
 
 class _Lane:
-    """Threads, and who waits for one of them: (when it is due, number of arrival, its turn)."""
+    """Places for one kind of work, and a thread for each: for short items, and aside for long ones."""
 
-    def __init__(self, name: str, num_threads: int) -> None:
-        self.threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
-        self.waiting: list[tuple[float, int, asyncio.Future[None]]] = []
-        self._num_free = num_threads
-        self._numbers = count()
+    def __init__(
+        self,
+        name: str,
+        num_places: tuple[int, int],
+        timeout_s: float,
+        max_waiting: int,
+        clock: Callable[[], float],
+    ) -> None:
+        def turns(number: int) -> Turns:
+            return Turns(name, number, max_waiting=max_waiting, timeout_s=timeout_s, clock=clock)
 
-    async def turn(self, due: float) -> None:
-        if self._num_free:
-            self._num_free -= 1
-            return
-        entry = (due, next(self._numbers), asyncio.get_running_loop().create_future())
-        heapq.heappush(self.waiting, entry)
-        try:
-            await entry[2]
-        except BaseException:
-            if entry in self.waiting:
-                self.waiting.remove(entry)
-                heapq.heapify(self.waiting)
-            elif entry[2].done() and not entry[2].cancelled():
-                self.give_back()  # it was its turn in the same moment
-            raise
+        self.first, self.aside = map(turns, num_places)
+        self.threads = ThreadPoolExecutor(sum(num_places), thread_name_prefix=name)
+        self.names = [f"{name}_{number}" for number in range(sum(num_places))]  # a heap
 
-    def give_back(self) -> None:
-        while self.waiting:
-            turn = heapq.heappop(self.waiting)[2]
-            if not turn.done():
-                turn.set_result(None)
-                return
-        self._num_free += 1
+
+class Place:
+    """A turn, from when it comes until the work is done.
+
+    Attributes:
+        name: of the place, for traces.
+    """
+
+    def __init__(self, lane: _Lane, turns: Turns, cost_s: float) -> None:
+        self._lane = lane
+        self._turns: Turns | None = turns
+        self._cost_s = cost_s
+        self._num_running = 0
+        self._is_left = False
+        self.name = heapq.heappop(lane.names)
+
+    @property
+    def is_aside(self) -> bool:
+        return self._turns is self._lane.aside
+
+    async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """What ``function`` returns or raises, on a thread."""
+        loop = asyncio.get_running_loop()
+        # the place is free when the thread is, not when nobody waits for it any more
+        self._num_running += 1
+        future = self._lane.threads.submit(function, *args, **kwargs)
+        future.add_done_callback(lambda _: None if loop.is_closed() else loop.call_soon_threadsafe(self._ended))
+        return await asyncio.wrap_future(future)
+
+    def step_aside(self) -> bool:
+        """Leave the place to others and go on beside them, if there is room."""
+        if not self.is_aside and self._turns is not None and self._lane.aside.take_free():
+            self._turns.give_back()
+            self._turns = self._lane.aside
+        return self.is_aside
+
+    async def wait_aside(self) -> None:
+        """Leave the place to others, and return when there is room beside them. Raises Unavailable."""
+        self._free()
+        await self._lane.aside.take(self._cost_s)
+        self._turns = self._lane.aside
+        self.name = heapq.heappop(self._lane.names)
+
+    def leave(self) -> None:
+        """When the last part is done that was begun."""
+        self._is_left = True
+        if not self._num_running:
+            self._free()
+
+    def _ended(self) -> None:
+        self._num_running -= 1
+        if self._is_left and not self._num_running:
+            self._free()
+
+    def _free(self) -> None:
+        given, self._turns = self._turns, None
+        if given is not None:
+            heapq.heappush(self._lane.names, self.name)
+            given.give_back()

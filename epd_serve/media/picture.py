@@ -10,7 +10,7 @@ import io
 import re
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -75,13 +75,16 @@ def low_detail_size(size: tuple[int, int]) -> tuple[int, int]:
     return max(1, round(size[0] * scale)), max(1, round(size[1] * scale))
 
 
-def open_image(data: bytes, limits: MediaLimits) -> Image.Image:
+def open_image(
+    data: bytes, limits: MediaLimits, before: Callable[[int], None] = lambda num_pixels: None
+) -> Image.Image:
     """Decode to RGB as displayed: first frame, EXIF orientation applied, transparency laid on white.
 
-    Its ``size`` equals ``pixel_size`` of the same bytes. Raises as ``pixel_size`` does, and InvalidRequest for a
-    truncated or damaged picture.
+    Its ``size`` equals ``pixel_size`` of the same bytes. ``before`` is told of the pixels before any is decoded.
+    Raises as ``pixel_size`` does, and InvalidRequest for a truncated or damaged picture.
     """
     with _readable(data, limits) as image:
+        before(image.size[0] * image.size[1])
         # Before load(): a decoder may find more EXIF behind the pixels, which the header alone does not show.
         orientation = _orientation(image)
         image.load()

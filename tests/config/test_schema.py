@@ -95,6 +95,7 @@ def test_every_setting_reaches_the_instance() -> None:
         "feature_cache_bytes": 3000,
         "feature_batch": 8,
         "feature_batch_ms": 250,
+        "media_cpu_s": 1.25,
         "feature_timeout_s": 1.5,
         "queue_timeout_s": 3.5,
         "lease_s": 2.5,

@@ -19,6 +19,7 @@ from device.registry import get_device
 from epd_serve.errors import InstanceFailed, InvalidRequest
 from epd_serve.instance.encode import EncodeService
 from epd_serve.instance.request_processor import RequestProcessor
+from epd_serve.media.decoder_pool import DecoderPool
 from epd_serve.media.picture import MediaLimits
 from epd_serve.models.family import TowerInputs
 from epd_serve.protocol import wire
@@ -123,7 +124,7 @@ class Bench:
         parts: list[Any] = [lambda: tower, family or Family(), peers]
         service = EncodeService(
             *parts,
-            limits=MediaLimits(),
+            decoders=DecoderPool(2, cpu_s=2.0, limits=MediaLimits()),
             processor=RequestProcessor(2, queue_timeout_s=60),
             url=HERE,
             **settings,

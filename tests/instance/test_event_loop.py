@@ -26,6 +26,7 @@ from epd_serve.instance.http import ControlApp, Event, Reply
 from epd_serve.instance.prompt import PromptProcessor
 from epd_serve.instance.request_processor import RequestProcessor
 from epd_serve.instance.vocabulary import Vocabulary
+from epd_serve.media.decoder_pool import DecoderPool
 from epd_serve.media.picture import MediaLimits
 from epd_serve.models.family import TowerInputs, load_family
 from epd_serve.models.language import LanguageModel
@@ -133,7 +134,9 @@ async def test_a_4k_image(model: Path) -> None:
     processor = RequestProcessor(1, queue_timeout_s=60)
     parts: list[Any] = [Tower, family, Peers()]
     stream = TowerStream(get_device("cpu"), DeviceBoard(None, 0, time.monotonic))
-    service = EncodeService(*parts, limits=MediaLimits(), processor=processor, stream=stream)
+    service = EncodeService(
+        *parts, decoders=DecoderPool(2, cpu_s=2.0, limits=MediaLimits()), processor=processor, stream=stream
+    )
     service.serve(store, None, image_budget_pixels=1, feature_batch=(1, 1.0))
 
     async def encode(received: bytes) -> Reply:

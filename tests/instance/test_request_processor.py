@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from epd_serve.errors import InvalidRequest, Unavailable
-from epd_serve.instance.request_processor import Preparation, RequestProcessor
+from epd_serve.instance.request_processor import LONG_S, Kind, Preparation, RequestProcessor
 
 
 class Gate:
@@ -49,7 +49,7 @@ async def settle(processor: RequestProcessor, num_waiting: int) -> None:
 
 
 async def test_short_text_does_not_wait_for_a_large_image(processor: RequestProcessor, gate: Gate) -> None:
-    large = asyncio.create_task(processor.run("media", 9.0, gate.work, "image"))
+    large = asyncio.create_task(processor.run("media", 0.09, gate.work, "image"))
     await asyncio.sleep(0.01)
     assert await processor.run("text", 0.0, lambda: threading.current_thread().name) == "text_0"
     assert not large.done()
@@ -60,8 +60,13 @@ async def test_short_text_does_not_wait_for_a_large_image(processor: RequestProc
 async def test_short_items_overtake_long_ones_but_not_for_ever(gate: Gate) -> None:
     clock = [0.0]
     processor = RequestProcessor(1, queue_timeout_s=60, clock=lambda: clock[0])
-    tasks = [asyncio.create_task(processor.run("media", 1.0, gate.work, "running"))]
-    for now, name, cost in ((0.0, "long", 2.0), (0.1, "middle", 1.0), (0.2, "short", 0.1), (9.0, "late", 0.1)):
+    tasks = [asyncio.create_task(processor.run("media", 0.05, gate.work, "running"))]
+    for now, name, cost in (
+        (0.0, "long", 0.1),
+        (0.01, "middle", 0.05),
+        (0.02, "short", 0.01),
+        (9.0, "late", 0.01),
+    ):
         await asyncio.sleep(0)
         clock[0] = now
         tasks.append(asyncio.create_task(processor.run("media", cost, gate.work, name)))
@@ -73,15 +78,15 @@ async def test_short_items_overtake_long_ones_but_not_for_ever(gate: Gate) -> No
 
 
 async def test_who_leaves_frees_a_place_and_is_not_processed(processor: RequestProcessor, gate: Gate) -> None:
-    tasks = [asyncio.create_task(processor.run("media", 1.0, gate.work, str(i))) for i in range(4)]
+    tasks = [asyncio.create_task(processor.run("media", 0.05, gate.work, str(i))) for i in range(4)]
     await settle(processor, 3)
     with pytest.raises(Unavailable, match="3 requests wait") as refused:
-        await processor.run("media", 1.0, gate.work, "one too many")
+        await processor.run("media", 0.05, gate.work, "one too many")
     assert refused.value.code == "preparation_full"
     tasks[0].cancel()  # at work: its thread stays taken until it ends
     tasks[2].cancel()
     await settle(processor, 2)
-    later = asyncio.create_task(processor.run("media", 1.0, gate.work, "later"))
+    later = asyncio.create_task(processor.run("media", 0.05, gate.work, "later"))
     await settle(processor, 3)
     gate.go.set()
     results = await asyncio.gather(*tasks, later, return_exceptions=True)
@@ -91,14 +96,14 @@ async def test_who_leaves_frees_a_place_and_is_not_processed(processor: RequestP
 
 async def test_a_wait_has_an_end(gate: Gate) -> None:
     processor = RequestProcessor(1, queue_timeout_s=0.05)
-    first = asyncio.create_task(processor.run("text", 1.0, gate.work, "first"))
+    first = asyncio.create_task(processor.run("text", 0.05, gate.work, "first"))
     await asyncio.sleep(0)
     with pytest.raises(Unavailable, match=r"within 0\.05 s"):
-        await processor.run("text", 1.0, gate.work, "second")
+        await processor.run("text", 0.05, gate.work, "second")
     assert processor.num_waiting == 0
     gate.go.set()
     await first
-    assert await processor.run("text", 1.0, gate.work, "third") == "third"
+    assert await processor.run("text", 0.05, gate.work, "third") == "third"
     assert gate.done == ["first", "third"]
     await processor.close()
 
@@ -130,3 +135,41 @@ async def test_a_turn_that_comes_with_a_cancellation_is_given_on(processor: Requ
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         assert await asyncio.wait_for(processor.run("media", 0.0, gate.work, "y"), 300) == "y"
+
+
+@pytest.mark.parametrize("kind", ["text", "media"])
+async def test_no_short_item_waits_for_a_long_one(processor: RequestProcessor, gate: Gate, kind: Kind) -> None:
+    """However many long ones there are."""
+    long = [asyncio.create_task(processor.run(kind, 9.0, gate.work, str(number))) for number in range(3)]
+    await asyncio.sleep(0)
+    assert await asyncio.wait_for(processor.run(kind, LONG_S, lambda: "short"), 300) == "short"
+    assert not gate.done
+    gate.go.set()
+    await asyncio.gather(*long)
+
+
+async def test_an_item_that_turns_out_to_be_long_leaves_its_place(processor: RequestProcessor) -> None:
+    """While there is room beside the others; else it gives the place up, and waits until there is."""
+    aside, turns, may_end = list[bool](), list[str](), asyncio.Event()
+
+    async def slow(name: str) -> None:
+        async with processor.place("media", 0.0) as place:
+            aside.append(place.step_aside())
+            if not place.is_aside:
+                await place.wait_aside()
+            turns.append(name)
+            await may_end.wait()
+
+    tasks = []
+    for name in "abcd":
+        tasks.append(asyncio.create_task(slow(name)))
+        await asyncio.sleep(0)
+        assert await asyncio.wait_for(processor.run("media", 0.0, lambda: "short"), 300) == "short"
+    assert (aside, turns) == ([True, True, False, False], ["a", "b"])
+    tasks[2].cancel()
+    await asyncio.gather(tasks[2], return_exceptions=True)
+    may_end.set()
+    await asyncio.gather(tasks[0], tasks[1], tasks[3])
+    assert turns == ["a", "b", "d"]
+    async with processor.place("media", 1.0), processor.place("media", 1.0), processor.place("media", 0.0):
+        assert processor.num_waiting == 0, "all places are free again"

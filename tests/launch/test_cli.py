@@ -62,6 +62,7 @@ OPTIONS = InstanceOptions(
     feature_cache_bytes=3000,
     feature_batch=4,
     feature_batch_ms=250.0,
+    media_cpu_s=1.25,
     feature_timeout_s=1.5,
     queue_timeout_s=3.5,
     lease_s=2.5,

@@ -1,0 +1,224 @@
+"""The processes that decode media files: one that forks, and its workers, of which each has one file at a time.
+
+``python -P -m epd_serve.media.decoder FD PARENT_PID`` loads the decoders, and then forks a worker for each pair of
+descriptors that arrives on the inherited socket: the worker's own socket, and the memory through which files come
+in and pixels go out. A file that takes too long, or too much memory, ends its worker and nothing else. All of them
+end with the process that started them. :mod:`epd_serve.media.decoder_pool` is the other side.
+
+Messages are msgpack: the worker tells its pid, then answers each job; when it has ended, the process that forked
+it tells on the same socket how. Who closes that socket has the worker killed.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+from PIL import Image
+
+from epd_serve.errors import InvalidRequest
+from epd_serve.lifeline import die_with_parent
+from epd_serve.media.picture import MediaLimits, low_detail_size, open_image
+
+MESSAGE_BYTES = 1 << 16
+CHANNELS = 3
+#: Memory for a picture's decoder: coefficients, frames, copies in other modes; and for what has no pixels.
+_BYTES_PER_PIXEL = 32
+_ROOM_BYTES = 64 * 1024**2
+#: Pixels are copied out in rows of so many at a time, so that no second copy of a large picture is made.
+_STRIP_PIXELS = 1 << 22
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """A picture to decode to RGB, ``width`` × ``height`` pixels as displayed.
+
+    Attributes:
+        num_bytes: of the file, at the beginning of the memory; the pixels take its place.
+        area_bytes: of the memory.
+        low_detail: that is the size to which it is scaled down.
+        cpu_s: seconds of CPU time after which the worker is ended.
+    """
+
+    num_bytes: int
+    area_bytes: int
+    width: int
+    height: int
+    low_detail: bool
+    cpu_s: float
+    limits: MediaLimits
+
+
+class Started(msgspec.Struct, frozen=True, tag="started"):
+    pid: int
+
+
+class Decoded(msgspec.Struct, frozen=True, tag="decoded"):
+    """The pixels are there."""
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """There is something wrong with the file."""
+
+    message: str
+    code: str | None
+
+
+class Ended(msgspec.Struct, frozen=True, tag="ended"):
+    """The worker's exit code, or minus the signal that ended it."""
+
+    code: int
+
+
+Told = Started | Decoded | Refused | Ended
+_jobs = msgspec.msgpack.Decoder(Job)
+
+
+def serve(control: socket.socket) -> None:
+    """Fork workers until the other side is gone; a worker never returns from here."""
+    poll, workers = select.poll(), _Workers()
+    poll.register(control, select.POLLIN)
+    while True:
+        for descriptor, _ in poll.poll():
+            if descriptor == control.fileno():
+                message, given, _, _ = socket.recv_fds(control, 1, 2)
+                if not message:
+                    return
+                for number, events in workers.fork(socket.socket(fileno=given[0]), given[1]).items():
+                    poll.register(number, events)
+            else:
+                for number in workers.look_at(descriptor):
+                    poll.unregister(number)
+
+
+class _Workers:
+    """Those that run: by pidfd, and by the descriptor of the socket that each was given."""
+
+    def __init__(self) -> None:
+        self._pids: dict[int, tuple[int, socket.socket]] = {}
+        self._watches: dict[int, int] = {}
+
+    def fork(self, connection: socket.socket, area: int) -> dict[int, int]:
+        """What to poll from now on, and for what."""
+        parent = os.getpid()
+        try:
+            pid = os.fork()
+        except OSError:
+            _tell(connection, Ended(1))
+            connection.close()
+            os.close(area)
+            return {}
+        if pid == 0:
+            _become_worker(parent, connection, area)
+        os.close(area)
+        watch = os.pidfd_open(pid)
+        self._pids[watch], self._watches[connection.fileno()] = (pid, connection), watch
+        return {watch: select.POLLIN, connection.fileno(): 0}  # the latter for its other end's close alone
+
+    def look_at(self, descriptor: int) -> tuple[int, ...]:
+        """A worker has ended, or is to; descriptors to poll no more."""
+        if (watch := self._watches.pop(descriptor, None)) is not None:
+            os.kill(self._pids[watch][0], signal.SIGKILL)
+            return (descriptor,)
+        if descriptor not in self._pids:
+            return ()
+        pid, connection = self._pids.pop(descriptor)
+        _tell(connection, Ended(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])))
+        is_polled = self._watches.pop(connection.fileno(), None) is not None
+        done = (descriptor, connection.fileno()) if is_polled else (descriptor,)
+        connection.close()
+        os.close(descriptor)
+        return done
+
+
+def _become_worker(parent: int, connection: socket.socket, area: int) -> None:
+    code = 1
+    try:
+        die_with_parent(parent)
+        kept = sorted((connection.fileno(), area))
+        os.closerange(3, kept[0])
+        os.closerange(kept[0] + 1, kept[1])
+        os.closerange(kept[1] + 1, 1 << 20)
+        _tell(connection, Started(os.getpid()))
+        _work(connection, area)
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def _work(connection: socket.socket, area: int) -> None:
+    memory: mmap.mmap | None = None
+    while message := connection.recv(MESSAGE_BYTES):
+        job = _jobs.decode(message)
+        if memory is None or len(memory) != job.area_bytes:
+            memory = mmap.mmap(area, job.area_bytes)
+        signal.setitimer(signal.ITIMER_PROF, job.cpu_s)
+        answer: Told = Decoded()
+        try:
+            _decode(job, memory)
+        except InvalidRequest as error:
+            answer = Refused(error.message, error.code)
+        except MemoryError:
+            answer = Refused("the image takes far more memory than its pixels", "image_too_complex")
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        _limit_memory(None)
+        _tell(connection, answer)
+
+
+def _decode(job: Job, memory: mmap.mmap) -> None:
+    """Put the pixels where the file was. Raises InvalidRequest."""
+    data = memory[: job.num_bytes]
+    image = open_image(
+        data,
+        job.limits,
+        lambda num_pixels: _limit_memory(_ROOM_BYTES + 2 * len(data) + num_pixels * _BYTES_PER_PIXEL),
+    )
+    if job.low_detail:
+        image = image.resize(low_detail_size(image.size), Image.Resampling.BICUBIC)
+    if image.size != (job.width, job.height):
+        raise InvalidRequest(
+            f"the image decodes to {image.size[0]}x{image.size[1]} pixels and its header says "
+            f"{job.width}x{job.height}"
+        )
+    rows = max(1, _STRIP_PIXELS // job.width)
+    for top in range(0, job.height, rows):
+        bottom = min(top + rows, job.height)
+        strip = image if rows >= job.height else image.crop((0, top, job.width, bottom))
+        memory[CHANNELS * job.width * top : CHANNELS * job.width * bottom] = strip.tobytes()
+
+
+def _limit_memory(num_bytes: int | None) -> None:
+    """From now on this process gets no more than so many bytes beyond what it has; None: as many as there are."""
+    limit = resource.RLIM_INFINITY
+    if num_bytes is not None:
+        limit = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE + num_bytes
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    if hard != resource.RLIM_INFINITY:
+        limit = hard if limit == resource.RLIM_INFINITY else min(limit, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+
+
+def _tell(connection: socket.socket, message: Told) -> None:
+    with suppress(OSError):  # the other side is gone
+        connection.send(msgspec.msgpack.encode(message))
+
+
+def main() -> None:
+    control = socket.socket(fileno=int(sys.argv[1]))
+    die_with_parent(int(sys.argv[2]))
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: whoever started this process ends it
+    Image.init()
+    serve(control)
+    os._exit(0)  # the workers end with it
+
+
+if __name__ == "__main__":
+    main()

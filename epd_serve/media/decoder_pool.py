@@ -1,0 +1,372 @@
+"""The decoding of media files in processes that may be ended, as an instance sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import mmap
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager, suppress
+from typing import Protocol
+
+import msgspec
+from PIL import Image
+
+from epd_serve.errors import InvalidRequest, StageTimeout, Unavailable
+from epd_serve.media.decoder import CHANNELS, MESSAGE_BYTES, Ended, Job, Refused, Started, Told
+from epd_serve.media.picture import MediaLimits
+
+logger = logging.getLogger(__name__)
+
+#: A file that takes longer leaves its place to others.
+_QUICK_S = 0.1
+#: A file that takes longer than its pixels explain goes on with what processor time nobody else wants.
+_FAIR_S, _S_PER_PIXEL = 0.5, 1e-7
+_NICENESS = 10
+#: A worker that has had its CPU time for so many times as long stands still.
+_MAX_STRETCH = 15
+#: Memory that a worker keeps between two files.
+_KEPT_BYTES = 16 * 1024**2
+_EXIT_GRACE_S = 1.0
+_told: msgspec.msgpack.Decoder[Told] = msgspec.msgpack.Decoder(Told)
+
+
+class Place(Protocol):
+    """Of :class:`~epd_serve.instance.request_processor.RequestProcessor`."""
+
+    @property
+    def is_aside(self) -> bool: ...
+
+    def step_aside(self) -> bool: ...
+
+    async def wait_aside(self) -> None: ...
+
+
+class DecoderPool:
+    """Workers, each a process that decodes one file at a time. It belongs to one event loop.
+
+    The processes are started with the first file, or by :meth:`start`. The thread of the event loop must live as
+    long as they shall. How many are at work is up to the places of those who ask.
+
+    Args:
+        num_kept: idle workers that are kept.
+        cpu_s: seconds of CPU time that one file may take.
+    """
+
+    def __init__(self, num_kept: int, *, cpu_s: float, limits: MediaLimits) -> None:
+        self._num_kept = num_kept
+        self._cpu_s = cpu_s
+        self._limits = limits
+        self._idle: list[_Worker] = []
+        self._working: set[_Worker] = set()
+        self._server: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+
+    @property
+    def is_started(self) -> bool:
+        return self._server is not None
+
+    def start(self) -> None:
+        """Start the process that forks workers, and one of these. Raises OSError."""
+        if not self.is_started:
+            self._start_server()
+            self._idle.append(self._new_worker())
+
+    @asynccontextmanager
+    async def decoded(
+        self, data: bytes, size: tuple[int, int], place: Place, *, low_detail: bool = False
+    ) -> AsyncGenerator[Pixels]:
+        """The pixels of a picture, as long as the block runs.
+
+        Args:
+            size: width and height as the header says, or those to which it is scaled down (``low_detail``).
+            place: is left to others, for one beside them, where the picture takes long.
+
+        Raises:
+            InvalidRequest: the file is broken, or took more time or memory than a file may. It would elsewhere.
+            Unavailable: the worker was ended by somebody else.
+            StageTimeout: the worker stood still.
+        """
+        worker = await self._decode(data, size, place, low_detail=low_detail)
+        try:
+            yield Pixels(worker.area, size)
+        finally:
+            self._put_back(worker)
+
+    def close(self) -> None:
+        """End all processes. Blocks for a moment."""
+        for worker in (*self._idle, *self._working):
+            worker.close()
+        self._idle.clear()
+        self._working.clear()
+        if self._control is not None:
+            self._control.close()
+        if self._server is not None:
+            try:
+                self._server.wait(_EXIT_GRACE_S)
+            except subprocess.TimeoutExpired:
+                self._server.kill()
+                self._server.wait()
+        self._server = self._control = None
+
+    # ------------------------------------------------------------------ inside
+
+    async def _decode(self, data: bytes, size: tuple[int, int], place: Place, *, low_detail: bool) -> _Worker:
+        if size[0] * size[1] > self._limits.max_pixels:
+            raise InvalidRequest(
+                f"the image has {size[0]}x{size[1]} pixels; at most {self._limits.max_pixels} are taken"
+            )
+        worker = self._take()
+        try:
+            await worker.give(data, size, low_detail=low_detail, cpu_s=self._cpu_s, limits=self._limits)
+            told = await worker.answer(_QUICK_S)
+            if told is None and not place.step_aside():
+                self._drop(worker)  # it begins again when there is room beside the others
+                await place.wait_aside()
+                return await self._decode(data, size, place, low_detail=low_detail)
+            told = told or await worker.answer(_FAIR_S + _S_PER_PIXEL * size[0] * size[1])
+            if told is None:
+                worker.give_way()
+                told = await worker.answer(_MAX_STRETCH * self._cpu_s)
+            self._check(told)
+        except BaseException as error:
+            if isinstance(error, InvalidRequest) and not worker.has_ended:
+                self._put_back(worker)
+            else:
+                self._drop(worker)
+            raise
+        return worker
+
+    def _check(self, told: Told | None) -> None:
+        """Raises what became of the file, where it is not decoded."""
+        if told is None:
+            raise StageTimeout(
+                f"the decoder did not come to an end in {_MAX_STRETCH * self._cpu_s:g} s", code="decoder_stalled"
+            )
+        if isinstance(told, Refused):
+            raise InvalidRequest(told.message, code=told.code)
+        if not isinstance(told, Ended):
+            return
+        if told.code == -signal.SIGPROF:
+            raise InvalidRequest(
+                f"the image took more than {self._cpu_s:g} s of processor time to decode: save it anew with any "
+                "program, or scale it down",
+                code="image_too_complex",
+            )
+        if told.code in (-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT, -signal.SIGFPE, -signal.SIGILL):
+            raise InvalidRequest(
+                f"the image crashes its decoder ({signal.Signals(-told.code).name}): save it with another program",
+                code="image_crashes_decoder",
+            )
+        how = signal.Signals(-told.code).name if told.code < 0 else f"exit code {told.code}"
+        raise Unavailable(f"the process that decoded the image was ended ({how}); try again", code="decoder_lost")
+
+    def _take(self) -> _Worker:
+        """A worker that is alive, as far as can be seen."""
+        if self._server is not None and self._server.poll() is not None:
+            logger.warning("the process that starts decoders has ended (exit code %s)", self._server.poll())
+            self.close()
+        if self._server is None:
+            self._start_server()
+        while self._idle:
+            worker = self._idle.pop()
+            if not worker.is_gone():
+                break
+            worker.close()
+        else:
+            worker = self._new_worker()
+        self._working.add(worker)
+        return worker
+
+    def _put_back(self, worker: _Worker) -> None:
+        if worker not in self._working:
+            return
+        self._working.discard(worker)
+        if worker.gives_way or len(self._idle) >= self._num_kept:
+            worker.close()
+        else:
+            worker.trim()
+            self._idle.append(worker)
+
+    def _drop(self, worker: _Worker) -> None:
+        self._working.discard(worker)
+        worker.close()
+
+    def _new_worker(self) -> _Worker:
+        assert self._control is not None
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
+        worker = _Worker(ours)
+        with theirs:
+            try:
+                socket.send_fds(self._control, [b"w"], [theirs.fileno(), worker.descriptor])
+            except OSError as error:
+                worker.close()
+                raise Unavailable("no process to decode the image can be started", code="decoder_lost") from error
+        return worker
+
+    def _start_server(self) -> None:
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            command = [
+                sys.executable,
+                "-P",
+                "-m",
+                "epd_serve.media.decoder",
+                str(theirs.fileno()),
+                str(os.getpid()),
+            ]
+            self._server = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                env={name: value for name, value in os.environ.items() if not name.startswith("EPD_SERVE_")},
+            )
+
+
+class Pixels:
+    """Of a decoded picture, in memory that a worker takes back."""
+
+    def __init__(self, area: mmap.mmap, size: tuple[int, int]) -> None:
+        self._area = area
+        self._size = size
+
+    def image(self) -> Image.Image:
+        """A copy. Any thread."""
+        num_bytes = CHANNELS * self._size[0] * self._size[1]
+        with memoryview(self._area) as view, view[:num_bytes] as pixels:
+            return Image.frombytes("RGB", self._size, pixels)
+
+
+class _Worker:
+    """One process, its socket, and the memory that it shares with this one.
+
+    Attributes:
+        descriptor: of that memory.
+        has_ended: it has said so.
+        gives_way: to everybody else on this machine.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self.descriptor = os.memfd_create("media")
+        self._area: mmap.mmap | None = None
+        self._pid: int | None = None
+        self._waiting: asyncio.Future[bool] | None = None
+        self.has_ended = False
+        self.gives_way = False
+
+    @property
+    def area(self) -> mmap.mmap:
+        assert self._area is not None, "nothing was given"
+        return self._area
+
+    async def give(
+        self, data: bytes, size: tuple[int, int], *, low_detail: bool, cpu_s: float, limits: MediaLimits
+    ) -> None:
+        """Have it decode a file."""
+        num_bytes = max(len(data), CHANNELS * size[0] * size[1])
+        if len(data) > _KEPT_BYTES // 16:
+            await asyncio.to_thread(self._write, data, num_bytes)
+        else:
+            self._write(data, num_bytes)
+        job = Job(
+            num_bytes=len(data),
+            area_bytes=len(self.area),
+            width=size[0],
+            height=size[1],
+            low_detail=low_detail,
+            cpu_s=cpu_s,
+            limits=limits,
+        )
+        with suppress(OSError):  # it has ended, and its answer says how
+            self._connection.send(msgspec.msgpack.encode(job))
+
+    async def answer(self, timeout_s: float) -> Told | None:
+        """What it tells of its file; None where it says nothing in that time."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        while True:
+            try:
+                message = self._connection.recv(MESSAGE_BYTES)
+            except BlockingIOError:
+                if not await self._readable(deadline):
+                    return None
+                continue
+            except OSError:
+                message = b""
+            told = _told.decode(message) if message else Ended(1)
+            if not isinstance(told, Started):
+                self.has_ended = isinstance(told, Ended)
+                return told
+            self._pid = told.pid
+
+    async def _readable(self, deadline: float) -> bool:
+        loop = asyncio.get_running_loop()
+        readable: asyncio.Future[bool] = loop.create_future()
+        self._waiting = readable
+        loop.add_reader(self._connection, _set, readable)
+        timer = loop.call_at(deadline, _set, readable, False)
+        try:
+            return await readable
+        finally:
+            timer.cancel()
+            if self.descriptor >= 0:
+                loop.remove_reader(self._connection)
+
+    def is_gone(self) -> bool:
+        """Whether it has told of its end while nobody asked."""
+        try:
+            while message := self._connection.recv(MESSAGE_BYTES):
+                told = _told.decode(message)
+                if not isinstance(told, Started):
+                    return True
+                self._pid = told.pid
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+        return True
+
+    def give_way(self) -> None:
+        """Take only processor time that nobody else wants."""
+        self.gives_way = True
+        if self._pid is not None:
+            with suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, self._pid, _NICENESS)
+
+    def trim(self) -> None:
+        """Give memory back that few files need."""
+        if self._area is not None and len(self._area) > _KEPT_BYTES:
+            self._area.close()
+            self._area = None
+            os.ftruncate(self.descriptor, 0)
+
+    def close(self) -> None:
+        """End it. Any number of times."""
+        if self.descriptor >= 0:
+            if self._waiting is not None and not self._waiting.done():  # nobody may wait for what will not be told
+                self._waiting.get_loop().remove_reader(self._connection)
+                self._waiting.set_result(True)
+            self._connection.close()
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+    def _write(self, data: bytes, num_bytes: int) -> None:
+        if self._area is None or len(self._area) < num_bytes:
+            if self._area is not None:
+                self._area.close()
+            num_bytes += -num_bytes % mmap.PAGESIZE
+            os.ftruncate(self.descriptor, num_bytes)
+            self._area = mmap.mmap(self.descriptor, num_bytes)
+        self._area[: len(data)] = data
+
+
+def _set(future: asyncio.Future[bool], value: bool = True) -> None:
+    if not future.done():
+        future.set_result(value)
