@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import threading
 import time
 from pathlib import Path
@@ -45,6 +47,19 @@ async def test_a_probe_finds_what_an_answering_port_hides(tmp_path: Path) -> Non
                 await instance.probe(0.3)
         finally:
             let_go.set()
+        await instance.probe(60)
+        server = tower._decoders._server
+        assert server is not None
+        children = Path(f"/proc/{server.pid}/task/{server.pid}/children")
+        workers = children.read_text().split()  # noqa: ASYNC240
+        try:
+            for pid in (server.pid, *map(int, workers)):
+                os.kill(pid, signal.SIGSTOP)
+            with pytest.raises(ServeError, match="no image could be prepared") as error:
+                await instance.probe(0.3)
+            assert error.value.code == WEDGED
+        finally:
+            server.kill()
         await instance.probe(60)
         await Books({"epd": instance.url}).check()
 

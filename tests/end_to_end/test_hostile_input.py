@@ -1,0 +1,116 @@
+"""Input that is small and costs much: its sender is refused, and nobody else notices."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+from chat import chat
+from fleet import Books
+from pictures import noise
+from PIL import Image
+
+from epd_serve.config import DeploymentConfig
+from epd_serve.launch import LocalDeployment
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+CPU_S = 1.0
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def deployment() -> AsyncIterator[LocalDeployment]:
+    config = DeploymentConfig(
+        topology="E-P-D", gateway={"port": 0}, instances={"base_port": 0, "threads": 1, "media_cpu_s": CPU_S}
+    )
+    async with LocalDeployment(config, ready_timeout_s=300) as deployment:
+        yield deployment
+        await Books({name: instance.url for name, instance in deployment.instances.items()}).check()
+
+
+def endless(num_scans: int) -> bytes:
+    """A progressive JPEG of 32 megapixels in a few hundred kilobytes, whose last scan is repeated."""
+    file = io.BytesIO()
+    Image.new("RGB", (8000, 4000), "teal").save(file, "JPEG", progressive=True)
+    data = file.getvalue()
+    last, end = data.rindex(b"\xff\xda"), data.rindex(b"\xff\xd9")
+    return data[:end] + data[last:end] * (num_scans - data.count(b"\xff\xda")) + data[end:]
+
+
+def decoders(pid: int) -> list[int]:
+    """The process that forks decoders, and these, of an instance."""
+    below = [
+        int(child)
+        for task in Path(f"/proc/{pid}/task").iterdir()
+        for child in (task / "children").read_text().split()
+        if b"epd_serve.media.decoder" in Path(f"/proc/{child}/cmdline").read_bytes()
+    ]
+    return [*below, *(pid for child in below for pid in decoders(child))]
+
+
+def cpu_s(pid: int) -> float:
+    """Of a process and of its children that have ended."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11:15])) / 100
+
+
+async def answers_beside(
+    client: httpx.AsyncClient, body: Callable[[], Any], work: Awaitable[httpx.Response]
+) -> tuple[httpx.Response, list[httpx.Response]]:
+    """Of ``work``, and of a neighbour who asks one after the other until then."""
+    task, others = asyncio.ensure_future(work), list[httpx.Response]()
+    while not task.done() or not others:
+        others.append(await client.post("/v1/chat/completions", json=body()))
+    return await task, others
+
+
+async def test_a_picture_that_takes_an_hour_costs_a_second(deployment: LocalDeployment) -> None:
+    pids = {name: handle.pid for name, handle in deployment.instances.items()}
+    async with httpx.AsyncClient(base_url=deployment.gateway_url, timeout=150) as client:
+        first = await client.post("/v1/chat/completions", json=chat("What is this?", noise(1), max_tokens=3))
+        assert first.status_code == 200
+        [server, *_] = decoders(pids["e0"])
+        spent_s = cpu_s(server)
+        pictures = iter(range(2, 10**6))
+        hostile, others = await answers_beside(
+            client,
+            lambda: chat("What is this?", noise(next(pictures)), max_tokens=3),
+            client.post("/v1/chat/completions", json=chat("What is this?", endless(100))),
+        )
+        error = hostile.json()["error"]
+        assert (hostile.status_code, error["code"]) == (400, "image_too_complex"), error
+        assert f"more than {CPU_S:g} s" in error["message"]
+        assert [other.status_code for other in others] == [200] * len(others)
+        assert cpu_s(server) - spent_s < CPU_S + 1, "it was decoded once, by a worker that has ended since"
+        assert sum(map(cpu_s, decoders(pids["p0"]))) < CPU_S / 2, "nobody else was asked"
+        many = await client.post("/v1/chat/completions", json=chat("What is this?", endless(75_000)))
+        assert (many.status_code, many.json()["error"]["code"]) == (400, "image_too_complex")
+        assert (await client.get("/health")).status_code == 200
+    assert {name: handle.pid for name, handle in deployment.instances.items()} == pids
+
+
+async def test_a_request_of_many_such_pictures_is_no_worse(deployment: LocalDeployment) -> None:
+    """The first that is refused, or waits too long behind the others, ends them all."""
+    hostile = [endless(80 + number) for number in range(8)]
+    async with httpx.AsyncClient(base_url=deployment.gateway_url, timeout=150) as client:
+        started = time.monotonic()
+        pictures = iter(range(10**6, 2 * 10**6))
+        refused, others = await answers_beside(
+            client,
+            lambda: chat("What is this?", noise(next(pictures)), max_tokens=3),
+            client.post("/v1/chat/completions", json=chat("What is this?", *hostile)),
+        )
+        assert refused.json()["error"]["code"] in ("image_too_complex", "preparation_full")
+        assert [other.status_code for other in others] == [200] * len(others)
+        assert time.monotonic() - started < 60
+    e0 = deployment.instances["e0"].pid
+    async with asyncio.timeout(60):
+        while len(decoders(e0)) > 3:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
