@@ -17,6 +17,7 @@ from pictures import noise
 from PIL import Image
 
 from epd_serve.errors import InvalidRequest, ServeError, Unavailable
+from epd_serve.media import decoder_pool
 from epd_serve.media.decoder_pool import DecoderPool
 from epd_serve.media.picture import FORMATS, MediaLimits, low_detail_size, open_image
 
@@ -122,7 +123,10 @@ async def test_a_picture_that_takes_too_long_is_refused_and_the_next_one_is_deco
     assert spent_s < 1.5, "the process, a good picture twice, and 0.3 s"
 
 
-async def test_a_picture_that_is_broken_keeps_its_worker(patient_pool: DecoderPool) -> None:
+async def test_a_picture_that_is_broken_keeps_its_worker(
+    patient_pool: DecoderPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decoder_pool, "_FAIR_S", 60.0)  # else one that gives way ends after its picture
     good = saved(noise(1), "PNG")
     await decode(patient_pool, good, (120, 90))
     [worker] = workers(patient_pool)
@@ -243,6 +247,7 @@ async def test_random_ends_leave_the_pool_whole(pool: DecoderPool) -> None:
 
 PROGRAM = """
 import asyncio, sys
+from epd_serve.media import decoder_pool
 from epd_serve.media.decoder_pool import DecoderPool
 from epd_serve.media.picture import MediaLimits
 
