@@ -126,6 +126,8 @@ NO_ROOM = "no_room"
 REQUEST_ENDED = "request_ended"
 
 _UNAUTHORIZED = 401
+#: Characters of an instance's message that are passed on.
+_MAX_MESSAGE = 4000
 _BY_STATUS: dict[int, type[ServeError]] = {
     cls.status: cls
     for cls in (
@@ -157,7 +159,8 @@ def error_from_response(status: int, body: bytes, *, origin: str) -> ServeError:
     except msgspec.MsgspecError:
         text = body[:200].decode("utf-8", "replace")
         return cls(f"{origin} answered {status}: {text or 'nothing'}")
-    message = f"{origin}: {error.message}" if status == _UNAUTHORIZED else error.message
+    message = error.message[:_MAX_MESSAGE]
+    message = f"{origin}: {message}" if status == _UNAUTHORIZED else message
     return cls(message, param=error.param, code=error.code)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -176,8 +176,8 @@ class StageRate(msgspec.Struct, frozen=True, omit_defaults=True):
         is_fresh: whether it was measured lately.
     """
 
-    base_s: float
-    unit_s: float
+    base_s: Annotated[float, msgspec.Meta(ge=0, le=1e6)]
+    unit_s: Annotated[float, msgspec.Meta(ge=0, le=1e6)]
     is_fresh: bool = True
 
     def seconds(self, units: float) -> float:

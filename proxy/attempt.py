@@ -257,6 +257,10 @@ class Attempt:
         self.suspects.add(record.name)
 
     @property
+    def job(self) -> Job:
+        return self._job
+
+    @property
     def route(self) -> Route:
         return self._route
 

@@ -25,6 +25,9 @@ from proxy.stealing import Claim, Moved
 T = TypeVar("T")
 #: Attempts that ended because an instance left its role, and do not count.
 _MAX_PLANNED = 50
+#: What a token may take of an answer, once more for itself and each alternative where its log-probability is told;
+#: what an answer has beside them.
+_TOKEN_BYTES, _ANSWER_BYTES = 1024, 1024**2
 
 
 class Generator:
@@ -218,10 +221,15 @@ class Generator:
         reader, trail = progress.reader(framed=answer.framed), attempt.trail
         read, write = reader.read, sink.outlet.write
         failure: InstanceFailed | None = None
+        room = _most_bytes(attempt)
 
         def relay(chunk: bytes) -> bool:
             """Called for each token: it calls little."""
-            nonlocal failure
+            nonlocal failure, room
+            room -= len(chunk)
+            if room < 0:
+                failure = _too_long(name)
+                return False
             try:
                 events = read(chunk)
             except FrameError as error:
@@ -250,13 +258,29 @@ class Generator:
 
     async def _body(self, attempt: Attempt, name: str, answer: Answer) -> bytes:
         """All of an answer; nothing where decode follows. A connection that breaks means a lost instance."""
-        body = bytearray()
+        body, room = bytearray(), _most_bytes(attempt)
         try:
             async for chunk in answer.chunks():
                 if answer.decode_follows:
                     raise InstanceFailed(f"instance {name} answered although decode follows")
                 body += chunk
+                if len(body) > room:
+                    attempt.suspects.add(name)
+                    raise _too_long(name)
         except InstanceLost:
             await attempt.broken_off(attempt.record(name))
             raise
         return bytes(body)
+
+
+def _most_bytes(attempt: Attempt) -> int:
+    """Of an answer with all the tokens that its request may have, each as long as tokens come."""
+    job, info = attempt.job, attempt.route.prefill.info
+    context = attempt.route.max_model_len or (info.max_model_len if info else 1)
+    num_tokens = min(job.sampling.max_tokens or context, context) + context * job.output.echo
+    token_bytes = _TOKEN_BYTES * (1 if job.sampling.logprobs is None else 2 + job.sampling.logprobs)
+    return _ANSWER_BYTES + job.sampling.n * num_tokens * token_bytes
+
+
+def _too_long(name: str) -> InstanceFailed:
+    return InstanceFailed(f"instance {name} answered with more than the request's tokens can be")

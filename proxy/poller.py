@@ -9,7 +9,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from epd_serve.backends.base import StageCalls
+import msgspec
+
+from epd_serve.backends.base import StageCalls, UnreadableReport
 from epd_serve.errors import InvalidRequest, ServeError
 from epd_serve.routing.table import InstanceTable
 
@@ -21,6 +23,11 @@ STALE_S = 0.8
 _NUM_TICKS = 4
 #: How often an instance that reports is asked for what its reports do not contain.
 INFO_INTERVAL_S = 5.0
+#: An instance that says what no instance can say is left alone for so long, then twice as long, up to the most. It
+#: gets no work before a report that makes sense.
+_DISTRUST_S, _MOST_DISTRUST_S = 1.0, 30.0
+#: Reports that come faster than any instance makes them are read no faster than this.
+_LEAST_INTERVAL_S = 0.005
 
 
 @dataclass(slots=True)
@@ -54,6 +61,7 @@ class Poller:
         self._stale_s = stale_s
         self._started = asyncio.Event()
         self._mute: set[str] = set()
+        self._distrust_s: dict[str, float] = {}
         self._silences: dict[str, _Silence] = {}
         self._wake = {name: asyncio.Event() for name in calls}
         self._group: asyncio.TaskGroup | None = None
@@ -74,6 +82,7 @@ class Poller:
     def remove(self, name: str) -> None:
         """Listen no more."""
         del self._wake[name]
+        self._distrust_s.pop(name, None)
         if (watching := self._watching.pop(name, None)) is not None:
             watching.cancel()
 
@@ -115,6 +124,9 @@ class Poller:
                     listening.cancel()
                     waking.cancel()
                     await asyncio.gather(listening, waking, return_exceptions=True)
+            if name in self._distrust_s:
+                await asyncio.sleep(self._distrust_s[name])
+                continue
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._interval_s):
                     await wake.wait()
@@ -127,7 +139,12 @@ class Poller:
         except ServeError as error:
             self._lost(name, error)
             return False
-        return self._heard(name, lambda: self._table.update(name, info, contains=contains))
+        if name in self._distrust_s and name not in self._mute:
+            info = msgspec.structs.replace(info, ready=False)  # its reports must say so
+        heard = self._heard(name, lambda: self._table.update(name, info, contains=contains))
+        if heard and name in self._mute:
+            self._distrust_s.pop(name, None)
+        return heard
 
     async def _listen(self, name: str) -> None:
         """Until there are no more reports."""
@@ -136,12 +153,17 @@ class Poller:
         try:
             async with asyncio.timeout(None) as scope:
                 silence = self._silences[name] = _Silence(scope)
+                heard_at = 0.0
                 async for report in reports:
                     silence.ticks_left = _NUM_TICKS
+                    heard_at, before = loop.time(), heard_at
+                    if heard_at - before < _LEAST_INTERVAL_S:
+                        await asyncio.sleep(_LEAST_INTERVAL_S)
                     has_changed = report.epoch != table.epoch(name)  # its role, before it gets work
                     if has_changed and not self._heard(name, partial(table.update, name, await calls.info())):
                         continue
-                    self._heard(name, partial(table.report, name, report))
+                    if self._heard(name, partial(table.report, name, report)):
+                        self._distrust_s.pop(name, None)
                     if not has_changed and loop.time() >= ask_at:
                         self._heard(name, partial(table.update, name, await calls.info()))
                         ask_at = loop.time() + INFO_INTERVAL_S
@@ -174,7 +196,11 @@ class Poller:
         return True
 
     def _lost(self, name: str, error: Exception) -> None:
-        if self._table[name].ready:
+        nonsense = isinstance(error, UnreadableReport)
+        if self._table[name].ready or nonsense:
             logger.warning("instance %s lost: %s", name, error)
+        if nonsense:
+            before_s = self._distrust_s.get(name, _DISTRUST_S / 2)
+            self._distrust_s[name] = min(2 * before_s, _MOST_DISTRUST_S)
         self._table.mark_lost(name)
         self._mute.discard(name)  # what comes back may be another version

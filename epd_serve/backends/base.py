@@ -22,6 +22,10 @@ class InstanceLost(InstanceFailed):
     """The connection to an instance could not be made, or broke before the answer was complete."""
 
 
+class UnreadableReport(InstanceLost):
+    """What an instance says of itself is nothing that an instance could say."""
+
+
 class Answer(Protocol):
     """A stage's answer whose status line has arrived: OpenAI's JSON or events, to be forwarded unparsed."""
 

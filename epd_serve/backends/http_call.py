@@ -15,6 +15,10 @@ if TYPE_CHECKING:
 
 #: An answer that nobody reads yet is held up to here; then the instance has to wait.
 MAX_UNREAD_BYTES = 256 * 1024
+#: Of an answer that is read as a whole, unless its reader knows better.
+MAX_BODY_BYTES = 256 * 1024**2
+#: Of one that says no more than how something went, errors among them.
+MAX_NOTE_BYTES = 64 * 1024
 
 
 class HttpCall:
@@ -49,22 +53,25 @@ class HttpCall:
     def send(self) -> None:
         self._pool.send(self)
 
-    async def ask(self) -> bytes:
+    async def ask(self, max_bytes: int = MAX_BODY_BYTES) -> bytes:
         """Send it and read the whole body; it is closed then. Raises as ``opened`` and :meth:`read`."""
         try:
             self.send()
             await self.opened
-            return await self.read()
+            return await self.read(max_bytes)
         finally:
             self.close()
 
-    async def read(self) -> bytes:
-        """The whole body. Raises InstanceLost where it breaks off."""
-        while not self._complete:
+    async def read(self, max_bytes: int = MAX_BODY_BYTES) -> bytes:
+        """The whole body. Raises InstanceLost where it breaks off, or has more than ``max_bytes``."""
+        while not self._complete and self._unread_bytes <= max_bytes:
             if self._failure is not None:
                 raise self._failure
             self._resume()
             await self._wait()
+        if self._unread_bytes > max_bytes:
+            self.close()
+            raise InstanceLost(f"instance {self._pool.name} answered with more than {max_bytes} bytes")
         return self._take()
 
     def chunks(self) -> AsyncIterator[bytes]:
@@ -144,6 +151,10 @@ class HttpCall:
         self._unread_bytes += sum(map(len, pieces))
         self._pieces += pieces
         pieces.clear()
+        if self.status >= 400 and self._unread_bytes > MAX_NOTE_BYTES and not self.opened.done():
+            self.opened.set_exception(self.error(self._take()[:MAX_NOTE_BYTES]))
+            self.close()
+            return
         self._wake()
         if self._unread_bytes > MAX_UNREAD_BYTES and self.connection is not None:
             self.connection.pause()

@@ -10,8 +10,8 @@ from weakref import WeakSet
 
 import msgspec
 
-from epd_serve.backends.base import InstanceLost
-from epd_serve.backends.http_call import HttpCall
+from epd_serve.backends.base import InstanceLost, UnreadableReport
+from epd_serve.backends.http_call import MAX_BODY_BYTES, MAX_NOTE_BYTES, HttpCall
 from epd_serve.backends.http_client import HttpPool
 from epd_serve.errors import InvalidRequest, StageTimeout
 from epd_serve.protocol import frames, prompt_note, wire
@@ -91,20 +91,21 @@ class NativeInstance:
         """Raises InstanceLost also for an answer that is no InstanceInfo or takes over INFO_TIMEOUT_S."""
         try:
             async with asyncio.timeout(INFO_TIMEOUT_S):
-                body = await HttpCall(self._pool, "GET", "/info").ask()
+                body = await HttpCall(self._pool, "GET", "/info").ask(MAX_NOTE_BYTES)
             return wire.from_json(body, wire.InstanceInfo)
         except TimeoutError as error:
             raise InstanceLost(
                 f"instance {self.name} at {self.url} said nothing in {INFO_TIMEOUT_S:g} s"
             ) from error
         except msgspec.MsgspecError as error:
-            raise InstanceLost(f"{self.url}/info is no answer of an instance ({error})") from error
+            raise UnreadableReport(f"{self.url}/info is no answer of an instance ({error})") from error
 
     async def probe(self, timeout_s: float, *, doubted: bool = False) -> None:
         """The instance computes something. One without that call counts as one that does. Raises ServeError."""
         try:
             async with asyncio.timeout(timeout_s + PROBE_MARGIN_S):
-                await self._call("/probe", [wire.encode(wire.ProbeRequest(timeout_s))], "probe").ask()
+                body = [wire.encode(wire.ProbeRequest(timeout_s))]
+                await self._call("/probe", body, "probe").ask(MAX_NOTE_BYTES)
         except InvalidRequest:
             return
         except TimeoutError as error:
@@ -112,12 +113,11 @@ class NativeInstance:
 
     async def switch(self, order: wire.RoleOrder) -> wire.RoleChanged:
         """Returns when the instance serves that role. Raises ServeError as it answers."""
-        body = await self._call("/role", [wire.encode(order)], "switch").ask()
-        return wire.decode(body, wire.RoleChanged)
+        return await self._ask("/role", [wire.encode(order)], wire.RoleChanged, "switch")
 
     async def leave(self, order: wire.LeaveOrder) -> wire.Left:
         """Returns when nothing is left of what the instance had. Raises ServeError as it answers."""
-        return wire.decode(await self._call("/leave", [wire.encode(order)], "leave").ask(), wire.Left)
+        return await self._ask("/leave", [wire.encode(order)], wire.Left, "leave")
 
     async def reports(self) -> AsyncGenerator[wire.Report, None]:
         call = HttpCall(self._pool, "GET", "/reports")
@@ -132,7 +132,7 @@ class NativeInstance:
                 for one in lines:
                     yield wire.from_json(one, wire.Report)
         except ValueError as error:  # of msgspec's too
-            raise InstanceLost(f"{self.url}/reports are no reports of an instance ({error})") from error
+            raise UnreadableReport(f"{self.url}/reports are no reports of an instance ({error})") from error
         finally:
             call.close()
 
@@ -140,13 +140,21 @@ class NativeInstance:
         return await self._ask("/stage/encode", encode_in_parts(request), wire.EncodeReply, trace_id)
 
     async def tokenize(self, request: TokenizeRequest, *, trace_id: str) -> TokenizeReply:
-        return await self._ask("/prompt/tokenize", [wire.encode(request)], TokenizeReply, trace_id)
+        return await self._ask("/prompt/tokenize", [wire.encode(request)], TokenizeReply, trace_id, MAX_BODY_BYTES)
 
     async def detokenize(self, request: DetokenizeRequest, *, trace_id: str) -> DetokenizeReply:
-        return await self._ask("/prompt/detokenize", [wire.encode(request)], DetokenizeReply, trace_id)
+        request_body = [wire.encode(request)]
+        return await self._ask("/prompt/detokenize", request_body, DetokenizeReply, trace_id, MAX_BODY_BYTES)
 
-    async def _ask(self, path: str, request: list[bytes], reply_type: type[wire.M], trace_id: str) -> wire.M:
-        body = await self._call(path, request, trace_id).ask()
+    async def _ask(
+        self,
+        path: str,
+        request: list[bytes],
+        reply_type: type[wire.M],
+        trace_id: str,
+        max_bytes: int = MAX_NOTE_BYTES,
+    ) -> wire.M:
+        body = await self._call(path, request, trace_id).ask(max_bytes)
         try:
             return wire.decode(body, reply_type)
         except msgspec.MsgspecError as error:

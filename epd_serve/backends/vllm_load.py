@@ -16,6 +16,8 @@ _SUMMED = {
     "vllm:num_requests_waiting",
     "vllm:kv_cache_usage_perc",
 }
+#: No figure of an instance comes near to it; what is beyond is none.
+_MOST = 1e12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +79,7 @@ def _number(text: str) -> float:
         number = float(text)
     except ValueError:
         return 0.0
-    return number if number == number and abs(number) != float("inf") else 0.0
+    return number if 0 <= number <= _MOST else 0.0
 
 
 def _count(text: str | None) -> int:

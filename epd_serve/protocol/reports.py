@@ -1,11 +1,23 @@
-"""What an instance says of itself: once and whole at ``/info``, then in reports of what has changed."""
+"""What an instance says of itself: once and whole at ``/info``, then in reports of what has changed.
+
+Each number and text has bounds, which hold where a message is read: what routing computes with it stays finite.
+"""
 
 from __future__ import annotations
+
+from typing import Annotated
 
 import msgspec
 
 from epd_serve.protocol.codec import Message
 from epd_serve.types import StageRate
+
+#: Far beyond what any instance has, and far below where sums and products overflow.
+Count = Annotated[int, msgspec.Meta(ge=0, le=10**12)]
+Number = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
+NumParameters = Annotated[int, msgspec.Meta(ge=0, le=10**15)]
+Name = Annotated[str, msgspec.Meta(max_length=256)]
+Text = Annotated[str, msgspec.Meta(max_length=4096)]
 
 
 class Load(Message, frozen=True):
@@ -21,17 +33,17 @@ class Load(Message, frozen=True):
         rates: what was measured, by stage ("E", "P", "D"); a stage that has not worked yet is missing.
     """
 
-    num_running: int = 0
-    num_waiting: int = 0
-    num_waiting_tokens: int = 0
-    num_waiting_encodes: int = 0
-    num_waiting_pixels: int = 0
-    num_expected: int = 0
-    free_blocks: int = 0
-    total_blocks: int = 0
-    mean_output_tokens: float = 0.0
-    tokens_per_character: float = 0.0
-    rates: dict[str, StageRate] = msgspec.field(default_factory=dict)
+    num_running: Count = 0
+    num_waiting: Count = 0
+    num_waiting_tokens: Count = 0
+    num_waiting_encodes: Count = 0
+    num_waiting_pixels: Count = 0
+    num_expected: Count = 0
+    free_blocks: Count = 0
+    total_blocks: Count = 0
+    mean_output_tokens: Annotated[float, msgspec.Meta(ge=0, le=1e9)] = 0.0
+    tokens_per_character: Annotated[float, msgspec.Meta(ge=0, le=1e3)] = 0.0
+    rates: Annotated[dict[Name, StageRate], msgspec.Meta(max_length=16)] = msgspec.field(default_factory=dict)
 
 
 class Report(Message, frozen=True):
@@ -48,16 +60,16 @@ class Report(Message, frozen=True):
     load: Load
     ready: bool = True
     received: list[str] = msgspec.field(default_factory=list)
-    encoded: list[str] = msgspec.field(default_factory=list)
-    epoch: int = 0
+    encoded: list[Name] = msgspec.field(default_factory=list)
+    epoch: Count = 0
 
 
 class AppliedShare(Message, frozen=True):
     """``part`` of a device, how far it is enforced ("isolated", "cooperative"), and by what."""
 
-    part: float
-    strength: str
-    mechanisms: list[str]
+    part: Annotated[float, msgspec.Meta(ge=0, le=1)]
+    strength: Name
+    mechanisms: Annotated[list[Name], msgspec.Meta(max_length=64)]
 
 
 class InstanceInfo(Message, frozen=True):
@@ -78,26 +90,28 @@ class InstanceInfo(Message, frozen=True):
         state: of its role, see :class:`epd_serve.topology.SwitchState`.
     """
 
-    name: str
-    role: str
-    url: str
-    model: str
-    model_path: str
-    max_model_len: int
-    media_fingerprint: str
-    device: str
-    dtype: str
-    pid: int
+    name: Name
+    role: Name
+    url: Text
+    model: Text
+    model_path: Text
+    max_model_len: Annotated[int, msgspec.Meta(ge=1, le=10**9)]
+    media_fingerprint: Name
+    device: Text
+    dtype: Name
+    pid: Count
     ready: bool
     load: Load
-    parameters: dict[str, int] = msgspec.field(default_factory=dict)
+    parameters: Annotated[dict[Name, NumParameters], msgspec.Meta(max_length=64)] = msgspec.field(
+        default_factory=dict
+    )
     share: AppliedShare | None = None
-    budgets: dict[str, float] = msgspec.field(default_factory=dict)
-    host_id: str = ""
-    block_size: int = 0
-    kv_token_bytes: int = 0
-    tokens_per_pixel: float = 0.0
-    feature_token_bytes: int = 0
+    budgets: Annotated[dict[Name, Number], msgspec.Meta(max_length=64)] = msgspec.field(default_factory=dict)
+    host_id: Name = ""
+    block_size: Count = 0
+    kv_token_bytes: Count = 0
+    tokens_per_pixel: Annotated[float, msgspec.Meta(ge=0, le=1e3)] = 0.0
+    feature_token_bytes: Count = 0
     steals: bool = False
-    epoch: int = 0
-    state: str = "SERVING"
+    epoch: Count = 0
+    state: Name = "SERVING"

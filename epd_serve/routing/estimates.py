@@ -62,7 +62,8 @@ def resolve_costs(load: Load, budgets: Mapping[str, float], peers: Sequence[Load
         middle = sorted(fresh or known, key=lambda one: one.seconds(size))[(len(fresh or known) - 1) // 2]
         if own is None or not own.is_fresh:
             return StageRate(middle.base_s, middle.unit_s, is_fresh=False)
-        is_like = 1 / _LIKE < own.seconds(size) / middle.seconds(size) < _LIKE
+        own_s, middle_s = own.seconds(size), middle.seconds(size)
+        is_like = own_s < _LIKE * middle_s and middle_s < _LIKE * own_s
         return middle if is_like else own
 
     return StageCosts(

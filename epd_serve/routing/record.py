@@ -106,7 +106,8 @@ class InstanceRecord:
         missing = num_tokens - self.room_tokens
         if missing <= 0:
             return 0.0
-        held = (self.load.total_blocks - self.load.free_blocks) * self.info.block_size + self.pending.num_kv_tokens
+        held_blocks = max(0, self.load.total_blocks - self.load.free_blocks)
+        held = held_blocks * self.info.block_size + self.pending.num_kv_tokens
         return self.costs.room_s(missing, held, self.pending.num_sequences)
 
     def decode_s(self, num_sequences: float, max_tokens: float | None) -> tuple[float, float, float]:

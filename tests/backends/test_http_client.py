@@ -11,7 +11,7 @@ import uvloop
 from epd_serve.backends.base import InstanceLost
 from epd_serve.backends.http_call import HttpCall
 from epd_serve.backends.http_client import HttpPool
-from epd_serve.errors import InvalidRequest
+from epd_serve.errors import InvalidRequest, Unavailable
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi"
 CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -175,6 +175,28 @@ async def test_what_nobody_reads_makes_the_instance_wait(server):
     call.close()
     assert await _whole(sent(server)) == b"hi"
     assert server.num_connections == 1
+
+
+async def test_an_answer_without_end_is_not_collected(server):
+    piece = b"10000\r\n" + bytes(65536) + b"\r\n"
+    server.answers = [[CHUNKED, *[piece] * 200], [OK]]
+    call = HttpCall(server.pool, "GET", "/info")
+    with pytest.raises(InstanceLost, match="answered with more than 100000 bytes"):
+        async with asyncio.timeout(300):
+            await call.ask(100_000)
+    assert not call._pieces
+    assert await _whole(sent(server)) == b"hi"
+
+
+@pytest.mark.parametrize("ends", [True, False])
+async def test_an_error_without_end_is_an_error_all_the_same(server, ends):
+    piece = b"10000\r\n" + b"e" * 65536 + b"\r\n"
+    head = b"HTTP/1.1 503 No\r\ntransfer-encoding: chunked\r\n\r\n"
+    server.answers = [[head, *[piece] * (6 if ends else 200), b"0\r\n\r\n"], [OK]]
+    with pytest.raises(Unavailable, match="p0 answered 503: eeee") as caught:
+        await _whole(sent(server))
+    assert len(caught.value.message) < 300
+    assert await _whole(sent(server)) == b"hi"
 
 
 async def test_no_instance_at_all():

@@ -172,7 +172,7 @@ class FakeInstance:
             "url": self.url,
             "model": "demo",
             "model_path": "/models/demo",
-            "max_model_len": 512,
+            "max_model_len": 65536,
             "media_fingerprint": "f00d",
         }
         return instance_info(self.name, self.role, **values | self.info)

@@ -1,0 +1,124 @@
+"""Instances that say what none can say, or answer without end: they are left out, and clients hear of others."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import math
+
+import msgspec
+import psutil
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from instance_info import instance_info
+
+from epd_serve.protocol import wire
+from epd_serve.routing.table import InstanceTable
+from epd_serve.types import StageRate
+
+MIB = 1024**2
+PIECE = b"x" * 65536
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        wire.Load(tokens_per_character=1e308),
+        wire.Load(num_waiting_tokens=-1),
+        wire.Load(rates={"P": StageRate(1e300, 1e300)}),
+        wire.Load(rates={"P": StageRate(-1.0, 0.0)}),
+        wire.Load(free_blocks=10**18),
+    ],
+)
+async def test_a_poisoned_report_costs_the_one_that_makes_it_its_work_and_no_client_an_answer(start, kit, load):
+    gateway = await start("p0:P", "p1:P", "d0:D", reporting=True)
+    gateway["p1"].report = lambda: wire.Report(load=load)
+    await gateway.until(lambda: not gateway.table["p1"].ready)
+    gateway["p1"].calls.clear()
+    for _ in range(12):
+        status, _ = await gateway.answer(kit.chat())
+        assert status == 200
+        await asyncio.sleep(0.06)  # a poll's time: it says that it is ready each time that it is asked
+    assert not gateway["p1"].got("/stage/prefill")
+    gateway["p1"].report = lambda: wire.Report(load=wire.Load())
+    await gateway.until(lambda: gateway.table["p1"].ready)
+
+
+async def test_an_info_that_no_instance_has_is_not_taken_over(start, kit):
+    gateway = await start("a0:EPD", "a1:EPD")
+    gateway["a1"].info["tokens_per_pixel"] = 1e300
+    await gateway.until(lambda: not gateway.table["a1"].ready)
+    info = gateway.table["a1"].info
+    assert info is not None and info.tokens_per_pixel == 0.0
+    assert [(await gateway.answer(kit.chat()))[0] for _ in range(4)] == [200] * 4
+    assert not gateway["a1"].got("/stage/prefill")
+    del gateway["a1"].info["tokens_per_pixel"]
+    await gateway.until(lambda: gateway.table["a1"].ready)
+
+
+@pytest.mark.parametrize("status", [200, 500])
+async def test_an_answer_without_end_is_cut_off_and_asked_for_elsewhere(start, kit, status):
+    gateway = await start("a0:EPD", "a1:EPD")
+    head = kit.NONE if status == 200 else (status, {})
+    gateway["a0"].scripts["/stage/prefill"] = lambda _: itertools.chain([head], itertools.cycle([PIECE, 0.0]))
+    before, peak = psutil.Process().memory_info().rss, 0
+    for _ in range(4):
+        asked = asyncio.create_task(gateway.answer(kit.chat(max_tokens=16)))
+        while not asked.done():
+            await asyncio.sleep(0.005)
+            peak = max(peak, psutil.Process().memory_info().rss)
+        assert await asked == (200, kit.WHOLE)
+    assert gateway["a0"].got("/stage/prefill") and len(gateway["a1"].got("/stage/prefill")) == 4
+    assert peak - before < 48 * MIB
+    await gateway.settle()
+
+
+@pytest.mark.parametrize("framed", [True, False])
+async def test_a_stream_without_end_ends_where_its_tokens_must_have(start, kit, framed):
+    gateway = await start("a0:EPD")
+    event = b'data: {"token":"' + b"x" * 8000 + b'"}\n\n'
+    piece = kit.frame(7).replace(b'data: {"token":7}\n\n', event) if framed else event
+    head = kit.FRAMES if framed else kit.NONE
+    gateway["a0"].scripts["/stage/prefill"] = lambda _: itertools.chain([head], itertools.cycle([piece, 0.0]))
+    async with asyncio.timeout(300):
+        async with gateway.post(kit.chat(stream=True, max_tokens=16)) as response:
+            got = b""
+            with pytest.raises(Exception):  # noqa: B017 - the connection is cut
+                async for chunk in response.content.iter_any():
+                    got += chunk
+    assert response.status == 200
+    assert b"more than the request's tokens can be" in got[-2000:]
+    assert len(got) < 4 * MIB
+
+
+NUMBERS = st.one_of(
+    st.integers(-(10**20), 10**20), st.floats(), st.sampled_from([0, 1, 1e308, 5e-324, -0.0, 10**12, 1e12])
+)
+
+
+@given(
+    st.dictionaries(st.sampled_from(wire.Load.__struct_fields__[:-1]), NUMBERS, max_size=6),
+    st.dictionaries(
+        st.sampled_from("EPD"),
+        st.fixed_dictionaries({"base_s": NUMBERS, "unit_s": NUMBERS}, optional={"is_fresh": st.booleans()}),
+    ),
+    st.sampled_from(["E", "P", "D", "PD", "EPD"]),
+)
+@settings(max_examples=300, deadline=None)
+def test_whatever_is_read_of_a_report_routing_computes_with_it(load, rates, role) -> None:
+    text = json.dumps({"load": {**load, "rates": rates}}).encode()
+    try:
+        report = wire.from_json(text, wire.Report)
+    except msgspec.MsgspecError:
+        return
+    table = InstanceTable([("x0", "http://a:1"), ("y0", "http://a:2")])
+    for name in ("x0", "y0"):
+        table.update(name, instance_info(name, role, block_size=16))
+    table.report("x0", report)
+    for record in table:
+        known = [record.prefill_s, record.encode_s, record.room_s(100), *record.decode_s(1.0, 100.0)[:1]]
+        assert all(math.isfinite(seconds) and seconds >= 0 for seconds in known)
+    assert math.isfinite(table.wait_s("m"))
+    assert round(1e6 * report.load.tokens_per_character) >= 0
