@@ -202,7 +202,7 @@ async def test_models_health_and_metrics(start, kit):
     gateway = await start("e0:E", "p0:P", "d0:D")
     async with gateway.session.get(f"{gateway.url}/v1/models") as response:
         [model] = (await response.json())["data"]
-    assert (model["id"], model["root"], model["max_model_len"]) == ("demo", "/models/demo", 512)
+    assert (model["id"], model["root"], model["max_model_len"]) == ("demo", "/models/demo", 65536)
     await gateway.answer(kit.chat(kit.data_url(kit.picture()), stream=True))
     await gateway.settle()
     for path in ("/health", "/health/ready", "/health/live"):
