@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from enum import Enum, auto
+from operator import itemgetter
 
 from epd_serve.errors import Overloaded
 from proxy.limits import Client
@@ -32,18 +33,25 @@ _ALLOWED = {
 
 
 class Ticket:
-    """One request's place. ``on_admitted`` is called when it may run, unless it may at once."""
+    """One request's place. ``on_admitted`` is called when it may run, unless it may at once, ``on_displaced`` when
+    it has to make room for another client's."""
 
-    __slots__ = ("admitted_s", "client", "entered_s", "on_admitted", "priority", "state")
+    __slots__ = ("admitted_s", "client", "entered_s", "on_admitted", "on_displaced", "priority", "state")
 
     def __init__(
-        self, client: Client, priority: int, entered_s: float, on_admitted: Callable[[], None] | None
+        self,
+        client: Client,
+        priority: int,
+        entered_s: float,
+        on_admitted: Callable[[], None] | None,
+        on_displaced: Callable[[], None] | None,
     ) -> None:
         self.client = client
         self.priority = priority
         self.entered_s = entered_s
         self.admitted_s = entered_s
         self.on_admitted = on_admitted
+        self.on_displaced = on_displaced
         self.state = TicketState.WAITING
 
     def to(self, state: TicketState) -> None:
@@ -56,12 +64,15 @@ class AdmissionQueue:
 
     The lowest priority number goes first, as in vLLM; among equals the clients take turns, so that one that sends
     a thousand requests delays another's first by one only; a client's own go in the order of arrival. A high
-    number waits for as long as lower ones come: time limits are the caller's.
+    number waits for as long as lower ones come: time limits are the caller's. Where all places to wait are taken,
+    the client that has the most of them gives its last for a client that has fewer, so that nobody is kept out by
+    another's number of requests.
 
     ::
 
         enter ──> WAITING ──> ADMITTED
-             │       │ leave      │ leave: the next one is admitted
+             │       │ leave,     │ leave: the next one is admitted
+             │       │ displaced  │
              │       v            v
              │      LEFT         LEFT
              └──> ADMITTED at once, while there is room
@@ -72,24 +83,31 @@ class AdmissionQueue:
         self._max_queue = max_queue
         self._levels: dict[int, OrderedDict[Client, OrderedDict[Ticket, None]]] = {}
         self._priorities: list[int] = []  # a heap; may hold priorities without a level
+        self._waiting: Counter[Client] = Counter()
         self._mean_run_s: float | None = None
         self.num_in_flight = 0
         self.num_waiting = 0
 
     def enter(
-        self, client: Client, priority: int, now_s: float, on_admitted: Callable[[], None] | None = None
+        self,
+        client: Client,
+        priority: int,
+        now_s: float,
+        on_admitted: Callable[[], None] | None = None,
+        on_displaced: Callable[[], None] | None = None,
     ) -> Ticket:
-        """A place for a request, ADMITTED or WAITING. Every ticket must be given to :meth:`leave` in the end.
+        """A place for a request, ADMITTED or WAITING. Every ticket must be given to :meth:`leave` in the end, but
+        for one that was displaced.
 
-        Raises Overloaded, with the estimated wait, where the queue is full.
+        Raises Overloaded, with the estimated wait, where the queue is full and no other client gives way.
         """
-        ticket = Ticket(client, priority, now_s, on_admitted)
+        ticket = Ticket(client, priority, now_s, on_admitted, on_displaced)
         if self.num_in_flight < self._max_in_flight:
             assert not self.num_waiting, "nobody waits while there is room"
             ticket.to(TicketState.ADMITTED)
             self.num_in_flight += 1
             return ticket
-        if self.num_waiting >= self._max_queue:
+        if self.num_waiting >= self._max_queue and not self._make_room(client, priority):
             raise Overloaded(
                 f"{self.num_in_flight} requests are running here and {self.num_waiting} are waiting, which is all "
                 "that this gateway takes; try again later",
@@ -100,6 +118,7 @@ class AdmissionQueue:
             level = self._levels[priority] = OrderedDict()
             self._push(priority)
         level.setdefault(client, OrderedDict())[ticket] = None
+        self._waiting[client] += 1
         self.num_waiting += 1
         return ticket
 
@@ -138,11 +157,29 @@ class AdmissionQueue:
         """Raises AssertionError where the books do not agree."""
         waiting = [ticket for level in self._levels.values() for own in level.values() for ticket in own]
         assert len(waiting) == self.num_waiting
+        assert Counter(ticket.client for ticket in waiting) == self._waiting
+        assert all(self._waiting.values())
         assert all(ticket.state is TicketState.WAITING for ticket in waiting)
         assert all(level and all(level.values()) for level in self._levels.values()), "no empty place is kept"
         assert set(self._levels) <= set(self._priorities)
         assert len(self._priorities) <= 2 * max(self._max_queue, self.num_waiting) + _MAX_STALE + 1
         assert self.num_in_flight >= self._max_in_flight or not waiting, "nobody waits while there is room"
+
+    def _make_room(self, client: Client, priority: int) -> bool:
+        """Displace the last request of the longest queue, unless ``client``'s own would be as long then, or what
+        there is to displace is more urgent than ``priority``."""
+        own = self._waiting[client] + 1
+        longer = [(number, other) for other, number in self._waiting.items() if number > own]
+        for _, other in sorted(longer, key=itemgetter(0), reverse=True):
+            last = max(level for level in self._levels if other in self._levels[level])
+            if last >= priority:
+                ticket = next(reversed(self._levels[last][other]))
+                ticket.to(TicketState.LEFT)
+                self._remove(ticket)
+                if ticket.on_displaced is not None:
+                    ticket.on_displaced()
+                return True
+        return False
 
     def _admit(self, now_s: float) -> None:
         while self.num_waiting and self.num_in_flight < self._max_in_flight:
@@ -170,6 +207,9 @@ class AdmissionQueue:
             del level[ticket.client]
             if not level:
                 del self._levels[ticket.priority]
+        self._waiting[ticket.client] -= 1
+        if not self._waiting[ticket.client]:
+            del self._waiting[ticket.client]
         self.num_waiting -= 1
 
     def _push(self, priority: int) -> None:

@@ -122,6 +122,8 @@ class Visit:
         will take. A request that ``generates`` nothing has no first token to be late, and its time is not that of
         a run. ``priority`` None: the middle, 0, or the highest that the key may send.
 
+        Overloaded also where the request has to give its place in a full queue to another key's.
+
         Raises Overloaded where the queue is full, the key's tokens are used up, or the SLO is out of reach, and
         InvalidRequest for a priority above the key's.
         """
@@ -146,7 +148,9 @@ class Visit:
             if num_tokens:  # else it waits for no debt of the key, either
                 client.charge(num_tokens, now_s)
             self._charged = num_tokens
-            ticket = self._ticket = gate.queue.enter(client, priority, now_s, self._on_admitted)
+            ticket = self._ticket = gate.queue.enter(
+                client, priority, now_s, self._on_admitted, self._on_displaced
+            )
         except Overloaded as error:
             self._refund()
             gate.refused(error.code or "", client.name)
@@ -206,6 +210,19 @@ class Visit:
             asyncio.get_running_loop().call_soon(self._give_up_place, False)
         else:
             waiting.set_result(None)
+
+    def _on_displaced(self) -> None:
+        assert self._timer is not None
+        self._timer.cancel()
+        self._ticket = None
+        self._refund()
+        self._refuse(
+            Overloaded(
+                "the queue of this gateway is full, and no other API key has as many requests in it as this one: "
+                "this request has made room for another's; send fewer at a time, or try again later",
+                retry_after_s=self._gate.queue.estimated_wait_s(),
+            )
+        )
 
     def _on_timeout(self) -> None:
         gate = self._gate

@@ -22,11 +22,17 @@ class AdmissionMachine(RuleBasedStateMachine):
         self.clients = [Client(name) for name in "abc"]
         self.now = 0.0
         self.tickets = []
-        self.told = []
+        self.told, self.displaced = [], []
 
     def new(self, client, priority):
         holder = []
-        ticket = self.queue.enter(client, priority, self.now, lambda: self.told.append(holder[0]))
+        ticket = self.queue.enter(
+            client,
+            priority,
+            self.now,
+            lambda: self.told.append(holder[0]),
+            lambda: self.displaced.append(holder[0]),
+        )
         holder.append(ticket)
         return ticket
 
@@ -37,12 +43,33 @@ class AdmissionMachine(RuleBasedStateMachine):
     def enter(self, client, priority, later):
         self.now += later
         full = len(self.having(TicketState.ADMITTED)) >= self.limit
-        if full and len(self.having(TicketState.WAITING)) >= self.room:
-            with pytest.raises(Overloaded) as refusal:
-                self.new(self.clients[client], priority)
-            assert (refusal.value.retry_after_s or 0) >= 0
-            return
-        ticket = self.new(self.clients[client], priority)
+        waiting = self.having(TicketState.WAITING)
+        self.displaced.clear()
+        lengths = [sum(ticket.client is other for ticket in waiting) for other in self.clients]
+        if full and len(waiting) >= self.room:
+            givers = [
+                (lengths[index], ticket)
+                for index, other in enumerate(self.clients)
+                for ticket in waiting
+                if ticket.client is other and lengths[index] > lengths[client] + 1 and ticket.priority >= priority
+            ]
+            if not givers:
+                with pytest.raises(Overloaded) as refusal:
+                    self.new(self.clients[client], priority)
+                assert (refusal.value.retry_after_s or 0) >= 0
+                assert not self.displaced
+                return
+            ticket = self.new(self.clients[client], priority)
+            [displaced] = self.displaced
+            assert displaced.state is TicketState.LEFT
+            longest = max(length for length, _ in givers)
+            assert lengths[self.clients.index(displaced.client)] == longest
+            own = [one for one in waiting if one.client is displaced.client]
+            least_urgent = max(one.priority for one in own)
+            assert displaced is [one for one in own if one.priority == least_urgent][-1]
+        else:
+            ticket = self.new(self.clients[client], priority)
+            assert not self.displaced
         assert ticket.state is (TicketState.WAITING if full else TicketState.ADMITTED)
         self.tickets.append(ticket)
 
@@ -97,6 +124,25 @@ def test_clients_take_turns_however_many_requests_one_has_sent():
         [running] = [ticket for ticket in (urgent, *waiting) if ticket.state is TicketState.ADMITTED]
         order.append("urgent" if running is urgent else running.client.name)
     assert order == ["urgent", "greedy", "modest", "greedy", "modest", "greedy"]
+
+
+def test_a_full_queue_has_room_for_who_has_few_in_it():
+    """A greedy client keeps no other out, and those that are as long as each other do not displace each other."""
+    queue = AdmissionQueue(1, 8)
+    clients = [Client("greedy"), Client("modest"), Client("third")]
+    given = []
+    queue.enter(clients[0], 0, 0.0)
+    for _ in range(8):
+        queue.enter(clients[0], 0, 0.0, on_displaced=lambda: given.append("greedy"))
+    with pytest.raises(Overloaded):
+        queue.enter(clients[0], 0, 0.0)
+    for client, most in ((clients[1], 4), (clients[2], 2)):
+        for _ in range(most):
+            queue.enter(client, 0, 0.0, on_displaced=lambda name=client.name: given.append(name))
+        with pytest.raises(Overloaded):
+            queue.enter(client, 0, 0.0)
+        queue.check_integrity()
+    assert given == ["greedy"] * 4 + ["greedy", "modest"]
 
 
 def test_the_estimated_wait_follows_the_time_that_requests_run():

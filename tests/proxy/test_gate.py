@@ -1,7 +1,10 @@
 """Keys, their limits and the queue, as clients of a running gateway meet them."""
 
 import asyncio
+import itertools
 import json
+import time
+from statistics import median
 
 import pytest
 
@@ -145,6 +148,64 @@ async def test_the_queue_goes_by_priority_and_is_bounded(start, kit):
         text = await response.text()
     assert 'epd_serve_refused_total{key="anonymous",reason="overloaded"} 1.0' in text
     assert "epd_serve_queue_wait_seconds_count 3.0" in text and "epd_serve_requests_waiting 0.0" in text
+
+
+async def test_a_greedy_key_keeps_no_modest_one_out_of_a_full_queue(start, kit):
+    """Twenty-four senders of one key, each of which comes again at once, and one of another."""
+    greedy, greedy_key = key("greedy")
+    modest, modest_key = key("modest")
+    gateway = await start("pd0:PD", max_in_flight=8, max_queue=4, api_keys=(greedy_key, modest_key))
+    seconds = itertools.cycle([0.1, 0.25, 0.15, 0.3, 0.2])
+    gateway["pd0"].scripts["/stage/prefill"] = lambda _: [next(seconds), kit.NONE, kit.WHOLE]
+    refused = 0
+
+    async def ask(headers):
+        start_s = time.monotonic()
+        status, _ = await gateway.answer(kit.chat(), headers=headers)
+        return status, time.monotonic() - start_s
+
+    async def flood():
+        nonlocal refused
+        while True:
+            status, _ = await ask(greedy)
+            refused += status == 429
+            await asyncio.sleep(0.1)
+
+    alone_s = [(await ask(modest))[1] for _ in range(10)]
+    flooding = [asyncio.create_task(flood()) for _ in range(24)]
+    await gateway.until(lambda: refused >= 30)
+    answers = [await ask(modest) for _ in range(20)]
+    for task in flooding:
+        task.cancel()
+    await asyncio.gather(*flooding, return_exceptions=True)
+    assert [status for status, _ in answers] == [200] * 20
+    assert median(seconds for _, seconds in answers) < 2 * median(alone_s)
+
+
+async def test_a_request_that_makes_room_is_told_so_and_pays_nothing():
+    greedy, modest = Client("greedy", KeyLimits(tokens_per_min=1000)), Client("modest")
+    (greedy_secret, greedy_hash), (modest_secret, modest_hash) = new_key(), new_key()
+    refused = []
+    gate = Gate(
+        Authenticator([(greedy_hash, greedy), (modest_hash, modest)]),
+        AdmissionQueue(1, 2),
+        queue_timeout_s=60.0,
+        refused=lambda *what: refused.append(what),
+        clock=lambda: 1.0,
+    )
+    visits = [gate.enter(f"Bearer {greedy_secret}") for _ in range(3)]
+    waiting = [visit.admit(num_tokens=100) for visit in visits]
+    assert greedy.num_tokens_left(1.0) == 700
+    newcomer = gate.enter(f"Bearer {modest_secret}")
+    assert newcomer.admit() is not None
+    with pytest.raises(Overloaded, match="made room for another's"):
+        await waiting[2]
+    assert refused == [("overloaded", "greedy")]
+    assert greedy.num_tokens_left(1.0) == 800
+    assert not waiting[1].done()
+    for visit in (*visits, newcomer):
+        visit.leave()
+    assert (gate.queue.num_in_flight, gate.queue.num_waiting) == (0, 0)
 
 
 async def test_tokenizing_waits_for_its_turn_and_is_not_shed(start, kit):
