@@ -25,6 +25,7 @@ from epd_serve.routing.table import InstanceTable
 from proxy.addresses import allowed_address
 from proxy.admin import create_admin_app, running_admin
 from proxy.control import Control
+from proxy.cors import install_cors
 from proxy.dashboard import dashboard_router
 from proxy.elastic import ElasticLoop, elastic_router
 from proxy.endpoints import endpoints
@@ -203,6 +204,7 @@ def create_app(
         )
     follow(crew, table, gate, health, leases)
     show_ready(crew, table)
+    install_cors(app, settings.cors)
     install_error_handlers(app)
     return app
 

@@ -13,6 +13,7 @@ import re
 from typing import TYPE_CHECKING, Any, cast
 
 from proxy.arrival import HeadWatch
+from proxy.cors import Cors
 from proxy.http import MAX_HEADER_BYTES, PLAIN_HEAD, PLAIN_START, ReturningHttp, arrival_limits
 from proxy.low_water import LowWater
 from proxy.raw_client import RawClient, RawEndpoint
@@ -27,7 +28,7 @@ _LENGTH = re.compile(rb"[0-9]{1,15}")
 #: Headers that ask for more than is done here.
 _UNUSUAL = frozenset({b"transfer-encoding", b"expect", b"upgrade", b"trailer", b"te"})
 #: Headers that must not have two values.
-_ONCE = frozenset({b"content-length", b"connection"})
+_ONCE = frozenset({b"content-length", b"connection", b"origin"})
 
 #: A closed connection whose client takes nothing for so long is not waited for.
 _LINGER_S = 30.0
@@ -54,6 +55,7 @@ class GatewayConnection(asyncio.BufferedProtocol):
         state = getattr(config.app, "state", None)
         self._endpoints = getattr(state, "endpoints", {})
         self._turns: Turns = getattr(state, "turns", None) or Turns()
+        self._cors: Cors = getattr(state, "cors", None) or Cors()
         self._transport: asyncio.Transport
         self._uvicorn: ReturningHttp | None = None
         #: Received and not yet looked at: a head, or what comes behind the request in progress.
@@ -171,7 +173,7 @@ class GatewayConnection(asyncio.BufferedProtocol):
             memoryview(pending)[end : end + size],
             loop=self._loop,
             max_bytes=endpoint.max_body_bytes,
-            default_headers=self._state.default_headers,
+            default_headers=[*self._state.default_headers, *self._cors.headers(headers)],
         )
         client.keep_alive = connection == b"keep-alive" and not self._stopping
         self._pending = pending[end + size :]

@@ -7,7 +7,7 @@ from typing import Any
 
 from epd_serve.backends.base import StageCalls
 from epd_serve.protocol.openai import ChatCompletionRequest, CompletionRequest
-from epd_serve.protocol.responses import ResponsesRequest
+from epd_serve.protocol.responses import InputTokensCall, ResponsesRequest
 from epd_serve.protocol.tokenizing import DetokenizeBody, TokenizeBody
 from proxy.endpoint import Endpoint, GenerationEndpoint
 from proxy.generation import Generator
@@ -27,6 +27,10 @@ def endpoints(
     yield (
         "/v1/responses",
         ResponsesEndpoint(kind="responses", parse=ResponsesRequest.parse, generator=generator, **shared),
+    )
+    yield (
+        "/v1/responses/input_tokens",
+        TokenizingEndpoint(kind="input_tokens", parse=InputTokensCall.parse, calls=calls, **shared),
     )
     yield "/tokenize", TokenizingEndpoint(kind="tokenize", parse=TokenizeBody.parse, calls=calls, **shared)
     yield "/detokenize", TokenizingEndpoint(kind="detokenize", parse=DetokenizeBody.parse, calls=calls, **shared)

@@ -43,6 +43,7 @@ _POSTS: dict[str, tuple[type[BaseModel], type[BaseModel], type[BaseModel] | None
     ),
     "/v1/completions": (CompletionRequest, answers.Completion, answers.Completion, "Go on with prompts"),
     "/v1/responses": (ResponsesRequest, answers.ResponseAnswer, None, "Answer in OpenAI's newer shape"),
+    "/v1/responses/input_tokens": (ResponsesRequest, answers.InputTokens, None, "How long a response's input is"),
     "/tokenize": (TokenizeBody, answers.TokenizeResult, None, "Tokens of a prompt or a chat, images included"),
     "/detokenize": (DetokenizeBody, answers.DetokenizeResult, None, "Text of tokens"),
 }

@@ -57,6 +57,7 @@ class GatewaySettings:
         trace: directory for the file that says what the gateway did when; None: none is written.
         access_log: file that gets a line for each request, "-" for the standard output; None: none is written.
         dashboard: whether there is a live page.
+        cors: origins whose pages may read answers.
         elastic, redeploy: the controller that this gateway runs, and how it answers drifts; None: not at all.
         topology: that the instances make up, where it is known.
         routing: how P and D are chosen. parallel_encode: whether a request's items go to several encoders.
@@ -93,6 +94,7 @@ class GatewaySettings:
     trace: Path | None = None
     access_log: str | None = None
     dashboard: bool = True
+    cors: tuple[str, ...] = ()
     topology: Topology | None = None
     admin: AdminSettings | None = None
     routing: Routing = "least_loaded"
@@ -151,6 +153,7 @@ class GatewaySettings:
             trace=config.trace,
             access_log=gateway.access_log,
             dashboard=gateway.dashboard,
+            cors=gateway.cors,
             topology=config.topology,
             admin=_admin(gateway.admin),
             routing=gateway.routing,

@@ -1,4 +1,4 @@
-"""``POST /tokenize`` and ``/detokenize``: one question to an instance that prefills, asked when its turn comes."""
+"""``POST /tokenize``, ``/detokenize``, ``/v1/responses/input_tokens``: a question to an instance that prefills."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import msgspec
 
 from epd_serve.backends.base import InstanceLost, StageCalls
 from epd_serve.errors import Unavailable
-from epd_serve.protocol.tokenizing import DetokenizeAnswer, DetokenizeBody, TokenizeAnswer, TokenizeBody
+from epd_serve.protocol.prompt_calls import DetokenizeReply, DetokenizeRequest, TokenizeReply
+from epd_serve.protocol.tokenizing import TokenQuestion
 from epd_serve.protocol.wire import MediaRef
 from epd_serve.routing.table import InstanceRecord
 from epd_serve.types import Stage
@@ -21,12 +22,12 @@ from proxy.sink import EventSink, send_json
 
 
 class TokenizingEndpoint(Endpoint):
-    """Either of them, as an ASGI application."""
+    """One of them, as an ASGI application."""
 
     def __init__(
         self,
         *,
-        parse: Callable[[bytes | bytearray], TokenizeBody | DetokenizeBody],
+        parse: Callable[[bytes | bytearray], TokenQuestion],
         calls: Mapping[str, StageCalls],
         **shared: Any,
     ) -> None:
@@ -47,9 +48,7 @@ class TokenizingEndpoint(Endpoint):
         exchange.answered = True
         await send_json(exchange.client, 200, answer, exchange.trail)
 
-    async def _ask(
-        self, request: TokenizeBody | DetokenizeBody, refs: list[MediaRef], model: str, trace_id: str
-    ) -> bytes:
+    async def _ask(self, request: TokenQuestion, refs: list[MediaRef], model: str, trace_id: str) -> bytes:
         """The answer of the least loaded instance; of the next where that one is lost."""
         records = sorted(self._table.ready(Stage.PREFILL, model), key=lambda record: record.prefill_s)
         lost: InstanceLost | None = None
@@ -67,7 +66,7 @@ class TokenizingEndpoint(Endpoint):
     async def _ask_one(
         self,
         record: InstanceRecord,
-        request: TokenizeBody | DetokenizeBody,
+        request: TokenQuestion,
         refs: list[MediaRef],
         trace_id: str,
     ) -> bytes:
@@ -75,9 +74,11 @@ class TokenizingEndpoint(Endpoint):
         if calls is None:
             raise InstanceLost(f"instance {record.name} is no longer part of the deployment")
         assert record.info is not None, "a ready instance has said what it is"
-        if isinstance(request, DetokenizeBody):
-            text = (await calls.detokenize(request.message(refs), trace_id=trace_id)).text
-            return msgspec.json.encode(DetokenizeAnswer(prompt=text))
-        reply = await calls.tokenize(request.message(refs), trace_id=trace_id)
-        answer = TokenizeAnswer(len(reply.tokens), record.info.max_model_len, reply.tokens, reply.texts)
+        message = request.message(refs)
+        reply: TokenizeReply | DetokenizeReply
+        if isinstance(message, DetokenizeRequest):
+            reply = await calls.detokenize(message, trace_id=trace_id)
+        else:
+            reply = await calls.tokenize(message, trace_id=trace_id)
+        answer = request.answer(reply, record.info.max_model_len)
         return await asyncio.to_thread(msgspec.json.encode, answer)

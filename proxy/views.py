@@ -19,6 +19,8 @@ from proxy.poller import Poller
 from proxy.settings import GatewaySettings
 from proxy.workers.crew import Crew
 
+_READ = ["GET", "HEAD"]
+
 
 def key_required(authenticator: Authenticator) -> Callable[[Request], Awaitable[None]]:
     """A dependency for routes that ask for an API key."""
@@ -47,6 +49,7 @@ def models_router(table: InstanceTable, poller: Poller, authenticator: Authentic
         }
 
     @router.get("/v1/models")
+    @router.get("/v1/models/")
     async def models() -> JSONResponse:
         await poller.started()
         found = table.models()
@@ -89,8 +92,8 @@ def health_router(
             return False
         return True
 
-    @router.get("/health")
-    @router.get("/health/ready")
+    @router.api_route("/health", methods=_READ)
+    @router.api_route("/health/ready", methods=_READ)
     async def ready(request: Request) -> JSONResponse:
         missing = table.missing_stages()
         instances = {
@@ -104,7 +107,7 @@ def health_router(
         shown = {"instances": instances} if not settings.guard_health or may_see(request) else {}
         return JSONResponse({"status": status, **shown}, 503 if missing or stopping else 200)
 
-    @router.get("/health/live")
+    @router.api_route("/health/live", methods=_READ)
     async def live() -> JSONResponse:
         return JSONResponse({"status": "live"})
 

@@ -105,6 +105,10 @@ def _message(message: ChatMessage, items: Any, suffix: str) -> Body:
         ]
     if message.tool_call_id:
         told["tool_call_id"] = message.tool_call_id
+    if message.name:
+        told["name"] = message.name
+    if message.reasoning:
+        told["reasoning"] = message.reasoning
     return told
 
 

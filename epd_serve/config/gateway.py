@@ -27,6 +27,7 @@ from epd_serve.protocol.addresses import is_loopback
 from epd_serve.types import Routing
 
 _SHA256 = re.compile(r"sha256:[0-9a-f]{64}")
+_ORIGIN = re.compile(r"https?://([a-z0-9.-]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")
 _DOMAIN = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*")
 
 PositiveNumber = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -174,6 +175,16 @@ def _check_domains(domains: tuple[str, ...]) -> tuple[str, ...]:
     return domains
 
 
+def _check_origins(origins: tuple[str, ...]) -> tuple[str, ...]:
+    for origin in origins:
+        if origin != "*" and not _ORIGIN.fullmatch(origin):
+            raise ValueError(
+                f"{origin!r} is no origin; write what browsers send, as in 'https://chat.example.com' or "
+                "'http://localhost:3000', without a path, or '*' for all"
+            )
+    return origins
+
+
 class MediaConfig(Section):
     """What the gateway accepts as images and where it may fetch them."""
 
@@ -279,6 +290,11 @@ class GatewayConfig(Section):
         default=None,
         description="File, relative to this one, that gets a line of JSON for each request; '-' is the standard "
         "output. It may be moved away at any time. null: there is none.",
+    )
+    cors: Annotated[tuple[str, ...], AfterValidator(_check_origins)] = Field(
+        default=(),
+        description='Origins whose web pages may call the API from a browser, as in ["https://chat.example.com"]; '
+        '["*"] for all. []: none.',
     )
     dashboard: bool = Field(
         default=True, description="Whether /dashboard shows the deployment live; its data ask for an API key, too."

@@ -16,6 +16,8 @@ from epd_serve.instance.media_literals import MediaLiterals
 from epd_serve.protocol.tool_format import CALL_END, CALL_START
 from epd_serve.protocol.wire import CalledFunction, ChatMessage, PromptOptions
 
+#: Clients send it to every model.
+_THINKING = "enable_thinking"
 _TOOL_PROMPT = """\
 You may call functions to answer. These are the functions, one JSON schema a line:
 {tools}
@@ -80,6 +82,8 @@ class ChatTemplate:
 
     def _arguments(self, options: PromptOptions) -> dict[str, Any]:
         arguments: dict[str, Any] = json.loads(options.template_kwargs) if options.template_kwargs else {}
+        if _THINKING not in self._known_names:
+            arguments.pop(_THINKING, None)  # a model without that switch does what it does
         for name in arguments:
             if name in self._taken_names or name not in self._known_names:
                 raise InvalidRequest(
@@ -102,12 +106,20 @@ def _message(message: ChatMessage) -> dict[str, Any]:
         ]
     if message.tool_call_id:
         rendered["tool_call_id"] = message.tool_call_id
-    return rendered
+    return rendered | _rarely_shown(message)
+
+
+def _rarely_shown(message: ChatMessage) -> dict[str, str]:
+    """Fields that few templates show; the others pass over them."""
+    fields = {"name": message.name, "reasoning_content": message.reasoning}
+    return {name: text for name, text in fields.items() if text}
 
 
 def _without_tools(messages: Sequence[ChatMessage], tools: list[Any] | None) -> list[dict[str, Any]]:
     """The same chat for a template that knows neither tools nor calls: all of it in the text."""
-    rendered = [{"role": _ROLES.get(m.role, m.role), "content": _content(m)} for m in messages]
+    rendered: list[dict[str, Any]] = [
+        {"role": _ROLES.get(m.role, m.role), "content": _content(m), **_rarely_shown(m)} for m in messages
+    ]
     for entry, message in zip(rendered, messages, strict=True):
         if message.role == "tool":
             entry["content"] = _around(entry["content"], "<tool_response>\n", "\n</tool_response>")

@@ -158,6 +158,11 @@ class ResponseAnswer(BaseModel):
     metadata: dict[str, str]
 
 
+class InputTokens(_Answer):
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
 class TokenizeResult(_Answer):
     """``max_model_len`` is the most tokens of a prompt and its answer together."""
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import Annotated, Any, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
-from pydantic_core import ErrorDetails
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic.fields import FieldInfo
 
 from epd_serve.errors import InvalidRequest, TooLarge
 from epd_serve.protocol import strict_json
@@ -49,8 +51,17 @@ def decode_object(body: bytes | bytearray) -> dict[str, Any]:
     return fields
 
 
-def explain(error: ErrorDetails) -> InvalidRequest:
-    """The first thing that pydantic found, in a sentence, with ``param`` as in ``messages[0].content``."""
+def explain(refusal: ValidationError, model: type[BaseModel], others: Iterable[str] = ()) -> InvalidRequest:
+    """The first thing that pydantic found, in a sentence, with ``param`` as in ``messages[0].content``.
+
+    Args:
+        model: what the body was held against.
+        others: fields of the body that are known without being the model's.
+    """
+    error, *more = refusal.errors(include_url=False)
+    if error["type"] == "missing":  # where it is there, but misspelt, that is the first thing to say
+        beside = (one for one in more if one["type"] == "extra_forbidden" and one["loc"][:-1] == error["loc"][:-1])
+        error = next(beside, error)
     param = ""
     unknown = error["type"] == "extra_forbidden"
     for place, step in enumerate(error["loc"], start=1):
@@ -61,7 +72,11 @@ def explain(error: ErrorDetails) -> InvalidRequest:
         ):  # the rest names members of a union
             param += f".{step}" if param else step
     if unknown:
-        return InvalidRequest(f"unknown field {param!r}; remove it", param=param, code="unknown_parameter")
+        *above, name = error["loc"]
+        known = [*_field_names(model, above), *(others if not above else ())]
+        meant = get_close_matches(str(name), known, n=1)
+        advice = f"did you mean {meant[0]!r}?" if meant else "remove it"
+        return InvalidRequest(f"unknown field {param!r}; {advice}", param=param, code="unknown_parameter")
     if error["type"] == "missing":
         return InvalidRequest(f"{param} is required", param=param, code="missing_required_parameter")
     value = error["input"]
@@ -72,3 +87,26 @@ def explain(error: ErrorDetails) -> InvalidRequest:
     if error["type"] in ("model_type", "dict_type"):
         message = "input should be a JSON object"
     return InvalidRequest(f"{param}: {message}{found}", param=param, code="invalid_value")
+
+
+def _field_names(model: type[BaseModel], place: Iterable[int | str]) -> list[str]:
+    """The fields of the objects that may stand at a place, as clients write them."""
+    models = [model]
+    for step in place:
+        if isinstance(step, int):
+            continue  # the items of a list are what its annotation names
+        fields = [one.model_fields.get(step) or _by_alias(one, step) for one in models]
+        inner = [found for field in fields if field is not None for found in _models(field.annotation)]
+        models = inner or [one for one in models if one.__name__ == step] or models  # else a member of a union
+    return [field.alias or name for one in models for name, field in one.model_fields.items()]
+
+
+def _by_alias(model: type[BaseModel], alias: str) -> FieldInfo | None:
+    return next((field for field in model.model_fields.values() if field.alias == alias), None)
+
+
+def _models(annotation: Any) -> list[type[BaseModel]]:
+    """Those that a type names anywhere within."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [found for inner in get_args(annotation) for found in _models(inner)]

@@ -40,12 +40,40 @@ class ImageUrl(RequestModel):
     detail: Literal["auto", "high", "low"] | None = None
 
 
-class ContentPart(RequestModel):
-    """``text`` goes with type "text", ``image_url`` with type "image_url"."""
+#: Types of parts that other servers take, and what to send instead.
+_VIDEO, _AUDIO, _FILE = (
+    "video is not supported: the engines native and vllm are given text and images here; send some of its frames "
+    "as image_url parts",
+    "audio is not supported: the engines native and vllm are given text and images here; send what is said as "
+    "text",
+    "files are not supported; send their text, or pictures of their pages as image_url parts",
+)
+_OTHER_PARTS = {
+    **dict.fromkeys(("video_url", "video", "input_video"), _VIDEO),
+    **dict.fromkeys(("audio_url", "audio", "input_audio"), _AUDIO),
+    **dict.fromkeys(("file", "input_file"), _FILE),
+}
 
-    type: Literal["text", "image_url"]
+
+def check_part_type(value: Any) -> Any:
+    """Refuse the types that are known and not taken, each by what it is. Raises ValueError."""
+    if isinstance(value, str) and value in _OTHER_PARTS:
+        raise ValueError(_OTHER_PARTS[value])
+    return value
+
+
+def _as_image_url(value: Any) -> Any:
+    return {"url": value} if isinstance(value, str) else value
+
+
+class ContentPart(RequestModel):
+    """``text`` goes with type "text", ``image_url``, which may be the URL itself, with type "image_url"."""
+
+    type: Annotated[Literal["text", "image_url"], BeforeValidator(check_part_type)]
     text: str | None = None
-    image_url: ImageUrl | None = None
+    image_url: Annotated[
+        ImageUrl | None, BeforeValidator(_as_image_url, json_schema_input_type=ImageUrl | str | None)
+    ] = None
 
 
 def _as_parts(content: Any) -> Any:
@@ -67,7 +95,8 @@ class ToolCall(RequestModel):
 
 class Message(RequestModel):
     """``content`` may be left out beside ``tool_calls``, which "assistant" alone may have; "tool" has a
-    ``tool_call_id``."""
+    ``tool_call_id``. ``name``, and an assistant's ``reasoning_content`` (or ``reasoning``), are for chat templates
+    that show them."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[
@@ -76,6 +105,9 @@ class Message(RequestModel):
     ] = None
     tool_calls: list[ToolCall] | None = Field(None, max_length=MAX_CALLS, fail_fast=True)
     tool_call_id: str | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
 
 
 def check_parts(number: int, param: str) -> None:
@@ -93,6 +125,8 @@ def check_messages(messages: Sequence[Message]) -> None:
             or message.content is None
             or message.tool_calls
             or message.tool_call_id is not None
+            or message.reasoning_content is not None
+            or message.reasoning is not None
         ):
             _check_message(message, f"messages[{i}]")
     for i, message in enumerate(messages):
@@ -110,6 +144,8 @@ def _check_message(message: Message, place: str) -> None:
     """The rules for roles; a user's plain message breaks none."""
     if message.tool_calls and message.role != "assistant":
         raise InvalidRequest(f"{place}: only an assistant calls tools", param=f"{place}.tool_calls")
+    if message.role != "assistant" and (message.reasoning_content or message.reasoning):
+        raise InvalidRequest(f"{place}: only an assistant reasons", param=f"{place}.reasoning_content")
     if message.content is None and not message.tool_calls:
         raise InvalidRequest(
             f"{place}.content is required", param=f"{place}.content", code="missing_required_parameter"
@@ -161,6 +197,8 @@ def wire_messages(messages: Sequence[Message]) -> list[ChatMessage]:
                 for call in message.tool_calls or ()
             ],
             tool_call_id=message.tool_call_id or "",
+            name=message.name or "",
+            reasoning=message.reasoning_content or message.reasoning or "",
         )
         for message in messages
     ]

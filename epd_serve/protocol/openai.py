@@ -122,7 +122,7 @@ class GenerationRequest(RequestModel):
         try:
             request = cls.model_validate(cls._prepare(fields))
         except ValidationError as error:
-            raise explain(error.errors(include_url=False)[0]) from error
+            raise explain(error, cls, (*NEUTRAL, *LABELS)) from error
         request._check()
         return request
 
@@ -240,6 +240,7 @@ class ChatCompletionRequest(GenerationRequest):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
 
     @classmethod
     def _prepare(cls, fields: dict[str, Any]) -> dict[str, Any]:
@@ -291,6 +292,8 @@ class ChatCompletionRequest(GenerationRequest):
 
     def prompting(self) -> PromptOptions:
         kwargs = self.chat_template_kwargs
+        if self.enable_thinking is not None:
+            kwargs = {"enable_thinking": self.enable_thinking, **(kwargs or {})}
         return msgspec.structs.replace(
             super().prompting(),
             add_generation_prompt=not self.continue_final_message and self.add_generation_prompt is not False,

@@ -45,6 +45,8 @@ class ChatMessage(Message, frozen=True):
     content: list[Part]
     tool_calls: list[CalledFunction] = msgspec.field(default_factory=list)
     tool_call_id: str = ""
+    name: str = ""
+    reasoning: str = ""
 
 
 class PromptOptions(Message, frozen=True):

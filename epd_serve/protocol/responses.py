@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
+import msgspec
 from pydantic import BeforeValidator, Field, ValidationError
 
 from epd_serve.errors import InvalidRequest
@@ -19,10 +20,12 @@ from epd_serve.protocol.messages import (
     MediaSource,
     Message,
     ToolCall,
+    check_part_type,
     check_parts,
 )
 from epd_serve.protocol.messages import ContentPart as ChatPart
 from epd_serve.protocol.openai import MAX_TOP_LOGPROBS, ChatCompletionRequest, StreamOptions
+from epd_serve.protocol.prompt_calls import TokenizeReply, TokenizeRequest
 from epd_serve.protocol.tools import (
     MAX_TOOLS,
     FunctionDefinition,
@@ -35,6 +38,7 @@ from epd_serve.protocol.tools import (
     Tool,
 )
 from epd_serve.protocol.unsupported import RESPONSES_NEUTRAL, drop_neutral
+from epd_serve.protocol.wire import MediaRef
 
 LOGPROBS = "message.output_text.logprobs"
 
@@ -42,7 +46,7 @@ LOGPROBS = "message.output_text.logprobs"
 class InputPart(RequestModel):
     """A piece of text (of the user's or an earlier answer's) or a picture by URL."""
 
-    type: Literal["input_text", "output_text", "input_image"]
+    type: Annotated[Literal["input_text", "output_text", "input_image"], BeforeValidator(check_part_type)]
     text: str | None = None
     image_url: str | None = None
     detail: Literal["auto", "high", "low"] | None = None
@@ -140,7 +144,9 @@ class ResponsesRequest(RequestModel):
     top_p: float | None = Field(None, gt=0, le=1)
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     seed: int | None = Field(None, ge=-WIRE_INTEGERS, lt=WIRE_INTEGERS)
-    include: list[Literal["message.output_text.logprobs"]] | None = Field(None, max_length=16)
+    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = Field(
+        None, max_length=16
+    )
     text: TextOptions | None = None
     tools: list[FunctionTool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
@@ -160,8 +166,12 @@ class ResponsesRequest(RequestModel):
         try:
             request = cls.model_validate(drop_neutral(fields, RESPONSES_NEUTRAL))
         except ValidationError as error:
-            raise explain(error.errors(include_url=False)[0]) from error
+            raise explain(error, cls, RESPONSES_NEUTRAL) from error
         return ResponsesCall.of(request)
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return LOGPROBS in (self.include or ())
 
     def check(self) -> None:
         """Rules that join several fields. Raises InvalidRequest."""
@@ -171,7 +181,7 @@ class ResponsesRequest(RequestModel):
             for field in ("content", "output"):
                 for number, part in enumerate(getattr(item, field) or ()):
                     _check_part(part, f"input[{index}].{field}[{number}]")
-        if self.top_logprobs is not None and not self.include:
+        if self.top_logprobs is not None and not self.wants_logprobs:
             raise InvalidRequest(f"top_logprobs needs include: [{LOGPROBS!r}]", param="top_logprobs")
         if self.stream_options is not None and (
             not self.stream or self.stream_options.include_usage or self.stream_options.continuous_usage_stats
@@ -212,7 +222,7 @@ class ResponsesCall(ChatCompletionRequest):
                     "temperature": asked.temperature,
                     "top_p": asked.top_p,
                     "seed": asked.seed,
-                    "logprobs": True if asked.include else None,
+                    "logprobs": True if asked.wants_logprobs else None,
                     "top_logprobs": asked.top_logprobs,
                     "tools": _tools(asked.tools),
                     "tool_choice": _choice(asked.tool_choice),
@@ -224,7 +234,7 @@ class ResponsesCall(ChatCompletionRequest):
                 }
             )
         except ValidationError as error:
-            raise explain(error.errors(include_url=False)[0]) from error
+            raise explain(error, cls) from error
         try:
             request._check()
             request.grammar()
@@ -236,6 +246,36 @@ class ResponsesCall(ChatCompletionRequest):
 
     def media(self) -> list[MediaSource]:
         return self.sources
+
+
+class InputTokens(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer of ``/v1/responses/input_tokens``."""
+
+    input_tokens: int
+    object: str = "response.input_tokens"
+
+
+class InputTokensCall:
+    """The same body as ``/v1/responses`` has, asked for its length alone
+    (:class:`epd_serve.protocol.tokenizing.TokenQuestion`)."""
+
+    def __init__(self, call: ResponsesCall) -> None:
+        self.model = call.model
+        self._call = call
+
+    @classmethod
+    def parse(cls, body: bytes | bytearray) -> Self:
+        """Raises InvalidRequest with ``param`` set."""
+        return cls(ResponsesRequest.parse(body))
+
+    def media(self) -> list[MediaSource]:
+        return self._call.media()
+
+    def message(self, items: list[MediaRef]) -> TokenizeRequest:
+        return TokenizeRequest(items=items, messages=self._call.chat(), prompting=self._call.prompting())
+
+    def answer(self, reply: TokenizeReply, max_model_len: int) -> InputTokens:
+        return InputTokens(input_tokens=len(reply.tokens))
 
 
 def _messages(asked: ResponsesRequest) -> tuple[list[Message], list[MediaSource]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import msgspec
 from pydantic import Field, ValidationError
@@ -10,7 +10,7 @@ from pydantic import Field, ValidationError
 from epd_serve.errors import InvalidRequest
 from epd_serve.protocol.fields import RequestModel, TokenIds, decode_object, explain
 from epd_serve.protocol.messages import MAX_MESSAGES, MediaSource, Message, check_messages, media_of, wire_messages
-from epd_serve.protocol.prompt_calls import DetokenizeRequest, TokenizeRequest
+from epd_serve.protocol.prompt_calls import DetokenizeReply, DetokenizeRequest, TokenizeReply, TokenizeRequest
 from epd_serve.protocol.tools import MAX_TOOLS, Tool, json_text, tools_text
 from epd_serve.protocol.unsupported import LABELS, NEUTRAL, drop_message_neutral, drop_neutral
 from epd_serve.protocol.wire import MediaRef, PromptOptions
@@ -27,7 +27,7 @@ class _Call(RequestModel):
         try:
             request = cls.model_validate(fields)
         except ValidationError as error:
-            raise explain(error.errors(include_url=False)[0]) from error
+            raise explain(error, cls) from error
         request._check()
         return request
 
@@ -37,6 +37,24 @@ class _Call(RequestModel):
     def media(self) -> list[MediaSource]:
         """The media items of a chat, in order."""
         return []
+
+
+class TokenQuestion(Protocol):
+    """A body whose answer takes a tokenizer."""
+
+    model: str | None
+
+    def media(self) -> list[MediaSource]:
+        """The media items of a chat, in order."""
+        ...
+
+    def message(self, items: list[MediaRef]) -> TokenizeRequest | DetokenizeRequest:
+        """What an instance is asked."""
+        ...
+
+    def answer(self, reply: Any, max_model_len: int) -> Any:
+        """The client's answer, of what the instance says."""
+        ...
 
 
 class TokenizeBody(_Call):
@@ -87,6 +105,9 @@ class TokenizeBody(_Call):
             with_texts=bool(self.return_token_strs),
         )
 
+    def answer(self, reply: TokenizeReply, max_model_len: int) -> TokenizeAnswer:
+        return TokenizeAnswer(len(reply.tokens), max_model_len, reply.tokens, reply.texts)
+
 
 class DetokenizeBody(_Call):
     tokens: TokenIds
@@ -94,6 +115,9 @@ class DetokenizeBody(_Call):
     def message(self, items: list[MediaRef]) -> DetokenizeRequest:
         """What an instance is asked; it has no ``items``."""
         return DetokenizeRequest(tokens=self.tokens)
+
+    def answer(self, reply: DetokenizeReply, max_model_len: int) -> DetokenizeAnswer:
+        return DetokenizeAnswer(prompt=reply.text)
 
 
 class TokenizeAnswer(msgspec.Struct, frozen=True):

@@ -62,12 +62,10 @@ RESPONSES_NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
 
 #: The same for a message of a chat.
 MESSAGE_NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
-    "name": ((), "the chat template shows no names; put the name into the content"),
     "refusal": ((), "refusals are not supported in the history; send the text as content"),
     "function_call": ((), _TOOLS),
     "audio": ((), _TEXT_ONLY),
     "annotations": (([],), "annotations are not supported in the history; leave the field out"),
-    "reasoning_content": ((), "reasoning is not supported in the history; leave the field out"),
 }
 _OF_MESSAGES = MESSAGE_NEUTRAL.keys()
 

@@ -20,6 +20,7 @@ CASES = [
     ("/v1/chat/completions", {**chat("Hi"), "tools": [TOOL], "tool_choice": "required", "max_tokens": 60}),
     ("/v1/completions", {"prompt": ["a", "b"], "max_tokens": 2, "logprobs": 1}),
     ("/v1/responses", {"input": "Hi", "max_output_tokens": 2}),
+    ("/v1/responses/input_tokens", {"input": "Hi"}),
     ("/tokenize", {"prompt": "Hi", "return_token_strs": True}),
     ("/detokenize", {"tokens": [40]}),
 ]

@@ -1,0 +1,163 @@
+"""Fields and calls of real clients that other servers take; and what a client that errs is told."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from chat import chat, data_url
+from in_process import deployment
+from pictures import noise, png
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+FIELDS = {"temperature": 0, "max_tokens": 4}
+CHATS, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+
+
+async def content(api, body, **fields):
+    status, answer = await api.post(CHATS, {**body, **FIELDS, **fields})
+    assert status == 200, answer
+    return answer["choices"][0]["message"]["content"], answer["usage"]["prompt_tokens"]
+
+
+async def test_an_image_url_may_be_a_string(api):
+    body = chat("What is it?", noise(1))
+    expected = await content(api, body)
+    body["messages"][0]["content"][0]["image_url"] = data_url(png(noise(1)))
+    assert await content(api, body) == expected
+
+
+async def test_names_and_reasoning_of_the_history_are_for_templates_that_show_them(api):
+    plain = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Ho"},
+        {"role": "user", "content": "?"},
+    ]
+    rich = [{**message, "name": "bob"} for message in plain]
+    rich[1] |= {"reasoning_content": "They greet."}
+    tokenizer = api.instances["ep0"].language.parts.prompts.tokenizer
+    assert await content(api, {"messages": rich}) == await content(api, {"messages": plain})
+    before = tokenizer.chat_template
+    try:
+        tokenizer.chat_template = (
+            "{% for m in messages %}{{ m.name }}:{{ m.content }}{{ m.reasoning_content }}{% endfor %}"
+        )
+        _, answer = await api.post("/tokenize", {"messages": rich})
+        _, said = await api.post("/detokenize", {"tokens": answer["tokens"]})
+        assert said["prompt"] == "bob:Hibob:HoThey greet.bob:?"
+    finally:
+        tokenizer.chat_template = before
+
+
+@pytest.mark.parametrize("wish", [True, False])
+async def test_thinking_is_the_templates_affair(api, wish):
+    expected = await content(api, chat("Hi"))
+    assert await content(api, chat("Hi"), chat_template_kwargs={"enable_thinking": wish}) == expected
+    assert await content(api, chat("Hi"), enable_thinking=wish) == expected
+
+
+@pytest.mark.parametrize("path", ["/health", "/health/ready", "/health/live"])
+async def test_health_by_its_head(api, path):
+    async with api.session.head(api.url + path) as response:
+        assert response.status == 200 and await response.read() == b""
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "meant"),
+    [
+        (CHATS, {**chat("x"), "temprature": 1}, "temperature"),
+        (CHATS, {**chat("x"), "max_completions_tokens": 1}, "max_completion_tokens"),
+        (CHATS, {**chat("x"), "response-format": {}}, "response_format"),
+        (CHATS, {**chat("x"), "reasoning_efort": "none"}, "reasoning_effort"),
+        (CHATS, {**chat("x"), "stream": True, "stream_options": {"include_usages": True}}, "include_usage"),
+        (CHATS, {"messages": [{"role": "user", "contents": "x"}]}, "content"),
+        (CHATS, {"messages": [{"role": "user", "content": [{"type": "text", "txt": "x"}]}]}, "text"),
+        (
+            CHATS,
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"ulr": "x"}}]}]},
+            "url",
+        ),
+        (
+            CHATS,
+            {**chat("x"), "tools": [{"type": "function", "function": {"name": "x", "params": 1}}]},
+            "parameters",
+        ),
+        (
+            CHATS,
+            {**chat("x"), "response_format": {"type": "json_schema", "json_schema": {"name": "a", "shema": {}}}},
+            "schema",
+        ),
+        (COMPLETIONS, {"prompt": "x", "max_token": 1}, "max_tokens"),
+        (COMPLETIONS, {"promt": "x"}, "prompt"),
+        (RESPONSES, {"input": "x", "max_output_token": 1}, "max_output_tokens"),
+        (RESPONSES, {"input": [{"role": "user", "content": "x", "call": "x"}]}, "call_id"),
+        ("/tokenize", {"promt": "x"}, "prompt"),
+    ],
+)
+async def test_a_misspelt_field_is_told_what_was_meant(api, path, body, meant):
+    status, answer = await api.post(path, body)
+    assert status == 400 and answer["error"]["message"].endswith(f"did you mean {meant!r}?"), answer
+
+
+async def test_a_field_like_no_other_is_told_to_go(api):
+    _, answer = await api.post(CHATS, {**chat("x"), "qqqq": 1})
+    assert answer["error"]["message"] == "unknown field 'qqqq'; remove it"
+
+
+@pytest.mark.parametrize(
+    ("part", "what"),
+    [
+        ({"type": "video_url", "video_url": {"url": "x"}}, "video"),
+        ({"type": "input_audio", "input_audio": {"data": "x", "format": "wav"}}, "audio"),
+        ({"type": "audio_url", "audio_url": {"url": "x"}}, "audio"),
+        ({"type": "file", "file": {"file_id": "x"}}, "files"),
+    ],
+)
+async def test_other_media_are_refused_for_what_they_are(api, part, what):
+    status, answer = await api.post(CHATS, {"messages": [{"role": "user", "content": [part]}]})
+    error = answer["error"]
+    assert (status, error["param"]) == (400, "messages[0].content[0].type")
+    assert f": {what}" in error["message"] and "not supported" in error["message"]
+    assert what == "files" or "native" in error["message"]
+
+
+@pytest.mark.parametrize(("path", "body"), [(CHATS, chat("Hi") | FIELDS), (COMPLETIONS, {"prompt": "x"} | FIELDS)])
+async def test_pages_of_named_origins_may_ask(api, path, body):
+    """By the server's short way, by uvicorn's (a chunked body), and with a preflight."""
+    model = api.instances["ep0"].options.model
+    ask = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
+
+    async def chunked():
+        yield json.dumps(body).encode()
+
+    async with deployment(model, "EPD", cors=("https://a.example", "http://b.example:3000"), api_key="k") as named:
+        key = {"authorization": "Bearer k"}
+        for origin, may in (
+            ("https://a.example", True),
+            ("http://b.example:3000", True),
+            ("https://c.example", False),
+        ):
+            allowed = origin if may else None
+            async with named.session.options(named.url + path, headers={"origin": origin, **ask}) as answer:
+                assert (answer.status == 200) == may
+                assert answer.headers.get("access-control-allow-origin") == allowed
+                assert not may or "authorization" in answer.headers["access-control-allow-headers"]
+            for sent in ({"json": body}, {"data": chunked(), "headers": {"content-type": "application/json"}}):
+                headers = {**sent.pop("headers", {}), **key, "origin": origin}
+                async with named.session.post(named.url + path, headers=headers, **sent) as answer:
+                    assert answer.status == 200, await answer.text()
+                    assert answer.headers.getall("access-control-allow-origin", []) == [origin] * may
+            async with named.session.post(named.url + path, json=body, headers={"origin": origin}) as answer:
+                assert (answer.status, answer.headers.get("access-control-allow-origin")) == (401, allowed)
+        streamed = {**body, "stream": True}
+        headers = {**key, "origin": "https://a.example"}
+        async with named.session.post(named.url + path, json=streamed, headers=headers) as answer:
+            assert answer.headers["access-control-allow-origin"] == "https://a.example"
+            assert (await answer.read()).endswith(b"data: [DONE]\n\n")
+        async with named.session.get(named.url + "/v1/models", headers=headers) as answer:
+            assert answer.headers["access-control-allow-origin"] == "https://a.example"
+    async with api.session.post(api.url + path, json=body, headers={"origin": "https://a.example"}) as answer:
+        assert answer.status == 200 and "access-control-allow-origin" not in answer.headers
+    async with api.session.options(api.url + path, headers={"origin": "https://a.example", **ask}) as answer:
+        assert answer.status == 405
