@@ -6,6 +6,9 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+#: Requests for which a cached prefix that nobody asks for stays in the way of memory that was never used.
+IDLE_REQUESTS = 256
+
 
 def num_blocks_for(num_tokens: int, block_size: int) -> int:
     return -(-num_tokens // block_size)
@@ -33,27 +36,55 @@ class RequestBlocks:
 class BlockPool:
     """Blocks ``1 .. num_blocks - 1``; block 0 is scratch for padding and never handed out.
 
-    A block whose last reference is released keeps its content and hash until it is needed for something else,
-    least recently released first, blocks without a hash before all others.
+    A block whose last reference is released keeps its content and hash until it is needed for something else.
+    Blocks are taken in this order, so that memory that is never needed is never touched:
+
+    1. blocks without a hash that were held before, last released first;
+    2. cached blocks that were released more than ``idle_requests`` requests ago, longest ago first;
+    3. blocks that were never held, in ascending order;
+    4. the other cached blocks, least recently released first.
+
+    So a prefix is found again by the next ``idle_requests`` requests wherever the pool has room for it, and
+    a load without common prefixes touches what these requests and the running ones need. A pool that is smaller
+    than that is a plain LRU cache.
     """
 
-    __slots__ = ("_blank", "_by_hash", "_cached", "_hash_of", "_refs", "block_size", "num_blocks")
+    __slots__ = (
+        "_blank",
+        "_by_hash",
+        "_cached",
+        "_hash_of",
+        "_num_requests",
+        "_refs",
+        "_untouched",
+        "block_size",
+        "idle_requests",
+        "num_blocks",
+    )
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, idle_requests: int = IDLE_REQUESTS) -> None:
         if num_blocks < 2 or block_size < 1:
             raise ValueError(f"a pool needs two blocks of one token at least, not {num_blocks} of {block_size}")
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.idle_requests = idle_requests
         self._refs = [0] * num_blocks
-        self._blank: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
-        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._blank: list[int] = []
+        self._cached: OrderedDict[int, int] = OrderedDict()  # block → num_requests at its release
+        self._untouched = 1  # the first block that was never held; none behind it was
+        self._num_requests = 0
         self._hash_of: dict[int, bytes] = {}
         self._by_hash: dict[bytes, int] = {}
 
     @property
     def num_free(self) -> int:
         """Blocks without a reference, cached ones included."""
-        return len(self._blank) + len(self._cached)
+        return len(self._blank) + len(self._cached) + self.num_blocks - self._untouched
+
+    @property
+    def num_touched(self) -> int:
+        """Blocks that were ever held: those whose memory is in use on a host that gives it at the first write."""
+        return self._untouched - 1
 
     @property
     def capacity(self) -> int:
@@ -90,6 +121,7 @@ class BlockPool:
         Precondition: :meth:`num_missing` is at most ``num_free``. The last known token stays uncached: its logits
         are needed.
         """
+        self._num_requests += 1
         root = self._usable_prefix(num_tokens, hashes)
         num_cached = len(root)
         self.acquire(root)
@@ -107,13 +139,20 @@ class BlockPool:
         assert count <= self.num_free, f"{count} blocks asked of {self.num_free} free"
         blocks: list[int] = []
         for _ in range(count):
-            block, _none = (self._blank or self._cached).popitem(last=False)
-            digest = self._hash_of.pop(block, None)
-            if digest is not None:
-                del self._by_hash[digest]
+            if self._blank:
+                block = self._blank.pop()
+            elif self._untouched < self.num_blocks and not self._has_idle():
+                block = self._untouched
+                self._untouched += 1
+            else:
+                block, _released = self._cached.popitem(last=False)
+                del self._by_hash[self._hash_of.pop(block)]
             self._refs[block] = 1
             blocks.append(block)
         return blocks
+
+    def _has_idle(self) -> bool:
+        return bool(self._cached) and self._num_requests - next(iter(self._cached.values())) > self.idle_requests
 
     def acquire(self, blocks: Sequence[int]) -> None:
         """Add a reference to blocks found by :meth:`match` or held already."""
@@ -128,7 +167,10 @@ class BlockPool:
             assert self._refs[block] > 0, f"block {block} released more often than taken"
             self._refs[block] -= 1
             if self._refs[block] == 0:
-                (self._cached if block in self._hash_of else self._blank)[block] = None
+                if block in self._hash_of:
+                    self._cached[block] = self._num_requests
+                else:
+                    self._blank.append(block)
 
     def num_owned(self, blocks: Sequence[int]) -> int:
         """Those of held blocks that are free once they are released."""
@@ -142,9 +184,9 @@ class BlockPool:
             self._hash_of[block] = digest
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless every block is in exactly one of: held, cached, blank."""
-        free = {*self._blank, *self._cached}
-        assert len(free) == self.num_free, "a block is blank and cached at once"
+        """Raise AssertionError unless every block is in exactly one of: held, cached, blank, untouched."""
+        free = {*self._blank, *self._cached, *range(self._untouched, self.num_blocks)}
+        assert len(free) == self.num_free, "a block is free twice"
         assert 0 not in free and self._refs[0] == 0, "the scratch block was handed out"
         for block in range(1, self.num_blocks):
             assert (self._refs[block] == 0) == (block in free), f"block {block}: {self._refs[block]} references"

@@ -8,6 +8,9 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
+#: Entries that nobody holds, of a cache whose values can be had again from where they came.
+IDLE_FEATURES = 256
+
 
 @dataclass(slots=True)
 class _Entry(Generic[T]):
@@ -22,11 +25,15 @@ class FeatureCache(Generic[T]):
     The one exception: ``put(..., beyond=True)`` goes beyond the capacity where held entries leave no room, and
     what is released then is dropped until all fits again.
 
+    ``max_idle`` bounds the entries without an owner by their number, too, so that a load of ever new values does
+    not fill the capacity with what nobody asks for again.
+
     An owner is a request id: it holds an entry once however often it asks, and :meth:`release` drops all it holds.
     """
 
-    def __init__(self, capacity_bytes: int) -> None:
+    def __init__(self, capacity_bytes: int, max_idle: int | None = None) -> None:
         self.capacity_bytes = capacity_bytes
+        self.max_idle = max_idle
         self.num_bytes = 0
         self._entries: OrderedDict[str, _Entry[T]] = OrderedDict()
         self._held: dict[str, set[str]] = {}
@@ -112,6 +119,8 @@ class FeatureCache(Generic[T]):
         if not held:
             self._held.pop(owner, None)
         self._evict_down_to(self.capacity_bytes)
+        for _ in range(0 if self.max_idle is None else self._num_idle() - self.max_idle):
+            self.evict_one()
 
     def owners(self) -> list[str]:
         return list(self._held)
@@ -121,10 +130,14 @@ class FeatureCache(Generic[T]):
         assert self.num_bytes == sum(entry.nbytes for entry in self._entries.values()), "bytes do not add up"
         held = sum(entry.nbytes for entry in self._entries.values() if entry.owners)
         assert self.num_bytes <= max(self.capacity_bytes, held), "over capacity with entries that nobody holds"
+        assert self.max_idle is None or self._num_idle() <= self.max_idle, "too many entries that nobody holds"
         from_entries = {(owner, key) for key, entry in self._entries.items() for owner in entry.owners}
         from_owners = {(owner, key) for owner, keys in self._held.items() for key in keys}
         assert from_entries == from_owners, "holds disagree"
         assert all(self._held.values()), "an owner without a hold"
+
+    def _num_idle(self) -> int:
+        return sum(not entry.owners for entry in self._entries.values())
 
     def _evict_down_to(self, num_bytes: int) -> list[T]:
         evicted: list[T] = []

@@ -10,7 +10,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from epd_serve.cache.feature_cache import FeatureCache
+from epd_serve.cache.feature_cache import IDLE_FEATURES, FeatureCache
 from epd_serve.cache.tombstones import Tombstones
 from epd_serve.errors import InstanceFailed
 from epd_serve.instance.feature_form import FeatureForm
@@ -28,9 +28,10 @@ class FeatureInbox:
     Events may come before or after the request that they are for. A feature that came early is held for its
     request until ``orphan_s`` have passed; one for a request that has ended is not fetched at all.
 
-    ``capacity_bytes`` bounds what is kept beyond need. Requests that hold some of their features and wait for room
-    for the others, or hold them all and wait for blocks of each other's, would wait for ever: so after a moment
-    that slows encoders down, a feature is taken in beyond the capacity.
+    ``capacity_bytes`` bounds what is kept beyond need, and so does the number of features that nobody needs: their
+    encoder has them, too. Requests that hold some of their features and wait for room for the others, or hold them
+    all and wait for blocks of each other's, would wait for ever: so after a moment that slows encoders down, a
+    feature is taken in beyond the capacity.
 
     Args:
         fetch: the verified bytes of an announced feature; called on threads
@@ -49,7 +50,7 @@ class FeatureInbox:
         orphan_s: float,
         clock: Callable[[], float],
     ) -> None:
-        self._cache: FeatureCache[Tensor] = FeatureCache(capacity_bytes)
+        self._cache: FeatureCache[Tensor] = FeatureCache(capacity_bytes, IDLE_FEATURES)
         self._fetch_bytes = fetch
         self._form = form
         self._arrived = arrived

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from epd_serve.cache.feature_cache import FeatureCache
+from epd_serve.cache.feature_cache import IDLE_FEATURES, FeatureCache
 from epd_serve.cost.links import Link
 from epd_serve.protocol.wire import InstanceInfo, Load, Report
 from epd_serve.request import Sequence
@@ -57,7 +57,7 @@ class SimInstance:
         self._on_end = on_end
         self.ready = True
         self.pid = 1
-        self.inbox: FeatureCache[int] = FeatureCache(spec.feature_bytes)
+        self.inbox: FeatureCache[int] = FeatureCache(spec.feature_bytes, IDLE_FEATURES)
         self.language: LanguageSide | None = None
         self._takes_turns = takes_turns = not spec.dual_stream or spec.steals
         first = VisionFirst()
@@ -229,7 +229,7 @@ class SimInstance:
         if self.language is not None:
             self.language.drop_all()
         self._waiting.clear()
-        self.inbox = FeatureCache(self.spec.feature_bytes)
+        self.inbox = FeatureCache(self.spec.feature_bytes, IDLE_FEATURES)
         self.num_expected = 0
         self.received.clear()
         self._link_free_s = 0.0

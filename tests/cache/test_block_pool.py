@@ -9,6 +9,7 @@ from epd_serve.cache.hashing import hash_blocks
 from epd_serve.types import MediaSpan
 
 BLOCK_SIZE = 4
+IDLE_REQUESTS = 2
 
 
 class BlockPoolMachine(RuleBasedStateMachine):
@@ -16,9 +17,11 @@ class BlockPoolMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = BlockPool(24, BLOCK_SIZE)
+        self.pool = BlockPool(24, BLOCK_SIZE, IDLE_REQUESTS)
         self.live: dict[int, RequestBlocks] = {}
         self.next_id = 0
+        self.num_requests = 0
+        self.released: list[tuple[int, list[int]]] = []
 
     @rule(
         target=requests,
@@ -35,7 +38,9 @@ class BlockPoolMachine(RuleBasedStateMachine):
         if missing > num_free:
             return key
         expected_cached = len(self.pool.match(hashes[: (len(prompt) - 1) // BLOCK_SIZE]))
+        num_touched = self.pool.num_touched
         blocks = self.pool.allocate_request(len(prompt), max_tokens, num_sequences, hashes)
+        self.num_requests += 1
         assert self.pool.num_free == num_free - missing
         assert blocks.num_cached == expected_cached
         assert len(blocks.root) == -(-(len(prompt) + max_tokens) // BLOCK_SIZE)
@@ -45,6 +50,12 @@ class BlockPoolMachine(RuleBasedStateMachine):
         for block, digest in zip(blocks.root, hashes, strict=False):
             self.pool.register(block, digest)
         self.live[key] = blocks
+        if self.pool.num_touched > num_touched:
+            held = {block for other in self.live.values() for block in other.all()}
+            recent = {b for when, old in self.released if self.num_requests - when <= IDLE_REQUESTS for b in old}
+            assert self.pool.num_touched <= len(held | recent), (
+                "fresh memory was touched beside memory in nobody's use"
+            )
         return key
 
     @rule(key=consumes(requests))
@@ -53,6 +64,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
             blocks = self.live.pop(key).all()
             num_free, owned = self.pool.num_free, self.pool.num_owned(blocks)
             self.pool.release(blocks)
+            self.released.append((self.num_requests, blocks))
             assert self.pool.num_free == num_free + owned
 
     @invariant()
@@ -75,6 +87,54 @@ def test_a_released_prefix_is_found_again_until_it_is_needed_for_something_else(
     assert pool.match(hashes) == blocks.root[:2]
     pool.allocate(4)
     assert pool.match(hashes) == []
+
+
+def serve(pool: BlockPool, tokens: list[int]) -> int:
+    """Runs one prompt alone; returns how many of its blocks were cached."""
+    hashes = hash_blocks(tokens, pool.block_size)
+    blocks = pool.allocate_request(len(tokens) + 1, 0, 1, hashes)
+    for block, digest in zip(blocks.root, hashes, strict=False):
+        pool.register(block, digest)
+    pool.release(blocks.all())
+    return blocks.num_cached
+
+
+def test_memory_that_no_load_needs_is_never_touched() -> None:
+    pool = BlockPool(100_000, BLOCK_SIZE, 32)
+    touched = []
+    for number in range(400):  # prompts without a common prefix, 3 blocks each
+        assert serve(pool, list(range(1000 * number, 1000 * number + 11))) == 0
+        touched.append(pool.num_touched)
+    assert touched[50] == touched[-1] <= 3 * 35
+
+
+def test_a_prefix_outlives_other_requests_while_memory_is_fresh() -> None:
+    pool = BlockPool(100_000, BLOCK_SIZE, 32)
+    conversation = list(range(16))
+    serve(pool, conversation)
+    for number in range(1, 31):
+        serve(pool, list(range(1000 * number, 1000 * number + 11)))
+    assert serve(pool, conversation) == 4
+
+
+def test_a_full_pool_gives_what_was_released_longest_ago() -> None:
+    pool = BlockPool(7, BLOCK_SIZE, 1000)
+    first, second, third = ([number] * 8 for number in range(3))
+    serve(pool, first)
+    serve(pool, second)
+    assert pool.num_touched == 5
+    assert serve(pool, first) == 2
+    serve(pool, third)
+    assert serve(pool, first) == 2
+    assert len(pool.match(hash_blocks(second, BLOCK_SIZE))) < 2
+
+
+def test_blocks_without_content_are_taken_before_fresh_ones_in_runs() -> None:
+    pool = BlockPool(100, BLOCK_SIZE)
+    blocks = pool.allocate(5)
+    assert blocks == [1, 2, 3, 4, 5]
+    pool.release(blocks)
+    assert pool.allocate(6) == [1, 2, 3, 4, 5, 6]
 
 
 def test_releasing_twice_is_caught() -> None:

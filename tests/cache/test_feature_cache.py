@@ -10,9 +10,11 @@ OWNERS = st.sampled_from(["r1", "r2", "r3"])
 
 
 class FeatureCacheMachine(RuleBasedStateMachine):
+    max_idle: int | None = None
+
     def __init__(self) -> None:
         super().__init__()
-        self.cache: FeatureCache[str] = FeatureCache(100)
+        self.cache: FeatureCache[str] = FeatureCache(100, self.max_idle)
         self.holds: set[tuple[str, str]] = set()
 
     @rule(key=KEYS, owner=OWNERS, nbytes=st.integers(1, 60))
@@ -67,7 +69,22 @@ class FeatureCacheMachine(RuleBasedStateMachine):
         assert self.cache.num_owners == len({owner for owner, _ in self.holds})
 
 
+class FewIdleMachine(FeatureCacheMachine):
+    max_idle = 2
+
+
 TestFeatureCache = FeatureCacheMachine.TestCase
+TestFeatureCacheWithFewIdle = FewIdleMachine.TestCase
+
+
+def test_what_nobody_holds_is_bounded_by_number_too() -> None:
+    cache: FeatureCache[str] = FeatureCache(1000, max_idle=2)
+    for key in "abcd":
+        cache.put(key, key, 1, f"request {key}")
+    assert len(cache) == 4
+    for key in "abcd":
+        cache.release(f"request {key}")
+    assert [key for key in "abcd" if key in cache] == ["c", "d"]
 
 
 def test_least_recently_used_goes_first() -> None:

@@ -175,6 +175,22 @@ def test_a_slab_is_no_file_that_could_be_left_in_dev_shm() -> None:
     transport.close()
 
 
+def test_what_is_read_from_a_peer_does_not_stay_in_the_readers_memory() -> None:
+    nbytes = 16 << 20
+    transport = make_transport("shm")
+    slab = transport.allocate("slab", nbytes)
+    slab.buffer[:] = bytes(range(256)) * (nbytes // 256)  # the owner's own view: all of it is resident once
+    back = bytearray(nbytes - 5000)
+    transport.read(slab.region, [(0, memoryview(back)[:3000]), (8000, memoryview(back)[3000:])])
+    assert back[:256] == bytes(range(256)) and back[3000:3256] == bytes(slab.buffer[8000:8256])
+    resident = 0
+    for part in Path("/proc/self/smaps").read_text().split("VmFlags:"):
+        if f"memfd:{slab.region.name}" in part:
+            resident += int(part.split("\nRss:")[1].split()[0]) << 10
+    assert nbytes <= resident <= 1.1 * nbytes
+    transport.close()
+
+
 def test_a_server_that_ran_out_of_descriptors_accepts_again() -> None:
     here, there = EmbeddedTransport(path="tcp"), EmbeddedTransport(path="tcp")
     region = there.allocate("slab", 8).region
