@@ -176,7 +176,7 @@ def create_app(
         "max_body_bytes": settings.max_body_bytes,
         "timeout_s": settings.request_timeout_s,
     }
-    served = dict(endpoints(generator, calls, shared))
+    served = dict(endpoints(generator, calls, shared, for_vllm=settings.vllm is not None))
     for path, endpoint in served.items():
         app.router.routes.append(Route(path, endpoint=endpoint, methods=["POST"]))
         app.state.endpoints[path.encode()] = endpoint

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from epd_serve.backends.base import StageCalls
-from epd_serve.protocol.openai import ChatCompletionRequest, CompletionRequest
+from epd_serve.protocol.openai import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from epd_serve.protocol.responses import InputTokensCall, ResponsesRequest
 from epd_serve.protocol.tokenizing import DetokenizeBody, TokenizeBody
+from epd_serve.protocol.vllm_requests import VllmChatRequest, VllmCompletionRequest
 from proxy.endpoint import Endpoint, GenerationEndpoint
 from proxy.generation import Generator
 from proxy.responses import ResponsesEndpoint
@@ -16,13 +17,15 @@ from proxy.tokenizing import TokenizingEndpoint
 
 
 def endpoints(
-    generator: Generator, calls: Mapping[str, StageCalls], shared: Mapping[str, Any]
+    generator: Generator, calls: Mapping[str, StageCalls], shared: Mapping[str, Any], *, for_vllm: bool
 ) -> Iterator[tuple[str, Endpoint]]:
-    """(path, endpoint) of each; ``shared`` is what all of them are made with."""
-    for kind, path, request_type in (
-        ("chat", "/v1/chat/completions", ChatCompletionRequest),
-        ("completion", "/v1/completions", CompletionRequest),
-    ):
+    """(path, endpoint) of each; ``shared`` is what all of them are made with. ``for_vllm``: requests may have
+    fields that only vLLM has."""
+    types: tuple[tuple[str, str, type[GenerationRequest]], ...] = (
+        ("chat", "/v1/chat/completions", VllmChatRequest if for_vllm else ChatCompletionRequest),
+        ("completion", "/v1/completions", VllmCompletionRequest if for_vllm else CompletionRequest),
+    )
+    for kind, path, request_type in types:
         yield path, GenerationEndpoint(kind=kind, parse=request_type.parse, generator=generator, **shared)
     yield (
         "/v1/responses",

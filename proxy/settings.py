@@ -140,7 +140,9 @@ class GatewaySettings:
             allowed_ports=media.allowed_ports,
             allow_private=_is_private(config, host) if media.allow_private is None else media.allow_private,
             encode_timeout_s=config.settings_for("P").feature_timeout_s / 2,
-            failover=Failover(**gateway.failover.model_dump()),
+            failover=Failover(
+                max_attempts=gateway.failover.max_attempts, wait_s=gateway.failover.wait_s_of(config.engine)
+            ),
             health=HealthSettings(
                 probe_interval_s=gateway.health.probe_interval_s,
                 probe_timeout_s=gateway.health.probe_timeout_s,

@@ -97,7 +97,10 @@ def health_router(
     async def ready(request: Request) -> JSONResponse:
         missing = table.missing_stages()
         instances = {
-            record.name: {"role": str(record.role) if record.role else None, "ready": record.ready}
+            record.name: {
+                "role": str(record.role) if record.role else None,
+                "ready": record.ready and record.accepting,  # as for the status: those that get work
+            }
             for record in table
         }
         status = "waiting for " + " and ".join(missing) if missing else "ready"

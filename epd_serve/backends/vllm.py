@@ -265,7 +265,7 @@ class VllmInstance(VllmServer):
             work.holds(call)
             call.send()
             return await call.opened
-        if _is_several(request):  # one transfer cannot feed several sequences: D computes them all itself
+        if _is_for_d_alone(request):
             exchange.answered.set_result({})
             return PrefillAnswer()
         body["kv_transfer_params"] = self._hand_over(request)
@@ -296,7 +296,7 @@ class VllmInstance(VllmServer):
 
         async def steps(work: Work) -> Any:
             kv: dict[str, Any] | None = None
-            if _is_several(exchange.request):
+            if _is_for_d_alone(exchange.request):
                 await asyncio.shield(exchange.answered)
             else:
                 kv = await self._take_over(exchange)
@@ -378,7 +378,7 @@ class VllmInstance(VllmServer):
     def _disclaim(self, exchange: _Exchange) -> None:
         """P need not keep KV that no D will ask for any more. The KV of a D that has begun its answer is gone."""
         request, answer = exchange.request, exchange.answer
-        if self.target.kv != "grouped" or request.decode_url is None or _is_several(request):
+        if self.target.kv != "grouped" or request.decode_url is None or _is_for_d_alone(request):
             return
         if answer is None or not answer.has_begun:
             for rank in range(self.target.ranks):
@@ -420,9 +420,11 @@ class VllmInstance(VllmServer):
         return call
 
 
-def _is_several(request: wire.PrefillRequest) -> bool:
-    """Whether an answer has choices that are drawn apart."""
-    return request.sampling.n > vllm_chat.num_copies(request.sampling)
+def _is_for_d_alone(request: wire.PrefillRequest) -> bool:
+    """Whether D computes the prompt itself: one transfer cannot feed several choices that are drawn apart, and KV
+    says nothing of the prompt's log-probabilities."""
+    is_several = request.sampling.n > vllm_chat.num_copies(request.sampling)
+    return is_several or vllm_chat.needs_whole_prompt(request)
 
 
 def _multiply(answer: dict[str, Any], copies: int, first_index: int) -> None:

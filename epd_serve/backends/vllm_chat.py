@@ -32,6 +32,9 @@ _SAME: dict[str, Any] = {
     "n": 1,
 }
 
+#: Fields that only vLLM has and that the prompt is made with; the others are D's alone.
+_OF_PROMPT = frozenset({"reasoning_effort"})
+
 Body = dict[str, Any]
 #: A picture: its bytes, or what E has told of it, from which vLLM finds its place in the prompt.
 Media = bytes | Mapping[str, Any]
@@ -46,6 +49,7 @@ def prompt_body(request: PrefillRequest, media: Sequence[Media], *, suffix: str 
     body: Body = {
         "model": request.output.model,
         **_prompting(request.prompting, is_chat=request.messages is not None),
+        **{name: value for name, value in only_vllm(request).items() if name in _OF_PROMPT},
     }
     if request.messages is None:
         body["prompt"] = request.prompt
@@ -59,12 +63,24 @@ def answer_body(request: PrefillRequest, media: Sequence[Media], *, suffix: str 
     """The whole request, for the instance that decodes it."""
     body = prompt_body(request, media, suffix=suffix)
     body |= _sampling(request.sampling, is_chat=request.messages is not None)
-    body |= _output(request.output)
+    body |= _output(request.output) | only_vllm(request)
     if "tools" in body:
         body["tool_choice"] = "none"
     if request.sampling.grammar is not None:
         body |= _grammar(request.sampling.grammar, len(body.get("tools", ())))
     return body
+
+
+def only_vllm(request: PrefillRequest) -> Body:
+    """The request's fields that only vLLM has."""
+    fields: Body = msgspec.json.decode(request.output.for_vllm) if request.output.for_vllm else {}
+    return fields
+
+
+def needs_whole_prompt(request: PrefillRequest) -> bool:
+    """Whether who decodes must compute the prompt, of which log-probabilities are wanted."""
+    scores_prompt = request.output.echo and request.sampling.logprobs is not None
+    return scores_prompt or "prompt_logprobs" in only_vllm(request)
 
 
 def prefill_body(request: PrefillRequest, media: Sequence[bytes]) -> Body:

@@ -31,8 +31,8 @@ def can_go_on(request: PrefillRequest) -> bool:
     for what it has said, the state of a grammar or of a tool call. Prompts with pictures it does not take as
     tokens.
     """
-    sampling, output, prompting = request.sampling, request.output, request.prompting
-    if not output.stream or request.items or output.echo or output.first_index or sampling.n > 1:
+    sampling, prompting = request.sampling, request.prompting
+    if not can_be_replayed(request) or request.items:
         return False
     if sampling.stop or sampling.bad_words or sampling.presence_penalty or sampling.frequency_penalty:
         return False
@@ -42,9 +42,10 @@ def can_go_on(request: PrefillRequest) -> bool:
 
 
 def can_be_replayed(request: PrefillRequest) -> bool:
-    """Whether an answer's events say all of its tokens: streams of one choice."""
+    """Whether an answer's events say all of its tokens, which are not the client's: streams of one choice."""
     sampling, output = request.sampling, request.output
-    return output.stream and sampling.n == 1 and not output.echo and not output.first_index
+    is_plain = not (output.echo or output.first_index or output.for_vllm)
+    return output.stream and sampling.n == 1 and is_plain
 
 
 def rest_of(request: PrefillRequest) -> PrefillRequest:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -38,10 +38,17 @@ class FailoverConfig(Section):
         description="Of one request (of each choice, where it has several that go on apart), the first and all "
         "continuations included.",
     )
-    wait_s: NotNegative = Field(
-        default=10.0,
-        description="How long such a request waits for an instance to be started again where no other is left.",
+    wait_s: NotNegative | None = Field(
+        default=None,
+        description="How long such a request waits for an instance to be started again where no other is left. "
+        "null: 10 s, and not at all with engine: vllm, whose processes take about a minute to start.",
     )
+
+    def wait_s_of(self, engine: Literal["native", "vllm"]) -> float:
+        """The number of seconds."""
+        if self.wait_s is not None:
+            return self.wait_s
+        return 10.0 if engine == "native" else 0.0
 
 
 class HealthConfig(Section):

@@ -30,7 +30,7 @@ from epd_serve.launch.commands import (
 from epd_serve.launch.control import ControlServer
 from epd_serve.launch.forking import ForkServer, ForkServerGone
 from epd_serve.launch.holdings import Holdings, resolved
-from epd_serve.launch.ports import choose_ports
+from epd_serve.launch.ports import choose_ports, claim_ports, release
 from epd_serve.launch.process import (
     ManagedProcess,
     ProcessDied,
@@ -94,6 +94,7 @@ class LocalDeployment:
         config = resolved(config)
         model_path(config.model)  # the first thing to get right, whichever ports are taken
         ports = choose_ports(config)
+        self._claims = claim_ports(config, ports)
         environment = dict(os.environ)
         master = master_spec(config, ports, environment)
         self.no_control = "" if control else "it was started without a way to change it"
@@ -238,6 +239,7 @@ class LocalDeployment:
 
     def _give_back(self, *, keep_logs: bool) -> None:
         """Close what instances share, and remove the logs unless somebody wants to read them."""
+        release(self._claims)
         while self._weight_files:
             os.close(self._weight_files.popitem()[1])
         if self._runtime is not None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import os
 import random
 import socket
+import sys
 from collections.abc import Collection
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -59,6 +61,39 @@ def choose_ports(config: DeploymentConfig) -> Ports:
             rpc, http = (_bind(held, config.instances.host, 0, "mooncake_master", "its port") for _ in range(2))
             master = (rpc, http)
     return Ports(gateway=gateway, instances=instances, master=master)
+
+
+def claim_ports(config: DeploymentConfig, ports: Ports) -> list[int]:
+    """Keep other deployments on this host from these ports: a server may need a minute until it listens.
+
+    They are claimed until the file descriptors that this returns are closed. Raises ValueError for a port that
+    another deployment has claimed.
+    """
+    users = [("the gateway", config.gateway.host, "gateway.port (--port)", ports.gateway)]
+    users += [
+        (instance.name, config.instances.host, "instances.base_port", port)
+        for instance, port in zip(config.placement(), ports.instances, strict=True)
+    ]
+    claims: list[int] = []
+    for user, host, key, port in users if sys.platform == "linux" else ():
+        claim = socket.socket(socket.AF_UNIX)
+        try:
+            claim.bind(f"\0epd-serve {host} {port}")  # a name without a file: it is gone with its owner
+        except OSError as error:
+            claim.close()
+            release(claims)
+            raise ValueError(
+                f"{user} cannot listen on {host} port {port}: another deployment has it, and is starting or "
+                f"stopping. Wait for it, or set {key} to another port, or to 0 for any free one"
+            ) from error
+        claims.append(claim.detach())
+    return claims
+
+
+def release(claims: list[int]) -> None:
+    """Of :func:`claim_ports`. Idempotent."""
+    while claims:
+        os.close(claims.pop())
 
 
 def free_port(host: str) -> int:

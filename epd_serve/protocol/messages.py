@@ -67,13 +67,17 @@ def _as_image_url(value: Any) -> Any:
 
 
 class ContentPart(RequestModel):
-    """``text`` goes with type "text", ``image_url``, which may be the URL itself, with type "image_url"."""
+    """``text`` goes with type "text", ``image_url``, which may be the URL itself, with type "image_url".
+
+    ``uuid``, by which vLLM knows a picture, says nothing here: pictures are named by their content.
+    """
 
     type: Annotated[Literal["text", "image_url"], BeforeValidator(check_part_type)]
     text: str | None = None
     image_url: Annotated[
         ImageUrl | None, BeforeValidator(_as_image_url, json_schema_input_type=ImageUrl | str | None)
     ] = None
+    uuid: str | None = None
 
 
 def _as_parts(content: Any) -> Any:

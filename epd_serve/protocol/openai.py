@@ -7,7 +7,7 @@ InvalidRequest with ``param`` set and a sentence that says what would be right.
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import msgspec
 from pydantic import BeforeValidator, Field, ValidationError
@@ -80,6 +80,9 @@ TokenText = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 class GenerationRequest(RequestModel):
     """What chats and completions share. Null means: as if the field were absent."""
 
+    #: Whether an answer of a given structure is over where that is.
+    ends_with_structure: ClassVar[bool] = True
+
     model: str | None = None
     max_tokens: int | None = Field(None, ge=1, lt=WIRE_INTEGERS)
     min_tokens: int | None = Field(None, ge=0, lt=WIRE_INTEGERS)
@@ -118,7 +121,7 @@ class GenerationRequest(RequestModel):
         """The same for a body that is decoded."""
         if not LABELS.isdisjoint(fields):
             fields = {name: value for name, value in fields.items() if name not in LABELS}
-        fields = _gather_guided(drop_neutral(fields, NEUTRAL))
+        fields = _gather_guided(drop_neutral(fields, NEUTRAL, own=cls.model_fields))
         try:
             request = cls.model_validate(cls._prepare(fields))
         except ValidationError as error:
@@ -139,7 +142,7 @@ class GenerationRequest(RequestModel):
             )
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options is only allowed with stream: true", param="stream_options")
-        if self.grammar() is not None and (self.ignore_eos or self.min_tokens):
+        if self.ends_with_structure and self.grammar() is not None and (self.ignore_eos or self.min_tokens):
             field = "ignore_eos" if self.ignore_eos else "min_tokens"
             raise InvalidRequest(
                 f"{field}: an answer of a given structure ends where the structure does; leave the field out",

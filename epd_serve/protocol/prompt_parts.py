@@ -71,6 +71,7 @@ class OutputOptions(Message, frozen=True):
 
     ``kind`` chooses between chat.completion and text_completion objects; ``id``, ``created`` and ``model``
     appear in every object. ``first_index`` is that of the first choice; ``echo`` puts the prompt before each.
+    ``for_vllm`` is a JSON object of fields that only vLLM has (:mod:`epd_serve.protocol.vllm_requests`), or "".
     """
 
     kind: Literal["chat", "completion"]
@@ -82,3 +83,4 @@ class OutputOptions(Message, frozen=True):
     continuous_usage: bool = False
     first_index: int = 0
     echo: bool = False
+    for_vllm: str = ""

@@ -6,7 +6,7 @@ any other value is refused by name. Only pure labels, which change no token, may
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 from epd_serve.errors import InvalidRequest
@@ -35,9 +35,14 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "length_penalty": ((1, 1.0), "beam search is not supported; leave the field out"),
     "early_stopping": ((False,), "beam search is not supported; leave the field out"),
     "spaces_between_special_tokens": ((True,), "this cannot be changed; leave the field out"),
-    "prompt_logprobs": ((), "log-probabilities of the prompt are not supported; leave the field out"),
+    "prompt_logprobs": ((), "only engine: vllm has this; send echo and logprobs to /v1/completions"),
+    "return_token_ids": ((False,), "only engine: vllm has this; leave the field out"),
     "chat_template": ((), "the model's own chat template is used; leave the field out"),
-    "mm_processor_kwargs": (({},), "the image processor takes no arguments per request; leave the field out"),
+    "mm_processor_kwargs": (
+        ({},),
+        "what is kept of a picture is named by its content alone, so that all requests share the processor's "
+        "arguments; leave the field out (with engine: vllm they are set in instances.engine_args)",
+    ),
     "guided_grammar": ((), "grammars differ between engines; send a JSON schema, a regular expression or choices"),
     "cache_salt": ((), "the prefix cache cannot be salted; leave the field out"),
 }
@@ -71,7 +76,11 @@ _OF_MESSAGES = MESSAGE_NEUTRAL.keys()
 
 
 def drop_neutral(
-    fields: dict[str, Any], neutral: Mapping[str, tuple[tuple[Any, ...], str]], path: str = ""
+    fields: dict[str, Any],
+    neutral: Mapping[str, tuple[tuple[Any, ...], str]],
+    path: str = "",
+    *,
+    own: Container[str] = (),
 ) -> dict[str, Any]:
     """The fields without those that are known and ask for nothing special.
 
@@ -79,6 +88,7 @@ def drop_neutral(
         fields: a JSON object as decoded.
         neutral: NEUTRAL or MESSAGE_NEUTRAL.
         path: goes before the field's name in the error's ``param``.
+        own: fields that are known to mean something all the same.
 
     Raises InvalidRequest that names the first field which asks for something unsupported.
     """
@@ -86,7 +96,7 @@ def drop_neutral(
         return fields
     kept: dict[str, Any] = {}
     for name, value in fields.items():
-        if name in neutral:
+        if name in neutral and name not in own:
             accepted, advice = neutral[name]
             if value is not None and not any(_same(value, one) for one in accepted):
                 raise InvalidRequest(

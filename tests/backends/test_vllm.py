@@ -9,8 +9,10 @@ import pytest
 from epd_serve.backends import vllm_chat
 from epd_serve.backends.vllm_answer import error_of
 from epd_serve.backends.vllm_load import read_figures
+from epd_serve.backends.vllm_stream import can_be_replayed
 from epd_serve.errors import InstanceFailed, InvalidRequest, Unavailable
-from epd_serve.protocol.openai import ChatCompletionRequest, CompletionRequest
+from epd_serve.protocol.openai import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from epd_serve.protocol.vllm_requests import VllmChatRequest, VllmCompletionRequest
 from epd_serve.protocol.wire import MediaRef, PrefillRequest
 
 TOOLS = [
@@ -19,9 +21,13 @@ TOOLS = [
 ]
 
 
-def request(body: dict[str, Any], num_items: int = 0) -> PrefillRequest:
+def request(
+    body: dict[str, Any],
+    num_items: int = 0,
+    kinds: tuple[type[GenerationRequest], type[GenerationRequest]] = (ChatCompletionRequest, CompletionRequest),
+) -> PrefillRequest:
     """As the gateway makes it of a client's."""
-    parsed = (ChatCompletionRequest if "messages" in body else CompletionRequest).model_validate(body)
+    parsed = kinds["prompt" in body].from_fields(body)
     prompts = parsed.prompts() if "prompt" in body else [None]
     return PrefillRequest(
         request_id="r-1",
@@ -150,3 +156,52 @@ def test_errors_are_told_as_ours(status: int, body: bytes, kind: type[Exception]
     error = error_of(status, body, "d0")
     assert type(error) is kind
     assert words in str(error)
+
+
+GIVEN: dict[str, Any] = {"return_token_ids": True, "prompt_logprobs": 1}
+
+
+def for_vllm(body: dict[str, Any]) -> PrefillRequest:
+    return request(body, kinds=(VllmChatRequest, VllmCompletionRequest))
+
+
+def test_fields_that_only_vllm_has_reach_it() -> None:
+    asked = for_vllm(chat(**GIVEN, reasoning_effort="low"))
+    body = vllm_chat.answer_body(asked, ())
+    assert {name: body[name] for name in GIVEN} == GIVEN
+    assert body["reasoning_effort"] == vllm_chat.prefill_body(asked, ())["reasoning_effort"] == "low"
+    assert GIVEN.keys().isdisjoint(vllm_chat.prefill_body(asked, ())), "P makes no answer"
+    completion = vllm_chat.answer_body(for_vllm({"prompt": "hi", **GIVEN, "echo": True, "logprobs": 1}), ())
+    assert {name: completion[name] for name in GIVEN} == GIVEN
+
+
+def test_an_answer_of_a_given_structure_may_go_on_with_vllm() -> None:
+    body = vllm_chat.answer_body(for_vllm(chat(tools=TOOLS, ignore_eos=True, min_tokens=3)), ())
+    assert (body["ignore_eos"], body["min_tokens"]) == (True, 3)
+    with pytest.raises(InvalidRequest, match="ends where the structure does"):
+        ChatCompletionRequest.from_fields(chat(tools=TOOLS, ignore_eos=True))
+
+
+@pytest.mark.parametrize(
+    "fields", [{"prompt_logprobs": 0}, {"echo": True, "logprobs": 0}, {"echo": True, "logprobs": 2}]
+)
+def test_who_scores_a_prompt_computes_it(fields: dict[str, Any]) -> None:
+    assert vllm_chat.needs_whole_prompt(for_vllm({"prompt": "hi", **fields}))
+    assert not vllm_chat.needs_whole_prompt(for_vllm({"prompt": "hi", "echo": True, "return_token_ids": True}))
+
+
+@pytest.mark.parametrize("field", ["return_token_ids", "prompt_logprobs", "reasoning_effort"])
+def test_the_native_engine_says_who_has_a_field_that_it_lacks(field: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"{field}: "):
+        ChatCompletionRequest.from_fields(chat(**{field: "low" if field == "reasoning_effort" else 1}))
+
+
+def test_tokens_that_a_client_wants_are_left_in_its_stream() -> None:
+    assert can_be_replayed(for_vllm(chat(stream=True)))
+    assert not can_be_replayed(for_vllm(chat(stream=True, return_token_ids=True)))
+
+
+def test_a_picture_may_have_a_name_of_its_client() -> None:
+    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}, "uuid": "mine"}
+    named = request({"messages": [{"role": "user", "content": [part]}]}, num_items=1)
+    assert vllm_chat.prompt_body(named, [b"one"])["messages"][0]["content"][0]["uuid"] == "h0"

@@ -4,6 +4,7 @@ import pytest
 
 from epd_serve.config import ConfigError, load_config, parse_config
 from epd_serve.config.vllm import connectors
+from proxy.settings import GatewaySettings
 
 ROOT = Path(__file__).parents[2]
 
@@ -76,3 +77,13 @@ def test_the_deployments_in_deploy_are_valid_and_their_paths_are_theirs(file: Pa
     config = load_config(file)
     assert config.engine == "vllm"
     assert Path(config.model).resolve().parent == ROOT / "models"
+
+
+@pytest.mark.parametrize(
+    ("engine", "given", "waits_s"), [("native", "", 10.0), ("vllm", "", 0.0), ("vllm", "{wait_s: 90}", 90.0)]
+)
+def test_a_restart_that_takes_a_minute_is_not_waited_for_unless_asked(
+    engine: str, given: str, waits_s: float
+) -> None:
+    config = parse_config(f"engine: {engine}\ngateway: {{failover: {given or '{}'}}}")
+    assert GatewaySettings.of(config, "127.0.0.1").failover.wait_s == waits_s

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from epd_serve.config import parse_config
-from epd_serve.launch.ports import choose_ports, free_port, next_port
+from epd_serve.launch.ports import choose_ports, claim_ports, free_port, next_port, release
 from epd_serve.protocol.addresses import url_of
 
 
@@ -48,6 +48,20 @@ def test_an_occupied_port_names_the_instance_and_the_key() -> None:
             ValueError, match=rf"epd0 cannot listen on 127\.0\.0\.1 port {port}: .* Set instances\.base_p"
         ):
             choose_ports(config)
+
+
+def test_ports_are_taken_from_the_start_of_a_deployment_on() -> None:
+    """Its servers listen when they have loaded, a minute later with vLLM."""
+    base = free_port("127.0.0.1")
+    config = parse_config(f"topology: EPD\ngateway: {{port: 0}}\ninstances: {{base_port: {base}}}")
+    claims = claim_ports(config, choose_ports(config))
+    try:
+        again = choose_ports(config)
+        with pytest.raises(ValueError, match=rf"epd0 cannot listen on .* {base}: another deployment has it"):
+            claim_ports(config, again)
+    finally:
+        release(claims)
+    release(claim_ports(config, choose_ports(config)))
 
 
 def test_ranges_that_cannot_work() -> None:

@@ -146,6 +146,9 @@ async def test_failures_in_a_row_open_it_and_a_probe_closes_it(start, kit):
     while gateway.table["a0"].accepting:
         assert await gateway.answer(kit.chat()) == (200, kit.WHOLE)
     assert len(gateway["a0"].got("/stage/prefill")) == 5
+    async with gateway.session.get(f"{gateway.url}/health") as response:
+        shown = (await response.json())["instances"]
+    assert {name: one["ready"] for name, one in shown.items()} == {"a0": False, "a1": True}
     for _ in range(6):
         assert await gateway.answer(kit.chat()) == (200, kit.WHOLE)
     await gateway.until(lambda: gateway["a0"].num_probes >= 2)
