@@ -28,7 +28,7 @@ _LENGTH = re.compile(rb"[0-9]{1,15}")
 #: Headers that ask for more than is done here.
 _UNUSUAL = frozenset({b"transfer-encoding", b"expect", b"upgrade", b"trailer", b"te"})
 #: Headers that must not have two values.
-_ONCE = frozenset({b"content-length", b"connection", b"origin"})
+_ONCE = frozenset({b"content-length", b"connection", b"host", b"authorization", b"origin"})
 
 #: A closed connection whose client takes nothing for so long is not waited for.
 _LINGER_S = 30.0
@@ -158,6 +158,7 @@ class GatewayConnection(asyncio.BufferedProtocol):
         if (
             endpoint is None
             or length is None
+            or b"host" not in headers
             or _LENGTH.fullmatch(length) is None
             or connection not in (b"keep-alive", b"close")
             or not _UNUSUAL.isdisjoint(headers)

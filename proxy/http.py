@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -25,12 +27,29 @@ def arrival_limits(app: Any) -> ArrivalLimits:
     return limits if isinstance(limits, ArrivalLimits) else ArrivalLimits()
 
 
+def head_problem(version: str, headers: Sequence[tuple[bytes, bytes]]) -> str | None:
+    """Why the head of a request is refused: two servers could read it in two ways (RFC 9112, sections 2.3, 3.2 and
+    6.1; RFC 9110, section 11.6.2). ``headers`` have their names in lower case."""
+    if version not in ("1.0", "1.1"):
+        return "HTTP/1.1 and HTTP/1.0 are spoken here."
+    number = Counter(name for name, _ in headers)
+    if number[b"host"] != 1 and (number[b"host"] or version == "1.1"):
+        return "A request needs exactly one Host header."
+    if number[b"authorization"] > 1:
+        return "A request may have one Authorization header."
+    codings = [value for name, value in headers if name == b"transfer-encoding"]
+    if codings and (version == "1.0" or [coding.lower() for coding in codings] != [b"chunked"]):
+        return "A body may be chunked, and have no other transfer coding."
+    return None
+
+
 class BoundedHttp(HttpToolsProtocol):
     """uvicorn's protocol with an end to headers and trailers: in bytes, which httptools would collect without
-    limit, and in time."""
+    limit, and in time. What can be read in two ways is refused."""
 
     #: Received since the last piece of a body or the end of a request.
     _collected_bytes = 0
+    _problem: str | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -53,6 +72,9 @@ class BoundedHttp(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._head.complete()
+        self._problem = head_problem(self.parser.get_http_version(), self.headers)
+        if self._problem is not None:
+            raise ValueError(self._problem)  # the parser stops, and uvicorn answers with a 400
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -62,6 +84,9 @@ class BoundedHttp(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         self._collected_bytes = 0
         super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        super().send_400_response(self._problem or msg)
 
     def _head_is_late(self) -> None:
         if not self.transport.is_closing():

@@ -24,6 +24,7 @@ from proxy.reload import Reloader
 from proxy.server import GatewayServer, WorkerServer, mark_stopping
 from proxy.settings import GatewaySettings
 from proxy.sink import ResponseAborted
+from proxy.sparing_log import Sparing
 from proxy.workers.crew import Crew
 from proxy.workers.messages import TakenOver
 from proxy.workers.place import WorkerPlace
@@ -174,6 +175,8 @@ def new_server(
     logger = logging.getLogger("uvicorn.error")
     if _told_already not in logger.filters:
         logger.addFilter(_told_already)
+        logger.addFilter(Sparing())
+        logging.getLogger("proxy.fetch").addFilter(Sparing())
     return server
 
 

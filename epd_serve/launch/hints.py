@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
 from PIL import Image, ImageDraw
+
+logger = logging.getLogger(__name__)
 
 _PLACEHOLDER = "PICTURE"
 
@@ -21,15 +24,18 @@ class Questions:
 
 
 def demo_questions(picture: Path) -> Questions:
-    """Questions that the built-in model can answer, about a picture that is drawn to ``picture``."""
+    """Questions that the built-in model can answer, about a picture that is drawn to ``picture`` if it can be."""
     image = Image.new("RGB", (320, 240), "white")
     draw = ImageDraw.Draw(image)
     draw.ellipse((40, 60, 140, 160), fill="red")
     draw.rectangle((190, 80, 280, 170), fill="blue")
-    image.save(picture)
-    return Questions(
-        text="What is the capital of France?", about_picture="What color is the circle?", picture=str(picture)
-    )
+    text = "What is the capital of France?"
+    try:
+        image.save(picture)
+    except OSError as error:  # a disk that is full
+        logger.warning("%s cannot be written (%s): take a picture of your own", picture, error.strerror or error)
+        return Questions(text=text)
+    return Questions(text=text, about_picture="What color is the circle?", picture=str(picture))
 
 
 def next_steps(base_url: str, model: str, questions: Questions, *, images: bool, needs_key: bool) -> str:

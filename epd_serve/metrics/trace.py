@@ -48,8 +48,8 @@ class TraceWriter:
         self._pid = os.getpid()
         self.path = directory / f"{name}-{self._pid}.json"
         try:
-            directory.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
         except OSError as error:
             raise ValueError(f"trace: {self.path} cannot be written: {error.strerror}") from error
         self._is_open = True

@@ -35,6 +35,14 @@ def test_the_printed_commands_send_what_they_show(tmp_path: Path) -> None:
     assert base64.b64decode(encoded) == (tmp_path / "picture.png").read_bytes()
 
 
+def test_a_full_disk_costs_the_picture_and_no_more(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    picture = tmp_path / "picture.png"
+    picture.symlink_to("/dev/full")
+    questions = demo_questions(picture)
+    assert questions.picture == "picture.png" and "France" in questions.text
+    assert "No space left on device" in caplog.text
+
+
 @pytest.mark.parametrize("needs_key", [True, False])
 def test_the_key_is_taken_from_the_environment(needs_key: bool) -> None:
     text = next_steps("http://h:1", "it's", Questions(), images=True, needs_key=needs_key)

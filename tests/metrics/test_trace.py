@@ -191,6 +191,13 @@ def test_the_command_joins_and_prints(
     assert found["rows"]["stages"]["mean_ms"] == pytest.approx(17900)
 
 
+def test_a_trace_is_its_owners(tmp_path: Path) -> None:
+    writer = TraceWriter(tmp_path / "traces", "p0")
+    writer.close()
+    assert (tmp_path / "traces").stat().st_mode & 0o777 == 0o700
+    assert writer.path.stat().st_mode & 0o777 == 0o600
+
+
 def test_a_trace_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("epd_serve.metrics.trace._MAX_BYTES", 1500)
     writer = TraceWriter(tmp_path, "e0")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 
 import pytest
 
 from proxy.low_water import MARK_BYTES, LowWater
+from proxy.sparing_log import Sparing
 
 BODY = json.dumps({"messages": [{"role": "user", "content": "hello"}]}).encode()
 
@@ -69,6 +71,71 @@ async def connect():
     for peer in peers:
         peer.writer.close()
         await asyncio.gather(peer.writer.wait_closed(), return_exceptions=True)
+
+
+@pytest.mark.parametrize(
+    ("request_", "words"),
+    [
+        (b"GET /health/live HTTP/1.1\r\n\r\n", b"exactly one Host"),
+        (b"GET /health/live HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", b"exactly one Host"),
+        (b"GET /health/live HTTP/1.0\r\nHost: a\r\nHost: a\r\n\r\n", b"exactly one Host"),
+        (b"GET /health/live\r\n\r\n", b"HTTP/1.1"),
+        (post().replace(b"Host: test\r\n", b""), b"exactly one Host"),
+        (post(BODY, "Host: other"), b"exactly one Host"),
+        (post(BODY, "Authorization: Bearer a", "Authorization: Bearer b"), b"one Authorization"),
+        (
+            post(b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY), "Transfer-Encoding: gzip, chunked", length=-1),
+            b"no other transfer coding",
+        ),
+        (
+            post(
+                b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY),
+                "Transfer-Encoding: gzip",
+                "Transfer-Encoding: chunked",
+                length=-1,
+            ),
+            b"no other transfer coding",
+        ),
+    ],
+)
+async def test_a_head_that_can_be_read_in_two_ways_is_refused(start, connect, request_, words):
+    gateway = await start("pd0:PD")
+    peer = await connect(gateway)
+    peer.writer.write(request_)
+    async with asyncio.timeout(300):
+        answer = await peer.reader.read()
+    assert answer.startswith(b"HTTP/1.1 400 ") and words in answer
+    assert not gateway["pd0"].calls
+
+
+async def test_a_plain_head_of_http_1_0_is_fine(start, connect):
+    peer = await connect(await start("pd0:PD"))
+    assert (await peer.ask(b"GET /health/live HTTP/1.0\r\n\r\n"))[0] == 200
+
+
+async def test_malformed_requests_fill_no_log(start, connect, caplog):
+    gateway = await start("pd0:PD")
+    for _ in range(30):
+        peer = await connect(gateway)
+        peer.writer.write(b"NO HTTP\r\n\r\n")
+        async with asyncio.timeout(300):
+            assert (await peer.reader.read()).startswith(b"HTTP/1.1 400 ")
+    assert sum("Invalid HTTP request" in line for line in caplog.messages) <= 11
+
+
+def test_what_was_left_out_of_a_log_is_counted():
+    now_s = 0.0
+    sparing = Sparing(2, 10.0, clock=lambda: now_s)
+
+    def record(text, exc_info=None):
+        return logging.LogRecord("x", logging.WARNING, "f", 1, text, (), exc_info)
+
+    assert [sparing.filter(record("a")) for _ in range(5)] == [True, True, False, False, False]
+    assert sparing.filter(record("b")) and sparing.filter(record("a", (None, None, None)))
+    now_s = 10.0
+    late = record("a")
+    assert sparing.filter(late) and late.msg == "a (3 more like it since were left out)"
+    assert sparing.filter(record("a")) and not sparing.filter(record("a"))
 
 
 async def test_one_connection_serves_all_kinds_of_requests(start, kit, connect):

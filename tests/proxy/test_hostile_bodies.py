@@ -6,8 +6,8 @@ import json
 import time
 
 import pytest
-from hostile_bodies import HOSTILE
 
+from benchmarks.hostile_bodies import HOSTILE
 from epd_serve.errors import InvalidRequest
 from epd_serve.protocol.openai import ChatCompletionRequest, CompletionRequest
 from epd_serve.protocol.responses import ResponsesRequest

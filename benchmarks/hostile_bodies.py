@@ -140,3 +140,26 @@ HOSTILE: dict[str, tuple[str, int, Callable[[], str]]] = {
         ),
     ),
 }
+
+#: Bodies within all limits that are much work: an instance may refuse them for their length in tokens.
+HEAVY: dict[str, tuple[str, int, Callable[[], str]]] = {
+    "2,048 messages": (CHAT, 200, lambda: _messages(_SHORT, 2048)),
+    "4,096 parts": (
+        CHAT,
+        200,
+        lambda: _messages('{"role":"user","content":[' + ",".join([_PART] * 4000) + "]}", 1),
+    ),
+    "8 MiB of text": (CHAT, 200, lambda: _messages('{"role":"user","content":"' + "word, " * 1_390_000 + '"}', 1)),
+    "8 MiB of letters": (
+        CHAT,
+        200,
+        lambda: _messages('{"role":"user","content":"' + "a" * (8_380_000) + '"}', 1),
+    ),
+    "2 Mi escapes": (CHAT, 200, lambda: _messages('{"role":"user","content":"' + "\\n" * 2_000_000 + '"}', 1)),
+    "260,000 tokens": (COMPLETION, 200, lambda: _tokens("1", 260_000)),
+    "128 prompts": (
+        COMPLETION,
+        200,
+        lambda: '{"prompt":[' + ",".join(['"' + "a" * 60_000 + '"'] * 128) + '],"max_tokens":1}',
+    ),
+}

@@ -1,0 +1,145 @@
+"""One hostile request after another against a real deployment, while a healthy client goes on asking.
+
+    python -m benchmarks.hostile --output benchmarks/results/hostile.json
+
+For each body: the slowest answers of the healthy client before and meanwhile, and how much a process grew at most.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import httpx
+import psutil
+
+from benchmarks.deployed import machine
+from benchmarks.hostile_bodies import HEAVY, HOSTILE
+from epd_serve.config import DeploymentConfig
+from epd_serve.launch import LocalDeployment
+
+#: Seconds for which the healthy client is watched before each body, and after its answer.
+BEFORE_S, AFTER_S = 3.0, 1.0
+_BODY = {"messages": [{"role": "user", "content": "What colours are there?"}], "max_tokens": 2, "temperature": 0}
+
+
+def healthy_client(url: str, pipe: Connection) -> None:
+    """Ask again and again, until told to stop; send the (end, milliseconds, status) of each answer when asked."""
+    seen: list[tuple[float, float, int]] = []
+    with httpx.Client(base_url=url, timeout=300) as client:
+        while True:
+            while pipe.poll():
+                if pipe.recv() == "stop":
+                    return
+                pipe.send(seen)
+                seen = []
+            start_s = time.monotonic()
+            status = client.post("/v1/chat/completions", json=_BODY).status_code
+            seen.append((time.monotonic(), 1e3 * (time.monotonic() - start_s), status))
+
+
+def taken(pipe: Connection) -> list[tuple[float, float, int]]:
+    pipe.send("give")
+    answers: list[tuple[float, float, int]] = pipe.recv()
+    return answers
+
+
+def p99(milliseconds: list[float]) -> float:
+    return round(sorted(milliseconds)[int(0.99 * (len(milliseconds) - 1))], 1) if milliseconds else 0.0
+
+
+class Memory:
+    """The largest resident memory of each process while it is watched."""
+
+    def __init__(self) -> None:
+        self.processes = psutil.Process().children(recursive=True)
+        self.first = self._now()
+        self.most = dict(self.first)
+
+    def _now(self) -> dict[int, int]:
+        return {process.pid: process.memory_info().rss for process in self.processes if process.is_running()}
+
+    async def watch(self) -> None:
+        while True:
+            for pid, size in self._now().items():
+                self.most[pid] = max(self.most[pid], size)
+            await asyncio.sleep(0.02)
+
+    def growth_mib(self) -> float:
+        """Of the process that has grown most."""
+        return round(max(self.most[pid] - size for pid, size in self.first.items()) / 2**20, 1)
+
+
+async def attack(url: str, path: str, body: bytes, pipe: Connection) -> dict[str, Any]:
+    await asyncio.to_thread(taken, pipe)
+    await asyncio.sleep(BEFORE_S)
+    before = await asyncio.to_thread(taken, pipe)
+    memory = Memory()
+    watching = asyncio.create_task(memory.watch())
+    start_s = time.monotonic()
+    try:
+        timeout = aiohttp.ClientTimeout(total=120)
+        async with (
+            aiohttp.ClientSession(timeout=timeout) as session,
+            session.post(url + path, data=body) as answer,
+        ):
+            await answer.read()
+            status: int | str = answer.status
+    except (aiohttp.ClientError, TimeoutError) as error:
+        status = type(error).__name__
+    seconds = time.monotonic() - start_s
+    await asyncio.sleep(AFTER_S)
+    during = await asyncio.to_thread(taken, pipe)
+    watching.cancel()
+    slow, slow_before = [ms for _, ms, _ in during], [ms for _, ms, _ in before]
+    return {
+        "status": status,
+        "mb": round(len(body) / 1e6, 1),
+        "seconds": round(seconds, 2),
+        "before_p99_ms": p99(slow_before),
+        "p99_ms": p99(slow),
+        "slowest_ms": round(max(slow, default=0.0), 1),
+        "failed": sum(status != 200 for _, _, status in during),
+        "growth_mib": memory.growth_mib(),
+        "lost": sum(not process.is_running() for process in memory.processes),
+    }
+
+
+async def run(names: list[str] | None) -> dict[str, Any]:
+    config = DeploymentConfig(topology="E-P-D", gateway={"port": 0}, instances={"base_port": 0, "threads": 1})
+    results: dict[str, Any] = {}
+    async with LocalDeployment(config, ready_timeout_s=300) as deployment:
+        mine, theirs = multiprocessing.Pipe()
+        client = multiprocessing.get_context("spawn").Process(
+            target=healthy_client, args=(deployment.gateway_url, theirs), daemon=True
+        )
+        client.start()
+        await asyncio.sleep(3)
+        for name, (path, _, text) in {**HOSTILE, **HEAVY}.items():
+            if names is None or name in names:
+                results[name] = await attack(deployment.gateway_url, path, text().encode(), mine)
+                print(f"{name:30s} {results[name]}", flush=True)
+        mine.send("stop")
+        await asyncio.to_thread(client.join)
+    return {"command": "python -m benchmarks.hostile", "machine": machine(), "bodies": results}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--bodies", nargs="+", help="only these")
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    result = asyncio.run(run(options.bodies))
+    if options.output is not None:
+        options.output.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
