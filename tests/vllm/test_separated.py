@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from chat import chat
 from pictures import noise
@@ -28,6 +29,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 EXTERNAL = "prompt_tokens_by_source_total external_kv_transfer"
 DECODES = ("d0", "d1")
 ERROR_WITHIN_S = 2
+#: For which P would keep blocks that nobody has asked for.
+LEASE_S = 60
 #: The picture that E dies with, and what was answered about pictures then.
 LOST = 9
 ANSWERS: dict[int, Tokens] = {}
@@ -118,6 +121,13 @@ def test_the_api_is_passed_through(deployment: Deployment) -> None:
         assert completion["usage"]["completion_tokens"] == 8
         counted = client.post("/tokenize", json={"model": MODEL, "prompt": "Hello"}).json()
         assert counted["count"] == len(counted["tokens"]) > 0
+        scored = client.post("/v1/completions", json={**prompts, "prompt": "Hello", "echo": True, "logprobs": 1})
+        numbers = scored.json()["choices"][0]["logprobs"]["token_logprobs"]
+        assert numbers[0] is None and len(numbers) == counted["count"] + 4 and None not in numbers[1:]
+        own = {"return_token_ids": True, "prompt_logprobs": 1}
+        told = client.post("/v1/chat/completions", json=picture(7, **own)).json()
+        assert len(told["choices"][0]["token_ids"]) == 8
+        assert len(told["prompt_logprobs"]) == told["usage"]["prompt_tokens"]
         wrong = client.post("/v1/chat/completions", json=picture(7, max_tokens=100_000))
         assert (wrong.status_code, wrong.json()["error"]["type"]) == (400, "invalid_request_error"), wrong.text
 
@@ -131,6 +141,40 @@ def test_a_client_that_leaves_takes_its_work_along(deployment: Deployment) -> No
         next(answer.iter_lines())
     for name in deployment.urls:
         deployment.check_idle(name)
+
+
+def test_a_storm_of_clients_that_leave_holds_no_block(deployment: Deployment) -> None:
+    """Many of them before D has heard of their requests: P would keep its blocks for a minute."""
+
+    def leave_early(number: int) -> None:
+        body = {**picture(8 + number % 2), "max_tokens": 400, "stream": True}
+        with (
+            suppress(httpx.TimeoutException),
+            httpx.Client(base_url=deployment.url, timeout=0.01 * number, trust_env=False) as client,
+        ):
+            client.post("/v1/chat/completions", json=body)
+
+    with ThreadPoolExecutor(60) as threads:
+        list(threads.map(leave_early, range(1, 61)))
+    ended = time.monotonic()
+    for name in deployment.urls:
+        deployment.check_idle(name)
+    assert time.monotonic() - ended < LEASE_S / 2
+
+
+def test_processes_that_wait_do_not_spin(deployment: Deployment) -> None:
+    """vLLM's would, for a second after each answer."""
+    ask(deployment.url, picture(8))
+
+    def spent() -> float:
+        instances = [psutil.Process(deployment.pid(name)) for name in deployment.urls]
+        return sum(
+            sum(one.cpu_times()[:2]) for root in instances for one in (root, *root.children(recursive=True))
+        )
+
+    before = spent()
+    time.sleep(1)
+    assert spent() - before < 0.7
 
 
 def generated(deployment: Deployment, name: str) -> float:
