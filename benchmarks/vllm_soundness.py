@@ -25,16 +25,19 @@ import numpy as np
 import psutil
 from PIL import Image
 
-from benchmarks.deployed import deployed, figures, machine
-from epd_serve.config import DEMO_MODEL
+from benchmarks.deployed import figures, machine
+from epd_serve.config import DEMO_MODEL, DeploymentConfig
 from epd_serve.launch import LocalDeployment
+from epd_serve.launch.vllm_probe import probe_vllm
 
 RESULTS = Path(__file__).parent / "results"
-TOPOLOGIES = ("EPD", "E-PD", "EP-D", "E-P-D")
+TOPOLOGIES = ("EPD", "E-P-D", "E-PD", "EP-D")
 PASSES = [(stream, concurrency) for concurrency in (4, 24) for stream in (False, True)]
 MODEL = "benchmark"
 STORM_SIZE = 100
-INSTANCES = {
+INSTANCES: dict[str, Any] = {
+    "base_port": 0,
+    "threads": 1,
     "max_model_len": 1024,
     "max_num_seqs": 32,
     "engine_args": {"enforce_eager": True, "chat_template_content_format": "openai"},
@@ -184,9 +187,17 @@ async def measure(
 ) -> tuple[dict[str, Any], list[list[Answer]]]:
     """``expected`` are the answers of a vLLM alone; None: this one's instance gives them."""
     start = time.monotonic()
-    async with deployed(
-        topology, Path(DEMO_MODEL), INSTANCES, engine="vllm", vllm={"python": python}
-    ) as deployment:
+    config = DeploymentConfig(
+        topology=topology,
+        engine="vllm",
+        model=DEMO_MODEL,
+        served_model_name=MODEL,
+        dtype="float32",
+        gateway={"port": 0},
+        instances=INSTANCES,
+        vllm={"python": python},
+    )
+    async with LocalDeployment(config, ready_timeout_s=1200) as deployment:
         row: dict[str, Any] = {"topology": topology, "ready_s": round(time.monotonic() - start, 1), "passes": []}
         running = processes(deployment)
         before, num_asked = cpu_s(running), 0
@@ -241,7 +252,9 @@ def summary(row: dict[str, Any]) -> str:
     )
 
 
-async def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+async def run(arguments: argparse.Namespace) -> None:
+    """Writes the results after each topology."""
+    start = time.monotonic()
     bodies, rows = questions(), []
     expected: list[list[Answer]] | None = None
     for topology in dict.fromkeys(("EPD", *arguments.topologies)):  # the first says what is right
@@ -250,7 +263,14 @@ async def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         )
         rows.append(row)
         print(summary(row), flush=True)
-    return rows
+        report = {
+            "command": "python -m benchmarks.vllm_soundness --vllm-python PYTHON",
+            "machine": machine(),
+            "vllm": probe_vllm(arguments.vllm_python).vllm,
+            "took_s": round(time.monotonic() - start),
+            "rows": rows,
+        }
+        (RESULTS / arguments.results).write_text(json.dumps(report, indent=1) + "\n")
 
 
 def main() -> None:
@@ -261,15 +281,7 @@ def main() -> None:
     parser.add_argument("--idle-s", type=float, default=60.0)
     parser.add_argument("--results", default="vllm-soundness-cpu.json", help="file name in benchmarks/results")
     arguments = parser.parse_args()
-    start = time.monotonic()
-    rows = asyncio.run(run(arguments))
-    report = {
-        "command": f"python -m benchmarks.vllm_soundness --vllm-python PYTHON --results {arguments.results}",
-        "machine": machine(),
-        "took_s": round(time.monotonic() - start),
-        "rows": rows,
-    }
-    (RESULTS / arguments.results).write_text(json.dumps(report, indent=1) + "\n")
+    asyncio.run(run(arguments))
 
 
 if __name__ == "__main__":

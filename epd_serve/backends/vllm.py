@@ -121,10 +121,12 @@ class VllmInstance(VllmServer):
         """
         now = asyncio.get_running_loop().time()
         if self._info is not None and self._is_idle() and now - self._info_at < _IDLE_FIGURES_S:
+            info, self._info = self._info, None  # what comes back may be another process
             if now - self._heard_at >= _IDLE_SIGN_S:
                 await self.get("/health")
                 self._heard_at = now
-            return self._info
+            self._info = info
+            return info
         models, figures = await asyncio.gather(self.ask_json("/v1/models"), self.figures())
         try:
             model = models["data"][0]
@@ -380,7 +382,7 @@ class VllmInstance(VllmServer):
         request, answer = exchange.request, exchange.answer
         if self.target.kv != "grouped" or request.decode_url is None or _is_for_d_alone(request):
             return
-        if answer is None or not answer.has_begun:
+        if answer is None or not answer.has_begun or answer.status >= 400:
             for rank in range(self.target.ranks):
                 self._notices(KV_PORT + rank).tell(KVUnwanted(transfer_id=request.request_id))
 

@@ -19,7 +19,7 @@ from epd_serve.backends.vllm_command import KV_PORT
 from epd_serve.backends.vllm_load import VllmFigures
 from epd_serve.backends.vllm_target import VllmTarget
 from epd_serve.backends.vllm_watch import IDLE_S, STUCK_S, EngineWatch
-from epd_serve.errors import InstanceFailed, StageTimeout
+from epd_serve.errors import InstanceFailed, StageTimeout, Unavailable
 from epd_serve.protocol.engine_notices import LENGTH, KVUnwanted, unpack
 from epd_serve.protocol.wire import ChatMessage, DecodeRequest, OutputOptions, Part, PrefillRequest
 from epd_serve.types import Role, SamplingParams
@@ -35,6 +35,7 @@ class Server:
     running: int = 0
     tokens: int = 0
     status: int = 200
+    health: int = 200
     computes: asyncio.Event = field(default_factory=asyncio.Event)
     answers: asyncio.Event = field(default_factory=asyncio.Event)
     computing: asyncio.Event = field(default_factory=asyncio.Event)
@@ -67,6 +68,8 @@ class Server:
         answer, status = b"{}", 200
         if path == "/v1/models":
             answer = b'{"data": [{"id": "m", "max_model_len": 99}]}'
+        elif path == "/health":
+            status = self.health
         elif path == "/metrics":
             told = {
                 "vllm:num_requests_running": self.running,
@@ -226,6 +229,21 @@ async def test_a_fresh_process_meets_all_that_compiles_before_it_gets_work() -> 
         assert "/metrics" in server.paths()
 
 
+async def test_an_idle_instance_that_is_lost_is_asked_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("epd_serve.backends.vllm._IDLE_SIGN_S", 0.0)
+    async with serving() as server, instance(server) as calls:
+        await calls.info()
+        await calls.info()
+        assert server.paths()[-1] == "/health"
+        server.health = 503
+        with pytest.raises(Unavailable):
+            await calls.info()
+        server.health = 200
+        server.asked.clear()
+        await calls.info()
+        assert "/metrics" in server.paths()
+
+
 def test_a_picture_to_warm_up_with_is_none_of_a_client() -> None:
     bodies = [vllm_chat.picture_body("m", is_new=is_new) for is_new in (True, True, False, False)]
     names = [body["messages"][0]["content"][0]["uuid"] for body in bodies]
@@ -233,9 +251,10 @@ def test_a_picture_to_warm_up_with_is_none_of_a_client() -> None:
     assert all(body["ec_transfer_params"]["trial"] for body in bodies)
 
 
-@pytest.mark.parametrize("has_answered", [False, True])
-async def test_p_hears_of_kv_that_no_d_will_ask_for(has_answered: bool) -> None:
-    """A request that ends before D has begun: D may never have heard of it."""
+@pytest.mark.parametrize("status", [None, 200, 400])
+async def test_p_hears_of_kv_that_no_d_will_ask_for(status: int | None) -> None:
+    """A request that ends before D has begun: D may never have heard of it. None: it has said nothing yet."""
+    takes_kv = status == 200
     told: list[Any] = []
     heard = asyncio.Event()
 
@@ -251,11 +270,11 @@ async def test_p_hears_of_kv_that_no_d_will_ask_for(has_answered: bool) -> None:
 
     notices = await asyncio.start_server(take_notice, "127.0.0.1", 0)
     port = notices.sockets[0].getsockname()[1] - KV_PORT
-    async with serving() as at_d, NativeConnections() as connections:
+    async with serving(status=status or 200) as at_d, NativeConnections() as connections:
         others = VllmInstances(connections, {"p0": target("P", kv="grouped"), "d0": target("D", kv="grouped")})
         prefill = others.connect("p0", f"http://127.0.0.1:{port}")
         decode = others.connect("d0", f"http://127.0.0.1:{at_d.port}")
-        if not has_answered:
+        if status is None:
             at_d.computes.clear()
         request = PrefillRequest(
             request_id="r-1",
@@ -267,14 +286,14 @@ async def test_p_hears_of_kv_that_no_d_will_ask_for(has_answered: bool) -> None:
         )
         call = prefill.prefill(request, trace_id="r")
         answer = decode.decode(DecodeRequest(request_id="r-1", stream=False), trace_id="r")
-        if has_answered:
-            await answer.opened
+        if status is not None:
+            await asyncio.wait({answer.opened})
         else:
             async with asyncio.timeout(PROMPT_S):
                 await at_d.computing.wait()
         call.close()
         answer.close()
-        if has_answered:
+        if takes_kv:
             await asyncio.sleep(0.2)
             assert not told
         else:
