@@ -127,9 +127,10 @@ def create_app(
             stack.push_async_callback(crew.leave)
             if settings.admin is not None and crew.leads:
                 routers = [operations_router(table, health, switches, crew)]
-                routers += [switches_router(switches), leases_router(leases, crew), elastic_router(elastic)]
-                admin = create_admin_app(table, gate, settings.admin.key, crew, routers)
-                running = running_admin(admin, settings.admin, crew.admin_socket())
+                routers += [switches_router(switches), elastic_router(elastic)]
+                joining = leases_router(leases, crew)
+                admin = create_admin_app(table, gate, settings.admin.key, crew, routers, joining)
+                running = running_admin(admin, settings.admin, crew.admin_socket(), settings.cluster_key)
                 app.state.admin_url = await stack.enter_async_context(running)
             if app.state.orders is not None and crew.leads:
                 departures = Departures(switches, calls)

@@ -11,7 +11,7 @@ from functools import partial
 
 import msgspec
 
-from epd_serve.backends.base import StageCalls, UnreadableReport
+from epd_serve.backends.base import InstanceUntrusted, StageCalls
 from epd_serve.errors import InvalidRequest, ServeError
 from epd_serve.routing.table import InstanceTable
 
@@ -196,10 +196,10 @@ class Poller:
         return True
 
     def _lost(self, name: str, error: Exception) -> None:
-        nonsense = isinstance(error, UnreadableReport)
-        if self._table[name].ready or nonsense:
+        untrusted = isinstance(error, InstanceUntrusted)
+        if self._table[name].ready or untrusted:
             logger.warning("instance %s lost: %s", name, error)
-        if nonsense:
+        if untrusted:
             before_s = self._distrust_s.get(name, _DISTRUST_S / 2)
             self._distrust_s[name] = min(2 * before_s, _MOST_DISTRUST_S)
         self._table.mark_lost(name)

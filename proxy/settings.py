@@ -8,7 +8,7 @@ from pathlib import Path
 
 from epd_serve.backends.vllm_target import VllmTarget
 from epd_serve.config import DeploymentConfig
-from epd_serve.config.gateway import AdminConfig, ApiKeyConfig, read_secret
+from epd_serve.config.gateway import AdminConfig, ApiKeyConfig, check_admin_key, read_secret
 from epd_serve.media.picture import MediaLimits
 from epd_serve.protocol.addresses import is_loopback
 from epd_serve.routing.stealing import DEFAULT_RULE, StealRule
@@ -115,6 +115,9 @@ class GatewaySettings:
         ``part``: (index, number) of the worker, among which requests at once are divided.
         """
         gateway, media = config.gateway, config.gateway.media
+        cluster_key = config.read_cluster_key()
+        if cluster_key is not None:
+            check_admin_key(gateway.admin)
         return cls(
             is_local=is_loopback(host),
             max_body_bytes=gateway.max_body_bytes,
@@ -161,7 +164,7 @@ class GatewaySettings:
             routing=gateway.routing,
             elastic=ElasticSettings.of(config) if controls else None,
             redeploy=RedeploySettings.of(config) if controls else None,
-            cluster_key=config.read_cluster_key(),
+            cluster_key=cluster_key,
             parallel_encode=gateway.parallel_encode,
             stealing=StealRule(
                 threshold=gateway.stealing.threshold,

@@ -22,8 +22,8 @@ class InstanceLost(InstanceFailed):
     """The connection to an instance could not be made, or broke before the answer was complete."""
 
 
-class UnreadableReport(InstanceLost):
-    """What an instance says of itself is nothing that an instance could say."""
+class InstanceUntrusted(InstanceLost):
+    """An instance says of itself what none can say, or has not the deployment's key."""
 
 
 class Answer(Protocol):

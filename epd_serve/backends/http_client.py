@@ -9,21 +9,26 @@ from __future__ import annotations
 import asyncio
 from urllib.parse import urlsplit
 
-from epd_serve.backends.http_call import HttpCall
+from epd_serve.backends.base import InstanceUntrusted
+from epd_serve.backends.http_call import MAX_NOTE_BYTES, HttpCall
 from epd_serve.backends.http_connection import Connection
-from epd_serve.protocol.wire import CLUSTER_HEADER
+from epd_serve.errors import ServeError
+from epd_serve.rpc.cluster import HELLO, Greeting, NotProved, address_text
 
 CONNECT_TIMEOUT_S = 5.0
 #: Below the keep-alive time of the instances' server (5 s), so that a call never meets a connection that is just
 #: being closed.
 KEEP_ALIVE_S = 3.0
+#: How long a server may take to prove that it has the cluster's key.
+GREETING_S = 10.0
 
 
 class HttpPool:
     """The connections to one address; there are as many as there are calls."""
 
     def __init__(self, name: str, url: str, key: str | None = None) -> None:
-        """``name`` is the instance's, for error messages; ``key``, if any, is sent along with each call.
+        """``name`` is the instance's, for error messages; both ends of each connection prove to have the cluster's
+        ``key``, if there is one (:mod:`epd_serve.rpc.cluster`).
 
         Raises ValueError for a URL that is not http(s).
         """
@@ -38,8 +43,7 @@ class HttpPool:
         self._prefix = parts.path.rstrip("/")
         #: The lines that every request has.
         self._headers = f"host: {parts.netloc.rpartition('@')[2]}\r\n"
-        if key is not None:
-            self._headers += f"{CLUSTER_HEADER}: {key}\r\n"
+        self._key = key
         self._idle: list[Connection] = []
         self._connections: set[Connection] = set()
         self._connecting: set[asyncio.Task[None]] = set()
@@ -107,9 +111,46 @@ class HttpPool:
             # Not before: uvloop never says of a connection whose making was given up that it is lost.
             self._connections.add(connection)
             self._all_closed.clear()
+            if self._key is not None and not await self._greet(connection, self._key, call):
+                return
             connection.begin(call)
 
+    async def _greet(self, connection: Connection, key: str, call: HttpCall) -> bool:
+        """Whether the server has the key. Where it has not, the call fails and hears why; it was not sent."""
+        greeting = Greeting(key, address_text(*connection.peer_address))
+        hello = HttpCall(self, "POST", HELLO, greeting.headers)
+        connection.is_greeting = True
+        try:
+            connection.begin(hello)
+            async with asyncio.timeout(GREETING_S):
+                await hello.opened
+                await hello.read(MAX_NOTE_BYTES)
+            connection.proof = greeting.answer(hello.headers)
+        except NotProved:
+            call.fail(self._untrusted(""))
+        except TimeoutError:
+            call.fail(call.lost(f"it did not greet within {GREETING_S:g} s"))
+        except ServeError as error:
+            call.fail(error if hello.status < 400 else self._untrusted(f" ({hello.status}: {error.message})"))
+        else:
+            connection.is_greeting = False
+            if not connection.is_closing:
+                return True
+            call.fail(call.lost("the connection was closed"))
+        finally:
+            hello.close()
+            if connection.is_greeting or call.closed:
+                connection.abort()
+        return False
+
+    def _untrusted(self, reason: str) -> InstanceUntrusted:
+        return InstanceUntrusted(
+            f"instance {self.name} at {self.url} does not prove that it has this deployment's cluster_key{reason}"
+        )
+
     def put_back(self, connection: Connection) -> None:
+        if connection.is_greeting:
+            return
         connection.idle_since_s = self.loop.time()
         if not self._closes_old:  # one timer, however often there is none idle
             self._closes_old = True

@@ -27,6 +27,9 @@ class Connection(asyncio.Protocol):
         self._pieces: list[bytes] = []
         self._head_bytes = 0
         self._begun = self._ended = self._reusable = self._paused = False
+        #: The line by which the first request proves the cluster's key; b"" where there is none to prove.
+        self.proof = b""
+        self.is_greeting = False
         # A namespace of their own, where the parser finds them without a frame of Python for each piece.
         self._parser = httptools.HttpResponseParser(
             SimpleNamespace(
@@ -43,11 +46,19 @@ class Connection(asyncio.Protocol):
         self._head_bytes = 0
         self._begun = self._ended = False
         request, call.request = call.request, []
+        if self.proof:
+            request[0] = request[0].removesuffix(b"\r\n") + self.proof + b"\r\n"
+            self.proof = b""
         self._transport.writelines(request)
 
     @property
     def is_closing(self) -> bool:
         return self._transport.is_closing()
+
+    @property
+    def peer_address(self) -> tuple[str, int]:
+        host, port = self._transport.get_extra_info("peername")[:2]
+        return host, port
 
     def abort(self) -> None:
         self._transport.abort()

@@ -10,7 +10,7 @@ from weakref import WeakSet
 
 import msgspec
 
-from epd_serve.backends.base import InstanceLost, UnreadableReport
+from epd_serve.backends.base import InstanceLost, InstanceUntrusted
 from epd_serve.backends.http_call import MAX_BODY_BYTES, MAX_NOTE_BYTES, HttpCall
 from epd_serve.backends.http_client import HttpPool
 from epd_serve.errors import InvalidRequest, StageTimeout
@@ -98,7 +98,7 @@ class NativeInstance:
                 f"instance {self.name} at {self.url} said nothing in {INFO_TIMEOUT_S:g} s"
             ) from error
         except msgspec.MsgspecError as error:
-            raise UnreadableReport(f"{self.url}/info is no answer of an instance ({error})") from error
+            raise InstanceUntrusted(f"{self.url}/info is no answer of an instance ({error})") from error
 
     async def probe(self, timeout_s: float, *, doubted: bool = False) -> None:
         """The instance computes something. One without that call counts as one that does. Raises ServeError."""
@@ -132,7 +132,7 @@ class NativeInstance:
                 for one in lines:
                     yield wire.from_json(one, wire.Report)
         except ValueError as error:  # of msgspec's too
-            raise UnreadableReport(f"{self.url}/reports are no reports of an instance ({error})") from error
+            raise InstanceUntrusted(f"{self.url}/reports are no reports of an instance ({error})") from error
         finally:
             call.close()
 

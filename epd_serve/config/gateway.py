@@ -166,6 +166,15 @@ class AdminConfig(Section):
         return self
 
 
+def check_admin_key(admin: AdminConfig) -> None:
+    """Of a deployment with a cluster key. Raises ValueError."""
+    if admin.port is not None and admin.key is None:
+        raise ValueError(
+            "cluster_key keeps others away from the instances, and the admin plane commands them: "
+            "set gateway.admin.key, too"
+        )
+
+
 def _check_domains(domains: tuple[str, ...]) -> tuple[str, ...]:
     for domain in domains:
         if not _DOMAIN.fullmatch(domain.removeprefix("*.")):

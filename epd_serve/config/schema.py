@@ -18,7 +18,7 @@ from pydantic import (
 )
 
 from epd_serve.config.elastic import ElasticConfig
-from epd_serve.config.gateway import GatewayConfig, Secret, read_secret
+from epd_serve.config.gateway import GatewayConfig, Secret, check_admin_key, read_secret
 from epd_serve.config.keys import check_cluster_key, cluster_key
 from epd_serve.config.options import MIN_SEGMENT_BYTES, DType, FeatureStoreKind, InstanceOptions
 from epd_serve.config.sections import (
@@ -122,8 +122,9 @@ class DeploymentConfig(Section):
     cluster_key: Secret | None = Field(
         default=None,
         repr=False,
-        description="Instances answer callers that send it, and no others: text, {env: VARIABLE} or {file: PATH}. "
-        "Those started elsewhere read EPD_SERVE_CLUSTER_KEY. null: they answer whoever reaches them.",
+        description="Instances and gateways prove to each other that they have it, and answer nobody else: text, "
+        "{env: VARIABLE} or {file: PATH}. Those started elsewhere read EPD_SERVE_CLUSTER_KEY. null: they answer "
+        "whoever reaches them, and nobody can join without the admin plane's key.",
     )
     roles: dict[RoleName, InstanceSettings] = Field(
         default_factory=dict,
@@ -165,6 +166,8 @@ class DeploymentConfig(Section):
             raise ValueError("vllm and engine_args are for engine: vllm; write that, or leave them out")
         if self.engine == "vllm" and self.cluster_key is not None:
             raise ValueError("cluster_key: vLLM asks for none; leave it out, and vLLM in a network of its own")
+        if self.cluster_key is not None:
+            check_admin_key(self.gateway.admin)
         return self
 
     @model_validator(mode="after")

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, MutableMapping
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any
 
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
 from epd_serve.config.keys import CLUSTER_KEY
 from epd_serve.errors import InvalidRequest, ServeError
-from epd_serve.protocol.wire import CLUSTER_HEADER
+from epd_serve.rpc.cluster import ClusterLinks, is_proved, with_link
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +26,6 @@ Header = tuple[bytes, bytes]
 JSON = (b"content-type", b"application/json")
 #: For whoever starts the instance, and for Prometheus.
 _OPEN = frozenset({"/health", "/metrics"})
-_HEADER = CLUSTER_HEADER.encode()
 #: As uvicorn hands them on, of up to 64 KiB each.
 _MANY_PIECES = 16
 
@@ -51,19 +51,39 @@ class BrokenStream(Exception):
     """An answer that has begun cannot be completed: the connection is to be cut, not closed in order."""
 
 
+class ControlHttp(HttpToolsProtocol):
+    """uvicorn's protocol, which knows for each connection whether the cluster's key was proved on it."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self.app_state = with_link(self.app_state)
+        super().connection_made(transport)
+
+
+def control_server_app(
+    routes: Iterable[tuple[str, str, Handler]], key: str | None, own_address: Callable[[], str]
+) -> Callable[[Scope, Receive, Send], Awaitable[None]]:
+    """An instance's control calls, for callers that prove ``key`` if there is one.
+
+    ``own_address``: that the instance tells others (``host:port``).
+    """
+    app = ControlApp(routes, guarded=key is not None)
+    return app if key is None else ClusterLinks(app, key, own_address=own_address)
+
+
 class ControlApp:
     """ASGI application of an instance: (method, path) → handler of the body.
 
-    With a ``key``, callers must send it (``CLUSTER_HEADER``), but for what everybody may see.
+    Where it is ``guarded``, callers must have proved the cluster's key (:mod:`epd_serve.rpc.cluster`), but for
+    what everybody may see.
     """
 
-    def __init__(self, routes: Iterable[tuple[str, str, Handler]], *, key: str | None = None) -> None:
+    def __init__(self, routes: Iterable[tuple[str, str, Handler]], *, guarded: bool = False) -> None:
         self._routes = {(method, path): handler for method, path, handler in routes}
-        self._key = None if key is None else key.encode()
+        self._guarded = guarded
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http"
-        if self._key is not None and scope["path"] not in _OPEN and not self._may_call(scope):
+        if self._guarded and scope["path"] not in _OPEN and not is_proved(scope):
             await _send_error(
                 send,
                 InvalidRequest(f"this instance asks for its deployment's cluster_key: set {CLUSTER_KEY}"),
@@ -88,11 +108,6 @@ class ControlApp:
                 await gone
             with suppress(asyncio.CancelledError):
                 await work
-
-    def _may_call(self, scope: Scope) -> bool:
-        assert self._key is not None
-        given = [value for name, value in scope["headers"] if name == _HEADER]
-        return len(given) == 1 and hmac.compare_digest(given[0], self._key)
 
 
 async def _run(handler: Handler, body: bytes, send: Send) -> None:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
+from urllib.parse import urlsplit
 
 import torch
 import transformers
@@ -21,7 +22,7 @@ from device.registry import get_device
 from epd_serve.config import InstanceOptions
 from epd_serve.config.keys import admin_headers, cluster_key
 from epd_serve.config.role_files import remembered
-from epd_serve.instance.http import BrokenStream, ControlApp
+from epd_serve.instance.http import BrokenStream, ControlHttp, control_server_app
 from epd_serve.instance.instance import Instance
 from epd_serve.instance.joining import Joining
 from epd_serve.protocol.browsers import NoBrowsers
@@ -66,10 +67,13 @@ def end_process() -> NoReturn:
 async def _serve(options: InstanceOptions) -> None:
     instance = Instance(options)
     config = uvicorn.Config(
-        NoBrowsers(ControlApp(instance.routes(), key=cluster_key()), options.host),
+        NoBrowsers(
+            control_server_app(instance.routes(), cluster_key(), lambda: urlsplit(instance.url).netloc),
+            options.host,
+        ),
         host=options.host,
         port=options.port,
-        http="httptools",
+        http=ControlHttp,
         lifespan="off",
         access_log=False,
         log_config=None,
@@ -136,7 +140,9 @@ async def _start(instance: Instance, joined: list[asyncio.Task[None]]) -> None:
     await instance.start()
     if (gateway := instance.options.join) is not None:
         joined.append(
-            asyncio.create_task(Joining(gateway, instance.options.name, instance.url, admin_headers()).run())
+            asyncio.create_task(
+                Joining(gateway, instance.options.name, instance.url, admin_headers(), key=cluster_key()).run()
+            )
         )
     logger.info("ready: role %s on %s, pid %d", instance.options.role, instance.options.device, os.getpid())
 

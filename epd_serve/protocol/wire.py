@@ -58,8 +58,6 @@ from epd_serve.types import SamplingParams
 
 CONTENT_TYPE = "application/msgpack"
 REQUEST_ID_HEADER = "x-request-id"
-#: Holds the deployment's ``cluster_key``, where it has one.
-CLUSTER_HEADER = "x-epd-cluster-key"
 #: Header of ``/stage/prefill``'s answer: "decode" when D's bytes follow, "none" when these are all.
 NEXT_HEADER = "x-epd-next"
 

@@ -11,6 +11,7 @@ from epd_serve.cli import app
 from epd_serve.config import ConfigError, load_config, parse_config
 from epd_serve.config.gateway import read_secret
 from epd_serve.config.keys import hash_key
+from proxy.settings import GatewaySettings
 
 HASH = "sha256:" + "0" * 64
 
@@ -91,3 +92,15 @@ def test_the_cluster_key_is_a_secret_like_others(tmp_path: Path, monkeypatch: py
     assert parse_config("").read_cluster_key() == key
     monkeypatch.delenv("EPD_SERVE_CLUSTER_KEY")
     assert parse_config("").read_cluster_key() is None
+
+
+def test_a_cluster_key_asks_for_an_admin_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    admin = "gateway: {admin: {port: 8001%s}}"
+    with pytest.raises(ValueError, match=r"set gateway\.admin\.key, too"):
+        parse_config("cluster_key: only-this-cluster-knows\n" + admin % "")
+    parse_config("cluster_key: only-this-cluster-knows\n" + admin % ", key: another-secret")
+    alone = parse_config(admin % "")
+    GatewaySettings.of(alone, "127.0.0.1")
+    monkeypatch.setenv("EPD_SERVE_CLUSTER_KEY", "only-this-cluster-knows")
+    with pytest.raises(ValueError, match=r"set gateway\.admin\.key, too"):
+        GatewaySettings.of(alone, "127.0.0.1")

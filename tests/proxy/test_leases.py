@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+import uvicorn
+from servers import served
 
 from epd_serve.errors import Conflict
+from epd_serve.instance.http import ControlHttp
 from epd_serve.instance.joining import Joining
+from epd_serve.rpc.cluster import ClusterLinks
 from proxy.leases import Leases
 from proxy.settings import AdminSettings
 
@@ -94,3 +100,68 @@ async def test_an_instance_joins_serves_and_leaves(start: Any, kit: Any, caplog:
     gateway.app.state.control.apply(gateway.app.state.control.settings, [("a0", gateway["a0"].url)])
     async with gateway.session.delete(f"{url}/instances/late", headers=key) as answer:
         assert answer.status == 404
+
+
+KEY = "0123456789abcdef-"
+
+
+@contextlib.asynccontextmanager
+async def linked(fake: Any, key: str) -> AsyncIterator[str]:
+    """URL under which a fake instance proves that it has ``key``."""
+    app = ClusterLinks(fake, key, own_address=lambda: "")
+    async with served(
+        uvicorn.Server(uvicorn.Config(app, port=0, lifespan="off", log_level="critical", http=ControlHttp))
+    ) as url:
+        yield url
+
+
+async def test_who_joins_needs_a_secret(start: Any, kit: Any, caplog: pytest.LogCaptureFixture) -> None:
+    gateway = await start("a0:EPD", "stranger:EPD", admin=AdminSettings())
+    gateway.app.state.control.apply(gateway.app.state.control.settings, [("a0", gateway["a0"].url)])
+    url = gateway.app.state.admin_url
+    body = {"name": "x0", "url": gateway["stranger"].url}
+    async with gateway.session.post(f"{url}/instances", json=body) as answer:
+        said = (await answer.json())["error"]
+        assert (answer.status, said["code"]) == (403, "secret_required")
+        assert "set cluster_key" in said["message"] and "EPD_SERVE_CLUSTER_KEY" in said["message"]
+    async with gateway.session.delete(f"{url}/instances/a0") as answer:
+        assert answer.status == 403
+    async with gateway.session.get(f"{url}/instances") as answer:
+        assert answer.status == 200, "who looks needs none where there is no key"
+    joining = asyncio.create_task(Joining(url, "x0", gateway["stranger"].url, {}).run())
+    await gateway.until(lambda: "answered 403" in caplog.text or "secret" in caplog.text)
+    joining.cancel()
+    await asyncio.gather(joining, return_exceptions=True)
+    assert await asyncio.gather(*(gateway.answer(kit.chat()) for _ in range(40))) == [(200, kit.WHOLE)] * 40
+    assert not gateway["stranger"].calls
+
+
+async def test_with_a_cluster_key_joining_proves_it_and_strangers_get_no_prompt(start: Any, kit: Any) -> None:
+    gateway = await start("a0:EPD", "stranger:EPD", admin=AdminSettings(key="secret"))
+    good, stranger = gateway["a0"], gateway["stranger"]
+    async with contextlib.AsyncExitStack() as stack:
+        inside = await stack.enter_async_context(linked(good, KEY))
+        other = await start(admin=AdminSettings(key="secret"), cluster_key=KEY)
+        url = other.app.state.admin_url
+        joinings = [
+            asyncio.create_task(Joining(url, name, at, headers, key=key).run())
+            for name, at, headers, key in (
+                ("late", inside, {}, KEY),
+                ("wrong", stranger.url, {}, "another-key-of-somebody"),
+                ("plain", stranger.url, {}, None),
+                ("admin", stranger.url, {"authorization": "Bearer secret"}, None),
+            )
+        ]
+        await other.until(lambda: other.table.get("late") is not None and other.table["late"].ready)
+        await other.until(lambda: other.table.get("admin") is not None)
+        for _ in range(3):
+            assert await asyncio.gather(*(other.answer(kit.chat()) for _ in range(20))) == [(200, kit.WHOLE)] * 20
+        assert {record.name for record in other.table} == {"late", "admin"}, (
+            "who has the admin's key may add others"
+        )
+        assert not other.table["admin"].ready, "but it proves nothing"
+        assert good.got("/stage/prefill") and not stranger.calls
+        for joining in joinings:
+            joining.cancel()
+        await asyncio.gather(*joinings, return_exceptions=True)
+        assert not list(other.table)

@@ -1,0 +1,166 @@
+"""Two processes prove to each other that they have the deployment's ``cluster_key``, once for each connection.
+
+The key never travels. Over HTTP::
+
+    POST /cluster/hello     x-epd-nonce: C   x-epd-reached: 10.0.0.3:9000
+    204                     x-epd-nonce: S   x-epd-proof: HMAC(key, server, reached, C, S)
+    the next request        ...              x-epd-proof: HMAC(key, client, reached, C, S)
+
+The server proves it first: who has not the key gets no request. ``reached`` is the address at the other end of the
+client's socket. The server says no where that is not its own: a process that passes the greeting on to another
+server proves nothing.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import json
+import re
+import secrets
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from hashlib import sha256
+from typing import Any, Literal
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+HELLO = "/cluster/hello"
+_NONCE, _REACHED, _PROOF = "x-epd-nonce", "x-epd-reached", "x-epd-proof"
+_NONCE_TEXT = re.compile(r"[0-9a-f]{32}")
+_REACHED_TEXT = re.compile(r"[0-9A-Za-z.:%\[\]-]{1,128}")
+#: Where uvicorn's protocols keep the :class:`Link` of a connection, for the requests that come on it.
+_LINK = "cluster_link"
+
+
+def _proof(key: str, side: Literal["server", "client"], reached: str, client_nonce: str, server_nonce: str) -> str:
+    text = f"epd-serve 1\n{side}\n{reached}\n{client_nonce}\n{server_nonce}"
+    return hmac.new(key.encode(), text.encode(), sha256).hexdigest()
+
+
+def address_text(host: str, port: int) -> str:
+    """One spelling for each address: ``10.0.0.3:9000``, ``[fe80::1]:9000``."""
+    address = ipaddress.ip_address(host.partition("%")[0])
+    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
+        address = address.ipv4_mapped
+    return f"{address}:{port}" if address.version == 4 else f"[{address}]:{port}"
+
+
+class NotProved(Exception):
+    """The other side has not the key, or another one."""
+
+
+class Greeting:
+    """The client's side of one connection."""
+
+    def __init__(self, key: str, reached: str) -> None:
+        """``reached`` as :func:`address_text` spells it."""
+        self._key = key
+        self._reached = reached
+        self._nonce = secrets.token_hex(16)
+
+    @property
+    def headers(self) -> str:
+        """Of the hello: lines that end with CR LF."""
+        return f"{_NONCE}: {self._nonce}\r\n{_REACHED}: {self._reached}\r\n"
+
+    def answer(self, headers: Mapping[bytes, bytes]) -> bytes:
+        """The line that the next request has, once the server's headers prove that it has the key.
+
+        Raises NotProved.
+        """
+        nonce = headers.get(_NONCE.encode(), b"").decode("latin-1")
+        given = headers.get(_PROOF.encode(), b"")
+        if _NONCE_TEXT.fullmatch(nonce) is None:
+            raise NotProved
+        expected = _proof(self._key, "server", self._reached, self._nonce, nonce)
+        if not hmac.compare_digest(given, expected.encode()):
+            raise NotProved
+        return f"{_PROOF}: {_proof(self._key, 'client', self._reached, self._nonce, nonce)}\r\n".encode()
+
+
+class Link:
+    """The server's side of one connection.
+
+    Attributes:
+        proved: whether the client has proved that it has the key.
+    """
+
+    __slots__ = ("_expected", "proved")
+
+    def __init__(self) -> None:
+        self._expected = ""
+        self.proved = False
+
+    def greeted(self, key: str, reached: str, client_nonce: str) -> tuple[str, str]:
+        """The server's nonce and proof."""
+        nonce = secrets.token_hex(16)
+        self._expected = _proof(key, "client", reached, client_nonce, nonce)
+        return nonce, _proof(key, "server", reached, client_nonce, nonce)
+
+    def prove(self, given: bytes) -> bool:
+        """Once for each greeting."""
+        expected, self._expected = self._expected, ""
+        self.proved = bool(expected) and hmac.compare_digest(given, expected.encode())
+        return self.proved
+
+
+def with_link(app_state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state that one of uvicorn's protocols hands on with each request of its connection."""
+    return {**app_state, _LINK: Link()}
+
+
+def is_proved(scope: Scope) -> bool:
+    """Whether the client of a request has the key, on a server behind :class:`ClusterLinks`."""
+    link = scope.get("state", {}).get(_LINK)
+    return link is not None and link.proved
+
+
+class ClusterLinks:
+    """ASGI: answers greetings and takes proofs; what those may do who have not proved anything is for ``app`` to
+    say. Needs a protocol that keeps a link for each connection (:func:`with_link`)."""
+
+    def __init__(self, app: Any, key: str, *, own_address: Callable[[], str] | None = None) -> None:
+        """``own_address``: under which the server is reached beside that of its socket; None: it may be reached
+        under any, through balancers."""
+        self._app = app
+        self._key = key
+        self._own_address = own_address
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = scope["headers"]
+        if scope["path"] == HELLO:
+            await self._greet(scope, {name.decode(): value.decode("latin-1") for name, value in headers}, send)
+            return
+        given = [value for name, value in headers if name == _PROOF.encode()]
+        if given and not (len(given) == 1 and scope["state"][_LINK].prove(given[0])):
+            await _answer(send, 401, "this is no proof of the deployment's cluster_key")
+            return
+        await self._app(scope, receive, send)
+
+    async def _greet(self, scope: Scope, headers: Mapping[str, str], send: Send) -> None:
+        nonce, reached = headers.get(_NONCE, ""), headers.get(_REACHED, "")
+        if _NONCE_TEXT.fullmatch(nonce) is None or _REACHED_TEXT.fullmatch(reached) is None:
+            await _answer(send, 400, f"a greeting has {_NONCE}, 32 hex digits, and {_REACHED}, an address")
+            return
+        if self._own_address is not None:
+            own = {address_text(*scope["server"]), self._own_address()}
+            if reached not in own:
+                names = " or ".join(sorted(own))
+                await _answer(send, 421, f"this is {names}, reached as {reached}: something lies in between")
+                return
+        server_nonce, proof = scope["state"][_LINK].greeted(self._key, reached, nonce)
+        found = [(_NONCE.encode(), server_nonce.encode()), (_PROOF.encode(), proof.encode())]
+        await send({"type": "http.response.start", "status": 204, "headers": found})
+        await send({"type": "http.response.body", "body": b""})
+
+
+async def _answer(send: Send, status: int, message: str) -> None:
+    error = {"message": message, "type": "authentication_error", "param": None, "code": None}
+    headers = [(b"content-type", b"application/json")]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": json.dumps({"error": error}).encode()})
