@@ -90,6 +90,8 @@ HOSTILE: dict[str, tuple[str, int, Callable[[], str]]] = {
     "prompts": (COMPLETION, 400, lambda: _tokens('"a"', 260_000)),
     "unknown fields": (CHAT, 413, lambda: _chat(**{f"u{i}": 1 for i in range(50_000)})),
     "few unknown fields": (CHAT, 400, lambda: _chat(**{f"u{i}": 1 for i in range(4000)})),
+    "a field with a long name": (CHAT, 400, lambda: _chat(**{"temperatur" * 800_000: 1})),
+    "a role with a long name": (CHAT, 400, lambda: _messages('{"role":"' + "user" * 2_000_000 + '"}', 1)),
     "biases": (CHAT, 413, lambda: _chat(logit_bias={str(i): 1000 for i in range(50_000)})),
     "input items": (RESPONSES, 413, lambda: '{"input":[' + ",".join([_SHORT] * 1_000_000) + "]}"),
     "5,000 input items": (RESPONSES, 400, lambda: '{"input":[' + ",".join([_SHORT] * 5000) + "]}"),

@@ -13,6 +13,8 @@ from epd_serve.errors import InvalidRequest, TooLarge
 from epd_serve.protocol import strict_json
 
 MAX_STOP_STRINGS = 16
+#: Characters of a field's name that are shown, and looked at.
+_MAX_NAME = 100
 #: What an instance can be told: msgpack knows no longer integers.
 WIRE_INTEGERS = 2**63
 
@@ -67,14 +69,16 @@ def explain(refusal: ValidationError, model: type[BaseModel], others: Iterable[s
     for place, step in enumerate(error["loc"], start=1):
         if isinstance(step, int):
             param += f"[{step}]"
-        elif (unknown and place == len(error["loc"])) or (
+            continue
+        step = step if len(step) <= _MAX_NAME else step[:_MAX_NAME] + "..."
+        if (unknown and place == len(error["loc"])) or (
             step.isidentifier() and step.islower() and step not in ("str", "list", "int", "literal", "dict")
         ):  # the rest names members of a union
             param += f".{step}" if param else step
     if unknown:
         *above, name = error["loc"]
         known = [*_field_names(model, above), *(others if not above else ())]
-        meant = get_close_matches(str(name), known, n=1)
+        meant = get_close_matches(str(name)[:_MAX_NAME], known, n=1)
         advice = f"did you mean {meant[0]!r}?" if meant else "remove it"
         return InvalidRequest(f"unknown field {param!r}; {advice}", param=param, code="unknown_parameter")
     if error["type"] == "missing":
