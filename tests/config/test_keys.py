@@ -58,6 +58,9 @@ def test_secrets_come_from_the_environment_or_a_file(tmp_path: Path, monkeypatch
         ("{admin: {host: 0.0.0.0, port: 1}}", "needs a key of its own"),
         ("{shed: true}", "gateway.shed needs a time to be kept; set slo.ttft_ms"),
         ("{media: {allowed_domains: ['http://x']}}", "'http://x' is no domain"),
+        ("{cors: ['chat.example.com']}", "'chat.example.com' is no origin"),
+        ("{cors: ['https://chat.example.com/']}", "is no origin; write what browsers send"),
+        ("{cors: ['https://Chat.example.com']}", "is no origin; write what browsers send"),
     ],
 )
 def test_what_is_wrong_is_said_without_the_secret(text: str, problem: str) -> None:

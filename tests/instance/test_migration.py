@@ -164,6 +164,41 @@ async def test_it_goes_on_as_if_it_had_stayed(model: Path, kv_mode: str, target:
         await here.check()
 
 
+async def test_an_answer_in_one_piece_takes_its_log_probabilities_along(model: Path) -> None:
+    """Those of the prompt, which P has told, and of the tokens that the source has computed."""
+    one = request("completion", temperature=0.0, logprobs=2)
+    one = msgspec.structs.replace(one, output=msgspec.structs.replace(one.output, stream=False, echo=True))
+    async with fleet(model) as here:
+
+        async def begin(name: str) -> asyncio.Task[Reply]:
+            expect = wire.DecodeRequest(name, stream=False)
+            decoding = asyncio.create_task(here.source.decodes().decode(expect))
+            wanted = msgspec.structs.replace(one, request_id=name, decode_url=here.source.url)
+            assert await read(await here.prefill.prefills().prefill(wanted)) == []
+            return decoding
+
+        stayed = await (await begin("stays"))
+        whole = json.loads(stayed.body)["choices"][0]
+        assert len(whole["logprobs"]["tokens"]) == len(whole["logprobs"]["token_logprobs"]) > 40
+        here.leave_after(9)
+        with pytest.raises(ServeError) as refused:
+            await (await begin("moves"))
+        assert refused.value.code == KV_HELD
+        order = wire.MoveRequest("moved", "moves", here.target.url)
+        decoding = asyncio.create_task(here.target.decodes().decode(wire.DecodeRequest("moved", stream=False)))
+        assert await read(await language_of(here.source).migrations.move(order)) == []
+        moved = await decoding
+        told = json.loads(moved.body)["choices"][0]
+        first, *others = told["logprobs"]["token_logprobs"]
+        assert first is None and None not in others
+        assert others == pytest.approx(whole["logprobs"]["token_logprobs"][1:], abs=1e-4)
+        assert (told["text"], told["logprobs"]["tokens"]) == (whole["text"], whole["logprobs"]["tokens"])
+        for reply in (stayed, moved):
+            assert reply.on_close is not None
+            reply.on_close()
+        await here.check()
+
+
 async def test_what_fails_gives_the_blocks_back(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = request(temperature=0.0, max_tokens=200)
     async with fleet(model, num_blocks=12) as here:
