@@ -1,0 +1,62 @@
+"""Spellings of media tokens become the characters that they are; everything else is tokenised as ever."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoTokenizer, Qwen2_5_VLConfig
+
+from epd_serve.demo import weights_dir
+from epd_serve.instance.media_literals import MediaLiterals
+
+MEDIA = ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]
+OTHERS = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
+PIECES = st.sampled_from([*MEDIA, *OTHERS, "<|", "|>", "<|image_pad|", " red", "é ", "\n", "<\ue000|image_pad|>"])
+
+
+@cache
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(weights_dir())
+
+
+@cache
+def literals() -> MediaLiterals:
+    names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    ids = dict(zip(names, tokenizer().convert_tokens_to_ids(MEDIA), strict=True))
+    return MediaLiterals(tokenizer(), Qwen2_5_VLConfig(**ids))
+
+
+@given(st.lists(st.tuples(st.booleans(), st.lists(PIECES, max_size=4).map("".join)), max_size=6))
+def test_what_a_user_writes_is_text_and_what_a_template_writes_is_not(parts: list[tuple[bool, str]]) -> None:
+    mine = [text for is_users, text in parts if is_users]
+    theirs = [text for is_users, text in parts if not is_users]
+    whole = "".join(text for _, text in parts)
+    mark = literals().mark_for({"role": mine})
+    assert bool(mark) == any(one in text for text in mine for one in MEDIA)
+    if not mark:
+        return
+    assert mark not in "".join(mine)
+    if mark in "".join(theirs):
+        return  # no template has one
+    marked = iter(literals().marked({"role": mine}, mark)["role"])
+    rendered = "".join(next(marked) if is_users else text for is_users, text in parts)
+    ids = literals().encode(rendered, mark, add_special_tokens=False)
+    assert tokenizer().decode(ids, skip_special_tokens=False) == whole
+    for name, token in zip(MEDIA, tokenizer().convert_tokens_to_ids(MEDIA), strict=True):
+        assert ids.count(token) == rendered.count(name)
+
+
+@given(st.lists(PIECES, max_size=6).map("".join))
+def test_what_stands_between_other_tokens_is_tokenised_as_ever(text: str) -> None:
+    """As a whole stretch between two special tokens, and not in pieces."""
+    spelt = f"<|im_start|>{text}<|im_end|>a <|image_pad|> b<|im_end|>{text}"
+    mark = literals().mark_for("<|image_pad|>" + text)
+    rendered = spelt.replace("a <|image_pad|> b", f"a <{mark}|image_pad|> b")
+    plain = tokenizer().encode("a <|image_pad|> b", split_special_tokens=True)
+    start, end = tokenizer().convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
+    own = tokenizer().encode(text)
+    expected = [start, *own, end, *plain, end, *own]
+    assert literals().encode(rendered, mark, add_special_tokens=False) == expected
