@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -162,6 +163,23 @@ def test_what_is_here_already_stays_for_the_request_that_it_was_announced_for(pe
     assert peers.inbox.hold("engine-s", "a")
     peers.inbox.forget("engine-s")
     peers.inbox.check_integrity()
+
+
+def test_who_waits_for_features_wakes_up_with_them(peers: Peers) -> None:
+    """So that vLLM need not step again and again for nothing."""
+    for arrive in (
+        lambda: peers.announce("a"),
+        lambda: peers.inbox.handle(FeatureWithdrawn(request_id="r", mm_hash="b"), never),
+    ):
+        thread = threading.Timer(0.05, arrive)
+        began = time.monotonic()
+        thread.start()
+        peers.inbox.wait(60)
+        assert time.monotonic() - began < 30
+        thread.join()
+    began = time.monotonic()
+    peers.inbox.wait(0.05)  # nothing new
+    assert time.monotonic() - began >= 0.05
 
 
 def test_notices_for_others_are_refused(peers: Peers) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from epd_serve.protocol.engine_notices import FeatureWithdrawn, KVWanted, pack, unpack
+from epd_serve.protocol.engine_notices import FeatureWithdrawn, KVUnwanted, KVWanted, pack, unpack
 from epd_serve.protocol.wire import Region
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.grouping import GroupSizer
@@ -139,6 +139,28 @@ def test_a_prompt_arrives_whoever_comes_first(sides: Sides, d_first: bool) -> No
     sides.sender.finish("t-r", computed=True)
     assert sides.sender.take_sent() == {"p-r"}
     sides.check_empty()
+
+
+def test_who_waits_for_transfers_wakes_up_with_them(sides: Sides) -> None:
+    """So that vLLM need not step again and again; where there is nothing to wait for, it goes on at once."""
+    began = time.monotonic()
+    sides.sender.wait(60)
+    sides.receiver.wait(60)
+    sides.want([5, 6, 2])
+    sides.wait_until_asked()
+    later = threading.Timer(0.05, sides.compute, [[1, 2, 7]])
+    later.start()
+    sides.receiver.wait(60)
+    assert sides.receiver.take_ended().done == {"r"}
+    later.join()
+    sides.compute([1, 2, 7], name="s")
+    sides.sender.finish("t-s", computed=True)
+    later = threading.Timer(0.05, sides.sender.handle, [KVUnwanted(transfer_id="t-s"), bool])
+    later.start()
+    sides.sender.wait(60)
+    assert "p-s" in sides.sender.take_sent()
+    later.join()
+    assert time.monotonic() - began < 30
 
 
 def test_chunks_and_what_d_has_already(sides: Sides) -> None:
