@@ -76,7 +76,11 @@ def questions() -> list[dict[str, Any]]:
     asked += [chat(f"Count to {number}. " * number) for number in (3, 11, 29)]
     asked += [chat(f"Say apple {number}", logprobs=True) for number in range(3)]
     asked += [chat(f"Tell me {number}", seed=number, logprobs=True, **drawn) for number in range(3)]
-    asked += [chat("Repeat: apple banana", stop=["an"]), chat("Hello", max_tokens=60), chat("What is 2 + 3?", n=2)]
+    asked += [
+        chat("Repeat: apple banana", stop=["an"]),
+        chat("Hello", max_tokens=60),
+        chat("What is 2 + 3?", n=2, seed=9, **drawn),
+    ]
     assert len(asked) == 24
     return asked
 
