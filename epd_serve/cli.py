@@ -158,6 +158,9 @@ def instance(
         str, typer.Option(help="cpu, cuda:0 ...; several, as in cuda:0,cuda:1, are tensor-parallel.")
     ] = InstanceOptions.device,
     dtype: Annotated[DType, typer.Option(help="auto: the model's own.")] = InstanceOptions.dtype,
+    generation_config: Annotated[
+        str, typer.Option(help="Sampling that requests leave open: auto (the model's), off or a directory.")
+    ] = InstanceOptions.generation_config,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
     share: Annotated[
         float | None, typer.Option(min=0.001, max=1, help="Part of the device; no limit when absent.")
@@ -270,6 +273,7 @@ def instance(
         port=port,
         device=device,
         dtype=dtype,
+        generation_config=generation_config,
         threads=threads,
         share=share,
         share_start=share_start,

@@ -118,6 +118,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ``include_stop``: a stop string stays in the text. ``bad_word_ids`` are ``bad_words`` as the instance that has
     the tokenizer spells them. ``priority``: lower is computed earlier.
     ``first_choice``: which choice of the client's request the first of these is; its random numbers depend on it.
+    ``neutral``: those of :data:`SAMPLING_DEFAULTS` that the request itself sets to that value; others that have it
+    are open, and the model's generation_config.json decides.
     """
 
     seed: int
@@ -144,6 +146,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     grammar: Grammar | None = None
     priority: int = 0
     first_choice: int = 0
+    neutral: tuple[str, ...] = ()
 
     @property
     def greedy(self) -> bool:
@@ -153,6 +156,21 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def penalised(self) -> bool:
         """Whether the scores depend on the tokens seen so far."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+#: What the APIs take where neither a request nor the model's generation_config.json says anything.
+SAMPLING_DEFAULTS: dict[str, float] = {
+    name: getattr(SamplingParams(seed=0), name)
+    for name in (
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+    )
+}
 
 
 class MediaSpan(msgspec.Struct, frozen=True):

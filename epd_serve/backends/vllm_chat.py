@@ -12,7 +12,7 @@ import pybase64
 from PIL import Image
 
 from epd_serve.protocol.wire import ChatMessage, MediaRef, OutputOptions, Part, PrefillRequest, PromptOptions
-from epd_serve.types import Grammar, SamplingParams
+from epd_serve.types import SAMPLING_DEFAULTS, Grammar, SamplingParams
 
 BYTES_PER_TOKEN = 4
 WARM_UP_PIXELS = 112
@@ -20,16 +20,10 @@ CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 #: Sampling parameters that have the same name there, with the values that mean nothing.
 _SAME: dict[str, Any] = {
     "min_tokens": 0,
-    "temperature": None,
-    "top_p": 1.0,
-    "top_k": 0,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
     "ignore_eos": False,
     "skip_special_tokens": True,
     "n": 1,
+    **SAMPLING_DEFAULTS,
 }
 
 #: Fields that only vLLM has and that the prompt is made with; the others are D's alone.
@@ -162,7 +156,7 @@ def num_copies(sampling: SamplingParams) -> int:
 def _sampling(sampling: SamplingParams, *, is_chat: bool) -> Body:
     body: Body = {"seed": sampling.seed}
     for name, neutral in _SAME.items():
-        if (value := getattr(sampling, name)) != neutral:
+        if (value := getattr(sampling, name)) != neutral or name in sampling.neutral:
             body[name] = value
     if num_copies(sampling) > 1:
         del body["n"]

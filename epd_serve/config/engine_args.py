@@ -19,6 +19,7 @@ _DECIDED = {
     "port": "instances.base_port",
     "served_model_name": "served_model_name",
     "dtype": "dtype",
+    "generation_config": "generation_config",
     "tensor_parallel_size": "the topology's @tp",
     "max_model_len": "instances.max_model_len",
     "max_num_seqs": "instances.max_num_seqs",

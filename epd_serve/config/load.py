@@ -48,6 +48,8 @@ def load_config(path: Path) -> DeploymentConfig:
             changes["model"] = str(here / Path(config.model).expanduser())
         if config.interference is not None:
             changes["interference"] = str(here / config.interference.expanduser())
+        if config.generation_config not in ("auto", "off"):
+            changes["generation_config"] = str(here / Path(config.generation_config).expanduser())
         if config.trace is not None:
             changes["trace"] = str(here / config.trace.expanduser())
         if (devices := config.elastic.drift.devices) is not None:

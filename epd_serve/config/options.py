@@ -34,6 +34,8 @@ class InstanceOptions:
         port: of the control server; its URL is ``http://host:port``.
         device: ``cpu``, ``cuda:0``, ``npu:1``; indices count the devices that the process can see. Several, with
             commas between them, share the language model (tensor parallelism).
+        generation_config: whence sampling comes that a request leaves open: ``auto``, the model's
+            generation_config.json; ``off``: from nowhere; or the directory of another such file.
         threads: compute threads on the CPU; None leaves the choice to the library.
         share, share_start: the part of the device that the instance keeps to, and where it begins, as fractions of
             1; None: no limit.
@@ -94,6 +96,7 @@ class InstanceOptions:
     port: int = 8100
     device: str = "cpu"
     dtype: DType = "auto"
+    generation_config: str = "auto"
     threads: int | None = None
     share: float | None = None
     share_start: float = 0.0

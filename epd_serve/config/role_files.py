@@ -17,9 +17,9 @@ ROLES = ("E", "P", "D", "EP", "ED", "PD", "EPD")
 #: Of an instance and its device, whatever its role.
 _OWN = frozenset(
     {
-        "name", "role", "model", "served_model_name", "host", "port", "device", "dtype", "threads", "share",
-        "share_start", "memory_share", "stream_priority", "device_board", "mooncake_master", "switch_dir", "join",
-        "trace",
+        "name", "role", "model", "served_model_name", "host", "port", "device", "dtype",
+        "generation_config", "threads", "share", "share_start", "memory_share", "stream_priority", "device_board",
+        "mooncake_master", "switch_dir", "join", "trace",
     }
 )  # fmt: skip
 

@@ -95,6 +95,12 @@ class DeploymentConfig(Section):
         description="cpu, cuda:0, npu:1 ... in the order of the topology; [cpu] serves all instances.",
     )
     dtype: DType = Field(default="float32", description="Of weights and computation; auto: the model's own.")
+    generation_config: str = Field(
+        default=InstanceOptions.generation_config,
+        min_length=1,
+        description="Whence the sampling comes that a request leaves open. auto: the model's "
+        "generation_config.json. off: from nowhere. Else the directory of such a file, relative to this file.",
+    )
     restart: Literal["on-failure", "never"] = Field(
         default="on-failure",
         description="on-failure: an instance or gateway that was ready and ends is started again after 1, 2, "
@@ -322,6 +328,7 @@ class DeploymentConfig(Section):
             port=port,
             device=device,
             dtype=self.dtype,
+            generation_config=self.generation_config,
             threads=threads,
             kv_transport=settings.kv_transfer.transport,
             feature_store=self.feature_store,

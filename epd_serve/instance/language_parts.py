@@ -19,8 +19,8 @@ from epd_serve.instance.rates import StageRates
 from epd_serve.instance.refusals import Refusals
 from epd_serve.instance.request_processor import RequestProcessor
 from epd_serve.models.family import Family
+from epd_serve.models.generation_config import read_generation_config
 from epd_serve.models.language import LanguageModel
-from epd_serve.models.loader import eos_token_ids
 from epd_serve.protocol import wire
 from epd_serve.sched.language import ScheduleOutput
 from epd_serve.transfer.feature_store import FeatureStore
@@ -82,7 +82,8 @@ class LanguageParts:
             self.followers = Followers(options, around.dtype)
             group = self.followers.join(around.device)
         self.language = LanguageModel(around.path, around.dtype, around.device, group, at_once=at_once)
-        self.eos_token_ids = eos_token_ids(around.path, around.family.config)
+        generation = read_generation_config(around.path, around.family.config, options.generation_config)
+        self.eos_token_ids = generation.eos_token_ids
         self.prompts = PromptProcessor(
             around.path,
             around.family,
@@ -90,7 +91,7 @@ class LanguageParts:
             max_model_len=self.language.max_model_len,
             block_size=options.tokens_per_block,
             on_prompt=around.rates.prompted,
-            eos_token_ids=self.eos_token_ids,
+            generation=generation,
         )
         self._memory: KVMemory | None = None
         self._sized_by: tuple[int | None, int | None, int] | None = None

@@ -18,6 +18,7 @@ from epd_serve.instance.media_literals import MediaLiterals
 from epd_serve.instance.request_processor import S_PER_CHARACTER
 from epd_serve.instance.vocabulary import Vocabulary
 from epd_serve.models.family import Family
+from epd_serve.models.generation_config import GenerationConfig
 from epd_serve.protocol.prompt_calls import TokenizeReply, TokenizeRequest
 from epd_serve.protocol.wire import MediaRef, PrefillRequest
 from epd_serve.types import MediaSpan, SamplingParams
@@ -60,13 +61,14 @@ class PromptProcessor:
         *,
         max_model_len: int,
         block_size: int,
-        eos_token_ids: frozenset[int] = frozenset(),
+        generation: GenerationConfig | None = None,
         on_prompt: Callable[[int, int], None] = lambda num_characters, num_tokens: None,
     ) -> None:
         """``on_prompt`` is told of each prompt's text: its characters, and its tokens without media."""
         self.tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
         self.vocabulary = Vocabulary(self.tokenizer)
-        self.grammars = Grammars(self.tokenizer, eos_token_ids)
+        self._generation = generation or GenerationConfig()
+        self.grammars = Grammars(self.tokenizer, self._generation.eos_token_ids)
         self._literals = MediaLiterals(self.tokenizer, family.config)
         self._template = ChatTemplate(self.tokenizer, path, self._literals)
         self._family = family
@@ -93,9 +95,11 @@ class PromptProcessor:
             raise InvalidRequest("the prompt is empty; it needs one token at least", param="prompt")
         if not isinstance(request.prompt, list):
             self._on_prompt(_num_characters(request), len(ids) - sum(span.length for span in spans))
-        sampling = self._complete(request.sampling)
+        sampling = self._complete(self._generation.complete(request.sampling))
         max_model_len = min(self.max_model_len, request.max_model_len or self.max_model_len)
         max_tokens = _max_tokens(len(ids), sampling.max_tokens, max_model_len)
+        if self._generation.max_tokens is not None:
+            max_tokens = min(max_tokens, self._generation.max_tokens)
         sizes = [(item.width, item.height) for item in request.items]
         positions, delta = self._family.positions(ids, sizes, self._language_model)
         return Prompt(

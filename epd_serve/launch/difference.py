@@ -21,7 +21,17 @@ from epd_serve.topology.change import Step, StepKind, plan_change
 from epd_serve.topology.change_states import Part
 
 #: Keys that all processes of a deployment have in common, or that its launcher keeps.
-_COMMON = ("engine", "dtype", "cluster_key", "feature_store", "mooncake", "restart", "hang_timeout_s", "trace")
+_COMMON = (
+    "engine",
+    "dtype",
+    "generation_config",
+    "cluster_key",
+    "feature_store",
+    "mooncake",
+    "restart",
+    "hang_timeout_s",
+    "trace",
+)
 _COMMON_INSTANCES = ("host", "share_weights", "preload")
 #: Those of the gateway that its command line and the launcher's patience with it follow.
 _COMMON_GATEWAY = ("workers", "shutdown_delay_s", "shutdown_grace_s")

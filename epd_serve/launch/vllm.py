@@ -198,6 +198,8 @@ def _options(
         for key, flag in _SAME.items()
         if key in settings.model_fields_set and getattr(settings, key) is not None
     }
+    if config.generation_config != "auto":
+        given["generation_config"] = "vllm" if config.generation_config == "off" else config.generation_config
     memory = settings.memory_share or (share.share * _ALL_MEMORY if share else None)
     if memory is None and instance.shares_device_with:
         memory = _ALL_MEMORY / (1 + len(instance.shares_device_with))

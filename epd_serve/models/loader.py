@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable
 from enum import Enum
@@ -121,14 +120,3 @@ def media_fingerprint(path: Path, dtype: str) -> str:
                 stream.seek(offset)
                 hasher.update(stream.read(_SAMPLE_BYTES))
     return hasher.hexdigest()
-
-
-def eos_token_ids(path: Path, config: Any) -> frozenset[int]:
-    """Tokens that end a generation, from generation_config.json and the text config."""
-    file = path / "generation_config.json"
-    declared = json.loads(file.read_text()).get("eos_token_id") if file.exists() else None
-    if declared is None:
-        declared = getattr(config.get_text_config(), "eos_token_id", None)
-    if declared is None:
-        return frozenset()
-    return frozenset(declared if isinstance(declared, list) else [declared])

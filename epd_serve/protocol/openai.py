@@ -35,7 +35,7 @@ from epd_serve.protocol.tools import (
 )
 from epd_serve.protocol.unsupported import LABELS, NEUTRAL, drop_message_neutral, drop_neutral
 from epd_serve.protocol.wire import ChatMessage, OutputOptions, PromptOptions
-from epd_serve.types import Grammar, SamplingParams
+from epd_serve.types import SAMPLING_DEFAULTS, Grammar, SamplingParams
 
 MAX_TOP_LOGPROBS = 20
 MAX_BIASED_TOKENS = 4096
@@ -196,8 +196,18 @@ class GenerationRequest(RequestModel):
             n=self.n or 1,
             grammar=self.grammar(),
             priority=self.priority or 0,
+            neutral=self._neutral(),
             **({} if _RARE.isdisjoint(self.model_fields_set) else self._rare_sampling()),
         )
+
+    def _neutral(self) -> tuple[str, ...]:
+        """See :class:`~epd_serve.types.SamplingParams`."""
+        names = self.model_fields_set & SAMPLING_DEFAULTS.keys()
+        return tuple(sorted(name for name in names if self._is_neutral(name)))
+
+    def _is_neutral(self, name: str) -> bool:
+        value = getattr(self, name)
+        return value is not None and (value == SAMPLING_DEFAULTS[name] or (name == "top_k" and value < 1))
 
     def _rare_sampling(self) -> dict[str, Any]:
         """Of :meth:`sampling`, what few requests have; a request without any of :data:`_RARE` need not look."""

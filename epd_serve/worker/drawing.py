@@ -1,4 +1,4 @@
-"""Drawing tokens from what temperature, top-k, top-p and min-p leave of a distribution.
+"""Drawing tokens from what temperature, min-p, top-k and top-p, in vLLM's order, leave of a distribution.
 
 Top-p keeps a token if all likelier ones together have less than that share; so it keeps equals together. On a
 CPU no vocabulary is sorted: a draw from the whole distribution is thrown away where top-p does not keep it, and
@@ -95,7 +95,7 @@ class RowDrawer:
         if not math.isfinite(total):  # all are forbidden, or the model's logits are no numbers
             return int(values.argmax())
         if sampling.min_p:
-            self._drop(float(np.nextafter(np.float32(sampling.min_p), np.float32(0))))
+            total = self._drop(float(np.nextafter(np.float32(sampling.min_p), np.float32(0))))
         token = self._invert(row.uniform())
         attempt = 0
         while sampling.top_p < 1.0:
@@ -166,9 +166,8 @@ def _draw_best(best: Tensor, tokens: Tensor, rows: AbstractSequence[Row]) -> Ten
         best = best.masked_fill(torch.arange(width, device=best.device) >= limits, _MASKED)
     weights = best.exp()
     if any(p.min_p for p in params):
-        kept = weights.masked_fill(weights < _column(best, [p.min_p for p in params]), 0.0)
-    else:
-        kept = weights
+        weights = weights.masked_fill(weights < _column(best, [p.min_p for p in params]), 0.0)
+    kept = weights
     if any(p.top_p < 1.0 for p in params):
         ends = weights.cumsum(dim=-1)
         # the mass of all that are likelier: equals begin where the first of them does

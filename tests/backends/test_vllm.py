@@ -83,7 +83,11 @@ def test_p_and_d_are_given_the_same_prompt() -> None:
         ({"logprobs": True, "top_logprobs": 2}, {"logprobs": True, "top_logprobs": 2}),
         ({"stop": ["x"], "ignore_eos": True}, {"stop": ["x"], "ignore_eos": True}),
         ({"logit_bias": {"5": 1.5}}, {"logit_bias": {"5": 1.5}}),
-        ({"n": 2, "temperature": 1}, {"n": 2}),
+        ({"n": 2, "temperature": 1}, {"n": 2, "temperature": 1.0}),
+        # what is left open is vLLM's to fill in, by the model's generation_config.json
+        ({}, {"temperature": None, "top_p": None, "top_k": None, "repetition_penalty": None}),
+        ({"top_p": 1, "top_k": -1, "min_p": 0}, {"top_p": 1.0, "top_k": 0, "min_p": 0.0}),
+        ({"repetition_penalty": 1}, {"repetition_penalty": 1.0, "temperature": None}),
         ({"seed": 3, "min_tokens": 2}, {"min_tokens": 2}),
         (
             {"stream": True, "stream_options": {"include_usage": True}},

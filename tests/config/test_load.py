@@ -87,9 +87,13 @@ def test_a_file_that_is_not_there_or_no_text(tmp_path: Path) -> None:
 
 def test_paths_are_relative_to_the_file(tmp_path: Path) -> None:
     file = tmp_path / "deployment.yaml"
-    file.write_text("model: ./models/tiny\ntrace: runs/1\ngateway: {media: {allowed_file_dirs: [pictures, /srv]}}")
+    file.write_text(
+        "model: ./models/tiny\ntrace: runs/1\ngeneration_config: ./mine\n"
+        "gateway: {media: {allowed_file_dirs: [pictures, /srv]}}"
+    )
     config = load_config(file)
     assert config.trace == tmp_path / "runs/1"
+    assert config.generation_config == str(tmp_path / "mine")
     assert config.model == str(tmp_path / "models/tiny")
     assert config.model_name == "tiny"
     assert config.gateway.media.allowed_file_dirs == (tmp_path / "pictures", Path("/srv"))

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from epd_serve.protocol.openai import CompletionRequest
-from epd_serve.types import SamplingParams
+from epd_serve.types import SAMPLING_DEFAULTS, SamplingParams
 
 #: Field of a request → its value, the parameter that it sets, and to what.
 FIELDS = {
@@ -32,7 +32,7 @@ FIELDS = {
     "structured_outputs": ({"regex": "a+"}, "grammar", None),
 }
 #: Set behind the request: by the instance, and for choices that go on by themselves.
-OTHERS = {"bad_word_ids", "first_choice"}
+OTHERS = {"bad_word_ids", "first_choice", "neutral"}
 
 
 def sampling(fields):
@@ -53,3 +53,12 @@ def test_a_field_alone_sets_its_parameter_and_no_other(field):
         assert getattr(changed, name) == expected != getattr(plain, name)
     assert msgspec.structs.replace(changed, **{name: getattr(plain, name)}) == plain
     assert sampling({field: None}) == plain
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [*SAMPLING_DEFAULTS.items(), ("top_k", -1), ("temperature", 1), ("presence_penalty", 0)]
+)
+def test_a_default_that_is_asked_for_is_told_from_one_that_is_left_open(field, value):
+    asked = sampling({field: value})
+    assert asked.neutral == (field,)
+    assert msgspec.structs.replace(asked, neutral=()) == sampling({})

@@ -92,6 +92,36 @@ def test_top_p_keeps_the_token_that_crosses_the_limit() -> None:
     assert seen == {0, 1}
 
 
+@pytest.mark.parametrize(
+    ("params", "kept"),
+    [
+        ({"min_p": 0.2, "top_p": 0.55}, 1),  # of the three that min_p leaves, the best has 0.57
+        ({"min_p": 0.2, "top_p": 0.6}, 2),
+        ({"top_k": 2, "top_p": 0.6}, 1),  # of the two that top_k leaves, the best has 0.64
+        ({"top_k": 2, "top_p": 0.65}, 2),
+        ({"min_p": 0.2, "top_k": 2, "top_p": 0.6}, 1),
+        ({"top_p": 0.55}, 2),
+    ],
+    ids=str,
+)
+def test_top_p_is_a_share_of_what_min_p_and_top_k_leave(params: dict[str, Any], kept: int) -> None:
+    """As vLLM's sampler has it; every way to draw leaves the same tokens in the same shares."""
+    probabilities = torch.tensor([0.54, 0.3, 0.11, 0.05])
+    scores, count = probabilities.log()[None], 3000
+    rows = [Row(sequence(temperature=1.0, seed=seed, **params), 0) for seed in range(count)]
+    ways = {"sorted": draw_sorted(scores.expand(count, -1), rows)}
+    if "top_k" in params:
+        ways["largest"] = draw_from_largest(scores.expand(count, -1), rows)
+    drawn = sample(scores.expand(count, -1), rows)
+    ways["sampler"] = torch.tensor([token.token_id for token in drawn])
+    expected = probabilities[:kept] / probabilities[:kept].sum()
+    for name, tokens in ways.items():
+        shares = torch.bincount(tokens, minlength=4) / count
+        assert shares[kept:].sum() == 0, name
+        deviations = (expected * (1 - expected) / count).sqrt()
+        assert bool(((shares[:kept] - expected).abs() <= 5 * deviations + 1e-9).all()), name
+
+
 @pytest.mark.parametrize("broken", [[-torch.inf] * VOCAB, [0.0] * 7 + [torch.nan] * 43, [torch.inf] + [0.0] * 49])
 @pytest.mark.parametrize("way", [{}, {"top_p": 0.5}, {"min_p": 0.1}, {"top_k": 3}, {"temperature": 0.01}], ids=str)
 def test_logits_that_leave_no_token_still_name_one(broken: list[float], way: dict[str, Any]) -> None:
@@ -219,14 +249,17 @@ def test_the_largest_are_found_in_the_runs_of_the_largest_maxima(
 
 
 def left(logits: torch.Tensor, params: dict[str, Any], slack: float = 0.0) -> torch.Tensor:
-    """What sorting all tokens leaves of a distribution, equals together; with slack a little more is left."""
+    """What is left of a distribution by sorting, in vLLM's order, equals together; with slack a little more."""
     values = logits.double() / params["temperature"]
+    probabilities = values.softmax(-1)
+    values = values.masked_fill(
+        probabilities < params.get("min_p", 0.0) * probabilities.max() * (1 - slack), float("-inf")
+    )
     if top_k := params.get("top_k"):
         values = values.masked_fill(values < values.topk(top_k).values[-1], float("-inf"))
     probabilities, order = values.softmax(-1).sort(descending=True)
     likelier = torch.tensor([float(probabilities[probabilities > p].sum()) for p in probabilities])
     kept = likelier < params.get("top_p", 1.0) + slack
-    kept &= probabilities >= params.get("min_p", 0.0) * probabilities[0] * (1 - slack)
     kept[0] = True
     return torch.zeros_like(probabilities).index_copy_(0, order, probabilities * kept)
 
