@@ -64,8 +64,17 @@ class PromptProcessor:
         generation: GenerationConfig | None = None,
         on_prompt: Callable[[int, int], None] = lambda num_characters, num_tokens: None,
     ) -> None:
-        """``on_prompt`` is told of each prompt's text: its characters, and its tokens without media."""
+        """``on_prompt`` is told of each prompt's text: its characters, and its tokens without media.
+
+        Raises ValueError for a tokenizer whose tokens the model does not have.
+        """
         self.tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        vocab_size = family.config.get_text_config().vocab_size
+        if len(self.tokenizer) > vocab_size:
+            raise ValueError(
+                f"{path}: text_config.vocab_size is {vocab_size}, but its tokenizer has {len(self.tokenizer)} "
+                "tokens; the model must have them all"
+            )
         self.vocabulary = Vocabulary(self.tokenizer)
         self._generation = generation or GenerationConfig()
         self.grammars = Grammars(self.tokenizer, self._generation.eos_token_ids)

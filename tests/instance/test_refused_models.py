@@ -1,0 +1,96 @@
+"""A model that would answer wrongly: no instance of any role becomes ready, and each says by which field."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from safetensors.torch import load_file, save_file
+
+from epd_serve.config import InstanceOptions
+from epd_serve.instance.instance import Instance
+from epd_serve.types import Role
+
+
+def configured(*keys: str, value: Any) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        config = json.loads((path / "config.json").read_text())
+        part = config
+        for key in keys[:-1]:
+            part = part[key]
+        part[keys[-1]] = value
+        (path / "config.json").write_text(json.dumps(config))
+
+    return change
+
+
+def quantised(path: Path) -> None:
+    """As a checkpoint in FP8 whose configuration keeps that to itself."""
+    weights = load_file(path / "model.safetensors")
+    name = next(name for name in weights if name.endswith("down_proj.weight"))
+    weights[f"{name}_scale_inv"] = torch.ones(1, 1)
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def of_few_tokens(path: Path) -> None:
+    """As many as its configuration says, and fewer than its tokenizer has."""
+    configured("text_config", "vocab_size", value=300)(path)
+    weights = load_file(path / "model.safetensors")
+    weights = {
+        name: weight[:300].clone() if "embed_tokens" in name else weight for name, weight in weights.items()
+    }
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("role", ["E", "P", "D", "EPD"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (configured("quantization_config", value={"quant_method": "fp8"}), "quantization_config: .* quantised"),
+        (configured("text_config", "is_causal", value=False), r"text_config.is_causal is False"),
+        (
+            configured("text_config", "rope_parameters", value={"rope_type": "dynamic", "factor": 2.0}),
+            r"rope_parameters.rope_type is 'dynamic'; the native engine runs default, linear",
+        ),
+        (configured("vision_config", "patch_size", value=16), r"vision_config.patch_size is 16, but patch_size"),
+        (configured("vision_config", "out_hidden_size", value=64), r"vision_config.out_hidden_size is 64"),
+    ],
+)
+async def test_by_its_configuration(
+    tmp_path: Path, role: str, change: Callable[[Path], None], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        await started(tmp_path, role, change)
+
+
+async def test_by_its_weights(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"a weight .*down_proj.weight_scale_inv, which a model of its config.json"
+    ):
+        await started(tmp_path, "PD", quantised)
+
+
+async def test_by_its_vocabulary(tmp_path: Path) -> None:
+    """One of the others would end the engine."""
+    with pytest.raises(ValueError, match=r"text_config.vocab_size is 300, but its tokenizer has \d+ tokens"):
+        await started(tmp_path, "PD", of_few_tokens)
+
+
+async def started(path: Path, role: str, change: Callable[[Path], None]) -> None:
+    model = tiny_models.make_tiny_model("qwen2_5_vl", path / "model")
+    change(model)
+    options = InstanceOptions(
+        name="one", role=Role.parse(role), model=model, served_model_name="tiny", dtype="float32", num_blocks=8
+    )
+    instance = Instance(options)
+    try:
+        await instance.start()
+    finally:
+        assert not instance.ready
+        if hasattr(instance, "_transport"):
+            instance._transport.close()
