@@ -68,6 +68,10 @@ class Prompts:
         def decode(ids: list[int], *, skip_special_tokens: bool) -> str:
             return "x" * len(ids)
 
+        @staticmethod
+        def bytes_of(token_id: int) -> bytes:
+            return b"x"
+
     def process(self, request: wire.PrefillRequest) -> Prompt:
         assert self.go_on.wait(60)
         return Prompt(
