@@ -10,6 +10,7 @@ from epd_serve.bench.types import Share
 from epd_serve.plan.bound import Bound, MeanRequest, bound
 from epd_serve.plan.pools import Fleet, Pool
 from epd_serve.plan.space import Candidate
+from epd_serve.plan.steady import is_steady, served_per_s
 from epd_serve.sim.build import build
 from epd_serve.sim.gateway import Job
 from epd_serve.sim.records import attainment, attains
@@ -23,9 +24,12 @@ from epd_serve.types import Stage
 TARGET = 0.9
 #: Two rates that are closer are the same to a search.
 PRECISION = 0.02
-#: The bound is no exact one: beyond so many times of it nothing lasts. Beyond the bound itself nothing is believed
-#: where a simulation would have to be longer than it may be to see queues grow.
-_BEYOND = 1.3
+#: What the search finds is confirmed by simulations so many times as long as its own, in which queues that grow
+#: slowly are seen to grow; and at a rate so much higher than the one that is reported.
+LONGER = 10
+_HEADROOM = 1.03
+#: Two rates of such simulations that are closer are the same.
+_NEAR = 1.05
 _MOST_RATE = 1e5
 
 
@@ -41,7 +45,7 @@ class Goal:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluation:
-    """``goodput``: the highest rate found at which the target is kept; ``attained``: what was seen, by rate."""
+    """``goodput``: the highest rate found that lasts, at most the bound; ``attained``: what was seen, by rate."""
 
     candidate: Candidate
     goodput: float
@@ -57,7 +61,7 @@ class Evaluator:
 
     Attributes:
         num_simulations, num_requests: so far.
-        horizon_s, most: how long a simulation should be, and how many requests it may have.
+        horizon_s, most: how long a simulation of the search should be, and how many requests it may have.
 
     Args:
         requests: the trace; where it is shorter than a simulation needs, it is repeated.
@@ -103,14 +107,18 @@ class Evaluator:
         """Requests of a simulation at a rate."""
         return max(self._least, min(math.ceil(rate * self.horizon_s), self.most))
 
-    def attainment(self, candidate: Candidate, rate: float, *, fraction: float = 1.0, shift: int = 0) -> Share:
+    def count_to_confirm(self, rate: float) -> int:
+        """Requests of a simulation that confirms a rate: also four times as long as a request may take."""
+        longest_s = (self.goal.ttft_s or 2.0) + (self.goal.tpot_s or 0.1) * self.mean.num_output_tokens
+        horizon_s = max(LONGER * self.horizon_s, 4 * longest_s)
+        return max(LONGER * self._least, min(math.ceil(rate * horizon_s), LONGER * self.most))
+
+    def attainment(self, candidate: Candidate, rate: float, count: int, *, shift: int = 0) -> Share:
         """Of a simulation at this rate. It is given up as soon as the target cannot be kept any more.
 
         Args:
-            fraction: of its requests.
             shift: where in the trace it begins; another draw.
         """
-        count = max(int(self.count(rate) * fraction), 20)
         outcome = self.simulate(candidate, rate, count, shift=shift, early=True)
         return attainment(outcome, self.goal.ttft_s, self.goal.tpot_s)
 
@@ -147,7 +155,8 @@ class Evaluator:
     def evaluate(
         self, candidate: Candidate, *, at_least: float = 0.0, fraction: float = 1.0, precision: float = PRECISION
     ) -> Evaluation:
-        """Search the goodput by bisection below the bound; attainment is taken to fall as the rate grows.
+        """Search the goodput by bisection below the bound; attainment is taken to fall as the rate grows. What is
+        found is lowered until it lasts.
 
         ``at_least``: a plan that does not keep the target there is not looked at further; its goodput is 0.
         """
@@ -157,10 +166,9 @@ class Evaluator:
             attained: dict[float, Share] = {}
 
             def keeps(rate: float) -> bool:
-                beyond = _BEYOND if rate * self.horizon_s <= self.most else 1.0
-                if rate > beyond * limit.rate:
+                if rate > limit.rate:
                     return False
-                attained[rate] = self.attainment(candidate, rate, fraction=fraction)
+                attained[rate] = self.attainment(candidate, rate, max(int(self.count(rate) * fraction), 20))
                 return attained[rate].value >= self.goal.target
 
             if at_least and not keeps(at_least):
@@ -185,12 +193,30 @@ class Evaluator:
                     low = middle
                 else:
                     high = middle
+            low = self._lasting(candidate, low, fraction)
         except NoWay as error:
             none = Bound(rate=0.0, bottleneck=Stage.PREFILL, loads={}, shares={})
             return Evaluation(
                 candidate=candidate, goodput=0.0, objective=-math.inf, cost=cost, bound=none, reason=str(error)
             )
         return self._evaluation(candidate, low, cost, limit, attained)
+
+    def _lasting(self, candidate: Candidate, rate: float, fraction: float) -> float:
+        """The rate, or one below it, at which a long simulation keeps the target without growing queues; 0.0 where
+        there is none down to its half."""
+        least, low, high = rate / 2, 0.0, math.inf
+        while rate > least and high > _NEAR * low:
+            count = max(int(self.count_to_confirm(rate) * fraction), 100)
+            outcome = self.simulate(candidate, _HEADROOM * rate, count, early=True)
+            share = attainment(outcome, self.goal.ttft_s, self.goal.tpot_s)
+            if share.value >= self.goal.target and is_steady(outcome.jobs):
+                if math.isinf(high):
+                    return rate
+                low = rate
+            else:
+                high = rate
+            rate = math.sqrt(low * high) if low else max(min(0.97 * high, served_per_s(outcome)), 0.85 * high)
+        return low
 
     def _evaluation(
         self, candidate: Candidate, goodput: float, cost: float, limit: Bound, attained: dict[float, Share]

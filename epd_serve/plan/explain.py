@@ -9,7 +9,7 @@ from typing import Any
 from ruamel.yaml import YAML
 
 from epd_serve.config import parse_config
-from epd_serve.plan.evaluate import Evaluation, Evaluator
+from epd_serve.plan.evaluate import LONGER, Evaluation, Evaluator
 from epd_serve.plan.strategies import Found
 from epd_serve.sim.records import attainment
 from epd_serve.types import Stage
@@ -83,19 +83,22 @@ def _confidence(
 ) -> tuple[float, list[tuple[float, float, float, float]]]:
     chosen, target = ranking[0], evaluator.goal.target
     rival = next((one for one in ranking if one.candidate.placed != chosen.candidate.placed), None)
-    rate = 0.98 * chosen.goodput
+    rate, must = 0.98 * chosen.goodput, 1.02 * chosen.goodput
     won = 0
+
+    def shown(rate: float) -> int:
+        """Requests of a simulation: enough for queues to grow, if there may be as many."""
+        return min(evaluator.count_to_confirm(rate), evaluator.most)
+
     for shift in range(1, repetitions + 1):
-        kept = evaluator.attainment(chosen.candidate, rate, shift=shift).value >= target
-        better = rival is not None and rival.goodput > 0
+        kept = evaluator.attainment(chosen.candidate, rate, shown(rate), shift=shift).value >= target
+        better = rival is not None and 0 < must <= rival.bound.rate
         if better and rival is not None:
-            higher = evaluator.attainment(rival.candidate, 1.02 * chosen.goodput, shift=shift)
-            better = higher.value >= target
+            better = evaluator.attainment(rival.candidate, must, shown(must), shift=shift).value >= target
         won += kept and not better
     curve = []
     for factor in (0.5, 0.75, 0.9, 1.0, 1.1, 1.25):
-        count = evaluator.count(chosen.goodput * factor)
-        outcome = evaluator.simulate(chosen.candidate, chosen.goodput * factor, count)
+        outcome = evaluator.simulate(chosen.candidate, chosen.goodput * factor, shown(chosen.goodput * factor))
         share = attainment(outcome, evaluator.goal.ttft_s, evaluator.goal.tpot_s)
         curve.append((chosen.goodput * factor, share.value, share.low, share.high))
     return won / repetitions, curve
@@ -131,8 +134,9 @@ def _reasons(
     wanted = chosen.goodput * evaluator.horizon_s
     if wanted > evaluator.most:
         said.append(
-            f"A simulation of {evaluator.most} requests is {evaluator.most / wanted:.0%} of one in which queues "
-            "have time to grow at this rate: the number is the bound's more than the simulation's; raise --most."
+            f"A simulation of {LONGER * evaluator.most} requests is {evaluator.most / wanted:.0%} of one in which "
+            "queues have time to grow at this rate: the number is the bound's more than the simulation's; "
+            "raise --most."
         )
     if any(pool.is_analytic for pool, _ in chosen.candidate.devices(evaluator.fleet)):
         said.append("Times are analytic, from data sheets: measure with 'epd-serve profile' before you buy.")

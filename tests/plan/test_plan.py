@@ -1,9 +1,13 @@
 """Plans on few small devices: what is searched is what is found."""
 
 import json
+import math
+import random
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from epd_serve.bench.run_directory import RunDirectory
@@ -16,9 +20,13 @@ from epd_serve.plan.evaluate import Evaluator, Goal
 from epd_serve.plan.explain import recommend
 from epd_serve.plan.pools import Fleet, Pool, read_fleet
 from epd_serve.plan.space import Candidate, all_methods, candidates, three_methods, with_batching, with_widths
+from epd_serve.plan.steady import is_steady, under_way
 from epd_serve.plan.strategies import algorithm_2, exhaustive, partition, race, tpe
 from epd_serve.sim.device import MeasuredSharing
-from epd_serve.sim.workloads import SHAREGPT_4O, TEXT, WorkloadShape
+from epd_serve.sim.gateway import Job
+from epd_serve.sim.records import attainment
+from epd_serve.sim.request import SimRequest
+from epd_serve.sim.workloads import SHAREGPT_4O, TEXT, VISUAL_WEB_INSTRUCT, WorkloadShape
 from epd_serve.topology import parse_topology
 
 
@@ -29,6 +37,63 @@ def fleet(count: int, model: str = "qwen2.5-vl-7b") -> Fleet:
 
 def evaluator(count: int, shape: WorkloadShape, goal: Goal = Goal(ttft_s=0.3, tpot_s=0.05)) -> Evaluator:  # noqa: B008
     return Evaluator(fleet(count), goal, shape.requests(120, 5, seed=0), least=20, most=40)
+
+
+def npus(count: int, shape: WorkloadShape, goal: Goal) -> Evaluator:
+    return Evaluator(fleet(count), goal, shape.requests(2000, 5, seed=0), most=2000)
+
+
+def lasts(judge: Evaluator, candidate: Candidate) -> None:
+    """The rate is no higher than the bound, and is kept in a run ten times as long as those of the search."""
+    found = judge.evaluate(candidate)
+    assert 0 < found.goodput <= found.bound.rate, candidate
+    outcome = judge.simulate(candidate, found.goodput, 10 * judge.count(found.goodput))
+    share = attainment(outcome, judge.goal.ttft_s, judge.goal.tpot_s)
+    assert share.value >= judge.goal.target, f"{candidate}: {share.value:.0%} at {found.goodput:.2f}"
+
+
+@pytest.mark.parametrize("line", ["2E-PD", "2(E-D)-P"])
+def test_a_rate_that_is_reported_lasts(line: str) -> None:
+    """A run as short as the search's ends before queues that grow break the limits: 2E-PD had 33.0 of 25.6."""
+    lasts(npus(3, SHAREGPT_4O, Goal(ttft_s=2.0, tpot_s=0.05)), Candidate(line=line, pools=((0, 3),)))
+
+
+@pytest.mark.slow
+def test_twenty_plans_last() -> None:
+    cases = (
+        (3, SHAREGPT_4O, Goal(ttft_s=2.0, tpot_s=0.05)),
+        (4, VISUAL_WEB_INSTRUCT, Goal(ttft_s=1.0, tpot_s=0.05)),
+        (2, TEXT, Goal(ttft_s=2.0, tpot_s=0.05)),
+        (8, SHAREGPT_4O, Goal(ttft_s=2.0, tpot_s=0.08)),
+    )
+    for count, shape, goal in cases:
+        judge = npus(count, shape, goal)
+        plans = list(candidates(judge.fleet))
+        for plan in plans[:: max(len(plans) // 5, 1)][:5]:
+            lasts(judge, plan)
+
+
+def job_of(number: int, sent_s: float, finish_s: float | None) -> Job:
+    request = SimRequest(at_s=sent_s, images=(), num_text_tokens=1, num_output_tokens=1)
+    return Job(number=number, request=request, num_tokens=1, sent_s=sent_s, finish_s=finish_s)
+
+
+@given(st.integers(1, 100), st.floats(0.0, 0.5), st.integers(0, 100))
+def test_a_queue_that_grows_is_seen(num_under_way: int, growth: float, seed: int) -> None:
+    """Requests a second apart; each takes as long as many others are there, and longer by a part of its number."""
+    draw = random.Random(seed)
+    jobs = [job_of(n, n + draw.random() / 2, n + 0.5 + num_under_way + growth * n) for n in range(600)]
+    numbers = under_way(jobs)
+    grown = numbers[-100] - numbers[300]
+    if grown > 4 * math.sqrt(numbers[300]) + 4:
+        assert not is_steady(jobs)
+    if growth * 600 < 1:
+        assert is_steady(jobs)
+
+
+def test_what_never_ends_is_under_way() -> None:
+    jobs = [job_of(n, float(n), None if n % 2 else n + 0.5) for n in range(8)]
+    assert under_way(jobs) == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
 def test_trinfers_35_strategies() -> None:
@@ -51,7 +116,7 @@ def test_partition_is_in_proportion() -> None:
 def test_attainment_falls_with_the_rate_and_goodput_is_where_it_crosses() -> None:
     one = evaluator(1, SHAREGPT_4O)
     found = one.evaluate(Candidate(line="EPD", pools=((0, 1),)))
-    assert 0 < found.goodput <= 1.3 * found.bound.rate
+    assert 0 < found.goodput <= found.bound.rate
     below = [share.value for rate, share in found.attained.items() if rate <= found.goodput]
     above = [share.value for rate, share in found.attained.items() if rate > found.goodput]
     assert min(below) >= 0.9 > max(above, default=0)
