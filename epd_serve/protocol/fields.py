@@ -11,6 +11,7 @@ from pydantic.fields import FieldInfo
 
 from epd_serve.errors import InvalidRequest, TooLarge
 from epd_serve.protocol import strict_json
+from epd_serve.protocol.unsupported import OTHER_PARTS
 
 MAX_STOP_STRINGS = 16
 #: Characters of a field's name that are shown, and looked at.
@@ -84,6 +85,8 @@ def explain(refusal: ValidationError, model: type[BaseModel], others: Iterable[s
     if error["type"] == "missing":
         return InvalidRequest(f"{param} is required", param=param, code="missing_required_parameter")
     value = error["input"]
+    if error["loc"][-1:] == ("type",) and isinstance(value, str) and value in OTHER_PARTS:
+        return InvalidRequest(f"{param}: {OTHER_PARTS[value]}", param=param, code="unsupported_parameter")
     short = value is None or isinstance(value, int | float) or (isinstance(value, str) and len(value) <= 60)
     found = f" (got {value!r})" if short else ""
     message = error["msg"].removeprefix("Value error, ")

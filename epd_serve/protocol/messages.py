@@ -40,28 +40,6 @@ class ImageUrl(RequestModel):
     detail: Literal["auto", "high", "low"] | None = None
 
 
-#: Types of parts that other servers take, and what to send instead.
-_VIDEO, _AUDIO, _FILE = (
-    "video is not supported: the engines native and vllm are given text and images here; send some of its frames "
-    "as image_url parts",
-    "audio is not supported: the engines native and vllm are given text and images here; send what is said as "
-    "text",
-    "files are not supported; send their text, or pictures of their pages as image_url parts",
-)
-_OTHER_PARTS = {
-    **dict.fromkeys(("video_url", "video", "input_video"), _VIDEO),
-    **dict.fromkeys(("audio_url", "audio", "input_audio"), _AUDIO),
-    **dict.fromkeys(("file", "input_file"), _FILE),
-}
-
-
-def check_part_type(value: Any) -> Any:
-    """Refuse the types that are known and not taken, each by what it is. Raises ValueError."""
-    if isinstance(value, str) and value in _OTHER_PARTS:
-        raise ValueError(_OTHER_PARTS[value])
-    return value
-
-
 def _as_image_url(value: Any) -> Any:
     return {"url": value} if isinstance(value, str) else value
 
@@ -72,7 +50,7 @@ class ContentPart(RequestModel):
     ``uuid``, by which vLLM knows a picture, says nothing here: pictures are named by their content.
     """
 
-    type: Annotated[Literal["text", "image_url"], BeforeValidator(check_part_type)]
+    type: Literal["text", "image_url"]
     text: str | None = None
     image_url: Annotated[
         ImageUrl | None, BeforeValidator(_as_image_url, json_schema_input_type=ImageUrl | str | None)

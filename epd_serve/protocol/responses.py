@@ -20,7 +20,6 @@ from epd_serve.protocol.messages import (
     MediaSource,
     Message,
     ToolCall,
-    check_part_type,
     check_parts,
 )
 from epd_serve.protocol.messages import ContentPart as ChatPart
@@ -46,7 +45,7 @@ LOGPROBS = "message.output_text.logprobs"
 class InputPart(RequestModel):
     """A piece of text (of the user's or an earlier answer's) or a picture by URL."""
 
-    type: Annotated[Literal["input_text", "output_text", "input_image"], BeforeValidator(check_part_type)]
+    type: Literal["input_text", "output_text", "input_image"]
     text: str | None = None
     image_url: str | None = None
     detail: Literal["auto", "high", "low"] | None = None

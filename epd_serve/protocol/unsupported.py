@@ -74,6 +74,20 @@ MESSAGE_NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 _OF_MESSAGES = MESSAGE_NEUTRAL.keys()
 
+_VIDEO, _AUDIO, _FILE = (
+    "video is not supported: the engines native and vllm are given text and images here; send some of its frames "
+    "as image_url parts",
+    "audio is not supported: the engines native and vllm are given text and images here; send what is said as "
+    "text",
+    "files are not supported; send their text, or pictures of their pages as image_url parts",
+)
+#: Types of a message's parts that other servers take, and what to send instead.
+OTHER_PARTS = {
+    **dict.fromkeys(("video_url", "video", "input_video"), _VIDEO),
+    **dict.fromkeys(("audio_url", "audio", "input_audio"), _AUDIO),
+    **dict.fromkeys(("file", "input_file"), _FILE),
+}
+
 
 def drop_neutral(
     fields: dict[str, Any],
