@@ -34,9 +34,11 @@ _MAX_MARKS = 4096
 _PLACEHOLDER = f"payload-{secrets.token_hex(16)}-"
 #: A body that is cut, and a text with its brackets that is parsed, on the event loop: it takes a few milliseconds
 #: at most. The rest is a thread's work.
-_LITTLE_BODY = _PIECE = 2 << 20
+_LITTLE_BODY = 4 << 20
 _LITTLE_TEXT = 64 << 10
 _FEW_BRACKETS = 500
+#: Bytes that are searched at once.
+_PIECE = 2 << 20
 
 R = TypeVar("R", bound=GenerationRequest)
 Item = TypeVar("Item")
