@@ -96,15 +96,13 @@ class SharedMemoryPeers:
 
     def read(self, region: Region, pieces: Sequence[Piece]) -> None:
         check_bounds(region.name, region.nbytes, pieces)
-        if not pieces:
-            return
         mapped = self._map(region)
         source = memoryview(mapped)
         for offset, data in pieces:
             data[:] = source[offset : offset + data.nbytes]
-        # What was read is the owner's memory: it does not stay in this process's page tables, up to all of it.
-        first = min(offset for offset, _ in pieces) // mmap.PAGESIZE * mmap.PAGESIZE
-        mapped.madvise(mmap.MADV_DONTNEED, first, max(offset + data.nbytes for offset, data in pieces) - first)
+        # What was read is the owner's memory: it does not stay in this process's page tables, up to all of it. All
+        # of the mapping, as a fault brings in the pages around it, too.
+        mapped.madvise(mmap.MADV_DONTNEED)
 
     def close(self) -> None:
         with self._lock:

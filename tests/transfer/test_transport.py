@@ -181,13 +181,15 @@ def test_what_is_read_from_a_peer_does_not_stay_in_the_readers_memory() -> None:
     slab = transport.allocate("slab", nbytes)
     slab.buffer[:] = bytes(range(256)) * (nbytes // 256)  # the owner's own view: all of it is resident once
     back = bytearray(nbytes - 5000)
-    transport.read(slab.region, [(0, memoryview(back)[:3000]), (8000, memoryview(back)[3000:])])
-    assert back[:256] == bytes(range(256)) and back[3000:3256] == bytes(slab.buffer[8000:8256])
+    for start in range(0, len(back), 64_000):  # piece by piece, as features come
+        end = min(start + 64_000, len(back))
+        transport.read(slab.region, [(start, memoryview(back)[start:end])])
+    assert back == slab.buffer[: len(back)]
     resident = 0
     for part in Path("/proc/self/smaps").read_text().split("VmFlags:"):
         if f"memfd:{slab.region.name}" in part:
             resident += int(part.split("\nRss:")[1].split()[0]) << 10
-    assert nbytes <= resident <= 1.1 * nbytes
+    assert nbytes <= resident <= nbytes + (128 << 10)
     transport.close()
 
 
