@@ -225,7 +225,7 @@ async def test_many_at_once_and_few_are_kept(patient_pool: DecoderPool) -> None:
     pictures = await asyncio.gather(*(decode(patient_pool, one, (400, 300)) for one in data.values()))
     for seed, picture in enumerate(pictures):
         assert picture.tobytes() == noise(seed, (400, 300)).convert("RGB").tobytes()
-    await until(lambda: len(workers(patient_pool)) == 1)
+    await until(lambda: len(workers(patient_pool)) <= 1)
 
 
 async def test_random_ends_leave_the_pool_whole(pool: DecoderPool) -> None:
@@ -242,7 +242,7 @@ async def test_random_ends_leave_the_pool_whole(pool: DecoderPool) -> None:
         results = await asyncio.gather(*tasks, return_exceptions=True)
         assert all(isinstance(r, Image.Image | ServeError | asyncio.CancelledError) for r in results), results
     assert (await decode(pool, good, (120, 90))).size == (120, 90)
-    await until(lambda: len(workers(pool)) == 1)
+    await until(lambda: len(workers(pool)) <= 1)
 
 
 PROGRAM = """
