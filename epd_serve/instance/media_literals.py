@@ -13,14 +13,13 @@ _FIELD = re.compile(r"(image|video|vision|audio)\w*_token_(id|index)")
 
 
 class MediaLiterals:
-    """Finds such spellings in what a request brings, marks them, and tokenises them as the characters they are.
+    """Finds such spellings in what a request brings, and marks them, to be tokenised as the characters they are.
 
     A mark is a character of the private use areas that the request does not have, behind the first character of
     each spelling. Chat templates pass it on like any other.
     """
 
     def __init__(self, tokenizer: Any, config: Any) -> None:
-        self._tokenizer = tokenizer
         added = tokenizer.added_tokens_decoder
         fields = config.to_dict().items()
         ids = {value for name, value in fields if _FIELD.fullmatch(name) and isinstance(value, int)}
@@ -51,9 +50,11 @@ class MediaLiterals:
             return {self.marked(key, mark): self.marked(one, mark) for key, one in value.items()}
         return [self.marked(one, mark) for one in value] if isinstance(value, list) else value
 
-    def encode(self, text: str, mark: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text with marks. What lies between two special tokens is tokenised by itself, as a
-        tokenizer does; where a mark is in it, without special tokens."""
+    def pieces(self, text: str, mark: str) -> Iterator[tuple[str, bool]]:
+        """A text with marks in pieces to tokenise one by one, and whether special tokens are text in each.
+
+        What lies between two special tokens is tokenised by itself, as a tokenizer does.
+        """
         specials = () if self._special is None else self._special.finditer(text)
         pieces: list[str] = []  # such stretches in turn with what goes before and between them
         start = plain_from = 0
@@ -62,10 +63,8 @@ class MediaLiterals:
                 pieces += [text[plain_from:start], text[start:end].replace(mark, "")]
                 plain_from = end
             start = after
-        ids: list[int] = self._tokenizer.encode("", add_special_tokens=add_special_tokens)
         for place, piece in enumerate((*pieces, text[plain_from:])):
-            ids += self._tokenizer.encode(piece, add_special_tokens=False, split_special_tokens=place % 2 == 1)
-        return ids
+            yield piece, place % 2 == 1
 
 
 def _strings(value: Any) -> Iterator[str]:

@@ -19,7 +19,7 @@ from epd_serve.instance.kv_delivery import Deliveries, Delivery
 from epd_serve.instance.prompt import Prompt, PromptProcessor
 from epd_serve.instance.prompt_sequence import sequence_of
 from epd_serve.instance.refusals import Refusals, moved
-from epd_serve.instance.request_processor import S_PER_CHARACTER, RequestProcessor
+from epd_serve.instance.request_processor import S_PER_CHARACTER, RequestProcessor, Wanted
 from epd_serve.metrics.timeline import Timeline
 from epd_serve.protocol import chunks, frames, prompt_calls, prompt_note, wire
 from epd_serve.request import Sequence, SequenceState
@@ -131,6 +131,7 @@ class PrefillService:
         request_id = request.request_id
         if request_id in self._active:
             raise InvalidRequest(f"request {request_id} is being served already", param="request_id")
+        self._prompts.check_size(request)
         self._active.add(request_id)
         self._preparing[request_id] = self._prompts.estimate(request, self._tokens_per_character())
         try:
@@ -141,9 +142,10 @@ class PrefillService:
             )
             features = asyncio.create_task(self._features(request))
             try:
-                prompt, answer = await self._processor.run(
-                    "text", self._prompts.cost_s(request), self._prepare, request
-                )
+                with Wanted() as wanted:
+                    prompt, answer = await self._processor.run(
+                        "text", self._prompts.cost_s(request), self._prepare, request, wanted
+                    )
                 if answer.finished:  # the client lacks nothing but the end
                     reply = self._ended(request, answer)
                 elif request.decode_url is None:
@@ -160,7 +162,10 @@ class PrefillService:
 
     async def tokenize(self, request: prompt_calls.TokenizeRequest) -> prompt_calls.TokenizeReply:
         """The tokens of a chat or prompt. Raises InvalidRequest as :meth:`prefill` would."""
-        return await self._processor.run("text", self._prompts.cost_s(request), self._prompts.tokenize, request)
+        self._prompts.check_size(request)
+        cost_s = self._prompts.cost_s(request)
+        with Wanted() as wanted:
+            return await self._processor.run("text", cost_s, self._prompts.tokenize, request, wanted.check)
 
     async def detokenize(self, request: prompt_calls.DetokenizeRequest) -> prompt_calls.DetokenizeReply:
         """The text of tokens. Raises InvalidRequest for those that are none."""
@@ -169,9 +174,9 @@ class PrefillService:
             await self._processor.run("text", cost_s, self._prompts.detokenize, request.tokens)
         )
 
-    def _prepare(self, request: wire.PrefillRequest) -> tuple[Prompt, Answer]:
+    def _prepare(self, request: wire.PrefillRequest, wanted: Wanted) -> tuple[Prompt, Answer]:
         """The prompt, and the answer as far as the client has it. Runs on a thread."""
-        prompt = self._prompts.process(request)
+        prompt = self._prompts.process(request, wanted.check)
         if request.generated and request.sampling.n > 1:
             raise InvalidRequest("an answer of several choices cannot go on from its middle", param="generated")
         answer = Answer(self._prompts.vocabulary, request.output, prompt.sampling, prompt.ids)

@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 
 from epd_serve.cache.hashing import hash_blocks
 from epd_serve.errors import InvalidRequest
+from epd_serve.instance.bounded_tokenizer import PIECE_CHARACTERS, BoundedTokenizer
 from epd_serve.instance.chat_template import ChatTemplate
 from epd_serve.instance.media_literals import MediaLiterals
 from epd_serve.instance.request_processor import S_PER_CHARACTER
@@ -23,6 +24,11 @@ from epd_serve.protocol.prompt_calls import TokenizeReply, TokenizeRequest
 from epd_serve.protocol.wire import MediaRef, PrefillRequest
 from epd_serve.types import MediaSpan, SamplingParams
 from epd_serve.worker.grammar import Grammars, MatcherConstraint
+
+#: Tokens that a question about a text's tokens may have, where the context holds fewer.
+MAX_COUNTED_TOKENS = 1 << 17
+#: Of a stop string, and of a word that is not to appear.
+_MAX_WORD_CHARACTERS = 4096
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,6 +84,7 @@ class PromptProcessor:
         self.vocabulary = Vocabulary(self.tokenizer)
         self._generation = generation or GenerationConfig()
         self.grammars = Grammars(self.tokenizer, self._generation.eos_token_ids)
+        self._texts = BoundedTokenizer(self.tokenizer)
         self._literals = MediaLiterals(self.tokenizer, family.config)
         self._template = ChatTemplate(self.tokenizer, path, self._literals)
         self._family = family
@@ -97,9 +104,29 @@ class PromptProcessor:
         media = sum(self._family.num_image_tokens((item.width, item.height)) for item in request.items)
         return media + round(_num_characters(request) * tokens_per_character)
 
-    def process(self, request: PrefillRequest) -> Prompt:
-        """Raises InvalidRequest for what the template, the context length or the vocabulary refuses."""
-        ids, spans = self._encode(request)
+    def check_size(self, request: PrefillRequest | TokenizeRequest) -> None:
+        """Raises InvalidRequest for a prompt that is too long whatever it says. It takes no time."""
+        max_tokens = self._max_prompt_tokens(request)
+        if isinstance(request.prompt, list):
+            if request.prompting.truncate is None and len(request.prompt) > max(max_tokens, MAX_COUNTED_TOKENS):
+                raise _too_long(f"{len(request.prompt)}", max_tokens, "prompt")
+        elif request.prompting.truncate is None:
+            self._texts.check_length(_num_characters(request), max_tokens, _param(request))
+
+    def _max_prompt_tokens(self, request: PrefillRequest | TokenizeRequest) -> int:
+        """Of the text alone; a question about a text's tokens may have more than fit."""
+        if isinstance(request, TokenizeRequest):
+            return max(self.max_model_len, MAX_COUNTED_TOKENS)
+        return min(self.max_model_len, request.max_model_len or self.max_model_len)
+
+    def process(self, request: PrefillRequest, check: Callable[[], None] = lambda: None) -> Prompt:
+        """Raises InvalidRequest for what the template, the context length or the vocabulary refuses.
+
+        Args:
+            check: called now and then; what it raises ends the work.
+        """
+        self.check_size(request)
+        ids, spans = self._encode(request, check)
         if not ids:
             raise InvalidRequest("the prompt is empty; it needs one token at least", param="prompt")
         if not isinstance(request.prompt, list):
@@ -122,42 +149,80 @@ class PromptProcessor:
             constraint=None if sampling.grammar is None else self.grammars.constraint(sampling.grammar),
         )
 
-    def tokenize(self, request: TokenizeRequest) -> TokenizeReply:
+    def tokenize(self, request: TokenizeRequest, check: Callable[[], None] = lambda: None) -> TokenizeReply:
         """The tokens that :meth:`process` would make of the same request."""
-        ids, _ = self._encode(request)
+        self.check_size(request)
+        ids, _ = self._encode(request, check)
         texts = self.tokenizer.convert_ids_to_tokens(ids) if request.with_texts else None
         return TokenizeReply(tokens=ids, texts=texts)
 
     def detokenize(self, ids: list[int]) -> str:
-        """Text of tokens. Raises InvalidRequest for those that are none."""
+        """Text of tokens. Raises InvalidRequest for those that are none, and for too many."""
+        if len(ids) > (most := max(self.max_model_len, MAX_COUNTED_TOKENS)):
+            raise InvalidRequest(f"tokens: {len(ids)} are too many; at most {most} are taken", param="tokens")
         text: str = self.tokenizer.decode(self._check_ids(ids, "tokens"), skip_special_tokens=False)
         return text
 
-    def _encode(self, request: PrefillRequest | TokenizeRequest) -> tuple[list[int], tuple[MediaSpan, ...]]:
+    def _encode(
+        self, request: PrefillRequest | TokenizeRequest, check: Callable[[], None]
+    ) -> tuple[list[int], tuple[MediaSpan, ...]]:
         options = request.prompting
-        ids: list[int]
         if request.messages is not None:
             text, mark = self._template.render(request.messages, options)
-            with_special = bool(options.add_special_tokens)
-            if mark:
-                ids = self._literals.encode(text, mark, add_special_tokens=with_special)
-            else:
-                ids = self.tokenizer.encode(text, add_special_tokens=with_special)
+            ids = self._read(request, text, mark, with_special=bool(options.add_special_tokens), check=check)
         elif isinstance(request.prompt, str):
-            ids = self.tokenizer.encode(request.prompt, add_special_tokens=options.add_special_tokens is not False)
+            with_special = options.add_special_tokens is not False
+            ids = self._read(request, request.prompt, "", with_special=with_special, check=check)
         else:
             ids = self._check_ids(request.prompt or [], "prompt")
         if options.truncate is not None:
             ids = ids[-options.truncate :]
         return self._expand(ids, request.items)
 
+    def _read(
+        self,
+        request: PrefillRequest | TokenizeRequest,
+        text: str,
+        mark: str,
+        *,
+        with_special: bool,
+        check: Callable[[], None],
+    ) -> list[int]:
+        """The tokens of a text, or the last that ``truncate`` asks for. Raises InvalidRequest for too many."""
+        truncate, max_tokens = request.prompting.truncate, self._max_prompt_tokens(request)
+        if truncate is not None and not mark:
+            return self._texts.last(text, truncate, add_special_tokens=with_special, check=check)
+        if truncate is not None:
+            max_tokens = max(max_tokens, MAX_COUNTED_TOKENS)
+        self._texts.check_length(len(text), max_tokens, _param(request))
+        if mark:
+            ids = self._texts.encode("", add_special_tokens=with_special, max_tokens=max_tokens)
+            for piece, is_plain in self._literals.pieces(text, mark):
+                ids += self._texts.encode(
+                    piece,
+                    add_special_tokens=False,
+                    split_special_tokens=is_plain,
+                    max_tokens=max_tokens - len(ids),
+                    check=check,
+                )
+                if len(ids) > max_tokens:
+                    break
+        else:
+            ids = self._texts.encode(text, add_special_tokens=with_special, max_tokens=max_tokens, check=check)
+        if len(ids) > max_tokens and len(text) > PIECE_CHARACTERS:  # there may be more of them
+            raise _too_long(f"more than {max_tokens}", max_tokens, _param(request))
+        return ids
+
     def _complete(self, sampling: SamplingParams) -> SamplingParams:
         """The same with what the tokenizer decides: the spelling of bad words, the end of a structured answer."""
         self._check_ids(list(sampling.logit_bias), "logit_bias")
         self._check_ids(list(sampling.allowed_token_ids), "allowed_token_ids")
+        for name, words in (("stop", sampling.stop), ("bad_words", sampling.bad_words)):
+            if any(len(word) > _MAX_WORD_CHARACTERS for word in words):
+                raise InvalidRequest(f"{name}: a text has at most {_MAX_WORD_CHARACTERS} characters", param=name)
         if sampling.bad_words:
             spellings = {
-                tuple(self.tokenizer.encode(spelt, add_special_tokens=False))
+                tuple(self._texts.encode(spelt, add_special_tokens=False, max_tokens=_MAX_WORD_CHARACTERS))
                 for word in sampling.bad_words
                 for spelt in (word, " " + word.lstrip())
             }
@@ -202,9 +267,23 @@ class PromptProcessor:
         return expanded, tuple(spans)
 
 
+def _too_long(found: str, max_tokens: int, param: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"the prompt has {found} tokens, and {max_tokens} is the most it may have; shorten it",
+        param=param,
+        code="context_length_exceeded",
+    )
+
+
+def _param(request: PrefillRequest | TokenizeRequest) -> str:
+    return "prompt" if request.messages is None else "messages"
+
+
 def _num_characters(request: PrefillRequest | TokenizeRequest) -> int:
-    texts = [part.text for message in request.messages or () for part in message.content]
-    return sum(map(len, (*texts, request.prompt or "")))
+    messages, options = request.messages or (), request.prompting
+    texts = [part.text for message in messages for part in message.content]
+    calls = [call.arguments for message in messages for call in message.tool_calls]
+    return sum(map(len, (*texts, *calls, options.tools, options.template_kwargs, request.prompt or "")))
 
 
 def _max_tokens(num_prompt_tokens: int, asked: int | None, max_model_len: int) -> int:

@@ -7,10 +7,10 @@ import heapq
 import os
 import time
 from collections.abc import AsyncGenerator, Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Literal, ParamSpec, TypeVar
+from typing import Literal, ParamSpec, Self, TypeVar
 
 from epd_serve.turns import Turns
 
@@ -42,6 +42,26 @@ class Preparation:
     queued_at: float
     started_at: float
     ended_at: float
+
+
+class Wanted:
+    """Whether somebody still waits for the result of a block's work, for a thread to look at."""
+
+    __slots__ = ("_is_over",)
+
+    def __init__(self) -> None:
+        self._is_over = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over = True
+
+    def check(self) -> None:
+        """Raises CancelledError once nobody does."""
+        if self._is_over:
+            raise CancelledError
 
 
 class RequestProcessor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -114,3 +115,44 @@ async def test_a_request_of_many_such_pictures_is_no_worse(deployment: LocalDepl
     async with asyncio.timeout(60):
         while len(decoders(e0)) > 3:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
+
+
+def peak_bytes(pid: int) -> int:
+    """Of its memory, since :func:`forget_peak`."""
+    [line] = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmHWM")]
+    return int(line.split()[1]) * 1024
+
+
+def forget_peak(pid: int) -> None:
+    Path(f"/proc/{pid}/clear_refs").write_text("5")
+
+
+LONG = "a" * 40_000_000
+TOOL = {"type": "function", "function": {"name": "f", "description": LONG, "parameters": {"type": "object"}}}
+LONG_REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "a chat": ("/v1/chat/completions", chat(LONG)),
+    "a prompt": ("/v1/completions", {"model": "demo", "prompt": LONG}),
+    "several prompts": ("/v1/completions", {"model": "demo", "prompt": [LONG[: len(LONG) // 4]] * 4}),
+    "a tool": ("/v1/chat/completions", chat("Hi") | {"tools": [TOOL]}),
+    "responses": ("/v1/responses", {"model": "demo", "input": LONG}),
+    "a question": ("/tokenize", {"model": "demo", "prompt": LONG}),
+}
+
+
+@pytest.mark.parametrize("name", LONG_REQUESTS)
+async def test_a_prompt_of_megabytes_is_refused_unread(deployment: LocalDeployment, name: str) -> None:
+    path, body = LONG_REQUESTS[name]
+    data = json.dumps(body).encode()
+    p0 = deployment.instances["p0"].pid
+    forget_peak(p0)
+    before, spent_s = peak_bytes(p0), cpu_s(p0)
+    async with httpx.AsyncClient(base_url=deployment.gateway_url, timeout=150) as client:
+        hostile, others = await answers_beside(
+            client, lambda: chat("Count to 9.", max_tokens=3), client.post(path, content=data)
+        )
+        error = hostile.json()["error"]
+        assert hostile.status_code == 400 and error["code"] == "context_length_exceeded", error
+        assert "characters; the context holds" in error["message"]
+        assert [other.status_code for other in others] == [200] * len(others)
+    assert peak_bytes(p0) - before < 4 * len(data) + (256 << 20)
+    assert cpu_s(p0) - spent_s < 10, "40 MB take a minute to tokenise"

@@ -72,7 +72,9 @@ class Prompts:
         def bytes_of(token_id: int) -> bytes:
             return b"x"
 
-    def process(self, request: wire.PrefillRequest) -> Prompt:
+    def check_size(self, request: wire.PrefillRequest) -> None: ...
+
+    def process(self, request: wire.PrefillRequest, check: Callable[[], None]) -> Prompt:
         assert self.go_on.wait(60)
         return Prompt(
             ids=[1, 2, 3],
@@ -148,6 +150,34 @@ def request(items: list[wire.MediaRef] | None = None, decode_url: str | None = "
         prompt="x",
         decode_url=decode_url,
     )
+
+
+class LongPrompts(Prompts):
+    """Go on until nobody waits any more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.began, self.ended = threading.Event(), threading.Event()
+
+    def process(self, request: wire.PrefillRequest, check: Callable[[], None]) -> Prompt:
+        self.began.set()
+        try:
+            while True:
+                check()
+                time.sleep(0.001)
+        finally:
+            self.ended.set()
+
+
+async def test_a_prompt_whose_client_has_gone_is_not_read_on() -> None:
+    bench = Bench(Peers())
+    bench.service._prompts = prompts = LongPrompts()  # type: ignore[assignment]
+    working = asyncio.create_task(bench.service.prefill(request()))
+    assert await asyncio.to_thread(prompts.began.wait, 60)
+    working.cancel()
+    await asyncio.gather(working, return_exceptions=True)
+    assert await asyncio.to_thread(prompts.ended.wait, 60)
+    await bench.close()
 
 
 async def test_a_lease_that_is_not_renewed_fails_the_request() -> None:
