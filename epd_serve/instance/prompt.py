@@ -269,7 +269,7 @@ class PromptProcessor:
 
 def _too_long(found: str, max_tokens: int, param: str) -> InvalidRequest:
     return InvalidRequest(
-        f"the prompt has {found} tokens, and {max_tokens} is the most it may have; shorten it",
+        f"the prompt has {found} tokens, and the context holds {max_tokens}; shorten it",
         param=param,
         code="context_length_exceeded",
     )

@@ -67,7 +67,8 @@ async def pool() -> AsyncIterator[DecoderPool]:
 
 
 @pytest.fixture
-async def patient_pool() -> AsyncIterator[DecoderPool]:
+async def patient_pool(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[DecoderPool]:
+    monkeypatch.setattr(decoder_pool, "_FAIR_S", 60.0)  # a worker that gives way ends after its picture
     pool = DecoderPool(1, cpu_s=60.0, limits=LIMITS)
     yield pool
     pool.close()
@@ -123,10 +124,7 @@ async def test_a_picture_that_takes_too_long_is_refused_and_the_next_one_is_deco
     assert spent_s < 1.5, "the process, a good picture twice, and 0.3 s"
 
 
-async def test_a_picture_that_is_broken_keeps_its_worker(
-    patient_pool: DecoderPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(decoder_pool, "_FAIR_S", 60.0)  # else one that gives way ends after its picture
+async def test_a_picture_that_is_broken_keeps_its_worker(patient_pool: DecoderPool) -> None:
     good = saved(noise(1), "PNG")
     await decode(patient_pool, good, (120, 90))
     [worker] = workers(patient_pool)
