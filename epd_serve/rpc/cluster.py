@@ -129,7 +129,7 @@ class ClusterLinks:
         self._own_address = own_address
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] != "http" or (scope["path"] != HELLO and is_proved(scope)):
             await self._app(scope, receive, send)
             return
         headers = scope["headers"]

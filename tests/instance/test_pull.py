@@ -101,9 +101,14 @@ class Memory:
     def stage(self, layers: range, blocks: Sequence[int]) -> None: ...
 
 
-class Tokenizer:
+class Vocabulary:
+    special_ids: frozenset[int] = frozenset()
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         return "x" * len(token_ids)
+
+    def bytes_of(self, token_id: int) -> bytes:
+        return b"x"
 
 
 class Transport:
@@ -143,7 +148,7 @@ class Peers:
 class Bench:
     def __init__(self) -> None:
         self.engine, self.memory, self.transport, self.peers = Engine(), Memory(), Transport(), Peers()
-        parts: list[Any] = [self.engine, self.memory, Tokenizer(), LAYOUT]
+        parts: list[Any] = [self.engine, self.memory, Vocabulary(), LAYOUT]
         others: dict[str, Any] = {"transport": self.transport, "peers": self.peers}
         self.decode = DecodeService(
             *parts, **others, orphan_s=10, queue_timeout_s=60, listen=lambda request_id, feed: None
