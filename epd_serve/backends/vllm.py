@@ -39,7 +39,7 @@ from epd_serve.protocol.engine_notices import WITH_PIXELS, FeatureWithdrawn, KVU
 #: Figures of an instance that had nothing to do, and got nothing from here since, may be so old ...
 _IDLE_FIGURES_S = 5.0
 #: ... and so old the last sign of life of such a one.
-_IDLE_SIGN_S = 2.0
+_IDLE_SIGN_S = 4.0
 
 
 @dataclass(eq=False)
@@ -176,6 +176,7 @@ class VllmInstance(VllmServer):
         try:
             async with asyncio.timeout(timeout_s):
                 await self.get("/health")
+                self._heard_at = asyncio.get_running_loop().time()
                 if doubted:
                     trial = self.trial(self._model or await self.model_name())
                     await trial.ask()
