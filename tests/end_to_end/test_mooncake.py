@@ -47,7 +47,10 @@ class Service:
         async with httpx.AsyncClient(base_url=self.deployment.gateway_url, timeout=150) as client:
             answer = await client.post("/v1/chat/completions", json=body)
         assert answer.status_code == 200, answer.text
-        tokens = [token["token"] for token in answer.json()["choices"][0]["logprobs"]["content"]]
+        tokens = [
+            bytes(token["bytes"]).decode(errors="replace")
+            for token in answer.json()["choices"][0]["logprobs"]["content"]
+        ]
         assert tokens == [self._reference.tokenizer.decode([i]) for i in expected]
 
     async def check_books(self) -> None:

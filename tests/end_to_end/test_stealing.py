@@ -42,11 +42,18 @@ async def ask(client: httpx.AsyncClient, body: dict[str, object]) -> list[str]:
     answer = await client.post("/v1/chat/completions", json=body)
     assert answer.status_code == 200, answer.text
     if not body["stream"]:
-        return [token["token"] for token in answer.json()["choices"][0]["logprobs"]["content"]]
+        return [
+            bytes(token["bytes"]).decode(errors="replace")
+            for token in answer.json()["choices"][0]["logprobs"]["content"]
+        ]
     events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
     assert events[-1] == "[DONE]"
     choices = [json.loads(event)["choices"][0] for event in events[:-1]]
-    return [token["token"] for choice in choices for token in (choice["logprobs"] or {"content": []})["content"]]
+    return [
+        bytes(token["bytes"]).decode(errors="replace")
+        for choice in choices
+        for token in (choice["logprobs"] or {"content": []})["content"]
+    ]
 
 
 async def stolen(url: str) -> float:

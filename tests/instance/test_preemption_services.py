@@ -54,7 +54,7 @@ async def ask(prefill: Instance, decode: Instance, name: str, text: str, images:
     reply = decoding.result()
     reply.on_close()
     choice = json.loads(reply.body)["choices"][0]
-    return [token["token"] for token in choice["logprobs"]["content"]]
+    return [bytes(token["bytes"]).decode(errors="replace") for token in choice["logprobs"]["content"]]
 
 
 @pytest.mark.parametrize("kv_mode", ["grouped", "pull"])

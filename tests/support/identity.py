@@ -123,7 +123,7 @@ async def _whole(client: httpx.AsyncClient, body: dict[str, Any]) -> list[str]:
     answer = await client.post("/v1/chat/completions", json=body)
     assert answer.status_code == 200, answer.text
     choice = answer.json()["choices"][0]
-    return [token["token"] for token in choice["logprobs"]["content"]]
+    return [bytes(token["bytes"]).decode(errors="replace") for token in choice["logprobs"]["content"]]
 
 
 async def _stream(client: httpx.AsyncClient, body: dict[str, Any]) -> list[str]:
@@ -134,5 +134,5 @@ async def _stream(client: httpx.AsyncClient, body: dict[str, Any]) -> list[str]:
     assert lines[-1] == "data: [DONE]"
     for line in lines[:-1]:
         choice = json.loads(line.removeprefix("data: "))["choices"][0]
-        tokens += [token["token"] for token in choice["logprobs"]["content"]]
+        tokens += [bytes(token["bytes"]).decode(errors="replace") for token in choice["logprobs"]["content"]]
     return tokens
