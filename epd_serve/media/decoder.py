@@ -33,8 +33,8 @@ CHANNELS = 3
 #: Memory for a picture's decoder: coefficients, frames, copies in other modes; and for what has no pixels.
 _BYTES_PER_PIXEL = 32
 _ROOM_BYTES = 64 * 1024**2
-#: Pixels are copied out in rows of so many at a time, so that no second copy of a large picture is made.
-_STRIP_PIXELS = 1 << 22
+#: Pixels are copied out so many at a time, through memory that the process has already.
+_STRIP_PIXELS = 1 << 15
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
