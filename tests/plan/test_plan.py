@@ -58,19 +58,23 @@ def test_a_rate_that_is_reported_lasts(line: str) -> None:
     lasts(npus(3, SHAREGPT_4O, Goal(ttft_s=2.0, tpot_s=0.05)), Candidate(line=line, pools=((0, 3),)))
 
 
+CASES = {
+    "3 of sharegpt": (3, SHAREGPT_4O, Goal(ttft_s=2.0, tpot_s=0.05)),
+    "4 of web": (4, VISUAL_WEB_INSTRUCT, Goal(ttft_s=1.0, tpot_s=0.05)),
+    "2 of text": (2, TEXT, Goal(ttft_s=2.0, tpot_s=0.05)),
+    "8 of sharegpt": (8, SHAREGPT_4O, Goal(ttft_s=2.0, tpot_s=0.08)),
+}
+
+
 @pytest.mark.slow
-def test_twenty_plans_last() -> None:
-    cases = (
-        (3, SHAREGPT_4O, Goal(ttft_s=2.0, tpot_s=0.05)),
-        (4, VISUAL_WEB_INSTRUCT, Goal(ttft_s=1.0, tpot_s=0.05)),
-        (2, TEXT, Goal(ttft_s=2.0, tpot_s=0.05)),
-        (8, SHAREGPT_4O, Goal(ttft_s=2.0, tpot_s=0.08)),
-    )
-    for count, shape, goal in cases:
-        judge = npus(count, shape, goal)
-        plans = list(candidates(judge.fleet))
-        for plan in plans[:: max(len(plans) // 5, 1)][:5]:
-            lasts(judge, plan)
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("number", range(5))
+def test_twenty_plans_last(case: str, number: int) -> None:
+    count, shape, goal = CASES[case]
+    judge = npus(count, shape, goal)
+    plans = list(candidates(judge.fleet))
+    lasts(judge, plans[number * len(plans) // 5])
 
 
 def job_of(number: int, sent_s: float, finish_s: float | None) -> Job:
