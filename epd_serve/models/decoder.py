@@ -161,7 +161,10 @@ class Decoder:
         biases = None
         if mlp.gate_proj.bias is not None:
             biases = (mlp.gate_proj.bias[rows].to(self._device), mlp.up_proj.bias[rows].to(self._device))
-        inner = gated_linear(gate, up, self._ops.swiglu, biases, fused(mlp.act_fn.to(self._device)))
+        activation = fused(mlp.act_fn)
+        if not isinstance(activation, str):
+            activation = activation.to(self._device)  # some have weights
+        inner = gated_linear(gate, up, self._ops.swiglu, biases, activation)
         down = self._row_parallel(mlp.down_proj, rows)
         return lambda hidden: down(inner(hidden))
 
