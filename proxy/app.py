@@ -43,6 +43,7 @@ from proxy.observer import new_observer
 from proxy.openapi import openapi_router
 from proxy.operations import operations_router
 from proxy.orders import Departures, Hold, orders_router, running_orders, show_ready
+from proxy.pairs import Pairs
 from proxy.poller import Poller
 from proxy.redeploy import Redeployer, tokens_per_pixel
 from proxy.resident import give_back
@@ -92,6 +93,7 @@ def create_app(
         observer.on_finish = redeployer.put
     poller = Poller(table, calls, settings.poll_interval_s, settings.startup_wait_s)
     health = Health(table, calls, settings.health)
+    poller.on_silent, poller.on_gone = health.probe_now, health.losses.report
     stealing = StealQueue(table, settings.stealing, on_move=metrics.requests_stolen.inc)
     generator = Generator(
         Instances(
@@ -102,6 +104,7 @@ def create_app(
             metrics=metrics,
             encode_timeout_s=settings.encode_timeout_s,
             health=health,
+            pairs=Pairs(),
             failover=settings.failover,
             stealing=stealing,
             trace=trace,

@@ -14,6 +14,7 @@ from epd_serve.errors import (
     DRAINING,
     KV_HELD,
     NO_ROOM,
+    PEER_UNREACHABLE,
     PREPARATION_FULL,
     REQUEST_ENDED,
     InstanceFailed,
@@ -65,7 +66,8 @@ class Attempt:
     """Async context: entering sends everything, leaving closes what is still open, which cancels its work.
 
     ``generated`` are output tokens that the client has already; ``held`` is where their KV and the prompt's lie.
-    ``suspects`` are the instances to which the request should not be sent again after a failure.
+    ``suspects`` are the instances to which the request should not be sent again after a failure; ``is_cut`` says
+    that none of them has failed, but P cannot reach D.
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class Attempt:
         self._prefill: _Call
         self._decode: _Call | None = None
         self.suspects: set[str] = set()
+        self.is_cut = False
         self.trail = job.trail
 
     async def __aenter__(self) -> Self:
@@ -268,6 +271,18 @@ class Attempt:
         """Which of the two a request must not go to again, where ``name`` broke off its answer."""
         return self._route.decode.name if failure.code == DECODE_DRAINING else name
 
+    def said(self, name: str, failure: ServeError) -> None:
+        """An instance has said why it breaks off its answer."""
+        if not self._cut(failure):
+            self.suspects.add(self.leaver(name, failure))
+
+    def _cut(self, failure: ServeError) -> bool:
+        """Whether the failure is of the two together."""
+        self.is_cut = failure.code == PEER_UNREACHABLE
+        if self.is_cut:
+            self._instances.pairs.failed(self._route.prefill, self._route.decode)
+        return self.is_cut
+
     def held_after(self, failure: ServeError) -> HeldKV | None:
         """The answer's KV, where the instance that decoded it has kept it."""
         return HeldKV(self._route.decode, self._id) if failure.code == KV_HELD else None
@@ -301,7 +316,8 @@ class Attempt:
             self.lost(call.record)
             raise
         except ServeError as error:
-            self.suspects.add(self._blamed(call, error).name)
+            if not self._cut(error):
+                self.suspects.add(self._blamed(call, error).name)
             raise
 
     def _blamed(self, call: _Call, error: ServeError) -> InstanceRecord:
@@ -333,12 +349,16 @@ class Attempt:
                 traceparent=self.trail.traceparent(hop),
             )
             try:
-                with instances.table.encoding(encoder, ref, self._id) as encoding:
+                with (
+                    instances.table.encoding(encoder, ref, self._id) as encoding,
+                    instances.health.losses.unless_lost(self._job.loop, (encoder.name,)),
+                ):
                     with TimeLimit(self._job.loop, None if encoder is prefill else patience_s, TimeoutError()):
                         reply = await self._calls(encoder).encode(request, trace_id=self._job.trace_id)
                     encoding.was_cached = reply.cached
                 hop.end(STORED if reply.cached else ENCODED if encoder.covers(Stage.ENCODE) else RECOMPUTED)
                 instances.health.ended((encoder.name,))
+                instances.pairs.worked(encoder, prefill)
                 return
             except InvalidRequest as error:
                 error.param = error.param or item.param
@@ -354,7 +374,9 @@ class Attempt:
                 failure = error
             hop.fail()
             tried.add(encoder.name)
-            if not isinstance(failure, Unavailable):
+            if failure.code == PEER_UNREACHABLE:
+                instances.pairs.failed(encoder, prefill)
+            elif not isinstance(failure, Unavailable):
                 instances.health.ended((encoder.name,), (encoder.name,))
             if num_stalled < _MAX_STALLED:
                 choice = instances.policy.choose_encoders(instances.table, prefill, [ref], exclude=tried)

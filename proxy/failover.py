@@ -11,7 +11,7 @@ from typing import Self
 from epd_serve.backends.base import InstanceLost
 from epd_serve.errors import DECODE_DRAINING, DRAINING, KV_HELD, Overloaded, ServeError, Unavailable
 from epd_serve.routing.policy import ANY, Demand, Policy, Route
-from epd_serve.routing.table import InstanceTable
+from epd_serve.routing.table import InstanceRecord, InstanceTable
 from epd_serve.types import Stage
 from proxy.interruption import Interruption
 
@@ -24,7 +24,8 @@ class Failover:
 
     Attributes:
         max_attempts: of one request, or of each of its choices, the first included.
-        wait_s: how long a request that lost its instance waits for one to be started again where no other is left.
+        wait_s: how long a request waits for an instance to come where none is left for a stage: from when it lost
+            its own, or from when there was the last one.
     """
 
     max_attempts: int = 5
@@ -39,12 +40,17 @@ class InstanceStalled(InstanceLost):
         self.name = name
 
 
+#: A record, its process, its role and its returns until then.
+_Life = tuple[InstanceRecord, int, int, int]
+
+
 class Suspects:
-    """Instances that failed a request: it avoids them, until they are other processes, or have another role."""
+    """Instances that failed a request: it avoids them, until they are other processes, have another role, or come
+    back after an absence."""
 
     def __init__(self, table: InstanceTable) -> None:
         self._table = table
-        self._lives: dict[str, tuple[int, int] | None] = {}
+        self._lives: dict[str, _Life | None] = {}
 
     def add(self, names: Collection[str]) -> None:
         self._lives.update((name, self._life(name)) for name in names)
@@ -52,9 +58,11 @@ class Suspects:
     def names(self) -> set[str]:
         return {name for name, life in self._lives.items() if self._life(name) == life}
 
-    def _life(self, name: str) -> tuple[int, int] | None:
+    def _life(self, name: str) -> _Life | None:
         record = self._table.get(name)
-        return None if record is None or record.info is None else (record.info.pid, record.info.epoch)
+        if record is None or record.info is None:
+            return None
+        return record, record.info.pid, record.info.epoch, record.num_returns
 
 
 @dataclass(slots=True)
@@ -94,17 +102,23 @@ async def substitute(
     failure: ServeError,
     wait_s: float,
     demand: Demand = ANY,
+    *,
+    is_expected: bool = False,
 ) -> Route:
-    """Other instances than those that failed; waits where they are being started. Raises ``failure`` then."""
+    """Other instances than those that failed; waits where they are being started, or cannot reach each other, or
+    where others are expected. Raises ``failure`` then."""
     deadline = asyncio.get_running_loop().time() + wait_s
     while True:
         exclude = suspects.names()
         try:
-            return policy.choose_route(table, model, exclude=exclude, demand=demand)
+            route = policy.choose_route(table, model, exclude=exclude, demand=demand)
+            if not route.is_cut:
+                return route
+            is_worth_waiting = True
         except Unavailable:
-            late = asyncio.get_running_loop().time() >= deadline
-            if late or not _is_worth_waiting(table, model, exclude):
-                raise failure from None
+            is_worth_waiting = is_expected or _is_worth_waiting(table, model, exclude)
+        if not is_worth_waiting or asyncio.get_running_loop().time() >= deadline:
+            raise failure from None
         await asyncio.sleep(_LOOK_AGAIN_S)
 
 

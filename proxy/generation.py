@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import replace
 from itertools import count
 from typing import TypeVar
 
-from epd_serve.backends.base import Answer, InstanceLost
-from epd_serve.errors import InstanceFailed, ServeError, Unavailable
+from epd_serve.backends.base import Answer, InstanceLost, InstanceUnreachable
+from epd_serve.errors import InstanceFailed, ServeError, Unavailable, error_from_response
 from epd_serve.protocol.frames import FrameError
 from epd_serve.routing.policy import Demand, Route
 from proxy.attempt import Attempt
@@ -129,7 +130,7 @@ class Generator:
         instances = self._instances
         demand = await demand_of(job, instances)
         if tried.failure is None:
-            route = self._first_route(job.model, demand)
+            route = await self._first_route(job.model, demand)
         else:
             route = await self._next_route(job.model, tried.suspects, tried.failure, demand)
         num_before, before = tried.num_attempts, job.generated
@@ -143,6 +144,7 @@ class Generator:
                     async with attempt:
                         result = await use(attempt)
                 instances.health.ended(names)
+                instances.pairs.worked(route.prefill, route.decode)
                 return result
             except Moved:
                 instances.health.ended(names)
@@ -156,7 +158,7 @@ class Generator:
                 planned = is_planned(failure)
                 innocent = planned or attempt.is_moving or isinstance(failure, Unavailable)
                 instances.health.ended(names, () if innocent else attempt.suspects)
-                if not may_help(failure) or not attempt.suspects & names:
+                if not may_help(failure) or not (attempt.suspects & names or attempt.is_cut):
                     raise
                 num_planned += planned or attempt.is_moving
                 is_stolen = claim is not None and claim.thief is not None
@@ -165,7 +167,7 @@ class Generator:
                 if planned:  # for as long as it says so itself
                     for name in attempt.suspects:
                         instances.table.mark_lost(name)
-                else:
+                elif not isinstance(failure, InstanceUnreachable):  # which may be here again the next moment
                     tried.suspects.add(attempt.suspects)
                 if not may_go_on() or tried.num_attempts >= instances.failover.max_attempts:
                     raise
@@ -177,7 +179,22 @@ class Generator:
             (instances.metrics.request_continuations if continued else instances.metrics.request_retries).inc()
         raise AssertionError("count() has no end")
 
-    def _first_route(self, model: str, demand: Demand) -> Route:
+    async def _first_route(self, model: str, demand: Demand) -> Route:
+        policy, table = self._instances.policy, self._instances.table
+        try:
+            return self._route_now(model, demand)
+        except Unavailable as failure:
+            if (left_s := self._expected_s()) <= 0:
+                raise
+            nobody = Suspects(table)
+            return await substitute(table, policy, model, nobody, failure, left_s, demand, is_expected=True)
+
+    def _expected_s(self) -> float:
+        """How long what is not here now is expected to come."""
+        complete_at = self._instances.health.was_complete_at
+        return 0.0 if complete_at is None else complete_at + self._instances.failover.wait_s - time.monotonic()
+
+    def _route_now(self, model: str, demand: Demand) -> Route:
         policy, table = self._instances.policy, self._instances.table
         if held_back := self._instances.health.held_back():
             with suppress(Unavailable):
@@ -186,7 +203,8 @@ class Generator:
 
     async def _next_route(self, model: str, suspects: Suspects, failure: ServeError, demand: Demand) -> Route:
         table, policy, wait_s = self._instances.table, self._instances.policy, self._instances.failover.wait_s
-        return await substitute(table, policy, model, suspects, failure, wait_s, demand)
+        is_expected = self._expected_s() > 0
+        return await substitute(table, policy, model, suspects, failure, wait_s, demand, is_expected=is_expected)
 
     def _way_on(
         self, attempt: Attempt, failure: ServeError, route: Route, generated: list[int]
@@ -253,23 +271,27 @@ class Generator:
             raise
         if failure is not None:
             await sink.drain()
-            attempt.suspects.add(attempt.leaver(name, failure))
+            attempt.said(name, failure)
             raise failure
 
     async def _body(self, attempt: Attempt, name: str, answer: Answer) -> bytes:
-        """All of an answer; nothing where decode follows. A connection that breaks means a lost instance."""
+        """All of an answer. Where decode follows there is none, or an error that says why not. A connection that
+        breaks without one means a lost instance."""
         body, room = bytearray(), _most_bytes(attempt)
         try:
             async for chunk in answer.chunks():
-                if answer.decode_follows:
-                    raise InstanceFailed(f"instance {name} answered although decode follows")
                 body += chunk
                 if len(body) > room:
                     attempt.suspects.add(name)
                     raise _too_long(name)
         except InstanceLost:
-            await attempt.broken_off(attempt.record(name))
-            raise
+            if not (body and answer.decode_follows):
+                await attempt.broken_off(attempt.record(name))
+                raise
+        if body and answer.decode_follows:
+            failure = error_from_response(InstanceFailed.status, bytes(body), origin=f"instance {name}")
+            attempt.said(name, failure)
+            raise failure
         return bytes(body)
 
 

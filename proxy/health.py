@@ -50,7 +50,12 @@ class _Watched:
 
 
 class Health:
-    """Keeps ``InstanceRecord.accepting`` true for instances with a closed breaker, neither drained nor held."""
+    """Keeps ``InstanceRecord.accepting`` true for instances with a closed breaker, neither drained nor held.
+
+    Attributes:
+        was_complete_at: when there was an instance for each stage last; None: never. What it lacks since then is
+            expected back, in this instance or another one.
+    """
 
     def __init__(
         self,
@@ -62,6 +67,7 @@ class Health:
         rng: random.Random | None = None,
     ) -> None:
         self.losses = Losses()
+        self.was_complete_at: float | None = None
         self._table = table
         self._calls = calls
         self._settings = settings
@@ -69,6 +75,7 @@ class Health:
         self._rng = rng or random.Random()
         self._watched: dict[str, _Watched] = {}
         self._stood_still_at = -math.inf
+        self._probes: asyncio.TaskGroup | None = None
 
     # ------------------------------------------------------------------ from requests
 
@@ -138,15 +145,36 @@ class Health:
 
     # ------------------------------------------------------------------ probes
 
+    def probe_now(self, name: str) -> None:
+        """There is reason to doubt that the instance computes."""
+        self._of(name).probe_at = 0.0
+
+    def probe_last(self, name: str, calls: StageCalls) -> None:
+        """The instance leaves the table without a word: its requests go on there if it computes."""
+
+        async def probe() -> None:
+            try:
+                await calls.probe(self._settings.probe_timeout_s)
+            except ServeError as error:
+                logger.warning("what instance %s had goes elsewhere: %s", name, error.message)
+                if self._table.get(name) is None:
+                    self.losses.report(name)
+
+        if self._probes is not None:
+            self._probes.create_task(probe())
+
     async def run(self) -> None:
         """Until cancelled."""
         async with asyncio.TaskGroup() as probes:
+            self._probes = probes
             ticked_at = self._clock()
             while True:
                 now = self._clock()
                 if now - ticked_at > _STOOD_STILL_S:
                     self._stood_still_at = now
                 ticked_at = now
+                if not self._table.missing_stages():
+                    self.was_complete_at = now
                 for record in list(self._table):
                     if self._is_due(record):
                         watched = self._of(record.name)

@@ -18,6 +18,7 @@ from epd_serve.types import SamplingParams
 from proxy.failover import Failover, Tried
 from proxy.health import Health
 from proxy.media import MediaItem
+from proxy.pairs import Pairs
 from proxy.poller import Poller
 from proxy.stealing import StealQueue
 from proxy.trail import Trail
@@ -58,6 +59,7 @@ class Instances:
     metrics: GatewayMetrics
     encode_timeout_s: float
     health: Health
+    pairs: Pairs
     failover: Failover
     stealing: StealQueue
     trace: TraceWriter | None = None

@@ -52,14 +52,21 @@ class Leases:
         self._leases: dict[str, _Lease] = {}
         self._looked_at = clock()
 
-    def join(self, name: str, url: str, lease_s: float) -> bool:
-        """Whether it is new; else its lease is renewed.
+    def join(self, name: str, url: str, lease_s: float, *, is_settled: bool = False) -> bool:
+        """Whether it is new; else its lease is renewed. It takes the place of one of its name that does not answer
+        any more, or of any where that is settled elsewhere.
 
         Raises Conflict for a name that the deployment has, or that another instance has joined under.
         """
         lease = self._leases.get(name)
         if lease is not None and lease.url != url:
-            raise Conflict(f"an instance {name} at {lease.url} has joined; take another name, or wait for its end")
+            if self._members.answers(name) and not is_settled:
+                raise Conflict(
+                    f"an instance {name} at {lease.url} has joined; take another name, or wait for its end"
+                )
+            logger.warning("instance %s at %s takes the place of the one at %s", name, url, lease.url)
+            self._end(name)
+            lease = None
         deadline = self._clock() + lease_s
         if lease is not None:
             lease.term_s, lease.deadline = lease_s, deadline
@@ -75,6 +82,11 @@ class Leases:
             raise NoSuchInstance(f"no instance {name[:100]!r} has joined; there are: {joined}", param="name")
         self._members.leave(name)
 
+    def _end(self, name: str) -> None:
+        """It has not said that it leaves."""
+        del self._leases[name]
+        self._members.leave(name, said_so=False)
+
     def expire(self) -> None:
         """Take those out whose lease is over; to be called each ``_TICK_S``."""
         before, now = self._looked_at, self._clock()
@@ -84,7 +96,7 @@ class Leases:
                 lease.deadline = now + lease.term_s
         for name in [name for name, lease in self._leases.items() if lease.deadline <= now]:
             logger.warning("instance %s has not renewed its lease", name)
-            self.leave(name)
+            self._end(name)
 
     async def run(self) -> None:
         """Until cancelled."""

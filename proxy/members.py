@@ -64,9 +64,15 @@ class Members:
             raise InvalidRequest(f"instance {name} cannot join: {error}", param="url") from error
         self._joined[name] = url
 
-    def leave(self, name: str) -> None:
-        """One that has joined is gone."""
+    def answers(self, name: str) -> bool:
+        """Whether an instance that is here is heard of."""
+        return self._table[name].ready
+
+    def leave(self, name: str, *, said_so: bool = True) -> None:
+        """One that has joined is gone; ``said_so``: by its own word, so that what it still has is well there."""
         del self._joined[name]
+        if not said_so:
+            self._health.probe_last(name, self._calls[name])
         self._remove(name)
 
     def _add(self, name: str, url: str) -> None:

@@ -7,11 +7,12 @@ import contextlib
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import Enum, auto
 from functools import partial
 
 import msgspec
 
-from epd_serve.backends.base import InstanceUntrusted, StageCalls
+from epd_serve.backends.base import InstanceUnreachable, InstanceUntrusted, StageCalls
 from epd_serve.errors import InvalidRequest, ServeError
 from epd_serve.routing.table import InstanceTable
 
@@ -38,11 +39,21 @@ class _Silence:
     ticks_left: int = _NUM_TICKS
 
 
+class _Answer(Enum):
+    HERE = auto()
+    NONE = auto()
+    UNREACHABLE = auto()
+
+
 class Poller:
     """Listens to every instance; requests wait for ``startup_wait_s`` while a deployment starts.
 
     An instance is asked what it is, then listened to. Where it makes no reports, or they end, it is asked each
-    ``interval_s``.
+    ``interval_s``. One that falls silent is asked at once, and once more where it cannot be reached.
+
+    Attributes:
+        on_silent: told of an instance that reports nothing any more.
+        on_gone: told of one that cannot be reached: of a host that has lost its power, nothing else says so.
     """
 
     def __init__(
@@ -66,6 +77,8 @@ class Poller:
         self._wake = {name: asyncio.Event() for name in calls}
         self._group: asyncio.TaskGroup | None = None
         self._watching: dict[str, asyncio.Task[None]] = {}
+        self.on_silent: Callable[[str], None] = lambda name: None
+        self.on_gone: Callable[[str], None] = lambda name: None
 
     def report_lost(self, name: str) -> None:
         """A connection to the instance failed: no work for it until it answers again; it is asked at once."""
@@ -112,10 +125,17 @@ class Poller:
                     silence.scope.reschedule(loop.time())
 
     async def _watch(self, name: str) -> None:
-        wake = self._wake[name]
+        wake, num_unreachable = self._wake[name], 0
         while True:
             wake.clear()  # before the question: what is reported during it is asked about again
-            if await self._ask(name) and name not in self._mute:
+            answer = await self._ask(name)
+            num_unreachable = num_unreachable + 1 if answer is _Answer.UNREACHABLE else 0
+            if num_unreachable == 1 and self._table[name].info is not None:
+                continue
+            if num_unreachable == 2:
+                self._table.mark_gone(name)
+                self.on_gone(name)
+            if answer is _Answer.HERE and name not in self._mute:
                 listening = asyncio.create_task(self._listen(name))
                 waking = asyncio.create_task(wake.wait())
                 try:
@@ -123,7 +143,10 @@ class Poller:
                 finally:
                     listening.cancel()
                     waking.cancel()
-                    await asyncio.gather(listening, waking, return_exceptions=True)
+                    ended = await asyncio.gather(listening, waking, return_exceptions=True)
+                if ended[0] is True:
+                    self.on_silent(name)
+                    continue
             if name in self._distrust_s:
                 await asyncio.sleep(self._distrust_s[name])
                 continue
@@ -131,23 +154,23 @@ class Poller:
                 async with asyncio.timeout(self._interval_s):
                     await wake.wait()
 
-    async def _ask(self, name: str) -> bool:
-        """Whether the instance has answered."""
+    async def _ask(self, name: str) -> _Answer:
         contains = self._table.num_calls
         try:
             info = await self._calls[name].info()
         except ServeError as error:
             self._lost(name, error)
-            return False
+            is_gone = isinstance(error, InstanceUnreachable) and not error.is_refused
+            return _Answer.UNREACHABLE if is_gone else _Answer.NONE
         if name in self._distrust_s and name not in self._mute:
             info = msgspec.structs.replace(info, ready=False)  # its reports must say so
         heard = self._heard(name, lambda: self._table.update(name, info, contains=contains))
         if heard and name in self._mute:
             self._distrust_s.pop(name, None)
-        return heard
+        return _Answer.HERE if heard else _Answer.NONE
 
-    async def _listen(self, name: str) -> None:
-        """Until there are no more reports."""
+    async def _listen(self, name: str) -> bool:
+        """Until there are no more reports. Whether the instance has fallen silent."""
         loop, table, calls = asyncio.get_running_loop(), self._table, self._calls[name]
         reports, ask_at = calls.reports(), loop.time() + INFO_INTERVAL_S
         try:
@@ -170,6 +193,7 @@ class Poller:
         except TimeoutError:
             table.mark_stale(name)
             logger.warning("instance %s has not reported for %g s", name, self._stale_s)
+            return True
         except InvalidRequest:
             self._mute.add(name)
         except ServeError as error:
@@ -177,6 +201,7 @@ class Poller:
         finally:
             self._silences.pop(name, None)
             await reports.aclose()
+        return False
 
     def _heard(self, name: str, take_over: Callable[[], None]) -> bool:
         """Whether what the instance said makes sense."""
@@ -188,7 +213,8 @@ class Poller:
             self._lost(name, error)
             return False
         if not self._started.is_set() and (
-            not self._table.missing_stages() or all(one.info is not None for one in self._table)
+            not self._table.missing_stages()
+            or (all(one.info is not None for one in self._table) and not self._table.lacks_roles())
         ):
             self._started.set()
         if record.ready and not was_ready:

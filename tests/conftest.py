@@ -52,7 +52,7 @@ def _own_ports() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def _instances_start_at_once(request: pytest.FixtureRequest) -> Iterator[None]:
     """Where deployments are tested, the engine is loaded for all of them once."""
-    if any("end_to_end" in item.path.parts for item in request.session.items):
+    if any({"end_to_end", "hosts"} & {*item.path.parts} for item in request.session.items):
         with zygote():
             yield
     else:

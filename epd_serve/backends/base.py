@@ -26,6 +26,18 @@ class InstanceUntrusted(InstanceLost):
     """An instance says of itself what none can say, or has not the deployment's key."""
 
 
+class InstanceUnreachable(InstanceLost):
+    """No connection to an instance could be made: it has not seen the call.
+
+    Attributes:
+        is_refused: its host answers, and nobody there.
+    """
+
+    def __init__(self, message: str, *, is_refused: bool = False) -> None:
+        super().__init__(message)
+        self.is_refused = is_refused
+
+
 class Answer(Protocol):
     """A stage's answer whose status line has arrived: OpenAI's JSON or events, to be forwarded unparsed."""
 

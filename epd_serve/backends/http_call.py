@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
-from epd_serve.backends.base import InstanceLost
+from epd_serve.backends.base import InstanceLost, InstanceUnreachable
 from epd_serve.errors import ServeError, error_from_response
 
 if TYPE_CHECKING:
@@ -30,12 +30,21 @@ class HttpCall:
             here once its body is complete (:func:`epd_serve.errors.error_from_response`); a connection that fails
             is InstanceLost.
         headers: of the answer, names in lower case.
+        on_new_connection: whether a kept-alive one will not do, which may be to a host that is gone since.
     """
 
     def __init__(
-        self, pool: HttpPool, method: str, path: str, headers: str = "", body: Sequence[bytes] = ()
+        self,
+        pool: HttpPool,
+        method: str,
+        path: str,
+        headers: str = "",
+        body: Sequence[bytes] = (),
+        *,
+        on_new_connection: bool = False,
     ) -> None:
         self._pool = pool
+        self.on_new_connection = on_new_connection
         self.request = [pool.head(method, path, headers, sum(map(len, body))), *body]
         self.connecting: asyncio.Task[None] | None = None
         self.connection: Connection | None = None
@@ -125,6 +134,10 @@ class HttpCall:
         if self.status:
             return InstanceLost(f"instance {self._pool.name} broke off its answer ({reason})")
         return InstanceLost(f"instance {self._pool.name} at {self._pool.url} is not reachable ({reason})")
+
+    def unreachable(self, error: OSError) -> InstanceLost:
+        is_refused = isinstance(error, ConnectionRefusedError)
+        return InstanceUnreachable(self.lost(str(error)).message, is_refused=is_refused)
 
     # What follows is called by the connection.
 

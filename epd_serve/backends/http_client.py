@@ -13,9 +13,10 @@ from epd_serve.backends.base import InstanceUntrusted
 from epd_serve.backends.http_call import MAX_NOTE_BYTES, HttpCall
 from epd_serve.backends.http_connection import Connection
 from epd_serve.errors import ServeError
+from epd_serve.rpc import sockets
 from epd_serve.rpc.cluster import HELLO, Greeting, NotProved, address_text
 
-CONNECT_TIMEOUT_S = 5.0
+TLS_HANDSHAKE_S = 5.0
 #: Below the keep-alive time of the instances' server (5 s), so that a call never meets a connection that is just
 #: being closed.
 KEEP_ALIVE_S = 3.0
@@ -65,8 +66,8 @@ class HttpPool:
         return text.encode("latin-1")
 
     def send(self, call: HttpCall) -> None:
-        """On an idle connection at once, else on a new one."""
-        connection = self._take_idle()
+        """On an idle connection at once, else on a new one; always on a new one where the call asks for that."""
+        connection = None if call.on_new_connection else self._take_idle()
         if connection is not None:
             connection.begin(call)
         else:
@@ -96,12 +97,20 @@ class HttpPool:
 
     async def _connect(self, call: HttpCall) -> None:
         try:
-            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            connected = await sockets.connect(self._host, self._port)
+            try:
                 _, connection = await self.loop.create_connection(
-                    lambda: Connection(self), self._host, self._port, ssl=self._tls or None
+                    lambda: Connection(self),
+                    sock=connected,
+                    ssl=self._tls or None,
+                    server_hostname=self._host if self._tls else None,
+                    ssl_handshake_timeout=TLS_HANDSHAKE_S if self._tls else None,
                 )
+            except BaseException:
+                connected.close()
+                raise
         except OSError as error:  # TimeoutError is one
-            call.fail(call.lost(str(error) or f"no connection in {CONNECT_TIMEOUT_S:g} s"))
+            call.fail(call.unreachable(error))
             return
         if call.closed:
             connection.abort()

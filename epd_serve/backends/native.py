@@ -91,7 +91,7 @@ class NativeInstance:
         """Raises InstanceLost also for an answer that is no InstanceInfo or takes over INFO_TIMEOUT_S."""
         try:
             async with asyncio.timeout(INFO_TIMEOUT_S):
-                body = await HttpCall(self._pool, "GET", "/info").ask(MAX_NOTE_BYTES)
+                body = await HttpCall(self._pool, "GET", "/info", on_new_connection=True).ask(MAX_NOTE_BYTES)
             return wire.from_json(body, wire.InstanceInfo)
         except TimeoutError as error:
             raise InstanceLost(
@@ -105,7 +105,9 @@ class NativeInstance:
         try:
             async with asyncio.timeout(timeout_s + PROBE_MARGIN_S):
                 body = [wire.encode(wire.ProbeRequest(timeout_s))]
-                await self._call("/probe", body, "probe").ask(MAX_NOTE_BYTES)
+                await _StageCall(
+                    self._pool, "POST", "/probe", f"{_HEADERS}probe\r\n", body, on_new_connection=True
+                ).ask(MAX_NOTE_BYTES)
         except InvalidRequest:
             return
         except TimeoutError as error:

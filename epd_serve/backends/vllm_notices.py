@@ -8,6 +8,7 @@ from contextlib import suppress
 from epd_serve.backends.base import InstanceLost
 from epd_serve.backends.native import NativeConnections
 from epd_serve.protocol.engine_notices import LENGTH, Notice, pack
+from epd_serve.rpc.sockets import connect
 
 _TIMEOUT_S = 5.0
 
@@ -28,7 +29,7 @@ class Notices:
         host, _, port = self._address.rpartition(":")
         try:
             async with asyncio.timeout(_TIMEOUT_S):
-                reader, writer = await asyncio.open_connection(host, int(port))
+                reader, writer = await asyncio.open_connection(sock=await connect(host, int(port)))
                 try:
                     writer.write(b"".join(map(pack, notices)))
                     for _ in notices:

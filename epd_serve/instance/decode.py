@@ -11,6 +11,7 @@ from epd_serve.cache.block_pool import num_blocks_for
 from epd_serve.cache.tombstones import Tombstones
 from epd_serve.errors import (
     NO_ROOM,
+    PEER_UNREACHABLE,
     REQUEST_ENDED,
     InstanceFailed,
     InvalidRequest,
@@ -27,7 +28,7 @@ from epd_serve.metrics.timeline import Timeline
 from epd_serve.protocol import wire
 from epd_serve.request import Sequence
 from epd_serve.transfer.reservation import Reservation, ReservationState, ReservationTable
-from epd_serve.transfer.transport import TransferError, Transport
+from epd_serve.transfer.transport import PeerGone, TransferError, Transport
 from epd_serve.transfer.write_locks import is_being_written
 from epd_serve.types import Grammar
 from epd_serve.worker.constraints import Constraint
@@ -298,7 +299,9 @@ class DecodeService:
             # blocks go back only when nothing is written to them any more
             reading.add_done_callback(lambda done: self._give_back(request, done))
             if isinstance(error, TransferError):
-                raise InstanceFailed(f"the KV cannot be read from {request.source_url}: {error}") from error
+                code = PEER_UNREACHABLE if isinstance(error, PeerGone) else None
+                message = f"the KV cannot be read from {request.source_url}: {error}"
+                raise InstanceFailed(message, code=code) from error
             raise
 
     def _give_back(self, request: wire.PullRequest, reading: asyncio.Task[None]) -> None:

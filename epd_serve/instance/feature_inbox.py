@@ -12,10 +12,10 @@ from torch import Tensor
 
 from epd_serve.cache.feature_cache import IDLE_FEATURES, FeatureCache
 from epd_serve.cache.tombstones import Tombstones
-from epd_serve.errors import InstanceFailed
+from epd_serve.errors import PEER_UNREACHABLE, InstanceFailed
 from epd_serve.instance.feature_form import FeatureForm
 from epd_serve.protocol.wire import FeatureEvent, MediaRef
-from epd_serve.transfer.transport import TransferError
+from epd_serve.transfer.transport import PeerGone, TransferError
 
 _RETRY_ROOM_S = 0.02
 _ROOM_PATIENCE_S = 0.5
@@ -176,7 +176,8 @@ class FeatureInbox:
         try:
             data = self._fetch_bytes(event)
         except TransferError as error:
-            raise InstanceFailed(f"feature {event.mm_hash[:12]} cannot be fetched: {error}") from error
+            code = PEER_UNREACHABLE if isinstance(error, PeerGone) else None
+            raise InstanceFailed(f"feature {event.mm_hash[:12]} cannot be fetched: {error}", code=code) from error
         try:
             return torch.frombuffer(data, dtype=getattr(torch, event.dtype)).view(event.shape)
         except (RuntimeError, ValueError, AttributeError, TypeError) as error:

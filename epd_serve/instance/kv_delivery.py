@@ -7,11 +7,12 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from epd_serve.errors import DECODE_DRAINING, DRAINING, InstanceFailed, ServeError, Unavailable
-from epd_serve.instance.peers import Peers
+from epd_serve.errors import DECODE_DRAINING, DRAINING, PEER_UNREACHABLE, InstanceFailed, ServeError, Unavailable
+from epd_serve.instance.peers import Peers, unreachable
 from epd_serve.protocol import wire
 from epd_serve.request import Sequence
 from epd_serve.transfer.kv_sender import KVSender, OutgoingTransfer
+from epd_serve.transfer.transport import PeerGone
 from epd_serve.worker.events import EngineEvent, FailureEvent
 from epd_serve.worker.kv_memory import KVMemory
 
@@ -107,7 +108,8 @@ class PushDelivery:
     async def hand_over(self, handoff: wire.Handoff) -> None:
         await self._fenced()
         if self.transfer.error is not None:
-            raise InstanceFailed(f"the KV transfer failed: {self.transfer.error}")
+            code = PEER_UNREACHABLE if isinstance(self.transfer.error, PeerGone) else None
+            raise InstanceFailed(f"the KV transfer to {self._url} failed: {self.transfer.error}", code=code)
         if self.transfer.cancelled:  # by the renewal; some of the KV was not written
             raise InstanceFailed(f"{self._url} gave up the KV transfer")
         try:
@@ -284,7 +286,7 @@ async def _while_it_answers(
                 await peers.call(url, "/kv/renew", ref, tick_s)
             except InstanceFailed as error:
                 if time.monotonic() - heard_at > lease_s / 2:
-                    raise InstanceFailed(f"{url} answers no more: {error.message}") from error
+                    raise unreachable(f"{url} answers no more: {error.message}") from error
                 continue
             except ServeError:
                 pass  # nothing to renew, but it answers

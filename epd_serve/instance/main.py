@@ -7,6 +7,7 @@ import atexit
 import logging
 import os
 import signal
+import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from epd_serve.instance.http import BrokenStream, ControlHttp, control_server_ap
 from epd_serve.instance.instance import Instance
 from epd_serve.instance.joining import Joining
 from epd_serve.protocol.browsers import NoBrowsers
+from epd_serve.rpc.sockets import watch_accepted
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +119,14 @@ def _stop(instance: Instance, server: uvicorn.Server) -> None:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its signal handling, which would end the process before the instance is closed."""
+    """uvicorn without its signal handling, which would end the process before the instance is closed. Its
+    connections are watched."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listening in self.servers if self.started else ():
+            for listener in listening.sockets:
+                watch_accepted(listener)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -8,7 +8,7 @@ from epd_serve.backends.base import InstanceLost
 from epd_serve.backends.http_call import HttpCall
 from epd_serve.backends.http_client import HttpPool
 from epd_serve.config.keys import cluster_key
-from epd_serve.errors import InstanceFailed
+from epd_serve.errors import PEER_UNREACHABLE, InstanceFailed
 from epd_serve.protocol import wire
 
 _HEADERS = f"content-type: {wire.CONTENT_TYPE}\r\n"
@@ -27,8 +27,8 @@ class Peers:
     async def call(self, url: str, path: str, message: wire.Message, timeout_s: float | None = None) -> bytes:
         """POST a message and return the answer's body.
 
-        Raises the ServeError that the peer answered with, InstanceFailed where it is gone or does not answer in
-        ``timeout_s``.
+        Raises the ServeError that the peer answered with, and InstanceFailed with code ``peer_unreachable`` where
+        it is gone or does not answer in ``timeout_s``.
         """
         if (pool := self._pools.get(url)) is None:
             pool = self._pools[url] = HttpPool(url, url, cluster_key())
@@ -37,4 +37,9 @@ class Peers:
                 return await HttpCall(pool, "POST", path, _HEADERS, [wire.encode(message)]).ask()
         except (InstanceLost, TimeoutError) as error:
             reason = str(error) or f"nothing in {timeout_s:g} s"
-            raise InstanceFailed(f"{url} does not answer {path}: {reason}") from error
+            raise unreachable(f"{url} does not answer {path}: {reason}") from error
+
+
+def unreachable(message: str) -> InstanceFailed:
+    """That this instance, which is well, cannot reach another, which may be well too."""
+    return InstanceFailed(message, code=PEER_UNREACHABLE)

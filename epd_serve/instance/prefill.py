@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
-from epd_serve.errors import DECODE_DRAINING, DRAINING, InvalidRequest, ServeError, StageTimeout
+from epd_serve.errors import DECODE_DRAINING, DRAINING, PEER_UNREACHABLE, InvalidRequest, ServeError, StageTimeout
 from epd_serve.instance.answer import Answer
 from epd_serve.instance.feature_inbox import FeatureInbox
 from epd_serve.instance.generation import Generation, check_constraint
@@ -343,8 +343,10 @@ class PrefillService:
             )
         except ServeError as error:
             self._give_up(work, error.message)
-            if error.code in (DRAINING, DECODE_DRAINING) and work.request.output.stream:
+            if work.request.output.stream and error.code in (DRAINING, DECODE_DRAINING, PEER_UNREACHABLE):
                 yield frames.pack(frames.ERROR, (), chunks.event(error.body()))
+            elif error.code == PEER_UNREACHABLE:
+                yield error.to_json()
             raise BrokenStream(error.message) from error
 
     def _handoff(

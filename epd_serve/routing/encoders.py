@@ -139,13 +139,16 @@ class RandomOfTwoEncoders:
 
 
 def encoders(table: InstanceTable, prefill: InstanceRecord, exclude: Collection[str]) -> list[InstanceRecord]:
-    """The ready ones whose features P can use: an encoder of another model revision or processor would make
-    features under names of its own."""
+    """The ready ones that can reach P, and whose features it can use: an encoder of another model revision or
+    processor would make features under names of its own."""
     fingerprint = prefill.info.media_fingerprint if prefill.info is not None else None
     return [
         record
         for record in table.ready(Stage.ENCODE)
-        if record.name not in exclude and record.info is not None and record.info.media_fingerprint == fingerprint
+        if record.name not in exclude
+        and prefill.name not in record.cut_off
+        and record.info is not None
+        and record.info.media_fingerprint == fingerprint
     ]
 
 

@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from epd_serve.cost.links import NETWORK, SAME_DEVICE, SAME_HOST, link_between
-from epd_serve.routing.policy import NEAR_S, Demand, Route, route_parts
+from epd_serve.routing.policy import NEAR_S, Demand, Parts, Route, route_parts
 from epd_serve.routing.table import InstanceRecord, InstanceTable
 from epd_serve.types import Stage
 
@@ -19,19 +19,7 @@ from epd_serve.types import Stage
 def cheapest_of_few(table: InstanceTable, model: str, exclude: Collection[str], demand: Demand) -> Route:
     """As :func:`cheapest_pair`, by a look at each pair, which is sooner done where there are few of them."""
     parts = route_parts(table, model, exclude, demand)
-    rests: list[tuple[InstanceRecord, float]] | None = None
-    pairs: list[tuple[float, float, InstanceRecord, InstanceRecord]] = []
-    for prefill in parts.prefills:
-        first_s = parts.first_s(prefill)
-        if prefill.covers(Stage.DECODE):
-            pairs.append((first_s, parts.rest_s(prefill, demand), prefill, prefill))
-            continue
-        if rests is None:
-            rests = [(decode, parts.rest_s(decode, demand) + decode.encode_s) for decode in parts.decodes]
-        nbytes = parts.num_tokens * (prefill.info.kv_token_bytes if prefill.info is not None else 0)
-        for decode, rest_s in rests:
-            way_s = link_between(prefill.place, decode.place).seconds(nbytes)
-            pairs.append((first_s + way_s, rest_s, prefill, decode))
+    pairs = _costs_of_pairs(parts, demand, cut=False) or _costs_of_pairs(parts, demand, cut=True)
     if len(pairs) == 1:
         return parts.route(*pairs[0][2:])
     best_first, best_rest, *_ = pairs[0]
@@ -49,12 +37,36 @@ def cheapest_of_few(table: InstanceTable, model: str, exclude: Collection[str], 
     return parts.route(*chosen)
 
 
+def _costs_of_pairs(
+    parts: Parts, demand: Demand, *, cut: bool
+) -> list[tuple[float, float, InstanceRecord, InstanceRecord]]:
+    """Seconds before the first token and after it, P and D; ``cut``: of those too that do not reach each other."""
+    rests: list[tuple[InstanceRecord, float]] | None = None
+    pairs: list[tuple[float, float, InstanceRecord, InstanceRecord]] = []
+    for prefill in parts.prefills:
+        first_s = parts.first_s(prefill)
+        if prefill.covers(Stage.DECODE):
+            pairs.append((first_s, parts.rest_s(prefill, demand), prefill, prefill))
+            continue
+        if rests is None:
+            rests = [(decode, parts.rest_s(decode, demand) + decode.encode_s) for decode in parts.decodes]
+        nbytes = parts.num_tokens * (prefill.info.kv_token_bytes if prefill.info is not None else 0)
+        for decode, rest_s in rests:
+            if not cut and decode.name in prefill.cut_off:
+                continue
+            way_s = link_between(prefill.place, decode.place).seconds(nbytes)
+            pairs.append((first_s + way_s, rest_s, prefill, decode))
+    return pairs
+
+
 def cheapest_pair(table: InstanceTable, model: str, exclude: Collection[str], demand: Demand) -> Route:
     """Of the cheapest route and those about equal to it, the one that is next.
 
     Raises Unavailable that names the stage without a ready instance.
     """
     parts = route_parts(table, model, exclude, demand)
+    if any(one.cut_off for one in parts.prefills):
+        return cheapest_of_few(table, model, exclude, demand)
     fused = [one.covers(Stage.DECODE) for one in parts.prefills]
     decodes = [] if all(fused) else parts.decodes
     answer = parts.answer

@@ -60,6 +60,11 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
         return frozenset({self.prefill.name, self.decode.name})
 
     @property
+    def is_cut(self) -> bool:
+        """Whether its P cannot reach its D, as far as is known."""
+        return self.decode.name in self.prefill.cut_off
+
+    @property
     def num_chosen(self) -> int:
         """How often its instances were."""
         return self.prefill.num_chosen[Stage.PREFILL] + self.decode.num_chosen[Stage.DECODE]
@@ -156,7 +161,8 @@ def route_parts(table: InstanceTable, model: str, exclude: Collection[str], dema
 def possible_routes(
     table: InstanceTable, model: str, exclude: Collection[str], demand: Demand, *, cached: bool = False
 ) -> list[Route]:
-    """All pairs of ready instances, with the work that the request is for them.
+    """All pairs of ready instances that can reach each other, with the work that the request is for them; where
+    there are none, those that cannot.
 
     An instance that covers both stages decodes what it prefilled: its KV cache need not move. Where some decode
     instances are too small for the prompt and others are not, the former are left out.
@@ -173,7 +179,7 @@ def possible_routes(
         prompt = Work(num_tokens=max(parts.num_tokens * (1 - part), 1))
         others = [prefill] if prefill.covers(Stage.DECODE) else parts.decodes
         routes += [parts.route(prefill, decode, prompt) for decode in others]
-    return routes
+    return [route for route in routes if not route.is_cut] or routes
 
 
 def route_s(route: Route, demand: Demand) -> tuple[float, float]:

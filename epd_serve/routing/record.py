@@ -29,6 +29,8 @@ class InstanceRecord:
         role: from that answer; None until the first.
         ready: whether it answers and is ready to work.
         accepting: whether this gateway gives it any.
+        cut_off: names of instances that it cannot reach, as far as is known, though this gateway can.
+        is_gone: it cannot be reached. num_returns: how often it was here again after that.
         is_stale: it has been silent for longer than it should; it gets work only where no other can take it.
         load: as last reported.
         costs: of its stages, by its own measurements where there are any.
@@ -50,6 +52,9 @@ class InstanceRecord:
     role: Role | None = None
     ready: bool = False
     accepting: bool = True
+    cut_off: set[str] = field(default_factory=set)
+    is_gone: bool = False
+    num_returns: int = 0
     is_stale: bool = False
     load: Load = field(default_factory=Load)
     costs: StageCosts = field(default_factory=StageCosts)

@@ -28,6 +28,7 @@ class InstanceTable:
         self.num_calls = 0
         self.has_thieves = False
         self._models: dict[str, InstanceInfo] | None = None  # None: to be looked up
+        self._last_models: dict[str, InstanceInfo] = {}
         self._peers: dict[frozenset[Stage], list[InstanceRecord]] = {}  # by their stages
         self._covering: dict[tuple[Stage, str | None], list[InstanceRecord]] = {}  # by stage and model
 
@@ -50,6 +51,7 @@ class InstanceTable:
 
     def remove(self, name: str) -> None:
         """Nothing new for this instance; whoever holds its record may go on to use it."""
+        self.models()  # are remembered beyond the last instance that has one
         self._forget()
         del self._records[name]
 
@@ -119,12 +121,19 @@ class InstanceTable:
             for stage in Stage:  # else it would get all work until it has caught up with its peers
                 peers = [one.num_chosen[stage] for one in self if one.ready and one.covers(stage)]
                 record.num_chosen[stage] = max([record.num_chosen[stage], *peers])
+            record.num_returns += record.is_gone
+            record.is_gone = False
         record.ready = ready
 
     def mark_lost(self, name: str) -> None:
         """No work for this instance until it answers ``/info`` again."""
         if name in self._records:
             self._records[name].ready = False
+
+    def mark_gone(self, name: str) -> None:
+        """It cannot be reached. When it is here again, what it failed before says nothing."""
+        self.mark_lost(name)
+        self._records[name].is_gone = True
 
     def mark_stale(self, name: str) -> None:
         """No work for this instance, where another can take it, until its next report."""
@@ -167,17 +176,23 @@ class InstanceTable:
         return max(min(one.prefill_s for one in prefills), min(one.room_s(1) for one in decodes))
 
     def models(self) -> dict[str, InstanceInfo]:
-        """Model name → info of an instance that prefills it, ready or not, in the order of the deployment."""
+        """Model name → info of an instance that prefills it, ready or not, in the order of the deployment. Where
+        all of these have left, that of the last ones, which others may replace."""
         if self._models is None:
-            self._models = {}
+            found: dict[str, InstanceInfo] = {}
             for record in self:
                 if record.info is not None and record.covers(Stage.PREFILL):
-                    self._models.setdefault(record.info.model, record.info)
+                    found.setdefault(record.info.model, record.info)
+            self._models = self._last_models = found or self._last_models
         return self._models
 
     def missing_stages(self) -> list[Stage]:
         """Of P and D, the stages that no ready instance covers. E is no must: P can encode in its place."""
         return [stage for stage in (Stage.PREFILL, Stage.DECODE) if not self.ready(stage)]
+
+    def lacks_roles(self) -> bool:
+        """Whether P or D is no instance's role, as far as is known."""
+        return any(not any(one.covers(stage) for one in self) for stage in (Stage.PREFILL, Stage.DECODE))
 
     # ------------------------------------------------------------------ what this gateway does
 

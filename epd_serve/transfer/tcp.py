@@ -17,7 +17,8 @@ import threading
 from collections.abc import Sequence
 
 from epd_serve.protocol.wire import Region
-from epd_serve.transfer.transport import Piece, TransferError, check_bounds
+from epd_serve.rpc import sockets
+from epd_serve.transfer.transport import PeerGone, Piece, TransferError, check_bounds
 
 HEADER = struct.Struct("!BHII")
 PIECE = struct.Struct("!QQ")
@@ -83,25 +84,27 @@ class TcpPeers:
         with self._lock:
             pooled = self._idle.get(address, [])
             connection = pooled.pop() if pooled else None
-        if connection is not None:
+        if connection is not None and not _has_ended(connection):
             try:
                 return self._exchange(connection, address, region, op, pieces, transfer_ids)
             except ConnectionError:
-                connection.close()  # a pooled connection may have gone stale; both operations can be repeated
+                pass  # a pooled connection may have gone stale; both operations can be repeated
             except OSError as error:
                 connection.close()  # not so after a timeout: what was sent may arrive after the repetition
-                raise TransferError(f"transfer with {region.host}:{region.port} broke off: {error}") from error
+                raise PeerGone(f"transfer with {region.host}:{region.port} broke off: {error}") from error
+        if connection is not None:
+            connection.close()
         self._drop_dead()
         try:
-            connection = socket.create_connection(address, timeout=self._timeout_s)
+            connection = sockets.connect_blocking(*address)
         except OSError as error:
-            raise TransferError(f"{region.host}:{region.port} cannot be reached: {error}") from error
+            raise PeerGone(f"{region.host}:{region.port} cannot be reached: {error}") from error
+        connection.settimeout(self._timeout_s)
         try:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             return self._exchange(connection, address, region, op, pieces, transfer_ids)
         except OSError as error:
             connection.close()
-            raise TransferError(f"transfer with {region.host}:{region.port} broke off: {error}") from error
+            raise PeerGone(f"transfer with {region.host}:{region.port} broke off: {error}") from error
 
     def _drop_dead(self) -> None:
         """Close idle connections that their peer has closed: restarted, it has another port and none is reused."""

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NoReturn
 
+from epd_serve.rpc.sockets import watch
 from epd_serve.transfer.joined import JoinedMemory
 from epd_serve.transfer.tcp import (
     HEADER,
@@ -185,7 +186,7 @@ class TcpServer:
             self._known.add(known)
         try:
             known.connection.setblocking(True)
-            known.connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # finds hosts that vanish
+            watch(known.connection)
             known.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             arguments = (known, bytes(stranger.data))
             threading.Thread(target=self._serve, args=arguments, name="transfer-serve", daemon=True).start()

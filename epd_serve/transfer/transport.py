@@ -16,6 +16,10 @@ class TransferError(Exception):
     """Bytes could not be moved: the peer is gone, the region unknown, or a piece out of its bounds."""
 
 
+class PeerGone(TransferError):
+    """The other process cannot be reached, or the connection to it broke."""
+
+
 class Slab(Protocol):
     """Memory that peers may read and write."""
 

@@ -10,12 +10,12 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from epd_serve.protocol.engine_notices import LENGTH, MAX_NBYTES, AnyNotice, Notice, pack, unpack
+from epd_serve.rpc.sockets import connect_blocking, watch_accepted
 
 logger = logging.getLogger("vllm.epd_serve")
 
 #: Does what a notice asks; returns "" or why not. The second argument says whether the sender has left.
 Handler = Callable[[AnyNotice, Callable[[], bool]], str]
-CONNECT_TIMEOUT_S = 5.0
 
 
 class NoticeServer:
@@ -25,6 +25,7 @@ class NoticeServer:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._handle = handle
         self._listener = socket.create_server((host, port), family=family)
+        watch_accepted(self._listener)
         threading.Thread(target=self._accept, name="notices", daemon=True).start()
 
     @property
@@ -72,7 +73,7 @@ class Conversation:
         """Returns when it is done. Raises OSError where the peer is not there, leaves or takes too long, and
         NoticeRefused where it says why not."""
         host, _, port = self._address.rpartition(":")
-        connection = socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S)
+        connection = connect_blocking(host, int(port))
         with self._lock:
             self._connection = connection
             closed = self._closed
@@ -80,7 +81,6 @@ class Conversation:
             if closed:
                 raise ConnectionAbortedError("given up")
             connection.settimeout(timeout_s)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.sendall(pack(notice))
             answer = _read(connection)
         if answer is None:

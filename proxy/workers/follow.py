@@ -29,7 +29,7 @@ def follow(crew: Crew, table: InstanceTable, gate: Gate, health: Health, leases:
 
     def joined(change: Joined) -> None:
         with suppress(ServeError):  # the deployment file has got one of that name
-            leases.join(change.name, change.url, change.deadline_s - time.monotonic())
+            leases.join(change.name, change.url, change.deadline_s - time.monotonic(), is_settled=True)
 
     def left(change: Left) -> None:
         with suppress(ServeError):  # its lease was over

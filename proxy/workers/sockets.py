@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
+from epd_serve.rpc.sockets import watch_accepted
+
 _ANY_PORT = 0
 
 
@@ -77,9 +79,11 @@ def admin_socket(host: str, port: int) -> socket.socket:
     """Listening. Raises ValueError where the port is taken."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family)
+        listener = socket.create_server((host, port), family=family)
     except OSError as error:
         raise ValueError(f"gateway.admin: cannot listen on {host}:{port}: {error.strerror}") from error
+    watch_accepted(listener)
+    return listener
 
 
 def _resolve(host: str, port: int) -> list[tuple[int, tuple[Any, ...]]]:

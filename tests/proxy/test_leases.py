@@ -23,12 +23,19 @@ from proxy.settings import AdminSettings
 class Members:
     def __init__(self) -> None:
         self.here: set[str] = set()
+        self.silent: set[str] = set()
+        self.left_silently: list[str] = []
+
+    def answers(self, name: str) -> bool:
+        return name not in self.silent
 
     def join(self, name: str, url: str) -> None:
         self.here.add(name)
 
-    def leave(self, name: str) -> None:
+    def leave(self, name: str, *, said_so: bool = True) -> None:
         self.here.remove(name)
+        if not said_so:
+            self.left_silently.append(name)
 
 
 def test_a_lease_ends_unless_it_is_renewed() -> None:
@@ -56,6 +63,20 @@ def test_a_lease_ends_unless_it_is_renewed() -> None:
     wait(0.25)
     assert not members.here
     assert leases.join("d7", "http://b:1", 10), "the name is free again"
+    leases.leave("d7")
+    assert members.left_silently == ["d7"], "the second one has said it"
+
+
+def test_a_name_is_free_where_nobody_answers_to_it() -> None:
+    members = Members()
+    leases = Leases(members)  # type: ignore[arg-type]
+    leases.join("d7", "http://a:1", 10)
+    with pytest.raises(Conflict, match="at http://a:1 has joined"):
+        leases.join("d7", "http://b:1", 10)
+    members.silent.add("d7")
+    assert leases.join("d7", "http://b:1", 10)
+    assert members.left_silently == ["d7"]
+    assert not leases.join("d7", "http://b:1", 10)
 
 
 async def test_an_instance_joins_serves_and_leaves(start: Any, kit: Any, caplog: pytest.LogCaptureFixture) -> None:

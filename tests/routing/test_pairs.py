@@ -38,6 +38,7 @@ instances = st.lists(
             "free": st.sampled_from([0, 10, 10_000]),
             "chosen": st.tuples(st.integers(0, 2), st.integers(0, 2)),
             "rate": st.sampled_from([1e-4, 2e-3]),
+            "cut": st.sets(st.integers(0, 13), max_size=6),
         }
     ),
     min_size=1,
@@ -68,7 +69,10 @@ def test_it_is_the_choice_among_all_pairs(
         assert isinstance(chosen, tuple)
         table[str(i)].num_chosen[Stage.PREFILL] = chosen[0]
         table[str(i)].num_chosen[Stage.DECODE] = chosen[1]
+        table[str(i)].cut_off.update(map(str, one["cut"] - {i}))  # type: ignore[operator]
     demand = Demand(num_tokens=num_tokens, num_pixels=num_pixels, max_tokens=64)
     expected = min(near_best(possible_routes(table, "m", (), demand), demand), key=in_turn)
     assert cheapest_pair(table, "m", (), demand) == expected
     assert cheapest_of_few(table, "m", (), demand) == expected
+    if expected.is_cut:
+        assert all(route.is_cut for route in possible_routes(table, "m", (), demand))

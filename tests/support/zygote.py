@@ -9,6 +9,7 @@ from __future__ import annotations
 import array
 import asyncio
 import atexit
+import ctypes
 import fcntl
 import json
 import os
@@ -32,6 +33,11 @@ from epd_serve.lifeline import die_with_parent
 _MESSAGE_BYTES = 1 << 17
 #: Above every number that a test's process has for a descriptor.
 _HIGH = 4096
+#: A variable that gives a fork server, and what it forks, a host of its own (hosts.py): namespaces for processes,
+#: network, mounts, IPC and names.
+OWN_HOST = "EPD_SERVE_TESTS_OWN_HOST"
+_NEW_HOST = 0x2000_0000 | 0x4000_0000 | 0x0002_0000 | 0x0800_0000 | 0x0400_0000
+_MS_REC_PRIVATE = 0x4000 | 0x4_0000
 #: What gateways run, beside what a deployment's fork server has.
 _OF_GATEWAYS = ("proxy.main",)
 
@@ -133,12 +139,30 @@ def _become(wanted: dict[str, Any], descriptors: list[int], parent: int, usable:
         os.close(source)
     fork_server._become(wanted, parent)
     die_with_parent(parent)
+    if OWN_HOST in os.environ:
+        _enter_host(os.environ[OWN_HOST])
     server = socket.socket(fileno=wanted["numbers"][0])
     fork_server._send(server, {"usable": usable})
     command = fork_server.serve(server)
     if command is None:
         os._exit(0)
     _run(command)
+
+
+def _enter_host(name: str) -> None:
+    """Returns in the first process of a new host, which ends with this one."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(_NEW_HOST) or libc.mount(b"none", b"/", None, _MS_REC_PRIVATE, None):
+        raise OSError(ctypes.get_errno(), "unshare")
+    socket.sethostname(name)
+    first = os.fork()
+    if first:
+        os.waitpid(first, 0)
+        os._exit(0)
+    die_with_parent(0)  # which is none of its namespace
+    for kind, place in ((b"proc", b"/proc"), (b"tmpfs", b"/dev/shm")):
+        if libc.mount(kind, place, kind, 0, None):
+            raise OSError(ctypes.get_errno(), f"mount of {place.decode()}")
 
 
 def _run(command: list[str]) -> NoReturn:

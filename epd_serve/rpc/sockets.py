@@ -1,0 +1,130 @@
+"""TCP connections between the processes of a deployment. A host that loses its power sends no end of a connection:
+here the kernel asks it, and ends the connection within seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import socket
+import time
+from collections.abc import Sequence
+from typing import Any
+
+#: A connection is made within this time or not at all.
+CONNECT_S = 1.0
+#: A first packet that is lost would be sent again after a second (RFC 6298): another try begins after this time.
+_TRY_AGAIN_S = 0.3
+#: A peer is asked after this time without a word from it, then each second.
+_ASK_AFTER_S = 2
+#: A connection ends after this time without an answer.
+SILENCE_S = 5
+#: The same at a server's end: a peer without room for more may wait for a client of its own that reads slowly.
+UNREAD_S = 60
+
+#: (family, type, protocol, canonical name, address), as getaddrinfo() gives them.
+Address = tuple[Any, Any, int, str, Any]
+
+
+def watch(connection: socket.socket) -> None:
+    """Have the kernel end a connection whose peer answers nothing for :data:`SILENCE_S`."""
+    _ask_after(connection, _ASK_AFTER_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENCE_S * 1000)
+
+
+def watch_accepted(listener: socket.socket) -> None:
+    """The same for all connections that a server will accept, which inherit it, after :data:`UNREAD_S`."""
+    _ask_after(listener, _ASK_AFTER_S)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_S * 1000)
+
+
+def _ask_after(one: socket.socket, idle_s: int) -> None:
+    one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    one.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, idle_s)
+    one.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+    one.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, SILENCE_S - idle_s)
+
+
+async def connect(host: str, port: int) -> socket.socket:
+    """A connection that is watched, not blocking. Raises OSError where there is none within ``CONNECT_S``."""
+    loop = asyncio.get_running_loop()
+    failure: OSError | None = None
+    for address in await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        try:
+            return await _connect(loop, address)
+        except OSError as error:
+            failure = failure or error
+    raise failure or OSError(f"{host} has no address")
+
+
+async def _connect(loop: asyncio.AbstractEventLoop, address: Address) -> socket.socket:
+    tries: dict[asyncio.Task[None], socket.socket] = {}
+    deadline = loop.time() + CONNECT_S
+    try:
+        while (left_s := deadline - loop.time()) > 0:
+            one = _new(address)
+            tries[asyncio.create_task(loop.sock_connect(one, address[4]))] = one
+            done, _ = await asyncio.wait(tries, timeout=min(_TRY_AGAIN_S, left_s), return_when="FIRST_COMPLETED")
+            if done:
+                return _made(tries, done.pop())
+        # A loop that stood still learns now of what the kernel has known for long.
+        done, _ = await asyncio.wait(tries, timeout=0.01, return_when="FIRST_COMPLETED")
+        if done:
+            return _made(tries, done.pop())
+        raise TimeoutError(f"no connection in {CONNECT_S:g} s")
+    finally:
+        for task in tries:
+            task.cancel()
+        await asyncio.gather(*tries, return_exceptions=True)
+        for one in tries.values():
+            one.close()
+
+
+def _made(tries: dict[asyncio.Task[None], socket.socket], task: asyncio.Task[None]) -> socket.socket:
+    task.result()
+    connection = tries.pop(task)
+    watch(connection)
+    return connection
+
+
+def connect_blocking(host: str, port: int) -> socket.socket:
+    """As :func:`connect`, from a thread; the connection blocks, without a limit of time."""
+    failure: OSError | None = None
+    for address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        try:
+            return _connect_blocking(address)
+        except OSError as error:
+            failure = failure or error
+    raise failure or OSError(f"{host} has no address")
+
+
+def _connect_blocking(address: Address) -> socket.socket:
+    tries: list[socket.socket] = []
+    deadline = time.monotonic() + CONNECT_S
+    try:
+        poll = select.poll()
+        while (left_s := deadline - time.monotonic()) > 0:
+            one = _new(address)
+            tries.append(one)
+            one.connect_ex(address[4])
+            poll.register(one, select.POLLOUT)
+            if found := poll.poll(1000 * min(_TRY_AGAIN_S, left_s)):
+                connection = next(one for one in tries if one.fileno() == found[0][0])
+                if code := connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                    raise OSError(code, os.strerror(code))
+                tries.remove(connection)
+                connection.setblocking(True)
+                watch(connection)
+                return connection
+        raise TimeoutError(f"no connection in {CONNECT_S:g} s")
+    finally:
+        for one in tries:
+            one.close()
+
+
+def _new(address: Sequence[Any]) -> socket.socket:
+    one = socket.socket(address[0], address[1], address[2])
+    one.setblocking(False)
+    one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return one

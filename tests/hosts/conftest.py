@@ -1,0 +1,153 @@
+"""A gateway and instances, each on a host of its own, and a client beside the gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from chat import chat
+from hosts import Hosts, hosts
+
+from epd_serve.config.keys import ADMIN_KEY, CLUSTER_KEY
+
+_KEYS = {ADMIN_KEY: "admin-key-of-the-tests", CLUSTER_KEY: "cluster-key-of-the-tests"}
+_PORT, _ADMIN_PORT, _INSTANCE_PORT = 8000, 8001, 8100
+_GATEWAY = "gw"
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """An answer that was streamed, and the longest time without a piece of it."""
+
+    text: str
+    gap_s: float
+
+
+class Fleet:
+    """Its instances are named like their hosts, by role and number."""
+
+    def __init__(self, lab: Hosts, session: aiohttp.ClientSession, *, joined: bool) -> None:
+        self.hosts = lab
+        self._session = session
+        self._joined = joined
+
+    @property
+    def _url(self) -> str:
+        return f"http://{self.hosts[_GATEWAY].ip}"
+
+    async def start(self, name: str, host: str | None = None, *arguments: str) -> None:
+        """An instance, on the host of its name unless another is given."""
+        ip = self.hosts[host or name].ip
+        role = name.rstrip("0123456789").upper()
+        join = ["--join", f"{self._url}:{_ADMIN_PORT}"] if self._joined else []
+        command = ["epd_serve.cli", "instance", "--name", name, "--role", role, "--host", ip]
+        command += ["--port", str(_INSTANCE_PORT), "--threads", "1", "--dtype", "float32", *join, *arguments]
+        await self.hosts[host or name].start(name, command, **_KEYS)
+
+    async def instances(self) -> dict[str, dict[str, Any]]:
+        """As the admin plane shows them."""
+        headers = {"authorization": f"Bearer {_KEYS[ADMIN_KEY]}"}
+        async with self._session.get(f"{self._url}:{_ADMIN_PORT}/admin/instances", headers=headers) as answer:
+            return {one["name"]: one for one in (await answer.json())["instances"]}
+
+    async def num_served(self, name: str) -> float:
+        """Stages of requests that an instance has completed."""
+        async with self._session.get(f"http://{self.hosts[name].ip}:{_INSTANCE_PORT}/metrics") as answer:
+            samples = [line.rsplit(" ", 1) for line in (await answer.text()).splitlines()]
+        return sum(float(value) for series, value in samples if "stage_seconds_count" in series)
+
+    async def until(self, condition: Callable[[dict[str, dict[str, Any]]], bool]) -> None:
+        """Wait for a condition on the instances."""
+        async with asyncio.timeout(300):
+            while True:
+                try:
+                    if condition(await self.instances()):
+                        return
+                except aiohttp.ClientError:
+                    pass
+                await asyncio.sleep(0.05)
+
+    async def ready(self, *names: str) -> None:
+        await self.until(lambda here: all(name in here and here[name]["ready"] for name in names))
+
+    async def ask(self, body: dict[str, Any]) -> tuple[int, str, float]:
+        """Status, text (or what was wrong), seconds."""
+        asked_at = time.monotonic()
+        async with self._session.post(f"{self._url}:{_PORT}/v1/chat/completions", json=body) as answer:
+            said = await answer.json()
+            took_s = time.monotonic() - asked_at
+        if answer.status != 200:
+            return answer.status, said["error"]["message"], took_s
+        return 200, said["choices"][0]["message"]["content"], took_s
+
+    async def stream(self, body: dict[str, Any], began: asyncio.Event | None = None) -> Streamed:
+        """``began`` is set with its tenth piece."""
+        text, gap_s, last, count = "", 0.0, 0.0, 0
+        body = {**body, "stream": True}
+        async with self._session.post(f"{self._url}:{_PORT}/v1/chat/completions", json=body) as answer:
+            assert answer.status == 200, await answer.text()
+            async for line in answer.content:
+                if not line.startswith(b"data: {"):
+                    continue
+                event = json.loads(line[6:])
+                assert "error" not in event, event
+                now = time.monotonic()
+                gap_s, last, count = max(gap_s, now - last if last else 0.0), now, count + 1
+                text += "".join(choice["delta"].get("content") or "" for choice in event["choices"])
+                if began is not None and count == 10:
+                    began.set()
+        return Streamed(text, gap_s)
+
+
+@asynccontextmanager
+async def _fleet(
+    log_dir: Path, *names: str, joined: bool = True, spares: tuple[str, ...] = (), **gateway: Any
+) -> AsyncIterator[Fleet]:
+    async with AsyncExitStack() as stack:
+        lab = await stack.enter_async_context(hosts([_GATEWAY, *names, *spares], log_dir))
+        given = {} if joined else {name: f"http://{lab[name].ip}:{_INSTANCE_PORT}" for name in names}
+        config = {
+            "host": "0.0.0.0",
+            "port": _PORT,
+            "admin": {"host": "0.0.0.0", "port": _ADMIN_PORT, "key": {"env": ADMIN_KEY}},
+            "instances": given,
+            **gateway,
+        }
+        file = log_dir / "gateway.yaml"
+        file.write_text(json.dumps({"gateway": config}))
+        await lab[_GATEWAY].start("gateway", ["epd_serve.cli", "proxy", "--config", str(file)], **_KEYS)
+        connector = aiohttp.TCPConnector(socket_factory=lab[_GATEWAY].socket, force_close=True)
+        timeout = aiohttp.ClientTimeout(total=300)
+        session = aiohttp.ClientSession(connector=connector, timeout=timeout)
+        fleet = Fleet(lab, await stack.enter_async_context(session), joined=joined)
+        for name in names:
+            await fleet.start(name)
+        await fleet.ready(*names)
+        yield fleet
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Callable[..., Any]:
+    """``async with fleet("e0", "p0", "d0", joined=True, spares=("d1",), **gateway) as running``: all are ready."""
+
+    def make(*names: str, **more: Any) -> Any:
+        return _fleet(tmp_path, *names, **more)
+
+    return make
+
+
+#: A long answer, of tokens that the model itself would not stop at.
+LONG = chat("Count to 9.", max_tokens=400, ignore_eos=True)
+
+
+@pytest.fixture
+def long_text() -> dict[str, Any]:
+    return LONG
