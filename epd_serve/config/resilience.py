@@ -41,8 +41,8 @@ class FailoverConfig(Section):
     wait_s: NotNegative | None = Field(
         default=None,
         description="How long a request waits for an instance to come where none is left for a stage: from when "
-        "it lost its own, or from when there was the last one. null: 10 s, and not at all with engine: vllm, whose "
-        "processes take about a minute to start.",
+        "it lost its own, or from when there was the last one. null: 10 s, and not at all with engine: vllm, "
+        "whose processes take about a minute to start.",
     )
 
     def wait_s_of(self, engine: Literal["native", "vllm"]) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+import urllib.request
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from chat import chat
 from hosts import Hosts, hosts
 
 from epd_serve.config.keys import ADMIN_KEY, CLUSTER_KEY
+from epd_serve.protocol.wire import CLUSTER_HEADER
 
 _KEYS = {ADMIN_KEY: "admin-key-of-the-tests", CLUSTER_KEY: "cluster-key-of-the-tests"}
 _PORT, _ADMIN_PORT, _INSTANCE_PORT = 8000, 8001, 8100
@@ -63,6 +65,14 @@ class Fleet:
         async with self._session.get(f"http://{self.hosts[name].ip}:{_INSTANCE_PORT}/metrics") as answer:
             samples = [line.rsplit(" ", 1) for line in (await answer.text()).splitlines()]
         return sum(float(value) for series, value in samples if "stage_seconds_count" in series)
+
+    def held(self, name: str) -> dict[str, int]:
+        """What an instance holds, as its own host sees it."""
+        host = self.hosts[name]
+        request = urllib.request.Request(f"http://{host.ip}:{_INSTANCE_PORT}/integrity")
+        request.add_header(CLUSTER_HEADER, _KEYS[CLUSTER_KEY])
+        held: dict[str, int] = json.loads(host.run(lambda: urllib.request.urlopen(request).read()))
+        return held
 
     async def until(self, condition: Callable[[dict[str, dict[str, Any]]], bool]) -> None:
         """Wait for a condition on the instances."""

@@ -45,6 +45,7 @@ async def test_a_picture_does_not_wait_for_an_e_that_is_gone(fleet: Callable[...
         assert max(took_s for _, _, took_s in answers) <= 6
 
 
+@pytest.mark.slow
 async def test_a_silent_d_loses_its_stream(fleet: Callable[..., Any], long_text: Any) -> None:
     """It is cut off beyond its lease, and comes back."""
     async with fleet("p0", "d0", "d1") as running:
@@ -62,3 +63,20 @@ async def test_a_silent_d_loses_its_stream(fleet: Callable[..., Any], long_text:
         assert answer.gap_s <= MAX_GAP_S
         running.hosts.bring_back(victim)
         await running.ready("p0", "d0", "d1")
+
+
+@pytest.mark.slow
+async def test_instances_let_go_of_what_a_gateway_asked_that_is_gone(fleet: Callable[..., Any]) -> None:
+    endless = chat("Count to 9.", max_tokens=1900, ignore_eos=True)
+    async with fleet("p0", "d0", joined=False) as running:
+        began = asyncio.Event()
+        stream = asyncio.create_task(running.stream(endless, began))
+        await began.wait()
+        assert running.held("d0")["blocks"]
+        running.hosts.power_off("gw")
+        stream.cancel()
+        cut_at = time.monotonic()
+        while any(running.held("d0").values()):
+            assert time.monotonic() - cut_at < 120
+            await asyncio.sleep(1)
+        print("free after", round(time.monotonic() - cut_at, 1))

@@ -15,7 +15,9 @@ from servers import served
 from epd_serve.errors import Conflict
 from epd_serve.instance.http import ControlHttp
 from epd_serve.instance.joining import Joining
+from epd_serve.protocol import frames
 from epd_serve.rpc.cluster import ClusterLinks
+from proxy.health import HealthSettings
 from proxy.leases import Leases
 from proxy.settings import AdminSettings
 
@@ -186,3 +188,25 @@ async def test_with_a_cluster_key_joining_proves_it_and_strangers_get_no_prompt(
             joining.cancel()
         await asyncio.gather(*joinings, return_exceptions=True)
         assert not list(other.table)
+
+
+async def test_what_computes_nothing_when_its_lease_ends_loses_its_stream(start: Any, kit: Any) -> None:
+    """It is in no table then, and nobody would look after it."""
+    quiet = HealthSettings(probe_interval_s=None, probe_timeout_s=0.5)
+    gateway = await start("a0:EPD", "late:EPD", admin=AdminSettings(), health=quiet)
+    control, late = gateway.app.state.control, gateway["late"]
+    control.apply(control.settings, [])
+    late.scripts |= {
+        "/stage/prefill": lambda _: [kit.FRAMES, kit.frame(1), kit.FOREVER],
+        "/probe": lambda _: [kit.FOREVER],
+    }
+    gateway["a0"].scripts["/stage/prefill"] = lambda message: [kit.FRAMES, kit.frame(2), kit.frame(0, end=True)]
+    lease = {"name": "late", "url": late.url, "lease_s": 3}
+    async with gateway.session.post(f"{gateway.app.state.admin_url}/instances", json=lease) as answer:
+        assert answer.status == 201
+    await gateway.until(lambda: gateway.table["late"].ready)
+    stream = asyncio.create_task(gateway.answer(kit.chat(stream=True)))
+    await gateway.until(lambda: late.got("/stage/prefill"))
+    control.apply(control.settings, [("a0", gateway["a0"].url)])
+    await gateway.until(lambda: gateway.table.get("late") is None)
+    assert await stream == (200, frames.events_of([kit.frame(1), kit.frame(2)]) + kit.DONE)
