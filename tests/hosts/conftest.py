@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-import urllib.request
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -17,8 +16,9 @@ import pytest
 from chat import chat
 from hosts import Hosts, hosts
 
+from epd_serve.backends.http_call import HttpCall
+from epd_serve.backends.http_client import HttpPool
 from epd_serve.config.keys import ADMIN_KEY, CLUSTER_KEY
-from epd_serve.protocol.wire import CLUSTER_HEADER
 
 _KEYS = {ADMIN_KEY: "admin-key-of-the-tests", CLUSTER_KEY: "cluster-key-of-the-tests"}
 _PORT, _ADMIN_PORT, _INSTANCE_PORT = 8000, 8001, 8100
@@ -69,9 +69,15 @@ class Fleet:
     def held(self, name: str) -> dict[str, int]:
         """What an instance holds, as its own host sees it."""
         host = self.hosts[name]
-        request = urllib.request.Request(f"http://{host.ip}:{_INSTANCE_PORT}/integrity")
-        request.add_header(CLUSTER_HEADER, _KEYS[CLUSTER_KEY])
-        held: dict[str, int] = json.loads(host.run(lambda: urllib.request.urlopen(request).read()))
+
+        async def ask() -> bytes:
+            pool = HttpPool(name, f"http://{host.ip}:{_INSTANCE_PORT}", _KEYS[CLUSTER_KEY])
+            try:
+                return await HttpCall(pool, "GET", "/integrity").ask()
+            finally:
+                await pool.close()
+
+        held: dict[str, int] = json.loads(host.run(lambda: asyncio.run(ask())))
         return held
 
     async def until(self, condition: Callable[[dict[str, dict[str, Any]]], bool]) -> None:
