@@ -193,7 +193,7 @@ async def test_with_a_cluster_key_joining_proves_it_and_strangers_get_no_prompt(
 async def test_what_computes_nothing_when_its_lease_ends_loses_its_stream(start: Any, kit: Any) -> None:
     """It is in no table then, and nobody would look after it."""
     quiet = HealthSettings(probe_interval_s=None, probe_timeout_s=0.5)
-    gateway = await start("a0:EPD", "late:EPD", admin=AdminSettings(), health=quiet)
+    gateway = await start("a0:EPD", "late:EPD", admin=AdminSettings(key="secret"), health=quiet)
     control, late = gateway.app.state.control, gateway["late"]
     control.apply(control.settings, [])
     late.scripts |= {
@@ -202,7 +202,8 @@ async def test_what_computes_nothing_when_its_lease_ends_loses_its_stream(start:
     }
     gateway["a0"].scripts["/stage/prefill"] = lambda message: [kit.FRAMES, kit.frame(2), kit.frame(0, end=True)]
     lease = {"name": "late", "url": late.url, "lease_s": 3}
-    async with gateway.session.post(f"{gateway.app.state.admin_url}/instances", json=lease) as answer:
+    url, key = f"{gateway.app.state.admin_url}/instances", {"authorization": "Bearer secret"}
+    async with gateway.session.post(url, json=lease, headers=key) as answer:
         assert answer.status == 201
     await gateway.until(lambda: gateway.table["late"].ready)
     stream = asyncio.create_task(gateway.answer(kit.chat(stream=True)))
