@@ -66,7 +66,6 @@ CASES: dict[str, tuple[Any, int, str]] = {
     "10 MB of garbage": (GARBAGE, 413, "JSON"),
     "a prompt longer than the context": (chat("apple " * 5000), 400, "context"),
     "max_tokens beyond the context": (chat("Hi", max_tokens=100_000), 400, "max_tokens"),
-    "the placeholder as text": (chat("What is <|image_pad|>?", noise(1)), 400, "placeholder"),
 }
 
 

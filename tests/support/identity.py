@@ -97,6 +97,8 @@ async def start_fleet(
     expected = {}
     for question in QUESTIONS:
         ids = reference.generate(question.text, question.images, max_tokens=MAX_TOKENS)
+        if ids[-1] == reference.tokenizer.eos_token_id and not ignore_eos:
+            ids.pop()  # it ends the text and is no part of it
         expected[question] = [reference.tokenizer.decode([i]) for i in ids]
     del reference
     config = DeploymentConfig(
