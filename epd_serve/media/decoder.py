@@ -90,6 +90,7 @@ def serve(control: socket.socket) -> None:
             if descriptor == control.fileno():
                 message, given, _, _ = socket.recv_fds(control, 1, 2)
                 if not message:
+                    workers.end()
                     return
                 for number, events in workers.fork(socket.socket(fileno=given[0]), given[1]).items():
                     poll.register(number, events)
@@ -121,6 +122,12 @@ class _Workers:
         watch = os.pidfd_open(pid)
         self._pids[watch], self._watches[connection.fileno()] = (pid, connection), watch
         return {watch: select.POLLIN, connection.fileno(): 0}  # the latter for its other end's close alone
+
+    def end(self) -> None:
+        """End all; none is left to be reaped by others."""
+        for pid, _ in self._pids.values():
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
 
     def look_at(self, descriptor: int) -> tuple[int, ...]:
         """A worker has ended, or is to; descriptors to poll no more."""
@@ -217,7 +224,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: whoever started this process ends it
     Image.init()
     serve(control)
-    os._exit(0)  # the workers end with it
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,8 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -134,14 +135,21 @@ def check_stages(traces: Path, num_instances: int) -> None:
     assert min(rest) < 0.5, "the rest is calls and the answer's way"
 
 
-def start_up(*arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+@contextmanager
+def start_up(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """``epd-serve up``; where the block fails it is killed, and what it started ends with it."""
+    with subprocess.Popen(
         [sys.executable, "-m", "epd_serve.cli", "up", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         cwd=ROOT,
-    )
+    ) as process:
+        try:
+            yield process
+        except BaseException:
+            process.kill()
+            raise
 
 
 def answers(url: str) -> bool:
@@ -180,7 +188,7 @@ def test_ctrl_c_stops_everything(deployment_file: Path) -> None:
         assert "curl" in output, "what to type next"
         wait_until(lambda: is_up(f"http://127.0.0.1:{port}/health"), "what is ready says so")
         children = psutil.Process(process.pid).children(recursive=True)
-        assert len(children) == 5, "three instances, what they were forked from, and the gateway"
+        assert len(children) == 7, "three instances, the gateway, a decoder, and what forked instances and decoder"
         running_s = sum(sum(child.cpu_times()[:2]) for child in (psutil.Process(process.pid), *children))
         stopping = time.monotonic()
         process.send_signal(signal.SIGINT)

@@ -59,13 +59,18 @@ class Memory:
         self.landed += blocks
 
 
-class Tokenizer:
+class Vocabulary:
+    special_ids: frozenset[int] = frozenset()
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         return "x" * len(token_ids)
 
+    def bytes_of(self, token_id: int) -> bytes:
+        return b"x"
+
 
 def service(engine: Engine, memory: Memory, *, queue_timeout_s: float = 60) -> DecodeService:
-    parts: list[Any] = [engine, memory, Tokenizer(), LAYOUT]
+    parts: list[Any] = [engine, memory, Vocabulary(), LAYOUT]
     nowhere: Any = None
     return DecodeService(
         *parts,

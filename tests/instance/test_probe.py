@@ -60,6 +60,7 @@ async def test_a_probe_finds_what_an_answering_port_hides(tmp_path: Path) -> Non
             assert error.value.code == WEDGED
         finally:
             server.kill()
+            await asyncio.to_thread(server.wait)
         await instance.probe(60)
         await Books({"epd": instance.url}).check()
 
