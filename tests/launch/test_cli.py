@@ -57,6 +57,7 @@ OPTIONS = InstanceOptions(
     max_num_seqs=8,
     async_scheduling="off",
     max_model_len=4096,
+    generation_config="off",
     image_budget_pixels=1000,
     feature_store_bytes=2000,
     feature_cache_bytes=3000,

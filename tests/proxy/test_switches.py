@@ -12,6 +12,8 @@ from epd_serve.protocol.wire import Load, Report, RoleChanged
 from epd_serve.switch_command import switch
 from proxy.settings import AdminSettings
 
+KEY = {"authorization": "Bearer secret"}
+
 
 @pytest.fixture
 async def gateway(start: Any) -> Any:
@@ -20,7 +22,7 @@ async def gateway(start: Any) -> Any:
 
 async def ordered(gateway: Any, name: str, **body: Any) -> tuple[int, dict[str, Any]]:
     url = f"{gateway.app.state.admin_url}/instances/{name}/role"
-    async with gateway.session.post(url, json=body) as response:
+    async with gateway.session.post(url, json=body, headers=KEY) as response:
         return response.status, await response.json()
 
 
@@ -142,13 +144,14 @@ async def test_what_the_operator_drains_during_a_switch_stays_drained(gateway: A
 
 
 async def test_an_instance_may_leave_while_it_changes_its_role(start: Any) -> None:
-    gateway = await start("p0:P", "d0:D", "late:P", reporting=True, admin=AdminSettings())
+    gateway = await start("p0:P", "d0:D", "late:P", reporting=True, admin=AdminSettings(key="secret"))
     own = [(name, gateway[name].url) for name in ("p0", "d0")]
     gateway.app.state.control.apply(gateway.app.state.control.settings, own)
     admin, url = gateway.app.state.admin_url, gateway["late"].url
     for asked in (False, True):  # it is gone when the order ends, or when it has been asked what it is now
         go_on, came = held_back(gateway, "late")
-        async with gateway.session.post(f"{admin}/instances", json={"name": "late", "url": url}) as answer:
+        joining = {"name": "late", "url": url}
+        async with gateway.session.post(f"{admin}/instances", json=joining, headers=KEY) as answer:
             assert answer.status == 201
         await gateway.until(lambda: gateway.table["late"].ready)
         ordering = asyncio.create_task(ordered(gateway, "late", role="D"))
@@ -157,7 +160,7 @@ async def test_an_instance_may_leave_while_it_changes_its_role(start: Any) -> No
             gateway["late"].hangs = True
             go_on.set()
             await gateway.until(lambda: gateway["late"].num_hung > 0)
-        async with gateway.session.delete(f"{admin}/instances/late") as answer:
+        async with gateway.session.delete(f"{admin}/instances/late", headers=KEY) as answer:
             assert answer.status == 200
         gateway["late"].hangs = False
         go_on.set()

@@ -20,6 +20,7 @@ from epd_serve.config.keys import hash_key
 from epd_serve.launch.ports import free_port
 
 NUM_STREAMS = 16
+_ADMIN = {"authorization": "Bearer secret"}
 
 
 class Crew:
@@ -50,11 +51,11 @@ class Crew:
         return workers if len(workers) == 2 else None
 
     async def get(self, path: str) -> Any:
-        async with self.session.get(self.admin + path) as response:
+        async with self.session.get(self.admin + path, headers=_ADMIN) as response:
             return await response.json()
 
     async def order(self, path: str, **body: Any) -> int:
-        async with self.session.post(self.admin + path, json=body) as response:
+        async with self.session.post(self.admin + path, json=body, headers=_ADMIN) as response:
             return response.status
 
     async def until(self, condition: Callable[[], Any]) -> Any:
@@ -105,7 +106,7 @@ async def crew(tmp_path) -> AsyncIterator[Callable[..., Any]]:
     async with contextlib.AsyncExitStack() as stack:
 
         async def start(fakes: list[Any], hang_timeout_s: float | None = None, **settings: Any) -> Crew:
-            ports = {"port": free_port("127.0.0.1"), "admin": {"port": free_port("127.0.0.1")}}
+            ports = {"port": free_port("127.0.0.1"), "admin": {"port": free_port("127.0.0.1"), "key": "secret"}}
             instances = {fake.name: fake.url for fake in fakes}
             connector = aiohttp.TCPConnector(force_close=True, limit=0)
             session = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
