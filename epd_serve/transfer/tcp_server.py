@@ -108,7 +108,10 @@ class TcpServer:
         self._lock = threading.Lock()  # of _known and _closed; the strangers are one thread's
         self._closed = False
         self._waker, self._woken = socket.socketpair()
-        threading.Thread(target=self._receive_strangers, name="transfer-accept", daemon=True).start()
+        selector = selectors.DefaultSelector()  # a descriptor, which the thread might not get later
+        threading.Thread(
+            target=self._receive_strangers, args=(selector,), name="transfer-accept", daemon=True
+        ).start()
 
     def close(self) -> None:
         with self._lock:
@@ -122,8 +125,8 @@ class TcpServer:
 
     # ------------------------------------------------------------------ strangers
 
-    def _receive_strangers(self) -> None:
-        with selectors.DefaultSelector() as selector, self._listener, self._woken:
+    def _receive_strangers(self, selector: selectors.BaseSelector) -> None:
+        with selector, self._listener, self._woken:
             selector.register(self._listener, selectors.EVENT_READ)
             selector.register(self._woken, selectors.EVENT_READ)
             while not self._closed:
