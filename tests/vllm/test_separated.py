@@ -147,7 +147,7 @@ def test_a_storm_of_clients_that_leave_holds_no_block(deployment: Deployment) ->
     """Many of them before D has heard of their requests: P would keep its blocks for a minute."""
 
     def leave_early(number: int) -> None:
-        body = {**picture(8 + number % 2), "max_tokens": 400, "stream": True}
+        body = {**picture(7 + number % 2), "max_tokens": 400, "stream": True}
         with (
             suppress(httpx.TimeoutException),
             httpx.Client(base_url=deployment.url, timeout=0.01 * number, trust_env=False) as client,
