@@ -53,8 +53,8 @@ async def record(rounds: int) -> list[tuple[Recording, Recording]]:
     with tempfile.TemporaryDirectory() as directory:
         os.environ |= {
             "PYTHONPATH": str(Path(__file__).parent),
-            "EPD_SERVE_REQUEST_PATH": directory,
-            "EPD_SERVE_REQUEST_ROOT": str(ROOT),
+            "REQUEST_PATH_DIRECTORY": directory,
+            "REQUEST_PATH_ROOT": str(ROOT),
         }
         async with (
             LocalDeployment(config, ready_timeout_s=300) as deployment,

@@ -1,7 +1,7 @@
 """A profile hook for every Python process of a deployment: which functions of ours one request enters, and when.
 
 Python imports this module at start where its folder is on ``PYTHONPATH``. SIGUSR2 begins the recording, a
-second one writes it to ``$EPD_SERVE_REQUEST_PATH/<pid>.json`` as rows of (monotonic nanoseconds, thread, file,
+second one writes it to ``$REQUEST_PATH_DIRECTORY/<pid>.json`` as rows of (monotonic nanoseconds, thread, file,
 first line, function), the first entry of each function in each thread.
 """
 
@@ -29,19 +29,19 @@ def _toggle(_signal, _frame):
     if _recording:
         _entries.clear()
         return
-    root = Path(os.environ["EPD_SERVE_REQUEST_ROOT"])
+    root = Path(os.environ["REQUEST_PATH_ROOT"])
     rows = []
     for (thread, code), when in list(_entries.items()):
         file = Path(code.co_filename)
         if file.is_relative_to(root) and file.relative_to(root).parts[0] in _PACKAGES:
             rows.append((when, thread, str(file.relative_to(root)), code.co_firstlineno, code.co_qualname))
-    directory = Path(os.environ["EPD_SERVE_REQUEST_PATH"])
+    directory = Path(os.environ["REQUEST_PATH_DIRECTORY"])
     part = directory / f"{os.getpid()}.part"
     part.write_text(json.dumps(rows))
     part.rename(directory / f"{os.getpid()}.json")
 
 
-if "EPD_SERVE_REQUEST_PATH" in os.environ:
+if "REQUEST_PATH_DIRECTORY" in os.environ:
     signal.signal(signal.SIGUSR2, _toggle)
     threading.setprofile(_hook)
     sys.setprofile(_hook)
