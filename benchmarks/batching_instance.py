@@ -20,6 +20,7 @@ import uvicorn
 from PIL import Image
 
 from epd_serve.config import InstanceOptions
+from epd_serve.config.sections import BatchingConfig, SLOConfig
 from epd_serve.instance.http import ControlApp
 from epd_serve.instance.instance import Instance
 from epd_serve.launch.ports import free_port
@@ -47,8 +48,8 @@ async def run(model: Path, role: str, policy: str, tpot_ms: float | None) -> Non
         threads=1,
         max_num_seqs=32,
         num_blocks=4096,
-        slo_tpot_ms=tpot_ms,
-        batching_policy=policy,  # type: ignore[arg-type]
+        slo=SLOConfig(tpot_ms=tpot_ms),
+        batching=BatchingConfig(policy=policy),  # type: ignore[arg-type]
     )
     instance = Instance(options)
     steps: list[dict[str, float]] = []

@@ -30,11 +30,13 @@ from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.types import SamplingParams
 from epd_serve.worker.engine import Engine
 from epd_serve.worker.events import EngineEvent, FailureEvent, TokenEvent
+from epd_serve.worker.hooks import EngineHooks
 from epd_serve.worker.kv_memory import KVMemory
 from epd_serve.worker.prompt_logprobs import PromptLogprobs
 from epd_serve.worker.runner import LanguageRunner
 from epd_serve.worker.step import StepExecutor
 from epd_serve.worker.step_inputs import Fed, StepInputs
+from epd_serve.worker.step_loop import StepLoop
 
 BLOCK_SIZE = 16
 MAX_TOKENS_PER_STEP = 4096
@@ -60,7 +62,7 @@ class TimedExecutor(StepExecutor):
         return logits
 
 
-class NativeEngine:
+class NativeEngine(EngineHooks):
     """The language stages of an instance with room for ``max_tokens`` tokens."""
 
     def __init__(
@@ -98,20 +100,17 @@ class NativeEngine:
         )
         self._events: queue.SimpleQueue[list[EngineEvent]] = queue.SimpleQueue()
         self._engine = Engine(
-            runner,
             BlockPool(num_blocks, BLOCK_SIZE),
+            memory,
             Budget(max_num_tokens=MAX_TOKENS_PER_STEP, max_num_seqs=256),
-            num_layers=model.num_layers,
+            self,
             eos_token_ids=frozenset(),
-            feature_of=lambda mm_hash: None,
-            memory=memory,
-            block_nbytes=1,
-            record_event=lambda: lambda: None,
-            sender=None,
-            emit=self._events.put,
-            on_free=lambda: None,
         )
-        self._engine.start()
+        self._loop = StepLoop(self._engine, runner, self)
+        self._loop.start()
+
+    def emit(self, events: list[EngineEvent]) -> None:
+        self._events.put(events)
 
     def generate(
         self, prompts: list[list[int]], num_tokens: int, sampling: SamplingParams | None = None
@@ -140,7 +139,7 @@ class NativeEngine:
         return [sequence.output_ids for sequence in sequences]
 
     def close(self) -> None:
-        self._engine.close()
+        self._loop.close()
         self._transport.close()
 
 

@@ -33,6 +33,7 @@ from epd_serve.launch.vllm_probe import probe_vllm
 RESULTS = Path(__file__).parent / "results"
 TOPOLOGIES = ("EPD", "E-P-D", "E-PD", "EP-D")
 PASSES = [(stream, concurrency) for concurrency in (4, 24) for stream in (False, True)]
+COMMAND = "python -m benchmarks.vllm_soundness --vllm-python PYTHON"
 MODEL = "benchmark"
 STORM_SIZE = 100
 INSTANCES: dict[str, Any] = {
@@ -243,6 +244,7 @@ async def measure(
         row["memory_gb"] = {
             name: round(sum(one.memory_full_info().pss for one in ones) / 1e9, 2) for name, ones in running.items()
         }
+    row["took_s"] = round(time.monotonic() - start)
     return row, expected
 
 
@@ -257,30 +259,42 @@ def summary(row: dict[str, Any]) -> str:
 
 
 async def run(arguments: argparse.Namespace) -> None:
-    """Writes the results after each topology."""
-    start = time.monotonic()
-    bodies, rows = questions(), []
+    """Writes the results after each topology; with answers of an earlier run, beside the rows that are there."""
+    bodies, results, answers = questions(), RESULTS / arguments.results, arguments.answers
+    rows: dict[str, dict[str, Any]] = {}
     expected: list[list[Answer]] | None = None
-    for topology in dict.fromkeys(("EPD", *arguments.topologies)):  # the first says what is right
+    topologies = arguments.topologies
+    if answers is not None and answers.exists():
+        expected = json.loads(answers.read_text())
+        if results.exists():
+            rows = {row["topology"]: row for row in json.loads(results.read_text())["rows"]}
+    else:
+        topologies = dict.fromkeys(("EPD", *topologies))  # the first says what is right
+    for topology in topologies:
         row, expected = await measure(
             topology, arguments.vllm_python, bodies, expected, arguments.storms, arguments.idle_s
         )
-        rows.append(row)
+        rows[topology] = row
         print(summary(row), flush=True)
+        if answers is not None:
+            answers.write_text(json.dumps(expected))
         report = {
-            "command": "python -m benchmarks.vllm_soundness --vllm-python PYTHON",
+            "command": COMMAND + (" --answers FILE --topologies T, for each" if answers is not None else ""),
             "machine": machine(),
             "vllm": probe_vllm(arguments.vllm_python).vllm,
-            "took_s": round(time.monotonic() - start),
-            "rows": rows,
+            "took_s": sum(one["took_s"] for one in rows.values()),
+            "rows": sorted(rows.values(), key=lambda one: TOPOLOGIES.index(one["topology"])),
         }
-        (RESULTS / arguments.results).write_text(json.dumps(report, indent=1) + "\n")
+        results.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--vllm-python", required=True, help="Python of the environment that has vLLM for CPUs")
-    parser.add_argument("--topologies", nargs="*", default=TOPOLOGIES)
+    parser.add_argument("--topologies", nargs="*", default=TOPOLOGIES, choices=TOPOLOGIES)
+    parser.add_argument(
+        "--answers", type=Path, help="keeps the answers of vLLM alone, so that topologies can be run one at a time"
+    )
     parser.add_argument("--storms", type=int, default=10)
     parser.add_argument("--idle-s", type=float, default=60.0)
     parser.add_argument("--results", default="vllm-soundness-cpu.json", help="file name in benchmarks/results")

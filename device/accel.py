@@ -1,4 +1,4 @@
-"""What torch gives once for every accelerator: streams, events, memory, synchronisation."""
+"""The part of a Device that torch.accelerator gives all accelerators: streams, events, memory, synchronisation."""
 
 from __future__ import annotations
 
@@ -58,7 +58,10 @@ class AcceleratorDevice:
         return TRANSPORTS[self.type]
 
     def apply_share(self, share: float, start: float = 0.0) -> Partition:
-        """A share of the memory; the processes take turns at the compute units, wherever ``start`` is."""
+        """Limit this process to a share of the memory.
+
+        The processes take turns at the compute units, wherever ``start`` is.
+        """
         check_share(share, start)
         self.set_memory_fraction(share)
         return Partition(strength=self.partition.strength, mechanisms=(f"memory fraction {share:g}",))

@@ -85,7 +85,7 @@ class AscendDevice(AcceleratorDevice):
 
 
 def attention_layout() -> Layout:
-    """Raises ValueError for what is neither layout."""
+    """The layout of the paged calls, from the environment. Raises ValueError for a name that is no layout."""
     layout = os.environ.get(ATTENTION_LAYOUT, "TND")
     if layout not in ("TND", "BSND"):
         raise ValueError(f"{ATTENTION_LAYOUT}={layout!r}: use TND (the default) or BSND")
@@ -93,7 +93,7 @@ def attention_layout() -> Layout:
 
 
 def missing() -> str | None:
-    """What keeps NPUs from being used here; None where at least one is usable."""
+    """Return the reason why NPUs cannot be used here, with its remedy; None where at least one is usable."""
     if importlib.util.find_spec("torch_npu") is None:
         return "torch_npu is not installed; run in epd-serve's clone: pip install '.[ascend]'"
     visible = os.environ.get(VISIBLE_DEVICES)
@@ -117,7 +117,7 @@ def count() -> int:
 
 
 def open_device(index: int) -> AscendDevice:
-    """Raises DeviceUnavailable with what is missing."""
+    """Open an NPU by its index. Raises DeviceUnavailable with the reason where it cannot be used."""
     if (reason := missing()) is not None:
         raise DeviceUnavailable(f"npu:{index}: {reason}")
     if index >= count():

@@ -1,4 +1,7 @@
-"""What an NPU runs out of when processes share it: streams, events, updatable tasks, ports. No torch in here."""
+"""The limits of an NPU that several processes share: streams, events, updatable tasks, ports.
+
+A deployment that exceeds them is refused before it starts. This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ _FIRST_NPU_PORT = 61000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InstanceUse:
-    """What one instance takes of the NPU that it shares.
+    """The resources that one instance takes of the NPU that it shares.
 
     Attributes:
         num_streams: streams that it opens, the default one included.

@@ -1,4 +1,4 @@
-"""The two versions of torch_npu's attention operator, which say the same with other keywords."""
+"""The two versions of torch_npu's attention operator: they take the same arguments under different names."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class AttnMeta:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionPlan:
-    """What a backend made of an AttnMeta, once per step; backends subclass it with their masks and views.
+    """A backend's preparation of one step's AttnMeta; backends add their masks and views in a subclass.
 
     The caller only carries it from ``prepare`` to each layer's ``attend``.
     """
@@ -77,7 +77,7 @@ class AttentionOps(Protocol):
         """Masks and views that all layers share. Reads no device value back, so it may stand inside a graph.
 
         Args:
-            dtype: of the queries, keys and values.
+            dtype: dtype of the queries, keys and values.
         """
         ...
 
@@ -223,7 +223,7 @@ class GraphRunner(Protocol):
 
 
 class PartitionStrength(StrEnum):
-    """How far two instances on one device are kept apart."""
+    """The strength of the separation between two instances on one device."""
 
     ISOLATED = "isolated"
     """The hardware enforces the share (MIG)."""
@@ -234,7 +234,7 @@ class PartitionStrength(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Partition:
-    """How a device can be shared by several processes."""
+    """The ways to share a device among several processes, and how strong the separation is."""
 
     strength: PartitionStrength
     mechanisms: tuple[str, ...]
@@ -295,7 +295,7 @@ class Device(Protocol):
 
     @property
     def partition(self) -> Partition:
-        """What can set this device's shares."""
+        """The mechanisms that can set this device's shares."""
         ...
 
     def apply_share(self, share: float, start: float = 0.0) -> Partition:

@@ -198,7 +198,7 @@ def _copies(device: Device) -> str:
 
 
 def _streams(device: Device) -> str:
-    """A second stream's long work must be over for whoever waited for its event."""
+    """Check that a second stream's long work is over for a stream that waited for its event."""
     side = device.stream()
     data = torch.zeros(16 * _MEBIBYTE, device=device.torch_device)
     device.synchronize()

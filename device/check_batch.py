@@ -19,14 +19,14 @@ LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 class Batch:
     """One mixed step with random contents: decodes, rows of padding, then prefill chunks.
 
-    Blocks lie in any order. What no sequence owns is NaN, so whoever reads it gives itself away; the unused end of
-    a sequence's last block holds large finite numbers, as an earlier owner leaves them.
+    Blocks lie in any order. Memory that no sequence owns is NaN, so an operator that reads it gives itself away;
+    the unused end of a sequence's last block holds large finite numbers, as an earlier owner leaves them.
 
     Args:
         decodes: the context length of each.
         prefills: (query, context) lengths of each chunk.
         padding: decodes of context 1 that read and write block 0, as a captured graph's unused rows do.
-        spare_columns: how many columns of 0 the block tables have beyond the longest sequence.
+        spare_columns: number of columns of 0 that the block tables have beyond the longest sequence.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class Batch:
         return ops.attend(query, key, value, kv_layer, plan, self.scale), kv_layer
 
     def rounded(self, dtype: torch.dtype) -> Batch:
-        """The same step with the numbers that ``dtype`` can hold, in float32."""
+        """Return the step with its numbers rounded to ``dtype``, in float32."""
         other = object.__new__(Batch)
         other.__dict__.update(self.__dict__)
         other.query, other.key, other.value, other.kv_layer = (
@@ -132,7 +132,7 @@ class Batch:
 
 
 def lay_out(states: Sequence[Tensor], layout: Layout) -> list[Tensor]:
-    """The same numbers [T, ..., D] in other strides."""
+    """Return tensors [T, ..., D] with the same numbers in the layout's strides."""
     if layout == "heads first" and states[0].dim() == 3:
         return [state.transpose(0, 1).contiguous().transpose(0, 1) for state in states]
     if layout == "fused":

@@ -1,8 +1,8 @@
-"""What a backend's operators must do, as comparisons with the oracle: for the tests and for ``devices --check``.
+"""Comparisons of a backend's operators with the oracle, for the tests and for ``devices --check``.
 
 Each function makes random inputs of the given shapes, rounds them to the dtype, runs the backend on its device and
-the oracle in float32 on the CPU, and returns the largest error, as a fraction of 1 + the expected magnitude. Where
-that is more than ``tolerance``, it raises AssertionError, which says by how much.
+the oracle in float32 on the CPU, and returns the largest error, as a fraction of 1 + the expected magnitude. It
+raises AssertionError, with the error, where that is more than ``tolerance``.
 """
 
 from __future__ import annotations

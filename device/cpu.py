@@ -111,7 +111,7 @@ class CpuDevice:
         return TRANSPORTS["cpu"]
 
     def apply_share(self, share: float, start: float = 0.0) -> Partition:
-        """At least one core: shares smaller than a core overlap."""
+        """Bind this process to its share of the cores, one at least; shares smaller than a core overlap."""
         check_share(share, start)
         count = max(1, round(share * len(self._cores)))
         first = min(round(start * len(self._cores)), len(self._cores) - count)
@@ -167,7 +167,7 @@ class CpuDevice:
 
 
 def missing() -> str | None:
-    """What keeps this machine from being used; a CPU is always there."""
+    """Return the reason why the CPU cannot be used: always None, as every machine has one."""
     return None
 
 
@@ -176,7 +176,7 @@ def count() -> int:
 
 
 def open_device(index: int) -> CpuDevice:
-    """Raises DeviceUnavailable: all cores are one device."""
+    """Open the CPU. Raises DeviceUnavailable for an index above 0: all cores are one device."""
     if index != 0:
         raise DeviceUnavailable(f"cpu:{index}: a machine is one CPU device, cpu; give instances shares of it")
     return CpuDevice()

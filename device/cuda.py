@@ -131,7 +131,7 @@ def has_green_contexts() -> bool:
 
 
 def _partition(device_name: str) -> Partition:
-    """What can set shares of this GPU, as far as this process can see."""
+    """The mechanisms that can set shares of this GPU and that this process can see."""
     if "MIG" in device_name:
         return Partition(strength=PartitionStrength.ISOLATED, mechanisms=("MIG", "memory fraction"))
     mechanisms = ["memory fraction"]
@@ -143,7 +143,7 @@ def _partition(device_name: str) -> Partition:
 
 
 def missing() -> str | None:
-    """What keeps NVIDIA GPUs from being used here; None where at least one is usable."""
+    """Return the reason why NVIDIA GPUs cannot be used here; None where at least one is usable."""
     has_driver = Path("/proc/driver/nvidia/version").exists()
     if torch.version.cuda is None:
         driver = "" if has_driver else ", and no NVIDIA driver is loaded"
@@ -164,7 +164,7 @@ def count() -> int:
 
 
 def open_device(index: int) -> CudaDevice:
-    """Raises DeviceUnavailable with what is missing."""
+    """Open a GPU by its index. Raises DeviceUnavailable with the reason where it cannot be used."""
     if (reason := missing()) is not None:
         raise DeviceUnavailable(f"cuda:{index}: {reason}")
     if index >= count():

@@ -55,7 +55,7 @@ class ProcessGroup:
 
         Args:
             rendezvous: a path without a file, the same for all ranks, in a directory of theirs alone.
-            timeout_s: how long a collective waits for a rank that does not come; then it raises RuntimeError.
+            timeout_s: seconds that a collective waits for a rank that does not come; then it raises RuntimeError.
         """
         import torch.distributed
 

@@ -13,7 +13,7 @@ _NAME = re.compile(r"(?P<kind>cpu|cuda|npu)(:(?P<index>[0-9]{1,4}))?")
 
 
 class _Backend(Protocol):
-    """What a backend module offers."""
+    """The functions that a backend module offers."""
 
     def missing(self) -> str | None: ...
 

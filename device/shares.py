@@ -16,14 +16,15 @@ def check_share(share: float, start: float) -> None:
 
 
 def share_environment(share: float) -> dict[str, str]:
-    """What a launcher adds to the environment of a process that shall have this share of a GPU.
+    """Return the variables that a launcher sets for a process that shall have this share of a GPU.
 
-    Empty where no MPS server runs: the variable would have no effect. Raises ValueError as ``apply_share`` does.
+    The mapping is empty where no MPS server runs: the variable would have no effect. Raises ValueError as
+    ``apply_share`` does.
     """
     check_share(share, 0.0)
     return {MPS_SHARE: f"{share * 100:g}"} if mps_is_running() else {}
 
 
 def mps_is_running() -> bool:
-    """MPS's daemon makes this directory; a stopped one removes it."""
+    """Whether MPS's daemon runs: it makes a directory at its start and removes it at its end."""
     return Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")).is_dir()

@@ -1,4 +1,4 @@
-"""What each type of device speaks to others: collectives and bulk transfer."""
+"""The ways in which each type of device talks to others: collectives and bulk transfer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TransportCapability:
-    """How memory of a device leaves it."""
+    """The ways in which a device's memory can be sent elsewhere."""
 
     distributed_backend: str
     """The backend of torch.distributed."""

@@ -31,6 +31,6 @@ def copied() -> set[str]:
 
 
 def inherited() -> dict[str, int]:
-    """The files of this process, as its environment tells."""
+    """The files that this process has inherited, by part, from its environment."""
     pairs = (pair.split("=") for pair in os.environ.get(VARIABLE, "").split(",") if pair)
     return {part: int(descriptor) for part, descriptor in pairs}

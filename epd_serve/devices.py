@@ -1,4 +1,4 @@
-"""What ``epd-serve devices`` shows: the devices of this machine and what is missing, and a self-test of each."""
+"""The output of ``epd-serve devices``: this machine's devices, why others are missing, and self-tests."""
 
 from __future__ import annotations
 

@@ -10,6 +10,9 @@
     ├── Unavailable             503  no instance can take the request now; trying again later may help
     │   └── Overloaded          429  a queue is full
     ├── InstanceFailed          502  an instance died or broke off while it had the request
+    │   └── InstanceLost        502  the connection to it
+    │       ├── InstanceUntrusted
+    │       └── InstanceUnreachable
     └── StageTimeout            504  a stage did not answer before its deadline
 """
 
@@ -101,6 +104,26 @@ class Overloaded(Unavailable):
 class InstanceFailed(ServeError):
     status = 502
     type = "instance_error"
+
+
+class InstanceLost(InstanceFailed):
+    """The connection to an instance could not be made, or broke before the answer was complete."""
+
+
+class InstanceUntrusted(InstanceLost):
+    """An instance's info contradicts the deployment or itself, or it has not the deployment's key."""
+
+
+class InstanceUnreachable(InstanceLost):
+    """No connection to an instance could be made: it has not seen the call.
+
+    Attributes:
+        is_refused: the host answers, but no process listens on the port.
+    """
+
+    def __init__(self, message: str, *, is_refused: bool = False) -> None:
+        super().__init__(message)
+        self.is_refused = is_refused
 
 
 class StageTimeout(ServeError):

@@ -20,7 +20,7 @@ def die_with_parent(parent_pid: int) -> None:
 
     Called by the child itself, early, since code between fork and exec may deadlock in a threaded parent. If
     the parent ended before the call, the process ends here. Linux ties the signal to the parent's *thread*:
-    whoever starts children must do it from a thread that lives as long as they shall.
+    a parent must start children from a thread that lives as long as they shall.
 
     Args:
         parent_pid: the process that started this one.

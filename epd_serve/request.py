@@ -46,17 +46,17 @@ class Sequence:
     ``num_tokens``; when the two meet, the next token is sampled.
 
     Attributes:
-        index: which of the request's ``n`` choices this is.
+        index: number of this one of the request's ``n`` choices.
         max_tokens: output tokens allowed, filled from the context length where the client named none.
         positions: rotary positions of the prompt, opaque here ([axes, prompt tokens] tensor); None where another
             instance computed it.
-        position_delta: what M-RoPE adds to the index of a token after the prompt.
+        position_delta: number that M-RoPE adds to the index of a token after the prompt.
         num_sequences: choices that will be forked from this sequence after its prompt (``n``), and sampled there.
-        arrival_s: when this engine got the request, monotonic seconds; 0 before.
+        arrival_s: time at which this engine got the request, monotonic seconds; 0 before.
         hand_off: whether another instance decodes; then the sequence needs blocks for its prompt alone.
         blocks: block table. forks: the first own block of each choice to be forked.
-        constraint: the grammar of its answer and how far it has come, opaque here; None where there is none.
-        output_ids: what was generated; a sequence that goes on from elsewhere begins with some.
+        constraint: the grammar of its answer and its position there, opaque here; None where there is none.
+        output_ids: generated tokens; a sequence that goes on from elsewhere begins with some.
         wanted_logprobs: known tokens, by index, whose log-probabilities are wanted; never the first.
         logprobs: those that were computed, opaque here.
         saved: the KV of the computed tokens while they have no blocks, opaque here; None where there is none.
@@ -151,7 +151,7 @@ class Sequence:
         return not self.output_ids or (self.positions is not None and not self.spans)
 
     def take_logprobs(self) -> dict[int, Any]:
-        """Those that were wanted of known tokens, once."""
+        """Take the log-probabilities that were asked for of known tokens; the next call returns none."""
         taken, self.logprobs, self.wanted_logprobs = self.logprobs, {}, range(0)
         return taken
 

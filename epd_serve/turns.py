@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import math
 import time
 from collections.abc import Callable
 from itertools import count
@@ -15,12 +16,12 @@ _PATIENCE = 4.0
 
 
 class Turns:
-    """A number of places, and who waits for one. It belongs to one event loop.
+    """A number of places, and the queue for them. It belongs to one event loop.
 
     Args:
-        what: is done in the places, for errors.
-        max_waiting: more are refused.
-        timeout_s: how long a wait may be.
+        what: the work that is done in the places, for errors.
+        max_waiting: longest queue; further requests are refused.
+        timeout_s: longest wait.
     """
 
     def __init__(
@@ -51,11 +52,12 @@ class Turns:
         self._num_free -= 1
         return True
 
-    async def take(self, cost_s: float) -> None:
+    async def take(self, cost_s: float, timeout_s: float = math.inf) -> None:
         """Take a place when it is one's turn; :meth:`give_back` must follow.
 
         Args:
-            cost_s: about how long the place will be needed.
+            cost_s: seconds, about, for which the place will be needed.
+            timeout_s: how long this wait may be, where that is less than any may.
 
         Raises Unavailable where too many wait already, or for too long.
         """
@@ -66,13 +68,13 @@ class Turns:
             )
         if self.take_free():
             return
+        timeout_s = min(timeout_s, self._timeout_s)
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(timeout_s):
                 await self._wait(self._clock() + _PATIENCE * cost_s)
         except TimeoutError as error:
             raise Unavailable(
-                f"no place was free to prepare the request's {self.what} within {self._timeout_s:g} s; "
-                "try again later",
+                f"no place was free to prepare the request's {self.what} within {timeout_s:g} s; try again later",
                 code=PREPARATION_FULL,
             ) from error
 

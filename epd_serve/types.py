@@ -93,7 +93,7 @@ class ToolSchema(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Grammar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What an answer must look like.
+    """The form that an answer must have.
 
     Attributes:
         kind, text: of the content: "json" and a schema, "regex", "choice" and a JSON list of strings; "" for free.
@@ -111,15 +111,15 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How tokens are chosen and when generation stops, in the vocabulary of the OpenAI and vLLM APIs.
+    """The rules by which tokens are chosen and generation stops, in the vocabulary of the OpenAI and vLLM APIs.
 
-    ``temperature == 0`` is greedy. ``max_tokens`` is None until the instance that knows the prompt length fills
-    it with the room that the context leaves. ``seed`` is always set: whoever makes the request draws one.
+    ``temperature == 0`` is greedy. ``max_tokens`` is None until the instance that knows the prompt length fills it
+    with the room that the context leaves. ``seed`` is always set: the sender of the request draws one.
     ``include_stop``: a stop string stays in the text. ``bad_word_ids`` are ``bad_words`` as the instance that has
-    the tokenizer spells them. ``priority``: lower is computed earlier.
-    ``first_choice``: which choice of the client's request the first of these is; its random numbers depend on it.
-    ``neutral``: those of :data:`SAMPLING_DEFAULTS` that the request itself sets to that value; others that have it
-    are open, and the model's generation_config.json decides.
+    the tokenizer spells them. ``priority``: lower is computed earlier. ``first_choice``: number of the first of
+    these choices within the client's request; random numbers depend on it. ``neutral``: those of
+    :data:`SAMPLING_DEFAULTS` that the request itself sets to that value; others that have it are open, and the
+    model's generation_config.json decides.
     """
 
     seed: int
@@ -199,5 +199,5 @@ class StageRate(msgspec.Struct, frozen=True, omit_defaults=True):
     is_fresh: bool = True
 
     def seconds(self, units: float) -> float:
-        """Of one batch."""
+        """Seconds of one batch of ``units``."""
         return self.base_s + self.unit_s * units

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address
 
 Address = IPv4Address | IPv6Address
@@ -24,11 +23,6 @@ _ISATAP = (0x0000_5EFE, 0x0200_5EFE)
 def parse_address(text: str) -> Address:
     """An address as ``getaddrinfo`` prints it, with or without a scope. Raises ValueError."""
     return ip_address(text.partition("%")[0])
-
-
-def allowed_address(*, allow_private: bool) -> Callable[[Address], bool]:
-    """Which addresses media URLs may lead to."""
-    return (lambda _: True) if allow_private else is_public
 
 
 def is_public(address: Address) -> bool:

@@ -15,6 +15,7 @@ from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp
 
+from epd_serve.config.gateway import AdminConfig
 from epd_serve.config.keys import CLUSTER_KEY, hash_key
 from epd_serve.errors import ServeError
 from epd_serve.protocol.addresses import url_of
@@ -26,7 +27,6 @@ from proxy.errors import install_error_handlers
 from proxy.gate import Gate
 from proxy.http import BoundedHttp
 from proxy.limits import Client
-from proxy.settings import AdminSettings
 from proxy.views import key_required
 from proxy.workers.crew import Crew
 from proxy.workers.follow import in_flight_everywhere, requests_everywhere, workers_everywhere
@@ -110,17 +110,17 @@ def _describe(record: InstanceRecord, in_flight: Mapping[str, int]) -> dict[str,
 
 @asynccontextmanager
 async def running_admin(
-    app: FastAPI, settings: AdminSettings, listener: socket.socket | None = None, cluster_key: str | None = None
+    app: FastAPI, place: AdminConfig, listener: socket.socket | None = None, cluster_key: str | None = None
 ) -> AsyncIterator[str]:
     """Serve ``app`` while the context lasts, on ``listener`` if there is one; yields its URL. Callers may prove
     ``cluster_key`` there.
 
     Raises ValueError where the port is taken.
     """
-    listener = listener or admin_socket(settings.host, settings.port)
-    url = url_of(settings.host, listener.getsockname()[1])
+    listener = listener or admin_socket(place.host, place.port or 0)
+    url = url_of(place.host, listener.getsockname()[1])
     linked = app if cluster_key is None else ClusterLinks(app, cluster_key)
-    async with serving(NoBrowsers(linked, settings.host), listener):
+    async with serving(NoBrowsers(linked, place.host), listener):
         logger.info("the admin plane is at %s", url)
         yield url
 

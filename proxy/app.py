@@ -15,25 +15,27 @@ from starlette.routing import Route
 
 from epd_serve.backends.base import StageCalls
 from epd_serve.backends.native import NativeConnections
+from epd_serve.config.stealing import StealingConfig
 from epd_serve.elastic.controller import Order
 from epd_serve.metrics.gateway import GatewayMetrics
 from epd_serve.metrics.trace import TraceWriter
 from epd_serve.protocol.wire import RoleOrder
 from epd_serve.routing.choice import router_of
 from epd_serve.routing.policy import Policy
+from epd_serve.routing.stealing import StealRule
 from epd_serve.routing.table import InstanceTable
-from proxy.addresses import allowed_address
 from proxy.admin import create_admin_app, running_admin
+from proxy.arrival import ArrivalLimits
 from proxy.control import Control
 from proxy.cors import install_cors
 from proxy.dashboard import dashboard_router
+from proxy.dispatch import Dispatch, Dispatcher
 from proxy.elastic import ElasticLoop, elastic_router
 from proxy.endpoints import endpoints
-from proxy.engines import connector
+from proxy.engines import connector, vllm_targets
 from proxy.entrance import new_gate
 from proxy.errors import install_error_handlers
-from proxy.fetch import MediaFetcher, UrlRules
-from proxy.generation import Generator
+from proxy.fetch import MediaFetcher
 from proxy.health import Health
 from proxy.job import Instances
 from proxy.leases import Leases, leases_router
@@ -47,8 +49,8 @@ from proxy.pairs import Pairs
 from proxy.poller import Poller
 from proxy.redeploy import Redeployer, tokens_per_pixel
 from proxy.resident import give_back
-from proxy.settings import GatewaySettings
-from proxy.stealing import StealQueue
+from proxy.settings import Current, GatewaySettings
+from proxy.stealing import Stealing
 from proxy.switches import Switches, switches_router
 from proxy.turns import Turns
 from proxy.views import health_router, models_router
@@ -72,40 +74,36 @@ def create_app(
     polling end before, ``app.state.give_up`` is called, which is its server's to set.
     """
     crew = crew or Crew()
+    config, gateway, current = settings.config, settings.gateway, Current(settings)
+    arrival = ArrivalLimits.of(gateway)
+    for_vllm = config.engine == "vllm"
     table = InstanceTable(instances)
     metrics = GatewayMetrics()
-    gate = new_gate(settings, table, metrics, crew.ledger)
+    gate = new_gate(current, table, metrics, crew.ledger)
     connections = NativeConnections(settings.cluster_key)
-    connect = connector(connections, settings.vllm)
+    connect = connector(connections, vllm_targets(config) if for_vllm else None)
     calls: dict[str, StageCalls] = {name: connect(name, url) for name, url in instances}
-    fetcher = MediaFetcher(
-        max_bytes=settings.media.max_bytes,
-        timeout_s=settings.fetch_timeout_s,
-        allowed_address=allowed_address(allow_private=settings.allow_private),
-        allowed_file_dirs=settings.allowed_file_dirs,
-        rules=UrlRules(domains=settings.allowed_domains, ports=settings.allowed_ports),
-    )
-    trace = TraceWriter(settings.trace, "gateway") if settings.trace else None
-    observer = new_observer(settings, metrics, crew.ledger)
+    fetcher = MediaFetcher(current)
+    trace = TraceWriter(config.trace, "gateway") if config.trace else None
+    observer = new_observer(gateway, metrics, crew.ledger)
     redeployer: Redeployer | None = None
-    if settings.redeploy is not None:
-        redeployer = Redeployer(settings.redeploy, lambda: tokens_per_pixel(table))
+    if settings.controls and config.elastic.drift.enabled:
+        redeployer = Redeployer(config, lambda: tokens_per_pixel(table))
         observer.on_finish = redeployer.put
     poller = Poller(table, calls, settings.poll_interval_s, settings.startup_wait_s)
-    health = Health(table, calls, settings.health)
-    poller.on_silent, poller.on_gone = health.probe_now, health.losses.report
-    stealing = StealQueue(table, settings.stealing, on_move=metrics.requests_stolen.inc)
-    generator = Generator(
+    health = Health(table, calls, current)
+    poller.on_process, poller.on_silent, poller.on_gone = health.met, health.probe_now, health.losses.report
+    stealing = Stealing[Dispatch](table, _steal_rule(gateway.stealing))
+    dispatcher = Dispatcher(
         Instances(
             table=table,
             calls=calls,
-            policy=policy or router_of(settings.routing, random.random, parallel_encode=settings.parallel_encode),
+            policy=policy or router_of(gateway.routing, random.random, parallel_encode=gateway.parallel_encode),
             poller=poller,
             metrics=metrics,
-            encode_timeout_s=settings.encode_timeout_s,
             health=health,
             pairs=Pairs(),
-            failover=settings.failover,
+            settings=current,
             stealing=stealing,
             trace=trace,
         )
@@ -118,8 +116,8 @@ def create_app(
         hold.check()
         await switches.order(order.instance, RoleOrder(role=str(order.role), deadline_s=deadline_s))
 
-    elastic = None if settings.elastic is None else ElasticLoop(settings.elastic, table, give)
-    loader = MediaLoader(settings.media, fetcher, settings.max_body_bytes, settings.max_items)
+    elastic = ElasticLoop(config, table, give) if settings.controls and config.elastic.enabled else None
+    loader = MediaLoader(current, fetcher)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -128,12 +126,12 @@ def create_app(
             await stack.enter_async_context(fetcher)
             await crew.join()
             stack.push_async_callback(crew.leave)
-            if settings.admin is not None and crew.leads:
+            if gateway.admin.port is not None and crew.leads:
                 routers = [operations_router(table, health, switches, crew)]
                 routers += [switches_router(switches), elastic_router(elastic)]
                 joining = leases_router(leases, crew)
-                admin = create_admin_app(table, gate, settings.admin.key, crew, routers, joining)
-                running = running_admin(admin, settings.admin, crew.admin_socket(), settings.cluster_key)
+                admin = create_admin_app(table, gate, settings.admin_key, crew, routers, joining)
+                running = running_admin(admin, gateway.admin, crew.admin_socket(), settings.cluster_key)
                 app.state.admin_url = await stack.enter_async_context(running)
             if app.state.orders is not None and crew.leads:
                 departures = Departures(switches, calls)
@@ -168,7 +166,7 @@ def create_app(
     #: Path → endpoint, for the server's own short way (proxy/connection.py).
     app.state.endpoints = {}
     app.state.turns = Turns()
-    app.state.arrival = settings.arrival
+    app.state.arrival = arrival
     shared: dict[str, Any] = {
         "table": table,
         "poller": poller,
@@ -176,41 +174,42 @@ def create_app(
         "metrics": metrics,
         "observer": observer,
         "gate": gate,
-        "arrival": settings.arrival,
-        "max_body_bytes": settings.max_body_bytes,
-        "timeout_s": settings.request_timeout_s,
+        "arrival": arrival,
+        "settings": current,
     }
-    served = dict(endpoints(generator, calls, shared, for_vllm=settings.vllm is not None))
+    served = dict(endpoints(dispatcher, calls, shared, for_vllm=for_vllm))
     for path, endpoint in served.items():
         app.router.routes.append(Route(path, endpoint=endpoint, methods=["POST"]))
         app.state.endpoints[path.encode()] = endpoint
     members = Members(table, calls, poller, health, connect)
     leases = Leases(members)
-    app.state.control = Control(
-        settings, members, gate, generator, health, served.values(), loader, fetcher, crew.ledger
-    )
+    app.state.control = Control(current, members, gate, crew.ledger)
     app.state.reloader = None
     app.state.orders = None
     app.state.give_up = lambda: None
     app.include_router(models_router(table, poller, gate.authenticator))
-    app.include_router(health_router(table, metrics, gate.authenticator, settings, crew))
+    app.include_router(health_router(table, metrics, gate.authenticator, gateway, crew))
     app.include_router(openapi_router())
-    if settings.dashboard:
+    if gateway.dashboard:
         app.include_router(
             dashboard_router(
                 table,
                 observer,
                 gate,
                 crew,
-                lambda: app.state.control.settings.topology,
+                lambda: current.now.config.topology,
                 is_local=settings.is_local,
             )
         )
     follow(crew, table, gate, health, leases)
     show_ready(crew, table)
-    install_cors(app, settings.cors)
+    install_cors(app, gateway.cors)
     install_error_handlers(app)
     return app
+
+
+def _steal_rule(options: StealingConfig) -> StealRule:
+    return StealRule(threshold=options.threshold, batch=options.batch, collect_s=options.collect_ms / 1000)
 
 
 def _end_after(app: FastAPI, polling: asyncio.Future[Any]) -> None:

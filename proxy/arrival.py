@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
+from epd_serve.config import GatewayConfig
 from epd_serve.errors import InvalidRequest
 
 #: What every body may take besides the time that its length allows.
@@ -24,9 +25,15 @@ class TooSlow(InvalidRequest):
 class ArrivalLimits:
     """Seconds for a request line with its headers and for a body, and the fewest bytes of a body per second."""
 
-    header_s: float = 20.0
-    body_s: float = 120.0
-    min_body_rate: float = 1024.0
+    header_s: float
+    body_s: float
+    min_body_rate: float
+
+    @classmethod
+    def of(cls, gateway: GatewayConfig) -> ArrivalLimits:
+        return cls(
+            header_s=gateway.header_timeout_s, body_s=gateway.body_timeout_s, min_body_rate=gateway.min_body_rate
+        )
 
     def time_for_body(self, declared: int | None) -> float:
         """Seconds within which a body must be here; ``declared`` is its Content-Length, None where it has none."""

@@ -14,6 +14,8 @@ from proxy.limits import Client
 #: Longer ones are refused unhashed.
 MAX_TOKEN_BYTES = 4096
 _NOBODY = bytes(32)
+#: Everybody's name where there are no keys.
+ANONYMOUS = "anonymous"
 
 
 class Unauthorized(ServeError):
@@ -23,7 +25,7 @@ class Unauthorized(ServeError):
 
 
 class Authenticator:
-    """Finds the client that a bearer token belongs to; without any key everybody is let in as ``anonymous``."""
+    """Finds the client that a bearer token belongs to; without any key everybody is let in as ANONYMOUS."""
 
     def __init__(self, keys: Iterable[tuple[str, Client]]) -> None:
         """``keys`` are (hash as of :func:`epd_serve.config.keys.hash_key`, its holder)."""
@@ -39,7 +41,7 @@ class Authenticator:
             known = before.get(digest)
             same = known is not None and (known.name, known.limits) == (client.name, client.limits)
             self._holders[digest] = known if known is not None and same else client
-        self._anonymous = None if self._holders else self._anonymous or Client("anonymous")
+        self._anonymous = None if self._holders else self._anonymous or Client(ANONYMOUS)
 
     @property
     def is_open(self) -> bool:

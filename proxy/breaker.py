@@ -34,13 +34,13 @@ class BreakerLimits:
         slow_start_s: over how long the share of work grows from a tenth to all, once it has closed again.
     """
 
-    num_consecutive: int = 5
-    failure_rate: float = 0.5
+    num_consecutive: int
+    failure_rate: float
+    slow_start_s: float
     min_calls: int = 20
     window_s: float = 30.0
     open_s: float = 1.0
     max_open_s: float = 30.0
-    slow_start_s: float = 10.0
 
 
 class Breaker:

@@ -38,6 +38,10 @@ class Client(Outlet, Protocol):
         """That serves the connection."""
 
     @property
+    def address(self) -> str:
+        """The other end's, without its port; "" where there is none."""
+
+    @property
     def has_body(self) -> bool:
         """Whether :meth:`body` need not wait."""
 
@@ -71,6 +75,7 @@ class AsgiClient:
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._headers = headers_of(scope)
+        self.address: str = (scope.get("client") or ("",))[0]
         self.loop = asyncio.get_running_loop()
         self._receive = receive
         self._send = send

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import re
+import resource
 from typing import TYPE_CHECKING, Any, cast
 
+from epd_serve.errors import Unavailable
 from proxy.arrival import HeadWatch
 from proxy.cors import Cors
 from proxy.http import MAX_HEADER_BYTES, PLAIN_HEAD, PLAIN_START, ReturningHttp, arrival_limits
@@ -32,6 +34,17 @@ _ONCE = frozenset({b"content-length", b"connection", b"host", b"authorization", 
 
 #: A closed connection whose client takes nothing for so long is not waited for.
 _LINGER_S = 30.0
+
+#: A process that has opened more than this part of the files that it may open takes no more connections: what is
+#: left is for its own, to instances and others.
+_PART_OPEN = 0.75
+#: How long the client of one too many may take to send something, so that it can be answered.
+_REFUSED_S = 1.0
+_FULL = Unavailable("too many connections at once; try again later", code="out_of_descriptors").to_json()
+_REFUSAL = (
+    b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\nretry-after: 1\r\n"
+    b"content-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(_FULL), _FULL)
+)
 
 #: What is not a body is received here and taken out at once; all connections share it.
 _scratch = bytearray(64 * 1024)
@@ -67,6 +80,7 @@ class GatewayConnection(asyncio.BufferedProtocol):
         #: The client does not read what it has got; its next request waits until it does.
         self._writing_paused = False
         self._stopping = False
+        self._is_refused = False
         self._arrival = arrival_limits(config.app)
         self._head = HeadWatch(self._loop, self._arrival.header_s, self._close)
 
@@ -84,6 +98,10 @@ class GatewayConnection(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by name
+        if _is_one_too_many(transport):
+            self._is_refused = True
+            self._timer = self._loop.call_later(_REFUSED_S, self._transport.abort)
+            return
         self._low_water = LowWater(transport)
         self._state.connections.add(cast(Any, self))
         self._head.begin()
@@ -100,6 +118,11 @@ class GatewayConnection(asyncio.BufferedProtocol):
         return _scratch_view if self._client is None else self._client.buffer() or _scratch_view
 
     def buffer_updated(self, nbytes: int) -> None:
+        if self._is_refused:
+            if not self._transport.is_closing():
+                self._transport.write(_REFUSAL)
+                self._transport.close()
+            return
         taken, client = 0, self._client
         if client is not None and client.unread_bytes:
             self._low_water.expect(client.unread_bytes - nbytes)
@@ -270,3 +293,9 @@ class GatewayConnection(asyncio.BufferedProtocol):
         self._head.begin()
         self._pending += data
         self._begin()
+
+
+def _is_one_too_many(transport: asyncio.BaseTransport) -> bool:
+    """A new descriptor is the lowest that is free, so its number says how many are not."""
+    own = transport.get_extra_info("socket")
+    return own is not None and own.fileno() >= _PART_OPEN * resource.getrlimit(resource.RLIMIT_NOFILE)[0]

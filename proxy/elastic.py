@@ -7,20 +7,20 @@ import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import Any
 
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 
 from epd_serve.config import DeploymentConfig
+from epd_serve.config.elastic import HookConfig
 from epd_serve.elastic.controller import Controller, Decision, Kind, Order, Wish
-from epd_serve.elastic.hook import Hook
-from epd_serve.elastic.options import ControllerOptions, Limits
+from epd_serve.elastic.hook import tell
+from epd_serve.elastic.options import Limits
 from epd_serve.elastic.seen import see
 from epd_serve.errors import InvalidRequest, ServeError
 from epd_serve.routing.table import InstanceTable
-from epd_serve.types import Role, Stage
+from epd_serve.types import Stage
 
 logger = logging.getLogger(__name__)
 
@@ -32,43 +32,6 @@ _NUM_KEPT = 500
 GiveOrder = Callable[[Order, float], Awaitable[Any]]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ElasticSettings:
-    """As :class:`~epd_serve.config.elastic.ElasticConfig` and the SLO have it."""
-
-    options: ControllerOptions
-    limits: Limits
-    needed: tuple[Stage, ...]
-    interval_s: float = 1.0
-    deadline_s: float = 30.0
-    hook: Hook | None = None
-
-    @classmethod
-    def of(cls, config: DeploymentConfig) -> ElasticSettings | None:
-        """None where it is not enabled."""
-        elastic, slo = config.elastic, config.slo
-        if not elastic.enabled:
-            return None
-        assert slo.ttft_ms is not None and slo.tpot_ms is not None
-        hook = elastic.hook
-        return cls(
-            options=ControllerOptions(
-                roles=tuple(Role.parse(role) for role in elastic.roles),
-                cooldown_s=elastic.cooldown_s,
-                hold_s=elastic.hold_s,
-                window_s=elastic.window_s,
-                hysteresis=elastic.hysteresis,
-                deadline_s=elastic.deadline_s + _REBUILD_S,
-                dry_run=elastic.dry_run,
-            ),
-            limits=Limits(ttft_s=slo.ttft_ms / 1e3, tpot_s=slo.tpot_ms / 1e3),
-            needed=tuple(stage for stage in Stage if stage in config.topology.stages),
-            interval_s=elastic.interval_s,
-            deadline_s=elastic.deadline_s,
-            hook=None if hook is None else Hook(command=hook.command, url=hook.url, timeout_s=hook.timeout_s),
-        )
-
-
 class ElasticLoop:
     """Decides each ``interval_s``; an order is carried out beside it, one at a time.
 
@@ -76,11 +39,21 @@ class ElasticLoop:
         decisions: each that orders or wishes something, and the first of each row of equal ones, with its time.
     """
 
-    def __init__(self, settings: ElasticSettings, table: InstanceTable, give: GiveOrder) -> None:
-        self._settings = settings
+    def __init__(
+        self, config: DeploymentConfig, table: InstanceTable, give: GiveOrder, *, calm_s: float = 60.0
+    ) -> None:
+        slo = config.slo
+        assert slo.ttft_ms is not None and slo.tpot_ms is not None
+        self._options = config.elastic
         self._table = table
         self._give = give
-        self._controller = Controller(settings.options, settings.limits, needed=settings.needed)
+        self._controller = Controller(
+            config.elastic,
+            Limits(ttft_s=slo.ttft_ms / 1e3, tpot_s=slo.tpot_ms / 1e3),
+            needed=tuple(stage for stage in Stage if stage in config.topology.stages),
+            rebuild_s=_REBUILD_S,
+            calm_s=calm_s,
+        )
         self.decisions: deque[dict[str, Any]] = deque(maxlen=_NUM_KEPT)
         self._last: Kind | None = None
 
@@ -88,7 +61,7 @@ class ElasticLoop:
         """Until cancelled; orders under way are given up then, which leaves them to their deadline."""
         async with asyncio.TaskGroup() as group:
             while True:
-                await asyncio.sleep(self._settings.interval_s)
+                await asyncio.sleep(self._options.interval_s)
                 now_s = time.monotonic()
                 try:
                     decision = self._controller.decide(now_s, see(self._table))
@@ -100,8 +73,8 @@ class ElasticLoop:
                 self._note(decision)
                 if decision.order is not None:
                     group.create_task(self._carry_out(decision.order))
-                if decision.wish is not None and self._settings.hook is not None:
-                    group.create_task(self._tell(self._settings.hook, decision.wish))
+                if decision.wish is not None and self._options.hook is not None:
+                    group.create_task(self._tell(self._options.hook, decision.wish))
 
     def _note(self, decision: Decision) -> None:
         """Each decision is logged with its reason; a row of equal ones once."""
@@ -126,7 +99,7 @@ class ElasticLoop:
 
     async def _carry_out(self, order: Order) -> None:
         try:
-            await self._give(order, self._settings.deadline_s)
+            await self._give(order, self._options.deadline_s)
         except InvalidRequest as error:
             self._controller.refused(order)
             logger.warning("elastic: %s will not become %s: %s", order.instance, order.role, error.message)
@@ -139,8 +112,8 @@ class ElasticLoop:
         else:
             logger.info("elastic: %s serves %s", order.instance, order.role)
 
-    async def _tell(self, hook: Hook, wish: Wish) -> None:
-        await hook.tell({"event": _event(wish), "role": str(wish.role), "reason": wish.reason})
+    async def _tell(self, hook: HookConfig, wish: Wish) -> None:
+        await tell(hook, {"event": _event(wish), "role": str(wish.role), "reason": wish.reason})
 
 
 def elastic_router(loop: ElasticLoop | None) -> APIRouter:

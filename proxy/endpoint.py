@@ -21,9 +21,10 @@ from epd_serve.protocol.wire import REQUEST_ID_HEADER
 from epd_serve.randomness import random_block
 from epd_serve.routing.table import InstanceTable
 from proxy.arrival import ArrivalLimits
+from proxy.auth import ANONYMOUS
 from proxy.client import AsgiClient, Client, ClientLeft, Outlet, headers_of
+from proxy.dispatch import Dispatcher
 from proxy.gate import Gate, Visit
-from proxy.generation import Generator
 from proxy.interruption import Deadlines, TimeLimit
 from proxy.job import Job
 from proxy.limits import BYTES_PER_TOKEN, estimate_tokens
@@ -31,8 +32,9 @@ from proxy.media import MediaItem, MediaLoader
 from proxy.observer import Observer
 from proxy.payloads import parsed_body
 from proxy.poller import Poller
-from proxy.several import stream_several, whole_several
+from proxy.settings import Current
 from proxy.sink import EventSink, ResponseAborted, send_error, send_json
+from proxy.strands import stream_several, whole_several
 from proxy.trail import Trail
 
 logger = logging.getLogger(__name__)
@@ -42,6 +44,8 @@ _TRACE_ID = re.compile(r"[\x21-\x7e]{1,256}")
 #: Statuses of our own, for metrics only.
 CLIENT_LEFT = 499
 BROKEN_OFF = 599
+#: Parts that clients without keys are in, by their addresses: what one part waits for holds up no other.
+_NUM_STRANGERS = 16
 #: How long a client may take to receive why its stream breaks off.
 _LAST_WORDS_S = 1.0
 
@@ -64,8 +68,7 @@ class Endpoint:
         gate: Gate,
         observer: Observer,
         arrival: ArrivalLimits,
-        max_body_bytes: int,
-        timeout_s: float,
+        settings: Current,
     ) -> None:
         self._kind = kind
         self._table = table
@@ -75,13 +78,21 @@ class Endpoint:
         self._gate = gate
         self._observer = observer
         self._arrival = arrival
-        self.reconfigure(max_body_bytes=max_body_bytes, timeout_s=timeout_s)
+        self._settings = settings
+        self._timeouts: Deadlines | None = None
 
-    def reconfigure(self, *, max_body_bytes: int, timeout_s: float) -> None:
-        """For the next requests."""
-        self.max_body_bytes = max_body_bytes
-        late = f"the request took longer than {timeout_s:g} s, this gateway's limit"
-        self._deadlines = Deadlines(timeout_s, lambda: StageTimeout(late))
+    @property
+    def max_body_bytes(self) -> int:
+        return self._settings.now.gateway.max_body_bytes
+
+    @property
+    def _deadlines(self) -> Deadlines:
+        """With the time limit of now."""
+        timeout_s = self._settings.now.gateway.request_timeout_s
+        if self._timeouts is None or self._timeouts.seconds != timeout_s:
+            late = f"the request took longer than {timeout_s:g} s, this gateway's limit"
+            self._timeouts = Deadlines(timeout_s, lambda: StageTimeout(late))
+        return self._timeouts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """As an ASGI application."""
@@ -183,7 +194,7 @@ class Endpoint:
     async def _media(self, exchange: Exchange, sources: list[MediaSource]) -> list[MediaItem]:
         info = self._table.models().get(exchange.trail.model)
         fingerprint = "" if info is None else info.media_fingerprint
-        items = await self._loader.load(sources, fingerprint, exchange.visit.client.name)
+        items = await self._loader.load(sources, fingerprint, exchange.asker)
         exchange.trail.media([one.width * one.height for one in items], sum([len(item.data) for item in items]))
         self._metrics.media_bytes.add(exchange.trail.media_bytes, "image")
         return items
@@ -207,14 +218,14 @@ class GenerationEndpoint(Endpoint):
     """An endpoint whose answer is generated."""
 
     def __init__(
-        self, *, parse: Callable[[bytes | bytearray], GenerationRequest], generator: Generator, **shared: Any
+        self, *, parse: Callable[[bytes | bytearray], GenerationRequest], dispatcher: Dispatcher, **shared: Any
     ) -> None:
         super().__init__(**shared)
         self._parse = parse
-        self._generator = generator
+        self._dispatcher = dispatcher
 
     async def _generate(self, exchange: Exchange, body: bytearray, sink: EventSink) -> None:
-        parsed = await parsed_body(self._parse, body)
+        parsed = await parsed_body(self._parse, body, exchange.asker)
         request = parsed.request
         await self._poller.started()
         model = exchange.trail.model = self._model(request.model)
@@ -238,16 +249,16 @@ class GenerationEndpoint(Endpoint):
         if request.stream:
             sink.redirect(self._translation(request, jobs[0], exchange.client))
             if len(jobs) == 1:
-                await self._generator.stream(jobs[0], sink)
+                await self._dispatcher.stream(jobs[0], sink)
             else:
-                await stream_several(self._generator, jobs, sink)
+                await stream_several(self._dispatcher, jobs, sink)
             exchange.answered = True
             await sink.finish()
         else:
             if len(jobs) == 1:
-                answer = await self._generator.whole(jobs[0])
+                answer = await self._dispatcher.whole(jobs[0])
             else:
-                answer = await whole_several(self._generator, jobs)
+                answer = await whole_several(self._dispatcher, jobs)
             exchange.trail.answered(answer)
             answer = self._translate(request, jobs[0], answer)
             exchange.answered = True
@@ -308,6 +319,12 @@ class Exchange:
         self.answered = False
         self._left = False
         self._task: asyncio.Task[object] | None = None
+
+    @property
+    def asker(self) -> str:
+        """Who takes turns with others at what all share: the API key, or without keys a part of all addresses."""
+        name = self.visit.client.name
+        return name if name != ANONYMOUS else f"{name} {hash(self.client.address) % _NUM_STRANGERS}"
 
     async def wait(self, waiting: Awaitable[None]) -> None:
         """For its turn. Raises Overloaded where that does not come in time."""

@@ -10,14 +10,14 @@ from epd_serve.protocol.openai import ChatCompletionRequest, CompletionRequest, 
 from epd_serve.protocol.responses import InputTokensCall, ResponsesRequest
 from epd_serve.protocol.tokenizing import DetokenizeBody, TokenizeBody
 from epd_serve.protocol.vllm_requests import VllmChatRequest, VllmCompletionRequest
+from proxy.dispatch import Dispatcher
 from proxy.endpoint import Endpoint, GenerationEndpoint
-from proxy.generation import Generator
 from proxy.responses import ResponsesEndpoint
 from proxy.tokenizing import TokenizingEndpoint
 
 
 def endpoints(
-    generator: Generator, calls: Mapping[str, StageCalls], shared: Mapping[str, Any], *, for_vllm: bool
+    dispatcher: Dispatcher, calls: Mapping[str, StageCalls], shared: Mapping[str, Any], *, for_vllm: bool
 ) -> Iterator[tuple[str, Endpoint]]:
     """(path, endpoint) of each; ``shared`` is what all of them are made with. ``for_vllm``: requests may have
     fields that only vLLM has."""
@@ -26,10 +26,10 @@ def endpoints(
         ("completion", "/v1/completions", VllmCompletionRequest if for_vllm else CompletionRequest),
     )
     for kind, path, request_type in types:
-        yield path, GenerationEndpoint(kind=kind, parse=request_type.parse, generator=generator, **shared)
+        yield path, GenerationEndpoint(kind=kind, parse=request_type.parse, dispatcher=dispatcher, **shared)
     yield (
         "/v1/responses",
-        ResponsesEndpoint(kind="responses", parse=ResponsesRequest.parse, generator=generator, **shared),
+        ResponsesEndpoint(kind="responses", parse=ResponsesRequest.parse, dispatcher=dispatcher, **shared),
     )
     yield (
         "/v1/responses/input_tokens",

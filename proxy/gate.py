@@ -12,6 +12,7 @@ from epd_serve.errors import InvalidRequest, Overloaded
 from proxy.admission import AdmissionQueue, Ticket, TicketState
 from proxy.auth import Authenticator
 from proxy.limits import Client
+from proxy.settings import Current
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +48,7 @@ class Gate:
         authenticator: Authenticator,
         queue: AdmissionQueue,
         *,
-        queue_timeout_s: float,
+        settings: Current,
         shedding: Shedding | None = None,
         refused: Callable[[str, str], None] = lambda reason, key: None,
         waited: Callable[[float], None] = lambda seconds: None,
@@ -57,7 +58,7 @@ class Gate:
         wait in the queue."""
         self.authenticator = authenticator
         self.queue = queue
-        self.queue_timeout_s = queue_timeout_s
+        self.settings = settings
         self.shedding = shedding
         self.refused = refused
         self.waited = waited
@@ -159,7 +160,7 @@ class Visit:
             return None
         loop = asyncio.get_running_loop()
         self._waiting = loop.create_future()
-        self._timer = loop.call_later(gate.queue_timeout_s, self._on_timeout)
+        self._timer = loop.call_later(gate.settings.now.gateway.queue_timeout_s, self._on_timeout)
         return self._waiting
 
     def leave(self) -> None:
@@ -227,10 +228,10 @@ class Visit:
     def _on_timeout(self) -> None:
         gate = self._gate
         self._give_up_place()
+        waited_s = gate.settings.now.gateway.queue_timeout_s
         self._refuse(
             Overloaded(
-                f"the request waited {gate.queue_timeout_s:g} s for its turn, the limit of this gateway; "
-                "try again later",
+                f"the request waited {waited_s:g} s for its turn, the limit of this gateway; try again later",
                 code="queue_timeout",
                 retry_after_s=gate.queue.estimated_wait_s(),
             )

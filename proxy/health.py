@@ -9,34 +9,23 @@ import math
 import random
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Protocol
 
-from epd_serve.backends.base import InstanceLost, StageCalls
-from epd_serve.errors import ServeError, Unavailable
+from epd_serve.backends.base import StageCalls
+from epd_serve.config.resilience import HealthConfig
+from epd_serve.errors import InstanceLost, ServeError, Unavailable
+from epd_serve.flow.events import Lost
 from epd_serve.routing.table import InstanceRecord, InstanceTable
 from epd_serve.types import Stage
 from proxy.breaker import Breaker, BreakerLimits, BreakerState
-from proxy.failover import Losses
+from proxy.settings import Current
 
 logger = logging.getLogger(__name__)
 
 _TICK_S = 0.1
 _ASK_AGAIN_S = 0.5
 _STOOD_STILL_S = 1.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class HealthSettings:
-    """How instances are watched.
-
-    Attributes:
-        probe_interval_s: between two probes of an instance that works; None: only others are probed.
-        probe_timeout_s: how long one may take; then the instance is as good as dead and its requests go elsewhere.
-    """
-
-    probe_interval_s: float | None = 3.0
-    probe_timeout_s: float = 6.0
-    breaker: BreakerLimits = field(default_factory=BreakerLimits)
 
 
 @dataclass(slots=True, eq=False)
@@ -47,6 +36,31 @@ class _Watched:
     probing: bool = False
     draining: bool = False
     held: bool = False
+
+
+class Watcher(Protocol):
+    """Waits for instances (:class:`proxy.dispatch.Dispatch`)."""
+
+    def feed(self, event: Lost) -> None: ...
+
+
+class Losses:
+    """Tells all requests of an instance that has stopped answering."""
+
+    def __init__(self) -> None:
+        self._watchers: set[Watcher] = set()
+
+    def watch(self, watcher: Watcher) -> None:
+        """Tell ``watcher`` until it is to be forgotten."""
+        self._watchers.add(watcher)
+
+    def forget(self, watcher: Watcher) -> None:
+        self._watchers.discard(watcher)
+
+    def report(self, name: str) -> None:
+        """The instance is as good as dead."""
+        for watcher in list(self._watchers):
+            watcher.feed(Lost(name))
 
 
 class Health:
@@ -61,7 +75,7 @@ class Health:
         self,
         table: InstanceTable,
         calls: Mapping[str, StageCalls],
-        settings: HealthSettings,
+        settings: Current,
         *,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
@@ -112,11 +126,18 @@ class Health:
             if record.covers(stage)
         )
 
-    # ------------------------------------------------------------------ from the operator
+    # ------------------------------------------------------------------ from the poller
 
-    def reconfigure(self, settings: HealthSettings) -> None:
-        """For the next probes, and the breakers of instances that are new."""
-        self._settings = settings
+    def met(self, name: str, pid: int) -> None:
+        """The instance is this process. Another one than before gets no work until it has computed something."""
+        watched = self._of(name)
+        if watched.pid not in (None, pid):
+            watched.breaker.restarted()
+            watched.probe_at = 0.0
+            self._apply(name, watched)
+        watched.pid = pid
+
+    # ------------------------------------------------------------------ from the operator
 
     def drain(self, name: str, on: bool = True) -> None:
         """No new requests for an instance; those that it has go on. Raises KeyError."""
@@ -154,7 +175,7 @@ class Health:
 
         async def probe() -> None:
             try:
-                await calls.probe(self._settings.probe_timeout_s)
+                await calls.probe(self._options.probe_timeout_s)
             except ServeError as error:
                 logger.warning("what instance %s had goes elsewhere: %s", name, error.message)
                 if self._table.get(name) is None:
@@ -184,15 +205,9 @@ class Health:
 
     def _is_due(self, record: InstanceRecord) -> bool:
         watched, now = self._of(record.name), self._clock()
-        if record.info is not None and record.info.pid != watched.pid:
-            if watched.pid is not None:
-                watched.breaker.restarted()
-                self._apply(record.name, watched)
-                watched.probe_at = 0.0
-            watched.pid = record.info.pid
         if not record.ready or watched.probing or now < watched.probe_at or not watched.breaker.may_probe(now):
             return False
-        return self._settings.probe_interval_s is not None or watched.breaker.state is not BreakerState.CLOSED
+        return self._options.probe_interval_s is not None or watched.breaker.state is not BreakerState.CLOSED
 
     async def _probe(self, record: InstanceRecord, watched: _Watched) -> None:
         name, was_closed = record.name, watched.breaker.state is BreakerState.CLOSED
@@ -201,7 +216,7 @@ class Health:
             passed = await self._passes(name, doubted=not was_closed)
         finally:
             watched.probing = False
-            interval_s = self._settings.probe_interval_s or _ASK_AGAIN_S
+            interval_s = self._options.probe_interval_s or _ASK_AGAIN_S
             watched.probe_at = self._clock() + interval_s * self._rng.uniform(0.8, 1.2)
         if passed is None or (not passed and self._stood_still_at >= began):
             return  # where this gateway stood still, that the answer is late says nothing
@@ -219,7 +234,7 @@ class Health:
         if calls is None:
             return None
         try:
-            await calls.probe(self._settings.probe_timeout_s, doubted=doubted)
+            await calls.probe(self._options.probe_timeout_s, doubted=doubted)
         except (InstanceLost, Unavailable):
             return None
         except ServeError as error:
@@ -229,9 +244,19 @@ class Health:
 
     # ------------------------------------------------------------------ inside
 
+    @property
+    def _options(self) -> HealthConfig:
+        return self._settings.now.gateway.health
+
     def _of(self, name: str) -> _Watched:
         if name not in self._watched:
-            self._watched[name] = _Watched(Breaker(self._settings.breaker))
+            options = self._options
+            limits = BreakerLimits(
+                num_consecutive=options.max_failures,
+                failure_rate=options.max_failure_rate,
+                slow_start_s=options.slow_start_s,
+            )
+            self._watched[name] = _Watched(Breaker(limits))
         return self._watched[name]
 
     def _apply(self, name: str, watched: _Watched) -> None:

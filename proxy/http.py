@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from epd_serve.config import GatewayConfig
 from proxy.arrival import ArrivalLimits, HeadWatch
 
 #: What a client may send ahead of or behind its body: request line, headers, trailers.
@@ -24,12 +25,12 @@ PLAIN_HEAD = re.compile(
 def arrival_limits(app: Any) -> ArrivalLimits:
     """Those of an application that has some, at ``app.state.arrival``."""
     limits = getattr(getattr(app, "state", None), "arrival", None)
-    return limits if isinstance(limits, ArrivalLimits) else ArrivalLimits()
+    return limits if isinstance(limits, ArrivalLimits) else ArrivalLimits.of(GatewayConfig())
 
 
 def head_problem(version: str, headers: Sequence[tuple[bytes, bytes]]) -> str | None:
-    """Why the head of a request is refused: two servers could read it in two ways (RFC 9112, sections 2.3, 3.2 and
-    6.1; RFC 9110, section 11.6.2). ``headers`` have their names in lower case."""
+    """Why the head of a request is refused: two servers could read it in two ways (RFC 9112, sections 2.3, 3.2,
+    6.1 and 7.4; RFC 9110, section 11.6.2). ``headers`` have their names in lower case."""
     if version not in ("1.0", "1.1"):
         return "HTTP/1.1 and HTTP/1.0 are spoken here."
     number = Counter(name for name, _ in headers)
@@ -40,6 +41,8 @@ def head_problem(version: str, headers: Sequence[tuple[bytes, bytes]]) -> str | 
     codings = [value for name, value in headers if name == b"transfer-encoding"]
     if codings and (version == "1.0" or [coding.lower() for coding in codings] != [b"chunked"]):
         return "A body may be chunked, and have no other transfer coding."
+    if any(b"chunked" in value.lower() for name, value in headers if name == b"te"):
+        return "The header TE must not name chunked, which is meant where it says Transfer-Encoding."
     return None
 
 

@@ -83,7 +83,7 @@ class Deadlines:
     """Blocks that all may take the same time: one timer for the first of them, however many begin and end."""
 
     def __init__(self, seconds: float, reason: Callable[[], Exception]) -> None:
-        self._seconds = seconds
+        self.seconds = seconds
         self._reason = reason
         self._open: dict[Deadline, float] = {}  # the oldest first
         self._is_watching = False
@@ -93,10 +93,10 @@ class Deadlines:
         return Deadline(loop, self)
 
     def begin(self, deadline: Deadline, loop: asyncio.AbstractEventLoop) -> None:
-        self._open[deadline] = loop.time() + self._seconds
+        self._open[deadline] = loop.time() + self.seconds
         if not self._is_watching:
             self._is_watching = True
-            loop.call_later(self._seconds, self._look, loop)
+            loop.call_later(self.seconds, self._look, loop)
 
     def end(self, deadline: Deadline) -> None:
         self._open.pop(deadline, None)

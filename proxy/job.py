@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -15,21 +16,23 @@ from epd_serve.protocol.wire import ChatMessage, OutputOptions, PromptOptions
 from epd_serve.routing.policy import Policy
 from epd_serve.routing.table import InstanceTable
 from epd_serve.types import SamplingParams
-from proxy.failover import Failover, Tried
 from proxy.health import Health
 from proxy.media import MediaItem
 from proxy.pairs import Pairs
 from proxy.poller import Poller
-from proxy.stealing import StealQueue
+from proxy.settings import Current
+from proxy.stealing import Stealing
 from proxy.trail import Trail
+
+if TYPE_CHECKING:
+    from proxy.dispatch import Dispatch
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
     """A checked request, ready to be sent to instances.
 
     ``id`` is unique; ``trace_id`` may be the client's. A chat has ``messages``, a completion ``prompt``.
-    ``arrived_s`` is monotonic. ``loop`` runs it. ``generated`` are tokens that its client has already;
-    ``tried`` is what the request has tried for them.
+    ``arrived_s`` is monotonic. ``loop`` runs it.
     """
 
     id: str
@@ -44,8 +47,6 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     trail: Trail
     prompting: PromptOptions
     loop: asyncio.AbstractEventLoop
-    generated: list[int] = []
-    tried: Tried | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,9 +58,8 @@ class Instances:
     policy: Policy
     poller: Poller
     metrics: GatewayMetrics
-    encode_timeout_s: float
     health: Health
     pairs: Pairs
-    failover: Failover
-    stealing: StealQueue
+    settings: Current
+    stealing: Stealing[Dispatch]
     trace: TraceWriter | None = None

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
+from epd_serve.config.gateway import KeyLimits
 from epd_serve.errors import Overloaded
 
 #: Bytes of text that make about one token, for the estimate that is charged before anything is tokenised.
@@ -58,24 +58,6 @@ class TokenBucket:
     def level(self) -> float:
         """What was there at the last :meth:`wait_s`; below 0 where a debt is paid back."""
         return self._level
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KeyLimits:
-    """None: no limit.
-
-    Attributes:
-        burst: requests that may come at once; None: those of one second, 1 at least.
-        tokens_per_min: of prompt (estimated from its bytes) and max_tokens together; those of a minute may come at
-            once.
-        highest_priority: lowest number that may be asked for as priority.
-    """
-
-    requests_per_s: float | None = None
-    burst: int | None = None
-    tokens_per_min: float | None = None
-    max_concurrent: int | None = None
-    highest_priority: int | None = None
 
 
 class Client:

@@ -16,6 +16,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from epd_serve.config import DeploymentConfig, load_config
+from epd_serve.rpc.descriptors import FEW, raise_limit
 from proxy.app import create_app
 from proxy.connection import GatewayConnection
 from proxy.orders import OrdersSettings
@@ -28,6 +29,8 @@ from proxy.sparing_log import Sparing
 from proxy.workers.crew import Crew
 from proxy.workers.messages import TakenOver
 from proxy.workers.place import WorkerPlace
+
+logger = logging.getLogger(__name__)
 
 #: Longer than any client's own, so that no client sends into a connection that is just being closed.
 KEEP_ALIVE_S = 75
@@ -72,6 +75,11 @@ def run_gateway(
     logging.basicConfig(format="%(asctime)s gateway %(levelname)s %(message)s")
     for name in _TALKATIVE:
         logging.getLogger(name).setLevel(logging.INFO)
+    most = raise_limit()
+    if most < FEW:
+        logger.warning(
+            "this process may have %d files open (ulimit -n): connections beyond that are refused", most
+        )
     crew = Crew(place)
     part = (0, 1) if place is None else (place.index, place.count)
     settings = GatewaySettings.of(config, host, controls=controls and crew.leads, part=part)
@@ -84,7 +92,7 @@ def run_gateway(
             changed = GatewaySettings.of(config, host, controls=controls and crew.leads, part=part)
             instances = reread.instances(config)
             redaction()
-            redaction = redact_logs(_secrets(changed) | _secrets(app.state.control.settings))
+            redaction = redact_logs(_secrets(changed) | _secrets(app.state.control.settings.now))
             app.state.control.apply(changed, instances)
             return instances
 
@@ -130,7 +138,7 @@ def run_gateway(
 
 
 def _secrets(settings: GatewaySettings) -> set[str | None]:
-    return {settings.api_key, settings.cluster_key, settings.admin.key if settings.admin else None}
+    return {settings.api_key, settings.cluster_key, settings.admin_key}
 
 
 def _keep_freed_memory() -> None:

@@ -17,6 +17,7 @@ from epd_serve.media.picture import MediaLimits, low_detail_size, pixel_size
 from epd_serve.protocol.messages import MediaSource
 from epd_serve.protocol.wire import MediaRef
 from proxy.fetch import MediaFetcher
+from proxy.settings import Current
 
 #: Items of a request that are fetched at a time.
 MAX_FETCHES = 8
@@ -51,18 +52,15 @@ class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MediaLoader:
-    """``max_total_bytes`` bounds all media of a request together: fetched ones are no lighter than sent ones;
-    ``max_items`` their number."""
+    """``max_body_bytes`` bounds all media of a request together: fetched ones are no lighter than sent ones."""
 
-    def __init__(self, limits: MediaLimits, fetcher: MediaFetcher, max_total_bytes: int, max_items: int) -> None:
+    def __init__(self, settings: Current, fetcher: MediaFetcher) -> None:
+        self._settings = settings
         self._fetcher = fetcher
-        self.reconfigure(limits, max_total_bytes, max_items)
 
-    def reconfigure(self, limits: MediaLimits, max_total_bytes: int, max_items: int) -> None:
-        """From now on."""
-        self._limits = limits
-        self._max_total_bytes = max_total_bytes
-        self._max_items = max_items
+    @property
+    def _limits(self) -> MediaLimits:
+        return self._settings.now.media_limits
 
     async def load(
         self, sources: Sequence[MediaSource], fingerprint: str = "", asker: str = ""
@@ -73,10 +71,11 @@ class MediaLoader:
         likely for, while their bytes are at hand; "": not yet. Those by URL are fetched with the connections of
         the ``asker``.
         """
-        if len(sources) > self._max_items:
+        gateway = self._settings.now.gateway
+        if len(sources) > (most := gateway.media.max_items):
             raise InvalidRequest(
-                f"the request has {len(sources)} images over all messages; at most {self._max_items} are accepted",
-                param=sources[self._max_items].param,
+                f"the request has {len(sources)} images over all messages; at most {most} are accepted",
+                param=sources[most].param,
                 code="too_many_images",
             )
         total = 0
@@ -89,9 +88,9 @@ class MediaLoader:
         def checked(item: MediaItem) -> MediaItem:
             nonlocal total
             total += len(item.data)
-            if total > self._max_total_bytes:
+            if total > gateway.max_body_bytes:
                 raise TooLarge(
-                    f"the images of the request have more than {self._max_total_bytes} bytes together; "
+                    f"the images of the request have more than {gateway.max_body_bytes} bytes together; "
                     "send fewer or smaller ones",
                     param=item.param,
                 )

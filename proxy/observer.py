@@ -9,13 +9,13 @@ from contextlib import nullcontext
 
 from msgspec.structs import replace
 
+from epd_serve.config import GatewayConfig
 from epd_serve.metrics.gateway import GatewayMetrics
 from epd_serve.metrics.otel import span_recorder
 from epd_serve.metrics.trace_context import TRACEPARENT_HEADER, TRACESTATE_HEADER, join
 from epd_serve.randomness import random_block
 from proxy.access_log import AccessLog
 from proxy.figures import Figures
-from proxy.settings import GatewaySettings
 from proxy.tracing import RequestTracing
 from proxy.trail import Pace, Trail
 from proxy.workers.ledger import Ledger
@@ -123,13 +123,15 @@ class Observer:
             self.tracing.close()
 
 
-def new_observer(settings: GatewaySettings, metrics: GatewayMetrics, ledger: Ledger | None = None) -> Observer:
-    """As the settings, and for spans the environment (:mod:`epd_serve.metrics.otel`), have it. ``ledger``: where
-    several workers write one access log."""
+def new_observer(gateway: GatewayConfig, metrics: GatewayMetrics, ledger: Ledger | None = None) -> Observer:
+    """As the configuration, and for spans the environment (:mod:`epd_serve.metrics.otel`), have it.
+
+    ``ledger``: where several workers write one access log.
+    """
     recorder = span_recorder("gateway")
     writing = nullcontext if ledger is None else ledger.writing
     return Observer(
         metrics,
-        access_log=AccessLog(settings.access_log, writing=writing) if settings.access_log else None,
+        access_log=AccessLog(gateway.access_log, writing=writing) if gateway.access_log else None,
         tracing=None if recorder is None else RequestTracing(recorder),
     )

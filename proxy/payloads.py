@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections import deque
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Generic, TypeVar
+from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Lock
+from typing import Any, Generic, ParamSpec, TypeVar
 
 from msgspec.structs import replace
 
@@ -42,27 +44,60 @@ _PIECE = 2 << 20
 
 R = TypeVar("R", bound=GenerationRequest)
 Item = TypeVar("Item")
+P = ParamSpec("P")
 T = TypeVar("T")
 Parse = Callable[[bytes | bytearray], R]
 
-_threads = ThreadPoolExecutor(1, thread_name_prefix="bodies")
+
+class _Thread:
+    """One thread, on which the askers take turns: nobody waits for more than one call of each other one."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="bodies")
+        self._lock = Lock()
+        self._calls: dict[str, deque[tuple[Future[Any], Callable[[], Any]]]] = {}  # whose turn is next comes first
+
+    async def run(self, asker: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """What ``function`` returns or raises."""
+        future: Future[T] = Future()
+        with self._lock:
+            self._calls.setdefault(asker, deque()).append((future, lambda: function(*args, **kwargs)))
+        self._threads.submit(self._run_next)
+        return await asyncio.wrap_future(future)
+
+    def _run_next(self) -> None:
+        with self._lock:
+            asker = next(iter(self._calls))
+            calls = self._calls.pop(asker)
+            future, call = calls.popleft()
+            if calls:
+                self._calls[asker] = calls
+        if not future.set_running_or_notify_cancel():  # who asked has left
+            return
+        try:
+            future.set_result(call())
+        except Exception as error:  # noqa: BLE001 - raised where it is waited for
+            future.set_exception(error)
 
 
-async def parsed(parse: Callable[[bytes | bytearray], T], text: bytearray) -> T:
-    """What ``parse`` makes of a text: in a thread, unless that is little work."""
+_thread = _Thread()
+
+
+async def parsed(parse: Callable[[bytes | bytearray], T], text: bytearray, asker: str) -> T:
+    """What ``parse`` makes of a text: in a thread, unless that is little work. Askers take turns."""
     if _is_little(text):
         return parse(text)
-    return await asyncio.get_running_loop().run_in_executor(_threads, parse, text)
+    return await _thread.run(asker, parse, text)
 
 
-async def parsed_body(parse: Parse[R], body: bytearray) -> ParsedBody[R]:
+async def parsed_body(parse: Parse[R], body: bytearray, asker: str) -> ParsedBody[R]:
     """The same for a body that may have media."""
     if len(body) <= _LITTLE_BODY:
         try:
-            return ParsedBody(parse, body, only_little=True)
+            return ParsedBody(parse, body, asker, only_little=True)
         except _MuchWork:
             pass
-    return await asyncio.get_running_loop().run_in_executor(_threads, ParsedBody, parse, body)
+    return await _thread.run(asker, ParsedBody, parse, body, asker)
 
 
 class ParsedBody(Generic[R]):
@@ -72,11 +107,14 @@ class ParsedBody(Generic[R]):
         text_bytes: length of the body without the media.
     """
 
-    def __init__(self, parse: Parse[R], body: bytearray, *, cut: bool = True, only_little: bool = False) -> None:
+    def __init__(
+        self, parse: Parse[R], body: bytearray, asker: str = "", *, cut: bool = True, only_little: bool = False
+    ) -> None:
         """Takes the body over. ``cut=False`` goes the plain way. Raises InvalidRequest, and _MuchWork instead of
         parsing more than is ``only_little``."""
         self._parse = parse
         self._body = body
+        self._asker = asker
         self._only_little = only_little
         short = self._parse_cut() if cut else None
         if short is None:
@@ -101,7 +139,7 @@ class ParsedBody(Generic[R]):
         except InvalidRequest:
             if len(self._body) > MAX_TEXT_BYTES:
                 raise
-            return await load((await parsed(self._parse, self._body)).media())
+            return await load((await parsed(self._parse, self._body, self._asker)).media())
         for source in self._sources:
             if source.payload is not None:
                 source.payload.release()

@@ -12,8 +12,9 @@ from functools import partial
 
 import msgspec
 
-from epd_serve.backends.base import InstanceUnreachable, InstanceUntrusted, StageCalls
-from epd_serve.errors import InvalidRequest, ServeError
+from epd_serve.backends.base import StageCalls
+from epd_serve.errors import InstanceUnreachable, InstanceUntrusted, InvalidRequest, ServeError
+from epd_serve.protocol.wire import InstanceInfo
 from epd_serve.routing.table import InstanceTable
 
 logger = logging.getLogger(__name__)
@@ -52,6 +53,7 @@ class Poller:
     ``interval_s``. One that falls silent is asked at once, and once more where it cannot be reached.
 
     Attributes:
+        on_process: told of an instance's process id, before the table has what that process says of itself.
         on_silent: told of an instance that reports nothing any more.
         on_gone: told of one that cannot be reached: of a host that has lost its power, nothing else says so.
     """
@@ -77,6 +79,7 @@ class Poller:
         self._wake = {name: asyncio.Event() for name in calls}
         self._group: asyncio.TaskGroup | None = None
         self._watching: dict[str, asyncio.Task[None]] = {}
+        self.on_process: Callable[[str, int], None] = lambda name, pid: None
         self.on_silent: Callable[[str], None] = lambda name: None
         self.on_gone: Callable[[str], None] = lambda name: None
 
@@ -127,8 +130,9 @@ class Poller:
     async def _watch(self, name: str) -> None:
         wake, num_unreachable = self._wake[name], 0
         while True:
+            doubted = wake.is_set() or not self._table[name].ready
             wake.clear()  # before the question: what is reported during it is asked about again
-            answer = await self._ask(name)
+            answer = await self._ask(name, doubted=doubted)
             num_unreachable = num_unreachable + 1 if answer is _Answer.UNREACHABLE else 0
             if num_unreachable == 1 and self._table[name].info is not None:
                 continue
@@ -154,17 +158,17 @@ class Poller:
                 async with asyncio.timeout(self._interval_s):
                     await wake.wait()
 
-    async def _ask(self, name: str) -> _Answer:
+    async def _ask(self, name: str, *, doubted: bool) -> _Answer:
         contains = self._table.num_calls
         try:
-            info = await self._calls[name].info()
+            info = await self._calls[name].info(doubted=doubted)
         except ServeError as error:
             self._lost(name, error)
             is_gone = isinstance(error, InstanceUnreachable) and not error.is_refused
             return _Answer.UNREACHABLE if is_gone else _Answer.NONE
         if name in self._distrust_s and name not in self._mute:
             info = msgspec.structs.replace(info, ready=False)  # its reports must say so
-        heard = self._heard(name, lambda: self._table.update(name, info, contains=contains))
+        heard = self._heard(name, lambda: self._update(name, info, contains=contains))
         if heard and name in self._mute:
             self._distrust_s.pop(name, None)
         return _Answer.HERE if heard else _Answer.NONE
@@ -183,12 +187,12 @@ class Poller:
                     if heard_at - before < _LEAST_INTERVAL_S:
                         await asyncio.sleep(_LEAST_INTERVAL_S)
                     has_changed = report.epoch != table.epoch(name)  # its role, before it gets work
-                    if has_changed and not self._heard(name, partial(table.update, name, await calls.info())):
+                    if has_changed and not self._heard(name, partial(self._update, name, await calls.info())):
                         continue
                     if self._heard(name, partial(table.report, name, report)):
                         self._distrust_s.pop(name, None)
                     if not has_changed and loop.time() >= ask_at:
-                        self._heard(name, partial(table.update, name, await calls.info()))
+                        self._heard(name, partial(self._update, name, await calls.info()))
                         ask_at = loop.time() + INFO_INTERVAL_S
         except TimeoutError:
             table.mark_stale(name)
@@ -202,6 +206,10 @@ class Poller:
             self._silences.pop(name, None)
             await reports.aclose()
         return False
+
+    def _update(self, name: str, info: InstanceInfo, *, contains: int | None = None) -> None:
+        self.on_process(name, info.pid)
+        self._table.update(name, info, contains=contains)
 
     def _heard(self, name: str, take_over: Callable[[], None]) -> bool:
         """Whether what the instance said makes sense."""

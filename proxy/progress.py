@@ -47,7 +47,6 @@ class Progress:
 
     Attributes:
         known: whether all tokens that were sent to the client are, so that another instance can go on.
-        resumable: whether it can with all that is left in one; else each choice goes on by itself.
         complete: whether the answer has come to its end.
     """
 
@@ -62,10 +61,6 @@ class Progress:
         self.complete = False
 
     @property
-    def resumable(self) -> bool:
-        return self.known and self._num_choices == 1
-
-    @property
     def framed(self) -> bool:
         """Whether all that came of it, and anything, came in frames."""
         return self.known and bool(self._readers)
@@ -74,14 +69,12 @@ class Progress:
         """Of the output, over all choices, as far as it came in frames."""
         return sum([num_tokens(reader.labels) for reader in self._readers])
 
-    def tokens(self) -> list[int]:
-        """The ids of all that the client has, of a single choice."""
-        return [*self._before, *(token for reader in self._readers for token in token_ids(reader.labels))]
-
     def tokens_of_each(self) -> list[list[int]]:
-        """The same by choice; one instance gave all of them."""
+        """The ids of all that the client has, by choice; of several, one instance gave all."""
         labels = [text for reader in self._readers for text in reader.labels]
-        return token_ids_of_each(labels, self._num_choices)
+        if self._num_choices > 1:
+            return token_ids_of_each(labels, self._num_choices)
+        return [[*self._before, *token_ids(labels)]]
 
     def reader(self, *, framed: bool) -> Reader:
         """For the body of one instance's answer."""

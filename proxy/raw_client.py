@@ -114,6 +114,11 @@ class RawClient:
             self._on_left = None
             self.let_go()
 
+    @property
+    def address(self) -> str:
+        name = self._transport.get_extra_info("peername")
+        return name[0] if isinstance(name, tuple) else ""
+
     def take_turn(self, turns: Turns) -> None:
         """Read a body that is kept when it is its turn."""
         if self._body is None:

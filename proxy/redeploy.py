@@ -11,15 +11,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 import psutil
 
 from epd_serve.config import DeploymentConfig
-from epd_serve.elastic.drift import Drift, DriftDetector, DriftOptions, Observed
-from epd_serve.elastic.hook import Hook
+from epd_serve.elastic.drift import Drift, DriftDetector, Observed
+from epd_serve.elastic.hook import tell
 from epd_serve.routing.table import InstanceTable
 from proxy.access_log import line_of
 from proxy.trail import Trail
@@ -31,38 +30,6 @@ _IMAGE_PIXELS = 802 * 652
 #: So that requests are served first.
 _NICENESS = 10
 _SHOWN = 300
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RedeploySettings:
-    """``devices``, ``slo``, ``most``: of 'epd-serve plan'; without devices a drift is said, and no more.
-
-    ``applies``: a plan's topology is applied.
-    """
-
-    options: DriftOptions
-    slo: str = ""
-    devices: Path | None = None
-    most: int = 500
-    applies: bool = False
-    hook: Hook | None = None
-    program: tuple[str, ...] = (sys.executable, "-P", "-m", "epd_serve.cli")
-
-    @classmethod
-    def of(cls, config: DeploymentConfig) -> RedeploySettings | None:
-        """None where it is not enabled."""
-        drift, hook = config.elastic.drift, config.elastic.hook
-        if not drift.enabled:
-            return None
-        limits = {"ttft": config.slo.ttft_ms, "tpot": config.slo.tpot_ms}
-        return cls(
-            options=DriftOptions(num_requests=drift.num_requests, factor=drift.factor),
-            slo=",".join(f"{name}={limit:g}" for name, limit in limits.items() if limit is not None),
-            devices=drift.devices,
-            most=drift.most,
-            applies=drift.apply,
-            hook=None if hook is None else Hook(command=hook.command, url=hook.url, timeout_s=hook.timeout_s),
-        )
 
 
 class Redeployer:
@@ -77,11 +44,19 @@ class Redeployer:
         deployment: by which 'epd-serve apply' finds the launcher of this gateway; None: there is none.
     """
 
-    def __init__(self, settings: RedeploySettings, tokens_per_pixel: Callable[[], float]) -> None:
-        self._settings = settings
+    def __init__(
+        self,
+        config: DeploymentConfig,
+        tokens_per_pixel: Callable[[], float],
+        program: tuple[str, ...] = (sys.executable, "-P", "-m", "epd_serve.cli"),
+    ) -> None:
+        self._options, self._hook = config.elastic.drift, config.elastic.hook
+        limits = {"ttft": config.slo.ttft_ms, "tpot": config.slo.tpot_ms}
+        self._slo = ",".join(f"{name}={limit:g}" for name, limit in limits.items() if limit is not None)
+        self._program = program
         self._tokens_per_pixel = tokens_per_pixel
-        self._detector = DriftDetector(settings.options)
-        self._lines: deque[bytes] = deque(maxlen=settings.options.num_requests)
+        self._detector = DriftDetector(self._options)
+        self._lines: deque[bytes] = deque(maxlen=self._options.num_requests)
         self._drifts: list[Drift] = []
         self._drifted = asyncio.Event()
         self._wall_offset_s = time.time() - time.monotonic()
@@ -118,21 +93,21 @@ class Redeployer:
                     logger.error("elastic: the drift is left without a plan: %s", error)
 
     async def _answer(self, drifts: Sequence[Drift], directory: Path) -> None:
-        settings = self._settings
+        options = self._options
         words = "; ".join(str(drift) for drift in drifts)
         self.drifts.append(words)
         logger.info("elastic: the workload has drifted: %s", words)
-        if settings.hook is not None:
-            await settings.hook.tell({"event": "drift", "role": None, "reason": words})
-        if settings.devices is None:
+        if self._hook is not None:
+            await tell(self._hook, {"event": "drift", "role": None, "reason": words})
+        if options.devices is None:
             return
         trace, plan = directory / "trace.jsonl", directory / "plan.yaml"
         trace.write_bytes(b"".join(line + b"\n" for line in self._lines))
         tokens = round(self._tokens_per_pixel() * _IMAGE_PIXELS)
-        slo = ("--slo", settings.slo) if settings.slo else ()
+        slo = ("--slo", self._slo) if self._slo else ()
         answer = await self._run(
-            *("plan", "--trace", str(trace), "--devices", str(settings.devices), *slo),
-            *("--image-tokens", str(tokens), "--most", str(settings.most)),
+            *("plan", "--trace", str(trace), "--devices", str(options.devices), *slo),
+            *("--image-tokens", str(tokens), "--most", str(options.most)),
             *("--output", str(plan), "--json"),
         )
         if answer is None:
@@ -140,10 +115,10 @@ class Redeployer:
         self.plan = plan
         recommended = f"planned anew: {json.loads(answer)['recommended']}"
         logger.info("elastic: %s", recommended)
-        if settings.hook is not None:
+        if self._hook is not None:
             text = plan.read_text(encoding="utf-8")
-            await settings.hook.tell({"event": "plan", "role": None, "reason": recommended, "plan": text})
-        if settings.applies and self.deployment is not None:
+            await tell(self._hook, {"event": "plan", "role": None, "reason": recommended, "plan": text})
+        if options.apply and self.deployment is not None:
             done = await self._run("apply", str(plan), "--topology-only", "--gateway", self.deployment)
             if done is not None:
                 logger.info("elastic: the plan is applied: %s", done.decode().replace("\n", "; "))
@@ -152,7 +127,7 @@ class Redeployer:
         """The standard output of epd-serve; None where it failed, which is logged."""
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
-            *self._settings.program, *arguments, stdin=asyncio.subprocess.DEVNULL, stdout=pipe, stderr=pipe
+            *self._program, *arguments, stdin=asyncio.subprocess.DEVNULL, stdout=pipe, stderr=pipe
         )
         try:
             with suppress(psutil.Error):

@@ -10,6 +10,7 @@ import asyncio
 import ctypes
 import resource
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 _EVERY_S = 2.0
@@ -31,9 +32,10 @@ async def give_back() -> None:
         return
     while True:
         await asyncio.sleep(_EVERY_S)
-        if growth.has_ended():
-            await asyncio.to_thread(library.malloc_trim, 0)
-            growth.start_again()
+        with suppress(OSError):  # no descriptor is free: the next look finds one
+            if growth.has_ended():
+                await asyncio.to_thread(library.malloc_trim, 0)
+                growth.start_again()
 
 
 def resident_bytes() -> int:

@@ -12,9 +12,9 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from epd_serve.backends.base import InstanceLost, StageCalls
+from epd_serve.backends.base import StageCalls
 from epd_serve.backends.native import NativeInstance
-from epd_serve.errors import Conflict, InvalidRequest, ServeError, StageTimeout
+from epd_serve.errors import Conflict, InstanceLost, InvalidRequest, ServeError, StageTimeout
 from epd_serve.protocol.wire import RoleChanged, RoleOrder
 from epd_serve.routing.table import InstanceRecord, InstanceTable
 from epd_serve.types import Role, Stage

@@ -8,15 +8,15 @@ from typing import Any
 
 import msgspec
 
-from epd_serve.backends.base import InstanceLost, StageCalls
-from epd_serve.errors import Unavailable
+from epd_serve.backends.base import StageCalls
+from epd_serve.errors import InstanceLost, Unavailable
+from epd_serve.flow.failures import is_planned
 from epd_serve.protocol.prompt_calls import DetokenizeReply, DetokenizeRequest, TokenizeReply
 from epd_serve.protocol.tokenizing import TokenQuestion
 from epd_serve.protocol.wire import MediaRef
 from epd_serve.routing.table import InstanceRecord
 from epd_serve.types import Stage
 from proxy.endpoint import Endpoint, Exchange
-from proxy.failover import is_planned
 from proxy.payloads import parsed
 from proxy.sink import EventSink, send_json
 
@@ -36,7 +36,7 @@ class TokenizingEndpoint(Endpoint):
         self._calls = calls
 
     async def _generate(self, exchange: Exchange, body: bytearray, sink: EventSink) -> None:
-        request = await parsed(self._parse_call, body)
+        request = await parsed(self._parse_call, body, exchange.asker)
         body.clear()
         await self._poller.started()
         model = self._model(request.model)

@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse
 
+from epd_serve.config import GatewayConfig
 from epd_serve.errors import ModelNotFound, Unavailable
 from epd_serve.metrics.gateway import CONTENT_TYPE, GatewayMetrics, InstanceFigures
 from epd_serve.protocol.wire import InstanceInfo
@@ -16,7 +17,6 @@ from epd_serve.routing.table import InstanceRecord, InstanceTable
 from epd_serve.types import Stage
 from proxy.auth import Authenticator, Unauthorized
 from proxy.poller import Poller
-from proxy.settings import GatewaySettings
 from proxy.workers.crew import Crew
 
 _READ = ["GET", "HEAD"]
@@ -73,12 +73,12 @@ def health_router(
     table: InstanceTable,
     metrics: GatewayMetrics,
     authenticator: Authenticator,
-    settings: GatewaySettings,
+    gateway: GatewayConfig,
     crew: Crew,
 ) -> APIRouter:
     """``GET /health``, ``/health/ready`` (the same), ``/health/live`` and ``/metrics``.
 
-    With ``settings.guard_health`` only holders of an API key see the instances; the status is open to all, for
+    With ``guard_health`` only holders of an API key see the instances; the status is open to all, for
     load balancers and supervisors. With ``guard_metrics`` /metrics asks for a key; it shows all the crew.
     """
     router = APIRouter()
@@ -107,14 +107,14 @@ def health_router(
         stopping = getattr(request.app.state, "stopping", False)
         if stopping:
             status = "shutting down"
-        shown = {"instances": instances} if not settings.guard_health or may_see(request) else {}
+        shown = {"instances": instances} if not gateway.guard_health or may_see(request) else {}
         return JSONResponse({"status": status, **shown}, 503 if missing or stopping else 200)
 
     @router.api_route("/health/live", methods=_READ)
     async def live() -> JSONResponse:
         return JSONResponse({"status": "live"})
 
-    @router.get("/metrics", dependencies=guard if settings.guard_metrics else [])
+    @router.get("/metrics", dependencies=guard if gateway.guard_metrics else [])
     async def exposition() -> Response:
         text = metrics.render(map(_figures, table)) if crew.place is None else await crew.metrics()
         return Response(text, media_type=CONTENT_TYPE)

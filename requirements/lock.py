@@ -18,6 +18,7 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 LOCKS = {"base": (), "full": ("native", "dev", "mooncake-cpu", "otel", "bench", "plan")}
@@ -25,6 +26,25 @@ PINS = ("--constraints", "constraints.txt", "--constraints", "requirements/teste
 _ENTRY = re.compile(r"^[A-Za-z0-9].*?(?=^[A-Za-z0-9]|\Z)", re.MULTILINE | re.DOTALL)
 _CPU_WHEEL = "sys_platform == 'linux' and platform_machine == 'x86_64'"
 _NO_CPU_WHEEL = "sys_platform != 'linux' or platform_machine != 'x86_64'"
+
+
+class Package(NamedTuple):
+    """An entry of a lock; ``version`` may have a local part, as in 2.13.0+cpu."""
+
+    name: str
+    version: str
+    marker: str
+    hashes: tuple[str, ...]
+
+
+def packages(name: str) -> list[Package]:
+    """Those of ``requirements/NAME.lock``, in its order."""
+    text = (ROOT / "requirements" / f"{name}.lock").read_text()
+    return [
+        Package(*head, tuple(re.findall(r"--hash=sha256:([0-9a-f]{64})", entry)))
+        for entry in _ENTRY.findall(text)
+        for head in re.findall(r"^([\w.-]+)==([^\s;\\]+)(?: ; (.*?))? \\$", entry, re.MULTILINE)
+    ]
 
 
 def compile_lock(source: str, *options: str, given: str | None = None) -> str:

@@ -11,9 +11,10 @@ from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
+from epd_serve.config.elastic import ElasticConfig
 from epd_serve.cost.profile import EncodeLine, Line, Profile
 from epd_serve.elastic.controller import Controller
-from epd_serve.elastic.options import ControllerOptions, Limits
+from epd_serve.elastic.options import Limits
 from epd_serve.sim.build import build
 from epd_serve.sim.request import SimRequest
 from epd_serve.sim.simulator import Outcome, check_books, simulate
@@ -103,7 +104,7 @@ def table(
     end_s = 0.0
     for seed, every in loads.items():
         switching = Switching(
-            Controller(ControllerOptions(cooldown_s=3.0, hold_s=1.5), LIMITS),
+            Controller(ElasticConfig(cooldown_s=3.0, hold_s=1.5), LIMITS),
             interval_s=0.5,
             num_blocks=1 << 14,
         )

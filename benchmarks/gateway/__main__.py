@@ -29,6 +29,8 @@ Figures = dict[str, float]
 def main() -> None:
     options = _options()
     chosen = [peers.ours()]
+    if options.before is not None:
+        chosen.append(peers.ours(options.before.resolve()))
     if options.vllm_proxy is not None:
         chosen.append(peers.vllm_epd(options.vllm_proxy, options.python))
     if options.vllm_router is not None:
@@ -51,6 +53,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--python", default=sys.executable, help="that runs it; needs aiohttp, fastapi, msgspec, uvloop"
     )
+    parser.add_argument("--before", type=Path, help="a checkout of another version, installed in its .venv")
     parser.add_argument("--vllm-router", help="program of the package vllm-router")
     parser.add_argument("--rounds", type=int, default=3, help="interleaved; medians are taken")
     parser.add_argument("--cells", nargs="+", help="only those whose name has one of these parts")

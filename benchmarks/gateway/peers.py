@@ -36,11 +36,14 @@ class Peer:
     command: Callable[[Stages, int, Path], list[str]]
 
 
-def ours() -> Peer:
+def ours(before: Path | None = None) -> Peer:
+    """This checkout's gateway, or that of the one in ``before``, by the Python of its own ``.venv``."""
+    python = [sys.executable] if before is None else ["env", "-C", str(before), str(before / ".venv/bin/python")]
+
     def command(stages: Stages, port: int, directory: Path) -> list[str]:
         instances = [f"{role}{number}=http://127.0.0.1:{number}" for role, number in stages.all]
         return [
-            sys.executable,
+            *python,
             "-m",
             "benchmarks.gateway.serve",
             str(port),
@@ -48,7 +51,8 @@ def ours() -> Peer:
             *instances,
         ]
 
-    return Peer(name="epd-serve", what="E, P and D; auth, metrics, validation, access log", command=command)
+    name = "epd-serve" if before is None else "before"
+    return Peer(name=name, what="E, P and D; auth, metrics, validation, access log", command=command)
 
 
 def vllm_epd(script: Path, python: str) -> Peer:

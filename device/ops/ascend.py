@@ -158,7 +158,7 @@ class AscendOps:
     def encode(
         self, query: Tensor, key: Tensor, value: Tensor, cu_seqlens_host: Sequence[int], scale: float
     ) -> Tensor:
-        """As in the protocol. TND takes only some head dimensions; zeros added to others change no score."""
+        """Attention of a tower as in the protocol. TND takes few head dimensions; added zeros change no score."""
         if not len(query):
             return query.new_empty(query.shape)
         head_dim = query.shape[-1]

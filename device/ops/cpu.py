@@ -131,7 +131,10 @@ class CpuOps(PlainOps):
         return output
 
     def _decode_all(self, query: Tensor, kv_layer: Tensor, plan: CpuPlan, scale: float) -> Tensor:
-        """[B, Hq, D], tile by tile: what a tile gathers is still in the cache when it is read."""
+        """Attention of the decodes, [B, Hq, D].
+
+        It goes tile by tile: the K/V that a tile gathers are still in the cache when they are read.
+        """
         if (kernels := _kernels(query)) is not None and kernels.takes_decodes(query, kv_layer):
             return kernels.decode(query, kv_layer, plan.meta, scale)
         _, _, block_size, kv_heads, head_dim = kv_layer.shape
@@ -251,7 +254,7 @@ def _kernels(states: Tensor) -> CpuKernels | None:
 
 
 def _inner(dtype: torch.dtype) -> torch.dtype:
-    """What attention computes in: torch's float16 attention is slower than float32 and two conversions."""
+    """The dtype in which attention computes: float32 for float16, as torch's kernels for that are slow."""
     return torch.float32 if dtype == torch.float16 else dtype
 
 

@@ -77,7 +77,7 @@ class CpuKernels:
         self._library = library
 
     def packed_address(self, packed: Tensor, weight: Tensor) -> int | None:
-        """Where the bytes of oneDNN's packed weight lie, if they lie as :meth:`linear` reads them; else None."""
+        """The address of oneDNN's packed weight; None where it is not laid out as :meth:`linear` reads it."""
         width, depth = weight.shape
         strips, depths = -(-width // _STRIP), -(-depth // _DEPTH)
         strip_bytes = _STRIP * depths * _DEPTH * 2
@@ -259,7 +259,7 @@ def _load(compiler: str) -> ctypes.CDLL:
 
 
 def library_path() -> Path:
-    """Where the compiled kernels of this source, for this processor, are kept."""
+    """The path under which the kernels compiled from this source for this processor are kept."""
     key = hashlib.sha256(_SOURCE.read_bytes() + " ".join((*_FLAGS, processor_features())).encode()).hexdigest()
     return _cache_dir() / f"cpu_kernels-{key[:32]}.so"
 

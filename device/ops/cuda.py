@@ -53,7 +53,7 @@ class DensePrefills:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CudaPlan(AttentionPlan):
-    """How each half of a step is computed; an AttentionPlan is PlainOps' own."""
+    """The computation chosen for each half of a step, decodes and prefills; an AttentionPlan is PlainOps' own."""
 
     decodes: AttentionPlan | None
     """None without decodes, and where the kernel needs no plan."""
@@ -163,7 +163,7 @@ class CudaOps(PlainOps):
 
 
 def _pack(meta: AttnMeta) -> PackedPrefills:
-    """All of it from host lists: nothing is read back from the device.
+    """Pack a step's prefill chunks from host lists alone: nothing is read back from the device.
 
     The pages are gathered instead of handed over: behind varlen's ``block_table`` (torch 2.13) are kernels that
     take pages of a multiple of 256 tokens.
@@ -243,7 +243,7 @@ def _decodes_only(meta: AttnMeta) -> AttnMeta:
 
 @lru_cache(maxsize=16)
 def _ends(ends: tuple[int, ...], device: torch.device, stream: int) -> Tensor:
-    """A tower asks for the same ends in every layer. One copy for each ``stream``, on which it was made."""
+    """The ends on the device, one copy for each ``stream``: a tower asks for the same ends in every layer."""
     return _to_device(list(ends), device)
 
 

@@ -96,8 +96,8 @@ def gated_linear(
     """``activation(states @ gate.T) * (states @ up.T)``, both weights [out, in].
 
     Args:
-        biases: of both products, [out] each.
-        activation: of each element by itself.
+        biases: added to both products, [out] each.
+        activation: applied to each element by itself.
         swiglu: does the whole to both products side by side, [..., 2 * out]; used where they are one product and
             the activation is "swish".
     """

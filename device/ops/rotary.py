@@ -20,7 +20,7 @@ def rotary_tables(
     Args:
         positions: [T], or [3, T] (time, height, width) with ``sections``.
         inverse_frequencies: [D / 2].
-        sections: how many of the D / 2 frequencies turn with time, height and width (M-RoPE; Qwen2-VL paper, 2.1).
+        sections: counts of the D / 2 frequencies that turn with time, height, width (M-RoPE; Qwen2-VL paper, 2.1).
         interleaved: the axes alternate along the frequencies (Qwen3-VL) instead of lying in three runs; what
             height and width leave over turns with time.
 
@@ -49,7 +49,7 @@ def rotary_tables(
 
 
 def _axes(sections: Sequence[int], *, interleaved: bool, device: torch.device) -> Tensor:
-    """Which position axis turns each frequency: [D / 2] of 0, 1, 2.
+    """The position axis that turns each frequency: [D / 2] of 0 (time), 1 (height), 2 (width).
 
     Computed on the device: a captured step may not copy from the host.
     """

@@ -37,11 +37,11 @@ _kept: list[object] = []
 
 @contextmanager
 def shared_weights(part: str, key: str, *, at_once: bool = False) -> Iterator[None]:
-    """What is packed inside is shared with other processes, if this one has inherited a file for the part.
+    """Share the weights packed inside the block with other processes, if this one inherited a file for the part.
 
     Args:
-        key: of all that decides the packed bytes; with another key than the file's nothing is shared.
-        at_once: what is in the file is not copied, even where it should be.
+        key: names everything that decides the packed bytes; nothing is shared with a file that has another key.
+        at_once: use the file's bytes in place, even where the part is marked to be copied.
     """
     files = weight_files.inherited()
     if part not in files or not _can_wrap():
@@ -96,7 +96,7 @@ class SharedWeights:
             self._address = view.ctypes.data
 
     def pack(self, weight: Tensor, pack: Callable[[Tensor], Tensor]) -> Tensor:
-        """The next weight of the part."""
+        """The next weight of the part: from the file, or packed now and then written there."""
         if self._known is not None:
             entry = next(self._known)
             assert entry["shape"] == list(weight.shape), "processes pack the same weights in the same order"
@@ -116,7 +116,10 @@ class SharedWeights:
         return packed if self._copies else _wrap(address, entry, weight.dtype)
 
     def complete(self) -> None:
-        """All is packed: from now on others may map it. Without this the next process starts anew."""
+        """Write the header once all is packed: others may map the file now.
+
+        Without it the next process packs again.
+        """
         if self._is_writer:
             header = json.dumps({"key": self._key, "entries": self._entries}).encode()
             if len(header) <= _HEADER_BYTES:
@@ -145,7 +148,7 @@ def _can_wrap() -> bool:
 
 
 def _copy(address: int, nbytes: int) -> int:
-    """Where a copy of these bytes lies."""
+    """Copy the bytes into memory that lives as long as the process; return the copy's address."""
     copy = torch.empty(nbytes, dtype=torch.uint8)
     ctypes.memmove(copy.data_ptr(), address, nbytes)
     _kept.append(copy)

@@ -22,7 +22,7 @@ _PROGRAMS_PER_CORE = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeConfig:
-    """How the kernel is built; ``benchmarks/gpu.py`` measures the choices."""
+    """The kernel's compile-time choices; ``benchmarks/gpu.py`` measures them."""
 
     tile: int
     """Tokens that a program reads at a time, a power of two of at least 16."""
@@ -45,7 +45,7 @@ def count_splits(batch: int, kv_heads: int, max_tokens: int, cores: int) -> int:
     """Programs per sequence and KV head: enough to fill ``cores`` several times over; a power of two.
 
     Args:
-        max_tokens: what the block table can hold for one sequence.
+        max_tokens: tokens that the block table can hold for one sequence.
     """
     wanted = triton.cdiv(_PROGRAMS_PER_CORE * cores, batch * kv_heads)
     limit = min(max(max_tokens // _MIN_SPLIT_TOKENS, 1), MAX_SPLITS)

@@ -45,7 +45,7 @@ def find_varlen() -> Varlen | None:
 
 
 def adapt_varlen(function: Callable[..., object]) -> Varlen | None:
-    """``function`` as a Varlen: torch 2.11 groups heads unasked, later ones want ``enable_gqa`` said."""
+    """``function`` as a Varlen: torch 2.11 groups heads unasked, later versions need ``enable_gqa``."""
     parameters = inspect.signature(function).parameters
     if not {"scale", "window_size"} <= parameters.keys():
         return None
@@ -74,7 +74,7 @@ def adapt_varlen(function: Callable[..., object]) -> Varlen | None:
 
 
 def flashable(states: Tensor) -> Tensor:
-    """As the flash kernels take them: D contiguous and a multiple of 8. The zeros added change no score."""
+    """The tensor as the flash kernels take it: D contiguous and a multiple of 8. Added zeros change no score."""
     if states.shape[-1] % 8:
         return F.pad(states, (0, -states.shape[-1] % 8))
     return states if states.stride(-1) == 1 else states.contiguous()

@@ -1,4 +1,4 @@
-"""How a caller talks to an instance, whatever engine runs behind it."""
+"""The interface through which a caller talks to an instance, whatever engine runs behind it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import Protocol
 
-from epd_serve.errors import InstanceFailed
 from epd_serve.protocol.prompt_calls import DetokenizeReply, DetokenizeRequest, TokenizeReply, TokenizeRequest
 from epd_serve.protocol.wire import (
     DecodeRequest,
@@ -16,26 +15,6 @@ from epd_serve.protocol.wire import (
     PrefillRequest,
     Report,
 )
-
-
-class InstanceLost(InstanceFailed):
-    """The connection to an instance could not be made, or broke before the answer was complete."""
-
-
-class InstanceUntrusted(InstanceLost):
-    """An instance says of itself what none can say, or has not the deployment's key."""
-
-
-class InstanceUnreachable(InstanceLost):
-    """No connection to an instance could be made: it has not seen the call.
-
-    Attributes:
-        is_refused: its host answers, and nobody there.
-    """
-
-    def __init__(self, message: str, *, is_refused: bool = False) -> None:
-        super().__init__(message)
-        self.is_refused = is_refused
 
 
 class Answer(Protocol):
@@ -51,10 +30,10 @@ class Answer(Protocol):
 
     @property
     def prompt_note(self) -> str:
-        """What P says of the prompt (:mod:`epd_serve.protocol.prompt_note`); "" for nothing."""
+        """P's note on the prompt (:mod:`epd_serve.protocol.prompt_note`); "" for none."""
 
     def chunks(self) -> AsyncIterator[bytes]:
-        """The body as it arrives, never empty pieces. Raises InstanceLost where it breaks off."""
+        """Yield the body as it arrives, never empty pieces. Raises InstanceLost where it breaks off."""
 
     async def forward(self, write: Callable[[bytes], bool]) -> bool:
         """Hand the body to ``write`` as it arrives, until that returns False; returns whether it is complete.
@@ -69,7 +48,10 @@ class StageCall(Protocol):
 
     @property
     def opened(self) -> asyncio.Future[Answer]:
-        """Done when the answer's head is there, or with the exception that came in its place."""
+        """A future that is done when the answer's head is there.
+
+        It raises the exception that came in its place.
+        """
 
     def close(self) -> None:
         """Break the call off, which cancels the work, unless its answer has been read to the end. Idempotent."""
@@ -89,28 +71,35 @@ class StageCalls(Protocol):
     @property
     def url(self) -> str: ...
 
-    async def info(self) -> InstanceInfo:
-        """What the instance says of itself now."""
+    async def info(self, *, doubted: bool = False) -> InstanceInfo:
+        """The instance's info. An instance that is ``doubted`` must send it now; of others it may be known."""
 
     async def probe(self, timeout_s: float, *, doubted: bool = False) -> None:
-        """Returns where the instance works; StageTimeout where it says nothing in time. One that is ``doubted``
-        must just have computed something."""
+        """Return where the instance works; raise StageTimeout where it does not answer in time.
+
+        An instance that is ``doubted`` must just have computed something.
+        """
 
     def reports(self) -> AsyncGenerator[Report, None]:
-        """Its reports as they come, until it ends them. Raises InvalidRequest (404) where it makes none."""
+        """Yield the instance's reports until it ends them. Raises InvalidRequest (404) where it makes none."""
 
     async def encode(self, request: EncodeRequest, *, trace_id: str) -> EncodeReply:
-        """Returns once the feature is stored and announced."""
+        """Return once the feature is stored and announced."""
 
     async def tokenize(self, request: TokenizeRequest, *, trace_id: str) -> TokenizeReply:
-        """What a chat or prompt would be computed as; for instances that prefill, as the next."""
+        """The tokens of a chat or prompt; for instances that prefill, as :meth:`detokenize` is."""
 
     async def detokenize(self, request: DetokenizeRequest, *, trace_id: str) -> DetokenizeReply:
         """The text of tokens."""
 
     def prefill(self, request: PrefillRequest, *, trace_id: str, media: Sequence[bytes] = ()) -> StageCall:
-        """Opened once the first token is there. ``media`` are the items' bytes, for an engine whose prompts are
-        made from them."""
+        """Begin a prefill; the call is opened once the first token is there.
+
+        ``media`` are the items' bytes, for an engine whose prompts are made from them.
+        """
 
     def decode(self, request: DecodeRequest, *, trace_id: str) -> StageCall:
-        """Opened once the second token is there, or the whole answer where it is not streamed."""
+        """Begin a decode.
+
+        The call is opened once the second token is there, or the whole answer if not streamed.
+        """

@@ -6,8 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
-from epd_serve.backends.base import InstanceLost, InstanceUnreachable
-from epd_serve.errors import ServeError, error_from_response
+from epd_serve.errors import InstanceLost, InstanceUnreachable, ServeError, error_from_response
 
 if TYPE_CHECKING:
     from epd_serve.backends.http_client import HttpPool
@@ -29,7 +28,7 @@ class HttpCall:
         opened: done when the answer's head is there. An answer with status 400 or above is an error, which is set
             here once its body is complete (:func:`epd_serve.errors.error_from_response`); a connection that fails
             is InstanceLost.
-        headers: of the answer, names in lower case.
+        headers: the answer's, names in lower case.
         on_new_connection: whether a kept-alive one will not do, which may be to a host that is gone since.
     """
 
@@ -63,7 +62,7 @@ class HttpCall:
         self._pool.send(self)
 
     async def ask(self, max_bytes: int = MAX_BODY_BYTES) -> bytes:
-        """Send it and read the whole body; it is closed then. Raises as ``opened`` and :meth:`read`."""
+        """Send the call, read the whole body and close the call. Raises as ``opened`` and :meth:`read`."""
         try:
             self.send()
             await self.opened
@@ -180,7 +179,7 @@ class HttpCall:
         self._wake()
 
     def error(self, body: bytes) -> ServeError:
-        """What an answer with status 400 or above means."""
+        """The error that an answer with status 400 or above stands for."""
         return error_from_response(self.status, body, origin=f"instance {self._pool.name}")
 
     def fail(self, error: Exception) -> None:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 from urllib.parse import urlsplit
 
-from epd_serve.backends.base import InstanceUntrusted
 from epd_serve.backends.http_call import MAX_NOTE_BYTES, HttpCall
 from epd_serve.backends.http_connection import Connection
-from epd_serve.errors import ServeError
+from epd_serve.errors import InstanceUntrusted, ServeError
 from epd_serve.rpc import sockets
 from epd_serve.rpc.cluster import HELLO, Greeting, NotProved, address_text
+from epd_serve.rpc.descriptors import shortage
 
 TLS_HANDSHAKE_S = 5.0
 #: Below the keep-alive time of the instances' server (5 s), so that a call never meets a connection that is just
@@ -55,18 +55,18 @@ class HttpPool:
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """The running one, which asyncio would look up with a system call each time (CPython 3.11)."""
+        """The running event loop, kept: asyncio would look it up with a system call each time (CPython 3.11)."""
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
         return self._loop
 
     def head(self, method: str, path: str, headers: str, size: int) -> bytes:
-        """Of a request with a body of ``size`` bytes. ``headers`` are lines that end with CR LF."""
+        """The head of a request with a body of ``size`` bytes. ``headers`` are lines that end with CR LF."""
         text = f"{method} {self._prefix}{path} HTTP/1.1\r\n{self._headers}{headers}content-length: {size}\r\n\r\n"
         return text.encode("latin-1")
 
     def send(self, call: HttpCall) -> None:
-        """On an idle connection at once, else on a new one; always on a new one where the call asks for that."""
+        """Send a call on an idle connection, or on a new one where none is idle or the call asks for that."""
         connection = None if call.on_new_connection else self._take_idle()
         if connection is not None:
             connection.begin(call)
@@ -110,7 +110,7 @@ class HttpPool:
                 connected.close()
                 raise
         except OSError as error:  # TimeoutError is one
-            call.fail(call.unreachable(error))
+            call.fail(shortage(error) or call.unreachable(error))
             return
         if call.closed:
             connection.abort()
@@ -125,7 +125,10 @@ class HttpPool:
             connection.begin(call)
 
     async def _greet(self, connection: Connection, key: str, call: HttpCall) -> bool:
-        """Whether the server has the key. Where it has not, the call fails and hears why; it was not sent."""
+        """Greet a server; return whether it has proved to have the key.
+
+        If not, the call fails unsent, with the reason.
+        """
         greeting = Greeting(key, address_text(*connection.peer_address))
         hello = HttpCall(self, "POST", HELLO, greeting.headers)
         connection.is_greeting = True

@@ -10,10 +10,9 @@ from weakref import WeakSet
 
 import msgspec
 
-from epd_serve.backends.base import InstanceLost, InstanceUntrusted
 from epd_serve.backends.http_call import MAX_BODY_BYTES, MAX_NOTE_BYTES, HttpCall
 from epd_serve.backends.http_client import HttpPool
-from epd_serve.errors import InvalidRequest, StageTimeout
+from epd_serve.errors import InstanceLost, InstanceUntrusted, InvalidRequest, StageTimeout
 from epd_serve.protocol import frames, prompt_note, wire
 from epd_serve.protocol.media_message import encode_in_parts
 from epd_serve.protocol.prompt_calls import DetokenizeReply, DetokenizeRequest, TokenizeReply, TokenizeRequest
@@ -46,7 +45,7 @@ class NativeConnections:
         return pool
 
     def run(self, work: Coroutine[Any, Any, None]) -> None:
-        """In the background, at most until the connections close. ``work`` must not raise."""
+        """Run ``work``, which must not raise, in the background, at most until the connections close."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -87,8 +86,11 @@ class NativeInstance:
         self.name = name
         self.url = self._pool.url
 
-    async def info(self) -> wire.InstanceInfo:
-        """Raises InstanceLost also for an answer that is no InstanceInfo or takes over INFO_TIMEOUT_S."""
+    async def info(self, *, doubted: bool = False) -> wire.InstanceInfo:
+        """Ask for the info.
+
+        Raises InstanceLost also for an answer that is none, or that takes over INFO_TIMEOUT_S.
+        """
         try:
             async with asyncio.timeout(INFO_TIMEOUT_S):
                 body = await HttpCall(self._pool, "GET", "/info", on_new_connection=True).ask(MAX_NOTE_BYTES)
@@ -101,7 +103,7 @@ class NativeInstance:
             raise InstanceUntrusted(f"{self.url}/info is no answer of an instance ({error})") from error
 
     async def probe(self, timeout_s: float, *, doubted: bool = False) -> None:
-        """The instance computes something. One without that call counts as one that does. Raises ServeError."""
+        """Have the instance compute something. One that does not know the call passes. Raises ServeError."""
         try:
             async with asyncio.timeout(timeout_s + PROBE_MARGIN_S):
                 body = [wire.encode(wire.ProbeRequest(timeout_s))]
@@ -114,11 +116,14 @@ class NativeInstance:
             raise StageTimeout(f"instance {self.name} does not answer within {timeout_s:g} s") from error
 
     async def switch(self, order: wire.RoleOrder) -> wire.RoleChanged:
-        """Returns when the instance serves that role. Raises ServeError as it answers."""
+        """Order a role; return when the instance serves it. Raises the ServeError that it answers with."""
         return await self._ask("/role", [wire.encode(order)], wire.RoleChanged, "switch")
 
     async def leave(self, order: wire.LeaveOrder) -> wire.Left:
-        """Returns when nothing is left of what the instance had. Raises ServeError as it answers."""
+        """Order the instance to leave; return when nothing is left there.
+
+        Raises the ServeError that it answers with.
+        """
         return await self._ask("/leave", [wire.encode(order)], wire.Left, "leave")
 
     async def reports(self) -> AsyncGenerator[wire.Report, None]:
@@ -169,7 +174,10 @@ class NativeInstance:
         return self._post("/stage/decode", [wire.encode(request)], trace_id)
 
     def move(self, request: wire.MoveRequest, *, trace_id: str) -> _StageCall:
-        """Its answer has no token and is complete when the other instance goes on."""
+        """Begin a move of a request to another instance.
+
+        The answer has no token and is complete when the other instance goes on.
+        """
         return self._post("/stage/move", [wire.encode(request)], trace_id)
 
     def _post(self, path: str, body: list[bytes], trace_id: str) -> _StageCall:

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from weakref import WeakValueDictionary
 
 from epd_serve.backends import vllm_chat
-from epd_serve.backends.base import InstanceLost, StageCall
+from epd_serve.backends.base import StageCall
 from epd_serve.backends.http_client import HttpPool
 from epd_serve.backends.native import NativeConnections
 from epd_serve.backends.vllm_answer import PrefillAnswer, VllmCall, Work
@@ -32,7 +32,7 @@ from epd_serve.backends.vllm_stream import (
 )
 from epd_serve.backends.vllm_target import VllmTarget
 from epd_serve.backends.vllm_watch import EngineWatch
-from epd_serve.errors import InstanceFailed, InvalidRequest, StageTimeout
+from epd_serve.errors import InstanceFailed, InstanceLost, InvalidRequest, StageTimeout
 from epd_serve.protocol import wire
 from epd_serve.protocol.engine_notices import WITH_PIXELS, FeatureWithdrawn, KVUnwanted
 
@@ -75,7 +75,7 @@ class _Exchange:
 
 
 class VllmInstances:
-    """All :class:`VllmInstance` of a caller, which share what a request's calls have in common."""
+    """All :class:`VllmInstance` of a caller; the calls of one request share state here."""
 
     def __init__(self, connections: NativeConnections, targets: Mapping[str, VllmTarget]) -> None:
         self.connections = connections
@@ -85,7 +85,10 @@ class VllmInstances:
         self.exchanges: dict[str, _Exchange] = {}
 
     def connect(self, name: str, url: str) -> VllmInstance:
-        """Raises ValueError for an instance that the deployment's topology does not have."""
+        """Make the instance's object.
+
+        Raises ValueError for an instance that the deployment's topology does not have.
+        """
         if name not in self.targets:
             raise ValueError(f"instance {name}: the topology has only {', '.join(self.targets)}")
         instance = VllmInstance(self, name, url)
@@ -114,19 +117,21 @@ class VllmInstance(VllmServer):
 
     # ------------------------------------------------------------------ how it is
 
-    async def info(self) -> wire.InstanceInfo:
-        """Raises InstanceLost also for what is no answer of vLLM. The first one of a process warms it up.
+    async def info(self, *, doubted: bool = False) -> wire.InstanceInfo:
+        """The instance's info.
 
-        An instance that has nothing to do is not made to write its figures each time.
+        The first call to a process warms it up. Raises InstanceLost also for other servers' answers.
+
+        An instance that has nothing to do is not made to write its figures each time, unless it is ``doubted``:
+        it may be dead, or another process.
         """
         now = asyncio.get_running_loop().time()
-        if self._info is not None and self._is_idle() and now - self._info_at < _IDLE_FIGURES_S:
-            info, self._info = self._info, None  # what comes back may be another process
+        is_fresh = self._info is not None and self._is_idle() and now - self._info_at < _IDLE_FIGURES_S
+        if self._info is not None and is_fresh and not doubted:
             if now - self._heard_at >= _IDLE_SIGN_S:
                 await self.get("/health")
                 self._heard_at = now
-            self._info = info
-            return info
+            return self._info
         models, figures = await asyncio.gather(self.ask_json("/v1/models"), self.figures())
         try:
             model = models["data"][0]
@@ -161,13 +166,13 @@ class VllmInstance(VllmServer):
         return self._info
 
     def _is_idle(self) -> bool:
-        """When its figures were last seen, and as far as this caller knows ever since."""
+        """Whether it had no work when its figures were last read, and this caller has no call open there."""
         seen = self._seen
         own_calls = self._prompts or self._encodes or self._num_decodes
         return seen is not None and not (seen.num_running or seen.num_waiting or own_calls)
 
     async def probe(self, timeout_s: float, *, doubted: bool = False) -> None:
-        """Its server has to answer in time; its engine too where it is doubted. Raises ServeError.
+        """Return where the server answers in time and, if it is doubted, its engine too. Raises ServeError.
 
         vLLM's counters move when a step ends, and a step may take long: the first of its kind compiles. So an
         engine that nobody doubts is judged by minutes (:class:`EngineWatch`).
@@ -191,7 +196,7 @@ class VllmInstance(VllmServer):
             self._engine.look(self._seen, asyncio.get_running_loop().time(), lambda: self.trial(self._model))
 
     async def reports(self) -> AsyncGenerator[wire.Report, None]:
-        """vLLM makes none: it is asked instead."""
+        """Raise InvalidRequest: vLLM makes no reports, so the caller asks for its info instead."""
         if self.url:
             raise InvalidRequest(f"instance {self.name} makes no reports")
         yield wire.Report(load=wire.Load())
@@ -199,7 +204,7 @@ class VllmInstance(VllmServer):
     # ------------------------------------------------------------------ the stages
 
     async def encode(self, request: wire.EncodeRequest, *, trace_id: str) -> wire.EncodeReply:
-        """On an instance that prefills: it is to encode the item itself, with its prompt."""
+        """Have an item encoded; an instance that prefills is asked to encode it itself, with its prompt."""
         ref = request.ref
         if self.target.role.prefills:
             await self._withdraw(request.request_id, ref.mm_hash)
@@ -222,7 +227,7 @@ class VllmInstance(VllmServer):
         return wire.EncodeReply(cached=bool(told.get("cached")), num_tokens=int(told.get("tokens", 0)))
 
     def prefill(self, request: wire.PrefillRequest, *, trace_id: str, media: Sequence[bytes] = ()) -> StageCall:
-        """The whole request where this instance decodes it too; else the prompt, and D is told what to expect."""
+        """Begin the whole request where this instance decodes it too; else the prompt, after a notice to D."""
         decodes = self if request.decode_url is None else self._others.by_url.get(request.decode_url, self)
         behind = decodes.target.continues and can_go_on(request)
         exchange = _Exchange(rest_of(request) if behind else request, media, self, behind)
@@ -279,7 +284,7 @@ class VllmInstance(VllmServer):
         return PrefillAnswer(count and count - (len(request.generated) if prompt else 0))
 
     async def _go_on(self, exchange: _Exchange, body: dict[str, Any], work: Work) -> list[int] | None:
-        """Have a body's prompt end with what was generated. Returns it, and None where it stays as it is."""
+        """Append the generated tokens to a body's prompt; return that prompt, or None where it is unchanged."""
         request = exchange.request
         if not request.generated or not exchange.behind:
             return None
@@ -292,7 +297,7 @@ class VllmInstance(VllmServer):
         return tokens
 
     def decode(self, request: wire.DecodeRequest, *, trace_id: str) -> StageCall:
-        """D of the request that P was given just before."""
+        """Begin the decode of a request whose prefill was given to P just before."""
         exchange = self._others.exchanges.get(request.request_id)
         if exchange is None:
             raise InstanceFailed(f"instance {self.name} was given a request that no instance prefills")
@@ -325,7 +330,10 @@ class VllmInstance(VllmServer):
         kv: dict[str, Any] | None,
         rewritten: Sequence[Mapping[str, Any]] | None = None,
     ) -> VllmCall:
-        """Raises InstanceFailed also for a rewritten prompt's answer that begins with an error."""
+        """Send the request to D.
+
+        Raises InstanceFailed also for a rewritten prompt's answer that begins with an error.
+        """
         suffix = WITH_PIXELS if self.target.rewrites else ""
         body = vllm_chat.answer_body(exchange.request, rewritten or exchange.media, suffix=suffix)
         if kv is not None:
@@ -361,7 +369,10 @@ class VllmInstance(VllmServer):
         return {**params, "remote_bootstrap_addr": bootstrap, "remote_engine_id": await prefill.engine_id()}
 
     async def engine_id(self) -> str:
-        """What Mooncake's bootstrap server calls this instance. Raises InstanceLost where it does not tell."""
+        """The instance's id at Mooncake's bootstrap server.
+
+        Raises InstanceLost where the server does not state one.
+        """
         if self._engine_id is None or self._engine_id[0] != self._warm:
             if self._bootstrap is None:
                 self._bootstrap = self._others.connections.pool(self.name, f"http://{self.address(KV_PORT)}")
@@ -374,12 +385,12 @@ class VllmInstance(VllmServer):
         return self._engine_id[1]
 
     async def _withdraw(self, request_id: str, mm_hash: str) -> None:
-        """P need not wait for a feature. Raises InstanceLost where it cannot be told."""
+        """Let P stop waiting for a feature. Raises InstanceLost where the notice does not reach it."""
         if self.target.takes_features and self.target.features == "store":
             await self._notices(FEATURE_PORT).ask(FeatureWithdrawn(request_id=request_id, mm_hash=mm_hash))
 
     def _disclaim(self, exchange: _Exchange) -> None:
-        """P need not keep KV that no D will ask for any more. The KV of a D that has begun its answer is gone."""
+        """Let P free KV that no D will ask for any more; a D that has begun its answer has taken it already."""
         request, answer = exchange.request, exchange.answer
         if self.target.kv != "grouped" or request.decode_url is None or _is_for_d_alone(request):
             return
@@ -424,8 +435,11 @@ class VllmInstance(VllmServer):
 
 
 def _is_for_d_alone(request: wire.PrefillRequest) -> bool:
-    """Whether D computes the prompt itself: one transfer cannot feed several choices that are drawn apart, and KV
-    says nothing of the prompt's log-probabilities."""
+    """Whether D computes the prompt itself.
+
+    One transfer cannot feed several choices that are drawn apart, and KV does not contain the log-probabilities of
+    the prompt's tokens.
+    """
     is_several = request.sampling.n > vllm_chat.num_copies(request.sampling)
     return is_several or vllm_chat.needs_whole_prompt(request)
 

@@ -78,7 +78,7 @@ class VllmCall(HttpCall):
         yield self._rewritten(await self.read())
 
     async def forward(self, write: Callable[[bytes], bool]) -> bool:
-        """As HttpCall's, in whole events; what came before an error event goes first."""
+        """Forward as HttpCall does, but in whole events; the events before an error event are written first."""
 
         def pass_on(chunk: bytes) -> bool:
             *events, self._rest = (self._rest + chunk).split(END_OF_EVENT)
@@ -99,14 +99,14 @@ class VllmCall(HttpCall):
         return is_complete
 
     def passed(self, event: bytes) -> bytes:
-        """What is passed on of an event, which comes without its end. Raises InstanceFailed."""
+        """The bytes to pass on for an event, which comes without its end. Raises InstanceFailed."""
         told = event.removeprefix(DATA)
         if self.rewrite is not None and told.strip() != DONE:
             event = DATA + self._rewritten(told)
         return event + END_OF_EVENT
 
     def failed(self, event: bytes) -> bytes:
-        """The same of an error event. Raises InstanceFailed where that says it."""
+        """The bytes to pass on for an error event. Raises InstanceFailed where the event reports it."""
         raise error_of(500, event.removeprefix(DATA), self._pool.name)
 
     def _rewritten(self, data: bytes) -> bytes:
@@ -120,7 +120,7 @@ class VllmCall(HttpCall):
 
 
 class PrefillAnswer:
-    """P's: it has computed the prompt, and D says the rest. Its body is empty, of frames as of anything."""
+    """P's answer: P has computed the prompt, and the answer's text comes from D. The body is empty."""
 
     framed = True
     decode_follows = True

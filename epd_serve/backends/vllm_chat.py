@@ -39,7 +39,10 @@ def path_of(request: PrefillRequest) -> str:
 
 
 def prompt_body(request: PrefillRequest, media: Sequence[Media], *, suffix: str = "") -> Body:
-    """What the prompt is made from; P and D must be given the same. ``suffix`` ends the pictures' names."""
+    """The fields of a body from which the prompt is made; P and D must be given the same ones.
+
+    ``suffix`` ends the pictures' names.
+    """
     body: Body = {
         "model": request.output.model,
         **_prompting(request.prompting, is_chat=request.messages is not None),
@@ -72,13 +75,13 @@ def only_vllm(request: PrefillRequest) -> Body:
 
 
 def needs_whole_prompt(request: PrefillRequest) -> bool:
-    """Whether who decodes must compute the prompt, of which log-probabilities are wanted."""
+    """Whether the decoding instance must compute the prompt itself, as its log-probabilities are wanted."""
     scores_prompt = request.output.echo and request.sampling.logprobs is not None
     return scores_prompt or "prompt_logprobs" in only_vllm(request)
 
 
 def prefill_body(request: PrefillRequest, media: Sequence[bytes]) -> Body:
-    """For an instance that computes the prompt alone: its one token is thrown away."""
+    """The body for an instance that computes the prompt alone: its one token is thrown away."""
     body = prompt_body(request, media)
     if "tools" in body:
         body["tool_choice"] = "none"  # they are part of the prompt; what is called is seen at D
@@ -92,7 +95,7 @@ def encode_body(model: str, ref: MediaRef, media: bytes) -> Body:
 
 
 def image_part(ref: MediaRef, media: Media, suffix: str = "") -> Body:
-    """The hash is given along, so that all instances call the feature the same."""
+    """A picture as a part of a message, with its hash, so that all instances give the feature the same name."""
     if not isinstance(media, bytes):
         return {"type": "image_embeds", "image_embeds": media, "uuid": ref.mm_hash}
     kind = "png" if media.startswith(b"\x89PNG") else "jpeg"  # a label: the bytes themselves are looked at
@@ -149,7 +152,7 @@ def _prompting(options: PromptOptions, *, is_chat: bool) -> Body:
 
 
 def num_copies(sampling: SamplingParams) -> int:
-    """How many choices one answer of vLLM stands for: greedy ones are all the same, and it makes but one."""
+    """The number of choices that one answer of vLLM serves: greedy ones are all the same, and it makes but one."""
     return sampling.n if sampling.greedy else 1
 
 
@@ -207,7 +210,7 @@ def _grammar(grammar: Grammar, num_tools: int) -> Body:
 
 
 def size_of(request: PrefillRequest) -> int:
-    """About how many tokens a prompt has, but for its pictures."""
+    """The approximate number of a prompt's tokens, without its pictures."""
     if isinstance(request.prompt, list):
         return len(request.prompt)
     if request.prompt is not None:

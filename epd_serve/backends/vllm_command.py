@@ -23,15 +23,15 @@ _PLUGIN = "epd_serve.vllm_plugin"
 
 @dataclass(frozen=True, kw_only=True)
 class Connectors:
-    """How the instances of a deployment hand on features and KV; None where no instance needs to.
+    """The connectors by which a deployment's instances hand on features and KV; None where no instance needs one.
 
     Attributes:
         features: ``store`` (epd-serve's) or ``file`` (ECExampleConnector, through ``feature_dir``).
         kv: ``grouped`` (epd-serve's), ``mooncake`` or ``nixl``.
-        group_layers: of ``grouped``; None: chosen.
+        group_layers: layers in a group of ``grouped``; None: chosen from measured times.
         link: (bytes per second or None, seconds of latency) to which epd-serve's connectors are slowed down.
-        store_bytes, cache_bytes: encoder output that E keeps, and that P keeps, of ``store``.
-        feature_timeout_s: how long P waits for encoder output before it encodes itself.
+        store_bytes, cache_bytes: encoder output that E keeps, and that P keeps, with ``store``.
+        feature_timeout_s: time for which P waits for encoder output before it encodes itself.
         widths: tensor-parallel ranks of P and of D.
         trace: directory for records of KV transfers.
         rewrites: whether D gets pictures without pixels.
@@ -57,11 +57,11 @@ class VllmOptions:
 
     Attributes:
         python: the interpreter of vLLM's environment.
-        number: of the instance in its deployment, from 0.
-        kind: of the device: "cpu", "cuda" or "npu".
+        number: number of the instance in its deployment, from 0.
+        kind: kind of the device: "cpu", "cuda" or "npu".
         visible: value of the variable that shows it its devices; "" where there is none.
         memory_share: part of an accelerator's memory for weights and KV.
-        kv_bytes: of the KV cache; None: what the memory leaves. On a CPU it must be set.
+        kv_bytes: size of the KV cache; None: the memory that is left. On a CPU it must be set.
         cores: CPU cores that an instance on a CPU is bound to; "" for none.
         arguments: further flags, by name with ``_``.
     """
@@ -118,7 +118,7 @@ def command_of(options: VllmOptions) -> tuple[str, ...]:
 
 
 def environment_of(options: VllmOptions) -> dict[str, str]:
-    """What the process needs besides the environment that all have."""
+    """The variables that the process needs besides those of its parent."""
     variables = {
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",

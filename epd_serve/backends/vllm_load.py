@@ -1,4 +1,4 @@
-"""What an instance's load is, from vLLM's ``/metrics``."""
+"""An instance's load, read from vLLM's ``/metrics``."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _MOST = 1e12
 
 @dataclass(frozen=True, kw_only=True)
 class VllmFigures:
-    """Of one instance; what it does not tell is 0.
+    """The figures of one instance; a figure that its page lacks is 0.
 
     Attributes:
         started_at: Unix time of its start, which names the process.
-        progress: tokens and requests that it is through with since then: it grows with the steps that end.
+        progress: tokens and requests that it has finished since then: it grows with the steps that end.
     """
 
     started_at: float
@@ -38,7 +38,10 @@ class VllmFigures:
     kv_usage: float
 
     def load(self, *, num_waiting_tokens: int, num_waiting_encodes: int, num_waiting_pixels: int) -> Load:
-        """As the gateway's policies read it. vLLM does not tell what its queue consists of: the caller does."""
+        """The load as the gateway's policies read it.
+
+        The caller adds the contents of the queue, which vLLM does not report.
+        """
         return Load(
             num_running=self.num_running,
             num_waiting=self.num_waiting,
@@ -51,7 +54,7 @@ class VllmFigures:
 
 
 def read_figures(text: str) -> VllmFigures:
-    """From Prometheus' text format. Lines that are none are skipped."""
+    """Read Prometheus' text format; lines that do not parse are skipped."""
     sums: dict[str, float] = dict.fromkeys(_SUMMED, 0.0)
     info: dict[str, str] = {}
     started_at, num_engines = 0.0, 0

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 
-from epd_serve.backends.base import InstanceLost
 from epd_serve.backends.native import NativeConnections
+from epd_serve.errors import InstanceLost
 from epd_serve.protocol.engine_notices import LENGTH, Notice, pack
 from epd_serve.rpc.sockets import connect
 
@@ -14,7 +14,7 @@ _TIMEOUT_S = 5.0
 
 
 class Notices:
-    """To one connector."""
+    """The notices to one instance's connector."""
 
     def __init__(self, connections: NativeConnections, name: str, address: str) -> None:
         """``name`` is the instance's; ``address`` is ``host:port``."""
@@ -25,7 +25,7 @@ class Notices:
         self._is_telling = False
 
     async def ask(self, *notices: Notice) -> None:
-        """Over one connection; returns when all are answered. Raises InstanceLost where they cannot be told."""
+        """Send notices over one connection; return when all are answered. Raises InstanceLost where that fails."""
         host, _, port = self._address.rpartition(":")
         try:
             async with asyncio.timeout(_TIMEOUT_S):
@@ -41,7 +41,7 @@ class Notices:
             raise InstanceLost(f"instance {self._name} takes no notices at {self._address} ({error})") from error
 
     def tell(self, notice: Notice) -> None:
-        """Soon, together with others; nobody hears where it cannot be told."""
+        """Send a notice soon, together with others, without an answer; a failure is not reported."""
         self._waiting.append(notice)
         if not self._is_telling:
             self._is_telling = True

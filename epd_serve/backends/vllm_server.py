@@ -1,4 +1,4 @@
-"""One vLLM server: its HTTP calls, what it says of itself, and its tokenizer."""
+"""One vLLM server: its HTTP calls, its own description of itself, and its tokenizer."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from typing import Any
 import msgspec
 
 from epd_serve.backends import vllm_chat
-from epd_serve.backends.base import InstanceLost
 from epd_serve.backends.http_client import HttpPool
 from epd_serve.backends.vllm_answer import VllmCall, Work
 from epd_serve.backends.vllm_load import VllmFigures, read_figures
 from epd_serve.backends.vllm_target import VllmTarget
-from epd_serve.errors import InvalidRequest
+from epd_serve.errors import InstanceLost, InvalidRequest
 from epd_serve.protocol import wire
 from epd_serve.protocol.prompt_calls import DetokenizeReply, DetokenizeRequest, TokenizeReply, TokenizeRequest
 from epd_serve.types import SamplingParams
@@ -36,7 +35,7 @@ _FIRST_USES: tuple[dict[str, Any], ...] = (
 
 
 class VllmServer:
-    """Attributes: ``name``, ``url``, and ``target``, what is known of it beforehand."""
+    """One vLLM server. Attributes: ``name``, ``url``, and ``target``, its entry in the deployment file."""
 
     def __init__(self, pool: HttpPool, target: VllmTarget) -> None:
         self.pool = pool
@@ -108,7 +107,7 @@ class VllmServer:
         return read_figures((await self.get("/metrics")).decode("utf-8", "replace"))
 
     async def ask_json(self, path: str, pool: HttpPool | None = None) -> Any:
-        """What a path answers; ``pool`` is that of another server of the instance."""
+        """Get a path and decode its JSON; ``pool`` is that of another server of the instance."""
         try:
             return msgspec.json.decode(await self.get(path, pool))
         except msgspec.MsgspecError as error:

@@ -27,8 +27,8 @@ _MOST_HELD = 8
 def can_go_on(request: PrefillRequest) -> bool:
     """Whether vLLM computes the rest of such an answer as it would have computed it within the whole.
 
-    Not where it looks back at more of its output than the tokens: text that it holds back (``stop``), penalties
-    for what it has said, the state of a grammar or of a tool call. Prompts with pictures it does not take as
+    It does not where it looks back at more of its output than the tokens: text that it holds back (``stop``),
+    penalties for repeated tokens, the state of a grammar or of a tool call. It takes no prompts with pictures as
     tokens.
     """
     sampling, prompting = request.sampling, request.prompting
@@ -42,14 +42,14 @@ def can_go_on(request: PrefillRequest) -> bool:
 
 
 def can_be_replayed(request: PrefillRequest) -> bool:
-    """Whether an answer's events say all of its tokens, which are not the client's: streams of one choice."""
+    """Whether the events of an answer give its tokens, and only to us: streams of one choice."""
     sampling, output = request.sampling, request.output
     is_plain = not (output.echo or output.first_index or output.for_vllm)
     return output.stream and sampling.n == 1 and is_plain
 
 
 def rest_of(request: PrefillRequest) -> PrefillRequest:
-    """The request with limits as they are behind what was generated."""
+    """The request for the rest of the answer: its token limits are less by the tokens that were generated."""
     sampling, count = request.sampling, len(request.generated)
     if not count:
         return request
@@ -124,11 +124,11 @@ class FramedCall(VllmCall):
         return True
 
     def _waits(self, tokens: list[int], text: str | None) -> bool:
-        """Whether nobody could go on behind an event."""
+        """Whether an event must be held back, because no instance could go on behind it."""
         return not tokens
 
     def _right(self, answer: dict[str, Any], choice: dict[str, Any]) -> None:
-        """As if one instance had given the answer, and nobody had asked for tokens."""
+        """Change an event to the form that one instance alone would have given it, without token ids."""
         answer["created"] = self._created
         for one in (answer, choice):
             for name in ("token_ids", "prompt_token_ids"):
@@ -140,15 +140,15 @@ class FramedCall(VllmCall):
 
 
 class KnownTokens(FramedCall):
-    """The rest of an answer, or one whose rest can be had so: computed behind its tokens.
+    """The rest of an answer, computed behind its tokens, or an answer whose rest can be computed so.
 
-    Events wait for the next that has the text of one token: vLLM says nothing of a token that is a part of a
-    character, and whoever goes on must do so behind whole characters. Of several tokens in one event, which vLLM
-    makes where its reader lags, the text may end before the last. The last events wait for the end: what has ended
-    is not gone on with.
+    Events wait for the next one that has the text of one token: vLLM reports no token that is a part of a
+    character, and an instance that goes on must do so behind whole characters. Of several tokens in one event,
+    which vLLM makes where its reader lags, the text may end before the last. The last events wait for the end: an
+    answer that has ended is not gone on with.
 
     Attributes:
-        prompt: in tokens, where this is the rest of an answer: what vLLM has to say that it computed.
+        prompt: in tokens, where this is the rest of an answer: vLLM must report the same prompt.
     """
 
     prompt: list[int] | None = None

@@ -1,4 +1,4 @@
-"""What a caller has to know of a vLLM instance beforehand."""
+"""Facts about a vLLM instance that a caller needs and the instance itself cannot report."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from epd_serve.types import Role
 
 @dataclass(frozen=True, kw_only=True)
 class VllmTarget:
-    """What the deployment file says of an instance; vLLM does not know its role.
+    """A vLLM instance as the deployment file describes it; vLLM does not know its role.
 
     Attributes:
         ranks: tensor-parallel ones.
-        features, kv: how they are handed on; None where nothing is.
-        pulls: whether D asks for KV only once P has answered, with what P said.
-        rewrites: whether D gets of a picture what E tells of it, and no pixels.
-        continues: whether the rest of an answer, computed apart, looks as it does within the whole.
+        features, kv: connectors that hand them on; None where nothing is handed on.
+        pulls: whether D asks for KV only once P has answered, with the parameters in P's answer.
+        rewrites: whether D gets E's description of a picture, and no pixels.
+        continues: whether the rest of an answer, computed apart, equals the same part of the whole.
         recomputes: whether D computes a prompt whose KV does not come.
     """
 
@@ -41,5 +41,5 @@ class VllmTarget:
 
     @property
     def media_fingerprint(self) -> str:
-        """Of everything but the media that decides a feature."""
+        """A hash of everything but the media that decides a feature."""
         return blake3(f"vllm {self.model_path} {self.dtype}".encode()).hexdigest()

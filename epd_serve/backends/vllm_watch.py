@@ -16,7 +16,7 @@ IDLE_S = 60.0
 
 
 class EngineWatch:
-    """Of one instance. An engine that has nothing to do is given a trial now and then, which may take as long."""
+    """The watch of one instance. After :data:`IDLE_S` without work, an engine is given a trial to compute."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -25,8 +25,11 @@ class EngineWatch:
         self._trial: VllmCall | None = None
 
     def look(self, figures: VllmFigures, now: float, make_trial: Callable[[], VllmCall]) -> None:
-        """``make_trial`` makes a call that has the engine compute something. Raises ServeError where it is stuck,
-        or has failed its trial."""
+        """Judge the engine by its figures. Raises ServeError where it is stuck, or has failed its trial.
+
+        A trial, as any work, may take :data:`STUCK_S`. ``make_trial`` makes a call that has the engine compute
+        something.
+        """
         progress = (figures.started_at, figures.progress)
         if progress != self._progress:
             self._progress, self._moved_at = progress, now

@@ -88,7 +88,7 @@ def common_metrics(measured: Measured) -> dict[str, dict[str, str | int]]:
 
 
 def _stages(measured: Measured) -> Mapping[str, WindowSummary]:
-    """Also "total" and "stable" of each modality, where there are several."""
+    """The summaries by AISBench's stage names; those of each modality too, where there are several."""
     summary = measured.summary
     stages = {"total": summary.total}
     if summary.stable is not None:

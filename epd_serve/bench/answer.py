@@ -1,4 +1,4 @@
-"""A streamed answer: what came when, and whether it counts as a success."""
+"""A streamed answer: the times of its events and tokens, and whether it counts as a success."""
 
 from __future__ import annotations
 
@@ -109,7 +109,12 @@ class Answer:
                 self._event_name = line[6:].strip()
 
     def end(self, *, complete: bool, reason: str = "") -> None:
-        """The body is over; ``complete``: as HTTP has it. ``reason``: else, what the connection said."""
+        """Take the end of the body.
+
+        Args:
+            complete: whether the body is complete by HTTP's rules.
+            reason: the connection's error, where it is not.
+        """
         if self.failure is not None:
             return
         if not complete and not self._done:
@@ -125,7 +130,7 @@ class Answer:
             self._without_text()
 
     def _without_text(self) -> None:
-        """Of an answer of special tokens alone the last events are tokens, as many as the server's usage says."""
+        """Take the last events as tokens where all are special tokens: as many as the server's usage says."""
         if not self.completion_tokens or not self._empty_times_s:
             self._fail(Failure.NO_TOKENS, "the answer has no token")
             return
@@ -158,7 +163,7 @@ class Answer:
             self._empty_times_s.clear()
 
     def _choice(self, choice: _Choice, at_s: float) -> bool:
-        """Whether it has a token."""
+        """Take a choice of an event; return whether the event has a token of it."""
         self._open.add(choice.index)
         if choice.finish_reason:
             self._finished.add(choice.index)
@@ -189,7 +194,7 @@ class Answer:
 
 
 def error_message(body: bytes) -> str:
-    """Of an answer that is an error: the message in it, or what it begins with."""
+    """Return the message in the body of an error answer, or the body's first characters where it has none."""
     try:
         return _message(_decoder.decode(body), body)
     except msgspec.MsgspecError:

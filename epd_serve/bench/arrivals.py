@@ -1,4 +1,4 @@
-"""When requests are sent: open-loop processes, ramps, traces, and the closed loop, which has no times."""
+"""Arrival processes of requests: open-loop processes, ramps, traces, and the closed loop, which has no times."""
 
 from __future__ import annotations
 
@@ -63,7 +63,10 @@ class Ramp:
             yield self._when(passed, slope, count / self.rate)
 
     def _when(self, passed: float, slope: float, length_s: float) -> float:
-        """When ``passed`` requests are expected: begin·t + slope·t²/2 = passed; behind the ramp at its end."""
+        """Seconds until ``passed`` requests are expected.
+
+        Solves begin·t + slope·t²/2 = passed; past the ramp the rate stays at its end.
+        """
         at_end = self.rate * length_s
         if passed >= at_end:
             return length_s + (passed - at_end) / self.end
@@ -81,7 +84,7 @@ class Trace:
 
 @dataclass(frozen=True, kw_only=True)
 class ClosedLoop:
-    """So many users: each sends its next request when the last is answered."""
+    """``concurrency`` users, each of whom sends the next request when the last one is answered."""
 
     concurrency: int
 
@@ -90,7 +93,7 @@ Load = Gamma | Constant | Ramp | Trace | ClosedLoop
 
 
 def parse_load(text: str, *, rate: float | None = None, time_scale: float = 1.0) -> Load:
-    """Read what ``--arrivals`` says.
+    """Parse the text of ``--arrivals``.
 
     Args:
         text: poisson, constant, gamma:SHAPE, ramp:FROM:TO, trace or closed:CONCURRENCY.

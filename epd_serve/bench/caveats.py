@@ -1,4 +1,4 @@
-"""What a reader of the figures must know before believing them."""
+"""Warnings that a reader of a run's figures needs before believing them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MOST_CPU = 0.9
 def caveats(
     settings: RunSettings, records: Sequence[Record], segments: Sequence[Segment], summary: Summary
 ) -> list[str]:
-    """Sentences, the worst first."""
+    """Return the warnings as sentences: first the tester's own faults, then the server's, then weak statistics."""
     return [
         *_tester(settings, records, segments, summary),
         *_server(settings, records, summary),

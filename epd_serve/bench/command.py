@@ -1,4 +1,4 @@
-"""From what was asked for to runs, tables and files."""
+"""The work of ``epd-serve bench``: from its options to runs, tables and files."""
 
 from __future__ import annotations
 
@@ -66,7 +66,10 @@ class Wanted:
     argv: list[str] = field(default_factory=list)
 
     def settings(self, rate: float | None) -> RunSettings:
-        """Raises ValueError for arrivals that cannot be read, or that do not go with a rate."""
+        """The settings of a run at this rate.
+
+        Raises ValueError for arrivals that are invalid or do not go with it.
+        """
         load = parse_load(self.arrivals, rate=rate, time_scale=self.time_scale)
         if self.max_concurrency is not None and isinstance(load, ClosedLoop):
             raise ValueError(f"arrivals {self.arrivals} have their own concurrency; leave --max-concurrency out")
@@ -163,8 +166,10 @@ def resume_bench(path: Path, *, api_key: str | None, as_json: bool, outputs: Out
 def redraw_bench(
     directories: Sequence[Path], ttft_ms: float | None, tpot_ms: float | None, *, outputs: Outputs
 ) -> int:
-    """Reports anew what lies in directories, all in one report, in the first of them; limits that are given stand
-    for those of the runs. Returns the exit code."""
+    """Report the runs in several directories again, all in one report, which goes into the first of them.
+
+    Limits that are given stand for those of the runs. Returns the exit code.
+    """
     console = _console(as_json=False)
     runs = [run for path in directories for run in read_runs(path, ttft_ms, tpot_ms)]
     show_comparison(console, runs, outputs.attainment)
@@ -203,7 +208,7 @@ def _comparison(session: Session, path: Path, file: CompareFile) -> Comparison:
 
 
 def _rate(wanted: Wanted) -> float | None:
-    """A trace has its own times, a closed loop none."""
+    """The rate, 1 by default; a trace has its own times, a closed loop none."""
     kind = wanted.arrivals.partition(":")[0]
     if wanted.rate is None and kind in ("poisson", "constant", "gamma"):
         return 1.0
@@ -211,7 +216,7 @@ def _rate(wanted: Wanted) -> float | None:
 
 
 def _console(*, as_json: bool) -> Console:
-    """A file or a pipe has no width: figures must not be cut there."""
+    """A console that is wide enough for all figures; a file or a pipe has no width of its own."""
     console = Console(stderr=as_json)
     return console if console.is_terminal else Console(stderr=as_json, width=max(_FILE_WIDTH, console.width))
 

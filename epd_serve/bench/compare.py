@@ -27,7 +27,7 @@ class CompareFile(msgspec.Struct, kw_only=True):
     """compare.json, so that a comparison can be gone on with.
 
     Attributes:
-        files: of the deployments, as absolute paths, in their order.
+        files: the deployments' files, as absolute paths, in their order.
         rates: as given; empty for a load without a rate.
         failed: why a deployment could not be measured, by its label.
     """
@@ -44,7 +44,7 @@ class Comparison:
     """One schedule for all: rates, seeds and requests are the same for each deployment.
 
     Attributes:
-        path: of the comparison; each deployment has a directory in it, with a sweep.
+        path: the comparison's directory; each deployment has a directory in it, with a sweep.
     """
 
     session: Session
@@ -53,7 +53,10 @@ class Comparison:
     load_workload: Callable[[], Workload]
 
     def run(self, console: Console, candidates: Sequence[Candidate]) -> tuple[list[Measured], bool]:
-        """What was measured, and whether that is all. A deployment that does not come up is passed over."""
+        """Measure each deployment in turn; return the runs, and whether every deployment was measured in full.
+
+        A deployment that does not come up is noted in the comparison's file, and the next one follows.
+        """
         found: list[Measured] = []
         is_whole = True
         self._write()

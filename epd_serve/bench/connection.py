@@ -27,7 +27,7 @@ CONNECT_TIMEOUT_S = 10.0
 
 
 class Target:
-    """Where to send; the name is looked up once.
+    """The address of the server under test; its name is looked up once.
 
     Attributes:
         addresses: all that the name stands for; only the one that takes connections once that is known.
@@ -35,7 +35,7 @@ class Target:
     """
 
     def __init__(self, url: str) -> None:
-        """Raises ValueError for a URL that is not http(s) or a host that nobody knows."""
+        """Look the host up. Raises ValueError for a URL that is not http(s) or a host that cannot be resolved."""
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"{url!r} is no URL of a server; it should look like 'http://127.0.0.1:8000'")
@@ -69,8 +69,8 @@ class Exchange:
     """One request and its answer.
 
     Attributes:
-        sent_s: when it was handed to an idle connection, or the making of a new one began.
-        body: of an answer that is no stream of events.
+        sent_s: time at which it was handed to an idle connection, or the making of a new one began.
+        body: the body of an answer that is no stream of events.
         failure, detail: set at the end, of a failure.
     """
 
@@ -123,7 +123,7 @@ class Exchange:
         self._finish(at_s, answer.failure, answer.detail)
 
     def fail(self, at_s: float, failure: Failure, detail: str) -> None:
-        """An error that came in the stream before says more than what the connection did then."""
+        """End the exchange with a failure; an error that came in the stream before stands in its place."""
         if self.finish_s is None:
             earlier = self.answer.failure
             self._finish(at_s, earlier or failure, self.answer.detail if earlier else detail)
@@ -136,7 +136,7 @@ class Exchange:
 
 
 class Connections:
-    """To one server; there are as many as there are requests on their way."""
+    """The connections to one server; there are as many as there are requests on their way."""
 
     def __init__(self, target: Target, *, timeout_s: float, clock: Callable[[], float] = perf_counter) -> None:
         self.target = target
@@ -147,7 +147,7 @@ class Connections:
         self._connecting: set[asyncio.Task[None]] = set()
 
     def send(self, exchange: Exchange, timeout_s: float | None = None) -> None:
-        """``timeout_s``: the connections' own where it is None."""
+        """Send an exchange; ``timeout_s`` of None stands for the connections' own."""
         loop = asyncio.get_running_loop()
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         exchange.timer = loop.call_later(limit_s, self._time_out, exchange, limit_s)
@@ -163,7 +163,7 @@ class Connections:
         task.add_done_callback(self._connecting.discard)
 
     async def get(self, path: str, headers: str = "", *, timeout_s: float | None = None) -> Exchange:
-        """A plain answer, whole in ``body``; of one that failed ``failure`` says why."""
+        """Get a plain answer, whole in ``body``; ``failure`` gives the reason of one that failed."""
         done = asyncio.Event()
         request = [self.target.head("GET", path, headers, 0)]
         exchange = Exchange(request, lambda _: done.set(), expects_events=False)
@@ -172,7 +172,7 @@ class Connections:
         return exchange
 
     async def close(self) -> None:
-        """Breaks off what is on its way; nobody is told."""
+        """Break off all requests on their way; their senders get no notice."""
         for task in list(self._connecting):
             task.cancel()
         await asyncio.gather(*self._connecting, return_exceptions=True)
@@ -222,7 +222,10 @@ class Connections:
             connection.forget()
 
     def opened(self, connection: _Connection) -> None:
-        """It has got a request; one whose making was given up before is closed by the event loop, unseen."""
+        """Note a new connection that has a request.
+
+        A connection whose making was given up before is closed by the event loop and never gets here.
+        """
         self._all.add(connection)
 
     def put_back(self, connection: _Connection) -> None:

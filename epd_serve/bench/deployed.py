@@ -1,4 +1,4 @@
-"""A deployment file brought up by ``epd-serve up`` for as long as it is measured."""
+"""A deployment file brought up by ``epd-serve up`` until its measurement ends."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def read_candidates(files: Sequence[Path]) -> list[Candidate]:
 
 @contextmanager
 def deployed(candidate: Candidate, log: Path) -> Iterator[str]:
-    """The URL of its gateway, on a free port of this machine.
+    """Bring a deployment up and yield the URL of its gateway, on a free port of this machine.
 
     Raises ValueError, with the end of its output, where it does not come up.
     """

@@ -1,4 +1,4 @@
-"""What is left of a run besides its records: AISBench's files, vLLM's, the report and its pictures."""
+"""Files that a run leaves besides its records: AISBench's, vLLM's, the report and its pictures."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ class Outputs:
     attainment: float = 0.9
 
     def write(self, console: Console, path: Path, runs: Sequence[Measured], *, title: str = "") -> None:
-        """Summary, report and pictures, in ``path``. Raises ValueError where pictures cannot be drawn."""
+        """Write the summary, the report and the pictures into ``path``.
+
+        Raises ValueError where pictures cannot be drawn.
+        """
         (path / SUMMARY).write_bytes(_summaries(runs))
         # plotly's script is megabytes, and nobody else needs it
         from epd_serve.bench.report import write_pngs, write_report
@@ -79,12 +82,12 @@ def missed(run: Measured, attainment: float) -> str:
 
 
 def measured(run: RunDirectory, summary: Summary) -> Measured:
-    """With all that lies in its directory."""
+    """A run with its records and samples, read from its directory."""
     return Measured(settings=run.settings, summary=summary, records=run.records(), samples=run.samples())
 
 
 def write_run(run: RunDirectory, summary: Summary) -> Measured:
-    """AISBench's files and result.json, in the run's directory."""
+    """Write AISBench's files and result.json into the run's directory."""
     found = measured(run, summary)
     write_aisbench(run.path, found)
     (run.path / "result.json").write_bytes(msgspec.json.encode(vllm_result(found)) + b"\n")
@@ -92,7 +95,7 @@ def write_run(run: RunDirectory, summary: Summary) -> Measured:
 
 
 def _summaries(runs: Sequence[Measured]) -> bytes:
-    """A JSON array with a run a line: its figures as a whole, in four digits."""
+    """A JSON array with one run a line: the figures of the whole run, in four digits."""
     lines = [
         msgspec.json.encode(
             {
@@ -118,7 +121,7 @@ def _short(value: Any) -> Any:
 
 
 def slo_of(slo: SLO, ttft_ms: float | None, tpot_ms: float | None) -> SLO:
-    """With the limits that are given in place of its own."""
+    """Return ``slo`` with the limits that are given in place of its own."""
     return SLO(
         ttft_ms=slo.ttft_ms if ttft_ms is None else ttft_ms, tpot_ms=slo.tpot_ms if tpot_ms is None else tpot_ms
     )

@@ -1,4 +1,4 @@
-"""What is sent when: the items of a workload as conversations, and the time of each conversation's first turn."""
+"""The schedule of a run: a workload's items as conversations, and the time of each conversation's first turn."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from epd_serve.bench.types import Item, Media, Workload
 
 @dataclass(frozen=True, kw_only=True)
 class Chain:
-    """The turns of one conversation; of most workloads a single request.
+    """The turns of one conversation; a single request in most workloads.
 
     Attributes:
-        at_s: when the first turn is scheduled; None in a closed loop.
+        at_s: time of the first turn; None in a closed loop.
     """
 
     items: tuple[Item, ...]
@@ -27,9 +27,9 @@ class Chain:
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """Attributes:
-    chains: by at_s, or in a closed loop in the order in which they are to be sent.
-    concurrency: of a closed loop, else None.
-    time_scale: of the times that items bring along.
+    chains: sorted by at_s; in a closed loop, in the order in which they are sent.
+    concurrency: number of users of a closed loop; None in an open one.
+    time_scale: factor on the times that items bring along.
     """
 
     chains: Sequence[Chain]
@@ -41,7 +41,7 @@ class Plan:
         return sum(len(chain.items) for chain in self.chains)
 
     def schedule(self) -> list[tuple[int, float | None]]:
-        """Of each request, by index: when it is planned; None where that depends on answers."""
+        """(index, planned time) of each request, by index; the time is None where it depends on answers."""
         times: list[tuple[int, float | None]] = []
         for chain in self.chains:
             times += [(item.index, None if item.turn else chain.at_s) for item in chain.items]
@@ -49,7 +49,10 @@ class Plan:
 
 
 def take_items(workload: Workload, count: int | None, seed: int) -> list[Item]:
-    """The first ``count`` items, or all. Raises ValueError where there are none, or no end."""
+    """Return the first ``count`` items, or all.
+
+    Raises ValueError for a workload without items, and where all items of an endless one are wanted.
+    """
     if count is None:
         count = workload.num_items
         if count is None:

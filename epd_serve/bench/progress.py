@@ -53,7 +53,7 @@ class Progress:
                 self._tpot_s.append(record.tpot_s)
 
     def show(self, counters: Counters, num_receiving: int) -> None:
-        """``num_receiving``: requests that have their first token and are not finished."""
+        """Draw the live line. ``num_receiving``: requests that have their first token and are not finished."""
         now_s = perf_counter()
         if self._live is None and now_s - self._logged_s < _LOG_INTERVAL_S:
             return
@@ -65,7 +65,7 @@ class Progress:
             self._live.update(Text(line), refresh=True)
 
     def note(self, text: str) -> None:
-        """A line that stays."""
+        """Print a line that stays above the live line."""
         self._console.print(text, highlight=False, markup=False)
 
     def _line(self, counters: Counters, num_receiving: int, now_s: float) -> str:

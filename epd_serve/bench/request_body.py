@@ -17,7 +17,7 @@ _PARTS = {"image": "image_url", "audio": "audio_url", "video": "video_url"}
 
 
 def wire_message(message: Message) -> dict[str, Any]:
-    """As it stands in the request's ``messages``."""
+    """A message as an entry of the request's ``messages``."""
     if len(message.parts) == 1 and isinstance(message.parts[0], str):
         return {"role": message.role, "content": message.parts[0]}
     return {"role": message.role, "content": [_part(part) for part in message.parts]}
@@ -47,5 +47,5 @@ def _part(part: str | Media) -> dict[str, Any]:
 
 
 def _data_url(media: Media) -> msgspec.Raw:
-    """Already JSON: base64 has nothing to escape, and a picture is not worth a second look."""
+    """A data URL, as JSON already: base64 needs no escapes, and a picture is not worth a second pass."""
     return msgspec.Raw(b'"data:%b;base64,%b"' % (media.mime.encode(), pybase64.b64encode(media.data)))

@@ -32,12 +32,12 @@ class Measured:
 
     @property
     def label(self) -> str:
-        """What the server is called in tables and plots."""
+        """The name of the run's server in tables and plots: its label, else its topology, else its model."""
         return self.settings.label or self.settings.topology or self.settings.model
 
     @property
     def workload_name(self) -> str:
-        """Without its settings, as its records have it."""
+        """The workload's name without its settings, as in the records."""
         return self.records[0].workload if self.records else re.split(r"[,:]", self.settings.workload)[0]
 
     @property
@@ -60,7 +60,7 @@ class Measured:
 
 
 def public_settings(settings: RunSettings) -> dict[str, Any]:
-    """For results that are passed on: without the values of secrets among the request's fields."""
+    """The settings for results that are passed on: without the values of secrets in the request's fields."""
     public: dict[str, Any] = msgspec.to_builtins(settings)
     public["fields"] = _without_secrets(public["fields"])
     if public["fields"] != settings.fields:  # where they are typed as well
@@ -78,5 +78,5 @@ def _without_secrets(value: Any) -> Any:
 
 
 def file_name(text: str) -> str:
-    """The same with nothing in it that a file's name should not have."""
+    """Return ``text`` with hyphens for all characters that do not belong into a file's name."""
     return re.sub(r"[^A-Za-z0-9._()-]+", "-", text).strip("-.") or "unnamed"

@@ -80,7 +80,10 @@ class RunDirectory:
         return cls(path, settings)
 
     def records(self) -> list[Record]:
-        """By index, with the stages that are known. Raises ValueError where a request stands there twice."""
+        """The records by index, with the stages that are known.
+
+        Raises ValueError where a request stands there twice.
+        """
         stages = {one.index: one.stages for one in self._lines("stages.jsonl", _Stages)}
         records = sorted(self._lines("records.jsonl", Record), key=lambda record: record.index)
         for before, after in pairwise(records):
@@ -97,7 +100,7 @@ class RunDirectory:
         return self._lines("metrics.jsonl", Sample)
 
     def segments(self) -> list[Segment]:
-        """The last line of each."""
+        """The segments: the last line of each stands."""
         return list({one.segment: one for one in self._lines("segments.jsonl", Segment)}.values())
 
     def _lines(self, name: str, kind: type[T]) -> list[T]:
@@ -136,7 +139,7 @@ class RunWriter:
         self.close()
 
     def record(self, record: Record) -> None:
-        """``stages`` are kept apart."""
+        """Append the record of a finished request; its ``stages`` go into a file of their own."""
         self._append("records.jsonl", record)
 
     def stages(self, index: int, stages: Sequence[StageSpan]) -> None:

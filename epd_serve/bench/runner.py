@@ -1,4 +1,4 @@
-"""Sends the requests of a plan, open or closed loop, and writes down what came of each."""
+"""Sends the requests of a plan, open or closed loop, and records the result of each."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LAG_INTERVAL_S = 0.05
 
 @dataclass(slots=True, eq=False)
 class _Pending:
-    """A turn on its way. ``history``: of its conversation, as it is sent."""
+    """A turn that is to be sent; ``history``: the messages of its conversation before it."""
 
     chain: Chain
     turn: int
@@ -38,7 +38,7 @@ class _Pending:
 
 @dataclass(kw_only=True)
 class Counters:
-    """Of this process's part of a run; what the live line shows."""
+    """Counts of the requests that this process has handled; the live line shows them."""
 
     sent: int = 0
     received: int = 0
@@ -50,7 +50,7 @@ class Runner:
     """One process's work on a run.
 
     Attributes:
-        lags_s: how late the event loop called a timer, twenty times a second.
+        lags_s: lateness of the event loop's timers, taken twenty times a second.
     """
 
     def __init__(
@@ -90,12 +90,12 @@ class Runner:
         self._left = 0
 
     def now(self) -> float:
-        """On the plan's axis."""
+        """Seconds on the plan's axis."""
         return perf_counter() - self._zero_s
 
     @property
     def plan_offset_s(self) -> float:
-        """Where the plan stands when this segment begins: at the first request that is still to be sent."""
+        """The plan's time at which this segment begins: that of the first request that is still to be sent."""
         if self._plan.concurrency is not None:
             return max((record.finish_s for record in self._done.values()), default=0.0)
         if not self._done:
@@ -103,7 +103,10 @@ class Runner:
         return min((at_s for chain in self._plan.chains if (at_s := self._due_s(chain)) is not None), default=0.0)
 
     async def run(self) -> bool:
-        """Until all is answered; False where :meth:`stop` came before. Raises what ``on_record`` raised."""
+        """Send all requests; return whether all are answered, False after :meth:`stop`.
+
+        Raises what ``on_record`` raised.
+        """
         self._left = self._plan.num_items - len(self._done)
         starts = [pending for chain in self._plan.chains if (pending := self._pending(chain)) is not None]
         self._zero_s = perf_counter() - self.plan_offset_s
@@ -315,7 +318,7 @@ class Runner:
         )
 
     def _pending(self, chain: Chain) -> _Pending | None:
-        """Where a conversation goes on; None where it is over."""
+        """The next turn of a conversation, with its history; None where the conversation is over."""
         turn = self._first_open(chain)
         if turn == len(chain.items):
             return None
@@ -329,7 +332,7 @@ class Runner:
         return pending
 
     def _due_s(self, chain: Chain) -> float | None:
-        """When the first turn without a record is due; None where there is none to be sent."""
+        """The time at which the first turn without a record is due; None where none is left to send."""
         turn = self._first_open(chain)
         if turn == len(chain.items):
             return None
@@ -339,13 +342,16 @@ class Runner:
         return self._turn_due_s(chain, turn, record) if record.failure is None else None
 
     def _turn_due_s(self, chain: Chain, turn: int, record: Record) -> float:
-        """When a turn behind ``record`` is."""
+        """The time at which the turn after ``record`` is due.
+
+        The user thinks first, and the turn is not sent before its planned time.
+        """
         item = chain.items[turn]
         planned_s = 0.0 if item.arrival_s is None or chain.at_s is None else item.arrival_s * self._plan.time_scale
         return max(record.finish_s + item.think_s, planned_s)
 
     def _follower(self, chain: Chain, turn: int, history: list[dict[str, Any]], record: Record) -> _Pending:
-        """The turn behind ``record``, with its answer in the history."""
+        """The turn after ``record``, with that record's answer in the history."""
         answer = {"role": "assistant", "content": record.text}
         history = [*history, *map(wire_message, chain.items[turn - 1].messages), answer]
         return _Pending(chain, turn, self._turn_due_s(chain, turn, record), history)

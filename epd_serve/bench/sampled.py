@@ -1,4 +1,4 @@
-"""What the server's own metrics say of a run: cache hits and how busy its devices were."""
+"""Figures of a run from the server's own metrics: cache hits, and the utilisation of its devices."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _CACHES = {
 
 class Sampled(msgspec.Struct, kw_only=True):
     """Attributes:
-    cache_hits: of the lookups while the run went on; by "media", "prefix".
-    utilisation: by device, 0..1, on average while the run went on.
-    cpu_s: of the server's processes on this machine, by name, while the run went on.
+    cache_hits: share of the lookups during the run that hit, for "media" and "prefix".
+    utilisation: mean during the run, 0..1, by device.
+    cpu_s: CPU seconds during the run of the server's processes on this machine, by name.
     """
 
     cache_hits: dict[str, Share]
@@ -33,9 +33,9 @@ class Sampled(msgspec.Struct, kw_only=True):
 
 
 def sampled(samples: Sequence[Sample]) -> Sampled:
-    """What grew from sample to sample; the gap before a run was resumed does not count.
+    """Sum the growth of each counter from sample to sample; the gap before a run was resumed does not count.
 
-    A counter that fell is one of a server that was started again, from 0.
+    A counter that fell belongs to a server that was started again; it grew from 0.
     """
     found = Sampled(cache_hits={}, utilisation={}, cpu_s={})
     if len(samples) < 2:
@@ -73,5 +73,5 @@ def _growth(values: Sequence[float], phases: Sequence[str]) -> float:
 
 
 def _total(sample: Sample, name: str) -> float:
-    """Over all labels."""
+    """The sum of a metric over all its labels."""
     return sum(value for key, value in sample.metrics.items() if key.partition("{")[0] == name)

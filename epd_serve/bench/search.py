@@ -37,7 +37,7 @@ class GoodputSearch:
             raise ValueError(f"precision is a share between 0 and 1, as in 0.05; not {self.precision:g}")
 
     def next_rate(self) -> float | None:
-        """What to try; None when the search is over."""
+        """The next rate to try; None when the search is over."""
         if self.attained is None and self.missed is None:
             return self.start
         if self.missed is None:
@@ -50,7 +50,10 @@ class GoodputSearch:
         return (self.attained + self.missed) / 2
 
     def tell(self, rate: float, *, attained: bool) -> None:
-        """What came of a rate. Where noise contradicts an earlier answer, no bound moves across the other."""
+        """Record whether a rate attained.
+
+        Where noise contradicts an earlier answer, no bound moves across the other.
+        """
         self.tried.append((rate, attained))
         if attained:
             if (self.attained is None or rate > self.attained) and (self.missed is None or rate < self.missed):

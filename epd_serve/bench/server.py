@@ -1,4 +1,4 @@
-"""What the server under test tells of itself: model, metrics, and where it is ours, its requests' stages."""
+"""The server under test as it describes itself: model, metrics and, for our gateway, its requests' stages."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class _Request(msgspec.Struct):
 
 
 class _Dashboard(msgspec.Struct):
-    """What is used of our gateway's /dashboard/data."""
+    """The fields of our gateway's /dashboard/data that the load tester reads."""
 
     version: str
     requests: list[_Request]
@@ -54,9 +54,9 @@ class Server:
     """One server, asked over the connections that its requests use.
 
     Attributes:
-        model: what requests ask for.
+        model: the model that requests ask for.
         is_ours: it has our gateway's dashboard, so that stages are known.
-        topology, version: as our gateway tells.
+        topology, version: as our gateway states them.
     """
 
     def __init__(self, connections: Connections, *, api_key: str | None = None) -> None:
@@ -70,7 +70,7 @@ class Server:
         self.topology = self.version = ""
 
     async def meet(self, model: str | None) -> None:
-        """Find out its model and what it is.
+        """Ask the server for its models, and find out whether it is our gateway.
 
         Raises ValueError where it does not answer, or where it has several models and none is named.
         """
@@ -103,14 +103,14 @@ class Server:
         return f"bench-{self._rest[:12]}-{index}"
 
     async def metrics(self) -> dict[str, float]:
-        """Of /metrics: name with labels to value, without buckets; empty where there is no such page."""
+        """Read /metrics: values by name with labels, without buckets; empty where there is no such page."""
         answer = await self._connections.get("/metrics", self._authorization, timeout_s=LOOK_TIMEOUT_S)
         return {} if answer.failure is not None else parse_metrics(bytes(answer.body))
 
     async def new_stages(self, take: Callable[[int, list[StageSpan]], None]) -> bool:
-        """Hand on the stages of requests that ended since the last call.
+        """Call ``take`` with the stages of each request that ended since the last call.
 
-        Returns whether some may have been missed: the gateway tells of its last requests only.
+        Returns whether some may have been missed: the gateway's dashboard shows its last requests only.
         """
         dashboard = await self._dashboard()
         if dashboard is None:

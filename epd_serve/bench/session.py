@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import platform
-import resource
 import signal
 import threading
 import time
@@ -29,6 +28,7 @@ from epd_serve.bench.statistics import percentile
 from epd_serve.bench.summary import summarise
 from epd_serve.bench.types import Item, Record, RunSettings, Sample, Segment, StageSpan, Summary, Workload
 from epd_serve.bench.utilisation import LocalServer
+from epd_serve.rpc.descriptors import raise_limit
 
 _SHOW_INTERVAL_S = 1.0
 #: Our gateway tells of its last 30 requests. Where more end in the shorter of these, some remain without stages.
@@ -39,11 +39,11 @@ _WARM_UP_SEED = 7_919
 
 @dataclass(frozen=True, kw_only=True)
 class Session:
-    """How runs are done; what is measured stands in RunSettings.
+    """The environment in which runs are made; RunSettings hold what is measured.
 
     Attributes:
-        api_key: goes into no file.
-        metrics_interval_s: between two looks at the server's metrics.
+        api_key: sent to the server, written into no file.
+        metrics_interval_s: seconds between two reads of the server's metrics.
     """
 
     progress: ProgressFactory
@@ -51,10 +51,10 @@ class Session:
     metrics_interval_s: float = 2.0
 
     def begin(self, path: Path, settings: RunSettings, workload: Workload) -> tuple[RunDirectory, Summary | None]:
-        """A new run in ``path``. Summary is None where nothing had ended when the run was interrupted.
+        """Make a new run in ``path``. Summary is None where nothing had ended when the run was interrupted.
 
         ``num_requests`` of 0 in the settings stands for the whole workload. Raises ValueError for a server that
-        cannot be reached and for whatever else is wrong before the first request.
+        cannot be reached and for any other fault found before the first request.
         """
         count = settings.num_requests or None
         items = take_items(workload, count, settings.seed)
@@ -75,9 +75,9 @@ class Session:
         return self._run(settings, make, plan, warm_ups)
 
     def resume(self, run: RunDirectory, workload: Workload) -> tuple[RunDirectory, Summary | None]:
-        """Go on with a run: what it has records of is not sent again.
+        """Continue a run; requests that have a record are not sent again.
 
-        Raises ValueError where the workload is not what it was.
+        Raises ValueError where the workload has changed since the run began.
         """
         settings = run.settings
         items = take_items(workload, settings.num_requests, settings.seed)
@@ -93,7 +93,7 @@ class Session:
         plan: Plan,
         warm_ups: Sequence[Item],
     ) -> tuple[RunDirectory, Summary | None]:
-        _many_files()
+        raise_limit()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             run = runner.run(self._work(settings, make, plan, warm_ups))
         records = run.records()
@@ -230,7 +230,7 @@ async def _show(runner: Runner, progress: Progress) -> None:
 async def _warm_up(
     connections: Connections, server: Server, settings: RunSettings, items: Sequence[Item], progress: Progress
 ) -> None:
-    """One after the other; what they bring is not counted. Raises ValueError where all of them fail."""
+    """Send the warm-up requests one after the other, uncounted. Raises ValueError where all of them fail."""
     failures: list[Record] = []
     plan = make_plan([_alone(item) for item in items], parse_load("closed:1"), 0)
     runner = Runner(
@@ -251,7 +251,7 @@ async def _warm_up(
 
 
 def _alone(item: Item) -> Item:
-    """A turn as a request of its own."""
+    """Return a turn of a conversation as a request of its own."""
     return replace(item, conversation=None, turn=0)
 
 
@@ -261,7 +261,7 @@ def _load(settings: RunSettings) -> Load:
 
 @contextmanager
 def _interruptible(runner: Runner, progress: Progress) -> Iterator[None]:
-    """Ctrl-C: send nothing more and wait for what is on its way; again: leave that too."""
+    """Let Ctrl-C stop the run: the first waits for requests on their way, the second leaves them."""
     if threading.current_thread() is not threading.main_thread():  # signals are for that one
         yield
         return
@@ -284,9 +284,3 @@ def _interruptible(runner: Runner, progress: Progress) -> Iterator[None]:
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
-
-
-def _many_files() -> None:
-    """As many connections as the system lets us have."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

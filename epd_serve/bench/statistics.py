@@ -22,7 +22,7 @@ def percentile(ascending: Sequence[float], q: float) -> float:
 
 
 def distribution(values: Iterable[float]) -> Distribution | None:
-    """None where there are no values."""
+    """The distribution of the values; None where there are none."""
     ascending = sorted(values)
     if not ascending:
         return None
@@ -44,7 +44,7 @@ def distribution(values: Iterable[float]) -> Distribution | None:
 
 
 def least_number(q: float) -> int:
-    """How many values a percentile needs."""
+    """The least number of values from which a percentile may be taken."""
     return math.ceil(_LEAST_BEYOND / (1 - q / 100) - 1e-9)
 
 

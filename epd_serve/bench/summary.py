@@ -1,4 +1,4 @@
-"""From records to figures: a pure function, so that a run can be read again and again."""
+"""The figures of a run, computed from its records: a pure function, so that a run can be read again and again."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def summarise(
     """The figures of a run.
 
     Args:
-        schedule: of each request by index, when it was planned; None where answers decide.
-        segments: for what the tester itself says.
+        schedule: planned time of each request by index; None where answers decide.
+        segments: for the tester's own figures.
 
     Raises ValueError where there is no record.
     """
@@ -93,9 +93,9 @@ def _within(
     name: str,
     window: tuple[float, float],
 ) -> WindowSummary:
-    """Latencies are of the requests that were sent in the window, throughput is what came out in it.
+    """The figures of a window: latencies of the requests sent in it, and the throughput that ended in it.
 
-    What was never sent, as a turn before it had failed, counts at its scheduled time.
+    A request that was never sent, as a turn before it had failed, counts at its scheduled time.
     """
     begin_s, end_s = window
     ours = [

@@ -30,7 +30,7 @@ class SweepRun(msgspec.Struct, kw_only=True):
 
 
 class SearchRange(msgspec.Struct, kw_only=True):
-    """What GoodputSearch is given."""
+    """The start, bounds and precision of a GoodputSearch, as they are written to a file."""
 
     start: float
     lowest: float
@@ -38,7 +38,7 @@ class SearchRange(msgspec.Struct, kw_only=True):
     precision: float
 
     def search(self) -> GoodputSearch:
-        """Raises ValueError where it is no range."""
+        """Return a search over the range. Raises ValueError where the bounds make no range."""
         return GoodputSearch(start=self.start, lowest=self.lowest, highest=self.highest, precision=self.precision)
 
 
@@ -47,7 +47,7 @@ class SweepFile(msgspec.Struct, kw_only=True):
 
     Attributes:
         rates: as given; empty for a search.
-        goodput: of a search: the highest rate that attained, requests/s; None where none did.
+        goodput: the highest rate of a search that attained, requests/s; None where none did.
         is_bounded: whether a rate was found that did not.
     """
 
@@ -66,9 +66,9 @@ class Sweep:
     """Runs one rate after the other; a directory with runs in it is gone on with.
 
     Attributes:
-        settings: of all runs; rate, num_requests and seed are set for each.
+        settings: settings of all runs; rate, num_requests and seed are set for each.
         duration_s: requests for so long at each rate, in place of settings.num_requests.
-        load_workload: of a fresh workload for each run, as its requests are taken from the begin.
+        load_workload: makes a fresh workload for each run, as its requests are taken from the begin.
     """
 
     session: Session
@@ -80,7 +80,7 @@ class Sweep:
     ended: Callable[[Outcome], None] = lambda _: None
 
     def over(self, rates: list[float]) -> list[Outcome]:
-        """In this order; what is there when a run was interrupted."""
+        """Measure the rates in this order; an interrupted run ends the list."""
         file = self._file(rates=rates)
         self._write(file)
         outcomes: list[Outcome] = []
@@ -94,7 +94,10 @@ class Sweep:
         return outcomes
 
     def find(self, searched: SearchRange) -> list[Outcome]:
-        """Until the search is over; sweep.json has what it found. Raises ValueError where that is no range."""
+        """Measure rates until the search is over; sweep.json has its result.
+
+        Raises ValueError for bounds that make no range.
+        """
         search = searched.search()
         file = self._file(rates=[])
         file.search = searched
@@ -158,7 +161,7 @@ def is_complete(run: RunDirectory) -> bool:
 
 
 def read_sweep(path: Path) -> SweepFile:
-    """Raises ValueError where there is none."""
+    """Read sweep.json. Raises ValueError where there is none."""
     try:
         return msgspec.json.decode((path / "sweep.json").read_bytes(), type=SweepFile)
     except FileNotFoundError:

@@ -25,7 +25,7 @@ _ROWS = (
 
 
 def show_summary(console: Console, settings: RunSettings, summary: Summary, sampled: Sampled) -> None:
-    """Latencies, rates, what the server told, and warnings of one run."""
+    """Print latencies, rates, the server's own figures, and the warnings of one run."""
     for name, window in (("all requests", summary.total), ("stable window", summary.stable)):
         if window is not None:
             console.print(_latencies(f"{settings.label or settings.workload}: {name}", window.figures))

@@ -1,4 +1,4 @@
-"""What the parts of the load tester hand to each other: workloads, records, and what a run lies in.
+"""Data that the parts of the load tester hand to each other: workloads, records, settings and summaries of a run.
 
 All times of a run are seconds of one axis, the *plan's*: 0 is where the schedule begins. A run that was resumed
 goes on where the plan stood, as though the clock had been stopped in between.
@@ -21,7 +21,7 @@ class Media:
     Attributes:
         mime: as in image/jpeg; its first half names the part's kind.
         data: the bytes; sent as a base64 data URL. Items that show the same picture should share the object.
-        url: sent as it is, in place of data.
+        url: sent unchanged, in place of data.
     """
 
     mime: str
@@ -46,18 +46,18 @@ class Item:
     """One request of a workload.
 
     Attributes:
-        index: from 0, without gaps, in the workload's order; it names the request in all files of a run.
-        messages: what this request adds to its conversation; of a first turn: all. The runner puts in front of a
-            later turn what came before, with the answers that the server really gave.
-        max_tokens: asked for.
+        index: number in the workload's order, from 0, without gaps; it names the request in all files of a run.
+        messages: the messages that this request adds to its conversation. The runner puts the earlier ones in
+            front of a later turn, with the answers that the server really gave.
+        max_tokens: output tokens asked for.
         workload: the name of the workload.
         modality: "text", "image", "audio", "video", or several with "+" in alphabetical order.
         conversation: turns of one conversation share it; None for a request of its own.
-        turn: from 0. A turn is not sent before the one before it is answered.
-        think_s: how long the user waits behind the answer before this turn.
-        arrival_s: when it is to be sent, from the plan's begin, where the workload knows (traces).
+        turn: number in the conversation, from 0. A turn is not sent before the one before it is answered.
+        think_s: time for which the user waits behind the answer before this turn.
+        arrival_s: time of the send, from the plan's begin, where the workload knows it (traces).
         num_input_tokens: expected, where the workload knows.
-        fields: of the request's JSON body, over the run's own.
+        fields: fields of the request's JSON body, over the run's own.
     """
 
     index: int
@@ -74,17 +74,17 @@ class Item:
 
 
 class Workload(Protocol):
-    """Where requests come from."""
+    """A source of requests."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def num_items(self) -> int | None:
-        """None where it is endless."""
+        """The number of items; None for an endless workload."""
 
     def items(self, seed: int) -> Iterator[Item]:
-        """The same seed gives the same bytes. Raises ValueError for a file that is not what it should be."""
+        """Yield the items; the same seed gives the same bytes. Raises ValueError for a file that it cannot use."""
 
 
 class Failure(StrEnum):
@@ -106,8 +106,8 @@ class StageSpan(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A stage of one request as our gateway saw it: queue, encode (one per item), prefill, kv_transfer, decode.
 
     Attributes:
-        start_s: from the request's arrival at the gateway.
-        feature: of an encode, where it came from: encoded, store, prefill, recomputed.
+        start_s: seconds from the request's arrival at the gateway.
+        feature: source of an encode's feature: encoded, store, prefill, recomputed.
     """
 
     stage: str
@@ -122,28 +122,28 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One request as measured; a line of records.jsonl. Times are seconds of the plan's axis, None: never came.
 
     Attributes:
-        scheduled_s: when it was to be sent. In a closed loop: when its slot became free; of a later turn: when the
-            one before was answered, plus think_s, where that is after the plan's time.
-        slot_wait_s: of the time from then to sent_s, what it waited for one of max_concurrency to end. The rest is
-            what the tester itself was late.
-        sent_s: when its first bytes were handed to the kernel. A connection that had to be made first counts
-            as waiting behind this: sent_s is before it.
+        scheduled_s: time at which it was to be sent. In a closed loop: the time at which its slot became free;
+            of a later turn: the time of the answer before it, plus think_s, where that is after the plan's time.
+        slot_wait_s: the part of the time from then to sent_s for which it waited for one of max_concurrency to
+            end. The rest is the delay by the tester itself.
+        sent_s: time at which its first bytes were handed to the kernel. A connection that had to be made first
+            counts as waiting behind this: sent_s is before it.
         first_chunk_s: the first event of any kind (what AISBench calls the first token).
         first_token_s: the first event with a token: content, reasoning or a tool call that is not empty. Of an
             answer without any text, though the server's usage has tokens: the first event that stands for one.
         token_times_s: one for each event with a token: the first, and behind it each whose content is there, be it
             empty (a special token, half a character).
         last_event_s: the last event of the generation: a token or the finish_reason, whichever came last.
-        finish_s: the answer's last byte; of a failure: when it was known.
+        finish_s: the answer's last byte; of a failure, the time at which it was known.
         num_prompt_tokens, num_output_tokens: the server's usage; output without one: events counted.
         has_usage: whether the server gave it.
-        num_cached_tokens: of the prompt, as the server's usage says.
+        num_cached_tokens: cached tokens of the prompt, by the server's usage.
         failure: None for a success.
-        detail: of a failure, in words.
-        num_body_bytes: sent.
-        request_id: as sent in x-request-id.
+        detail: a failure in words.
+        num_body_bytes: bytes sent.
+        request_id: the x-request-id that was sent.
         text: the answer.
-        stages: where the server is ours and told of this request; they lie in stages.jsonl.
+        stages: stages of the request, where the server is ours and still shows them; they lie in stages.jsonl.
         segment: 0 in the first process that worked on the run, one more after each --resume.
     """
 
@@ -180,12 +180,12 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     @property
     def ttft_s(self) -> float | None:
-        """From the send to the first token."""
+        """Seconds from the send to the first token."""
         return self._since_sent(self.first_token_s)
 
     @property
     def ttft_scheduled_s(self) -> float | None:
-        """From the time when it should have been sent: what a user would have waited."""
+        """Seconds from the scheduled time of the send to the first token: what a user would have waited."""
         return None if self.first_token_s is None else self.first_token_s - self.scheduled_s
 
     @property
@@ -195,7 +195,7 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     @property
     def e2el_s(self) -> float | None:
-        """From the send to the generation's last event, or the answer's end where none came."""
+        """Seconds from the send to the generation's last event, or to the answer's end where no event came."""
         return self._since_sent(self._end_s)
 
     @property
@@ -216,7 +216,7 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     @property
     def send_lag_s(self) -> float | None:
-        """How late it was sent: what the tester (or its limit of concurrency) cost."""
+        """Seconds from the scheduled time to the send: the delay by the tester, or by its limit of concurrency."""
         return None if self.sent_s is None else self.sent_s - self.scheduled_s
 
     @property
@@ -238,9 +238,9 @@ class Segment(msgspec.Struct, kw_only=True):
     """A process's work on a run; a line of segments.jsonl when it begins, and the whole of it when it ends.
 
     Attributes:
-        started_unix_s: what the clock showed, and plan_offset_s where the plan stood.
+        started_unix_s: time of its start by the clock, and plan_offset_s: that on the plan's axis.
         wall_s, cpu_s: of this process while it sent and received; cpu_s / wall_s near 1 is a tester at its limit.
-        loop_lag_p99_s, loop_lag_max_s: how late the event loop called what was due.
+        loop_lag_p99_s, loop_lag_max_s: lateness of the event loop's timers.
         ended: "" while it works or where it was killed; "complete", "interrupted".
     """
 
@@ -256,19 +256,19 @@ class Segment(msgspec.Struct, kw_only=True):
 
 
 class RunSettings(msgspec.Struct, kw_only=True):
-    """run.json: all that makes a run again.
+    """The content of run.json: everything that is needed to repeat a run.
 
     Attributes:
         arrivals: as typed: poisson, constant, gamma:0.5, ramp:1:12, closed:16, trace.
-        rate: of poisson, constant and gamma, requests a second.
-        time_scale: of a trace's times.
+        rate: requests a second, of poisson, constant and gamma.
+        time_scale: factor on a trace's times.
         max_concurrency: of the client; waiting for a slot counts as latency from the scheduled time.
         num_devices: rates and throughput per device are divided by it.
-        fields: of every request's JSON body.
-        label: what the thing measured is called in tables: a topology, a deployment.
-        versions: of this program, Python, and the server where it tells.
+        fields: added to every request's JSON body.
+        label: name of the measured topology or deployment in tables.
+        versions: of this program, Python, and the server where it states one.
         workload_digest: blake3 over all requests' bytes; a resumed run must send the same.
-        topology: as our gateway tells it, "" elsewhere.
+        topology: as our gateway states it, "" elsewhere.
     """
 
     base_url: str
@@ -294,7 +294,10 @@ class RunSettings(msgspec.Struct, kw_only=True):
 
 
 class Distribution(msgspec.Struct, kw_only=True):
-    """Of one figure over requests (of ITL: over gaps), in its own unit. Percentiles interpolate linearly."""
+    """The distribution of one figure over requests (ITL: over gaps), in its own unit.
+
+    Percentiles interpolate linearly.
+    """
 
     n: int
     mean: float
@@ -326,15 +329,15 @@ class WindowSummary(msgspec.Struct, kw_only=True):
         figures: by name, in seconds: ttft, ttft_scheduled, first_chunk, tpot, itl, e2el, e2el_scheduled, send_lag;
             input_tokens, output_tokens; output_token_throughput (tokens/s of one request). Successes alone; a name
             is absent where nothing was measured.
-        failures: how many of each kind.
-        attainment: of both limits, by TTFT from the scheduled time; failures are in the whole.
-        duration_s: to the last answer, from the first request; of a stable window its length.
-        request_throughput ...: a second, of successes.
+        failures: number of failures of each kind.
+        attainment: share of requests that kept both limits, by TTFT from the scheduled time; failures kept none.
+        duration_s: time from the first request to the last answer; of a stable window its length.
+        request_throughput ...: successes a second.
         goodput: requests a second that attained the SLO; effective_throughput: their output tokens a second. Both
             also per device. prefill_token_throughput: input tokens over the sum of all TTFTs, as AISBench has it.
         achieved_rate, planned_rate: requests a second that were sent, and that were to be.
         mean_concurrency, max_concurrency: requests on their way.
-        stages: seconds of each stage of the server, where it tells.
+        stages: seconds of each stage of the server, where it reports them.
     """
 
     modality: str
@@ -369,11 +372,11 @@ class WindowSummary(msgspec.Struct, kw_only=True):
 
 
 class Summary(msgspec.Struct, kw_only=True):
-    """Of a run; a pure function of its settings and records.
+    """The figures of a run: a pure function of its settings and records.
 
     Attributes:
-        total, stable: of all modalities; stable is None where no window is stable.
-        by_modality: as total, of each modality, where there are several.
+        total, stable: figures of all modalities; stable is None where no window is stable.
+        by_modality: as total, for each modality, where there are several.
         warnings: sentences.
     """
 

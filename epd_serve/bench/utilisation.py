@@ -1,4 +1,4 @@
-"""How busy the devices of a server on this machine are: CPU time of its processes, and NVIDIA's own tool."""
+"""Utilisation of a server's devices on this machine: CPU time of its processes, and NVIDIA's own tool."""
 
 from __future__ import annotations
 
@@ -24,8 +24,11 @@ class LocalServer:
         self._last: tuple[float, float] | None = None
 
     async def sample(self) -> dict[str, dict[str, float]]:
-        """By device: ``utilisation`` since the last call (of all cores; of a GPU as its driver says), ``cpu_s`` of
-        each process of the server, and of a GPU ``memory_used_bytes`` and ``memory_bytes``."""
+        """The figures of each device, by its name.
+
+        ``utilisation`` since the last call (of all cores; of a GPU by its driver), ``cpu_s`` of each process of
+        the server, and of a GPU ``memory_used_bytes`` and ``memory_bytes``.
+        """
         if self._root is None:
             return {}
         by_process = _cpu_seconds(self._root)
@@ -76,7 +79,10 @@ def parse_nvidia(text: str) -> dict[str, dict[str, float]]:
 
 
 def _listener(port: int) -> psutil.Process | None:
-    """Who listens there, or who started that together with its siblings; None where this user may not see it."""
+    """The process that listens on the port, or the server process that started it.
+
+    None where nothing listens, or where this user may not see the process.
+    """
     try:
         pids = {
             one.pid
@@ -100,7 +106,7 @@ def _serves(process: psutil.Process) -> bool:
 
 
 def _cpu_seconds(root: psutil.Process) -> dict[str, float]:
-    """By name of the instance, or of the program."""
+    """CPU seconds of the process and its descendants, by the name of the instance or of the program."""
     found: dict[str, float] = {}
     with suppress(psutil.NoSuchProcess):
         for process in (root, *root.children(recursive=True)):

@@ -21,7 +21,7 @@ _PERCENTILES = ("p75", "p90", "p95", "p99")
 
 
 def vllm_result(measured: Measured) -> dict[str, Any]:
-    """For ``result.json``."""
+    """A run's figures under the names that vLLM's own benchmark uses, for ``result.json``."""
     settings, total, records = measured.settings, measured.summary.total, measured.records
     result: dict[str, Any] = {
         "date": time.strftime("%Y%m%d-%H%M%S", time.localtime(settings.created_unix_s)),

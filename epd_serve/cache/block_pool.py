@@ -22,7 +22,7 @@ class RequestBlocks:
         root: the first sequence's block table: its known tokens, then room for what comes.
         forks: for each further sequence (``n`` > 1), the blocks that replace the root's from the first block on
             that is not full of prompt.
-        num_cached: how many of the first root blocks held the prompt's KV already.
+        num_cached: number of the first root blocks that held the prompt's KV already.
     """
 
     root: list[int]
@@ -173,7 +173,7 @@ class BlockPool:
                     self._blank.append(block)
 
     def num_owned(self, blocks: Sequence[int]) -> int:
-        """Those of held blocks that are free once they are released."""
+        """The number of held blocks that are free once these are released."""
         return sum(1 for block in blocks if self._refs[block] == 1)
 
     def register(self, block: int, digest: bytes) -> None:

@@ -20,13 +20,13 @@ class _Entry(Generic[T]):
 
 
 class FeatureCache(Generic[T]):
-    """At most ``capacity_bytes`` of values. An entry with an owner is never evicted. Not thread-safe.
+    """A cache of at most ``capacity_bytes`` of values. An entry with an owner is never evicted. Not thread-safe.
 
-    The one exception: ``put(..., beyond=True)`` goes beyond the capacity where held entries leave no room, and
-    what is released then is dropped until all fits again.
+    The one exception: ``put(..., beyond=True)`` goes beyond the capacity where held entries leave no room; entries
+    that are released then are dropped until all fits again.
 
     ``max_idle`` bounds the entries without an owner by their number, too, so that a load of ever new values does
-    not fill the capacity with what nobody asks for again.
+    not fill the capacity with entries that nobody asks for again.
 
     An owner is a request id: it holds an entry once however often it asks, and :meth:`release` drops all it holds.
     """
@@ -96,7 +96,7 @@ class FeatureCache(Generic[T]):
         return entry.value
 
     def discard(self, key: str) -> list[str]:
-        """Drop an entry, whoever holds it; returns its owners. Idempotent."""
+        """Drop an entry together with its holds; return the owners. Idempotent."""
         owners = sorted(self._entries[key].owners) if key in self._entries else []
         for owner in owners:
             self.release(owner, key)

@@ -1,4 +1,4 @@
-"""What has ended, remembered for a while: late messages for it must not start it anew."""
+"""Ids of ended things, remembered for a while: late messages for them must not start them anew."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ V = TypeVar("V")
 
 
 class Tombstones(Generic[V]):
-    """The newest ``capacity`` ids, each with how it ended. An id keeps its first value and its place."""
+    """The newest ``capacity`` ids, each with the value of its end. An id keeps its first value and its place."""
 
     def __init__(self, capacity: int = 4096) -> None:
         self._capacity = capacity

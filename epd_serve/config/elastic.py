@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from epd_serve.config.sections import Seconds, Section
+from epd_serve.config.applied import Anew, Section
+from epd_serve.config.sections import Seconds
 
 RoleName = Literal["E", "P", "D", "EP", "ED", "PD", "EPD"]
 
@@ -19,13 +20,13 @@ class HookConfig(Section):
     a plan also the deployment file, as ``plan``.
     """
 
-    command: tuple[Annotated[str, Field(min_length=1)], ...] | None = Field(
+    command: Anew[tuple[Annotated[str, Field(min_length=1)], ...] | None] = Field(
         default=None, description="Program and arguments; it reads the object from its standard input."
     )
-    url: Annotated[str, Field(pattern=r"^https?://[^\s]+$")] | None = Field(
+    url: Anew[Annotated[str, Field(pattern=r"^https?://[^\s]+$")] | None] = Field(
         default=None, description="Gets the object by POST."
     )
-    timeout_s: Seconds = Field(default=30.0, description="How long either may take.")
+    timeout_s: Anew[Seconds] = Field(default=30.0, description="How long either may take.")
 
     @model_validator(mode="after")
     def _one_of_both(self) -> HookConfig:
@@ -39,20 +40,26 @@ class HookConfig(Section):
 class DriftConfig(Section):
     """Planning anew when the workload is another one: lengths, share of images, rate."""
 
-    enabled: bool = Field(default=False, description="Whether served requests are compared with earlier ones.")
-    num_requests: int = Field(default=200, ge=20, description="Of each of the two windows that are compared.")
-    factor: float = Field(default=1.5, gt=1, allow_inf_nan=False, description="By which a mean must have changed.")
-    devices: Path | None = Field(
+    enabled: Anew[bool] = Field(
+        default=False, description="Whether served requests are compared with earlier ones."
+    )
+    num_requests: Anew[int] = Field(
+        default=200, ge=20, description="Of each of the two windows that are compared."
+    )
+    factor: Anew[float] = Field(
+        default=1.5, gt=1, allow_inf_nan=False, description="By which a mean must have changed."
+    )
+    devices: Anew[Path | None] = Field(
         default=None,
         description="The YAML of 'epd-serve plan --devices', relative to this file: a drift is answered "
         "with a plan. null: it is only said.",
     )
-    apply: bool = Field(
+    apply: Anew[bool] = Field(
         default=False,
         description="Whether a plan's topology and devices are applied at once, as by 'epd-serve apply "
         "--topology-only'; for deployments of 'epd-serve up'. false: the hook gets the plan, and that is all.",
     )
-    most: int = Field(default=500, ge=50, description="Requests in one simulation of the plan, at most.")
+    most: Anew[int] = Field(default=500, ge=50, description="Requests in one simulation of the plan, at most.")
 
     @model_validator(mode="after")
     def _applies_plans(self) -> DriftConfig:
@@ -66,20 +73,22 @@ class DriftConfig(Section):
 class ElasticConfig(Section):
     """A controller that has instances change their roles when a stage is later than the SLO allows."""
 
-    enabled: bool = Field(default=False, description="Whether the gateway of 'epd-serve up' runs it.")
-    dry_run: bool = Field(default=False, description="Decide and log, and change nothing.")
-    interval_s: Seconds = Field(default=1.0, description="Between two looks at the instances.")
-    hold_s: Seconds = Field(default=3.0, description="How long a stage must be late before anything is done.")
-    window_s: Seconds = Field(default=15.0, description="Over which demand is averaged.")
-    cooldown_s: Seconds = Field(default=10.0, description="Between two switches, at least.")
-    hysteresis: float = Field(
+    enabled: Anew[bool] = Field(default=False, description="Whether the gateway of 'epd-serve up' runs it.")
+    dry_run: Anew[bool] = Field(default=False, description="Decide and log, and change nothing.")
+    interval_s: Anew[Seconds] = Field(default=1.0, description="Between two looks at the instances.")
+    hold_s: Anew[Seconds] = Field(
+        default=3.0, description="How long a stage must be late before anything is done."
+    )
+    window_s: Anew[Seconds] = Field(default=15.0, description="Over which demand is averaged.")
+    cooldown_s: Anew[Seconds] = Field(default=10.0, description="Between two switches, at least.")
+    hysteresis: Anew[float] = Field(
         default=0.1, gt=0, lt=1, description="Part by which a switch must lower the predicted pressure."
     )
-    deadline_s: Seconds = Field(
+    deadline_s: Anew[Seconds] = Field(
         default=30.0, description="For an instance to be empty; one that is not by then keeps its role."
     )
-    roles: tuple[RoleName, ...] = Field(
+    roles: Anew[tuple[RoleName, ...]] = Field(
         default=("E", "P", "D"), min_length=1, description="That instances may be given."
     )
-    hook: HookConfig | None = Field(default=None, description="Tells an outside autoscaler.")
+    hook: Anew[HookConfig | None] = Field(default=None, description="Tells an outside autoscaler.")
     drift: DriftConfig = DriftConfig()

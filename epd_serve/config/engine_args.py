@@ -9,9 +9,6 @@ from pydantic import AfterValidator
 
 ArgumentValue = bool | int | float | str
 
-#: Ports that an instance takes from its own on: HTTP, features, KV of up to 14 tensor-parallel ranks.
-PORTS_PER_INSTANCE = 16
-
 #: Flags that the topology and other keys decide, with the key to use in their place.
 _DECIDED = {
     "model": "model",

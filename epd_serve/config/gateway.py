@@ -19,8 +19,9 @@ from pydantic import (
     model_validator,
 )
 
+from epd_serve.config.applied import Anew, Hot, Section
 from epd_serve.config.resilience import FailoverConfig, HealthConfig, InstanceName, InstanceUrl, NotNegative
-from epd_serve.config.sections import Port, Seconds, Section
+from epd_serve.config.sections import Port, Seconds
 from epd_serve.config.sizes import Bytes, BytesPerSecond
 from epd_serve.config.stealing import StealingConfig
 from epd_serve.protocol.addresses import is_loopback
@@ -118,13 +119,9 @@ def _check_hash(text: str) -> str:
     return text
 
 
-class ApiKeyConfig(Section):
-    """One API key, by its hash, and what its holder may use."""
+class KeyLimits(Section):
+    """What the holder of an API key may use."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9._-]{1,64}$", description="For logs and metrics.")
-    hash: Annotated[str, AfterValidator(_check_hash)] = Field(
-        description="sha256: and 64 hex digits, as 'epd-serve key new NAME' prints them."
-    )
     requests_per_s: PositiveNumber | None = Field(default=None, description="null: no limit.")
     burst: int | None = Field(
         default=None, ge=1, description="Requests that may come at once; null: those of one second, 1 at least."
@@ -139,18 +136,27 @@ class ApiKeyConfig(Section):
     )
 
     @model_validator(mode="after")
-    def _burst_of_a_rate(self) -> ApiKeyConfig:
+    def _burst_of_a_rate(self) -> KeyLimits:
         if self.burst is not None and self.requests_per_s is None:
             raise ValueError("burst goes with requests_per_s; give both, or leave burst out")
         return self
 
 
+class ApiKeyConfig(KeyLimits):
+    """One API key, by its hash."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9._-]{1,64}$", description="For logs and metrics.")
+    hash: Annotated[str, AfterValidator(_check_hash)] = Field(
+        description="sha256: and 64 hex digits, as 'epd-serve key new NAME' prints them."
+    )
+
+
 class AdminConfig(Section):
     """The admin plane: a server of its own, apart from what clients reach."""
 
-    host: str = Field(default="127.0.0.1", min_length=1, description="Address to listen on.")
-    port: int | None = Field(default=None, ge=1, le=65535, description="null: there is none.")
-    key: Secret | None = Field(
+    host: Anew[str] = Field(default="127.0.0.1", min_length=1, description="Address to listen on.")
+    port: Anew[int | None] = Field(default=None, ge=1, le=65535, description="null: there is none.")
+    key: Anew[Secret | None] = Field(
         default=None,
         repr=False,
         description="Bearer token of the admin plane alone: text, {env: VARIABLE} or {file: PATH}. Needed where "
@@ -197,24 +203,25 @@ def _check_origins(origins: tuple[str, ...]) -> tuple[str, ...]:
 class MediaConfig(Section):
     """What the gateway accepts as images and where it may fetch them."""
 
-    max_pixels: int = Field(default=32 * 1024**2, gt=0, description="Largest image, in pixels.")
-    max_bytes: Bytes = Field(default=32 * 1024**2, description="Largest image file.")
-    max_items: int = Field(default=64, ge=1, description="Most images of a request.")
-    fetch_timeout_s: Seconds = Field(default=10.0, description="Longest download of an image URL.")
-    allow_private: bool | None = Field(
+    max_pixels: Hot[int] = Field(default=32 * 1024**2, gt=0, description="Largest image, in pixels.")
+    max_bytes: Hot[Bytes] = Field(default=32 * 1024**2, description="Largest image file.")
+    max_items: Hot[int] = Field(default=64, ge=1, description="Most images of a request.")
+    fetch_timeout_s: Hot[Seconds] = Field(default=10.0, description="Longest download of an image URL.")
+    max_redirects: Hot[int] = Field(default=3, ge=0, le=20, description="Most redirects of an image URL.")
+    allow_private: Hot[bool | None] = Field(
         default=None,
         description="Whether image URLs may lead into private networks. "
         "null: only while the gateway listens on the loopback interface and has no API keys.",
     )
-    allowed_domains: Annotated[tuple[str, ...], AfterValidator(_check_domains)] | None = Field(
+    allowed_domains: Hot[Annotated[tuple[str, ...], AfterValidator(_check_domains)] | None] = Field(
         default=None,
         description="Hosts that image URLs, redirects included, may name; '*.example.com' for all below one. "
         "null: any.",
     )
-    allowed_ports: tuple[Annotated[int, Field(ge=1, le=65535)], ...] | None = Field(
+    allowed_ports: Hot[tuple[Annotated[int, Field(ge=1, le=65535)], ...] | None] = Field(
         default=None, description="Ports that image URLs may name, as in [80, 443]; null: any."
     )
-    allowed_file_dirs: tuple[Path, ...] = Field(
+    allowed_file_dirs: Hot[tuple[Path, ...]] = Field(
         default=(), description="Directories whose files file:// URLs may name."
     )
 
@@ -222,90 +229,90 @@ class MediaConfig(Section):
 class GatewayConfig(Section):
     """The OpenAI-compatible server that clients talk to."""
 
-    host: str = Field(
+    host: Anew[str] = Field(
         default="127.0.0.1", min_length=1, description="Address to listen on; 0.0.0.0 is every interface."
     )
-    port: Port = Field(default=8000, description="0 chooses a free port.")
-    workers: int = Field(
+    port: Anew[Port] = Field(default=8000, description="0 chooses a free port.")
+    workers: Anew[int] = Field(
         default=1,
         ge=1,
         le=256,
         description="Processes that serve this port. max_in_flight and max_queue are divided among them; limits "
         "of API keys, metrics and the admin plane are one.",
     )
-    max_body_bytes: Bytes = Field(default=64 * 1024**2, description="Largest request body.")
-    header_timeout_s: Seconds = Field(
+    max_body_bytes: Hot[Bytes] = Field(default=64 * 1024**2, description="Largest request body.")
+    header_timeout_s: Anew[Seconds] = Field(
         default=20.0, description="Longest time for the request line and headers; then the connection is closed."
     )
-    body_timeout_s: Seconds = Field(default=120.0, description="Longest time for a body to arrive.")
-    min_body_rate: BytesPerSecond = Field(
+    body_timeout_s: Anew[Seconds] = Field(default=120.0, description="Longest time for a body to arrive.")
+    min_body_rate: Anew[BytesPerSecond] = Field(
         default=1024, description="Slowest body: one of N bytes may take 10 s and N / min_body_rate."
     )
-    request_timeout_s: Seconds = Field(default=600.0, description="Longest time for one request.")
-    max_in_flight: int = Field(
+    request_timeout_s: Hot[Seconds] = Field(default=600.0, description="Longest time for one request.")
+    max_in_flight: Hot[int] = Field(
         default=1024, ge=1, description="Requests that run on the instances at once; others wait in a queue."
     )
-    max_queue: int = Field(default=4096, ge=0, description="Requests that may wait; others get a 429.")
-    queue_timeout_s: Seconds = Field(
+    max_queue: Hot[int] = Field(default=4096, ge=0, description="Requests that may wait; others get a 429.")
+    queue_timeout_s: Hot[Seconds] = Field(
         default=60.0, description="Longest wait in the queue; then the client gets a 429."
     )
-    shed: bool = Field(
+    shed: Anew[bool] = Field(
         default=False,
         description="Refuse requests, with a 429, whose first token cannot come within slo.ttft_ms any more.",
     )
-    routing: Routing = Field(
+    routing: Anew[Routing] = Field(
         default="least_loaded",
         description="How P and D of a request are chosen. least_loaded: the pair that costs it the fewest seconds "
         "of waiting, computing and transfer. random_of_two: the cheaper of two pairs drawn at random. "
         "prefix_affinity: the cheapest, where a beginning of the prompt that P has computed before costs nothing. "
         "round_robin: in turn. Images always go where equal ones went, unless that encoder has too much to do.",
     )
-    parallel_encode: bool = Field(
+    parallel_encode: Anew[bool] = Field(
         default=True,
         description="Images of one request go to several encoders at once. false: to one encoder, one after the "
         "other or in batches there.",
     )
     stealing: StealingConfig = StealingConfig()
-    instances: dict[InstanceName, InstanceUrl] | None = Field(
+    instances: Hot[dict[InstanceName, InstanceUrl] | None] = Field(
         default=None,
         description="Control URLs of instances that were started elsewhere, by name; null: those of the topology. "
         "When the file changes, a running gateway takes its instances and limits from it.",
     )
-    shutdown_delay_s: NotNegative = Field(
+    shutdown_delay_s: Anew[NotNegative] = Field(
         default=0.0,
         description="After SIGTERM, how long the gateway serves on while /health/ready says 503, so that load "
         "balancers look away.",
     )
-    shutdown_grace_s: Seconds = Field(
+    shutdown_grace_s: Anew[Seconds] = Field(
         default=30.0, description="Then it takes nothing new; how long requests in progress may go on."
     )
     failover: FailoverConfig = FailoverConfig()
     health: HealthConfig = HealthConfig()
     media: MediaConfig = MediaConfig()
-    api_key: Secret | None = Field(
+    api_key: Hot[Secret | None] = Field(
         default=None,
         repr=False,
         description="Clients must send it as a bearer token: text, {env: VARIABLE} or {file: PATH}.",
     )
-    api_keys: tuple[ApiKeyConfig, ...] = Field(
+    api_keys: Hot[tuple[ApiKeyConfig, ...]] = Field(
         default=(), description="Keys by their hash, each with limits of its own."
     )
-    guard_health: bool = Field(
+    guard_health: Anew[bool] = Field(
         default=False, description="Whether /health shows the instances to holders of a key only."
     )
-    guard_metrics: bool = Field(default=False, description="Whether /metrics asks for an API key, too.")
+    guard_metrics: Anew[bool] = Field(default=False, description="Whether /metrics asks for an API key, too.")
     admin: AdminConfig = AdminConfig()
-    access_log: Annotated[str, Field(min_length=1)] | None = Field(
+    access_log: Anew[Annotated[str, Field(min_length=1)] | None] = Field(
         default=None,
         description="File, relative to this one, that gets a line of JSON for each request; '-' is the standard "
         "output. It may be moved away at any time. null: there is none.",
     )
-    cors: Annotated[tuple[str, ...], AfterValidator(_check_origins)] = Field(
+    cors: Anew[Annotated[tuple[str, ...], AfterValidator(_check_origins)]] = Field(
         default=(),
         description='Origins whose web pages may call the API from a browser, as in ["https://chat.example.com"]; '
         '["*"] for all. []: none.',
     )
-    dashboard: bool = Field(
+    dashboard: Anew[bool] = Field(
         default=True, description="Whether /dashboard shows the deployment live; its data ask for an API key, too."
     )
 

@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from epd_serve.config.sections import Seconds, Section
+from epd_serve.config.applied import Hot, Section
+from epd_serve.config.sections import Seconds
 
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
@@ -31,14 +32,14 @@ InstanceUrl = Annotated[str, AfterValidator(_check_url)]
 class FailoverConfig(Section):
     """What a request may try that lost an instance."""
 
-    max_attempts: int = Field(
+    max_attempts: Hot[int] = Field(
         default=5,
         ge=1,
         le=100,
         description="Of one request (of each choice, where it has several that go on apart), the first and all "
         "continuations included.",
     )
-    wait_s: NotNegative | None = Field(
+    wait_s: Hot[NotNegative | None] = Field(
         default=None,
         description="How long a request waits for an instance to come where none is left for a stage: from when "
         "it lost its own, or from when there was the last one. null: 10 s, and not at all with engine: vllm, "
@@ -55,20 +56,20 @@ class FailoverConfig(Section):
 class HealthConfig(Section):
     """How the gateway watches its instances."""
 
-    probe_interval_s: Seconds | None = Field(
+    probe_interval_s: Hot[Seconds | None] = Field(
         default=3.0,
         description="Each instance is made to compute something so often, where it does not anyway. "
         "null: only those that have failed.",
     )
-    probe_timeout_s: Seconds = Field(
+    probe_timeout_s: Hot[Seconds] = Field(
         default=6.0, description="An instance that computes nothing for so long loses its requests to others."
     )
-    max_failures: int = Field(
+    max_failures: Hot[int] = Field(
         default=5, ge=1, description="So many failed requests in a row take an instance out until a probe passes."
     )
-    max_failure_rate: float = Field(
+    max_failure_rate: Hot[float] = Field(
         default=0.5, gt=0, le=1, description="So does this share of the last 30 s, where there were 20 requests."
     )
-    slow_start_s: NotNegative = Field(
+    slow_start_s: Hot[NotNegative] = Field(
         default=10.0, description="Over so long an instance that comes back gets its share of work bit by bit."
     )

@@ -3,46 +3,17 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import get_args
 
+from epd_serve.config.applied import applied, taken_over
+from epd_serve.config.elastic import RoleName
 from epd_serve.config.options import InstanceOptions
 from epd_serve.config.schema import DeploymentConfig
-from epd_serve.topology import InstancePlacement
+from epd_serve.config.sections import InstanceSettings
 from epd_serve.types import Role
 
 _SETTINGS = "roles.json"
-ROLES = ("E", "P", "D", "EP", "ED", "PD", "EPD")
-#: Of an instance and its device, whatever its role.
-_OWN = frozenset(
-    {
-        "name", "role", "model", "served_model_name", "host", "port", "device", "dtype",
-        "generation_config", "threads", "share", "share_start", "memory_share", "stream_priority", "device_board",
-        "mooncake_master", "switch_dir", "join", "trace",
-    }
-)  # fmt: skip
-
-
-#: What an instance takes over when its stages are made anew; the rest of its options it keeps until its end.
-REBUILT = frozenset(
-    {
-        "block_size", "num_blocks", "kv_cache_bytes", "max_num_batched_tokens", "max_num_seqs", "async_scheduling",
-        "max_model_len", "feature_cache_bytes", "lease_s", "drain_s", "kv_mode", "kv_group_layers",
-        "feature_prefetch", "batching_alpha", "batching_order", "batching_policy", "batching_encodes", "steals",
-        "feature_store_bytes", "feature_batch", "feature_batch_ms", "image_budget_pixels",
-    }
-)  # fmt: skip
-
-
-def role_settings(config: DeploymentConfig) -> dict[str, dict[str, Any]]:
-    """What the deployment says of each role, whether an instance has it yet or not."""
-    settings: dict[str, dict[str, Any]] = {}
-    for role in ROLES:
-        placed = InstancePlacement(name="any", role=Role.parse(role), devices=("cpu",))
-        options = config.options_for(placed, device="cpu", port=0, threads=1)
-        settings[role] = {name: value for name, value in vars_of(options).items() if name not in _OWN}
-    return settings
 
 
 def write_role_settings(directory: Path, config: DeploymentConfig) -> None:
@@ -55,12 +26,26 @@ def write_role_settings(directory: Path, config: DeploymentConfig) -> None:
 def replace_role_settings(directory: Path, config: DeploymentConfig) -> None:
     """The same while instances run: those that come to another role from now on have its settings by this."""
     new = directory / f"{_SETTINGS}.new"
-    new.write_text(json.dumps(role_settings(config)), encoding="utf-8")
+    names = set(InstanceSettings.model_fields)
+    settings = {
+        role: config.settings_for(role).model_dump(mode="json", include=names) for role in get_args(RoleName)
+    }
+    new.write_text(json.dumps(settings), encoding="utf-8")
     new.replace(directory / _SETTINGS)
 
 
-def vars_of(options: InstanceOptions) -> dict[str, Any]:
-    return {name: getattr(options, name) for name in options.__dataclass_fields__}
+def with_settings(options: InstanceOptions, role: Role, settings: InstanceSettings) -> InstanceOptions:
+    """The options of the same instance, started again in a role with these settings."""
+    fields = InstanceSettings.model_fields.items()
+    changes = {
+        name: getattr(settings, name) for name, field in fields if not (how := applied(field)) or not how.pinned
+    }
+    return options.model_copy(update={"role": role, **changes})
+
+
+def rebuilt(options: InstanceOptions, role: Role, settings: InstanceSettings) -> InstanceOptions:
+    """Those of the same process: it takes over what a rebuild applies, and keeps the rest until its end."""
+    return options.model_copy(update={"role": role, **taken_over(options, settings, "rebuild", InstanceSettings)})
 
 
 def in_role(options: InstanceOptions, role: Role) -> InstanceOptions:
@@ -73,10 +58,10 @@ def in_role(options: InstanceOptions, role: Role) -> InstanceOptions:
             f"{options.name} shares its language model out over {len(options.devices)} devices, and role {role} "
             "has none; order a role with P or D"
         )
-    settings: dict[str, Any] = {}
-    if options.switch_dir is not None and (file := options.switch_dir / _SETTINGS).exists():
-        settings = json.loads(file.read_text(encoding="utf-8"))[str(role)]
-    return replace(options, role=role, **settings)
+    if options.switch_dir is None or not (file := options.switch_dir / _SETTINGS).exists():
+        return options.model_copy(update={"role": role})
+    settings = json.loads(file.read_text(encoding="utf-8"))[str(role)]
+    return with_settings(options, role, InstanceSettings.model_validate(settings))
 
 
 def remember(options: InstanceOptions) -> None:

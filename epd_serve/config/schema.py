@@ -17,17 +17,17 @@ from pydantic import (
     model_validator,
 )
 
-from epd_serve.config.elastic import ElasticConfig
+from epd_serve.config.applied import Anew, Hot, Rebuild, Restart
+from epd_serve.config.elastic import ElasticConfig, RoleName
 from epd_serve.config.gateway import GatewayConfig, Secret, check_admin_key, read_secret
 from epd_serve.config.keys import check_cluster_key, cluster_key
-from epd_serve.config.options import MIN_SEGMENT_BYTES, DType, FeatureStoreKind, InstanceOptions
+from epd_serve.config.options import InstanceOptions
 from epd_serve.config.sections import (
+    MIN_SEGMENT_BYTES,
     InstancesConfig,
     InstanceSettings,
-    MooncakeConfig,
     Seconds,
-    Section,
-    SLOConfig,
+    SharedConfig,
 )
 from epd_serve.config.shares import DeviceShare, device_shares
 from epd_serve.config.stealing import check_thieves
@@ -35,10 +35,9 @@ from epd_serve.config.vllm import VllmConfig, check_vllm
 from epd_serve.cost.interference import InterferenceMatrix
 from epd_serve.demo import weights_dir
 from epd_serve.topology import InstancePlacement, Topology, parse_topology, place
+from epd_serve.types import Role
 
 DEMO_MODEL = "demo"
-
-RoleName = Literal["E", "P", "D", "EP", "ED", "PD", "EPD"]
 
 
 def _read_topology(value: object) -> Topology:
@@ -57,88 +56,73 @@ def _check_device(name: str) -> str:
     raise ValueError(f"{name!r} is no device; write cpu, cuda:0 or npu:0")
 
 
-class DeploymentConfig(Section):
+class DeploymentConfig(SharedConfig):
     """One deployment: a topology of instances on devices, behind one gateway.
 
     The defaults are a complete deployment: E-P-D with the built-in demo model on the CPU.
     """
 
-    topology: Annotated[
-        Topology,
-        PlainValidator(_read_topology),
-        PlainSerializer(str, return_type=str),
-        WithJsonSchema({"type": "string", "examples": ["EPD", "E-P-D", "(E-P)-D", "4E-8P-20D"]}),
+    topology: Hot[
+        Annotated[
+            Topology,
+            PlainValidator(_read_topology),
+            PlainSerializer(str, return_type=str),
+            WithJsonSchema({"type": "string", "examples": ["EPD", "E-P-D", "(E-P)-D", "4E-8P-20D"]}),
+        ]
     ] = Field(
         default=parse_topology("E-P-D"),
         description="Stages written together are one instance, '-' separates devices, "
         "() puts isolated instances on one device.",
+        json_schema_extra={"default": "E-P-D"},
     )
-    model: str = Field(
+    model: Anew[str] = Field(
         default=DEMO_MODEL,
         min_length=1,
         description="'demo' is the built-in model; else the directory of a transformers model, "
         "relative to this file.",
     )
-    served_model_name: str | None = Field(
+    served_model_name: Anew[str | None] = Field(
         default=None,
         min_length=1,
         description="What clients call the model; null: 'demo', or the directory's name.",
     )
-    engine: Literal["native", "vllm"] = Field(
+    engine: Anew[Literal["native", "vllm"]] = Field(
         default="native",
         description="What computes. native: epd-serve's own engine. vllm: vLLM, and vllm-ascend on NPUs.",
     )
     vllm: VllmConfig = VllmConfig()
-    devices: tuple[Annotated[str, AfterValidator(_check_device)], ...] = Field(
+    devices: Hot[tuple[Annotated[str, AfterValidator(_check_device)], ...]] = Field(
         default=("cpu",),
         validate_default=True,
         description="cpu, cuda:0, npu:1 ... in the order of the topology; [cpu] serves all instances.",
     )
-    dtype: DType = Field(default="float32", description="Of weights and computation; auto: the model's own.")
-    generation_config: str = Field(
-        default=InstanceOptions.generation_config,
-        min_length=1,
-        description="Whence the sampling comes that a request leaves open. auto: the model's "
-        "generation_config.json. off: from nowhere. Else the directory of such a file, relative to this file.",
-    )
-    restart: Literal["on-failure", "never"] = Field(
+    restart: Anew[Literal["on-failure", "never"]] = Field(
         default="on-failure",
         description="on-failure: an instance or gateway that was ready and ends is started again after 1, 2, "
         "4 ... 30 s, while the others go on. never: its end ends the deployment.",
     )
-    hang_timeout_s: Seconds | None = Field(
+    hang_timeout_s: Anew[Seconds | None] = Field(
         default=30.0,
         description="A process that was ready and answers no GET /health for so long is killed, and counts as "
         "ended; three probes in a row must fail. null: it is left alone.",
     )
     gateway: GatewayConfig = GatewayConfig()
-    feature_store: FeatureStoreKind = Field(
-        default=InstanceOptions.feature_store,
-        description="embedded: each encoder keeps its own. mooncake: one for all instances.",
-    )
-    mooncake: MooncakeConfig = MooncakeConfig()
-    slo: SLOConfig = SLOConfig()
     elastic: ElasticConfig = ElasticConfig()
-    trace: Path | None = Field(
-        default=None,
-        description="Directory, relative to this file, in which every process writes what it did when; "
-        "'epd-serve trace DIR' joins that for a viewer. null: nothing is written.",
-    )
     instances: InstancesConfig = InstancesConfig()
-    cluster_key: Secret | None = Field(
+    cluster_key: Anew[Secret | None] = Field(
         default=None,
         repr=False,
         description="Instances and gateways prove to each other that they have it, and answer nobody else: text, "
         "{env: VARIABLE} or {file: PATH}. Those started elsewhere read EPD_SERVE_CLUSTER_KEY. null: they answer "
         "whoever reaches them, and nobody can join without the admin plane's key.",
     )
-    roles: dict[RoleName, InstanceSettings] = Field(
+    roles: Rebuild[dict[RoleName, InstanceSettings]] = Field(
         default_factory=dict,
         description="Keys of 'instances' with other values for the instances of one role. "
         "Roles that the topology does not have are no error, so that a file can serve several topologies.",
     )
 
-    interference: Path | None = Field(
+    interference: Restart[Path | None] = Field(
         default=None,
         description="What 'epd-serve interference --out' wrote on this kind of device, relative to this file; "
         "it decides about shares that are auto.",
@@ -304,7 +288,7 @@ class DeploymentConfig(Section):
         *,
         device: str,
         port: int,
-        threads: int,
+        threads: int | None,
         master: str | None = None,
         share: DeviceShare | None = None,
         device_board: str | None = None,
@@ -318,7 +302,9 @@ class DeploymentConfig(Section):
         Raises ValueError where the model's directory is not one.
         """
         settings = self.settings_for(str(instance.role))
-        group_layers = settings.kv_transfer.group_layers
+        shared = {name: getattr(self, name) for name in SharedConfig.model_fields}
+        if master is not None and self.mooncake.master is None:
+            shared["mooncake"] = self.mooncake.model_copy(update={"master": master})
         return InstanceOptions(
             name=instance.name,
             role=instance.role,
@@ -327,43 +313,39 @@ class DeploymentConfig(Section):
             host=self.instances.host,
             port=port,
             device=device,
-            dtype=self.dtype,
-            generation_config=self.generation_config,
-            threads=threads,
-            kv_transport=settings.kv_transfer.transport,
-            feature_store=self.feature_store,
-            mooncake_master=self.mooncake.master or master,
-            mooncake_protocol=self.mooncake.protocol,
-            mooncake_devices=self.mooncake.devices,
-            mooncake_staging_bytes=self.mooncake.staging_bytes,
-            share=share.share if share else None,
-            share_start=share.start if share else 0.0,
+            device_share=share,
             device_board=device_board,
             switch_dir=switch_dir,
-            kv_mode=settings.kv_transfer.mode,
-            kv_group_layers=None if group_layers == "auto" else group_layers,
-            slo_ttft_ms=self.slo.ttft_ms,
-            slo_tpot_ms=self.slo.tpot_ms,
-            batching_alpha=settings.batching.alpha,
-            batching_order=settings.batching.order,
-            batching_policy=settings.batching.policy,
-            batching_encodes=settings.batching.encodes,
-            link_bandwidth=settings.link.bandwidth,
-            link_latency_ms=settings.link.latency_ms,
-            trace=self.trace,
-            **settings.model_dump(include=_SAME_NAMED),
+            **shared,
+            **{name: getattr(settings, name) for name in InstanceSettings.model_fields} | {"threads": threads},
         )
 
+    def options_alone(
+        self,
+        name: str,
+        role: Role,
+        *,
+        host: str | None,
+        port: int,
+        device: str,
+        threads: int | None,
+        join: str | None,
+    ) -> InstanceOptions:
+        """The options of an instance that is started by hand; None: as this file has it for its role.
 
-#: Settings that an instance takes as they stand.
-_SAME_NAMED = set(InstanceSettings.model_fields) - {
-    "threads",
-    "share",
-    "kv_transfer",
-    "link",
-    "batching",
-    "engine_args",
-}
+        A share is one from the beginning of its device. Raises ValueError where the instance cannot be started.
+        """
+        settings = self.settings_for(str(role))
+        if self.feature_store == "mooncake" and self.mooncake.master is None:
+            raise ValueError("feature_store: mooncake needs the address of its master; set mooncake.master")
+        options = self.options_for(
+            InstancePlacement(name=name, role=role, devices=tuple(device.split(","))),
+            device=device,
+            port=port,
+            threads=settings.threads if threads is None else threads,
+            share=DeviceShare(share=settings.share, start=0.0) if isinstance(settings.share, float) else None,
+        )
+        return options.model_copy(update={"host": host or self.instances.host, "join": join})
 
 
 def model_path(model: str) -> Path:

@@ -4,32 +4,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, get_args
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from epd_serve.config.applied import Anew, LanguageRebuild, Pinned, Rebuild, Restart, Section
 from epd_serve.config.engine_args import EngineArgs
-from epd_serve.config.options import (
-    BatchingEncodes,
-    BatchingOrder,
-    BatchingPolicy,
-    FeaturePrefetch,
-    InstanceOptions,
-    KVTransport,
-    MooncakeProtocol,
-    Switch,
-)
 from epd_serve.config.sizes import Bytes, BytesPerSecond
 from epd_serve.types import KVMode
+
+BatchingOrder = Literal["fcfs", "sjf", "slack"]
+BatchingPolicy = Literal["stage-level", "unlimited"]
+FeaturePrefetch = Literal["async", "sync"]
+FeatureStoreKind = Literal["embedded", "mooncake"]
+
+MEBIBYTE = 1024**2
+#: What a process must lend to Mooncake Store at least.
+MIN_SEGMENT_BYTES = 16 * MEBIBYTE
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -41,31 +33,18 @@ def _check_group_layers(value: object) -> object:
     return value
 
 
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _no_switch(cls, value: object, info: ValidationInfo) -> object:
-        """In Python true is a 1; in a deployment file it is a mistake."""
-        annotation = cls.model_fields[str(info.field_name)].annotation
-        if isinstance(value, bool) and bool not in (annotation, *get_args(annotation)):
-            raise ValueError(f"{str(value).lower()} is not possible here: this key is no switch")
-        return value
-
-
 class KVTransferConfig(Section):
     """How the KV cache moves from prefill to decode."""
 
-    transport: KVTransport = Field(
+    transport: Restart[Literal["auto", "shm", "tcp", "mooncake"]] = Field(
         default="auto", description="auto: shared memory on one host, else TCP. mooncake: its Transfer Engine."
     )
-    mode: KVMode = Field(
+    mode: LanguageRebuild[KVMode] = Field(
         default="grouped",
         description="grouped sends groups of layers while the next ones are computed, layerwise single layers of "
         "single prompts, oneshot a whole prompt at its end; with pull the decode instance reads it then.",
     )
-    group_layers: Annotated[Literal["auto"] | int, BeforeValidator(_check_group_layers)] = Field(
+    group_layers: LanguageRebuild[Annotated[Literal["auto"] | int, BeforeValidator(_check_group_layers)]] = Field(
         default="auto", description="Layers sent together in mode grouped; auto chooses from measured times."
     )
 
@@ -82,8 +61,10 @@ Milliseconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 class SLOConfig(Section):
     """The latencies that the deployment is to keep; instances bound their batches so that they do."""
 
-    ttft_ms: Milliseconds | None = Field(default=None, description="Longest time to first token; null: no limit.")
-    tpot_ms: Milliseconds | None = Field(
+    ttft_ms: Restart[Milliseconds | None] = Field(
+        default=None, description="Longest time to first token; null: no limit."
+    )
+    tpot_ms: Restart[Milliseconds | None] = Field(
         default=None, description="Longest time between two tokens of an answer; null: no limit."
     )
 
@@ -91,24 +72,24 @@ class SLOConfig(Section):
 class BatchingConfig(Section):
     """How work is put together into steps."""
 
-    policy: BatchingPolicy = Field(
-        default=InstanceOptions.batching_policy,
+    policy: Rebuild[BatchingPolicy] = Field(
+        default="stage-level",
         description="stage-level: a step ends within slo.tpot_ms on instances that decode and within alpha * "
         "slo.ttft_ms on others, as measured at their start. unlimited: the SLO is ignored.",
     )
-    alpha: float = Field(
-        default=InstanceOptions.batching_alpha,
+    alpha: Rebuild[float] = Field(
+        default=0.5,
         gt=0,
         le=1,
         description="Share of slo.ttft_ms that an encode or a prefill step may take.",
     )
-    order: BatchingOrder = Field(
-        default=InstanceOptions.batching_order,
+    order: Rebuild[BatchingOrder] = Field(
+        default="fcfs",
         description="Of waiting prompts. fcfs: first come, first served. sjf: shortest first; long ones may "
         "starve. slack: least time left until slo.ttft_ms first, and what is late already last.",
     )
-    encodes: BatchingEncodes = Field(
-        default=InstanceOptions.batching_encodes,
+    encodes: LanguageRebuild[Literal["concurrent", "after-prefill"]] = Field(
+        default="concurrent",
         description="Where an instance encodes and prefills. after-prefill: encodes wait until no prompt is "
         "computed, a second at most.",
     )
@@ -120,10 +101,10 @@ class LinkConfig(Section):
     What goes through Mooncake Store is not slowed down.
     """
 
-    bandwidth: BytesPerSecond | None = Field(
+    bandwidth: Restart[BytesPerSecond | None] = Field(
         default=None, description="Of the link between two instances, such as 2GB/s; null: as fast as it goes."
     )
-    latency_ms: float = Field(
+    latency_ms: Restart[float] = Field(
         default=0.0, ge=0, allow_inf_nan=False, description="What each transfer takes besides its bytes."
     )
 
@@ -143,119 +124,146 @@ def _check_protocol(value: object) -> object:
 class MooncakeConfig(Section):
     """Mooncake, where kv_transfer.transport or feature_store names it."""
 
-    master: Annotated[str | None, AfterValidator(_check_master)] = Field(
+    master: Anew[Annotated[str | None, AfterValidator(_check_master)]] = Field(
         default=None,
         description="host:port of a mooncake_master that runs already; null: 'epd-serve up' starts one.",
     )
-    protocol: Annotated[MooncakeProtocol, BeforeValidator(_check_protocol)] = Field(
-        default=InstanceOptions.mooncake_protocol,
+    protocol: Anew[Annotated[Literal["auto", "tcp", "rdma", "ascend"], BeforeValidator(_check_protocol)]] = Field(
+        default="auto",
         description="Of its transfer engine; auto: tcp, and ascend on an NPU.",
     )
-    devices: str | None = Field(
+    devices: Anew[str | None] = Field(
         default=None, min_length=1, description="RDMA devices, with commas between them; null: all."
     )
-    staging_bytes: Bytes = Field(
-        default=InstanceOptions.mooncake_staging_bytes,
+    staging_bytes: Anew[Bytes] = Field(
+        default=256 * MEBIBYTE,
         description="Registered memory through which bytes pass that lie elsewhere; a feature must fit.",
+    )
+
+
+class SharedConfig(Section):
+    """What all processes of a deployment have in common."""
+
+    dtype: Anew[Literal["auto", "float32", "bfloat16", "float16"]] = Field(
+        default="float32", description="Of weights and computation; auto: the model's own."
+    )
+    generation_config: Anew[str] = Field(
+        default="auto",
+        min_length=1,
+        description="Whence the sampling comes that a request leaves open. auto: the model's "
+        "generation_config.json. off: from nowhere. Else the directory of such a file, relative to this file.",
+    )
+    feature_store: Anew[FeatureStoreKind] = Field(
+        default="embedded",
+        description="embedded: each encoder keeps its own. mooncake: one for all instances.",
+    )
+    mooncake: MooncakeConfig = MooncakeConfig()
+    slo: SLOConfig = SLOConfig()
+    trace: Anew[Path | None] = Field(
+        default=None,
+        description="Directory, relative to this file, in which every process writes what it did when; "
+        "'epd-serve trace DIR' joins that for a viewer. null: nothing is written.",
     )
 
 
 class InstanceSettings(Section):
     """What can be set for all instances, and for those of one role."""
 
-    threads: int | None = Field(
+    threads: Pinned[int | None] = Field(
         default=None,
         ge=1,
         description="CPU threads of each, within the cores of its share; null divides the cores among them.",
     )
-    share: Annotated[float, Field(gt=0, le=1)] | Literal["auto"] | None = Field(
+    share: Pinned[Annotated[float, Field(gt=0, le=1)] | Literal["auto"] | None] = Field(
         default=None,
         description="Part of its device that an instance keeps to, in (0, 1]: cores on a CPU, memory and, under "
         "MPS, multiprocessors of a GPU, memory and AI cores of an NPU. auto: an equal part of what other shares "
         "leave, or no limit where the file 'interference' says that the stages hardly slow each other. "
         "null: no limit, unless another instance on the device has a share: then as auto.",
     )
-    memory_share: Annotated[float, Field(gt=0, le=1)] | None = Field(
+    memory_share: Pinned[Annotated[float, Field(gt=0, le=1)] | None] = Field(
         default=None, description="Part of an accelerator's memory; null: as share."
     )
-    stream_priority: int = Field(
-        default=InstanceOptions.stream_priority,
+    stream_priority: Pinned[int] = Field(
+        default=0,
         ge=-5,
         le=19,
         description="Of the stream on which the encoder runs; lower is served first. Accelerators know 0 and "
         "less, a CPU 0 and more, the niceness of the encoder's threads.",
     )
-    block_size: int | None = Field(
+    block_size: LanguageRebuild[int | None] = Field(
         default=None, ge=1, description="Tokens per KV block; null: 128 on an NPU, 16 elsewhere."
     )
-    num_blocks: int | None = Field(default=None, ge=1, description="KV blocks; null: chosen from the memory.")
-    kv_cache_bytes: Bytes | None = Field(default=None, description="KV cache size, instead of num_blocks.")
-    max_num_batched_tokens: int = Field(
-        default=InstanceOptions.max_num_batched_tokens, ge=1, description="Token budget of a step."
+    num_blocks: LanguageRebuild[int | None] = Field(
+        default=None, ge=1, description="KV blocks; null: chosen from the memory."
     )
-    max_num_seqs: int = Field(default=InstanceOptions.max_num_seqs, ge=1, description="Most sequences in a step.")
-    async_scheduling: Switch = Field(
-        default=InstanceOptions.async_scheduling,
+    kv_cache_bytes: LanguageRebuild[Bytes | None] = Field(
+        default=None, description="KV cache size, instead of num_blocks."
+    )
+    max_num_batched_tokens: LanguageRebuild[int] = Field(default=2048, ge=1, description="Token budget of a step.")
+    max_num_seqs: LanguageRebuild[int] = Field(default=64, ge=1, description="Most sequences in a step.")
+    async_scheduling: LanguageRebuild[Literal["auto", "on", "off"]] = Field(
+        default="auto",
         description="on: a step is launched before the tokens of the one before are known, so that an accelerator "
         "never waits for the host. auto: on accelerators, unless several share a language model.",
     )
-    max_model_len: int | None = Field(
+    max_model_len: LanguageRebuild[int | None] = Field(
         default=None,
         ge=1,
         description="Longest prompt and answer together, in tokens; null: what the model allows.",
     )
-    image_budget_pixels: int = Field(
-        default=InstanceOptions.image_budget_pixels,
+    image_budget_pixels: Rebuild[int] = Field(
+        default=8 * MEBIBYTE,
         ge=1,
         description="Most pixels encoded in a step, as resized.",
     )
-    feature_store_bytes: Bytes = Field(
-        default=InstanceOptions.feature_store_bytes, description="Encoder output that E keeps for P to fetch."
+    feature_store_bytes: Rebuild[Bytes] = Field(
+        default=256 * MEBIBYTE, description="Encoder output that E keeps for P to fetch."
     )
-    feature_cache_bytes: Bytes = Field(
-        default=InstanceOptions.feature_cache_bytes, description="Fetched encoder output that P keeps."
+    feature_cache_bytes: LanguageRebuild[Bytes] = Field(
+        default=256 * MEBIBYTE, description="Fetched encoder output that P keeps."
     )
-    feature_batch: int = Field(
-        default=InstanceOptions.feature_batch,
+    feature_batch: Rebuild[int] = Field(
+        default=1,
         ge=1,
         description="Encoder output that E hands to one P together, so that P's prompts fill its steps; "
         "1: each at once. HeteroServe hands over 32.",
     )
-    feature_batch_ms: float = Field(
-        default=InstanceOptions.feature_batch_ms,
+    feature_batch_ms: Rebuild[float] = Field(
+        default=500.0,
         gt=0,
         allow_inf_nan=False,
         description="How long E waits for such a batch to fill.",
     )
-    media_cpu_s: Seconds = Field(
-        default=InstanceOptions.media_cpu_s,
+    media_cpu_s: Restart[Seconds] = Field(
+        default=2.0,
         description="CPU time that decoding one picture may take; one that takes more is refused.",
     )
-    feature_timeout_s: Seconds = Field(
-        default=InstanceOptions.feature_timeout_s,
+    feature_timeout_s: Restart[Seconds] = Field(
+        default=30.0,
         description="How long P waits for a feature before computing it itself.",
     )
-    queue_timeout_s: Seconds = Field(
-        default=InstanceOptions.queue_timeout_s,
+    queue_timeout_s: Restart[Seconds] = Field(
+        default=60.0,
         description="How long a request waits for room in D's KV cache; then the client is told to come back.",
     )
-    lease_s: Seconds = Field(
-        default=InstanceOptions.lease_s, description="How long memory is kept for a peer that does not confirm."
+    lease_s: Rebuild[Seconds] = Field(
+        default=30.0, description="How long memory is kept for a peer that does not confirm."
     )
-    drain_s: Seconds = Field(
-        default=InstanceOptions.drain_s,
+    drain_s: Rebuild[Seconds] = Field(
+        default=30.0,
         description="How long requests in progress may go on after SIGTERM; new ones are refused.",
     )
-    feature_prefetch: FeaturePrefetch = Field(
-        default=InstanceOptions.feature_prefetch,
+    feature_prefetch: LanguageRebuild[FeaturePrefetch] = Field(
+        default="async",
         description="async: P fetches a feature as soon as it is announced; sync: when a step needs it.",
     )
-    steals: bool = Field(
-        default=InstanceOptions.steals,
+    steals: Rebuild[bool] = Field(
+        default=False,
         description="For EPD beside others: an encoder that, when it has nothing to encode, takes requests from a "
         "long queue of theirs (gateway.stealing), and gets no other prompts.",
     )
-    engine_args: EngineArgs = Field(
+    engine_args: Restart[EngineArgs] = Field(
         default_factory=dict,
         description="Flags of vllm serve for engine: vllm, as in {enforce_eager: true, seed: 1}.",
     )
@@ -281,22 +289,22 @@ class InstanceSettings(Section):
 class InstancesConfig(InstanceSettings):
     """The instances of the deployment."""
 
-    host: str = Field(default="127.0.0.1", min_length=1, description="Address of their control servers.")
-    base_port: Port = Field(
+    host: Anew[str] = Field(default="127.0.0.1", min_length=1, description="Address of their control servers.")
+    base_port: Restart[Port] = Field(
         default=8100, description="Port of the first; the others follow. 0 chooses free ports."
     )
-    share_weights: bool = Field(
+    share_weights: Anew[bool] = Field(
         default=False,
         description="CPU instances keep bfloat16 and float16 weights once between them. Saves memory; reads "
         "a tenth more slowly unless the system has huge pages for shared memory.",
     )
-    keep_weights: bool | None = Field(
+    keep_weights: Anew[bool | None] = Field(
         default=None,
         description="CPU instances keep bfloat16 and float16 weights of all roles once in memory that they share, "
         "beside their own, so that a role that is new to one takes no longer than another. null: where roles may "
         "be switched, by gateway.admin or elastic.",
     )
-    preload: bool = Field(
+    preload: Anew[bool] = Field(
         default=True,
         description="Several CPU instances are forked from one process that has loaded their code, so that they "
         "start at once and share that memory. false: each loads its own.",

@@ -6,22 +6,23 @@ from collections.abc import Mapping, Sequence
 
 from pydantic import Field
 
-from epd_serve.config.sections import InstanceSettings, Section
+from epd_serve.config.applied import Anew, Section
+from epd_serve.config.sections import InstanceSettings
 from epd_serve.topology import InstancePlacement
 
 
 class StealingConfig(Section):
     """How instances with ``steals: true`` take requests from the others' queue (HeteroServe, section 5.3)."""
 
-    threshold: int = Field(
+    threshold: Anew[int] = Field(
         default=16,
         ge=0,
         description="Nothing is taken while no more requests wait for a language model.",
     )
-    batch: int = Field(
+    batch: Anew[int] = Field(
         default=16, ge=2, description="Sequences that a thief has at most; it takes half as many at a time."
     )
-    collect_ms: float = Field(
+    collect_ms: Anew[float] = Field(
         default=100.0,
         ge=0,
         allow_inf_nan=False,

@@ -8,7 +8,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from epd_serve.config.sections import InstanceSettings, LinkConfig, Section
+from epd_serve.config.applied import Anew, Section
+from epd_serve.config.sections import InstanceSettings, LinkConfig
 from epd_serve.config.sizes import Bytes
 from epd_serve.topology import InstancePlacement
 
@@ -45,48 +46,48 @@ _NATIVE_SECTIONS = {
 class VllmConfig(Section):
     """vLLM and vllm-ascend, where ``engine`` is vllm."""
 
-    python: Path | None = Field(
+    python: Anew[Path | None] = Field(
         default=None,
         description="Python of the environment that vLLM is installed in, relative to this file; null: the one "
         "that runs epd-serve.",
     )
-    features: FeatureConnector | None = Field(
+    features: Anew[FeatureConnector | None] = Field(
         default=None,
         description="How encoder output reaches P. store: epd-serve's connector, by content hash, in the "
         "background. file: vLLM's ECExampleConnector, through feature_dir. null: store, and file on NPUs.",
     )
-    kv: KVConnector | None = Field(
+    kv: Anew[KVConnector | None] = Field(
         default=None,
         description="How KV reaches D. grouped: epd-serve's connector, groups of layers during the forward pass, "
         "for KV caches in host memory. mooncake, nixl: vLLM's. null: grouped on CPUs, nixl on GPUs, mooncake on "
         "NPUs.",
     )
-    feature_dir: Path | None = Field(
+    feature_dir: Anew[Path | None] = Field(
         default=None,
         description="A directory that all instances see, for features: file; relative to this file. Nothing is "
         "ever deleted in it.",
     )
-    kv_load_failure: Literal["recompute", "fail"] = Field(
+    kv_load_failure: Anew[Literal["recompute", "fail"]] = Field(
         default="recompute",
         description="What D does where KV does not come: compute the prompt itself, or give an error.",
     )
-    media: Literal["raw", "rewritten"] = Field(
+    media: Anew[Literal["raw", "rewritten"]] = Field(
         default="raw",
         description="What D gets of a picture. raw: its pixels, as E and P do. rewritten: no more than its place "
         "in the prompt, which E tells; D then neither receives nor prepares pixels, and is called once E has "
         "answered. Needs E, P and D and features: store.",
     )
-    link: LinkConfig = Field(
+    link: Anew[LinkConfig] = Field(
         default=LinkConfig(),
         description="Slows features: store, kv: grouped and, on CPUs, kv: mooncake down, for experiments.",
     )
-    group_layers: int | None = Field(
+    group_layers: Anew[int | None] = Field(
         default=None, ge=1, description="Layers sent together with kv: grouped; null: chosen from measured times."
     )
-    cpu_kv_cache_bytes: Bytes = Field(
+    cpu_kv_cache_bytes: Anew[Bytes] = Field(
         default=1 << 30, description="KV cache of an instance on a CPU, where instances.kv_cache_bytes is not set."
     )
-    environment: dict[str, str] = Field(
+    environment: Anew[dict[str, str]] = Field(
         default_factory=dict, description="Variables for all vLLM processes, as in VLLM_LOGGING_LEVEL: DEBUG."
     )
 

@@ -1,1 +1,1 @@
-"""What stages cost, alone and beside each other, and what moving bytes between them costs."""
+"""Costs of stages, alone and beside each other, and of moving bytes between them."""

@@ -1,4 +1,4 @@
-"""What devices can do by their data sheets, for where nothing was measured."""
+"""Data sheets of devices: arithmetic, memory and links, for devices on which nothing was measured."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ class DeviceSpec:
     """Dense half-precision arithmetic, memory, and links of one device.
 
     Attributes:
-        flops: per second. bytes_per_s: of its memory. link_bytes_per_s: to its neighbours in one machine.
-        compute_share, bandwidth_share: of both, what large kernels reach; of encodes and prefills that is
-            HeteroServe's 85 % (section 2), of decodes its 80 %.
-        launch_s: that a step takes on the host besides.
+        flops: operations a second. bytes_per_s: bandwidth of its memory. link_bytes_per_s: bandwidth to its
+            neighbours in one machine.
+        compute_share, bandwidth_share: part of each that large kernels reach: HeteroServe's 85 % (section 2) for
+            encodes and prefills, its 80 % for decodes.
+        launch_s: further time of a step on the host.
         price: in dollars; None: not known here.
     """
 

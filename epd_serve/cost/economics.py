@@ -1,4 +1,4 @@
-"""What leaves a device, and what two kinds of device save (HeteroServe, section 4, equations 1 to 8)."""
+"""Bytes that leave a device, and the saving by two kinds of device (HeteroServe, section 4, equations 1 to 8)."""
 
 from __future__ import annotations
 

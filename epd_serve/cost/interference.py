@@ -1,4 +1,4 @@
-"""How much longer operators and stages take beside each other on one device (EPD-Serve, section 3.5, figure 6)."""
+"""Slowdown of operators and stages beside each other on one device (EPD-Serve, section 3.5, figure 6)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
-    """Mean increases of pairs that want the same of the device, and of pairs that want different things."""
+    """Mean increases of pairs that want the same resource of the device, and of pairs that want different ones."""
 
     like: float
     unlike: float
@@ -95,13 +95,16 @@ class InterferenceMatrix(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         return msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"
 
     def with_findings(self) -> Self:
-        """The same, with what :meth:`compare` says in words."""
+        """Return the matrix with the results of :meth:`compare` in words."""
         kinds: tuple[Kind, ...] = ("operator", "stage")
         said = [f"{kind}s: {comparison}" for kind in kinds if (comparison := self.compare(kind)) is not None]
         return msgspec.structs.replace(self, findings=said)
 
     def increase_of(self, name: str, beside: str) -> float:
-        """How much longer ``name`` takes beside ``beside``, at least 0. Raises KeyError where not measured."""
+        """The share by which ``beside`` lengthens ``name``, at least 0.
+
+        Raises KeyError for a pair that was not measured.
+        """
         index = {workload.name: i for i, workload in enumerate(self.workloads)}
         value = self.increase[index[name]][index[beside]]
         if value is None:

@@ -6,7 +6,7 @@ import msgspec
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
-    """Where an instance is. Unknown hosts ("") are taken for different ones."""
+    """The host and the device of an instance. Unknown hosts ("") count as different ones."""
 
     host_id: str = ""
     device: str = ""

@@ -1,4 +1,4 @@
-"""What devices cost, as an operator writes it down."""
+"""Prices of devices, from an operator's table."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def read_prices(path: Path | None) -> dict[str, float]:
 
 
 def price_of(name: str, prices: dict[str, float]) -> float:
-    """Raises ValueError for a device without a price."""
+    """The price of one device. Raises ValueError for a device without a price."""
     key = spec_of(name).name
     if key not in prices:
         raise ValueError(f"{key} has no price; give a table with --prices, with a line such as '{key}: 10000'")

@@ -1,4 +1,4 @@
-"""What the stages of a model take on a device: closed forms in versioned JSON."""
+"""Times of a model's stages on a device: closed forms in versioned JSON."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class DecodeLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class EncodeLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Seconds of a batch of images likewise; ``pair_s`` is for each image's squared number of pixels."""
+    """Seconds of a batch of images as a sum over them; ``pair_s`` is for each image's squared number of pixels."""
 
     base_s: float = 0.0
     image_s: float = 0.0
@@ -59,15 +59,17 @@ class EncodeLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Transport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What stages in different instances take to talk to each other.
+    """The costs of communication between stages in different instances.
 
     Attributes:
-        handshake_s, bytes_per_s: of a transfer.
-        split_s: before a prefill whose KV goes elsewhere: its reservation; split_token_s: of it, for each token.
-        feature_s: from an encode elsewhere until its feature is there, transfer apart.
-        hand_over_s: from the end of a prefill to the first step at D, transfer apart.
-        split_cpu_s, split_token_cpu_s, feature_cpu_s: CPU seconds that both ends take for that more than over
-            shared memory, whose part is in a profile's ``crowding``.
+        handshake_s, bytes_per_s: seconds before a transfer, and its bandwidth.
+        split_s, split_token_s: seconds to reserve room for KV that goes elsewhere, before its prefill: a base, and
+            for each token.
+        feature_s: seconds from the end of an encode in another instance until the feature can be used, without the
+            transfer.
+        hand_over_s: seconds from the end of a prefill to the first step at D, without the transfer.
+        split_cpu_s, split_token_cpu_s, feature_cpu_s: CPU seconds of both ends for the same, beyond those over
+            shared memory, which a profile's ``crowding`` contains.
     """
 
     handshake_s: float = 3e-4
@@ -82,7 +84,7 @@ class Transport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Residual(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a fit is from what was measured, in relative terms."""
+    """The relative errors of a fit against the measurements."""
 
     num_samples: int
     median: float
@@ -95,32 +97,30 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
 
     Attributes:
         kind: "measured" on the device, or "analytic" from its data sheet.
-        software: versions by name, of what was measured.
-        threads: that compute, on a CPU.
-        step, encode: lines of which the largest decides; for analytic ones (compute, memory).
-        decode: of steps of nothing but decodes, sizes rising; without any these are as ``step`` says. What a step
-            takes is not linear in their number: the first ones cost most.
-        compute_share, bandwidth_share: of the device's peak, what a step uses while it waits for that resource.
-        memory_bytes: for weights and KV; language_bytes, tower_bytes: of the weights.
-        pixels_per_token: of images whose tokens go by their size; tokens_per_image: of towers with one size.
-        min_pixels, max_pixels: between which the model's processor brings every image.
-        link_bytes_per_s: to other devices of the machine; handshake_s: before each transfer.
-        request_s: that a request takes on its way to the engine and back: gateway, HTTP, tokenising.
-        image_s, image_pixel_s: to read and resize an image, and each of its pixels as sent, before it is encoded.
-        split_s: before a prefill whose KV goes elsewhere: its reservation; split_token_s: of it, for each token.
-        feature_s: from an encode elsewhere until its feature is there, transfer apart.
-        hand_over_s: from the end of a prefill to the first step at D, transfer apart.
-        loop_s, stream_s: of a step besides the model, for each of its sequences: scheduling, its token's way out.
+        software: versions by name, at the measurement.
+        threads: number of threads that compute, on a CPU.
+        step, encode: lines of which the largest decides; for analytic profiles (compute, memory).
+        decode: lines of steps of decodes alone, sizes rising; without any, ``step`` is used. The time of a step is
+            not linear in their number: the first ones cost most.
+        compute_share, bandwidth_share: part of the device's peak that a step uses while it waits for it.
+        memory_bytes: memory for weights and KV; language_bytes, tower_bytes: sizes of the weights.
+        pixels_per_token: for images whose tokens go by their size; tokens_per_image: for towers with one size.
+        min_pixels, max_pixels: bounds to which the model's processor resizes every image.
+        link_bytes_per_s: bandwidth to other devices of the machine; handshake_s: time before each transfer.
+        request_s: time of a request on its way to the engine and back: gateway, HTTP, tokenising.
+        image_s, image_pixel_s: time to read and resize an image before its encode, and each of its pixels as sent.
+        split_s, split_token_s, feature_s, hand_over_s: see :class:`Transport`.
+        loop_s, stream_s: time of a step besides the model: scheduling; and each sequence's: its token's way out.
         split_cpu_s, split_token_cpu_s, feature_cpu_s: see :class:`Transport`.
-        transports: in place of the one that instances of a host have by themselves, by name.
-        interference: how much longer a stage takes beside another one on the device: "P/D" is P beside D;
-            interference_within: what it waits besides for one in the same process, with a core for each. "host"
+        transports: others than the one that instances of a host use by default, by name.
+        interference: share by which another stage on the device lengthens a stage: "P/D" is P beside D;
+            interference_within: the further share where both are in one process, with a core for each. "host"
             prepares images.
-        crowding: how much longer stages that want more cores than there are take than an equal part of them says.
-        cores_go_by: what gets an equal part of a CPU's cores where they are scarce: with "instance",
+        crowding: share by which stages that want more cores than there are take longer than with equal parts.
+        cores_go_by: the unit that gets an equal part of a CPU's scarce cores: with "instance",
             ``crowding_within`` is of E and P where they take turns on the cores of one instance.
-        residuals: of the fits, by stage.
-        samples: what was measured: stage, its work, seconds.
+        residuals: errors of the fits, by stage.
+        samples: the measurements: stage, its work, seconds.
     """
 
     kind: Literal["measured", "analytic"]
@@ -184,8 +184,11 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
         return max([line.seconds(num_tokens, num_sequences, context, pairs) for line in lines])
 
     def decode_lines(self, num_sequences: float) -> tuple[Line, ...]:
-        """For steps of so many decodes and nothing else: on the straight line between two sizes, and beyond the
-        largest as between the last two, but never faster than what was measured."""
+        """The lines for steps of ``num_sequences`` decodes and nothing else.
+
+        Between two measured sizes they lie on the straight line; beyond the largest size they continue the last
+        one, but are never faster than what was measured.
+        """
         if not self.decode:
             return self.step
         sizes = self.decode
@@ -206,28 +209,28 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
         return max(line.seconds(seen) for line in self.encode)
 
     def prepare_s(self, num_pixels: int) -> float:
-        """From an image as it was sent to what the tower takes."""
+        """Seconds to turn an image as it was sent into the tower's inputs."""
         return self.image_s + self.image_pixel_s * num_pixels
 
     def image_tokens(self, num_pixels: int) -> int:
-        """Of one image."""
+        """The number of prompt tokens that one image takes."""
         return self.tokens_per_image or max(round(self._seen(num_pixels) / self.pixels_per_token), 1)
 
     def over(self, transport: str) -> Self:
-        """The same over another transport. Raises ValueError for one that was not measured."""
+        """Return the same profile with another transport. Raises ValueError for one that was not measured."""
         if transport not in self.transports:
             raise ValueError(f"transport {transport!r} was not measured; 'epd-serve profile --{transport}' does")
         known = msgspec.structs.asdict(self.transports[transport])
         return msgspec.structs.replace(self, link_bytes_per_s=known.pop("bytes_per_s"), **known)
 
     def with_transport(self, known: Transport) -> Self:
-        """The same with that for the one that instances have by themselves; its link stays."""
+        """Return the same profile with ``known`` as the costs of its own transport; its link stays."""
         fields = msgspec.structs.asdict(known)
         del fields["bytes_per_s"], fields["handshake_s"]
         return msgspec.structs.replace(self, **fields)
 
     def _seen(self, num_pixels: int) -> int:
-        """What the tower sees of an image."""
+        """The pixels that the tower sees of an image, once the processor has resized it."""
         return min(max(num_pixels, self.min_pixels), self.max_pixels)
 
     def num_blocks(self, block_size: int, *, share: float, holds_tower: bool) -> int:

@@ -91,7 +91,7 @@ def _attended(tower: VisionShape, patches: int) -> float:
 
 
 def analytic_profile(shape: ModelShape, device: DeviceSpec, tensor_parallel: int = 1) -> Profile:
-    """What data sheets say; named as such in the profile."""
+    """Return a profile from the device's data sheet alone; its ``kind`` says so."""
     weights = shape.language.parameters + shape.language.hidden * shape.language.vocabulary
     tower = 0 if shape.vision is None else shape.vision.parameters
     memory = _MEMORY_SHARE * device.memory_bytes * tensor_parallel

@@ -32,13 +32,13 @@ class LanguageShape:
 
     @property
     def layer_parameters(self) -> int:
-        """Of the matrices of one layer."""
+        """Parameters in the matrices of one layer."""
         attention = 2 * self.hidden * self.head_dim * (self.num_heads + self.num_kv_heads)
         return attention + 3 * self.hidden * self.intermediate
 
     @property
     def parameters(self) -> int:
-        """That a token passes: all layers and the output head."""
+        """Parameters that a token passes: all layers and the output head."""
         return self.num_layers * self.layer_parameters + self.hidden * self.vocabulary
 
 
@@ -47,9 +47,9 @@ class VisionShape:
     """A vision transformer over square patches, ``merge`` squared of which become one token.
 
     Attributes:
-        num_matrices: of its feed-forward: 2, or 3 where it is gated.
-        tokens_per_image: of towers that see each image in one size; None: as many as its pixels make.
-        window_patches: that a patch attends to in all but ``num_full_layers`` layers; None: to all of its image.
+        num_matrices: matrices of its feed-forward: 2, or 3 where it is gated.
+        tokens_per_image: for towers that see each image in one size; None: the tokens go by its pixels.
+        window_patches: patches that one attends to in all but ``num_full_layers`` layers; None: all of its image.
     """
 
     num_layers: int
@@ -75,7 +75,7 @@ class VisionShape:
         return (self.patch_size * self.merge) ** 2
 
     def num_tokens(self, width: int, height: int) -> int:
-        """Of an image of so many pixels."""
+        """Tokens of an image of this size in pixels."""
         if self.tokens_per_image is not None:
             return self.tokens_per_image
         side = self.patch_size * self.merge
@@ -166,7 +166,7 @@ _DEFAULTS: dict[str, dict[str, int]] = {
 
 
 def shape_of(model: str) -> ModelShape:
-    """By one of :data:`KNOWN_SHAPES`' names, or from a model's directory or config.json.
+    """The shape of a model: by one of :data:`KNOWN_SHAPES`' names, or from its directory or config.json.
 
     Raises ValueError that says what is missing.
     """
@@ -188,7 +188,7 @@ def shape_of(model: str) -> ModelShape:
 
 
 def shape_from_config(config: Mapping[str, Any], name: str) -> ModelShape:
-    """From the content of a config.json. Raises ValueError for a size that is missing."""
+    """The shape in the content of a config.json. Raises ValueError for a size that is missing."""
     text = config.get("text_config") or config.get("llm_config") or config
     read = _Reader(name, text)
     hidden, heads = read("hidden_size"), read("num_attention_heads")

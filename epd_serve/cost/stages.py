@@ -21,11 +21,11 @@ _LEAST_SEQUENCE = 0.02
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageCosts:
-    """The stages of one instance.
+    """The times of one instance's stages.
 
     Attributes:
         max_batch_pixels, max_batch_tokens: what one encode and one prefill step hold.
-        mean_output_tokens: of a sequence that nobody limits further.
+        mean_output_tokens: tokens of a sequence whose request sets no lower limit.
     """
 
     encode: StageRate = PRIOR_ENCODE
@@ -36,21 +36,22 @@ class StageCosts:
     mean_output_tokens: float = PRIOR_OUTPUT_TOKENS
 
     def encode_s(self, num_pixels: float) -> float:
-        """Of images together, in batches as large as may be."""
+        """Seconds to encode images together, in the largest batches allowed."""
         return _batched_s(self.encode, num_pixels, self.max_batch_pixels)
 
     def prefill_s(self, num_tokens: float) -> float:
-        """Of prompts together, in steps as large as may be."""
+        """Seconds to prefill prompts together, in the largest steps allowed."""
         return _batched_s(self.prefill, num_tokens, self.max_batch_tokens)
 
     def step_s(self, num_sequences: float) -> float:
-        """Of one decode step."""
+        """Seconds of one decode step."""
         return self.decode.base_s + self._sequence_s * num_sequences
 
     def decode_s(self, num_sequences: float, num_active: float, num_tokens: float | None = None) -> float:
-        """What sequences of ``num_tokens`` each cost beside ``num_active`` others.
+        """Seconds that ``num_sequences`` sequences of ``num_tokens`` each cost beside ``num_active`` others.
 
-        Their own steps, and what they make those of the others longer: these have half of their tokens to go.
+        The sum of their own steps and of the time by which they lengthen the others' steps; the others are taken
+        to have half of their tokens still to come.
         """
         own = self.mean_output_tokens if num_tokens is None else min(num_tokens, self.mean_output_tokens)
         sequence_s = self._sequence_s
@@ -58,7 +59,10 @@ class StageCosts:
         return own * (self.decode.base_s + sequence_s * (num_active + num_sequences)) + others
 
     def room_s(self, num_missing: float, num_held: float, num_active: float) -> float:
-        """Until so many KV tokens are free, where ``num_held`` are freed as ``num_active`` sequences end."""
+        """Seconds until ``num_missing`` KV tokens are free.
+
+        ``num_held`` tokens become free as ``num_active`` sequences end.
+        """
         if num_missing <= 0:
             return 0.0
         if num_held <= 0 or num_active <= 0:

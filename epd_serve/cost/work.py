@@ -1,4 +1,4 @@
-"""How much there is to do, counted before anybody says how fast it goes."""
+"""Amounts of work, counted in pixels, tokens and sequences, before a cost model turns them into seconds."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ class Work(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Work of some requests at one instance.
 
     Attributes:
-        num_pixels: to be encoded.
-        num_tokens: of prompts, to be computed.
-        num_sequences: that are, or will be, decoded.
-        num_kv_tokens: whose KV has no room yet.
+        num_pixels: pixels to be encoded.
+        num_tokens: prompt tokens to be computed.
+        num_sequences: sequences that are, or will be, decoded.
+        num_kv_tokens: tokens whose KV has no room yet.
     """
 
     num_pixels: float = 0
@@ -29,7 +29,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         )
 
     def __sub__(self, other: Work) -> Work:
-        """What is left of it, nothing below zero: estimates may take away more than there was."""
+        """The work that is left, nothing below zero: estimates may take away more than there was."""
         num_pixels = self.num_pixels - other.num_pixels
         num_tokens = self.num_tokens - other.num_tokens
         num_sequences = self.num_sequences - other.num_sequences

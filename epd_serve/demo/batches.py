@@ -141,7 +141,7 @@ def _about(scene: Scene, rng: random.Random) -> Question:
 
 
 def _opening(rng: random.Random) -> str:
-    """What precedes the user's turn: mostly nothing, sometimes a system prompt or a greeting."""
+    """The text before the user's turn: mostly none, sometimes a system prompt or a greeting."""
     chance = rng.random()
     if chance < 0.18:
         return f"<|im_start|>system\n{rng.choice(SYSTEM_PROMPTS)}<|im_end|>\n"

@@ -82,7 +82,7 @@ class DemoModel:
 
 
 def image_items(rng: random.Random, per_kind: int, *, held_out: bool) -> Iterable[Item]:
-    """As many questions of every kind, each about a scene of its own."""
+    """Yield ``per_kind`` questions of every kind, each about a scene of its own."""
     wordings = HELD_OUT_WORDINGS if held_out else IMAGE_WORDINGS
     for kind in IMAGE_KINDS:
         found = 0
@@ -95,7 +95,7 @@ def image_items(rng: random.Random, per_kind: int, *, held_out: bool) -> Iterabl
 
 
 def text_items(rng: random.Random, per_kind: int, *, held_out: bool) -> Iterable[Item]:
-    """As many questions of every kind that needs no picture."""
+    """Yield ``per_kind`` questions of every kind that needs no picture."""
     for kind in TEXT_KINDS:
         for _ in range(per_kind):
             yield Item(question=text_question_of(kind, rng, held_out=held_out), image=None)

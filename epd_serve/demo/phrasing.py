@@ -41,7 +41,7 @@ def fill(template: str, slots: dict[str, str], rng: random.Random) -> str:
 
 
 def style(text: str, kind: str, rng: random.Random) -> str:
-    """The same question as different people would type it."""
+    """Rewrite a question in one of the ways in which people type."""
     if rng.random() < 0.08:
         text = _drop_small_words(text, rng)
     if rng.random() < 0.06:

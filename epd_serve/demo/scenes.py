@@ -52,7 +52,7 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """What a picture shows: its shapes in reading order and its background colour."""
+    """The contents of a picture: its shapes in reading order and its background colour."""
 
     shapes: tuple[Shape, ...]
     background: str

@@ -51,7 +51,7 @@ CONTINUED = Plan(tower_only=0.0, tower_weight=0.0, peak=0.25, decay_from=0.0)
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """How long to train, in CPU seconds and in wall-clock seconds, whichever ends first."""
+    """The length of the training, in CPU seconds and in wall-clock seconds; the one that ends first counts."""
 
     cpu: float
     wall: float

@@ -1,4 +1,4 @@
-"""How people phrase questions about a picture: the templates that training draws from.
+"""Templates of questions about a picture, as people phrase them; training draws from them.
 
 Slots: `{color}` is "color" or "colour", `{pic}` a word for picture; the others are filled in `questions`.
 """

@@ -1,4 +1,7 @@
-"""Which instance should change its role, and why: 001 (EPD), section 3.2.4. No I/O and no clock."""
+"""The controller of roles: decides about changes of instances' roles (001 EPD, section 3.2.4).
+
+No I/O and no clock.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from math import sqrt
 
-from epd_serve.elastic.options import ControllerOptions, Limits
+from epd_serve.config.elastic import ElasticConfig
+from epd_serve.elastic.options import Limits
 from epd_serve.elastic.pressure import Sample, StageLoad, capacities, load_of, sample
 from epd_serve.elastic.seen import Seen
 from epd_serve.types import Role, Stage
@@ -26,7 +30,10 @@ Layout = frozenset[tuple[str, int]]
 
 
 class Kind(StrEnum):
-    """Of a decision: why it orders something, or nothing; ``UNDECIDED`` where none could be made."""
+    """The kind of a decision: the reason for an order or for none.
+
+    ``UNDECIDED`` where no decision could be made.
+    """
 
     SWITCH = "switch"
     STARTING = "starting"
@@ -58,14 +65,14 @@ class Wish:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """What was decided at a moment.
+    """The controller's decision at one moment.
 
     Attributes:
-        order: to be carried out; None: nothing, or a dry run.
-        would: the same of a dry run.
+        order: to be carried out; None: no order, or a dry run.
+        would: the order that a dry run would have given.
         reason: in plain words.
-        pressures: of each stage as measured; 1 is what the SLO allows.
-        wish: for another number of instances.
+        pressures: of each stage as measured; at 1 it just keeps the SLO.
+        wish: a wish for another number of instances.
     """
 
     at_s: float
@@ -87,7 +94,7 @@ class _Move:
 
 
 class Controller:
-    """Feed it what is seen, about every second; it answers with a decision.
+    """Takes the state of all instances about every second, and answers with a decision.
 
     A stage that is later than the SLO allows for ``hold_s`` is answered by the one switch after which the stages
     together are least pressed as far as can be predicted, if that is less by ``hysteresis`` at least. Each stage
@@ -97,15 +104,24 @@ class Controller:
 
     Args:
         needed: stages that the deployment serves; one instance of each must always be left.
+        rebuild_s: what a switch may take beyond ``options.deadline_s``, for the new stages.
+        forget_s: for how long a layout that was left for its pressure is not gone back to at a lower one.
+        calm_s: how long the load must be low before fewer instances are wished for.
     """
 
     def __init__(
         self,
-        options: ControllerOptions,
+        options: ElasticConfig,
         limits: Limits,
         *,
         needed: Collection[Stage] = tuple(Stage),
+        rebuild_s: float = 0.0,
+        forget_s: float = 300.0,
+        calm_s: float = 60.0,
     ) -> None:
+        self._deadline_s = options.deadline_s + rebuild_s
+        self._forget_s = forget_s
+        self._calm_s = calm_s
         self.options = options
         self.limits = limits
         self._needed = frozenset(needed)
@@ -126,19 +142,19 @@ class Controller:
         self._wished_s = float("-inf")
 
     def refused(self, order: Order) -> None:
-        """It cannot be carried out, now or later: it is not given again while the instance is there."""
+        """Note that an order can never be carried out: it is not given again while the instance is there."""
         self._refused.add((order.instance, order.role))
         self.failed(order)
 
     def failed(self, order: Order) -> None:
-        """It was not carried out; another time it may be."""
+        """Note that an order was not carried out; it may be given again."""
         if order != self._order:
             return  # it was given up before, and another may be under way
         self._order = None
         self._left.pop(self._layout, None)
 
     def decide(self, now_s: float, instances: Sequence[Seen]) -> Decision:
-        """``now_s`` never runs backwards."""
+        """Decide on the state at ``now_s``, which never runs backwards."""
         if self._is_starting and (missing := self._missing(instances)):
             names = " and ".join(_NAMES[stage] for stage in missing)
             return Decision(at_s=now_s, kind=Kind.STARTING, reason=f"no instance has served {names} so far")
@@ -216,7 +232,10 @@ class Controller:
     # ------------------------------------------------------------------ parts
 
     def _foreseen(self, now_s: float, loads: Mapping[Stage, StageLoad]) -> Stage | None:
-        """A stage that has been on its way beyond the SLO for ``hold_s``."""
+        """The stage whose growing batches have been heading beyond the SLO for ``hold_s``.
+
+        None where there is none.
+        """
         soon = next((stage for stage, load in loads.items() if load.coming > _SOON_LATE), None)
         if soon is None:
             self._soon_s = None
@@ -226,7 +245,7 @@ class Controller:
         return soon if is_sure else None
 
     def _sent_since(self, instances: Sequence[Seen]) -> dict[Stage, float]:
-        """What came since the last look, to whomever."""
+        """The work of each stage that was sent to instances since the previous call."""
         before, self._sent = self._sent, {one.name: one.sent for one in instances}
         return {
             stage: sum(
@@ -242,7 +261,7 @@ class Controller:
         return [stage for stage in self._stages if stage not in served]
 
     def _heed_others(self, now_s: float, instances: Sequence[Seen]) -> None:
-        """A switch that somebody else has ordered counts for the cooldown, too; who comes back may be another."""
+        """Start the cooldown for switches ordered by others; drop refusals of instances that are gone."""
         before, self._roles = self._roles, {one.name: one.role for one in instances}
         self._refused = {(name, role) for name, role in self._refused if name in self._roles}
         own = (self._order.instance, self._order.role) if self._order is not None else None
@@ -250,7 +269,10 @@ class Controller:
             self._ordered_s = now_s
 
     def _pending(self, now_s: float, instances: Sequence[Seen]) -> tuple[Kind, str] | None:
-        """What is to be said of the last order, while it is under way."""
+        """The kind and reason to report while the last order is under way or has just failed.
+
+        None after its end.
+        """
         order = self._order
         if order is None:
             return None
@@ -258,22 +280,22 @@ class Controller:
         if seen is not None and seen.is_serving and seen.role.stages == order.role.stages:
             self._order = None
             return None
-        if seen is not None and now_s < self._ordered_s + self.options.deadline_s:
+        if seen is not None and now_s < self._ordered_s + self._deadline_s:
             return Kind.SWITCHING, f"{order.instance} is on its way from {self._from} to {order.role}"
         self.failed(order)
-        what = "is gone" if seen is None else f"is still no {order.role} after {self.options.deadline_s:g} s"
+        what = "is gone" if seen is None else f"is still no {order.role} after {self._deadline_s:g} s"
         return Kind.FAILED, f"{order.instance} {what}: the switch has failed"
 
     def _best(
         self, now_s: float, here: Sequence[Seen], loads: Mapping[Stage, StageLoad], worst: float
     ) -> tuple[_Move | None, str]:
-        """The switch that helps most; or None, and why."""
+        """The switch that helps most; None and the reason where none helps."""
         ahead_s, roles = self.options.cooldown_s, [one.role for one in here]
         before, expected = _predict(roles, loads, ahead_s)
         late = [stage for stage, load in loads.items() if load.coming > _SOON_LATE or load.pressure > 1]
         best: _Move | None = None
         is_held = is_back = False
-        for role in self.options.roles:
+        for role in map(Role.parse, self.options.roles):
             donors: dict[Role, Seen] = {}
             for one in here:  # of a role, the one that is ready first
                 if one.role == role or (one.name, role) in self._refused:
@@ -306,13 +328,13 @@ class Controller:
         return None, f"no switch is predicted to help by {self.options.hysteresis:.0%}"
 
     def _keeps_floor(self, old: Role, new: Role, others: Sequence[Role]) -> bool:
-        """Until it serves again, the instance counts for nothing: others must do what it did."""
+        """Whether the other instances cover the stages of this one, which serves none until the switch is over."""
         lost = old.stages & self._needed
         return all(any(stage in role.stages for role in others) for stage in lost)
 
     def _may_return(self, now_s: float, roles: Sequence[Role], worst: float) -> bool:
         left = self._left.get(_layout(roles))
-        if left is None or now_s - left[0] > self.options.forget_s:
+        if left is None or now_s - left[0] > self._forget_s:
             return True
         return worst > left[1] * (1 + self.options.hysteresis)
 
@@ -324,13 +346,13 @@ class Controller:
             self._order, self._from = order, move.instance.role
 
     def _too_few(self, now_s: float, stage: Stage, late: str) -> Wish | None:
-        if now_s - self._wished_s < self.options.calm_s:
+        if now_s - self._wished_s < self._calm_s:
             return None
         self._wished_s = now_s
         return Wish(change=1, role=Role.of([stage]), reason=f"{late}, and no switch helps")
 
     def _too_many(self, now_s: float, here: Sequence[Seen], loads: Mapping[Stage, StageLoad]) -> Wish | None:
-        """Where the others would be far from late without one instance, for long."""
+        """A wish for one instance less, once the rest would have stayed far from late for ``calm_s``."""
         best: tuple[float, Seen] | None = None
         for donor in here:
             others = [one.role for one in here if one is not donor]
@@ -343,7 +365,7 @@ class Controller:
             return None
         if self._calm_since is None:
             self._calm_since = now_s
-        if now_s - max(self._calm_since, self._wished_s) < self.options.calm_s:
+        if now_s - max(self._calm_since, self._wished_s) < self._calm_s:
             return None
         self._wished_s = now_s
         reason = f"without {best[1].name} every stage would stay at {best[0]:.1f} of what the SLO allows or below"
@@ -351,7 +373,7 @@ class Controller:
 
 
 def _tail(samples: Sequence[_At], since_s: float) -> Sequence[_At]:
-    """Those since then, and one before, but a few at least."""
+    """The samples after ``since_s`` and the one before them, but a few at least."""
     first = len(samples) - 1
     while first > 0 and (samples[first][0] > since_s or len(samples) - first < _FEWEST_SAMPLES):
         first -= 1
@@ -361,7 +383,7 @@ def _tail(samples: Sequence[_At], since_s: float) -> Sequence[_At]:
 def _predict(
     roles: Sequence[Role], loads: Mapping[Stage, StageLoad], ahead_s: float
 ) -> tuple[float, dict[Stage, float]]:
-    """The pressure of all stages as one, in which the highest counts most, and of each."""
+    """The predicted pressure of all stages together, in which the highest counts most, and that of each stage."""
     given = capacities(roles, loads)
     pressures = {stage: load.predicted(given[stage], ahead_s) for stage, load in loads.items()}
     return sqrt(sum(one * one for one in pressures.values())), pressures
@@ -370,8 +392,11 @@ def _predict(
 def _is_robbed(
     stage: Stage, pressures: Mapping[Stage, float], expected: Mapping[Stage, float], most: float
 ) -> bool:
-    """Whether a stage that gives an instance is made later than ``most``, that of those that get one. Decode slows
-    down by degrees; where encode or prefill is made late, queues grow without end, and all requests pass there."""
+    """Whether a switch makes a stage that gives an instance later than ``most``.
+
+    ``most`` is the highest pressure expected of the stages that it helps. Decode slows down by degrees; where
+    encode or prefill is made late, queues grow without end, and all requests pass there.
+    """
     if stage is not Stage.DECODE and expected[stage] <= 1:
         return pressures[stage] > _CALM
     return pressures[stage] > most
@@ -382,7 +407,7 @@ def _layout(roles: Sequence[Role]) -> Layout:
 
 
 def _work_s(one: Seen) -> float:
-    """About what it has to finish first."""
+    """Seconds of work, about, that the instance has to finish before a switch."""
     decoding = one.num_decoding * one.step.seconds(one.num_decoding) if one.num_decoding else 0.0
     return sum(one.queue_s.values()) + decoding
 

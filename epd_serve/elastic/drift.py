@@ -1,21 +1,23 @@
-"""Whether a workload is still the one that a deployment was planned for (TriInfer, section 4.4, "Redeploy").
+"""Drift of a workload: whether it still is the one that a deployment was planned for (TriInfer, section 4.4).
 
-Pure: requests come in as they were recorded, and what is said depends on nothing else.
+Pure: requests come in as they were recorded, and the result depends on nothing else.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from math import log, sqrt
 from statistics import fmean, pvariance
-from typing import Any
+
+from epd_serve.config.elastic import DriftConfig
 
 #: Windows are compared so often while the newer one is filled anew.
 _LOOKS = 10
+#: Standard errors that a change must be away from none.
+_CERTAINTY = 5.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,27 +31,11 @@ class Observed:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DriftOptions:
-    """Attributes:
-    num_requests: in each of the two windows that are compared.
-    factor: by which a mean must have grown or shrunk; of the share of requests with images, the odds.
-    certainty: standard errors that the change must be away from none.
-    """
-
-    num_requests: int = 200
-    factor: float = 1.5
-    certainty: float = 5.0
-
-    def __post_init__(self) -> None:
-        if self.num_requests < 20:
-            raise ValueError(f"{self.num_requests} requests tell no drift from chance; take 20 or more")
-        if not self.factor > 1 or not self.certainty > 0:
-            raise ValueError("a drift's factor must be above 1, and its certainty above 0")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Drift:
-    """A change of the workload: of what, from where to where; ``at_s`` of the request that showed it."""
+    """A change of the workload: the figure and its means before and after.
+
+    ``at_s`` of the request that showed it.
+    """
 
     at_s: float
     figure: str
@@ -63,11 +49,11 @@ class Drift:
 class DriftDetector:
     """Compares the newest requests with the first ones since the last drift.
 
-    A figure has drifted when it differs by the options' factor and more surely than by chance. Then the newest
-    requests are what the next ones are compared with.
+    A figure has drifted when it differs by the options' factor and more surely than by chance. From then on, the
+    next requests are compared with the newest ones.
     """
 
-    def __init__(self, options: DriftOptions = DriftOptions()) -> None:
+    def __init__(self, options: DriftConfig) -> None:
         self.options = options
         self._reference: list[Observed] = []
         self._recent: deque[Observed] = deque(maxlen=options.num_requests)
@@ -78,7 +64,7 @@ class DriftDetector:
         return tuple(self._recent)
 
     def observe(self, request: Observed) -> list[Drift]:
-        """What has drifted with this request; requests come in the order of their times."""
+        """Take a request, in the order of their times; return the figures that have drifted with it."""
         num = self.options.num_requests
         if len(self._reference) < num:
             self._reference.append(request)
@@ -103,11 +89,11 @@ class DriftDetector:
         ]
 
     def _lengths(self, at_s: float, figure: str, before: list[float], after: list[float]) -> Drift | None:
-        """By Welch's statistic of the logarithms: a few giants are no drift."""
+        """Compare lengths by Welch's statistic of their logarithms: a few giants are no drift."""
         old, new = [log(1 + one) for one in before], [log(1 + one) for one in after]
         error = sqrt((pvariance(old) + pvariance(new)) / len(old))
         change = abs(fmean(new) - fmean(old))
-        if change < log(self.options.factor) or change < self.options.certainty * error:
+        if change < log(self.options.factor) or change < _CERTAINTY * error:
             return None
         return Drift(at_s=at_s, figure=figure, before=fmean(before), after=fmean(after))
 
@@ -116,35 +102,24 @@ class DriftDetector:
         both = (old + new) / 2
         error = sqrt(2 * both * (1 - both) / num)
         odds = abs(_log_odds(new, num) - _log_odds(old, num))
-        if odds < log(self.options.factor) or abs(new - old) < self.options.certainty * error or new == old:
+        if odds < log(self.options.factor) or abs(new - old) < _CERTAINTY * error or new == old:
             return None
         return Drift(at_s=at_s, figure="share of requests with images", before=old, after=new)
 
     def _rate(self, at_s: float, before: Sequence[Observed], after: Sequence[Observed]) -> Drift | None:
-        """As of random arrivals, whose number in some time has a spread like its root; bursts have more."""
+        """Compare the rates.
+
+        The number of random arrivals in a time varies by about its root, that of bursts by more.
+        """
         old_s, new_s = (every[-1].at_s - every[0].at_s for every in (before, after))
         if old_s <= 0 or new_s <= 0:
             return None
         change = abs(log(old_s / new_s))
         error = sqrt(_burstiness(before) / len(before) + _burstiness(after) / len(after))
-        if change < log(self.options.factor) or change < self.options.certainty * error:
+        if change < log(self.options.factor) or change < _CERTAINTY * error:
             return None
         num = len(before) - 1
         return Drift(at_s=at_s, figure="requests a second", before=num / old_s, after=num / new_s)
-
-
-def observed(line: Mapping[str, Any]) -> Observed | None:
-    """A line of the gateway's access log; None for a request that was not served, or another line."""
-    try:
-        prompt, output = line["prompt_tokens"], line["completion_tokens"]
-        at_s = datetime.fromisoformat(line["time"]).timestamp()
-        if not isinstance(prompt, int) or not isinstance(output, int):
-            return None
-        return Observed(
-            at_s=at_s, num_prompt_tokens=prompt, num_output_tokens=output, num_images=int(line["images"])
-        )
-    except (KeyError, TypeError, ValueError):
-        return None
 
 
 def _values(every: Sequence[Observed], what: str) -> list[float]:
@@ -156,7 +131,7 @@ def _values(every: Sequence[Observed], what: str) -> list[float]:
 
 
 def _log_odds(share: float, num: int) -> float:
-    """Half a request more on both sides, so that none and all have odds, too."""
+    """The logarithm of the odds, with half a request more on both sides: shares of 0 and 1 have odds, too."""
     with_images = share * num
     return log((with_images + 0.5) / (num - with_images + 0.5))
 

@@ -1,4 +1,4 @@
-"""How hard a stage is pressed, now and with another number of instances; 1 is what the SLO allows.
+"""The pressure on a stage, now and with another number of instances; at 1 it just keeps the SLO.
 
 Encode and prefill queue: their pressure is the queue's seconds over what the SLO leaves for it. Decode shares its
 steps: its pressure is a step's seconds over the limit between two tokens. With ``n`` instances that make ``T``
@@ -36,7 +36,7 @@ class Sample:
 
     Attributes:
         num_busy: instances that had work. queue_s: seconds of it.
-        sent: what came since the sample before: seconds of encoding, sequences to decode.
+        sent: work that came since the sample before: seconds of encoding, sequences to decode.
         tokens_per_s, num_sequences: of decoding; step_s: the longest of its steps.
     """
 
@@ -53,7 +53,7 @@ class Sample:
 
 
 def sample(stage: Stage, instances: Sequence[Seen], sent: float = 0.0) -> Sample:
-    """Of those that serve the stage. Work of others is theirs to finish."""
+    """Sum up the serving instances that have the stage. The others' pending work is theirs to finish."""
     here = [one for one in instances if one.is_serving and stage in one.role.stages]
     queue_s = sum(one.waits(stage) for one in here)
     if stage is not Stage.DECODE or not here:
@@ -79,8 +79,8 @@ class StageLoad:
     """One stage over some seconds.
 
     Attributes:
-        num_instances: that served it.
-        demand: instances that the work which comes would keep busy. Of decode: within the limit between tokens.
+        num_instances: instances that served it.
+        demand: instances that the incoming work would keep busy; for decode, within the limit between tokens.
         growth: seconds of queue that each second adds.
         more: sequences that each second adds to the batches.
     """
@@ -99,7 +99,7 @@ class StageLoad:
 
     @property
     def pressure(self) -> float:
-        """As measured."""
+        """The pressure as measured."""
         if not self.num_instances:
             return UNSERVED
         waiting = self.queue_s / self.num_instances / self.limits.queue_s
@@ -117,7 +117,7 @@ class StageLoad:
         return max(now, self._step_s(self.num_instances) / self.limits.tpot_s)
 
     def predicted(self, capacity: float, ahead_s: float) -> float:
-        """The pressure ``ahead_s`` from now, if so many instances serve the stage and as much work comes."""
+        """The pressure ``ahead_s`` from now, if ``capacity`` instances serve the stage and as much work comes."""
         if capacity <= 0:
             return UNSERVED
         if self.stage is not Stage.DECODE:
@@ -135,7 +135,7 @@ class StageLoad:
         return max(step_s / self.limits.tpot_s, waiting) + max(kv - _KV_FULL, 0.0) / (1 - _KV_FULL)
 
     def _step_s(self, capacity: float) -> float:
-        """Of the batches that so many instances would have; 0 without work."""
+        """Seconds of a decode step with the batches that ``capacity`` instances would have; 0 without work."""
         if not self.tokens_per_s:
             return 0.0
         part = self.tokens_per_s * self.step.unit_s / capacity
@@ -151,11 +151,11 @@ def load_of(
     num_recent: int,
     ahead_s: float,
 ) -> StageLoad:
-    """Pressure is that of the last few samples; growth and demand, in which there is more chance, are of more.
+    """Take the pressure from the last few samples, and growth and demand, which vary more by chance, from more.
 
     Args:
         samples: with their times, all of the same instances, the newest last.
-        window: all of some seconds, whatever instances there were.
+        window: all samples of some seconds, whatever instances there were.
     """
     past = [one for _, one in window]
     sent_per_s, error_per_s = _per_s(window)
@@ -192,8 +192,11 @@ def load_of(
 
 
 def capacities(roles: Sequence[Role], loads: Mapping[Stage, StageLoad]) -> dict[Stage, float]:
-    """What instances of these roles give to each stage: those with several divide themselves by demand, but for
-    decodes, which come first in every step."""
+    """The capacity that instances of these roles give to each stage, in instances.
+
+    An instance with several stages divides itself by demand, except that it gives decode a whole instance: decodes
+    come first in every step.
+    """
     given = dict.fromkeys(loads, 0.0)
     for role in roles:
         stages = [stage for stage in loads if stage in role.stages]
@@ -207,13 +210,16 @@ def capacities(roles: Sequence[Role], loads: Mapping[Stage, StageLoad]) -> dict[
 
 
 def _most_tokens_per_s(step: StageRate, tpot_s: float) -> float:
-    """Of one instance within the limit; where no batch keeps it, with batches twice as long as one sequence."""
+    """Tokens a second of one instance within the limit.
+
+    Where no batch keeps the limit, those of a batch whose step takes twice as long as one sequence's.
+    """
     longest = max(tpot_s, 2 * step.seconds(1))
     return max((longest - step.base_s) / step.unit_s, 1.0) / longest if step.unit_s > 0 else 1e9
 
 
 def _per_s(window: Sequence[tuple[float, Sample]]) -> tuple[float, float]:
-    """What came, on average, and its standard error: of bursts as they are."""
+    """The mean of the incoming work a second, and its standard error with its bursts."""
     sent = [one.sent for _, one in window[1:]]
     if not sent:
         return 0.0, 0.0
@@ -222,7 +228,7 @@ def _per_s(window: Sequence[tuple[float, Sample]]) -> tuple[float, float]:
 
 
 def _slope(points: Sequence[tuple[float, float]]) -> float:
-    """Least squares; 0 for fewer than two moments."""
+    """The slope of the least-squares line; 0 for fewer than two moments."""
     mean_t, mean_y = fmean(t for t, _ in points), fmean(y for _, y in points)
     spread = sum((t - mean_t) ** 2 for t, _ in points)
     return sum((t - mean_t) * (y - mean_y) for t, y in points) / spread if spread else 0.0

@@ -1,4 +1,4 @@
-"""What a controller looks at: each instance's seconds of pending work, from what the instance table knows."""
+"""The controller's input: each instance's seconds of pending work, taken from the instance table."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class Seen:
 
     Attributes:
         is_serving: it takes new work. Instances that drain, rebuild or are lost do not.
-        queue_s: estimated seconds of pending work of each of its stages; of decoding only what waits for a place
-            in a step, because the rest goes on side by side.
+        queue_s: estimated seconds of pending work of each of its stages; of decoding only the sequences that wait
+            for a place in a step, because the rest goes on side by side.
         num_decoding: sequences in its steps.
         step: a decode step's seconds by sequences.
-        output_tokens: of an answer, on average.
+        output_tokens: mean tokens of an answer.
         kv_used: part of its KV blocks that is taken.
-        sent: what was sent there so far: seconds of encoding, sequences to decode.
+        sent: work that was sent there so far: seconds of encoding, sequences to decode.
     """
 
     name: str
@@ -48,11 +48,11 @@ class Seen:
 def see(table: InstanceTable) -> list[Seen]:
     """Every instance whose role is known, in the order of the deployment.
 
-    Work of a stage of which nobody has measured a rate yet counts as none: how long it takes is a guess.
+    Work of a stage whose rate nobody has measured yet counts as none: its time would be a guess.
 
     A prompt is computed once a decode instance has a place for it. Until then it is expected there, and counts as
-    waiting where it is to be prefilled; where places are what it waits for, that is the decode instance's queue.
-    What of a prompt waits for its images is the encoders' queue.
+    waiting where it is to be prefilled. The prompts that wait for such places count in the decode instance's
+    queue, and the tokens that wait for their images in the encoders' queue.
     """
     records = [record for record in table if record.role is not None]
     prompts = sum(
@@ -76,10 +76,10 @@ def see(table: InstanceTable) -> list[Seen]:
 
 
 def _part_without_images(records: Sequence[InstanceRecord], num_encodes: int) -> float:
-    """Of the tokens that are to be prefilled, those of images that are not encoded yet.
+    """The part of the tokens to be prefilled that belongs to images which are not encoded yet.
 
-    By their pixels, but no more than as many whole prompts as there are encodes: not every model family has tokens
-    for an image by its size.
+    It is estimated by their pixels, but is at most that of as many whole prompts as there are encodes: not every
+    model family has tokens for an image by its size.
     """
     prefills = [one for one in records if one.covers(Stage.PREFILL)]
     num_tokens = sum(one.pending.num_tokens for one in prefills)
@@ -99,7 +99,7 @@ def _is_full(record: InstanceRecord) -> bool:
 
 
 def _places(record: InstanceRecord) -> float:
-    """How many sequences more it could decode now."""
+    """The number of further sequences that it could decode now."""
     assert record.info is not None
     most = record.info.budgets.get("max_num_seqs", math.inf)
     return 0.0 if _used(record) > _FULL else max(most - record.load.num_running, 0.0)
@@ -111,8 +111,13 @@ def _used(record: InstanceRecord) -> float:
 
 
 def _see(record: InstanceRecord, *, held_up: float, own: float, has_images: float) -> Seen:
-    """``held_up``: prompts that wait for a place here; ``own``: of prompts elsewhere, the part that does not;
-    ``has_images``: of all prompts, the part that does not wait for images."""
+    """Estimate one instance's pending work.
+
+    Args:
+        held_up: prompts that wait for a place here.
+        own: the part of the prompts at prefill instances that waits for no place elsewhere.
+        has_images: the part of all prompts that does not wait for images.
+    """
     load, costs, role = record.load, record.costs, record.role
     assert role is not None
     queue_s: dict[Stage, float] = {}

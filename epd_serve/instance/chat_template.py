@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +17,8 @@ from epd_serve.instance.media_literals import MediaLiterals
 from epd_serve.protocol.tool_format import CALL_END, CALL_START
 from epd_serve.protocol.wire import CalledFunction, ChatMessage, PromptOptions
 
+#: Errors of a template that is given a chat which it does not know.
+_REFUSALS = (TemplateError, ValueError, TypeError, KeyError, IndexError, AttributeError)
 #: Clients send it to every model.
 _THINKING = "enable_thinking"
 _TOOL_PROMPT = """\
@@ -31,10 +34,36 @@ class ChatTemplate:
     """Renders chats of one model. Safe for use from several threads."""
 
     def __init__(self, tokenizer: Any, path: Path, literals: MediaLiterals) -> None:
+        """Raises ValueError for a template that shows no text of a chat."""
         self._tokenizer = tokenizer
         self._literals = literals
         if not tokenizer.chat_template:
             tokenizer.chat_template = _processor_chat_template(path)
+        shown, shown_of_parts = self._num_shown(as_parts=False), self._num_shown(as_parts=True)
+        self._takes_parts = shown_of_parts > shown
+        if shown == 0 and not self._takes_parts:
+            raise ValueError(f"{path}: its chat template shows no text of a chat; copy it from the model")
+
+    def _num_shown(self, *, as_parts: bool) -> int:
+        """The number of roles whose text the template shows, with contents of one form.
+
+        Some templates look for parts alone and pass over a string; some refuse a system message. -1: it refuses
+        the chat, or there is none.
+        """
+        words = {role: f"word-{role}" for role in ("system", "user", "assistant")}
+        most = -1
+        for roles in (
+            ("system", "user", "assistant", "user"),
+            ("user", "assistant", "user"),
+        ):  # no system for some
+            chat = [{"role": one, "content": _as_parts(words[one]) if as_parts else words[one]} for one in roles]
+            try:
+                text = self._tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+            except _REFUSALS:
+                continue
+            # in quotation marks: a list that is written as Python or JSON writes it
+            most = max(most, sum(word in text and not re.search(f"['\"]{word}", text) for word in words.values()))
+        return most
 
     @cached_property
     def _known_names(self) -> frozenset[str]:
@@ -62,6 +91,9 @@ class ChatTemplate:
         tools = json.loads(options.tools) if options.tools else None
         native = "tools" in self._known_names
         rendered = [_message(m) for m in messages] if native else _without_tools(messages, tools)
+        if self._takes_parts:
+            for message in rendered:
+                message["content"] = _as_parts(message["content"])
         shown: list[Any] = [rendered, tools if native else None, self._arguments(options)]
         mark = self._literals.mark_for(shown)
         rendered, tools, arguments = self._literals.marked(shown, mark) if mark else shown
@@ -74,7 +106,7 @@ class ChatTemplate:
                 continue_final_message=options.continue_final_message,
                 **arguments,
             )
-        except (TemplateError, ValueError, TypeError, KeyError, IndexError) as error:
+        except _REFUSALS as error:
             raise InvalidRequest(
                 f"the model's chat template refuses these messages: {error}", param="messages"
             ) from error
@@ -154,6 +186,11 @@ def _content(message: ChatMessage) -> Any:
     if all(part.type == "text" for part in message.content):
         return "".join(part.text for part in message.content)
     return [{"type": "text", "text": p.text} if p.type == "text" else {"type": "image"} for p in message.content]
+
+
+def _as_parts(content: Any) -> Any:
+    """A message's content as a list of parts, in whichever of the two forms it is."""
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 def _processor_chat_template(path: Path) -> str | None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from device.transport import TRANSPORTS
-from epd_serve.config.options import MIN_SEGMENT_BYTES, InstanceOptions
+from epd_serve.config.options import InstanceOptions
+from epd_serve.config.sections import MIN_SEGMENT_BYTES
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.feature_store import EmbeddedFeatureStore, FeatureStore, StoreObserver
 from epd_serve.transfer.mooncake import MooncakeOptions, StoreClient
@@ -16,15 +17,16 @@ from epd_serve.transfer.transport import Transport
 def start_transport(options: InstanceOptions, device_type: str) -> Transport:
     """Raises ValueError where mooncake is asked for and missing, or does not reach the device's memory so."""
     transport = _start_transport(options, device_type)
-    if options.link_bandwidth is None and not options.link_latency_ms:
+    link = options.link
+    if link.bandwidth is None and not link.latency_ms:
         return transport
-    return ShapedTransport(transport, options.link_bandwidth, options.link_latency_ms / 1000)
+    return ShapedTransport(transport, link.bandwidth, link.latency_ms / 1000)
 
 
 def _start_transport(options: InstanceOptions, device_type: str) -> Transport:
-    if options.kv_transport == "mooncake":
+    if options.kv_transfer.transport == "mooncake":
         return MooncakeTransport(_mooncake_options(options, device_type))
-    return EmbeddedTransport(options.host, options.kv_transport, _timeout_s(options))
+    return EmbeddedTransport(options.host, options.kv_transfer.transport, _timeout_s(options))
 
 
 def start_feature_store(
@@ -37,7 +39,7 @@ def start_feature_store(
     local = EmbeddedFeatureStore(transport, options.feature_store_bytes, observe)
     if options.feature_store == "embedded" or not (options.role.encodes or options.role.prefills):
         return local
-    if options.mooncake_master is None:
+    if options.mooncake.master is None:
         raise ValueError("feature_store mooncake needs the address of its master")
     segment_bytes = options.feature_store_bytes if options.role.encodes else 0
     if 0 < segment_bytes < MIN_SEGMENT_BYTES:
@@ -45,7 +47,7 @@ def start_feature_store(
     mooncake = _mooncake_options(options, device_type)
     client = StoreClient(
         mooncake,
-        options.mooncake_master,
+        options.mooncake.master,
         segment_bytes,
         engine=transport.engine if isinstance(transport, MooncakeTransport) else None,
     )
@@ -54,7 +56,7 @@ def start_feature_store(
 
 def _mooncake_options(options: InstanceOptions, device_type: str) -> MooncakeOptions:
     capability = TRANSPORTS[device_type]
-    protocol = options.mooncake_protocol
+    protocol = options.mooncake.protocol
     if protocol == "auto":
         protocol = capability.mooncake_protocols[0]  # type: ignore[assignment]
     if protocol not in capability.mooncake_protocols:
@@ -65,8 +67,8 @@ def _mooncake_options(options: InstanceOptions, device_type: str) -> MooncakeOpt
     return MooncakeOptions(
         host=options.host,
         protocol=protocol,
-        devices=options.mooncake_devices or "",
-        staging_bytes=options.mooncake_staging_bytes,
+        devices=options.mooncake.devices or "",
+        staging_bytes=options.mooncake.staging_bytes,
         timeout_s=_timeout_s(options),
         alignment_bytes=capability.alignment_bytes,
         max_regions=capability.max_regions,

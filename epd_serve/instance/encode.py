@@ -21,7 +21,7 @@ from epd_serve.errors import PREPARATION_FULL, WEDGED, InstanceFailed, InvalidRe
 from epd_serve.instance.peers import Peers
 from epd_serve.instance.request_processor import S_PER_PIXEL, RequestProcessor
 from epd_serve.media.decoder_pool import DecoderPool
-from epd_serve.models.family import Family, TowerInputs
+from epd_serve.models.family import Family, TowerInputs, blank
 from epd_serve.models.tower import Tower
 from epd_serve.protocol.wire import EncodeReply, EncodeRequest, MediaRef
 from epd_serve.sched.aligned import AlignedBatches
@@ -32,6 +32,9 @@ from epd_serve.worker.dual_stream import TowerStream
 logger = logging.getLogger(__name__)
 
 _RETRY_ROOM_S = 0.02
+#: Of a consumer's patience, how long an item waits for its turn here: less than the half and the quarter after
+#: which the gateway takes an encoder for stalled; and where the consumer is this instance, as nobody else is left.
+_PART, _OWN_PART = 0.2, 0.8
 _ANNOUNCE_TIMEOUT_S = 60.0
 _PROBE_SIZE = (56, 56)
 _PROBE_TICK_S = 0.02
@@ -76,6 +79,7 @@ class EncodeService:
         may_start: asked on the event loop before each batch; while it says no, items wait. Whoever makes it say
             yes again calls :meth:`reconsider` afterwards. It must say yes while nothing else runs.
         decoders: decode images. processor: preprocesses them.
+        feature_timeout_s: how long consumers wait for a feature.
         on_delivered: told of each item that its consumer has: request id, mm_hash, when the call came, when the
             batch began and ended, for metrics.
         on_batch: told of each batch: images, begin, end; on the tower's thread.
@@ -94,6 +98,7 @@ class EncodeService:
         *,
         decoders: DecoderPool,
         processor: RequestProcessor,
+        feature_timeout_s: float,
         url: str = "",
         may_start: Callable[[], bool] = lambda: True,
         stream: TowerStream,
@@ -107,6 +112,7 @@ class EncodeService:
         self._decoders = decoders
         self._url = url
         self._processor = processor
+        self._feature_timeout_s = feature_timeout_s
         self._may_start = may_start
         self._stream = stream
         self._loop = asyncio.get_running_loop()
@@ -193,7 +199,7 @@ class EncodeService:
         )
 
     def _encode_nothing(self, tower: Tower) -> None:
-        inputs = self._family.preprocess(Image.new("RGB", _PROBE_SIZE))
+        inputs = self._family.preprocess(blank(_PROBE_SIZE))
         with self._stream.encoding(_PROBE_SIZE[0] * _PROBE_SIZE[1]):
             tower.encode([inputs])
 
@@ -285,7 +291,9 @@ class EncodeService:
         item: _Item | None = None
         self.num_waiting_pixels += num_pixels
         try:
-            inputs, begun_s = await self._prepared(request.media, request.ref)
+            inputs, begun_s = await self._prepared(
+                request.media, request.ref, is_own=request.announce_to == self._url
+            )
             item = _Item(
                 request.ref.mm_hash,
                 inputs,
@@ -302,13 +310,14 @@ class EncodeService:
             if item in self._waiting:
                 self._waiting.remove(item)
 
-    async def _prepared(self, media: bytes, ref: MediaRef) -> tuple[TowerInputs, float]:
-        """What the tower takes, and when this began."""
+    async def _prepared(self, media: bytes, ref: MediaRef, *, is_own: bool = False) -> tuple[TowerInputs, float]:
+        """What the tower takes, and when this began. ``is_own``: of an item that this instance itself needs."""
         size = ref.width, ref.height
-        async with self._processor.place("media", size[0] * size[1] * S_PER_PIXEL) as place:
+        timeout_s = self._feature_timeout_s * (_OWN_PART if is_own else _PART)
+        async with self._processor.place("media", size[0] * size[1] * S_PER_PIXEL, timeout_s) as place:
             begun_s = time.monotonic()
             async with self._decoders.decoded(media, size, place, low_detail=ref.low_detail) as pixels:
-                return await place.run(lambda: self._family.preprocess(pixels.image())), begun_s
+                return await place.run(self._family.preprocess, pixels), begun_s
 
     async def _run(self) -> None:
         while True:

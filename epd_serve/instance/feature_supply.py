@@ -10,7 +10,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from epd_serve.config.options import FeaturePrefetch
+from epd_serve.config.sections import FeaturePrefetch
 from epd_serve.protocol.wire import FeatureEvent
 
 _MAX_UNUSED = 4096

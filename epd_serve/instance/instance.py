@@ -16,17 +16,19 @@ from torch import Tensor
 from device.base import Device
 from device.registry import get_device
 from epd_serve.config import InstanceOptions
+from epd_serve.config.model_files import check_model_files
 from epd_serve.config.role_files import in_role, remember
 from epd_serve.errors import DRAINING, Unavailable
-from epd_serve.instance.calls import StageCalls
+from epd_serve.instance.calls import ControlCalls
+from epd_serve.instance.context import InstanceContext
 from epd_serve.instance.data_plane import start_feature_store, start_transport
 from epd_serve.instance.decode import DecodeService
 from epd_serve.instance.encode import EncodeService
 from epd_serve.instance.feature_supply import FeatureSupply
 from epd_serve.instance.kv_delivery import Pulls
-from epd_serve.instance.language_parts import LanguageParts, Surroundings
-from epd_serve.instance.language_stages import LanguageStages, end_process
-from epd_serve.instance.leaving import Leaving
+from epd_serve.instance.language_engine import LanguageEngine, end_process
+from epd_serve.instance.language_weights import LanguageWeights
+from epd_serve.instance.lifecycle import Lifecycle
 from epd_serve.instance.metrics import InstanceMetrics
 from epd_serve.instance.peers import Peers
 from epd_serve.instance.prefill import PrefillService
@@ -35,8 +37,6 @@ from epd_serve.instance.refusals import Refusals, left
 from epd_serve.instance.registration import identity, in_present_role
 from epd_serve.instance.reports import Reporter
 from epd_serve.instance.request_processor import RequestProcessor, num_media_threads
-from epd_serve.instance.status import StatusCalls
-from epd_serve.instance.switching import Switching
 from epd_serve.instance.tracing import StageTracing
 from epd_serve.media.decoder_pool import DecoderPool
 from epd_serve.media.picture import MediaLimits
@@ -48,7 +48,6 @@ from epd_serve.models.tower import Tower
 from epd_serve.protocol import wire
 from epd_serve.protocol.addresses import url_of
 from epd_serve.sched.encode import EncodeGate
-from epd_serve.sched.language import ScheduleOutput
 from epd_serve.topology import SwitchState
 from epd_serve.transfer.feature_store import FeatureStore
 from epd_serve.types import Role
@@ -71,7 +70,7 @@ class Instance:
         self.options = options
         self.url = url_of(options.host, options.port)
         self.ready = False
-        self.language: LanguageStages | None = None
+        self.language: LanguageEngine | None = None
         self._path = Path(options.model)
         self._device: Device = get_device(options.devices[0])
         self._streams = DualStream(options, self._device)
@@ -85,16 +84,16 @@ class Instance:
         self.pulls = Pulls()
         self.rates = StageRates(time.monotonic)
         self.refusals = Refusals(options.name)
-        self.switching = Switching(self, options.role)
-        self.leaving = Leaving(self)
+        self.lifecycle = Lifecycle(self, options.role)
         self._is_ending = False
         self.reports = Reporter(self.load, self.check_started, state=self._state)
-        self._parts: LanguageParts | None = None
+        self._weights: LanguageWeights | None = None
 
     async def start(self) -> None:
         """Load what the role needs. Raises ValueError for a model or device that cannot serve it."""
         options = self.options
         self._loop = asyncio.get_running_loop()
+        await asyncio.to_thread(check_model_files, self._path)
         self._family: Family = await asyncio.to_thread(load_family, self._path)
         self._dtype = resolve_dtype(options.dtype, self._family.config)
         check_dtype(self._dtype, self._device)
@@ -108,8 +107,6 @@ class Instance:
         self._processor = RequestProcessor(
             num_media_threads(options.threads),
             queue_timeout_s=options.queue_timeout_s,
-            # before the gateway, which gives an encoder half of it and the next a quarter, takes it for a stall
-            media_timeout_s=min(options.queue_timeout_s, options.feature_timeout_s / 5),
             observe=self.metrics.prepared,
         )
         self._encode = EncodeService(
@@ -120,6 +117,7 @@ class Instance:
                 num_media_threads(options.threads), cpu_s=options.media_cpu_s, limits=_MEDIA_LIMITS
             ),
             processor=self._processor,
+            feature_timeout_s=options.feature_timeout_s,
             on_delivered=self.metrics.timeline.encoded,
             on_batch=self.metrics.encoded_batch,
             on_encoded=self._tower_computed,
@@ -150,15 +148,15 @@ class Instance:
         if role.encodes:
             await self._encode.warm_up(lambda tower: self._batching.find_image_budget(tower, self._family))
         if role.has_language_model:
-            around = self._surroundings()
-            if self._parts is None:  # known before the stages, which may fail: others use them then
-                self._parts = await asyncio.to_thread(LanguageParts, around, at_once=self.ready)
-            language = await asyncio.to_thread(LanguageStages, around, self._parts)
+            context = self._context()
+            if self._weights is None:  # known before the engine, which may fail: others use them then
+                self._weights = await asyncio.to_thread(LanguageWeights, context, at_once=self.ready)
+            language = await asyncio.to_thread(LanguageEngine, context, self._weights, self._encode)
             language.start()
             self.language = language
 
-    def _surroundings(self) -> Surroundings:
-        return Surroundings(
+    def _context(self) -> InstanceContext:
+        return InstanceContext(
             options=self.options,
             path=self._path,
             url=self.url,
@@ -178,12 +176,11 @@ class Instance:
             metrics=self.metrics,
             rates=self.rates,
             spawn=self._spawn,
-            stepped=self._stepped,
         )
 
     async def close(self) -> None:
         """Stop threads and give back memory."""
-        await self.switching.settled()
+        await self.lifecycle.settled()
         self.ready = False
         for task in list(self._tasks):
             task.cancel()
@@ -192,8 +189,8 @@ class Instance:
         await self._encode.close()
         if self.language is not None:
             await asyncio.to_thread(self.language.close)
-        if self._parts is not None:
-            await asyncio.to_thread(self._parts.close)
+        if self._weights is not None:
+            await asyncio.to_thread(self._weights.close)
         await self._peers.close()
         await asyncio.to_thread(self._store.close)
         self._transport.close()
@@ -207,13 +204,13 @@ class Instance:
 
     def routes(self) -> list[tuple[str, str, Callable[[bytes], Any]]]:
         """(method, path, handler) of the control server; see :mod:`epd_serve.protocol.wire`."""
-        parts = (StatusCalls(self), self.reports, StageCalls(self), self.switching, self.leaving)
+        parts = (ControlCalls(self), self.reports, self.lifecycle)
         return [route for part in parts for route in part.routes()]
 
     @property
     def draining(self) -> bool:
         """Whether it takes nothing new, as its process is to end."""
-        return self._is_ending or self.leaving.is_on
+        return self._is_ending or self.lifecycle.is_leaving
 
     def check_started(self) -> None:
         """Raise Unavailable until the model is loaded."""
@@ -223,7 +220,7 @@ class Instance:
     def check_ready(self) -> None:
         """Raise Unavailable while there are no stages."""
         self.check_started()
-        if self.switching.machine.state is SwitchState.REBUILDING:
+        if self.lifecycle.machine.state is SwitchState.REBUILDING:
             raise left(self.options.name)
 
     def check_accepting(self) -> None:
@@ -231,7 +228,7 @@ class Instance:
         self.check_ready()
         if self.draining:
             raise Unavailable(f"instance {self.options.name} is being shut down", code=DRAINING)
-        if not self.switching.machine.is_serving:
+        if not self.lifecycle.machine.is_serving:
             raise left(self.options.name)
 
     async def drained(self) -> None:
@@ -253,7 +250,7 @@ class Instance:
         self.check_started()
         return in_present_role(
             self._identity,
-            self.switching.machine,
+            self.lifecycle.machine,
             self.language,
             ready=self._state()[0],
             load=self.load(),
@@ -317,7 +314,7 @@ class Instance:
         """What the prefill stage has features from, likewise."""
         return self._stages("prefill", self.options.role.prefills).supply
 
-    def _stages(self, what: str, has_it: bool) -> LanguageStages:
+    def _stages(self, what: str, has_it: bool) -> LanguageEngine:
         self.check_ready()
         if self.language is None or not has_it:
             message = f"instance {self.options.name} has role {self.options.role} and does not {what}"
@@ -328,20 +325,27 @@ class Instance:
 
     def _state(self) -> tuple[bool, int]:
         """Whether it takes work, and its epoch."""
-        machine = self.switching.machine
+        machine = self.lifecycle.machine
         return self.ready and not self.draining and machine.is_serving, machine.epoch
 
     def state_changed(self) -> None:
+        """Tell those that listen to reports."""
         self.reports.state_changed()
 
     def send_away(self, *, begun: bool, late: bool) -> None:
-        """See :class:`~epd_serve.instance.switching.Stages`."""
+        """Refuse requests that have not begun; with ``begun``, give up those that can go on elsewhere as well.
+
+        Their KV goes there too, unless it is ``late``.
+        """
         if self.language is not None:
             self.language.send_away(begun=begun, late=late)
         self.refusals.refuse(begun=begun)
 
     async def rebuild(self, role: Role) -> None:
-        """Serve another role from now on. Weights stay where they fit and are needed, or may be soon."""
+        """Serve another role from now on; nothing may be in use. Raises whatever keeps its stages from being made.
+
+        Weights stay where they fit and are needed, or may be soon.
+        """
         old, options = self.options, in_role(self.options, role)
         remember(options)
         if self.language is not None:
@@ -349,11 +353,11 @@ class Instance:
             self.language = None
         lends = old.feature_store == "mooncake" and old.role.stages != role.stages
         self.options = options
-        if self._parts is not None and not (role.has_language_model and self._parts.followers is None):
-            self._parts.forget(self._transport)
-            if self._device.type != "cpu" or self._parts.followers is not None:
-                await asyncio.to_thread(self._parts.close)
-                self._parts = None
+        if self._weights is not None and not (role.has_language_model and self._weights.followers is None):
+            self._weights.forget(self._transport)
+            if self._device.type != "cpu" or self._weights.followers is not None:
+                await asyncio.to_thread(self._weights.close)
+                self._weights = None
         if self._device.type != "cpu" and not role.encodes:
             self._encode.unload()
         if lends or old.feature_store_bytes != options.feature_store_bytes:
@@ -369,20 +373,12 @@ class Instance:
         assert self.language is not None
         await self.language.inbox.take(request_id, item, feature)
 
-    def _stepped(self, output: ScheduleOutput, seconds: float) -> None:
-        self.metrics.stepped(output, seconds)
-        self.rates.stepped(output, seconds)
-        assert self.language is not None
-        self._streams.language.stepped(output, seconds, self.language.engine.num_running)
-        self._batching.stepped(output, seconds)
-        self._encode.reconsider()
-
     def _tower_computed(self, num_images: int, num_pixels: int, seconds: float, busy_s: float) -> None:
         self.metrics.tower_computed(num_images, num_pixels, seconds)
         self.rates.encoded(num_pixels, busy_s)
 
     def _may_encode(self) -> bool:
-        if self.options.batching_encodes == "concurrent" or self._gate.may_start():
+        if self.options.batching.encodes == "concurrent" or self._gate.may_start():
             return True
         self._loop.call_later(_ASK_AGAIN_S, self._encode.reconsider)
         return False

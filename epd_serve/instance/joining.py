@@ -9,10 +9,9 @@ from contextlib import suppress
 
 import msgspec
 
-from epd_serve.backends.base import InstanceLost
 from epd_serve.backends.http_call import HttpCall
 from epd_serve.backends.http_client import HttpPool
-from epd_serve.errors import ServeError
+from epd_serve.errors import InstanceLost, ServeError
 
 logger = logging.getLogger(__name__)
 

@@ -27,6 +27,7 @@ from epd_serve.instance.http import BrokenStream, ControlHttp, control_server_ap
 from epd_serve.instance.instance import Instance
 from epd_serve.instance.joining import Joining
 from epd_serve.protocol.browsers import NoBrowsers
+from epd_serve.rpc.descriptors import raise_limit
 from epd_serve.rpc.sockets import watch_accepted
 
 logger = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ def run_instance(options: InstanceOptions) -> None:
     logging.getLogger("uvicorn.error").addFilter(_is_no_broken_stream)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    raise_limit()
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     if options.threads is not None:
         get_device("cpu").set_threads(options.threads)

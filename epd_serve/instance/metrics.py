@@ -10,7 +10,7 @@ from typing import TypeVar, get_args
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from epd_serve.config.options import FeatureStoreKind
+from epd_serve.config.sections import FeatureStoreKind
 from epd_serve.instance.feature_supply import FetchTiming
 from epd_serve.instance.request_processor import Kind, Preparation
 from epd_serve.instance.tracing import StageTracing

@@ -75,6 +75,8 @@ class PromptProcessor:
         Raises ValueError for a tokenizer whose tokens the model does not have.
         """
         self.tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        if not self.tokenizer("a", add_special_tokens=False).input_ids:
+            raise ValueError(f"{path}: its tokenizer makes no token of a letter; copy its files from the model")
         vocab_size = family.config.get_text_config().vocab_size
         if len(self.tokenizer) > vocab_size:
             raise ValueError(

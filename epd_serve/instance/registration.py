@@ -10,7 +10,7 @@ import msgspec
 import torch
 
 from epd_serve.config import InstanceOptions
-from epd_serve.instance.language_stages import LanguageStages
+from epd_serve.instance.language_engine import LanguageEngine
 from epd_serve.models.family import Family
 from epd_serve.protocol import wire
 from epd_serve.protocol.addresses import url_of
@@ -53,7 +53,7 @@ def identity(
 def in_present_role(
     identity: wire.InstanceInfo,
     machine: RoleSwitch,
-    language: LanguageStages | None,
+    language: LanguageEngine | None,
     *,
     ready: bool,
     load: wire.Load,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import math
 import os
 import time
 from collections.abc import AsyncGenerator, Callable
@@ -74,7 +75,7 @@ class RequestProcessor:
     Args:
         num_threads: for media; text has one.
         max_waiting: items of one kind that may wait; more are refused.
-        queue_timeout_s, media_timeout_s: how long text and media may wait for their turn.
+        queue_timeout_s: how long an item may wait for its turn.
         observe: told of each item that was processed.
 
     Attributes:
@@ -86,16 +87,14 @@ class RequestProcessor:
         num_threads: int,
         *,
         queue_timeout_s: float,
-        media_timeout_s: float | None = None,
         max_waiting: int = 4096,
         clock: Callable[[], float] = time.monotonic,
         observe: Callable[[Preparation], None] = lambda preparation: None,
     ) -> None:
-        media_s = queue_timeout_s if media_timeout_s is None else media_timeout_s
         self._lanes: dict[Kind, _Lane] = {
             "text": _Lane("text", (1, _TEXT_ASIDE), queue_timeout_s, max_waiting, clock),
             "media": _Lane(
-                "media", (num_threads, max(num_threads, _MIN_MEDIA_ASIDE)), media_s, max_waiting, clock
+                "media", (num_threads, max(num_threads, _MIN_MEDIA_ASIDE)), queue_timeout_s, max_waiting, clock
             ),
         }
         self._clock = clock
@@ -120,12 +119,16 @@ class RequestProcessor:
             return await place.run(function, *args, **kwargs)
 
     @asynccontextmanager
-    async def place(self, kind: Kind, cost_s: float) -> AsyncGenerator[Place]:
-        """A place of that kind, for work of several parts. Raises as :meth:`run`."""
+    async def place(self, kind: Kind, cost_s: float, timeout_s: float = math.inf) -> AsyncGenerator[Place]:
+        """A place of that kind, for work of several parts. Raises as :meth:`run`.
+
+        Args:
+            timeout_s: how long the wait may be, where that is less than ``queue_timeout_s``.
+        """
         lane, queued_at = self._lanes[kind], self._clock()
         turns = lane.aside if cost_s > LONG_S else lane.first
-        await turns.take(cost_s)
-        place, started_at = Place(lane, turns, cost_s), self._clock()
+        await turns.take(cost_s, timeout_s)
+        place, started_at = Place(lane, turns, cost_s, timeout_s), self._clock()
         try:
             yield place
         finally:
@@ -173,10 +176,11 @@ class Place:
         name: of the place, for traces.
     """
 
-    def __init__(self, lane: _Lane, turns: Turns, cost_s: float) -> None:
+    def __init__(self, lane: _Lane, turns: Turns, cost_s: float, timeout_s: float) -> None:
         self._lane = lane
         self._turns: Turns | None = turns
         self._cost_s = cost_s
+        self._timeout_s = timeout_s
         self._num_running = 0
         self._is_left = False
         self.name = heapq.heappop(lane.names)
@@ -204,7 +208,7 @@ class Place:
     async def wait_aside(self) -> None:
         """Leave the place to others, and return when there is room beside them. Raises Unavailable."""
         self._free()
-        await self._lane.aside.take(self._cost_s)
+        await self._lane.aside.take(self._cost_s, self._timeout_s)
         self._turns = self._lane.aside
         self.name = heapq.heappop(self._lane.names)
 

@@ -35,11 +35,11 @@ _TAIL_LINES = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ApplyLimits:
-    """Of each step.
+    """The time limits of each step of a change.
 
     Attributes:
-        deadline_s: after so long it has failed; a process that it ends gets its time to end beyond that.
-        patience_s: answers may end where they are for so long; then they go on at other instances.
+        deadline_s: time after which a step has failed; a process that it ends gets its time to end beyond that.
+        patience_s: time in which answers may end where they are; then they go on at other instances.
     """
 
     deadline_s: float = 300.0
@@ -50,15 +50,15 @@ DEFAULT_LIMITS = ApplyLimits()
 
 
 class ApplyStopped(ValueError):
-    """A step failed. What was done before stays, the deployment serves, and another apply goes on from there."""
+    """A step failed. The steps before it stay, the deployment serves, and another apply goes on from there."""
 
 
 class Applier:
-    """One change at a time.
+    """Carries out one change of the deployment at a time.
 
     Args:
-        before_start: is told of each process that will be added.
-        told: hears what is done, besides whoever asked for it.
+        before_start: called with each process that will be added.
+        told: called with each step and note, besides the function that the caller of ``apply`` gives.
     """
 
     def __init__(
@@ -80,20 +80,20 @@ class Applier:
 
     @property
     def config(self) -> DeploymentConfig:
-        """What was applied last."""
+        """The deployment that was applied last."""
         return self._holdings.config
 
     async def plan(self, config: DeploymentConfig) -> Difference:
-        """What :meth:`apply` would do. Raises ValueError for what cannot be done."""
+        """The change that :meth:`apply` would make. Raises ValueError for a change that is impossible."""
         return (await self._checked(config))[1]
 
     async def apply(
         self, config: DeploymentConfig, limits: ApplyLimits, tell: Callable[[str], None] = lambda text: None
     ) -> None:
-        """Return when the deployment is what ``config`` says; ``tell`` hears of each step and note.
+        """Return when the deployment is as ``config`` describes it; ``tell`` is called with each step and note.
 
-        It goes on to its end whoever waits for it. Raises ValueError for what cannot be done, also while another
-        change is under way, and ApplyStopped where a step failed.
+        The change goes on to its end even if the caller is cancelled. Raises ValueError for a change that is
+        impossible, also while another change is under way, and ApplyStopped where a step failed.
         """
         if self._is_called_off:
             raise ValueError("the deployment is being stopped")
@@ -104,13 +104,13 @@ class Applier:
         await asyncio.shield(self._task)
 
     def call_off(self) -> None:
-        """Give up what is under way: the deployment is about to end. :meth:`close` must still be awaited."""
+        """Give up the change under way: the deployment is about to end. :meth:`close` must still be awaited."""
         self._is_called_off = True
         if self._task is not None:
             self._task.cancel()
 
     async def close(self) -> None:
-        """Return when nothing of it goes on."""
+        """Return when no change is under way."""
         if self._task is not None:
             await asyncio.gather(self._task, return_exceptions=True)
 
@@ -207,7 +207,7 @@ class Applier:
                 raise ApplyStopped(self._stopped(steps, number, error)) from error
 
     async def _hold(self, seconds: float, deadline: Deadline) -> None:
-        """For so long the controller keeps still."""
+        """Let the controller give no orders for this time."""
         await self._order("POST", "/hold", {"seconds": seconds}, deadline)
 
     async def _take(self, step: Step, found: Difference, deadline: Deadline, patience_s: float) -> None:
@@ -273,7 +273,7 @@ class Applier:
         return answer
 
     async def _tell_gateway(self, deadline: Deadline) -> None:
-        """Have it take the instances over that there are now."""
+        """Have the gateway take over the present instances."""
         self._holdings.write_gateway_file(self._holdings.config)
         await self._order("POST", "/reload", {}, deadline)
 

@@ -1,4 +1,4 @@
-"""When a process that has died is started again."""
+"""Waiting times before a process that has died is started again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Backoff:
     Attributes:
         first_s: wait before the first new start.
         limit_s: longest wait.
-        well_after_s: how long a process must have been ready for its earlier deaths to be forgotten.
+        well_after_s: time for which a process must have been ready for its earlier deaths to be forgotten.
     """
 
     first_s: float = 1.0

@@ -1,4 +1,4 @@
-"""From a deployment to the command lines and environments of its processes."""
+"""The command lines and environments of a deployment's processes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class PreparedInstance:
     """One instance of a deployment before there is a process of it.
 
     Attributes:
-        variables: that its devices ask for. own_variables: those that no other process may have.
+        variables: variables that its devices need. own_variables: those that no other process may have.
         chose_threads: whether the number of its threads merely follows from that of all instances.
     """
 
@@ -97,7 +97,10 @@ def prepare_instances(
 
 
 def with_cluster_key(config: DeploymentConfig, environment: Mapping[str, str]) -> dict[str, str]:
-    """For the gateway and all instances: they have one key, also where its file says another one by now."""
+    """The environment of the gateway and all instances, with the one key that they share.
+
+    They keep that key even if its file holds another one by now.
+    """
     key = config.read_cluster_key()
     return {**environment} if key is None else {**environment, CLUSTER_KEY: key}
 
@@ -108,7 +111,7 @@ def spec_of(config: DeploymentConfig, instance: PreparedInstance, environment: M
     return ProcessSpec(
         name=options.name,
         label=f"{options.role} on {', '.join(dict.fromkeys(devices))}",
-        command=(*PROGRAM, "instance", *options.to_arguments(), "--parent-pid", str(os.getpid())),
+        command=(*PROGRAM, "instance", "--options", options.to_json(), "--parent-pid", str(os.getpid())),
         environment={
             "GLIBC_TUNABLES": HEAP_TUNABLES,
             **_common(environment),
@@ -196,8 +199,8 @@ def gateway_spec(
 ) -> ProcessSpec:
     """The gateway's process; ``environment`` as of :func:`with_cluster_key`.
 
-    ``config_file`` holds ``config`` as it is, command-line changes included, with the instances by name;
-    ``orders`` is the socket on which the gateway takes the launcher's orders.
+    ``config_file`` holds ``config``, command-line changes included, with the instances by name; ``orders`` is the
+    socket on which the gateway takes the launcher's orders.
     """
     command = [*PROGRAM, "proxy", "--config", str(config_file)]
     if orders is not None:
@@ -227,9 +230,10 @@ def _common(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def threads_each(num_ranks: int, environment: Mapping[str, str], share: DeviceShare | None) -> int:
-    """As many as the cores of its share.
+    """The threads of an instance: the number of cores in its share.
 
-    Without one the user's OMP_NUM_THREADS if it is a number, else an equal part of the cores this process may use.
+    Without a share, the user's OMP_NUM_THREADS if it is a number, else an equal part of the cores this process may
+    use.
     """
     if share is not None:
         return max(1, round(share.share * len(os.sched_getaffinity(0))))
@@ -269,7 +273,7 @@ def visibility(devices: Sequence[str], environment: Mapping[str, str]) -> tuple[
 
 
 def _shown(device: str, variable: str, allowed: str | None) -> str:
-    """What the variable calls a device of which this process itself may see only those ``allowed``."""
+    """The device's name in the variable, where this process itself may see only the devices ``allowed``."""
     index = device.partition(":")[2]
     if allowed is None:
         return index

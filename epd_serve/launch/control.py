@@ -1,4 +1,4 @@
-"""How ``epd-serve apply`` reaches the launcher: one line of JSON there, lines of JSON back, over a Unix socket."""
+"""The launcher's control socket, for ``epd-serve apply``: one line of JSON there, lines of JSON back."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _MAX_LINE_BYTES = 1 << 24
 
 
 class ApplyRequest(msgspec.Struct, kw_only=True):
-    """What to apply.
+    """A request to change the deployment.
 
     Attributes:
         config: a deployment as JSON has it; None: the one that runs.
         topology_only: of ``config``, take ``topology`` and ``devices`` alone.
         changes: keys that go over it.
-        dry_run: say the steps and take none.
+        dry_run: report the steps and take none.
     """
 
     config: dict[str, Any] | None = None
@@ -48,14 +48,14 @@ class News(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class ControlServer:
-    """The launcher's side."""
+    """The launcher's side of the control socket."""
 
     def __init__(self, server: asyncio.Server) -> None:
         self._server = server
 
     @classmethod
     async def start(cls, path: Path, applier: Applier) -> ControlServer:
-        """Listen at ``path``; whoever can enter its directory may change the deployment."""
+        """Listen at ``path``; any user who can enter its directory may change the deployment."""
 
         async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             def say(news: News) -> None:
@@ -77,7 +77,7 @@ class ControlServer:
 
 
 async def _carry_out(line: bytes, applier: Applier, say: Callable[[str], None]) -> News:
-    """The last of the news."""
+    """Carry a request out; return the last line of the answer."""
     try:
         request = msgspec.json.decode(line, type=ApplyRequest)
         config = config_of(request, applier.config)
@@ -99,7 +99,7 @@ async def _carry_out(line: bytes, applier: Applier, say: Callable[[str], None]) 
 
 
 def config_of(request: ApplyRequest, running: DeploymentConfig) -> DeploymentConfig:
-    """The deployment that is asked for. Raises ValueError."""
+    """The deployment that a request asks for. Raises ValueError where it is none."""
     if request.config is None:
         base = running
     elif request.topology_only:
@@ -111,7 +111,10 @@ def config_of(request: ApplyRequest, running: DeploymentConfig) -> DeploymentCon
 
 
 def ask_launcher(path: Path, request: ApplyRequest, say: Callable[[str], None]) -> None:
-    """Have a request carried out; returns when it is. Raises ValueError with what the launcher says against it."""
+    """Have a request carried out; return when it is.
+
+    Raises ValueError with the launcher's reason for a refusal.
+    """
     with socket.socket(socket.AF_UNIX) as connection:
         try:
             connection.connect(str(path))
@@ -130,6 +133,6 @@ def ask_launcher(path: Path, request: ApplyRequest, say: Callable[[str], None]) 
 
 
 def to_json(config: DeploymentConfig) -> dict[str, Any]:
-    """What :class:`ApplyRequest` carries of a deployment."""
+    """A deployment as JSON, for :class:`ApplyRequest`."""
     found: dict[str, Any] = json.loads(config.model_dump_json(exclude_unset=True))
     return found

@@ -14,6 +14,7 @@ from typing import Self
 
 from device.weight_files import open_weight_files
 from epd_serve.config import DeploymentConfig, model_path
+from epd_serve.config.model_files import check_model_files
 from epd_serve.config.role_files import write_role_settings
 from epd_serve.launch.applying import DEFAULT_LIMITS, Applier, ApplyLimits
 from epd_serve.launch.backoff import Backoff
@@ -65,7 +66,7 @@ class LocalDeployment:
             ...  # ask deployment.gateway_url
 
     Attributes:
-        config: what is deployed, or was applied last.
+        config: the deployment that was started, or applied last.
         gateway_url: ``http://host:port`` as reached from this machine; the API is below ``/v1``.
         log_dir: holds one log file for each process. A temporary one is removed by :meth:`stop` unless a
             process died, be it that it was started again.
@@ -92,7 +93,9 @@ class LocalDeployment:
         package is not there.
         """
         config = resolved(config)
-        model_path(config.model)  # the first thing to get right, whichever ports are taken
+        path = model_path(config.model)  # the first thing to get right, whichever ports are taken
+        if config.engine == "native":
+            check_model_files(path)
         ports = choose_ports(config)
         self._claims = claim_ports(config, ports)
         environment = dict(os.environ)
@@ -218,10 +221,10 @@ class LocalDeployment:
         limits: ApplyLimits = DEFAULT_LIMITS,
         tell: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """Make it another deployment while it serves (docs/apply.md); needs ``control``.
+        """Change the deployment while it serves (docs/apply.md); needs ``control``.
 
-        ``tell`` hears of each step. Raises ValueError for a change that cannot be made, ApplyStopped for one that
-        was begun: the deployment serves on with what it has then.
+        ``tell`` is called with each step. Raises ValueError for a change that cannot be made, ApplyStopped for one
+        that stopped midway: the deployment serves on with the instances that it has then.
         """
         await self._applier.apply(config, limits, tell)
 
@@ -268,7 +271,7 @@ class LocalDeployment:
             return None
 
     async def _make_forkable(self, spec: ProcessSpec) -> None:
-        """Before a process is added: one that was alone at the start had no use for a fork server."""
+        """Start a fork server before a process is added: one that was alone at the start had no use for it."""
         if self._fork_server is None and spec.can_fork:
             server = self._new_fork_server(spec)
             try:

@@ -1,4 +1,4 @@
-"""What another deployment file asks of the instances that run."""
+"""The difference between the instances that run and those of another deployment file, as steps."""
 
 from __future__ import annotations
 
@@ -6,49 +6,27 @@ import asyncio
 import re
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 from device.ascend_limits import hccl_environment
-from epd_serve.config import DeploymentConfig, InstanceOptions, model_path
-from epd_serve.config.role_files import REBUILT, role_settings
+from epd_serve.config import DeploymentConfig, InstanceOptions, InstanceSettings, model_path
+from epd_serve.config.applied import changes, leaves
 from epd_serve.launch.commands import PreparedInstance, prepare_instances
 from epd_serve.launch.holdings import Holdings
 from epd_serve.launch.ports import Ports, next_port
 from epd_serve.topology.change import Step, StepKind, plan_change
 from epd_serve.topology.change_states import Part
 
-#: Keys that all processes of a deployment have in common, or that its launcher keeps.
-_COMMON = (
-    "engine",
-    "dtype",
-    "generation_config",
-    "cluster_key",
-    "feature_store",
-    "mooncake",
-    "restart",
-    "hang_timeout_s",
-    "trace",
-)
-_COMMON_INSTANCES = ("host", "share_weights", "preload")
-#: Those of the gateway that its command line and the launcher's patience with it follow.
-_COMMON_GATEWAY = ("workers", "shutdown_delay_s", "shutdown_grace_s")
-#: Options that two processes of the same kind may differ in.
-_OWN = frozenset({"name", "role", "port", "threads", "device_board", "switch_dir"}) | REBUILT
-#: What an instance that only encodes looks at.
-_OF_ENCODERS = frozenset(
-    {
-        "lease_s", "drain_s", "batching_alpha", "batching_order", "batching_policy", "steals",
-        "feature_store_bytes", "feature_batch", "feature_batch_ms", "image_budget_pixels",
-    }
-)  # fmt: skip
+#: What two processes of the same kind may differ in besides what a rebuild applies.
+_OWN = frozenset({"name", "role", "port", "threads", "device_board", "switch_dir"})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """Steps in order, the instances that they start, and what stays other than the file says, in words."""
+    """The steps in order, the instances that they start, and notes on what stays other than in the file."""
 
     steps: tuple[Step, ...]
     to_start: Mapping[str, PreparedInstance]
@@ -56,7 +34,7 @@ class Difference:
 
 
 def check_same_deployment(old: DeploymentConfig, new: DeploymentConfig) -> None:
-    """Raise ValueError where the new file is about something else, or about what processes have in common."""
+    """Raise ValueError for another model, or for a change of options that all processes share."""
     if old.engine != "native" or new.engine != "native":
         raise ValueError(
             "apply is for engine: native; instances of vLLM keep their roles and settings. "
@@ -67,21 +45,9 @@ def check_same_deployment(old: DeploymentConfig, new: DeploymentConfig) -> None:
             f"the deployment serves {old.model_name!r} ({old.model}) and the file is for {new.model_name!r} "
             f"({new.model}); start a deployment of its own for another model"
         )
-    other = [key for key in _COMMON if getattr(old, key) != getattr(new, key)]
-    other += [
-        f"instances.{key}"
-        for key in _COMMON_INSTANCES
-        if getattr(old.instances, key) != getattr(new.instances, key)
-    ]
-    if old.instances.keep_weights != new.instances.keep_weights and old.keeps_other_roles != new.keeps_other_roles:
-        other.append("instances.keep_weights")
-    other += [
-        f"gateway.{key}" for key in _COMMON_GATEWAY if getattr(old.gateway, key) != getattr(new.gateway, key)
-    ]
-    if old.elastic.enabled != new.elastic.enabled:
-        other.append("elastic.enabled")
-    if old.elastic.drift.enabled != new.elastic.drift.enabled:
-        other.append("elastic.drift.enabled")
+    other = [path for path, how in changes(old, new) if how.how == "anew"]
+    if old.keeps_other_roles == new.keeps_other_roles:
+        other = [path for path in other if path != "instances.keep_weights"]
     if other:
         raise ValueError(
             f"a change of {', '.join(other)} needs another start: stop the deployment and start it from the "
@@ -90,7 +56,10 @@ def check_same_deployment(old: DeploymentConfig, new: DeploymentConfig) -> None:
 
 
 async def difference(holdings: Holdings, config: DeploymentConfig) -> Difference:
-    """Raises ValueError, as :func:`plan_change` does, where the deployment cannot become that while it serves."""
+    """Find the steps to the new deployment.
+
+    Raises ValueError, as :func:`plan_change` does, where they are not possible while the deployment serves.
+    """
     holdings.look()
     live = holdings.live
     placement = config.placement()
@@ -98,14 +67,13 @@ async def difference(holdings: Holdings, config: DeploymentConfig) -> Difference
     prepared = prepare_instances(config, ports, holdings.environment, holdings.directory)
     boards = _boards(live, prepared, holdings.directory)
     names = _names(set(live), prepared)
-    settings = role_settings(config)
     running = [
         Part(
             name=name,
             role=one.options.role,
             kind=_kind(one, _board(one)),
             devices=one.placement.devices,
-            is_current=_is_current(one.options, settings[str(one.options.role)]),
+            is_current=_is_current(one.options, config.settings_for(str(one.options.role))),
         )
         for name, one in live.items()
     ]
@@ -128,20 +96,24 @@ async def difference(holdings: Holdings, config: DeploymentConfig) -> Difference
     )
 
 
-def _is_current(options: InstanceOptions, settings: Mapping[str, Any]) -> bool:
-    looked_at = REBUILT if options.role.has_language_model else _OF_ENCODERS
-    return all(getattr(options, key) == settings[key] for key in looked_at)
+def _is_current(options: InstanceOptions, settings: InstanceSettings) -> bool:
+    return not any(
+        how.how == "rebuild" and (how.encoders or options.role.has_language_model)
+        for _, how in changes(options, settings, InstanceSettings)
+    )
 
 
 def _kind(one: PreparedInstance, board: str | None) -> Hashable:
-    """All of an instance that only another process can have otherwise."""
-    options = tuple(str(getattr(one.options, key.name)) for key in fields(one.options) if key.name not in _OWN)
+    """The properties of an instance that need another process to change."""
+    options = tuple(
+        str(value) for path, how, value in leaves(one.options) if path not in _OWN and how.how != "rebuild"
+    )
     threads = None if one.chose_threads else one.options.threads
     return one.placement.devices, board, threads, options, tuple(sorted(one.variables.items()))
 
 
 def _board(one: PreparedInstance) -> str | None:
-    """The file that the instances in its parentheses share."""
+    """The file that the instances in its parentheses share; None outside parentheses."""
     board = one.options.device_board
     return None if board is None else board.rpartition(":")[0]
 
@@ -149,7 +121,7 @@ def _board(one: PreparedInstance) -> str | None:
 def _boards(
     live: Mapping[str, PreparedInstance], prepared: Sequence[PreparedInstance], directory: Path
 ) -> dict[str | None, str]:
-    """For boards of the new deployment those that are there, where such instances share one; else new ones."""
+    """The file of each board of the new deployment: one in use where its instances are alike, else a new one."""
     here = _groups(live.values())
     found: dict[str | None, str] = {}
     for board, members in _groups(prepared).items():
@@ -173,7 +145,7 @@ def _groups(instances: Any) -> dict[str, Counter[Hashable]]:
 
 
 def _names(taken: set[str], prepared: Sequence[PreparedInstance]) -> list[str]:
-    """Of each instance, were it started: a name that no other has or gets."""
+    """A name for each instance, were it started, that no other instance has or gets."""
     names = []
     for one in prepared:
         stem = re.sub(r"\d+$", "", one.options.name)
@@ -190,7 +162,7 @@ def _placed(
     named: Mapping[str, PreparedInstance],
     boards: Mapping[str | None, str],
 ) -> dict[str, PreparedInstance]:
-    """The instances as they are started: with names, ports and slots of boards of their own."""
+    """The instances to start, with names, ports and board slots of their own."""
     ports = {one.options.port for one in holdings.live.values()} | {holdings.ports.gateway}
     if config.gateway.admin.port is not None:
         ports.add(config.gateway.admin.port)
@@ -211,7 +183,7 @@ def _placed(
         placed[name] = replace(
             one,
             placement=replace(one.placement, name=name, shares_device_with=()),
-            options=replace(one.options, name=name, port=port, device_board=board),
+            options=one.options.model_copy(update={"name": name, "port": port, "device_board": board}),
             own_variables=own,
         )
     return placed

@@ -8,6 +8,7 @@ from pathlib import Path
 from epd_serve.backends.vllm_command import shell_line
 from epd_serve.config import DeploymentConfig, model_path
 from epd_serve.config.keys import CLUSTER_KEY
+from epd_serve.config.model_files import check_model_files
 from epd_serve.launch.commands import instance_specs
 from epd_serve.launch.ports import Ports, instance_urls
 from epd_serve.launch.vllm import check_engine, vllm_processes
@@ -29,6 +30,7 @@ def dry_run(config: DeploymentConfig, file: Path | None, environment: Mapping[st
     if config.engine == "vllm":
         yield from _vllm(config, ports, environment)
     else:
+        check_model_files(model_path(config.model))
         for spec in instance_specs(config, Ports(gateway=config.gateway.port, instances=ports), environment):
             own = {name: value for name, value in spec.environment.items() if environment.get(name) != value}
             if own.pop(CLUSTER_KEY, None) is not None:

@@ -69,7 +69,7 @@ def serve(connection: socket.socket) -> list[str] | None:
 
 
 def _become(wanted: dict[str, Any], parent: int) -> list[str]:
-    """Make this new process what a spawned one would be; its command, tied to the server."""
+    """Turn this new process into the one that would have been spawned; return its command, tied to the server."""
     os.setsid()
     nothing = os.open(os.devnull, os.O_RDONLY)
     log = os.open(wanted["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
@@ -97,7 +97,7 @@ def _show(command: list[str]) -> None:
 
 
 def _reap(pid: int) -> int:
-    """Its exit code, or minus the signal that ended it. What is left of its session is killed first."""
+    """Kill the rest of a process's session; return its exit code, or minus the signal that ended it."""
     with suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -109,7 +109,7 @@ def _send(connection: socket.socket, message: dict[str, Any]) -> None:
 
 
 def preload(modules: list[str]) -> bool:
-    """Import them; whether this process may be forked afterwards."""
+    """Import the modules; return whether this process may be forked afterwards."""
     for module in modules:
         importlib.import_module(module)
     gc.collect()
@@ -128,7 +128,7 @@ def main() -> None:
 
 
 def run(command: list[str]) -> None:
-    """What ``python -P -m MODULE ARGUMENTS`` does, for a module with a ``main()``."""
+    """Run a module's ``main()`` as ``python -P -m MODULE ARGUMENTS`` does."""
     atexit.register(gc.unfreeze)  # so that all is put away in the end
     module = importlib.import_module(command[3])
     sys.argv = [str(module.__file__), *command[4:]]

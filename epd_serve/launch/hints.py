@@ -1,4 +1,4 @@
-"""What to type when a deployment is ready."""
+"""Commands to type when a deployment is ready."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PLACEHOLDER = "PICTURE"
 
 @dataclass(frozen=True, kw_only=True)
 class Questions:
-    """What the commands ask: something in words, and something about the PNG file ``picture``."""
+    """The questions in the commands: one in words, and one about the PNG file ``picture``."""
 
     text: str = "How many legs do two spiders have?"
     about_picture: str = "What is in the picture?"

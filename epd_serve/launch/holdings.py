@@ -1,4 +1,4 @@
-"""What a launcher knows of the deployment that it runs."""
+"""The launcher's record of the deployment that it runs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from epd_serve.config import DeploymentConfig, change_config
-from epd_serve.config.role_files import REBUILT, remembered_role, replace_role_settings, role_settings
+from epd_serve.config.role_files import rebuilt, remembered_role, replace_role_settings, with_settings
+from epd_serve.config.sections import InstanceSettings
 from epd_serve.launch.commands import PreparedInstance, sharing_weights, spec_of
 from epd_serve.launch.ports import Ports
 from epd_serve.launch.process import ProcessSpec
@@ -20,14 +21,14 @@ GATEWAY_FILE = "deployment.yaml"
 
 @dataclass(slots=True, kw_only=True)
 class Holdings:
-    """The deployment as it is now; of instances of the native engine, each with the options that it has.
+    """The deployment at this moment; each instance of the native engine with its present options.
 
     Attributes:
         config: the deployment that was started, or applied last.
-        role_config: whose settings instances take when they come to another role.
+        role_config: the deployment whose settings instances take when they change their role.
         directory: of the launcher, with the files that the processes share.
         urls: of all instances by name, whatever their engine.
-        live: those of the native engine, with the settings that their processes have.
+        live: instances of the native engine, with the settings that their processes have.
         orders: the socket on which the gateway takes orders; None: it takes none.
     """
 
@@ -40,7 +41,7 @@ class Holdings:
     live: dict[str, PreparedInstance] = field(default_factory=dict)
     weight_files: Mapping[str, int] = field(default_factory=dict)
     orders: Path | None = None
-    _of_roles: dict[str, dict[str, Any]] = field(default_factory=dict)
+    _of_roles: dict[str, InstanceSettings] = field(default_factory=dict)
 
     def spec(self, name: str) -> ProcessSpec:
         """The process of an instance if it is started again, with the role that it has now."""
@@ -54,7 +55,7 @@ class Holdings:
         return spec
 
     def joined(self, instance: PreparedInstance) -> None:
-        """It is part of the deployment from now on."""
+        """Add an instance to the deployment."""
         self._of_roles.pop(instance.options.name, None)
         self.live[instance.options.name] = instance
         self.urls[instance.options.name] = self.spec(instance.options.name).url
@@ -63,29 +64,31 @@ class Holdings:
         del self.live[name], self.urls[name]
 
     def replace_role_settings(self, config: DeploymentConfig) -> None:
-        """For switches from now on."""
+        """Replace the settings that instances take when they change their role from now on."""
         replace_role_settings(self.directory, config)
         self.role_config = config
 
     def restarts(self, name: str) -> None:
-        """Its process has died and is started again."""
+        """Note that an instance's process has died and is started again."""
         if name in self.live:
             self.look()
             self.live[name] = self._started_again(name)
 
     def _started_again(self, name: str) -> PreparedInstance:
         instance = self.live[name]
-        return replace(instance, options=replace(instance.options, **self._of_roles.get(name, {})))
+        settings = self._of_roles.get(name)
+        if settings is None:
+            return instance
+        return replace(instance, options=with_settings(instance.options, instance.options.role, settings))
 
     def switched(self, name: str, role: Role) -> None:
-        """It has this role, and of the settings for it those that need no other process."""
+        """Note that an instance has this role, with those of the role's settings that need no other process."""
         instance = self.live[name]
-        self._of_roles[name] = settings = role_settings(self.role_config)[str(role)]
-        rebuilt = {key: settings[key] for key in REBUILT}
-        self.live[name] = replace(instance, options=replace(instance.options, role=role, **rebuilt))
+        self._of_roles[name] = settings = self.role_config.settings_for(str(role))
+        self.live[name] = replace(instance, options=rebuilt(instance.options, role, settings))
 
     def look(self) -> bool:
-        """Take the roles over that instances came to by somebody else's orders; whether there are such."""
+        """Take over the roles that others ordered for instances; return whether there were any."""
         found = False
         for name, instance in self.live.items():
             role = remembered_role(self.directory, name)
@@ -95,7 +98,7 @@ class Holdings:
         return found
 
     def write_gateway_file(self, config: DeploymentConfig, name: str = GATEWAY_FILE) -> Path:
-        """The gateway's file: ``config`` with the instances that there are. It is replaced in one step.
+        """Write the gateway's file: ``config`` with the present instances. The file is replaced in one step.
 
         The cluster key stays in the gateway's environment.
         """
@@ -116,7 +119,7 @@ class Holdings:
 
 
 def resolved(config: DeploymentConfig) -> DeploymentConfig:
-    """The same with paths that hold in every directory: the gateway reads a copy of it that lies elsewhere."""
+    """Return the config with absolute paths: the gateway reads a copy of it in another directory."""
     changes: dict[str, Any] = {}
     if config.trace is not None:
         changes["trace"] = str(config.trace.absolute())

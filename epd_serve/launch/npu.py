@@ -1,4 +1,4 @@
-"""What instances on NPUs need besides the usual: room for streams and graphs, and HCCL ports of their own."""
+"""Checks and variables of instances on NPUs: room for streams and graphs, and HCCL ports of their own."""
 
 from __future__ import annotations
 

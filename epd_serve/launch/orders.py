@@ -23,14 +23,14 @@ _PASSING = frozenset({409, 429, 502, 503})
 
 
 class OrderRefused(Exception):
-    """The gateway, or the instance, says that it cannot be, or said so until the deadline."""
+    """The gateway, or the instance, refused an order for good, or until the deadline."""
 
 
 class Deadline:
-    """One for all that has to be done by then.
+    """One deadline for several calls.
 
     Attributes:
-        seconds: how long that was from the beginning.
+        seconds: time from its making until the deadline.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -44,10 +44,10 @@ class Deadline:
 
 
 class GatewayOrders:
-    """Each order is given again, until its deadline, where what is in its way passes.
+    """Orders to the gateway; each is repeated until its deadline while the obstacle may pass.
 
     Args:
-        waits: told of each reason once that is in the way for a while.
+        waits: called with each reason that has been in the way for a while.
     """
 
     def __init__(self, path: Path, waits: Callable[[str], None] = lambda reason: None) -> None:
@@ -55,7 +55,7 @@ class GatewayOrders:
         self._waits = waits
 
     async def give(self, method: str, path: str, body: dict[str, Any] | None, deadline: Deadline) -> Any:
-        """The answer. A ``deadline_s`` in the body is cut to what is left of the one here.
+        """Give an order and return the answer. A ``deadline_s`` in the body is cut to the time that is left here.
 
         Raises OrderRefused with the reason.
         """

@@ -25,7 +25,11 @@ _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 @dataclass(frozen=True, kw_only=True)
 class Ports:
-    """``master``: the port of a mooncake_master and that of its HTTP server, where the deployment starts one."""
+    """The ports of a deployment.
+
+    Attributes:
+        master: ports of a mooncake_master and of its HTTP server, where the deployment starts one.
+    """
 
     gateway: int
     instances: tuple[int, ...]
@@ -76,22 +80,29 @@ def claim_ports(config: DeploymentConfig, ports: Ports) -> list[int]:
     ]
     claims: list[int] = []
     for user, host, key, port in users if sys.platform == "linux" else ():
-        claim = socket.socket(socket.AF_UNIX)
         try:
-            claim.bind(f"\0epd-serve {host} {port}")  # a name without a file: it is gone with its owner
-        except OSError as error:
-            claim.close()
+            claims.append(_claim(host, port, user, key).detach())
+        except ValueError:
             release(claims)
-            raise ValueError(
-                f"{user} cannot listen on {host} port {port}: another deployment has it, and is starting or "
-                f"stopping. Wait for it, or set {key} to another port, or to 0 for any free one"
-            ) from error
-        claims.append(claim.detach())
+            raise
     return claims
 
 
+def _claim(host: str, port: int, user: str, key: str) -> socket.socket:
+    claim = socket.socket(socket.AF_UNIX)
+    try:
+        claim.bind(f"\0epd-serve {host} {port}")  # a name without a file: it is gone with its owner
+    except OSError as error:
+        claim.close()
+        raise ValueError(
+            f"{user} cannot listen on {host} port {port}: another deployment has it, and is starting or "
+            f"stopping. Wait for it, or set {key} to another port, or to 0 for any free one"
+        ) from error
+    return claim
+
+
 def release(claims: list[int]) -> None:
-    """Of :func:`claim_ports`. Idempotent."""
+    """Release the ports that :func:`claim_ports` claimed. Idempotent."""
     while claims:
         os.close(claims.pop())
 
@@ -123,7 +134,7 @@ def next_port(config: DeploymentConfig, taken: Collection[int], user: str) -> in
 
 
 def ports_each(config: DeploymentConfig) -> int:
-    """How many ports in a row an instance takes."""
+    """The number of ports in a row that an instance takes."""
     return PORTS_PER_INSTANCE if config.engine == "vllm" else 1
 
 
@@ -159,7 +170,7 @@ def _lowest_ephemeral() -> int:
 def _bind(held: ExitStack, host: str, port: int, user: str, key: str) -> int:
     """Bind a port and return it; 0 chooses one.
 
-    It is chosen below the ports that the host gives to whoever asks next: its server binds it a while later.
+    It is chosen below the ports that the host gives to other programs: its server binds it only a while later.
     """
     highest = _lowest_ephemeral() - 1
     for _ in range(_TRIES if port == 0 and highest > _LOWEST else 0):
@@ -184,11 +195,13 @@ def _bind_one(held: ExitStack, host: str, port: int, user: str, key: str) -> int
             f"Set {key} to another port, or to 0 for any free one"
         ) from error
     chosen: int = bound.getsockname()[1]
+    if sys.platform == "linux":
+        _claim(host, chosen, user, key).close()  # one that is claimed is not listened on yet
     return chosen
 
 
 def name_and_url(text: str) -> tuple[str, str]:
-    """Of ``NAME=URL``. Raises ValueError for anything else."""
+    """The two parts of ``NAME=URL``. Raises ValueError for anything else."""
     name, separator, url = text.partition("=")
     if not name or not separator or not url.startswith(("http://", "https://")):
         raise ValueError(f"--instance {text}: write NAME=URL, as in e0=http://127.0.0.1:8100")

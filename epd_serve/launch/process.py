@@ -49,15 +49,15 @@ _NEXT: dict[ProcessState, frozenset[ProcessState]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessSpec:
-    """What to run, and where it will answer ``GET /health``.
+    """A command to run, and the server on which it will answer ``GET /health``.
 
     Attributes:
         name: unique; also the name of the log file.
         label: a few words for the progress display.
         environment: all variables of the process.
         url: base URL of its HTTP server.
-        stops: when it is stopped. Those before it have ended by then.
-        grace_s: how long it may take to end; None: as others that stop then.
+        stops: its turn when the deployment ends; the processes of the turns before it have ended by then.
+        grace_s: time that it may take to end; None: as others of its turn.
         descriptors: open files that it inherits.
         can_fork: whether it may be forked from a process that has loaded its modules (launch/forking).
     """
@@ -74,20 +74,20 @@ class ProcessSpec:
 
 
 class RunningProcess(Protocol):
-    """What is asked of a started process: an ``asyncio.subprocess.Process``, for one."""
+    """The part of ``asyncio.subprocess.Process`` that every kind of started process offers."""
 
     @property
     def pid(self) -> int: ...
 
     @property
     def returncode(self) -> int | None:
-        """None while it runs; negative: the signal that ended it."""
+        """The exit code, or minus the signal that ended it; None while it runs."""
         ...
 
     async def wait(self) -> int: ...
 
     def terminate(self) -> None:
-        """SIGTERM. May raise ProcessLookupError."""
+        """Send SIGTERM. May raise ProcessLookupError."""
         ...
 
 
@@ -118,11 +118,11 @@ class ManagedProcess:
     """A started child process in a session of its own, so that a terminal's Ctrl-C does not reach it.
 
     Attributes:
-        spec: what it runs.
-        log_file: where its output goes, that of all its lives.
+        spec: the command that it runs.
+        log_file: the file for its output, that of all its lives.
         ready_after_s: seconds from its last start until it was ready; None before.
         ready: set while it is ready.
-        num_restarts: how often it was started again.
+        num_restarts: number of times that it was started again.
     """
 
     __slots__ = (
@@ -173,11 +173,11 @@ class ManagedProcess:
         return managed
 
     def wait_for_restart(self) -> None:
-        """It has died and is to be started again after a while: :meth:`restart`."""
+        """Note that it has died and will be started again after a while by :meth:`restart`."""
         self._enter(ProcessState.WAITING)
 
     async def restart(self) -> None:
-        """Start it once more, as it was. Raises OSError where that is not possible now."""
+        """Start the process once more from its spec. Raises OSError where that is not possible now."""
         self._process = await self._start(self.spec, self.log_file)
         self._started_at = time.monotonic()
         self._hung = ""
@@ -264,7 +264,7 @@ class ManagedProcess:
                 os.killpg(self.pid, signal.SIGKILL)
 
     def death(self) -> ProcessDied:
-        """How the process ended, with the end of its log."""
+        """The process's exit code or signal, with the end of its log."""
         code = self._running.returncode
         assert code is not None, "the process is still running"
         if code >= 0:
@@ -284,7 +284,7 @@ class ManagedProcess:
             return log.read().decode("utf-8", "replace").splitlines()[-TAIL_LINES:]
 
     async def _poll(self, session: aiohttp.ClientSession) -> bool:
-        """Whether it is ready; what listens already and is not ready is loading."""
+        """Ask once whether the process is ready; one that listens and is not ready is loading."""
         status = await self._ask(session, _POLL_TIMEOUT_S)
         if self.state is ProcessState.STARTING and status not in (None, 200):
             self._enter(ProcessState.LOADING)
@@ -308,7 +308,7 @@ class ManagedProcess:
 
 
 async def spawn(spec: ProcessSpec, log_file: Path) -> asyncio.subprocess.Process:
-    """The usual :data:`Starter`."""
+    """Spawn a process: the usual :data:`Starter`."""
     with log_file.open("ab") as log:
         return await asyncio.create_subprocess_exec(
             *spec.command,

@@ -1,4 +1,4 @@
-"""What a user sees while a deployment starts: a line for each process."""
+"""The progress display while a deployment starts: a line for each process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _BUSY = (ProcessState.STARTING, ProcessState.LOADING, ProcessState.STOPPING)
 
 
 class Terminal(Console):
-    """Where a deployment's news go; when nobody reads them any more (``epd-serve up | head``), it runs on."""
+    """The console for a deployment's output; it falls silent when its reader ends (``epd-serve up | head``)."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True

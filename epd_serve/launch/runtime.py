@@ -1,4 +1,4 @@
-"""Where running deployments are found: a directory for each, named after its gateway's address."""
+"""The directories in which running deployments are found, each named after its gateway's address."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ def runtime_root() -> Path:
 
 
 class AddressTaken(ValueError):
-    """A deployment that runs has this address."""
+    """Another running deployment has this address."""
 
 
 @dataclass(frozen=True, slots=True)
 class RuntimeDirectory:
-    """Of one deployment."""
+    """The directory of one deployment, with its sockets."""
 
     path: Path
 
     @classmethod
     def make(cls, host: str, port: int) -> RuntimeDirectory:
-        """For the deployment whose gateway listens there; what others left that were killed is taken away.
+        """Make the directory for a gateway that listens there; remove those of deployments that were killed.
 
-        Raises AddressTaken where that one still runs, and ValueError where others could get in, or there is no
-        room for it.
+        Raises AddressTaken where a deployment with this address still runs, and ValueError where other users could
+        enter the directory, or it cannot be made.
         """
         root = runtime_root()
         directory = cls(root / f"{host}:{port}")
@@ -73,7 +73,7 @@ class RuntimeDirectory:
 
     @property
     def orders(self) -> Path:
-        """The gateway's (proxy/orders.py)."""
+        """The gateway's socket (proxy/orders.py)."""
         return self.path / _ORDERS
 
     def remove(self) -> None:

@@ -37,12 +37,12 @@ class Supervisor:
 
     Args:
         hang_timeout_s: None: a process that hangs is left alone.
-        on_change: told of each change of a process's state.
-        on_death: told of each death after which the process is started again, and in how many seconds.
-        start: how processes are started, all at once.
+        on_change: called at each change of a process's state.
+        on_death: called with each death, and the seconds after which the process is started again.
+        start: starts a process; all are started at once.
 
     Attributes:
-        num_deaths: how many processes have ended by themselves so far.
+        num_deaths: number of processes that have ended by themselves so far.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class Supervisor:
                 await process.wait_ready(session)
         except BaseException as error:
             self.num_deaths += isinstance(error, ProcessDied)
-            await asyncio.shield(process.stop(GRACES_S[spec.stops]))
+            await asyncio.shield(_stop(process))
             self._processes.remove(process)
             raise
         self._watches[spec.name] = asyncio.create_task(self._watch(process, was_ready=True))
@@ -156,15 +156,15 @@ class Supervisor:
         watch = self._watches.pop(name)
         self._tell_changed()
         await _cancel([watch])
-        await asyncio.shield(process.stop(process.spec.grace_s or GRACES_S[process.spec.stops]))
+        await asyncio.shield(_stop(process))
         self._processes.remove(process)
 
     def respecify(self, spec: ProcessSpec) -> None:
-        """What the process of that name is when it is started again."""
+        """Replace the spec with which the process of that name is started again."""
         next(one for one in self._processes if one.spec.name == spec.name).spec = spec
 
     def _tell_changed(self) -> None:
-        """Those that wait for a failure look at other processes from now on."""
+        """Let those that wait for a failure look at the present processes."""
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -172,9 +172,9 @@ class Supervisor:
         """End all processes: those that stop first, then the others together, then the last. It takes up to 10 s,
         or as long as one has that has a time of its own."""
         await _cancel(list(self._watches.values()))  # from now on no process is started again
-        for turn, grace_s in GRACES_S.items():
+        for turn in GRACES_S:
             chosen = [process for process in self._processes if process.spec.stops == turn]
-            await asyncio.gather(*(process.stop(process.spec.grace_s or grace_s) for process in chosen))
+            await asyncio.gather(*(_stop(process) for process in chosen))
 
     def kill(self) -> None:
         """End all processes at once, without a chance to finish anything. :meth:`stop` must still be awaited."""
@@ -184,7 +184,7 @@ class Supervisor:
             process.kill()
 
     async def _watch(self, process: ManagedProcess, *, was_ready: bool = False) -> ProcessDied:
-        """Until the process has died for good; how it did."""
+        """Wait until the process has died for good; return its last death."""
         backoff = self._backoff()
         async with aiohttp.ClientSession(trust_env=False) as session:
             while True:
@@ -211,6 +211,11 @@ class Supervisor:
                         name, log_file = process.spec.name, process.log_file
                         death = ProcessDied(name=name, how=str(error), log_tail=[], log_file=log_file)
                         ready_s = 0.0
+
+
+async def _stop(process: ManagedProcess) -> None:
+    """End a process within the time of its own, or else that of its turn."""
+    await process.stop(process.spec.grace_s or GRACES_S[process.spec.stops])
 
 
 async def _cancel(watches: Sequence[asyncio.Task[ProcessDied]]) -> None:

@@ -113,7 +113,7 @@ def _ready_text(deployment: LocalDeployment) -> str:
 
 
 def _notes(config: DeploymentConfig) -> list[str]:
-    """What in the deployment has no effect, and what it cannot do."""
+    """Notes on parts of the deployment that have no effect, and on requests that it cannot serve."""
     placement = config.placement()
     used = {device for instance in placement for device in instance.devices}
     notes = [f"device {device} stays unused" for device in config.devices if device not in used]
@@ -125,5 +125,5 @@ def _notes(config: DeploymentConfig) -> list[str]:
 
 
 def _say(console: Console, text: str) -> None:
-    """Print as it is, long lines unbroken so that they can be copied."""
+    """Print text unchanged, long lines unbroken so that they can be copied."""
     console.print(text, markup=False, highlight=False, soft_wrap=True)

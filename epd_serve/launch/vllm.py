@@ -1,4 +1,4 @@
-"""From a deployment with ``engine: vllm`` to the processes of its instances."""
+"""The instances' processes of a deployment with ``engine: vllm``."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _GRACE_S = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class VllmProcess:
-    """One instance: how it is run by hand, and its devices as the deployment calls them."""
+    """The process of one instance: its command and variables, and its devices as the deployment names them."""
 
     placement: InstancePlacement
     command: tuple[str, ...]
@@ -49,7 +49,7 @@ class VllmProcess:
 
 
 def connectors_of(config: DeploymentConfig) -> Connectors:
-    """What the topology needs, by what the file says and else by the kind of the devices."""
+    """The connectors that the topology needs: those of the file, else those that suit the devices."""
     vllm = config.vllm
     prefill = config.settings_for("P")
     link = (vllm.link.bandwidth, vllm.link.latency_ms / 1e3)
@@ -125,7 +125,7 @@ def vllm_processes(
 def vllm_specs(
     config: DeploymentConfig, processes: Sequence[VllmProcess], environment: Mapping[str, str]
 ) -> tuple[ProcessSpec, ...]:
-    """The same for the supervisor; each process ends with this one, and its engine processes with it."""
+    """The processes for the supervisor; each ends with this process, and its engine processes with it."""
     # As a script it loads nothing else, of which its waiting half would keep a copy.
     tie = (sys.executable, "-IS", lifeline.__file__, "--group", str(os.getpid()))
     return tuple(
@@ -144,9 +144,10 @@ def vllm_specs(
 def vllm_instance_specs(
     config: DeploymentConfig, ports: Sequence[int], environment: Mapping[str, str], directory: Path
 ) -> tuple[ProcessSpec, ...]:
-    """What the supervisor runs, after a look at the vLLM that is there.
+    """The processes that the supervisor runs, after a check of the vLLM in their environment.
 
-    ``directory`` takes what another Python needs to find epd_serve. Raises ValueError that says what is missing.
+    ``directory`` takes the files that another Python needs to find epd_serve. Raises ValueError that names what is
+    missing.
     """
     found = check_engine(config)
     plugin_path = "" if found.epd_serve else link_plugin(directory / "plugin")
@@ -173,7 +174,7 @@ def check_engine(config: DeploymentConfig) -> VllmFound:
 
 
 def own_connectors(used: Connectors) -> list[str]:
-    """epd-serve's among them."""
+    """The connectors in use that are epd-serve's own."""
     own = [one for one in (used.features, used.kv) if one in CONNECTORS]
     return [*own, *(["rewritten"] if used.rewrites else [])]
 

@@ -1,4 +1,4 @@
-"""What ``epd-serve devices --check`` says of vLLM as an engine."""
+"""The check of vLLM as an engine, for ``epd-serve devices --check``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from epd_serve.launch.vllm_probe import VllmFound, check_found, probe_vllm
 
 
 def check_vllm_engine(console: Console, python: Path | None) -> bool:
-    """Print what runs with an interpreter's vLLM. Returns False where one is named and has none that can run."""
+    """Print a table of what an interpreter's vLLM can run.
+
+    Returns False where an interpreter is named and has no vLLM that can run.
+    """
     named = python or Path(sys.executable)
     table = Table("engine: vllm", "can it run", "detail")
     try:
@@ -32,7 +35,7 @@ def check_vllm_engine(console: Console, python: Path | None) -> bool:
 
 
 def connectors_of(found: VllmFound) -> dict[str, str]:
-    """Each connector of the deployment file, and what it lacks there; "" for nothing."""
+    """Each connector of the deployment file, and what that vLLM lacks for it; "" for nothing."""
     return {
         "features: store": found.lacks("store"),
         "features: file": "",

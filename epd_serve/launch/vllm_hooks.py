@@ -1,4 +1,4 @@
-"""Whether a vLLM has what epd-serve's connectors hold on to, told from the sources of both: nothing is imported.
+"""The parts of a vLLM that epd-serve's connectors need, looked up in the sources of both: nothing is imported.
 
 A version number would refuse each new vLLM, and let one pass whose files are others.
 """
@@ -29,7 +29,7 @@ _OWN = {"take_counts", "supports_sleep_mode"}
 
 
 class Module(msgspec.Struct, frozen=True):
-    """As :func:`epd_serve.launch.vllm_sources.read_module` tells it."""
+    """A module of vLLM as :func:`epd_serve.launch.vllm_sources.read_module` describes it."""
 
     words: list[str]
     names: list[str]
@@ -49,8 +49,10 @@ def needed_modules() -> dict[str, list[str]]:
 
 
 def lacking(connector: str, modules: Mapping[str, Module | None]) -> str:
-    """What a vLLM lacks for one of :data:`CONNECTORS`; "" for nothing. ``modules`` are the needed ones, None for
-    those that it does not have."""
+    """The part that a vLLM lacks for one of :data:`CONNECTORS`; "" for none.
+
+    ``modules`` are the needed ones, None for those that the vLLM does not have.
+    """
     file, name, root, words = _CONNECTORS[connector]
     theirs: dict[str, tuple[list[str], bool]] = {}
     for module, imported in _imports(file):
@@ -84,7 +86,7 @@ def _own(file: str) -> Module:
 
 
 def _methods(file: str, name: str) -> dict[str, tuple[list[str], bool]]:
-    """Of a connector, with those that it has from another class of the plugin."""
+    """The methods of a connector, with those that it has from another class of the plugin."""
     inherited = {} if file == "kv" else _own("feature_figures").classes["CountingConnector"]
     return inherited | _own(file).classes[name]
 

@@ -1,4 +1,4 @@
-"""What vLLM an environment has, found without importing it: that alone takes seconds."""
+"""The vLLM of an environment, found without importing it: that alone takes seconds."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _TIMEOUT_S = 60.0
 
 
 class NoVllm(ValueError):
-    """An interpreter has none, or does not run here: one of another machine may."""
+    """An interpreter has no vLLM, or does not run here: one of another machine may."""
 
 
 class VllmFound(msgspec.Struct, frozen=True):
-    """An environment's vLLM; versions are "" for what is not there.
+    """An environment's vLLM; versions are "" for packages that are not there.
 
     Attributes:
         epd_serve: whether this package can be imported there.
         flags: of ``vllm serve``, with ``_``.
-        modules: what epd-serve's connectors need of it (:func:`epd_serve.launch.vllm_hooks.needed_modules`).
+        modules: its modules that epd-serve's connectors need (:func:`epd_serve.launch.vllm_hooks.needed_modules`).
     """
 
     vllm: str
@@ -43,7 +43,7 @@ class VllmFound(msgspec.Struct, frozen=True):
     modules: dict[str, Module | None] = msgspec.field(default_factory=dict)
 
     def lacks(self, connector: str) -> str:
-        """For one of epd-serve's; "" for nothing."""
+        """The part that it lacks for one of epd-serve's connectors; "" for none."""
         return lacking(connector, self.modules)
 
 
@@ -66,7 +66,7 @@ def probe_vllm(python: str | Path) -> VllmFound:
 def check_found(
     found: VllmFound, *, python: str | Path, connectors: Iterable[str] = (), needs: Iterable[str] = ()
 ) -> None:
-    """Raise ValueError unless a deployment can run on what was found; NoVllm where that is nothing.
+    """Raise ValueError unless a deployment can run on the vLLM that was found; NoVllm where there is none.
 
     Args:
         connectors: those of epd-serve's that it uses.

@@ -1,4 +1,4 @@
-"""What an environment's vLLM is, told from its files: importing it takes seconds.
+"""An environment's vLLM, described from its files: importing it takes seconds.
 
 Run as a script by the interpreter of that environment, so that it needs the standard library alone. Its argument
 is a JSON object of modules of vLLM, each with words to look for in its text.
@@ -16,8 +16,10 @@ from typing import Any
 
 
 def read_module(path: Path, words: list[str]) -> dict[str, Any]:
-    """Of a source file: those of the words that it has, the names that it defines, and its classes' methods, each
-    with the names of the arguments that must be given and whether it is abstract."""
+    """Describe a source file: which of the words it has, the names that it defines, and its classes' methods.
+
+    Each method comes with the names of its required arguments and whether it is abstract.
+    """
     text = path.read_text(encoding="utf-8")
     names: list[str] = []
     classes: dict[str, dict[str, list[Any]]] = {}
@@ -45,7 +47,7 @@ def _arguments(method: ast.FunctionDef) -> list[str]:
 
 
 def _flags(home: Path) -> set[str]:
-    """Of ``vllm serve``, with ``_``."""
+    """The flags of ``vllm serve``, with ``_``."""
     flags: set[str] = set()
     for path in [home / "engine" / "arg_utils.py", *home.glob("entrypoints/**/cli_args.py")]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if path.is_file() else ():

@@ -5,8 +5,9 @@ descriptors that arrives on the inherited socket: the worker's own socket, and t
 in and pixels go out. A file that takes too long, or too much memory, ends its worker and nothing else. All of them
 end with the process that started them. :mod:`epd_serve.media.decoder_pool` is the other side.
 
-Messages are msgpack: the worker tells its pid, then answers each job; when it has ended, the process that forked
-it tells on the same socket how. Who closes that socket has the worker killed.
+Messages are msgpack: the process that forks tells the worker's pid before the worker says anything, and at last on
+the same socket how the worker has ended; in between the worker answers each job. Who closes that socket has the
+worker killed.
 """
 
 from __future__ import annotations
@@ -119,6 +120,7 @@ class _Workers:
         if pid == 0:
             _become_worker(parent, connection, area)
         os.close(area)
+        _tell(connection, Started(pid))
         watch = os.pidfd_open(pid)
         self._pids[watch], self._watches[connection.fileno()] = (pid, connection), watch
         return {watch: select.POLLIN, connection.fileno(): 0}  # the latter for its other end's close alone
@@ -153,7 +155,6 @@ def _become_worker(parent: int, connection: socket.socket, area: int) -> None:
         os.closerange(3, kept[0])
         os.closerange(kept[0] + 1, kept[1])
         os.closerange(kept[1] + 1, 1 << 20)
-        _tell(connection, Started(os.getpid()))
         _work(connection, area)
         code = 0
     finally:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import logging
+import math
 import mmap
 import os
 import signal
@@ -15,10 +17,11 @@ from contextlib import asynccontextmanager, suppress
 from typing import Protocol
 
 import msgspec
-from PIL import Image
+import numpy as np
+from numpy.typing import NDArray
 
 from epd_serve.errors import InvalidRequest, StageTimeout, Unavailable
-from epd_serve.media.decoder import CHANNELS, MESSAGE_BYTES, Ended, Job, Refused, Started, Told
+from epd_serve.media.decoder import CHANNELS, MESSAGE_BYTES, Decoded, Ended, Job, Refused, Started, Told
 from epd_serve.media.picture import MediaLimits
 
 logger = logging.getLogger(__name__)
@@ -32,6 +35,8 @@ _NICENESS = 10
 _MAX_STRETCH = 15
 #: Memory that a worker keeps between two files.
 _KEPT_BYTES = 16 * 1024**2
+#: Of that, 16 MiB for Pillow: fresh pages for each picture take as long as a small picture's decoding.
+_PILLOW = {"PILLOW_BLOCKS_MAX": "1"}
 _EXIT_GRACE_S = 1.0
 _told: msgspec.msgpack.Decoder[Told] = msgspec.msgpack.Decoder(Told)
 
@@ -80,8 +85,8 @@ class DecoderPool:
     @asynccontextmanager
     async def decoded(
         self, data: bytes, size: tuple[int, int], place: Place, *, low_detail: bool = False
-    ) -> AsyncGenerator[Pixels]:
-        """The pixels of a picture, as long as the block runs.
+    ) -> AsyncGenerator[NDArray[np.uint8]]:
+        """The pixels of a picture, [height, width, 3], in memory that the next picture gets after the block.
 
         Args:
             size: width and height as the header says, or those to which it is scaled down (``low_detail``).
@@ -94,7 +99,7 @@ class DecoderPool:
         """
         worker = await self._decode(data, size, place, low_detail=low_detail)
         try:
-            yield Pixels(worker.area, size)
+            yield worker.pixels(size)
         finally:
             self._put_back(worker)
 
@@ -225,22 +230,9 @@ class DecoderPool:
                 command,
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
-                env={name: value for name, value in os.environ.items() if not name.startswith("EPD_SERVE_")},
+                env={name: value for name, value in os.environ.items() if not name.startswith("EPD_SERVE_")}
+                | _PILLOW,
             )
-
-
-class Pixels:
-    """Of a decoded picture, in memory that a worker takes back."""
-
-    def __init__(self, area: mmap.mmap, size: tuple[int, int]) -> None:
-        self._area = area
-        self._size = size
-
-    def image(self) -> Image.Image:
-        """A copy. Any thread."""
-        num_bytes = CHANNELS * self._size[0] * self._size[1]
-        with memoryview(self._area) as view, view[:num_bytes] as pixels:
-            return Image.frombytes("RGB", self._size, pixels)
 
 
 class _Worker:
@@ -254,7 +246,9 @@ class _Worker:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        self.descriptor = os.memfd_create("media")
+        self.descriptor = os.memfd_create("media", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        # A worker that a file has taken over must not pull the memory away under who reads it.
+        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
         self._area: mmap.mmap | None = None
         self._pid: int | None = None
         self._waiting: asyncio.Future[bool] | None = None
@@ -300,11 +294,8 @@ class _Worker:
                 continue
             except OSError:
                 message = b""
-            told = _told.decode(message) if message else Ended(1)
-            if not isinstance(told, Started):
-                self.has_ended = isinstance(told, Ended)
+            if (told := self._heard(message)) is not None:
                 return told
-            self._pid = told.pid
 
     async def _readable(self, deadline: float) -> bool:
         loop = asyncio.get_running_loop()
@@ -322,16 +313,32 @@ class _Worker:
     def is_gone(self) -> bool:
         """Whether it has told of its end while nobody asked."""
         try:
-            while message := self._connection.recv(MESSAGE_BYTES):
-                told = _told.decode(message)
-                if not isinstance(told, Started):
-                    return True
-                self._pid = told.pid
+            while self._heard(self._connection.recv(MESSAGE_BYTES)) is None:
+                pass
         except BlockingIOError:
             return False
         except OSError:
-            return True
+            pass
         return True
+
+    def _heard(self, message: bytes) -> Decoded | Refused | Ended | None:
+        """The answer in a message; None for the first one, which tells the pid before any file can do harm."""
+        try:
+            told = _told.decode(message) if message else Ended(1)
+        except msgspec.DecodeError:  # no worker of ours says that, but a file that has taken it over
+            told = Ended(-signal.SIGABRT)
+        if isinstance(told, Started):
+            if self._pid is None:
+                self._pid = told.pid
+                return None
+            told = Ended(-signal.SIGABRT)
+        self.has_ended = isinstance(told, Ended)
+        return told
+
+    def pixels(self, size: tuple[int, int]) -> NDArray[np.uint8]:
+        """Of a picture of ``size`` that it has decoded."""
+        shape = size[1], size[0], CHANNELS
+        return np.frombuffer(self.area, np.uint8, math.prod(shape)).reshape(shape)
 
     def give_way(self) -> None:
         """Take only processor time that nobody else wants."""
@@ -342,10 +349,8 @@ class _Worker:
 
     def trim(self) -> None:
         """Give memory back that few files need."""
-        if self._area is not None and len(self._area) > _KEPT_BYTES:
-            self._area.close()
-            self._area = None
-            os.ftruncate(self.descriptor, 0)
+        if len(self.area) > _KEPT_BYTES:
+            self.area.madvise(mmap.MADV_REMOVE, _KEPT_BYTES)
 
     def close(self) -> None:
         """End it. Any number of times."""
@@ -359,8 +364,6 @@ class _Worker:
 
     def _write(self, data: bytes, num_bytes: int) -> None:
         if self._area is None or len(self._area) < num_bytes:
-            if self._area is not None:
-                self._area.close()
             num_bytes += -num_bytes % mmap.PAGESIZE
             os.ftruncate(self.descriptor, num_bytes)
             self._area = mmap.mmap(self.descriptor, num_bytes)

@@ -37,9 +37,9 @@ class RequestTimes:
 
     Attributes:
         stages: seconds in each of :data:`STAGES` on its critical path; together ``end_s - start_s``.
-        received_s: from its arrival at the gateway until the stage calls were sent; None where no gateway was
-            traced.
-        served_s: from there to the end of the answer at the gateway.
+        received_s: seconds from its arrival at the gateway until the stage calls were sent; None where no gateway
+            was traced.
+        served_s: seconds from then to the end of the answer at the gateway.
     """
 
     request_id: str

@@ -198,7 +198,7 @@ class GatewayMetrics:
         output_tokens: int | None,
         stages: Iterable[tuple[str, float, str]],
     ) -> None:
-        """A request is over. ``stages``: (name, seconds, source of the feature or "")."""
+        """Count a request that is over. ``stages``: (name, seconds, source of the feature or "")."""
         self.requests.add(1.0, endpoint, str(status), modality)
         if status == 200:
             self._e2e.observe(duration_s, endpoint, modality)
@@ -225,7 +225,7 @@ class GatewayMetrics:
                     self._mm_hits.add(1.0)
 
     def watch_admission(self, num_running: Callable[[], float], num_waiting: Callable[[], float]) -> None:
-        """Where the gauges of the admission queue look when they are asked."""
+        """Let the gauges of the admission queue call these functions when they are read."""
         for gauges, look in ((self._running, num_running), (self._waiting, num_waiting)):
             for gauge in gauges:
                 gauge.set_function(look)
@@ -242,7 +242,7 @@ class GatewayMetrics:
         return generate_latest(self.registry)
 
     def families(self, instances: Iterable[InstanceFigures]) -> list[Family]:
-        """The same for :func:`epd_serve.metrics.merged.merge`."""
+        """The same figures as families, for :func:`epd_serve.metrics.merged.merge`."""
         self._look_at(instances)
         return families_of(self.registry)
 
@@ -281,5 +281,5 @@ class GatewayMetrics:
         return Gauge(f"epd_serve_{name}", text, labels, registry=self.registry)
 
     def _gauges(self, text: str, state: str) -> tuple[Gauge, Gauge]:
-        """Under vLLM's name and under the one that it had here before."""
+        """Two gauges of one figure: under vLLM's name, and under the name that it had here before."""
         return self._gauge(f"num_requests_{state}", text), self._gauge(f"requests_{state}", text)

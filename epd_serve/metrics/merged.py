@@ -58,7 +58,7 @@ def merge(parts: Iterable[list[Family]], summed: Collection[str] = ()) -> list[F
 
 
 def cumulative(families: Iterable[Family], growing: Collection[str] = ()) -> list[Family]:
-    """Those that the end of a process must not take away: ``growing`` are the gauges among them."""
+    """The families that must outlive their process; ``growing`` are the gauges among them."""
     return [family for family in families if family.kind in _CUMULATIVE or family.name in growing]
 
 

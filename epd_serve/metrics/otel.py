@@ -152,7 +152,7 @@ class SpanRecorder:
         return bool(decision.decision.is_sampled())
 
     def put(self, span: FinishedSpan) -> None:
-        """Never waits. The span's context must be sampled."""
+        """Take a span without waiting. The span's context must be sampled."""
         if len(self._waiting) >= _MAX_WAITING:
             self.num_dropped += 1
         else:

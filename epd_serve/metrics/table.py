@@ -18,7 +18,7 @@ _LABELS = {
 
 
 def breakdown_table(figures: dict[str, Any]) -> Table:
-    """Of :func:`epd_serve.metrics.breakdown.summary`."""
+    """A table of the figures that :func:`epd_serve.metrics.breakdown.summary` returns."""
     table = Table(title=f"Mean of {figures['num_requests']} requests")
     table.add_column("stage")
     for heading in ("mean ms", "p50 ms", "p95 ms", "share"):

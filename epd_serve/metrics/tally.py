@@ -70,7 +70,7 @@ class Histogram:
 
 
 class Counter:
-    """The same for sums. ``start`` gives the series that are there from the beginning, at 0."""
+    """A family of sums. ``start`` gives the series that are there from the beginning, at 0."""
 
     def __init__(self, name: str, text: str, labels: Sequence[str] = (), start: Iterable[Labels] = ()) -> None:
         self._name = name

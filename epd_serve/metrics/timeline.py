@@ -1,4 +1,4 @@
-"""Which stage a request is in, from event to event: the latency breakdown of TriInfer section 5.5.
+"""The stage that a request is in, from event to event: the latency breakdown of TriInfer section 5.5.
 
 The stages of a request on its critical path, and the events between which each lies:
 
@@ -85,11 +85,11 @@ class Timeline:
     # ------------------------------------------------------------------ encode
 
     def encoded(self, request_id: str, item: str, received_s: float, batch_s: tuple[float, float]) -> None:
-        """The consumer has confirmed an item now.
+        """Record an item's stages; the consumer has confirmed the item now.
 
         Args:
             item: its mm_hash.
-            batch_s: when its batch began and ended; after a hit in the store, twice when that was.
+            batch_s: begin and end of its batch; after a hit in the store, twice the time of the hit.
         """
         # a batch that was begun for another request may have started before this one came
         start, end = (max(at, received_s) for at in batch_s)
@@ -114,7 +114,7 @@ class Timeline:
                 self._move(request_id, stay, PREFILL_QUEUE, self._clock())
 
     def handed_over(self, request_id: str) -> None:
-        """The decode instance has confirmed."""
+        """Record the hand-over, which the decode instance has confirmed now."""
         with self._lock:
             stay = self._stays.get(request_id)
             if stay is not None and stay.stage == PD_MIGRATION:
@@ -130,7 +130,7 @@ class Timeline:
             self._num_queued += 1
 
     def finished(self, request_id: str) -> None:
-        """The last token is there; where it is the first, nothing was decoded, in no time."""
+        """Record the last token. Where it is the first as well, the decode took no time."""
         with self._lock:
             stay = self._stays.get(request_id)
             if stay is not None:
@@ -140,7 +140,7 @@ class Timeline:
             self._forget(request_id)
 
     def drop(self, request_id: str) -> None:
-        """Nothing more will come of this request. Idempotent."""
+        """Forget a request that is over. Idempotent."""
         with self._lock:
             self._forget(request_id)
 
@@ -149,7 +149,12 @@ class Timeline:
     def stepped(
         self, prefills: Iterable[tuple[str, bool]], decodes: Iterable[str], start_s: float, end_s: float
     ) -> None:
-        """A step of the language model; ``prefills`` says of each request whether its prompt is now computed."""
+        """Record a step of the language model.
+
+        Args:
+            prefills: (request, whether its prompt is now computed).
+            decodes: requests.
+        """
         if not self._num_queued:
             return
         with self._lock:

@@ -62,7 +62,7 @@ class TraceWriter:
         self._write(self._metadata(CLOCK, 0, {"host": _host_id(), "wall_offset_us": offset_us}))
 
     def slice(self, track: str, name: str, start_s: float, end_s: float, **arguments: Any) -> None:
-        """What a thread did from ``start_s`` to ``end_s``; slices of one track do not overlap."""
+        """Write a thread's work from ``start_s`` to ``end_s``; slices of one track do not overlap."""
         start, duration = _microseconds(start_s, end_s)
         self._write(
             {
@@ -136,7 +136,7 @@ def _microseconds(start_s: float, end_s: float) -> tuple[int, int]:
 
 
 def _host_id() -> str:
-    """The same for all processes that share a monotonic clock."""
+    """An id that all processes with the same monotonic clock share."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:

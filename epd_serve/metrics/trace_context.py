@@ -19,7 +19,7 @@ _NO_TRACE, _NO_SPAN = "0" * 32, "0" * 16
 
 
 class TraceContext(msgspec.Struct, frozen=True, gc=False):
-    """Where a request stands in a trace.
+    """A request's place in a trace.
 
     Attributes:
         trace_id: 32 hex digits.

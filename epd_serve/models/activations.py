@@ -15,5 +15,5 @@ _FUSED: dict[str, Activation] = {
 
 
 def fused(activation: nn.Module) -> Activation | nn.Module:
-    """The name of an activation that products can apply; any other as it is."""
+    """The name of an activation that products can apply; else the activation itself."""
     return _FUSED.get(type(activation).__name__, activation)

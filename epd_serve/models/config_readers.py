@@ -43,7 +43,7 @@ def _reads(code: Any) -> frozenset[str]:
 
 @lru_cache(maxsize=32)
 def _module_reads(name: str) -> frozenset[str]:
-    """What the functions of a module read."""
+    """Names that the functions of a module read from a configuration."""
     tree = ast.parse(inspect.getsource(sys.modules[name]))
     functions = (node for node in tree.body if isinstance(node, ast.FunctionDef))
     return frozenset[str]().union(*(_names_read(ast.walk(function)) for function in functions))

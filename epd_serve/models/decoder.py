@@ -25,7 +25,7 @@ _INTERLEAVED_MROPE = ("qwen3_vl_text", "qwen3_vl_moe_text")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepContext:
-    """What the layers need to know of a step besides its tokens.
+    """The inputs of a step's layers besides its tokens.
 
     Attributes:
         kv: [layers, 2, num_blocks, block_size, kv_heads, head_dim].
@@ -52,7 +52,7 @@ class Decoder:
     """Runs the layers of one rank's share of a language model.
 
     Attributes:
-        kv_heads: of the model, those that this rank keeps.
+        kv_heads: the model's KV heads that this rank keeps.
         is_dense: no layer routes tokens to experts, which reads values back from the device.
     """
 
@@ -92,7 +92,7 @@ class Decoder:
         Args:
             embeddings: [T, hidden]. positions: [axes, T].
             feature_rows: [F] int64, tokens that stand for media.
-            deepstack: what to add to those tokens after each of the first layers, [F, hidden] each.
+            deepstack: features to add to those tokens after each of the first layers, [F, hidden] each.
 
         Returns:
             [T, hidden]

@@ -1,4 +1,4 @@
-"""What differs between model families: tokens per image, pixels in, positions."""
+"""Conventions in which model families differ: tokens per image, the tower's inputs, rotary positions."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
-from PIL import Image
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoImageProcessor
 
@@ -40,8 +41,8 @@ class Family(Protocol):
         """Pixels of an image that the tower sees, once it is resized. Raises as :meth:`num_image_tokens`."""
         ...
 
-    def preprocess(self, image: Image.Image) -> TowerInputs:
-        """RGB image → tower inputs."""
+    def preprocess(self, pixels: NDArray[np.uint8]) -> TowerInputs:
+        """RGB pixels [height, width, 3] → tower inputs, which share no memory with them."""
         ...
 
     def check(self) -> None:
@@ -93,8 +94,8 @@ class QwenVL:
         patch: int = self._processor.patch_size
         return frames * rows * columns * patch**2
 
-    def preprocess(self, image: Image.Image) -> TowerInputs:
-        batch = self._processor(images=[image], return_tensors="pt")
+    def preprocess(self, pixels: NDArray[np.uint8]) -> TowerInputs:
+        batch = self._processor(images=[pixels], input_data_format="channels_last", return_tensors="pt")
         return {name: batch[name] for name in ("pixel_values", "image_grid_thw")}
 
     def check(self) -> None:
@@ -116,7 +117,7 @@ class QwenVL:
         if width != needed:
             raise ValueError(f"vision_config.{name} is {width}; it must be text_config.hidden_size, {needed}")
         for size in _TRIED_SIZES:
-            expected, made = self.grid(size), tuple(self.preprocess(_blank(size))["image_grid_thw"][0].tolist())
+            expected, made = self.grid(size), tuple(self.preprocess(blank(size))["image_grid_thw"][0].tolist())
             if expected != made:
                 raise ValueError(
                     f"preprocessor_config.json makes {made} patches of a picture of {size} pixels, where "
@@ -157,13 +158,14 @@ class Llava:
     def num_pixels(self, size: tuple[int, int]) -> int:
         return self._num_pixels
 
-    def preprocess(self, image: Image.Image) -> TowerInputs:
-        return {"pixel_values": self._processor(images=[image], return_tensors="pt")["pixel_values"]}
+    def preprocess(self, pixels: NDArray[np.uint8]) -> TowerInputs:
+        batch = self._processor(images=[pixels], input_data_format="channels_last", return_tensors="pt")
+        return {"pixel_values": batch["pixel_values"]}
 
     def check(self) -> None:
         wanted = self.config.vision_config.image_size
         for size in _TRIED_SIZES:
-            rows, columns = self.preprocess(_blank(size))["pixel_values"].shape[-2:]
+            rows, columns = self.preprocess(blank(size))["pixel_values"].shape[-2:]
             if (rows, columns) != (wanted, wanted):
                 raise ValueError(
                     f"vision_config.image_size is {wanted}, but preprocessor_config.json makes {columns}x{rows} "
@@ -191,5 +193,6 @@ def load_family(path: Path) -> Family:
     return family
 
 
-def _blank(size: tuple[int, int]) -> Image.Image:
-    return Image.new("RGB", size)
+def blank(size: tuple[int, int]) -> NDArray[np.uint8]:
+    """A grey picture of that width and height."""
+    return np.full((size[1], size[0], 3), 128, np.uint8)

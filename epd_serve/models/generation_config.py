@@ -30,7 +30,7 @@ _WHOLE = ("top_k", "max_new_tokens")
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationConfig:
-    """What a model is generated with where a request says nothing else.
+    """The settings with which a model generates where a request leaves them open.
 
     Attributes:
         defaults: sampling parameters by name.
@@ -42,7 +42,7 @@ class GenerationConfig:
     max_tokens: int | None = None
 
     def complete(self, sampling: SamplingParams) -> SamplingParams:
-        """The same with the model's defaults for what its request left open."""
+        """Return ``sampling`` with the model's defaults for what its request left open."""
         changes: dict[str, Any] = {
             name: value
             for name, value in self.defaults.items()
@@ -52,12 +52,12 @@ class GenerationConfig:
 
 
 def read_generation_config(path: Path, config: Any, source: str = "auto") -> GenerationConfig:
-    """What the model in ``path`` and its configuration say.
+    """Read the generation settings of the model in ``path``.
 
     Args:
-        source: "auto" honours the model's file, "off" nothing of it but its ends, a directory the file in there.
+        source: "auto" reads the model's file, "off" only its end tokens, a directory the file in there.
 
-    Raises ValueError for values that are none, and for a directory without the file.
+    Raises ValueError for invalid values, and for a directory without the file.
     """
     file = (path if source in ("auto", "off") else Path(source)) / "generation_config.json"
     if source not in ("auto", "off") and not file.is_file():

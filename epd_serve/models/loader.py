@@ -19,7 +19,7 @@ _SAMPLE_BYTES = 1 << 16
 
 
 class ModelPart(Enum):
-    """What an encoder instance holds, and what prefill and decode instances hold."""
+    """A part of a model: encode instances hold the tower, prefill and decode instances the language model."""
 
     TOWER = "tower"
     LANGUAGE_MODEL = "language_model"

@@ -1,4 +1,4 @@
-"""Which part of a language model's weights a tensor-parallel rank holds (Megatron-LM paper, section 3).
+"""The part of a language model's weights that each tensor-parallel rank holds (Megatron-LM paper, section 3).
 
 Projections that feed a layer's inner width are split by rows, so that each rank has whole heads and whole neurons;
 those that lead back are split by columns, and their partial sums are added over the ranks.

@@ -1,1 +1,1 @@
-"""Which topology to run, on which devices, and why."""
+"""The planner: chooses a topology and its devices, and explains the choice."""

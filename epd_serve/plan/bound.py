@@ -1,4 +1,4 @@
-"""How many requests a second a plan could take at most, without simulating it; and which stage says so."""
+"""The highest request rate that a plan could serve, without simulating it, and the stage that limits it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from epd_serve.types import Stage
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeanRequest:
-    """Of a workload; pixels are those of all images of a request."""
+    """The mean request of a workload; ``image_pixels`` are those of one image."""
 
     num_images: float
     image_pixels: float
@@ -24,7 +24,7 @@ class MeanRequest:
 
     @classmethod
     def of(cls, requests: Sequence[SimRequest]) -> MeanRequest:
-        """Equal images count once: they are encoded once."""
+        """Take the means of ``requests``. Equal images count once: they are encoded once."""
         distinct = {name: pixels for one in requests for name, pixels in one.images}
         num = len(requests)
         return cls(
@@ -41,7 +41,7 @@ class MeanRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bound:
-    """What limits a plan.
+    """The limit of a plan.
 
     Attributes:
         rate: requests per second at which the first device is busy all the time.
@@ -59,7 +59,10 @@ class Bound:
 def stage_seconds(
     spec: SimInstanceSpec, mean: MeanRequest, tpot_s: float | None, ttft_s: float | None, stage: Stage
 ) -> float:
-    """Of one request at an instance that works in full batches within its limits (algorithm 2, lines 6 to 11)."""
+    """Seconds of one stage of a request, at an instance whose batches are as full as its limits allow.
+
+    The steps are those of algorithm 2, lines 6 to 11.
+    """
     profile = spec.profile
     if stage is Stage.ENCODE:
         if not mean.num_images or not profile.encode:
@@ -86,8 +89,7 @@ def stage_seconds(
 
 
 def bound(deployment: SimDeployment, mean: MeanRequest, *, ttft_s: float | None, tpot_s: float | None) -> Bound:
-    """Each stage's work is divided among the instances that cover it, by what each of them can do."""
-    shares: dict[str, float] = {}
+    """The bound of a deployment: each stage's work is divided among its instances in proportion to their speed."""
     busy: dict[str, dict[Stage, float]] = {}
     loads: dict[Stage, float] = {}
     for stage in Stage:
@@ -102,7 +104,6 @@ def bound(deployment: SimDeployment, mean: MeanRequest, *, ttft_s: float | None,
         for one in covering:
             device = busy.setdefault(f"{one.host}/{one.device}", dict.fromkeys(Stage, 0.0))
             device[stage] += 1 / speed
-            shares[one.name] = shares.get(one.name, 0.0) + 1 / speed
     totals = {device: _together(stages, deployment, device) for device, stages in busy.items()}
     worst = max(totals, key=lambda device: totals[device])
     return Bound(
@@ -114,7 +115,10 @@ def bound(deployment: SimDeployment, mean: MeanRequest, *, ttft_s: float | None,
 
 
 def _together(stages: dict[Stage, float], deployment: SimDeployment, device: str) -> float:
-    """Tower and language model overlap but for what both want of the device; prefill and decode do not."""
+    """Seconds of a device's stages together.
+
+    Tower and language model overlap except for the resources that both need; prefill and decode do not overlap.
+    """
     language = stages[Stage.PREFILL] + stages[Stage.DECODE]
     tower = stages[Stage.ENCODE]
     here = [one for one in deployment.instances if f"{one.host}/{one.device}" == device]

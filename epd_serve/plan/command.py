@@ -13,7 +13,7 @@ from rich.table import Table
 
 from epd_serve.bench.outputs import Outputs, measured
 from epd_serve.bench.types import SLO
-from epd_serve.config.options import BatchingOrder, BatchingPolicy
+from epd_serve.config.sections import BatchingOrder, BatchingPolicy
 from epd_serve.plan.evaluate import Evaluator, Goal
 from epd_serve.plan.explain import Recommendation, recommend
 from epd_serve.plan.pools import read_fleet
@@ -28,7 +28,7 @@ _FEW = 40
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wanted:
-    """What was typed; ``slo`` as in ttft=2000,tpot=50."""
+    """The command's options as typed; ``slo`` as in ttft=2000,tpot=50."""
 
     trace: str
     devices: Path
@@ -100,7 +100,7 @@ def read_goal(text: str, beta: float = 0.0) -> Goal:
 
 
 def search(evaluator: Evaluator, wanted: Wanted) -> Found:
-    """Raises ValueError for a strategy that does not suit the devices."""
+    """Search with the strategy that is wanted. Raises ValueError for one that does not suit the devices."""
     fleet, strategy = evaluator.fleet, wanted.strategy
     if strategy == "algorithm-2":
         if len(fleet.pools) > 1:
@@ -149,7 +149,7 @@ def write_simulation(path: Path, evaluator: Evaluator, result: Recommendation, w
 
 
 def as_dict(result: Recommendation, found: Found) -> dict[str, Any]:
-    """For ``--json``."""
+    """The recommendation as a JSON object, for ``--json``."""
     return {
         "recommended": str(result.chosen.candidate),
         "goodput": result.chosen.goodput,

@@ -1,4 +1,4 @@
-"""What a plan is worth: its goodput in simulation."""
+"""The value of a plan: its goodput in simulation."""
 
 from __future__ import annotations
 
@@ -35,7 +35,12 @@ _MOST_RATE = 1e5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Goal:
-    """``beta``: requests a second that one unit of cost is worth (EPD, equation 1)."""
+    """The limits that a plan has to keep.
+
+    Attributes:
+        beta: requests a second that one unit of cost is worth (EPD, equation 1).
+        target: least share of requests that keep both limits.
+    """
 
     ttft_s: float | None
     tpot_s: float | None
@@ -61,11 +66,11 @@ class Evaluator:
 
     Attributes:
         num_simulations, num_requests: so far.
-        horizon_s, most: how long a simulation of the search should be, and how many requests it may have.
+        horizon_s, most: length that a simulation of the search should have, and its most requests.
 
     Args:
         requests: the trace; where it is shorter than a simulation needs, it is repeated.
-        horizon_s: how long a simulation goes on at least, in its own time: queues must have time to grow.
+        horizon_s: least length of a simulation, in its own time: queues must have time to grow.
     """
 
     def __init__(
@@ -100,7 +105,7 @@ class Evaluator:
         return self._deployments[candidate]
 
     def bound(self, candidate: Candidate) -> Bound:
-        """Without a simulation."""
+        """The highest rate that the plan could serve, found without a simulation."""
         return bound(self.deployment(candidate), self.mean, ttft_s=self.goal.ttft_s, tpot_s=self.goal.tpot_s)
 
     def count(self, rate: float) -> int:
@@ -114,10 +119,10 @@ class Evaluator:
         return max(LONGER * self._least, min(math.ceil(rate * horizon_s), LONGER * self.most))
 
     def attainment(self, candidate: Candidate, rate: float, count: int, *, shift: int = 0) -> Share:
-        """Of a simulation at this rate. It is given up as soon as the target cannot be kept any more.
+        """The SLO attainment of a simulation at this rate; it ends early once the target cannot be kept any more.
 
         Args:
-            shift: where in the trace it begins; another draw.
+            shift: the place in the trace where the simulation begins; another place is another draw.
         """
         outcome = self.simulate(candidate, rate, count, shift=shift, early=True)
         return attainment(outcome, self.goal.ttft_s, self.goal.tpot_s)
@@ -257,7 +262,10 @@ def deploy(candidate: Candidate, fleet: Fleet, goal: Goal) -> SimDeployment:
 
 
 def _repeated(requests: Sequence[SimRequest], start: int, count: int) -> list[SimRequest]:
-    """``count`` of them from one on, the trace again behind its end with images of new names."""
+    """``count`` requests from number ``start`` on.
+
+    The trace is repeated behind its end, with new names of images.
+    """
     span = requests[-1].at_s - requests[0].at_s
     step = span / max(len(requests) - 1, 1)
     found: list[SimRequest] = []

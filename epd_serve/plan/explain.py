@@ -22,7 +22,7 @@ _NAMES = {Stage.ENCODE: "encoding", Stage.PREFILL: "prefill", Stage.DECODE: "dec
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recommendation:
-    """What to run, and why.
+    """The plan to run, and the reasons for it.
 
     Attributes:
         confidence: of the repetitions with other stretches of the trace, the part in which the plan kept the
@@ -68,7 +68,7 @@ def _is_worth(plan: Evaluation, simpler: Evaluation) -> bool:
 
 
 def _monolithic(evaluator: Evaluator, found: Found) -> Evaluation | None:
-    """As many monolithic instances on the devices of the best plan, if these are of one kind; the best of them."""
+    """The best plan of monolithic instances on the best plan's devices; None where these are of several kinds."""
     best = found.best.candidate
     if len(best.pools) != 1:
         return None

@@ -42,7 +42,7 @@ class Pool:
 
     Attributes:
         kind: as deployment files name them, as in ``npu:0``.
-        price: of one.
+        price: price of one device.
         first: index of the first one among those of its kind.
         measured: the profile that was made there; None: analytic.
     """
@@ -59,13 +59,13 @@ class Pool:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of its devices, in a deployment file."""
+        """The names of the pool's devices in a deployment file."""
         if self.kind == "cpu":
             return ("cpu",) * self.count
         return tuple(f"{self.kind}:{self.first + i}" for i in range(self.count))
 
     def profile(self, tensor_parallel: int) -> Profile:
-        """Raises ValueError for a width that was not measured."""
+        """The profile for a tensor-parallel width. Raises ValueError for a width that was not measured."""
         if tensor_parallel not in self._profiles:
             self._profiles[tensor_parallel] = self._made(tensor_parallel)
         return self._profiles[tensor_parallel]
@@ -82,7 +82,7 @@ class Pool:
 
     @property
     def threads(self) -> int | None:
-        """Of an instance on a CPU, and so cores of one device; None on others."""
+        """The threads of an instance on a CPU, and so the cores of one device; None on other devices."""
         return self.profile(1).threads if self.kind == "cpu" else None
 
     @property

@@ -8,7 +8,7 @@ from functools import lru_cache
 from itertools import product
 from typing import get_args
 
-from epd_serve.config.options import BatchingOrder, BatchingPolicy
+from epd_serve.config.sections import BatchingOrder, BatchingPolicy
 from epd_serve.plan.pools import Fleet, Pool
 from epd_serve.topology import Topology, parse_topology
 
@@ -24,7 +24,7 @@ class Candidate:
     Attributes:
         pools: (index of a pool, devices of it), in the order in which the topology takes devices.
         policy: whether steps are sized by the limits. Short steps keep tokens even and make prompts cost more.
-        max_num_seqs, max_num_tokens: of a step at most, whatever the policy; None: what suits the devices.
+        max_num_seqs, max_num_tokens: most of a step, whatever the policy; None: what suits the devices.
     """
 
     line: str
@@ -40,12 +40,12 @@ class Candidate:
 
     @property
     def placed(self) -> tuple[str, tuple[tuple[int, int], ...]]:
-        """What is where, however its steps are made up."""
+        """The topology line and the pools: what runs on which devices, apart from how steps are made up."""
         return self.line, self.pools
 
     @property
     def batching(self) -> tuple[BatchingOrder, BatchingPolicy, int, int | None]:
-        """The rest."""
+        """The options that shape a step: order, policy, and the most sequences and tokens."""
         return self.order, self.policy, self.max_num_seqs, self.max_num_tokens
 
     @property
@@ -83,7 +83,10 @@ def _counted(count: int, what: str) -> str:
 
 
 def three_methods(num_instances: int) -> list[str]:
-    """TriInfer's strategies for so many instances (section 5.4): E-P-D, EP-D and ED-P in all ratios; 35 for 8."""
+    """TriInfer's strategies for ``num_instances`` instances (section 5.4): E-P-D, EP-D and ED-P in all ratios.
+
+    35 for 8.
+    """
     if num_instances < 2:
         return []
     lines = [
@@ -97,7 +100,7 @@ def three_methods(num_instances: int) -> list[str]:
 
 
 def all_methods(num_devices: int) -> list[str]:
-    """Those, monolithic instances, and co-located ones (EPD-Serve, section 4): E beside P, D or PD."""
+    """The three methods, monolithic instances, and co-located ones: E beside P, D or PD (EPD-Serve, section 4)."""
     lines = [_counted(num_devices, "EPD"), _counted(num_devices, "(E-PD)"), *three_methods(num_devices)]
     for one, other in (("E", "PD"), ("(E-P)", "D"), ("(E-D)", "P")):
         lines += [f"{_counted(n, one)}-{_counted(num_devices - n, other)}" for n in range(1, num_devices)]
@@ -105,7 +108,7 @@ def all_methods(num_devices: int) -> list[str]:
 
 
 def with_widths(lines: Sequence[str], widths: Sequence[int], num_devices: int) -> list[str]:
-    """The same, and for each width those in which every instance with a language model is so wide."""
+    """Return ``lines`` and, for each width, lines whose instances with a language model all have that width."""
     found = list(lines)
     for width in widths:
         if width > 1 and num_devices % width == 0 and num_devices // width >= 1:
@@ -172,7 +175,7 @@ def with_batching(
     seqs: Sequence[int] = (MOST_SEQS,),
     tokens: Sequence[int | None] = (None,),
 ) -> list[Candidate]:
-    """Each with every way to make up its steps; those of one plan behind each other."""
+    """Each plan with every combination of options of its steps, one plan after the other."""
     return [
         replace(one, order=order, policy=policy, max_num_seqs=most, max_num_tokens=num_tokens)
         for one in found

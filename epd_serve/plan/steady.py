@@ -12,7 +12,7 @@ from epd_serve.sim.simulator import Outcome
 
 
 def under_way(jobs: Sequence[Job]) -> list[int]:
-    """At the arrival of each request, how many that came before it had not ended."""
+    """For each request, the number of earlier ones that had not ended when it arrived."""
     ends = sorted(math.inf if job.finish_s is None else job.finish_s for job in jobs)
     return [number - bisect_left(ends, job.sent_s) for number, job in enumerate(jobs)]
 
@@ -25,7 +25,7 @@ def is_steady(jobs: Sequence[Job]) -> bool:
     moment; twice that is taken for chance. A run of which nothing is left to compare passes.
 
     Args:
-        jobs: of a run that was not given up, by arrival.
+        jobs: jobs of a run that was not given up, by arrival.
     """
     stays = [job.finish_s - job.sent_s for job in jobs if job.finish_s is not None]
     if not stays:

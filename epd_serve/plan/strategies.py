@@ -70,10 +70,11 @@ def race(evaluator: Evaluator, candidates: Sequence[Candidate], *, width: int = 
 
 
 def algorithm_2(evaluator: Evaluator, num_instances: int) -> Found:
-    """TriInfer, algorithm 2 as it is written: counts of E, P and D by the time that the trace takes each of them
-    at full batches (lines 1 to 12), then one replay of the trace for each of three methods (lines 13 to 22).
+    """TriInfer's algorithm 2, unchanged.
 
-    Raises ValueError for less than three instances: the partition gives each stage one.
+    Counts of E, P and D by the time that the trace takes each of them at full batches (lines 1 to 12), then one
+    replay of the trace for each of three methods (lines 13 to 22). Raises ValueError for less than three
+    instances: the partition gives each stage one.
     """
     if num_instances < 3:
         raise ValueError(f"algorithm 2 gives each stage an instance, and {num_instances} are too few for three")

@@ -1,4 +1,4 @@
-"""How much longer the stages of a model take beside each other in one process, as threads with a core for each.
+"""Slowdown of a model's stages beside each other in one process, as threads with a core for each.
 
 They wait for the interpreter's lock and for the memory of the process. Stages in processes of their own share
 cores, caches and memory alone: ``overheads.py`` measures those.
@@ -14,12 +14,13 @@ from contextlib import contextmanager
 from io import BytesIO
 from statistics import fmean, median
 
+import numpy as np
 from PIL import Image
 
 from device.base import Device
 from device.registry import get_device
 from epd_serve.media.picture import MediaLimits, open_image
-from epd_serve.models.family import load_family
+from epd_serve.models.family import blank, load_family
 from epd_serve.models.tower import Tower
 from epd_serve.profiling.device_profile import GridOptions, step_timer
 from epd_serve.sched.sizing import StepShape
@@ -36,7 +37,7 @@ Work = Callable[[], object]
 
 
 def stages_beside(options: GridOptions, progress: Callable[[str], None] = lambda text: None) -> dict[str, float]:
-    """By "D/E", how much longer D takes beside E, in parts of its time alone. Takes the device for itself."""
+    """Measure each pair: "D/E" is the share by which E lengthens D. Takes the device for itself."""
     found: dict[str, float] = {}
     with _stages(options) as works:
         for name, other in PAIRS:
@@ -72,12 +73,12 @@ def _mean_s(work: Work) -> float:
 
 @contextmanager
 def _stages(options: GridOptions) -> Iterator[dict[str, Work]]:
-    """Each stage of a size that is usual where they meet."""
+    """Yield each stage as a callable, at a usual size."""
     device = get_device(options.device)
     _activate(device, options)
     family = load_family(options.model)
     tower = Tower(options.model, options.dtype, device)
-    inputs = family.preprocess(Image.new("RGB", (IMAGE_SIDE, IMAGE_SIDE), "gray"))
+    inputs = family.preprocess(blank((IMAGE_SIDE, IMAGE_SIDE)))
     sent = BytesIO()
     Image.new("RGB", (SENT_SIDE, SENT_SIDE), "gray").save(sent, "JPEG")
     with step_timer(options, device, family, time.perf_counter) as (timer, language):
@@ -86,7 +87,7 @@ def _stages(options: GridOptions) -> Iterator[dict[str, Work]]:
             "E": lambda: tower.encode([inputs]),
             "P": timer.step(StepShape(chunks=((0, min(PROMPT, longest)),))),
             "D": timer.step(StepShape(num_decodes=DECODES, context=min(CONTEXT, longest))),
-            "host": lambda: family.preprocess(open_image(sent.getvalue(), MediaLimits())),
+            "host": lambda: family.preprocess(np.array(open_image(sent.getvalue(), MediaLimits()))),
         }
 
 
@@ -97,7 +98,7 @@ def _activate(device: Device, options: GridOptions) -> None:
 
 
 class _Busy:
-    """A thread that does a work again and again, between ``go_on`` and ``pause``."""
+    """A thread that repeats a work between ``go_on`` and ``pause``."""
 
     def __init__(self, work: Work, options: GridOptions) -> None:
         self._work, self._options = work, options
@@ -106,7 +107,7 @@ class _Busy:
         self._end = self._threads.submit(self._run)
 
     def pause(self) -> None:
-        """Returns when nothing is under way."""
+        """Return when the work has stopped."""
         self._goes_on.clear()
         self._rests.wait()
 
@@ -115,7 +116,7 @@ class _Busy:
         self._goes_on.set()
 
     def close(self) -> None:
-        """Raises what the work raised."""
+        """End the thread. Raises the work's own exception."""
         self._ends = True
         self._goes_on.set()
         self._threads.shutdown()

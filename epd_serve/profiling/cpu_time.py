@@ -14,7 +14,7 @@ _PROCESS, _GATEWAY = "cpu_s:", "cpu_s:proxy"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spent:
-    """On some requests. ``cpu_s``: of the instances, all processes of the deployment but the gateway."""
+    """CPU time spent on some requests; ``cpu_s``: of all processes of the deployment but the gateway."""
 
     num_requests: int
     num_prompt_tokens: int
@@ -38,7 +38,7 @@ def _cpu_s(sample: Sample) -> float:
 
 
 def talk_cpu_s(measured: Sequence[Spent], base: Sequence[Spent]) -> tuple[float, float, float]:
-    """CPU seconds for each request, prompt token and image, under the same loads."""
+    """CPU seconds of ``measured`` beyond ``base``, at equal loads, for each request, prompt token and image."""
     rows = [[one.num_requests, one.num_prompt_tokens, one.num_images] for one in measured]
     more = [one.cpu_s - other.cpu_s for one, other in zip(measured, base, strict=True)]
     request_s, token_s, image_s = fit(rows, more)

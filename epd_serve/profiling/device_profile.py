@@ -148,7 +148,7 @@ def profile_device(options: GridOptions, progress: Callable[[str], None] = lambd
 
 
 def decode_lines(samples: Sequence[Sample]) -> tuple[DecodeLine, ...]:
-    """Each size by itself; ``samples``: of steps of nothing but decodes."""
+    """A line for each size of decode steps, fitted by itself; ``samples`` are of steps of decodes alone."""
     by_size: dict[int, list[Sample]] = {}
     for one in samples:
         by_size.setdefault(int(one[1][1]), []).append(one)
@@ -287,7 +287,7 @@ def _transfers(
 
 
 def _link(samples: Sequence[Sample]) -> tuple[float, float]:
-    """Seconds of each transfer, and of each byte."""
+    """Seconds of each transfer, and of each of its bytes."""
     base_s, byte_s = fit_relative([[1.0, *work] for _, work, _ in samples], [one[2] for one in samples])
     return base_s, byte_s or 1e-12
 

@@ -37,7 +37,7 @@ Sharer = Literal["thread", "instance"]
 
 
 def cores_go_by() -> Sharer:
-    """Measured with a process of many threads and one of a single thread, started as instances are.
+    """Measure the unit with a process of many threads and one of a single thread, started as instances are.
 
     Raises OSError where these cannot run.
     """
@@ -63,7 +63,7 @@ def cores_go_by() -> Sharer:
 
 
 def told_by(ratio: float, many: int, cores: int) -> Sharer:
-    """``ratio``: of the CPU time of one thread to that of a process of ``many``."""
+    """The unit that a ratio of CPU times shows: that of one thread to that of a process of ``many`` threads."""
     by_thread, by_instance = 1 / many, 1 / max(cores - 1, 1)
     return "instance" if ratio > sqrt(by_thread * by_instance) else "thread"
 

@@ -75,7 +75,7 @@ def measure(
     changes both alike.
 
     Args:
-        threads: of each side on a CPU; None: half of the cores, what two instances get by default.
+        threads: number for each side on a CPU; None: half of the cores, what two instances get by default.
 
     Raises ValueError for a device or a dtype that is not there.
     """
@@ -134,7 +134,7 @@ def measure(
 
 
 def _pairs(names: Sequence[str]) -> list[tuple[str, str]]:
-    """A workload beside itself too: two instances of a stage may share a device."""
+    """All pairs of workloads of one kind, each beside itself too: two instances of a stage may share a device."""
     return [
         (first, second)
         for first, second in combinations_with_replacement(names, 2)

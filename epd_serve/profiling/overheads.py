@@ -133,7 +133,7 @@ def with_overheads(
 
 
 def _crowding_within(options: OverheadOptions, progress: Callable[[str], None]) -> float:
-    """Of E beside P in one instance, while D has a part of the cores for itself."""
+    """The crowding of E beside P in one instance, while D has a part of the cores for itself."""
     image = _image(SIDES[1])
     with _asked("EP-D", options, progress) as ask:
         alone_s = _encode_s(ask(image, options.num_requests))
@@ -167,7 +167,7 @@ def _talk(
     apart: _Measured,
     beside_d: _Measured,
 ) -> Transport:
-    """``link`` with what instances take longer that talk over it."""
+    """``link`` with the additional times of instances that communicate over it."""
     split_token_s = max(_longer(apart, "long") - _longer(whole, "long"), 0.0) / (LONG_TEXT - TEXT)
     known = msgspec.structs.replace(known, split_token_s=split_token_s)
     gaps = [_first_gap_s(one, known) for records in beside_d.values() for one in records]
@@ -210,7 +210,7 @@ _RUNNING = re.compile(r"^epd_serve_in_flight_calls\{[^}]*\} (\d+)", re.MULTILINE
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Asker:
-    """A deployment that is up."""
+    """A client of a deployment that is up."""
 
     topology: str
     url: str
@@ -245,7 +245,7 @@ class _Asker:
 
     @contextmanager
     def busy(self, load: tuple[str, int]) -> Iterator[None]:
-        """Another client asks as well, one request after the other."""
+        """Let another client send requests too, one after the other, inside the block."""
         workload, count = load
         command = [sys.executable, "-m", "epd_serve.cli", "bench", "--base-url", self.url, "--model", "profile"]
         command += ["--workload", workload, "--arrivals", "closed:1", "--num-requests", str(count), "--no-report"]
@@ -262,7 +262,7 @@ class _Asker:
 
     @contextmanager
     def occupied(self, stage: str) -> Iterator[Callable[[], float]]:
-        """Yields what tells, behind the block, which part of its time E or P had something to do."""
+        """Yield a function that returns, after the block, the part of its time in which E or P had work."""
         name = _STAGE_SECONDS[stage]
         began_s, before_s = time.monotonic(), self._seconds(name)
         share = _LEAST_SHARE
@@ -270,7 +270,7 @@ class _Asker:
         share = min(max((self._seconds(name) - before_s) / (time.monotonic() - began_s), _LEAST_SHARE), 1.0)
 
     def _seconds(self, stage: str) -> float:
-        """That requests which are over have spent in a stage."""
+        """Seconds that the finished requests have spent in a stage."""
         return sum(float(value) for name, value in _SPENT.findall(self._metrics()) if name == stage)
 
     def _num_running(self) -> int:
@@ -282,7 +282,10 @@ class _Asker:
         return page.decode()
 
     def _wait_busy(self, before: int) -> None:
-        """Until the gateway has more than that under way: the other client takes a while to make its pictures."""
+        """Wait until the gateway has more than ``before`` requests under way.
+
+        The other client takes a while to make its pictures.
+        """
         deadline = time.monotonic() + _BUSY_TIMEOUT_S
         while (now := self._num_running()) <= before:
             before = min(before, now)
@@ -328,7 +331,7 @@ def _beyond(records: Sequence[Record], profile: Profile, side: int, *, is_split:
 
 
 def _images(whole: dict[str, list[Record]], profile: Profile) -> tuple[float, float]:
-    """For each image, and for each pixel of it as it was sent."""
+    """Seconds to prepare an image: for each one, and for each pixel of it as it was sent."""
     if not profile.encode:
         return 0.0, 0.0
     small, large = (_beyond(whole[f"{side}"], profile, side) for side in SIDES)
@@ -344,19 +347,21 @@ def _longer(measured: dict[str, list[Record]], name: str) -> float:
 
 
 def _tpot_s(records: Sequence[Record]) -> float:
-    """Behind the second token, as the first gap is the hand-over's; of a request the mean, as what is beside it
-    comes and goes."""
+    """The median over requests of their mean time per token, behind the second token.
+
+    The first gap is the hand-over's; the mean is taken because the work beside a request comes and goes.
+    """
     return median(fmean(one.itl_s[1:]) for one in records)
 
 
 def _first_gap_s(record: Record, profile: Profile) -> float:
-    """Beyond a step of two sequences and the half of one that was under way."""
+    """Seconds of the first gap beyond one step of two sequences and half of the step that was under way."""
     context = record.num_prompt_tokens or 1
     return record.itl_s[0] - 1.5 * profile.step_s(2, 2, 2 * context) - profile.handshake_s
 
 
 def _encode_s(records: Sequence[Record]) -> float:
-    """From an encode's call to its answer, as the gateway saw it; the median."""
+    """The median time from an encode's call to its answer, as the gateway saw it."""
     spans = [span.duration_s for one in records for span in one.stages if span.stage == "encode"]
     if not spans:
         raise ValueError("the deployment told nothing of its encodes")
@@ -364,10 +369,10 @@ def _encode_s(records: Sequence[Record]) -> float:
 
 
 def beside_steps(measured: Sequence[tuple[int, Sequence[Record]]], profile: Profile) -> tuple[float, float]:
-    """Of a decode step besides the model: seconds of the step, and of each of its sequences.
+    """Seconds of a decode step besides the model: those of the step, and those of each of its sequences.
 
     Args:
-        measured: requests that came so many at a time.
+        measured: (number of requests at a time, their records).
     """
     beyond: list[float] = []
     for count, records in measured:

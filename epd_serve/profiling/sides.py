@@ -27,7 +27,10 @@ _MODULE = "epd_serve.profiling.sides"  # also where this file runs as __main__
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
-    """What both sides run on; ``threads`` are those of each side, on a CPU. See :class:`InterferenceMatrix`."""
+    """The device and number format of both sides; ``threads``: of each, on a CPU.
+
+    See :class:`InterferenceMatrix`.
+    """
 
     device: str
     dtype: str
@@ -137,14 +140,14 @@ class CollectivePeer:
 
 
 def collective_data(device: Device, setting: Setting) -> torch.Tensor:
-    """Zeros; a sum that begins with something else is the last one."""
+    """A tensor of zeros; a sum that begins with another number is the last one."""
     dtype: torch.dtype = getattr(torch, setting.dtype)
     length = Sizes.for_device(device.type).stream_bytes // 16 // dtype.itemsize
     return torch.zeros(length, dtype=dtype, device=device.torch_device)
 
 
 def take_part(setting: Setting, rendezvous: str) -> None:
-    """The life of a :class:`CollectivePeer`'s process."""
+    """The main function of a :class:`CollectivePeer`'s process."""
     device = get_device(setting.device)
     if setting.threads is not None:
         device.set_threads(setting.threads)
@@ -214,7 +217,7 @@ class ProcessSide:
 
 
 def answer(setting: Setting) -> None:
-    """The life of a :class:`ProcessSide`'s process: a command a line in, an answer a line out."""
+    """The main function of a :class:`ProcessSide`'s process: a command a line in, an answer a line out."""
     runner = Runner(setting)
     decoder = msgspec.json.Decoder(Prepare | Run)
     for line in sys.stdin.buffer:
@@ -230,7 +233,7 @@ def answer(setting: Setting) -> None:
 
 
 def start_python(life: str, setting: Setting, *arguments: str, pipes: bool = True) -> subprocess.Popen[bytes]:
-    """A process that lives the life of that name in this file."""
+    """Start a process that runs the function called ``life`` in this file."""
     environment = dict(os.environ)
     if setting.threads is not None:
         environment["OMP_NUM_THREADS"] = str(setting.threads)

@@ -206,7 +206,10 @@ class Factory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkloadKind:
-    """What a name stands for. Demand: what the arithmetic intensity of its shapes makes it wait for."""
+    """The workload behind a name.
+
+    ``demand`` is the resource that the arithmetic intensity of its shapes waits for.
+    """
 
     kind: Kind
     demand: Demand

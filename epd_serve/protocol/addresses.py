@@ -1,4 +1,4 @@
-"""Where servers are reached."""
+"""URLs under which servers are reached."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What endpoints answer, as models: for the OpenAPI document, and for the tests that hold it against the truth."""
+"""Models of the endpoints' answers: for the OpenAPI document, and for tests against real answers."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class CompletionChoice(_Answer):
 
 
 class Completion(_Answer):
-    """Of a stream, each event is one of these."""
+    """A whole completion; in a stream, each event is one of these."""
 
     id: str
     object: Literal["text_completion"]

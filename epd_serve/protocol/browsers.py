@@ -17,7 +17,7 @@ _App = Callable[[_Scope, _Receive, _Send], Awaitable[None]]
 
 
 class CrossSite(ServeError):
-    """A page of the world may have made somebody's browser ask."""
+    """A request was refused because a web page may have made somebody's browser send it."""
 
     status: ClassVar[int] = 403
     type: ClassVar[str] = "permission_error"

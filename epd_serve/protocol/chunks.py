@@ -110,7 +110,7 @@ def delta_event(
     Args:
         first: whether this is the choice's first token, which brings the role along.
         usage: the counts so far, where the client wants them in every event.
-        calls: what the token added to tool calls.
+        calls: parts that the token added to tool calls.
     """
     if options.kind == "chat":
         delta: dict[str, Any] = {"role": "assistant", "content": text} if first else {"content": text}
@@ -165,7 +165,7 @@ def _whole_choice(options: OutputOptions, choice: ChoiceText) -> dict[str, Any]:
 
 
 def _call_deltas(options: OutputOptions, choice: int, calls: Sequence[CallDelta]) -> list[dict[str, Any]]:
-    """What is new, one entry for each call."""
+    """The new parts of tool calls, merged to one entry for each call."""
     entries: dict[int, dict[str, Any]] = {}
     for call in calls:
         entry = entries.setdefault(call.index, {"index": call.index})

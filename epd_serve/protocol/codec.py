@@ -1,4 +1,4 @@
-"""How messages between the parts of a deployment are written: msgpack, and JSON where people read along."""
+"""The encoding of messages between the parts of a deployment: msgpack, and JSON where people read along."""
 
 from __future__ import annotations
 

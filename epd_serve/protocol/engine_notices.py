@@ -1,8 +1,8 @@
-"""What vLLM instances with epd-serve's connectors, and the gateway, tell each other.
+"""Notices between vLLM instances with epd-serve's connectors and the gateway.
 
-A notice is ``u32 length | msgpack``, little-endian; its answer ``u32 length | UTF-8``, where no text means that
-what was asked is done and any other says why not. An answer may take as long as the work; closing the connection
-before it comes gives the work up.
+A notice is ``u32 length | msgpack``, little-endian; its answer ``u32 length | UTF-8``: an empty text means that
+the request is done, any other gives the reason why not. An answer may take as long as the work; closing the
+connection before it comes gives the work up.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ LENGTH = struct.Struct("<I")
 #: Ends the name of a picture that D is given with its pixels where it otherwise gets none: vLLM's caches go by
 #: names.
 WITH_PIXELS = ":pixels"
-MAX_NBYTES = 1 << 26
+#: The block ids of three million tokens, and more.
+MAX_NBYTES = 1 << 20
 
 
 class Notice(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -31,7 +32,7 @@ class FeatureAnnounced(Notice, frozen=True):
 
 
 class FeatureWithdrawn(Notice, frozen=True):
-    """To P: nobody will send this feature for this request."""
+    """To P: no instance will send this feature for this request."""
 
     request_id: str
     mm_hash: str
@@ -45,15 +46,16 @@ class FeatureKept(Notice, frozen=True):
 
 
 class KVWanted(Notice, frozen=True):
-    """To P: write the KV of a prompt's blocks from ``first_block`` on to D's ``block_ids``. Answered when all is
-    written.
+    """To P: write the KV of a prompt's blocks from ``first_block`` on to D's ``block_ids``.
+
+    Answered when all is written.
 
     Attributes:
-        prompt: checksum of what D will compute, which must be what P has computed.
+        prompt: checksum of the prompt that D will compute, which must be the one that P has computed.
         region: D's memory: that of each layer after the one before, all of one size.
-        num_layers: in the region.
+        num_layers: layers in the region.
         planes: number of equal parts of a layer's memory that each hold a part of every block (keys, values).
-        block_bytes: of one block in one plane.
+        block_bytes: bytes of one block in one plane.
     """
 
     transfer_id: str
@@ -85,6 +87,6 @@ def pack(notice: Notice) -> bytes:
 
 
 def unpack(body: bytes | bytearray) -> AnyNotice:
-    """What follows the length. Raises ValueError for anything else."""
+    """Decode the body that follows a notice's length. Raises ValueError for anything else."""
     notice: AnyNotice = _decoder.decode(body)
     return notice

@@ -1,4 +1,4 @@
-"""What the models of requests are made of: the base, text and number fields, stop strings."""
+"""Building blocks of the models of requests: their base, text and number fields, stop strings."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 
 
 def decode_object(body: bytes | bytearray) -> dict[str, Any]:
-    """JSON object → dict. Raises InvalidRequest that says where the text stops being one."""
+    """Decode a JSON object. Raises InvalidRequest, with the place where the text stops being one."""
     try:
         fields = strict_json.decode(body)
     except strict_json.JSONTooLarge as error:
@@ -55,10 +55,10 @@ def decode_object(body: bytes | bytearray) -> dict[str, Any]:
 
 
 def explain(refusal: ValidationError, model: type[BaseModel], others: Iterable[str] = ()) -> InvalidRequest:
-    """The first thing that pydantic found, in a sentence, with ``param`` as in ``messages[0].content``.
+    """Describe the first fault that pydantic found in a sentence, with ``param`` as in ``messages[0].content``.
 
     Args:
-        model: what the body was held against.
+        model: the model that refused the body.
         others: fields of the body that are known without being the model's.
     """
     error, *more = refusal.errors(include_url=False)
@@ -113,7 +113,7 @@ def _by_alias(model: type[BaseModel], alias: str) -> FieldInfo | None:
 
 
 def _models(annotation: Any) -> list[type[BaseModel]]:
-    """Those that a type names anywhere within."""
+    """The models that a type names anywhere within."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [found for inner in get_args(annotation) for found in _models(inner)]

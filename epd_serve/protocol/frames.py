@@ -1,4 +1,4 @@
-"""The body of a streamed stage answer: each event together with the tokens that it tells of.
+"""The body of a streamed stage answer: each event together with the ids of its tokens.
 
 A caller forwards events unparsed and still knows which tokens are out, so that another instance can go on where
 this one stopped. One frame is ``label RS events RS``: the label is the choice and the ids of its tokens in
@@ -41,7 +41,7 @@ class FrameReader:
     """Takes bytes as they come, gives whole frames.
 
     Attributes:
-        labels: of the frames that were read, with semicolons between them (:func:`token_ids`).
+        labels: labels of the frames that were read, with semicolons between them (:func:`token_ids`).
         ended: whether the last of them was ``END``.
         error: the event of the one that was ``ERROR``; nothing is read behind it.
     """
@@ -96,7 +96,7 @@ class FrameReader:
         return all_events[0] if len(all_events) == 1 else b"".join(all_events)
 
     def _take_error(self, labels: list[bytes], events: list[bytes]) -> None:
-        """Where labels are more than numbers."""
+        """Cut the frame at an error's label. Raises FrameError for a label that is none."""
         for index, label in enumerate(labels):
             if _LABEL.fullmatch(label) is None:
                 raise FrameError(f"{label[:80]!r} is no label of a frame")
@@ -113,7 +113,7 @@ def token_ids(labels: Iterable[bytes]) -> list[int]:
 
 
 def token_ids_of_each(labels: Iterable[bytes], num_choices: int) -> list[list[int]]:
-    """The same by choice."""
+    """The tokens of each choice in :attr:`FrameReader.labels`."""
     found: list[list[int]] = [[] for _ in range(num_choices)]
     for text in labels:
         for label in text.split(b";"):

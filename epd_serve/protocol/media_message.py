@@ -11,7 +11,7 @@ _NO_MEDIA = b"\xa5media\xc4\x00"
 
 
 def encode_in_parts(request: EncodeRequest) -> list[bytes]:
-    """What :func:`epd_serve.protocol.codec.encode` gives, with the media's bytes as they are."""
+    """Encode as :func:`epd_serve.protocol.codec.encode` does, in parts: the media's bytes are not copied."""
     size = len(request.media)
     if size < 1 << 8:
         return [encode(request)]

@@ -78,7 +78,7 @@ TokenText = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 
 
 class GenerationRequest(RequestModel):
-    """What chats and completions share. Null means: as if the field were absent."""
+    """The fields that chats and completions share. Null means: as if the field were absent."""
 
     #: Whether an answer of a given structure is over where that is.
     ends_with_structure: ClassVar[bool] = True
@@ -113,12 +113,12 @@ class GenerationRequest(RequestModel):
 
     @classmethod
     def parse(cls, body: bytes | bytearray) -> Self:
-        """Body → checked request. Raises InvalidRequest that names the field in ``param``."""
+        """Decode and check a body. Raises InvalidRequest that names the field in ``param``."""
         return cls.from_fields(decode_object(body))
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> Self:
-        """The same for a body that is decoded."""
+        """Check a request whose body is decoded already. Raises as :meth:`parse`."""
         if not LABELS.isdisjoint(fields):
             fields = {name: value for name, value in fields.items() if name not in LABELS}
         fields = _gather_guided(drop_neutral(fields, NEUTRAL, own=cls.model_fields))
@@ -134,7 +134,7 @@ class GenerationRequest(RequestModel):
         return fields
 
     def _check(self) -> None:
-        """Rules that join several fields."""
+        """Apply the rules that join several fields."""
         limit = self._max_tokens()
         if limit is not None and (self.min_tokens or 0) > limit:
             raise InvalidRequest(
@@ -158,10 +158,13 @@ class GenerationRequest(RequestModel):
 
     @abstractmethod
     def _logprobs(self) -> int | None:
-        """How many alternatives per token to report; None for no log-probabilities at all."""
+        """The number of alternatives to report for each token; None for no log-probabilities at all."""
 
     def grammar(self) -> Grammar | None:
-        """What the answer must look like. Raises InvalidRequest for contradictions."""
+        """The grammar that the answer must follow; None where none is asked for.
+
+        Raises InvalidRequest for contradictions.
+        """
         return make_grammar(None, None, True, self.response_format, self.structured_outputs)
 
     def media(self) -> list[MediaSource]:
@@ -181,7 +184,7 @@ class GenerationRequest(RequestModel):
         """The shape of the answer; ``created`` is in seconds since the epoch."""
 
     def prompting(self) -> PromptOptions:
-        """How the prompt is to be read."""
+        """The options by which the prompt is turned into tokens."""
         return PromptOptions(add_special_tokens=self.add_special_tokens, truncate=self.truncate_prompt_tokens)
 
     def sampling(self, seed: int) -> SamplingParams:
@@ -210,7 +213,10 @@ class GenerationRequest(RequestModel):
         return value is not None and (value == SAMPLING_DEFAULTS[name] or (name == "top_k" and value < 1))
 
     def _rare_sampling(self) -> dict[str, Any]:
-        """Of :meth:`sampling`, what few requests have; a request without any of :data:`_RARE` need not look."""
+        """The fields of :meth:`sampling` that few requests set.
+
+        It is called for a request with any of :data:`_RARE`.
+        """
         return {
             "top_k": max(self.top_k or 0, 0),
             "min_p": self.min_p or 0.0,

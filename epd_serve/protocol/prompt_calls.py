@@ -6,7 +6,7 @@ from epd_serve.protocol.wire import ChatMessage, MediaRef, Message, PromptOption
 
 
 class TokenizeRequest(Message, frozen=True):
-    """What a chat or prompt would be computed as; ``items`` need a size alone."""
+    """Ask for the tokens of a chat or prompt; ``items`` need a size alone."""
 
     items: list[MediaRef]
     messages: list[ChatMessage] | None = None

@@ -1,4 +1,4 @@
-"""What a request consists of on the wire: messages, media as references, options."""
+"""The parts of a request on the wire: messages, media as references, options."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class MediaRef(Message, frozen=True):
     Attributes:
         mm_hash: full-width blake3 hex over media bytes, modality and the model's ``media_fingerprint``.
         width, height: pixels as displayed (EXIF orientation applied), read from the header alone.
-        low_detail: that is the size to which the picture is scaled down before it is encoded.
+        low_detail: width and height are those to which the picture is scaled down before its encode.
     """
 
     mm_hash: str
@@ -50,11 +50,11 @@ class ChatMessage(Message, frozen=True):
 
 
 class PromptOptions(Message, frozen=True):
-    """How messages or a prompt become tokens.
+    """The options by which messages or a prompt become tokens.
 
     Attributes:
         add_special_tokens: None leaves it to the tokenizer for a prompt, and adds none to a rendered chat.
-        truncate: keep so many of the last tokens; None: all.
+        truncate: number of the last tokens to keep; None: all.
         tools, template_kwargs: JSON for the chat template, or "".
     """
 

@@ -1,4 +1,4 @@
-"""What an instance says of itself: once and whole at ``/info``, then in reports of what has changed.
+"""An instance's account of itself: once and whole at ``/info``, then in reports of changes.
 
 Each number and text has bounds, which hold where a message is read: what routing computes with it stays finite.
 """
@@ -21,16 +21,16 @@ Text = Annotated[str, msgspec.Meta(max_length=4096)]
 
 
 class Load(Message, frozen=True):
-    """What an instance reports of itself, for routing. It counts all that was received, from whichever gateway.
+    """An instance's load, for routing. It counts everything that was received, from whichever gateway.
 
     Attributes:
-        num_waiting_tokens: of prompts, not computed yet; of prompts that are still text an estimate.
+        num_waiting_tokens: tokens of prompts not computed yet; an estimate for prompts that are still text.
         num_waiting_encodes: open encode calls; equal items count for each of them.
-        num_waiting_pixels: of distinct items that are not encoded yet.
+        num_waiting_pixels: pixels of distinct items that are not encoded yet.
         num_expected: sequences that will be decoded here once their prompts are computed elsewhere.
         mean_output_tokens: of sequences that ended here lately; 0: none has.
         tokens_per_character: of prompts lately; 0: there was none.
-        rates: what was measured, by stage ("E", "P", "D"); a stage that has not worked yet is missing.
+        rates: measured rates by stage ("E", "P", "D"); a stage that has not worked yet is missing.
     """
 
     num_running: Count = 0
@@ -54,7 +54,7 @@ class Report(Message, frozen=True):
             this caller, in the first report of all that are open: the load contains them, so that the caller need
             not count them itself any more.
         encoded: mm_hashes of features that came to be made here since then, in the first of the latest ones.
-        epoch: as in InstanceInfo. Another one than before means that ``/info`` has changed, the role with it.
+        epoch: as in InstanceInfo. A new one means that ``/info`` has changed, the role with it.
     """
 
     load: Load
@@ -65,7 +65,7 @@ class Report(Message, frozen=True):
 
 
 class AppliedShare(Message, frozen=True):
-    """``part`` of a device, how far it is enforced ("isolated", "cooperative"), and by what."""
+    """``part`` of a device, the strength of its enforcement ("isolated", "cooperative"), and the mechanisms."""
 
     part: Annotated[float, msgspec.Meta(ge=0, le=1)]
     strength: Name
@@ -79,14 +79,14 @@ class InstanceInfo(Message, frozen=True):
         media_fingerprint: hex name of everything but the media bytes that decides a feature: model revision,
             processor, dtype, shape version. It goes into each mm_hash.
         parameters: number of parameters held, by part ("tower", "language_model").
-        share: of the device, that the instance keeps to; None: no limit.
+        share: part of the device that the instance keeps to; None: no limit.
         budgets: of a step, in tokens, sequences, pixels and milliseconds; found from the SLO where there is one.
         host_id: of the machine; equal where instances share memory.
         block_size: tokens per KV block; 0 where there is no KV cache.
-        kv_token_bytes: of the KV of one token, likewise.
+        kv_token_bytes: bytes of one token's KV; 0 where there is no KV cache.
         tokens_per_pixel: of the model's features, about; a feature has ``feature_token_bytes`` for each token.
         steals: it encodes, and gets prompts only by taking them from the queues of others.
-        epoch: how often this process has changed its role; its caches were made anew with it.
+        epoch: number of times that this process has changed its role and made its caches anew.
         state: of its role, see :class:`epd_serve.topology.SwitchState`.
     """
 

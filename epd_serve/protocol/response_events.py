@@ -249,7 +249,7 @@ class ResponseBuilder:
 
 
 def _copy(item: dict[str, Any]) -> dict[str, Any]:
-    """What an event says must not grow with the item."""
+    """Copy an item as far as it grows: an event that was sent must not grow with it."""
     copy = dict(item)
     if "content" in copy:
         copy["content"] = [dict(part) for part in copy["content"]]

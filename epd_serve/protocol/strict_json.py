@@ -128,8 +128,8 @@ def _without_escapes(text: bytes | bytearray) -> bytes | bytearray:
 def _says_all(text: bytes | bytearray, value: Any) -> bool:
     """Whether ``value``, written again, has as many colons as the text from which it was read.
 
-    Then no key was repeated: that would be one more in the text. With no character written by its number, strings
-    have as many in one as in the other. False also where it is not known.
+    Then no key was repeated: a repeated key is one more colon in the text. Strings have the same number of colons
+    in both where no character is written by its number; False where one is, as the answer is not known then.
     """
     return text.find(b"\\u") < 0 and _encoder.encode(value).count(b":") == text.count(b":")
 
@@ -164,7 +164,10 @@ def _too_deep() -> JSONRefused:
 
 
 def _count_keys(value: Any) -> int:
-    """Of all objects in a decoded value. Raises JSONRefused where they are nested too deep or too large."""
+    """The number of keys of all objects in a decoded value.
+
+    Raises JSONRefused for nesting that is too deep, JSONTooLarge for an object with too many keys.
+    """
     number = depth = 0
     level = [value] if type(value) in _NESTED else []
     while level:
@@ -185,7 +188,7 @@ def _count_keys(value: Any) -> int:
 
 
 def _count_key_ends(text: bytes | bytearray) -> int:
-    """At least the number of keys; equal to it unless a string begins with a colon."""
+    """An upper bound of the number of keys; it is exact unless a string begins with a colon."""
     return len(_KEY_END.findall(_without_escapes(text)))
 
 

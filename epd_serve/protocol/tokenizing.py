@@ -49,11 +49,11 @@ class TokenQuestion(Protocol):
         ...
 
     def message(self, items: list[MediaRef]) -> TokenizeRequest | DetokenizeRequest:
-        """What an instance is asked."""
+        """The message to an instance that answers the question."""
         ...
 
     def answer(self, reply: Any, max_model_len: int) -> Any:
-        """The client's answer, of what the instance says."""
+        """The client's answer, made from the instance's reply."""
         ...
 
 
@@ -89,7 +89,7 @@ class TokenizeBody(_Call):
         return media_of(self.messages or ())
 
     def message(self, items: list[MediaRef]) -> TokenizeRequest:
-        """What an instance is asked."""
+        """The message to an instance, with the chat's media as ``items``."""
         kwargs = self.chat_template_kwargs
         return TokenizeRequest(
             items=items,
@@ -113,7 +113,7 @@ class DetokenizeBody(_Call):
     tokens: TokenIds
 
     def message(self, items: list[MediaRef]) -> DetokenizeRequest:
-        """What an instance is asked; it has no ``items``."""
+        """The message to an instance; it has no ``items``."""
         return DetokenizeRequest(tokens=self.tokens)
 
     def answer(self, reply: DetokenizeReply, max_model_len: int) -> DetokenizeAnswer:

@@ -1,4 +1,4 @@
-"""How a model writes a tool call (the Hermes format), read as the text comes."""
+"""The text form of a model's tool calls (the Hermes format), read as the text comes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NEXT_CALL = (CALL_START, "head")
 
 @dataclass(frozen=True, slots=True)
 class CallDelta:
-    """News of a call: its name where it begins, then pieces of its arguments' text."""
+    """New text of a call: its name where it begins, then pieces of its arguments."""
 
     index: int
     arguments: str
@@ -34,8 +34,8 @@ class Call:
 class ToolCallReader:
     """Splits an answer's text into content and calls.
 
-    The text is what the grammar of :mod:`epd_serve.worker.grammar` allows, perhaps cut short. The state follows
-    from the text alone, so an instance that goes on with an answer stands where the one before it stood.
+    The text follows the grammar of :mod:`epd_serve.worker.grammar`, perhaps cut short. The state follows from the
+    text alone, so an instance that goes on with an answer stands where the one before it stood.
     """
 
     calls: list[Call] = field(default_factory=list)
@@ -47,7 +47,10 @@ class ToolCallReader:
     _state: str = "content"  # then for each call "head", "arguments", "end" and "between" it and the next
 
     def push(self, text: str, *, last: bool = False) -> tuple[str, list[CallDelta]]:
-        """Content and calls that are certain now; with ``last``, all that is left."""
+        """Take more text.
+
+        Return the content and calls that are certain now, or, with ``last``, all that is left.
+        """
         self._pending += text
         deltas: list[CallDelta] = []
         content = ""
@@ -95,7 +98,7 @@ class ToolCallReader:
             self._pending, self._state = after, next_state
 
     def _end_of_arguments(self) -> int:
-        """How much of what is pending belongs to the arguments, an object."""
+        """The number of pending characters that belong to the arguments, an object."""
         for place, character in enumerate(self._pending):
             if self._in_string:
                 if self._escaped:
@@ -116,7 +119,7 @@ class ToolCallReader:
 
 
 def call_id(answer_id: str, choice: int, index: int) -> str:
-    """The same on every instance that has to name the call."""
+    """The id of a call, the same on every instance that has to name it."""
     return f"call_{answer_id.rpartition('-')[2]}_{choice}_{index}"
 
 

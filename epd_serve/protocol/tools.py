@@ -16,11 +16,17 @@ MAX_TOOLS = 128
 MAX_CHOICES = 1000
 #: Values of all the enums of a schema.
 MAX_ENUM_VALUES = 1000
+#: Patterns of a schema in which several may have to match one string.
+MAX_JOINED_PATTERNS = 8
+#: Keywords that join schemas or do not restrict a value.
+_SAYING_NOTHING = frozenset(
+    ("allOf", "$ref", "$defs", "definitions", "$schema", "$id", "$comment", "title", "description", "default")
+)
 #: Characters of a regular expression.
 MAX_REGEX = 65_536
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 #: Keywords of JSON Schema may hold anything; what the grammar library does not know is refused by name.
-Schema = Annotated[dict[str, Any], AfterValidator(lambda schema: check_enums(schema))]
+Schema = Annotated[dict[str, Any], AfterValidator(lambda schema: check_schema(schema))]
 
 
 class FunctionDefinition(RequestModel):
@@ -79,21 +85,40 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool
 _ANY_OBJECT = '{"type": "object"}'
 
 
-def check_enums(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema. Raises ValueError where its enums have too many values."""
-    number = 0
+def check_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema. Raises ValueError where compiling it would take long.
+
+    Whether any string matches several patterns at once takes time and memory that double with each of them.
+    """
+    num_values = num_patterns = 0
+    joins = False
     left: list[Any] = [schema]
     while left:
         one = below = left.pop()
         if isinstance(one, dict):
-            values = one.get("enum")
-            if isinstance(values, list):
-                number += len(values)
-                if number > MAX_ENUM_VALUES:
-                    raise ValueError(f"the enums of a schema may have {MAX_ENUM_VALUES} values together")
+            values, patterns = one.get("enum"), one.get("patternProperties")
+            num_values += len(values) if isinstance(values, list) else 0
+            num_patterns += isinstance(one.get("pattern"), str)
+            num_patterns += len(patterns) if isinstance(patterns, dict) else 0
+            joins = joins or _joins(one)
+            if num_values > MAX_ENUM_VALUES:
+                raise ValueError(f"the enums of a schema may have {MAX_ENUM_VALUES} values together")
             below = one.values()
         left += [value for value in below if isinstance(value, dict | list)]
+    if num_patterns > MAX_JOINED_PATTERNS and joins:
+        raise ValueError(
+            f"the schema has {num_patterns} patterns, and allOf or $ref beside other keywords; use at most "
+            f"{MAX_JOINED_PATTERNS} patterns, or neither of the two"
+        )
     return schema
+
+
+def _joins(schema: dict[str, Any]) -> bool:
+    """Whether a value has to follow several schemas at once: allOf, or $ref, beside another or other keywords."""
+    members = schema.get("allOf")
+    num_parts = len(members) if isinstance(members, list) else 0
+    num_parts += "$ref" in schema
+    return num_parts > 0 and num_parts + (not schema.keys() <= _SAYING_NOTHING) > 1
 
 
 def schema_text(schema: Any, param: str) -> str:
@@ -104,7 +129,7 @@ def schema_text(schema: Any, param: str) -> str:
             strict_json.check_size(text)
             schema = msgspec.json.decode(text)
             if isinstance(schema, dict):
-                check_enums(schema)
+                check_schema(schema)
         except strict_json.JSONTooLarge as error:
             raise TooLarge(f"{param}: {error}", param=param) from error
         except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
@@ -170,7 +195,10 @@ def make_grammar(
     response_format: ResponseFormat | None,
     structured: StructuredOutputs | None,
 ) -> Grammar | None:
-    """What an answer must look like; None where nothing is asked. Raises InvalidRequest for contradictions."""
+    """The grammar that an answer must follow; None where none is asked for.
+
+    Raises InvalidRequest for contradictions.
+    """
     if tools is None and choice is None and response_format is None and structured is None:
         return None
     kind, text, param = content_grammar(response_format, structured)

@@ -122,7 +122,7 @@ def drop_neutral(
 
 
 def drop_message_neutral(fields: dict[str, Any]) -> dict[str, Any]:
-    """The same for each of a body's messages."""
+    """The fields with :func:`drop_neutral` applied to each of a body's messages."""
     messages = fields.get("messages")
     if not isinstance(messages, list):
         return fields

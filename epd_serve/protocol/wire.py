@@ -114,13 +114,13 @@ class DecodeRequest(Message, frozen=True):
 
 
 class MoveRequest(Message, frozen=True):
-    """Tells D, which has broken an answer off with the code ``kv_held``, where the answer goes on.
+    """Asks D, which has broken an answer off with the code ``kv_held``, to move it to another D.
 
     D does what P does for a prompt: it reserves there, writes the KV and hands over.
 
     Attributes:
-        request_id: by which the other D expects it. held_id: by which D decoded it.
-        decode_url, max_model_len: of the other, as in PrefillRequest.
+        request_id: the id under which the other D expects it. held_id: the id under which D decoded it.
+        decode_url, max_model_len: of the other D, as in PrefillRequest.
         num_generated: tokens that the client of a stream has; D moves it if these are all.
     """
 
@@ -182,7 +182,7 @@ class FeatureEvent(Message, frozen=True):
 
 
 class KVLayout(Message, frozen=True):
-    """What must agree between two KV pools before bytes may move: else the reservation is refused."""
+    """The properties that two KV pools must share before bytes may move; else the reservation is refused."""
 
     num_layers: int
     num_kv_heads: int
@@ -276,7 +276,7 @@ class PullRequest(Message, frozen=True):
 
     Attributes:
         source_url: P's control URL, for the confirmation.
-        block_ids: of the prompt in ``region``, a slab of ``num_blocks``.
+        block_ids: blocks of the prompt in ``region``, a slab of ``num_blocks``.
         block_hashes, num_sequences, layout, lease_s: as in ReserveRequest.
     """
 
@@ -298,11 +298,11 @@ class ProbeRequest(Message, frozen=True):
 
 
 class RoleOrder(Message, frozen=True):
-    """Serve another role. The role that the instance has calls an order back, as long as it drains.
+    """Serve another role. While the instance drains, an order of its present role calls the order back.
 
     Attributes:
-        deadline_s: after so long it gives up and serves its old role again.
-        patience_s: for so long running answers may come to their end here; then they go on elsewhere.
+        deadline_s: time after which it gives up and serves its old role again.
+        patience_s: time in which running answers may end here; then they go on elsewhere.
     """
 
     role: str
@@ -311,20 +311,20 @@ class RoleOrder(Message, frozen=True):
 
 
 class LeaveOrder(Message, frozen=True):
-    """Take nothing new and come to an end with what is there; the times are those of :class:`RoleOrder`."""
+    """Take nothing new and end the work that is there; the times are those of :class:`RoleOrder`."""
 
     deadline_s: float = 30.0
     patience_s: float = 1.0
 
 
 class Left(Message, frozen=True):
-    """Nothing is left, after so many seconds; the process can be ended."""
+    """No request is left after ``seconds``; the process can be ended."""
 
     seconds: float
 
 
 class RoleChanged(Message, frozen=True):
-    """``drain_s`` of the ``seconds`` went by until nothing was left of the old role's work."""
+    """The instance serves its new role after ``seconds``; ``drain_s`` of these ended the old role's work."""
 
     old: str
     new: str

@@ -1,1 +1,1 @@
-"""Which instance takes which stage of a request: pure policies over the instance table."""
+"""The choice of an instance for each stage of a request: pure policies over the instance table."""

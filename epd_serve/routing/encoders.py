@@ -139,8 +139,10 @@ class RandomOfTwoEncoders:
 
 
 def encoders(table: InstanceTable, prefill: InstanceRecord, exclude: Collection[str]) -> list[InstanceRecord]:
-    """The ready ones that can reach P, and whose features it can use: an encoder of another model revision or
-    processor would make features under names of its own."""
+    """The ready encoders that can reach P and make features that it can use.
+
+    An encoder of another model revision or processor would make features under names of its own.
+    """
     fingerprint = prefill.info.media_fingerprint if prefill.info is not None else None
     return [
         record
@@ -153,13 +155,13 @@ def encoders(table: InstanceTable, prefill: InstanceRecord, exclude: Collection[
 
 
 def _encode_s(record: InstanceRecord, item: MediaRef, pending: dict[str, float]) -> float:
-    """Until an item's feature is there, after what is before it."""
+    """Seconds until an item's feature is there, after the pixels that wait before it."""
     own = 0 if item.mm_hash in record.features else item.width * item.height
     return record.costs.encode_s(pending[record.name] + own) if own else 0.0
 
 
 def _local_s(prefill: InstanceRecord, item: MediaRef, pending: dict[str, float]) -> float:
-    """The same on P itself, where it holds up the prompts that wait there, too."""
+    """Seconds until an item's feature is there by an encode on P, which also holds up the prompts there."""
     own_s = 0.0 if item.mm_hash in prefill.features else prefill.costs.encode_s(item.width * item.height)
     return _encode_s(prefill, item, pending) + min(own_s, prefill.prefill_s)
 
@@ -172,8 +174,11 @@ def _transfer_s(record: InstanceRecord, prefill: InstanceRecord, item: MediaRef)
 
 
 def _limit(seconds: dict[str, float], own_s: float, bound: float) -> float:
-    """What an encoder may have with the item: ``bound`` times the mean; where that is less than whole items, as
-    many items as there are if none has more than its share; in any case what the one with the least would have."""
+    """Seconds that an encoder may have with the item: ``bound`` times the mean.
+
+    Where that is less than whole items: the number of items that are there if none has more than its share. In any
+    case at least the seconds that the least loaded encoder would have.
+    """
     mean_s = (sum(seconds.values()) + own_s) / len(seconds)
     limit = max(bound * mean_s, math.ceil(mean_s / own_s - _ROUNDING) * own_s, min(seconds.values()) + own_s)
     return limit * (1 + _ROUNDING)

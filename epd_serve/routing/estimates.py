@@ -1,4 +1,4 @@
-"""From what instances report to work and to costs."""
+"""Work and costs of instances, estimated from their reports."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _PRIORS = {Stage.ENCODE: PRIOR_ENCODE, Stage.PREFILL: PRIOR_PREFILL, Stage.DECOD
 
 
 def work_of(load: Load) -> Work:
-    """What a report says there is to do. KV that is held or reserved is not in ``free_blocks`` any more."""
+    """The work in an instance's report. KV that is held or reserved is not in ``free_blocks`` any more."""
     return Work(
         num_pixels=load.num_waiting_pixels,
         num_tokens=load.num_waiting_tokens,
@@ -77,7 +77,7 @@ def resolve_costs(load: Load, budgets: Mapping[str, float], peers: Sequence[Load
 
 
 def tokens_per_character(loads: Iterable[Load]) -> float:
-    """Of the prompts that instances saw lately."""
+    """The ratio in the prompts that instances saw lately: the median of three or more, else the mean."""
     known = sorted([load.tokens_per_character for load in loads if load.tokens_per_character])
     if len(known) < 3:  # as it mostly is; median() takes its time
         return sum(known) / len(known) if known else PRIOR_TOKENS_PER_CHARACTER
@@ -85,6 +85,10 @@ def tokens_per_character(loads: Iterable[Load]) -> float:
 
 
 def _mean_output_tokens(loads: Sequence[Load]) -> float:
-    """Of all of them: one that has seen few answers end would be avoided, or get all, for the lengths of these."""
+    """The median over all instances.
+
+    An instance that has seen few answers end would be avoided, or get all requests, for the lengths of these
+    alone.
+    """
     known = [load.mean_output_tokens for load in loads if load.mean_output_tokens]
     return median(known) if known else PRIOR_OUTPUT_TOKENS

@@ -1,4 +1,4 @@
-"""When a request's first token could come, at best."""
+"""The earliest time at which a new request's first token could come."""
 
 from __future__ import annotations
 

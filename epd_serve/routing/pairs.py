@@ -60,7 +60,7 @@ def _costs_of_pairs(
 
 
 def cheapest_pair(table: InstanceTable, model: str, exclude: Collection[str], demand: Demand) -> Route:
-    """Of the cheapest route and those about equal to it, the one that is next.
+    """Choose the route whose turn it is among the cheapest one and those about equal to it.
 
     Raises Unavailable that names the stage without a ready instance.
     """

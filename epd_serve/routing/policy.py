@@ -1,4 +1,4 @@
-"""What a policy decides, what it is told of a request, and what two instances would cost it."""
+"""Routing policies: their interface, the request's facts that they see, and its cost on two instances."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _STAGE_NAMES = {Stage.ENCODE: "encode", Stage.PREFILL: "prefill", Stage.DECODE: 
 
 
 class Demand(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a request before it is tokenised.
+    """The facts of a request that are known before it is tokenised.
 
     Attributes:
-        num_tokens: of a prompt that came as token ids.
+        num_tokens: tokens of a prompt that came as token ids.
         max_tokens: of each of ``num_sequences`` answers; None: open-ended.
         prefix: beginnings of the prompt, shorter ones first: (characters, hash of these and the media in them).
-        prefix_characters: of all of the prompt, in which media count as their names.
+        prefix_characters: characters of the whole prompt, in which media count as their names.
     """
 
     num_characters: int = 0
@@ -38,11 +38,11 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Route(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a request's language-model stages run. ``decode is prefill`` where one instance does both.
+    """The instances of a request's language-model stages. ``decode is prefill`` where one instance does both.
 
     Attributes:
-        prefill_work, decode_work: what the request is for each of them.
-        prefix: what ``prefill`` will have in its cache.
+        prefill_work, decode_work: the work that the request is for each of them.
+        prefix: hashes of the beginnings of the prompt that ``prefill`` will have in its cache.
     """
 
     prefill: InstanceRecord
@@ -66,12 +66,12 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_chosen(self) -> int:
-        """How often its instances were."""
+        """The number of times that its instances were chosen for their stages."""
         return self.prefill.num_chosen[Stage.PREFILL] + self.decode.num_chosen[Stage.DECODE]
 
     @property
     def max_model_len(self) -> int | None:
-        """Of the decode instance, where it says so."""
+        """The decode instance's max_model_len; None where it has sent no info."""
         return None if self.decode.info is None else self.decode.info.max_model_len
 
 
@@ -105,11 +105,11 @@ ANY = Demand()
 
 
 class Parts(msgspec.Struct, frozen=True, kw_only=True):
-    """The instances from which routes are made, and what the request is for each of them.
+    """The instances from which routes are made, and the work that the request is for each of them.
 
     Attributes:
-        num_tokens: of the prompt.
-        prompt: for a P that has none of it; answer: for a D.
+        num_tokens: tokens of the prompt.
+        prompt: work of a P that has none of it cached; answer: work of a D.
     """
 
     prefills: Sequence[InstanceRecord]
@@ -131,19 +131,19 @@ class Parts(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def first_s(self, prefill: InstanceRecord) -> float:
-        """Until the first token, the KV's way apart: prefill after what waits there, encodes included."""
+        """Seconds until the first token, without the transfer: prefill and encodes after what waits at P."""
         return first_token_s(prefill, self.prompt.num_tokens)
 
     def rest_s(self, decode: InstanceRecord, demand: Demand) -> float:
-        """After it, encodes that hold up D apart."""
+        """Seconds of the answer after its first token, without the encodes that hold up D."""
         return answer_s(decode, self.answer, demand)
 
 
 def route_parts(table: InstanceTable, model: str, exclude: Collection[str], demand: Demand) -> Parts:
-    """What routes are made of. Where some decode instances are too small for the prompt and others are not, the
-    former are left out.
+    """Collect the instances of which routes are made.
 
-    Raises Unavailable that names the stage without a ready instance.
+    Decode instances that are too small for the prompt are left out where others are large enough. Raises
+    Unavailable that names the stage without a ready instance.
     """
     prefills = ready(table, Stage.PREFILL, model, exclude)
     decodes = ready(table, Stage.DECODE, model, exclude)
@@ -161,11 +161,11 @@ def route_parts(table: InstanceTable, model: str, exclude: Collection[str], dema
 def possible_routes(
     table: InstanceTable, model: str, exclude: Collection[str], demand: Demand, *, cached: bool = False
 ) -> list[Route]:
-    """All pairs of ready instances that can reach each other, with the work that the request is for them; where
-    there are none, those that cannot.
+    """All pairs of ready instances that can reach each other, with the work that the request is for them.
 
-    An instance that covers both stages decodes what it prefilled: its KV cache need not move. Where some decode
-    instances are too small for the prompt and others are not, the former are left out.
+    Where there are none, the pairs that cannot. An instance that covers both stages decodes what it prefilled: its
+    KV cache need not move. Decode instances that are too small for the prompt are left out where others are large
+    enough.
 
     Args:
         cached: whether beginnings of the prompt that went to an instance before are no work there.
@@ -185,8 +185,8 @@ def possible_routes(
 def route_s(route: Route, demand: Demand) -> tuple[float, float]:
     """Seconds that a route costs until the first token and after it.
 
-    Prefill after what waits there, encodes on the same instance included, and the KV's way to D; then until D has
-    room for it, and decode beside what D decodes, with what that holds up the others.
+    Before: the prefill, after the work that waits at P, encodes there included, and the KV's transfer to D. After:
+    the wait for room at D, and the answer's decode, with the time by which it holds up the others.
     """
     prefill, decode = route.prefill, route.decode
     seconds = first_token_s(prefill, route.prefill_work.num_tokens)
@@ -210,7 +210,7 @@ def answer_s(decode: InstanceRecord, answer: Work, demand: Demand) -> float:
 
 
 def ready(table: InstanceTable, stage: Stage, model: str, exclude: Collection[str]) -> list[InstanceRecord]:
-    """Raises Unavailable where there is none."""
+    """The ready instances for a stage. Raises Unavailable where there is none."""
     records = table.ready(stage, model)
     if exclude:
         records = [record for record in records if record.name not in exclude]
@@ -233,7 +233,7 @@ def _holds(record: InstanceRecord, num_tokens: float) -> bool:
 
 
 def _cached_part(record: InstanceRecord, demand: Demand) -> float:
-    """Of a prompt, what the instance has computed lately, as far as this gateway knows."""
+    """The part of a prompt that the instance has computed lately, as far as this gateway knows."""
     matched = 0
     for num_characters, digest in demand.prefix:
         if digest not in record.prefixes:
@@ -260,7 +260,7 @@ def near_best(routes: Sequence[Route], demand: Demand) -> list[Route]:
 
 
 def in_turn(route: Route) -> tuple[float, int]:
-    """The lowest is next among about equal routes: that with the fewest sequences, or chosen least often."""
+    """A sort key for routes of about equal cost: fewest sequences at D, then the route chosen least often."""
     prefill, decode = route.prefill, route.decode
     num_chosen = prefill.num_chosen[Stage.PREFILL] + decode.num_chosen[Stage.DECODE]
     return decode.pending.num_sequences, num_chosen

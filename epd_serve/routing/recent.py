@@ -1,4 +1,4 @@
-"""A set that forgets."""
+"""A set that forgets its oldest keys."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Recent(Generic[T]):
         self._keys.pop(key, None)
 
     def forget_half(self) -> None:
-        """Of the keys, those that were added first."""
+        """Remove the half of the keys that was added first."""
         for _ in range(len(self._keys) // 2):
             self._keys.popitem(last=False)
 

@@ -22,27 +22,27 @@ class InstanceRecord:
     """One instance as last seen.
 
     Attributes:
-        name: what the deployment calls it.
+        name: its name in the deployment.
         url: its control URL.
         info: its last answer to ``/info``; None until the first.
-        place: where it is, from that answer.
-        role: from that answer; None until the first.
+        place: its host and device, from that answer.
+        role: its role, from that answer; None until the first.
         ready: whether it answers and is ready to work.
         accepting: whether this gateway gives it any.
         cut_off: names of instances that it cannot reach, as far as is known, though this gateway can.
-        is_gone: it cannot be reached. num_returns: how often it was here again after that.
+        is_gone: it cannot be reached. num_returns: number of times that it was here again after that.
         is_stale: it has been silent for longer than it should; it gets work only where no other can take it.
-        load: as last reported.
-        costs: of its stages, by its own measurements where there are any.
+        load: its last report's.
+        costs: times of its stages, by its own measurements where there are any.
         in_flight: this gateway's open calls, by stage.
-        encoding: how many of them, by the mm_hash that is encoded.
-        recent_pixels: that this gateway has sent there to be encoded, older ones counting less.
-        features: mm_hashes of what was encoded there lately, as far as is known.
+        encoding: number of open encode calls by the mm_hash that is encoded.
+        recent_pixels: pixels that this gateway has sent there to be encoded, older ones counting less.
+        features: mm_hashes of items that were encoded there lately, as far as is known.
         kept: those of them that were complete when this gateway last asked; others may still be in the making.
         prefixes: beginnings of the prompts that went there.
-        num_chosen: how often this gateway has opened a call, by stage; breaks ties, so that equals take turns.
-        sent_encode_s, sent_sequences: what this gateway has sent there so far: seconds of encoding, and sequences
-            to decode, each at its first try.
+        num_chosen: number of calls that this gateway has opened, by stage; breaks ties, so that equals take turns.
+        sent_encode_s, sent_sequences: work that this gateway has sent there so far: seconds of encoding, and
+            sequences to decode, each at its first try.
     """
 
     name: str
@@ -76,7 +76,7 @@ class InstanceRecord:
 
     @property
     def pending(self) -> Work:
-        """What it has to do: as reported, with the calls of this gateway that the report does not contain."""
+        """The instance's work: its last report, and this gateway's calls that the report does not contain."""
         if self._pending is None:
             self._pending = self._reported - self._ended + self._own
         return self._pending
@@ -105,7 +105,7 @@ class InstanceRecord:
         return self.load.free_blocks * block_size - self.pending.num_kv_tokens
 
     def room_s(self, num_tokens: float) -> float:
-        """Until there is room for a prompt's KV; 0 where it is there, or nothing is known of it."""
+        """Seconds until there is room for a prompt's KV; 0 where there is room, or its pool is unknown."""
         if self.info is None or not self.load.total_blocks:
             return 0.0
         missing = num_tokens - self.room_tokens
@@ -116,8 +116,11 @@ class InstanceRecord:
         return self.costs.room_s(missing, held, self.pending.num_sequences)
 
     def decode_s(self, num_sequences: float, max_tokens: float | None) -> tuple[float, float, float]:
-        """Seconds that so many more sequences cost, KV tokens for which there is room, seconds of encoding to do.
-        A request is compared at all instances, and few of them have changed since the one before it."""
+        """(seconds that ``num_sequences`` more cost, KV tokens that have room, seconds of encoding to do).
+
+        The result is kept: a request is compared at all instances, and few of them have changed since the last
+        request.
+        """
         key = num_sequences, max_tokens
         known = self._known.get(key)
         if known is None:
@@ -172,7 +175,7 @@ class OpenCall:
             calls.append(self)
 
     def close(self) -> None:
-        """Once."""
+        """End the call; to be called once."""
         record, key = self._record, self._key
         record.in_flight[self._stage] -= 1
         record._changed()
@@ -195,8 +198,12 @@ class OpenCall:
 
 
 class Encoding:
-    """The same for an encode of ``mm_hash``: whether this gateway thought that the instance had the feature, and
-    whether it had. A context: an encode that fails leaves none."""
+    """An open encode call of ``mm_hash``, as a context; an encode that fails leaves no feature in the record.
+
+    Attributes:
+        was_known: whether this gateway thought that the instance had the feature.
+        was_cached: whether the instance had it.
+    """
 
     __slots__ = ("_call", "_mm_hash", "_record", "was_cached", "was_known")
 

@@ -86,5 +86,5 @@ class PrefixAffinity:
 
 
 def weight(key: str, name: str) -> bytes:
-    """The lowest of all names' weights is where a key belongs (rendezvous hashing)."""
+    """The weight of a name for a key; the key belongs to the name of the lowest weight (rendezvous hashing)."""
     return blake2b(f"{key} {name}".encode(), digest_size=8).digest()

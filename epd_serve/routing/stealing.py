@@ -21,7 +21,7 @@ class StealRule:
     Attributes:
         threshold: τ; nothing is taken from a queue that is no longer.
         batch: sequences that a thief may have; it takes half as many at a time.
-        collect_s: how long it may go on to fill such a half, whatever is left in the queue.
+        collect_s: time in which it may fill such a half, whatever is left in the queue.
     """
 
     threshold: int = 16
@@ -44,7 +44,10 @@ DEFAULT_RULE = StealRule()
 
 
 class Mode(Enum):
-    """What a thief does. Any may follow any other: vision comes when it comes, and language only behind it."""
+    """A thief's activity.
+
+    Any mode may follow any other: media can come at any time, and language follows only behind.
+    """
 
     IDLE = "idle"
     VISION = "vision"
@@ -62,7 +65,7 @@ class Thief:
         self.num_switches: Counter[tuple[Mode, Mode]] = Counter()
 
     def take(self, now: float, *, num_items: int, num_queued: int, num_held: int) -> int:
-        """How many requests it takes now.
+        """The number of requests that the thief takes now.
 
         Args:
             num_items: media that wait for its tower or are in it. While there are any, it takes nothing, and a
@@ -90,7 +93,7 @@ class Thief:
 
     @property
     def collects_until_s(self) -> float | None:
-        """When its collection ends, if one is under way."""
+        """The time at which its collection ends; None where none is under way."""
         return None if self._began_s is None else self._began_s + self._rule.collect_s
 
     def _enter(self, mode: Mode) -> None:
@@ -100,7 +103,7 @@ class Thief:
 
 
 class Thieves:
-    """All that a gateway knows of."""
+    """All thieves that a gateway knows, by the names of their instances."""
 
     def __init__(self, rule: StealRule) -> None:
         self._rule = rule
@@ -113,7 +116,7 @@ class Thieves:
         return self._thieves[name]
 
     def take(self, table: InstanceTable, model: str, num_queued: int, now: float) -> list[InstanceRecord]:
-        """Who takes the next requests from a model's queue: one entry for each."""
+        """The takers of the next requests from a model's queue: one record for each request."""
         takers: list[InstanceRecord] = []
         for record in thieves_of(table, model):
             pending = record.pending
@@ -127,7 +130,7 @@ class Thieves:
         return takers
 
     def took(self, name: str) -> None:
-        """A request is on its way there, until :meth:`ended`."""
+        """Count a request that is on its way to a thief, until :meth:`ended`."""
         self._held[name] += 1
 
     def ended(self, name: str) -> None:
@@ -141,7 +144,7 @@ class Thieves:
 
 
 def thieves_of(table: InstanceTable, model: str) -> list[InstanceRecord]:
-    """Ready instances that steal, where there are others to be stolen from."""
+    """Ready instances that steal; none where every decode instance steals, as there is no queue to take from."""
     thieves = [one for one in table.ready(Stage.ENCODE, model) if one.steals and not one.is_stale]
     if thieves and all(one.steals for one in table.ready(Stage.DECODE, model)):
         return []

@@ -1,4 +1,4 @@
-"""What the gateway knows of its instances. No I/O and no clock: reports feed it, policies read it."""
+"""The gateway's knowledge of its instances. No I/O and no clock: reports feed it, policies read it."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ class InstanceTable:
         self._records[name] = InstanceRecord(name=name, url=url)
 
     def remove(self, name: str) -> None:
-        """Nothing new for this instance; whoever holds its record may go on to use it."""
+        """Forget the instance: it gets nothing new, but a caller that holds its record may go on to use it."""
         self.models()  # are remembered beyond the last instance that has one
         self._forget()
         del self._records[name]
 
     def _forget(self) -> None:
-        """What is known of all of them together: one has come, left or changed."""
+        """Drop the caches over all instances: an instance has come, left or changed."""
         self._models = None
         self._peers.clear()
         self._covering.clear()
@@ -64,7 +64,7 @@ class InstanceTable:
     # ------------------------------------------------------------------ what instances say
 
     def update(self, name: str, info: InstanceInfo, *, contains: int | None = None) -> None:
-        """Take over what an instance says of itself. Raises ValueError for a role that is none.
+        """Take over an instance's info. Raises ValueError for an invalid role.
 
         Args:
             contains: :attr:`num_calls` when it was asked: its load contains the calls up to that one. None: its
@@ -89,7 +89,7 @@ class InstanceTable:
             self._set_ready(record, info.ready)
 
     def epoch(self, name: str) -> int:
-        """Of the last info of an instance; see :class:`~epd_serve.protocol.wire.InstanceInfo`."""
+        """The epoch in the last info of an instance; see :class:`~epd_serve.protocol.wire.InstanceInfo`."""
         info = self._records[name].info
         return 0 if info is None else info.epoch
 
@@ -109,7 +109,7 @@ class InstanceTable:
         self._set_ready(record, report.ready)
 
     def _peers_of(self, role: Role) -> list[InstanceRecord]:
-        """All of one role."""
+        """All instances with the stages of one role."""
         known = self._peers.get(role.stages)
         if known is None:
             known = [one for one in self if one.role is not None and one.role.stages == role.stages]
@@ -126,17 +126,17 @@ class InstanceTable:
         record.ready = ready
 
     def mark_lost(self, name: str) -> None:
-        """No work for this instance until it answers ``/info`` again."""
+        """Give an instance no work until it answers ``/info`` again."""
         if name in self._records:
             self._records[name].ready = False
 
     def mark_gone(self, name: str) -> None:
-        """It cannot be reached. When it is here again, what it failed before says nothing."""
+        """Note that an instance cannot be reached; after its return, earlier failures say nothing about it."""
         self.mark_lost(name)
         self._records[name].is_gone = True
 
     def mark_stale(self, name: str) -> None:
-        """No work for this instance, where another can take it, until its next report."""
+        """Give an instance no work, where another can take it, until its next report."""
         self._records[name].is_stale = True
 
     # ------------------------------------------------------------------ what policies and pages ask
@@ -187,11 +187,11 @@ class InstanceTable:
         return self._models
 
     def missing_stages(self) -> list[Stage]:
-        """Of P and D, the stages that no ready instance covers. E is no must: P can encode in its place."""
+        """The stages among P and D that no ready instance covers. E is not needed: P can encode in its place."""
         return [stage for stage in (Stage.PREFILL, Stage.DECODE) if not self.ready(stage)]
 
     def lacks_roles(self) -> bool:
-        """Whether P or D is no instance's role, as far as is known."""
+        """Whether no known instance covers P, or none covers D."""
         return any(not any(one.covers(stage) for one in self) for stage in (Stage.PREFILL, Stage.DECODE))
 
     # ------------------------------------------------------------------ what this gateway does
@@ -209,7 +209,7 @@ class InstanceTable:
         """Count one open call at ``record``, and its work, until it is closed.
 
         Args:
-            request_id: by which the instance reports the call as received.
+            request_id: id by which the instance reports the call as received.
             prefix: beginnings of the prompt that it will have in its cache.
             again: whether its sequences were sent before, if to others.
         """
@@ -221,7 +221,7 @@ class InstanceTable:
         return OpenCall(record, stage, request_id, work, self.num_calls)
 
     def encoding(self, record: InstanceRecord, ref: MediaRef, request_id: str = "") -> Encoding:
-        """The same for an encode: an item that is encoded there already, or was, is no work."""
+        """Count one open encode call; an item that is being encoded there, or has been, adds no work."""
         work = NONE
         if ref.mm_hash not in record.features and ref.mm_hash not in record.encoding:
             work = Work(num_pixels=ref.width * ref.height)

@@ -1,4 +1,4 @@
-"""All media of a request at one encoder: what intra-request parallel encoding is compared with."""
+"""All media of a request at one encoder: the baseline for intra-request parallel encoding."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def address_text(host: str, port: int) -> str:
 
 
 class NotProved(Exception):
-    """The other side has not the key, or another one."""
+    """The other side has no key, or another one."""
 
 
 class Greeting:
@@ -62,7 +62,7 @@ class Greeting:
 
     @property
     def headers(self) -> str:
-        """Of the hello: lines that end with CR LF."""
+        """The headers of the hello: lines that end with CR LF."""
         return f"{_NONCE}: {self._nonce}\r\n{_REACHED}: {self._reached}\r\n"
 
     def answer(self, headers: Mapping[bytes, bytes]) -> bytes:
@@ -94,13 +94,13 @@ class Link:
         self.proved = False
 
     def greeted(self, key: str, reached: str, client_nonce: str) -> tuple[str, str]:
-        """The server's nonce and proof."""
+        """Answer a greeting with the server's nonce and proof."""
         nonce = secrets.token_hex(16)
         self._expected = _proof(key, "client", reached, client_nonce, nonce)
         return nonce, _proof(key, "server", reached, client_nonce, nonce)
 
     def prove(self, given: bytes) -> bool:
-        """Once for each greeting."""
+        """Check the client's proof; each greeting allows one try."""
         expected, self._expected = self._expected, ""
         self.proved = bool(expected) and hmac.compare_digest(given, expected.encode())
         return self.proved

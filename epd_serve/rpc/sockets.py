@@ -34,7 +34,10 @@ def watch(connection: socket.socket) -> None:
 
 
 def watch_accepted(listener: socket.socket) -> None:
-    """The same for all connections that a server will accept, which inherit it, after :data:`UNREAD_S`."""
+    """Have the kernel end a server's connections whose peer answers nothing for :data:`UNREAD_S`.
+
+    Connections inherit the setting from the listener that accepts them.
+    """
     _ask_after(listener, _ASK_AFTER_S)
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_S * 1000)
 

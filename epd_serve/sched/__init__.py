@@ -1,1 +1,1 @@
-"""What to compute in the next step: pure functions from state to decision."""
+"""The choice of work for the next step: pure functions from state to decision."""

@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 
 class AlignedBatches:
-    """For each receiver, holds what is ready until ``size`` of it is, or ``timeout_s`` after the first.
+    """Holds the ready items of each receiver until there are ``size``, or ``timeout_s`` after the first.
 
     So prompts that wait for features come to the language model together and fill its steps. For one thread.
 
     Args:
-        call_later: runs a function after so many seconds.
+        call_later: runs a function after a number of seconds.
     """
 
     def __init__(
@@ -31,7 +31,10 @@ class AlignedBatches:
         return sum(map(len, self._open.values()))
 
     def join(self, receiver: str, go: Callable[[], None]) -> object:
-        """``go`` is called with the batch, in here if this completes it. Returns a ticket for :meth:`leave`."""
+        """Add an item; ``go`` is called with its batch, at once if the item completes it.
+
+        Returns a ticket for :meth:`leave`.
+        """
         ticket = object()
         if self._size == 1:
             go()
@@ -46,7 +49,7 @@ class AlignedBatches:
         return ticket
 
     def leave(self, receiver: str, ticket: object) -> None:
-        """It is wanted no more. Idempotent."""
+        """Drop an item that is wanted no more. Idempotent."""
         self._open.get(receiver, {}).pop(ticket, None)
 
     def _send(self, receiver: str, batch: dict[object, Callable[[], None]]) -> None:

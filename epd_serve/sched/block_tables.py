@@ -16,16 +16,16 @@ class BlockMemory(Protocol):
     def copy_block(self, source: int, target: int) -> None: ...
 
     def save(self, blocks: AbstractSequence[int]) -> Any:
-        """What is in blocks, to be kept elsewhere."""
+        """Copy the contents of blocks to memory elsewhere; return them."""
         ...
 
     def restore(self, saved: Any, first: int, blocks: AbstractSequence[int]) -> None:
-        """Bring what :meth:`save` returned into other blocks, from its block ``first`` on."""
+        """Copy the contents that :meth:`save` returned, from its block ``first`` on, into these blocks."""
         ...
 
 
 class BlockTables:
-    """Moves blocks between a pool and sequences. Takes one where there is room; whether there is, others look."""
+    """Moves blocks between a pool and sequences. The callers check before each call that there is room."""
 
     def __init__(self, pool: BlockPool, memory: BlockMemory) -> None:
         self._pool = pool
@@ -64,7 +64,7 @@ class BlockTables:
         )
 
     def num_freed(self, sequence: Sequence) -> int:
-        """Blocks that the pool gets back when the sequence loses its own, at least."""
+        """The least number of blocks that the pool gets back when the sequence loses its own."""
         return self._pool.num_owned(_blocks(sequence))
 
     def admit(self, sequence: Sequence) -> None:

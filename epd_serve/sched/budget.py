@@ -31,7 +31,7 @@ def latency_limit_s(role: Role, *, ttft_s: float | None, tpot_s: float | None, a
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
-    """What a search ended with: a size, its measured time, and whether that is within the limit."""
+    """The result of a search: a size, its measured time, and whether that is within the limit."""
 
     size: int
     seconds: float
@@ -62,10 +62,10 @@ def search_budget(measure: Callable[[int], float], limit_s: float, low: int, hig
 
 
 class StepWork(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What a step's time depends on.
+    """The quantities that decide a step's time.
 
     Attributes:
-        num_tokens: computed, decodes included.
+        num_tokens: tokens computed, decodes included.
         num_sequences: decodes and prefill chunks.
         decode_context: tokens that the decodes read, their own included.
         prefill_pairs: for each chunk, its tokens times the tokens up to its end.
@@ -108,11 +108,11 @@ class StepCost:
         )
 
     def decode_s(self, context: int) -> float:
-        """What one more decode adds."""
+        """Seconds that one more decode adds to a step."""
         return self.token_s + self.sequence_s + self.context_s * context
 
     def chunk_s(self, start: int, count: int) -> float:
-        """What one more chunk adds."""
+        """Seconds that one more chunk adds to a step."""
         return self.sequence_s + self.token_s * count + self.pair_s * count * (start + count)
 
     def tokens_within(self, seconds: float, start: int) -> float:
@@ -126,7 +126,7 @@ class StepCost:
 
 
 class StepPace:
-    """How long a step may take by the cost model, corrected by how long steps have really taken.
+    """The time that a step may take by the cost model, corrected by the times of past steps.
 
     The correction is a moving average of (observed / predicted) over steps with prefills, whose length is what can
     be chosen, plus twice its mean deviation: most steps shall end within the limit, not half of them.
@@ -143,14 +143,14 @@ class StepPace:
         return self._ratio + 2 * self._deviation
 
     def meter(self) -> StepMeter:
-        """For one step."""
+        """Return the meter of one step."""
         return StepMeter(self.cost, self.limit_s / self.correction)
 
     def has_room(self, running: Iterable[Sequence], num_tokens: int, reserved: Iterable[int] = ()) -> bool:
-        """Whether one more sequence of so many tokens may come to those that decode here, or will.
+        """Whether one more sequence of ``num_tokens`` may join those that decode here, or will.
 
         A step of all of them has to leave a prefill its share. A sequence that is alone has room. ``reserved`` are
-        the contexts of those that are on their way, in tokens.
+        the contexts, in tokens, of sequences that are on their way.
         """
         contexts = [*(sequence.num_tokens for sequence in running if not sequence.hand_off), *reserved]
         together = StepWork.of([*contexts, num_tokens], ())
@@ -167,12 +167,12 @@ class StepPace:
 
 
 class Meter(Protocol):
-    """What is left of one step while it is put together."""
+    """The room that is left in one step while it is put together."""
 
     def take_decode(self, context: int) -> None: ...
 
     def take_chunk(self, start: int, count: int) -> int:
-        """Take a chunk of up to ``count`` tokens from ``start`` on; returns how many there is room for."""
+        """Take a chunk of up to ``count`` tokens from ``start`` on; return the number of tokens that had room."""
         ...
 
 

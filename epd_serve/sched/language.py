@@ -74,7 +74,7 @@ def schedule(
     Args:
         running: sequences that hold blocks, oldest first.
         waiting: sequences without blocks, in the order in which they are to be admitted.
-        ready_tokens: how many leading tokens of a sequence could be computed now (its features are here).
+        ready_tokens: number of leading tokens of a sequence that could be computed now (features are here).
         blocks_needed: blocks that a decode lacks, or that admitting a sequence takes.
         blocks_freed: blocks that are free again when a sequence is preempted, at least one.
         free_blocks: blocks that growing and admission may take in all.

@@ -1,9 +1,9 @@
-"""When encodes may run beside decodes that have a limit on their time per token. Pure: clocks are passed in.
+"""The account by which encodes run beside decodes that have a limit on their time per token.
 
 The decodes keep an account: each step pays in the limit and takes out the seconds that it took. Encodes spend what
 is there, one layer of the tower at a time, so that the mean time per token stays at the limit however much slower
 a step is beside an encode; where decodes are at their limit without any encode, encodes keep a small share of the
-time, so that they never starve.
+time, so that they never starve. The functions are pure: clocks are passed in.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ MIN_SHARE = 0.05
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slack:
-    """What decodes leave to encodes on their device.
+    """The time that decodes leave to encodes on their device.
 
     Attributes:
         credit_s: seconds that steps may still take beyond their limit.
-        limit_s: of the time per token.
+        limit_s: limit on the time per token.
         alone_s, beside_s: mean seconds of steps without and beside an encode; 0 where there was none yet.
     """
 
@@ -35,7 +35,7 @@ class Slack:
     beside_s: float = 0.0
 
     def cost_s(self, piece_s: float) -> float:
-        """What a piece of an encode of that length is expected to take from the account."""
+        """Seconds that an encode's piece of ``piece_s`` is expected to take from the account."""
         if not self.beside_s:
             return 0.0
         overshoot = max(self.beside_s - self.limit_s, 0.0)
@@ -44,7 +44,7 @@ class Slack:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PaceFigures:
-    """For metrics.
+    """The figures of pacing for metrics.
 
     Attributes:
         paused_s: seconds for which encodes have waited in their middle for decodes.
@@ -57,7 +57,7 @@ class PaceFigures:
 
 @dataclass(slots=True, kw_only=True)
 class TokenTimeAccount:
-    """Kept by the decodes."""
+    """The account that the decodes keep of their time per token."""
 
     limit_s: float
     credit_s: float = 0.0
@@ -65,7 +65,7 @@ class TokenTimeAccount:
     beside_s: float = 0.0
 
     def decoded(self, seconds: float, encoded_s: float) -> None:
-        """A token took ``seconds``, ``encoded_s`` of which some encode ran beside it."""
+        """Book a token that took ``seconds``; an encode ran beside it for ``encoded_s`` of them."""
         depth = _DEPTH * self.limit_s
         self.credit_s = max(-depth, min(self.credit_s + self.limit_s - seconds, depth))
         if encoded_s >= _BESIDE * seconds:
@@ -79,12 +79,12 @@ class TokenTimeAccount:
 
 
 def pause_s(slack: Slack | None, *, piece_s: float, paused_s: float) -> float:
-    """How long an encode waits before it goes on; then it asks again. 0: it goes on now.
+    """Seconds that an encode waits before it asks again; 0: it goes on now.
 
     Args:
         slack: None where nothing decodes under a limit.
-        piece_s: what the last piece of the encode took.
-        paused_s: how long it has waited since.
+        piece_s: seconds that the last piece of the encode took.
+        paused_s: seconds that it has waited since.
     """
     if slack is None or (slack.credit_s > 0 and slack.credit_s >= slack.cost_s(piece_s)):
         return 0.0

@@ -1,4 +1,4 @@
-"""The sequences of an engine between its steps: who waits, who has blocks, who gives them to whom."""
+"""The sequences of an engine between its steps: the waiting and the running ones, and who gives up blocks."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ class Queues:
     """Waiting, preempted and running sequences, and the blocks of the latter. Not thread-safe.
 
     A sequence is admitted with blocks for its prompt and takes more as it decodes. Where there are none, the
-    youngest gives its own to an older one and goes on later. Blocks are given out in this order: to what runs,
-    oldest first; to what was preempted; to new prompts and to reservations by the time at which they came. A lower
-    number as priority, as in vLLM, makes older among those that run, and among those that wait; what waits takes
-    nothing from what runs, however urgent it is. Reservations have none.
+    youngest gives its own to an older one and goes on later. Blocks are given out in this order: to running
+    sequences, oldest first; to preempted ones; to new prompts and to reservations by the time at which they came.
+    A lower number as priority, as in vLLM, makes a sequence older among those that run, and among those that wait;
+    a waiting one takes nothing from a running one, however urgent it is. Reservations have no priority.
 
     Args:
         has_feature: whether media could be computed now.
-        on_starved: told of a feature that holds up a sequence which could be computed otherwise.
-        on_lost: told of a request whose KV could not be saved or brought back; it must :meth:`remove` it.
+        on_starved: called with a feature that holds up a sequence which could be computed otherwise.
+        on_lost: called with a request whose KV could not be saved or brought back; it must :meth:`remove` it.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Queues:
     def hold(self, request_id: str, held: Callable[[Sequence], None]) -> bool:
         """Take a request that decodes, with its blocks, out of the steps to come; ``held``: see :meth:`let_out`.
 
-        False where it is more than one sequence, or has, for now, more to compute than its newest token.
+        Returns False for a request of several sequences, or one that has more to compute than its newest token.
         """
         found = [s for s in (*self._running, *self._preempted) if s.request_id == request_id]
         if len(found) != 1 or not found[0].blocks or not found[0].output_ids or found[0].num_uncomputed > 1:
@@ -126,7 +126,7 @@ class Queues:
         return True
 
     def let_out(self, stepping: Collection[Sequence]) -> None:
-        """Tell of each that is held and not in ``stepping``: it is out, and keeps its blocks."""
+        """Call ``held`` for each held sequence that is not in ``stepping``; the sequence keeps its blocks."""
         for sequence in [s for s in self._held if s not in stepping]:
             sequence.move_to(SequenceState.TRANSFERRING)
             self._held.pop(sequence)(sequence)
@@ -158,11 +158,11 @@ class Queues:
         return blocks
 
     def settle(self, blocks: RequestBlocks) -> None:
-        """A reservation has become sequences, or is given back."""
+        """Forget a reservation that has become sequences, or was given back."""
         self._reserved.pop(id(blocks), None)
 
     def stop_reserving(self) -> None:
-        """No reservation waits any more."""
+        """Note that no reservation waits any more: new prompts may take blocks again."""
         self._reserving_since = None
 
     def plan(self, now: float) -> ScheduleOutput:
@@ -196,7 +196,7 @@ class Queues:
             # all of the budget went to a cached prefix or to what was lost: there may be work behind it
 
     def _admissible(self, now: float) -> list[Sequence]:
-        """What waits for blocks, in the order in which it may take them."""
+        """The sequences that wait for blocks, in the order in which they may take them."""
         new: Iterable[Sequence] = self._order(self._waiting, now) if self._waiting else ()
         if self._reserving_since is not None:
             new = [s for s in new if s.arrival_s < self._reserving_since]
@@ -249,5 +249,5 @@ def _priority(sequence: Sequence) -> int:
 
 
 def _age(sequence: Sequence) -> tuple[int, float, int]:
-    """Ascending from the oldest, of the most urgent first."""
+    """A sort key: the most urgent first, and of these the oldest."""
     return sequence.sampling.priority, sequence.arrival_s, sequence.index

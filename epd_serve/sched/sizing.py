@@ -1,4 +1,4 @@
-"""How large steps may be: which of them are timed before an instance serves, and the cost that is fitted to them.
+"""The largest steps within a limit: the steps timed before an instance serves, and the cost fitted to them.
 
 The instance times real steps and the simulator asks a profile; what follows from the times is the same.
 """
@@ -26,7 +26,7 @@ class StepShape:
     """A step to measure: decodes, and the last chunks of prompts, (first token, tokens).
 
     Attributes:
-        context: of a decode, in the mean.
+        context: mean context of a decode, in tokens.
         spread: contexts lie evenly within this part of ``context`` around it, the longest first.
     """
 
@@ -56,7 +56,7 @@ class StepShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """What bounds an instance's steps.
+    """The bounds of an instance's steps.
 
     Attributes:
         latency_s: LATENCY_max of a step; None: no limit, and only the cost is asked for.
@@ -76,28 +76,28 @@ class Limits:
 
     @property
     def capacity(self) -> int:
-        """Of the pool, in tokens."""
+        """Tokens that the KV pool holds."""
         return (self.num_blocks - 1) * self.block_size
 
     @property
     def chunk(self) -> int:
-        """Prefills are tried in multiples of so many tokens."""
+        """Tokens of which prefills are tried in multiples."""
         return min(MIN_CHUNK, self.max_num_tokens)
 
     @property
     def decode_s(self) -> float | None:
-        """What decodes alone may take: a prefill beside them keeps its share."""
+        """Seconds that a step of decodes alone may take: a prefill beside them keeps its share."""
         return None if self.latency_s is None else (1 - PREFILL_SHARE) * self.latency_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
-    """What was found.
+    """The budget found for an instance's steps, and the measurements behind it.
 
     Attributes:
         budget: without a pace where there is no limit.
-        decodes, prefills: what the searches ended with: sequences, and chunks of ``Limits.chunk`` tokens.
-        errors: of the cost at what was measured, in relative terms, rising.
+        decodes, prefills: results of the searches: sequences, and chunks of ``Limits.chunk`` tokens.
+        errors: relative errors of the cost at the measured steps, rising.
     """
 
     budget: Budget
@@ -108,8 +108,10 @@ class Sizes:
 
 
 def size_steps(measure: Callable[[StepShape], float], limits: Limits) -> Sizes:
-    """Find the most sequences of a step as decodes alone, with contexts of a block, and the most tokens as prompts
-    alone. What a mixture takes, and what contexts add, is fitted to all that was measured.
+    """Find the most decodes that a step may hold, and the most prompt tokens, each without the other.
+
+    Contexts have one block in the former. The cost of mixtures and of longer contexts is fitted to all
+    measurements.
 
     Args:
         measure: seconds of a step.
@@ -163,7 +165,7 @@ def size_steps(measure: Callable[[StepShape], float], limits: Limits) -> Sizes:
 
 
 def _prompts(num_tokens: int, longest: int) -> tuple[tuple[int, int], ...]:
-    """So many tokens as whole prompts."""
+    """``num_tokens`` tokens as whole prompts of at most ``longest``."""
     return tuple((0, min(longest, num_tokens - start)) for start in range(0, num_tokens, longest))
 
 

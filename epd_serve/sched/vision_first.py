@@ -1,4 +1,4 @@
-"""Which side of an instance that steals computes next (HeteroServe, section 5.3.1: vision-first priority)."""
+"""Vision-first priority on an instance that steals: the tower computes first (HeteroServe, section 5.3.1)."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from __future__ import annotations
 class VisionFirst:
     """Holds steps of the language model back while anything waits for the tower or is in it.
 
-    What was stolen would never end where images never do: of a side that is held back for longer than
-    ``patience_s``, one step is let through each time, which is what such encodes wait for stealing at most.
-    ``now`` is in seconds.
+    Stolen sequences would never end where images never stop coming. So one step is let through after each
+    ``patience_s`` of waiting; an encode waits for stealing that one step at most. ``now`` is in seconds.
     """
 
     def __init__(self, *, patience_s: float = 1.0) -> None:
@@ -16,7 +15,7 @@ class VisionFirst:
         self._held_since: float | None = None
 
     def may_step(self, now: float, num_items: int) -> bool:
-        """Asked before each step, and where it says no, again until it does not."""
+        """Whether the language model may take a step now; the caller asks again until it may."""
         if not num_items:
             self._held_since = None
             return True

@@ -1,32 +1,34 @@
-"""A simulated gateway: the real table and router; each request on its way through encode, prefill and decode."""
+"""A simulated gateway: real table, router and flows of requests, whose actions it carries out on virtual time."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
 from hashlib import blake2b
-from itertools import count
 from typing import Any
 
 from epd_serve.cost.links import Link
-from epd_serve.errors import InvalidRequest, Unavailable
+from epd_serve.errors import InvalidRequest
+from epd_serve.flow import actions as do
+from epd_serve.flow import events as on
+from epd_serve.flow.request import Asked, Fleet
+from epd_serve.flow.stealing import StealQueue
 from epd_serve.protocol.wire import MediaRef
 from epd_serve.request import Sequence, SequenceState
 from epd_serve.routing.policy import Demand, Policy, Route
 from epd_serve.routing.stealing import StealRule
-from epd_serve.routing.table import InstanceRecord, InstanceTable
+from epd_serve.routing.table import InstanceTable
 from epd_serve.sim.clock import Clock
 from epd_serve.sim.instance import Reservation, SimInstance
-from epd_serve.sim.jobs import Attempt
+from epd_serve.sim.jobs import Attempt, SimRun
 from epd_serve.sim.jobs import Job as Job
 from epd_serve.sim.request import SimRequest
-from epd_serve.sim.stealing import SimStealing
 from epd_serve.types import MediaSpan, SamplingParams, Stage
 
 _SAMPLING = SamplingParams(seed=0, temperature=0.0)
 _PROMPTS: dict[int, list[int]] = {}
-_RETRIES = 2
 _MODEL = "model"
+_MAX_ATTEMPTS = 3
 
 
 class SimGateway:
@@ -44,17 +46,25 @@ class SimGateway:
     ) -> None:
         self._clock = clock
         self._instances = instances
-        self._policy = policy
         self._link = link
         self._on_done = on_done
         self.table = InstanceTable([(name, "") for name in instances])
         for name, instance in instances.items():
             self.table.update(name, instance.info(), contains=0)
+        self._fleet = Fleet(
+            table=self.table,
+            policy=policy,
+            max_attempts=_MAX_ATTEMPTS,
+            wait_s=0.0,  # nobody comes up for what has died but itself
+            encode_timeout_s=float("inf"),
+        )
         self._attempts: dict[str, Attempt] = {}
-        self._numbers = count()
-        self.stealing: SimStealing | None = None
+        self._looking: list[SimRun] | None = None  # while an instance dies
+        self.stealing: StealQueue[SimRun] | None = None
+        self._polls_at_s: float | None = None
+        self._is_polling = False
         if steal is not None and any(one.spec.steals for one in instances.values()):
-            self.stealing = SimStealing(clock, self.table, steal, _MODEL)
+            self.stealing = StealQueue(self.table, steal)
 
     @property
     def num_open(self) -> int:
@@ -70,90 +80,114 @@ class SimGateway:
 
     def serve(self, job: Job) -> None:
         profile = next(iter(self._instances.values())).spec.profile
-        self._clock.after(profile.request_s, partial(self._dispatch, job, frozenset()))
+        self._clock.after(profile.request_s, partial(self._begin, job))
 
-    def _dispatch(self, job: Job, exclude: frozenset[str]) -> None:
+    def _begin(self, job: Job) -> None:
         request = job.request
-        try:
-            demand = Demand(
-                num_characters=4 * request.num_text_tokens,
-                num_pixels=request.num_pixels,
-                max_tokens=request.max_tokens,
-                prefix=self._prefix(request) if self._policy.uses_prefix else (),
-                prefix_characters=4 * request.num_text_tokens,
-            )
-            route = self._policy.choose_route(self.table, _MODEL, exclude=exclude, demand=demand)
-            self._check_fits(job, route)
-        except (Unavailable, InvalidRequest) as error:
-            job.failure, job.finish_s = error.message, self._clock.now
-            self._on_done(job)
-            return
-        self._send(
-            job, f"{job.number}" if not job.num_retries else f"{job.number}.{job.num_retries}", route, exclude
+        demand = Demand(
+            num_characters=4 * request.num_text_tokens,
+            num_pixels=request.num_pixels,
+            max_tokens=request.max_tokens,
+            prefix=self._prefix(request) if self._fleet.policy.uses_prefix else (),
+            prefix_characters=4 * request.num_text_tokens,
         )
+        asked = Asked(id=f"{job.number}", model=_MODEL, demand=demand, has_media=bool(request.images))
+        self._feed(SimRun(self._fleet, job, asked), on.Look(self._clock.now))
 
-    def _send(self, job: Job, request_id: str, route: Route, exclude: frozenset[str] = frozenset()) -> None:
-        images = dict(job.request.images)
-        refs = [MediaRef(mm_hash=name, width=pixels, height=1) for name, pixels in images.items()]
-        choose = self._policy.choose_encoders
-        encoders = choose(self.table, route.prefill, refs, exclude=exclude) if refs else []
-        attempt = Attempt(
-            job=job,
-            id=request_id,
-            route=route,
-            sequence=self._sequence(job, hand_off=not route.fused),
-            num_before=job.num_output,
-        )
-        attempt.sequence.request_id = attempt.id
-        self._attempts[attempt.id] = attempt
-        prefill = self._instances[route.prefill.name]
-        self._open(attempt, route.prefill, Stage.PREFILL)
-        if not route.fused:
-            self._open(attempt, route.decode, Stage.DECODE)
-        for ref, record in zip(refs, encoders, strict=True):
-            self._encode(attempt, ref, record, prefill)
-        self._prefill(attempt)
-        attempt.is_sent = True
-        self._queue(attempt)
-
-    def _queue(self, attempt: Attempt) -> None:
-        """For thieves to see, once its features are all there."""
-        if self.stealing is None:
+    def _feed(self, run: SimRun, event: on.Event) -> None:
+        """Do what follows from an event."""
+        run.events.append(event)
+        if run.is_feeding:
             return
-        is_new = attempt.job.first_token_s is None and not attempt.route.prefill.steals
-        if is_new and attempt.is_sent and not attempt.encodes:
-            self.stealing.queued(attempt.id, partial(self._move, attempt))
+        run.is_feeding, has_sent = True, False
+        while run.events:
+            sent: Attempt | None = None
+            for action in run.flow.tell(run.events.pop(0)):
+                if isinstance(action, do.CallPrefill):
+                    try:
+                        sent = self._send(run, action)
+                    except InvalidRequest as refusal:
+                        run.events.append(on.Refused(Stage.PREFILL, refusal))
+                        break
+                else:
+                    self._do(run, action)
+            if sent is not None:
+                self._prefill(sent)
+                has_sent = True
+        run.is_feeding = False
+        if self.stealing is not None:
+            self.stealing.see(run)
+            if has_sent:
+                self._poll()
+
+    def _send(self, run: SimRun, action: do.CallPrefill) -> Attempt:
+        """Raises InvalidRequest as instances do, for what could not come to its end with all of the pool."""
+        run.attempt, route = None, action.route
+        self._check_fits(run.job, action.route)
+        sequence = self._sequence(run.job, len(action.generated), hand_off=not route.fused)
+        sequence.request_id = action.request_id
+        run.attempt = Attempt(
+            run=run, id=action.request_id, route=route, sequence=sequence, num_before=len(action.generated)
+        )
+        self._attempts[action.request_id] = run.attempt
+        self._open(run.attempt, Stage.PREFILL)
+        return run.attempt
+
+    def _do(self, run: SimRun, action: do.Action) -> None:
+        attempt, job = run.attempt, run.job
+        match action:
+            case do.Name():
+                refs = [MediaRef(mm_hash=name, width=pixels, height=1) for name, pixels in job.request.images]
+                run.events.append(on.Named(refs, [None] * len(refs)))
+            case do.Try(kind):
+                job.num_retries += kind != "stolen"
+            case do.Wait():
+                if self._looking is None:
+                    run.events.append(on.Look(self._clock.now))
+                else:
+                    self._looking.append(run)
+            case do.Done() | do.Fail():
+                self._end(run, action)
+        if attempt is None:
+            return  # it was not sent: there is nothing to be undone
+        match action:
+            case do.CallDecode():
+                self._open(attempt, Stage.DECODE)
+            case do.Encode():
+                self._encode(attempt, action)
+            case do.HandOver(route):
+                attempt.calls.pop(Stage.PREFILL).close()
+                attempt.instances = {route.decode.name: None}
+            case do.CancelEncode(item):
+                attempt.encodes.pop(item).__exit__(None, None, None)
+            case do.Close(stage):
+                if (call := attempt.calls.pop(stage, None)) is not None:
+                    call.close()
+                if stage is Stage.PREFILL:
+                    self._over(attempt)
+            case do.Judge() if attempt.is_over:
+                self._give_back(attempt)
+
+    def _open(self, attempt: Attempt, stage: Stage) -> None:
+        route = attempt.route
+        if stage is Stage.PREFILL:
+            record, work, prefix = route.prefill, route.prefill_work, route.prefix
         else:
-            self.stealing.poll()
-
-    def _move(self, attempt: Attempt, thief: InstanceRecord) -> None:
-        """Withdraw a request that has no token yet, and have it served by a thief."""
-        assert self.stealing is not None
-        attempt.close()
-        self._abandon(attempt, dead="")
-        work, request_id = attempt.route.prefill_work + attempt.route.decode_work, f"{attempt.id}.stolen"
-        self.stealing.taken(request_id, thief.name)
-        self._send(attempt.job, request_id, Route(prefill=thief, decode=thief, prefill_work=work))
-
-    def _open(self, attempt: Attempt, record: InstanceRecord, stage: Stage) -> None:
-        route, instance = attempt.route, self._instances[record.name]
-        work = route.prefill_work if stage is Stage.PREFILL else route.decode_work
-        prefix = route.prefix if stage is Stage.PREFILL else ()
-        call = self.table.in_flight(record, stage, request_id=attempt.id, work=work, prefix=prefix)
-        call.__enter__()
-        attempt.calls.append(call)
-        attempt.instances.add(record.name)
+            record, work, prefix = route.decode, route.decode_work, ()
+        instance = self._instances[record.name]
+        attempt.calls[stage] = self.table.in_flight(record, stage, request_id=attempt.id, work=work, prefix=prefix)
+        attempt.instances[record.name] = None
         instance.received.append(stage.value + attempt.id)
         instance.is_changed = True
         if stage is Stage.DECODE:
             instance.num_expected += 1
             attempt.is_expected = True
 
-    def _encode(self, attempt: Attempt, ref: MediaRef, record: InstanceRecord, prefill: SimInstance) -> None:
+    def _encode(self, attempt: Attempt, action: do.Encode) -> None:
+        ref, record, prefill = action.ref, action.encoder, self._instances[action.prefill.name]
         call = self.table.encoding(record, ref, attempt.id)
-        encoding = call.__enter__()
-        attempt.encodes.append(call)
-        attempt.instances.add(record.name)
+        attempt.encodes[action.item] = call
+        attempt.instances[record.name] = None
         instance = self._instances[record.name]
         instance.received.append(Stage.ENCODE.value + attempt.id)
         instance.is_changed = True
@@ -167,12 +201,12 @@ class SimGateway:
         def encoded(cached: bool) -> None:
             if attempt.is_over:
                 return
-            encoding.was_cached = cached
-            attempt.encodes.remove(call)
-            call.__exit__(None, None, None)
+            call.was_cached = cached
+            attempt.encodes.pop(action.item).__exit__(None, None, None)
             instance.is_changed = True
-            attempt.job.encoded_s = self._clock.now
-            self._queue(attempt)
+            attempt.run.job.encoded_s = self._clock.now
+            self._feed(attempt.run, on.Encoded(action.item))
+            self._poll()
             if instance is prefill:
                 arrived()
             else:
@@ -211,15 +245,67 @@ class SimGateway:
         )
         self._instances[attempt.route.decode.name].reserve(attempt.reservation)
 
+    def _over(self, attempt: Attempt) -> None:
+        del self._attempts[attempt.id]
+        attempt.is_over = True
+        if attempt.reservation is not None:
+            attempt.reservation.is_over = True
+
+    def _give_back(self, attempt: Attempt) -> None:
+        """What a try that has failed holds at instances that live."""
+        for name in attempt.instances:
+            instance = self._instances[name]
+            if not instance.ready:
+                continue
+            instance.inbox.release(attempt.id)
+            instance.is_changed = True
+            if name == attempt.route.decode.name and attempt.is_expected:
+                instance.num_expected -= 1
+            if instance.language is not None:
+                instance.language.abort(attempt.id)
+                if name == attempt.route.prefill.name and attempt.sequence.state is SequenceState.TRANSFERRING:
+                    instance.language.transferred(attempt.sequence)
+        decode = self._instances[attempt.route.decode.name]
+        if attempt.blocks is not None and decode.ready:
+            assert decode.language is not None
+            decode.language.unreserve(attempt.blocks)
+        attempt.instances = {}
+        attempt.blocks = None
+
+    def _end(self, run: SimRun, last: do.Done | do.Fail) -> None:
+        job, now = run.job, self._clock.now
+        job.finish_s, job.num_output = now, run.num_output()
+        if isinstance(last, do.Done):
+            job.last_token_s = now
+        else:
+            job.failure = last.failure.message
+        if self.stealing is not None:
+            self.stealing.ended(run)
+            self._poll()
+        self._on_done(job)
+
+    def _poll(self) -> None:
+        """Let thieves take what they may now."""
+        stealing, now = self.stealing, self._clock.now
+        if stealing is None or self._is_polling:
+            return  # what moves is counted when all of it has moved
+        self._is_polling = True
+        for run, thief in stealing.take(now):
+            self._feed(run, on.Stolen(thief))
+        self._is_polling = False
+        until_s = stealing.thieves.collect_until_s(now)
+        if until_s is not None and until_s != self._polls_at_s:
+            self._polls_at_s = until_s
+            self._clock.at(until_s, self._poll)
+
     # ------------------------------------------------------------------ what instances tell
 
     def prompt_done(self, instance: SimInstance, sequence: Sequence) -> None:
         """A prompt is computed: its first token is on its way, and its KV where another instance decodes."""
         attempt = self._attempts[sequence.request_id]
-        job, now = attempt.job, self._clock.now
+        job, now = attempt.run.job, self._clock.now
         instance.is_changed = True
-        if self.stealing is not None:
-            self.stealing.left(attempt.id)
+        self._feed(attempt.run, on.Opened(Stage.PREFILL, follows=not attempt.route.fused))
         if job.first_token_s is None:
             job.first_token_s = now
         job.last_token_s = now
@@ -250,73 +336,39 @@ class SimGateway:
         )
         decode.num_expected -= 1
         attempt.is_expected = False
-        attempt.calls.pop(0).__exit__(None, None, None)  # P's is over
-        attempt.instances = {decode.spec.name}
         decode.is_changed = prefill.is_changed = True
         blocks, attempt.blocks = attempt.blocks, None
+        self._feed(attempt.run, on.Ended(Stage.PREFILL))
+        self._feed(attempt.run, on.Opened(Stage.DECODE))
         assert decode.language is not None and prefill.language is not None
         decode.language.resume(new, blocks)
         prefill.language.transferred(old)
 
     def tokens(self, sequence: Sequence, num_tokens: int, now: float) -> None:
         """So many tokens came since the last time, at even distances; for the gaps between them."""
-        job = self._attempts[sequence.request_id].job
+        job = self._attempts[sequence.request_id].run.job
         last = job.token_times_s[-1] if job.token_times_s else now
         job.token_times_s += [last + (now - last) * (i + 1) / num_tokens for i in range(num_tokens)]
 
     def ended(self, sequence: Sequence) -> None:
-        attempt = self._attempts.pop(sequence.request_id)
-        attempt.close()
-        job = attempt.job
-        job.num_output = attempt.num_before + len(sequence.output_ids)
-        job.last_token_s = job.finish_s = self._clock.now
-        if self.stealing is not None:
-            self.stealing.ended(attempt.id)
-        self._on_done(job)
+        attempt = self._attempts[sequence.request_id]
+        attempt.run.complete = True
+        self._feed(attempt.run, on.Ended(Stage.PREFILL if attempt.route.fused else Stage.DECODE))
 
     def lost(self, name: str) -> None:
-        """An instance has died: its requests go elsewhere, with the tokens that they have."""
+        """An instance has died. What its requests give back is for none of the others that it had."""
         self.table.mark_lost(name)
-        ended = [one for one in self._attempts.values() if name in one.instances]
-        for attempt in ended:  # all of them first: what one gives back is for none of the others
-            attempt.close()
-        for attempt in ended:
-            self._abandon(attempt, dead=name)
-        for attempt in ended:
-            job = attempt.job
-            if job.num_retries == _RETRIES:
-                job.failure, job.finish_s = f"{name} died", self._clock.now
-                self._on_done(job)
-            else:
-                job.num_retries += 1
-                self._dispatch(job, frozenset({name}))
-
-    def _abandon(self, attempt: Attempt, *, dead: str) -> None:
-        """Give back what it holds at instances that live."""
-        del self._attempts[attempt.id]
-        if self.stealing is not None:
-            self.stealing.left(attempt.id)
-            if dead:
-                self.stealing.ended(attempt.id)
-        for name in attempt.instances - {dead}:
-            instance = self._instances[name]
-            instance.inbox.release(attempt.id)
-            instance.is_changed = True
-            if name == attempt.route.decode.name and attempt.is_expected:
-                instance.num_expected -= 1
-            if instance.language is not None:
-                instance.language.abort(attempt.id)
-                if name == attempt.route.prefill.name and attempt.sequence.state is SequenceState.TRANSFERRING:
-                    instance.language.transferred(attempt.sequence)
-        if attempt.blocks is not None and attempt.route.decode.name != dead:
-            language = self._instances[attempt.route.decode.name].language
-            assert language is not None
-            language.unreserve(attempt.blocks)
-        attempt.job.num_output = attempt.num_before + len(attempt.sequence.output_ids)
+        looking: list[SimRun] = []
+        self._looking = looking
+        for attempt in list(self._attempts.values()):
+            self._feed(attempt.run, on.Lost(name))
+        self._looking = None
+        for run in looking:
+            self._feed(run, on.Look(self._clock.now))
 
     # ------------------------------------------------------------------ parts
 
-    def _sequence(self, job: Job, *, hand_off: bool) -> Sequence:
+    def _sequence(self, job: Job, num_before: int, *, hand_off: bool) -> Sequence:
         request = job.request
         profile = next(iter(self._instances.values())).spec.profile
         spans: list[MediaSpan] = []
@@ -325,7 +377,7 @@ class SimGateway:
             length = profile.image_tokens(pixels)
             spans.append(MediaSpan(start, length, name))
             start += length
-        num_tokens = start + request.num_text_tokens + job.num_output
+        num_tokens = start + request.num_text_tokens + num_before
         job.num_tokens = start + request.num_text_tokens
         prompt = _PROMPTS.get(num_tokens)
         if prompt is None:
@@ -334,7 +386,7 @@ class SimGateway:
             request_id="",
             prompt_ids=prompt,
             sampling=_SAMPLING,
-            max_tokens=max(request.num_output_tokens - job.num_output, 1),
+            max_tokens=max(request.num_output_tokens - num_before, 1),
             positions=(),
             spans=spans,
             block_hashes=self._hashes(request) if request.prefix else [],
@@ -342,7 +394,7 @@ class SimGateway:
         )
 
     def _check_fits(self, job: Job, route: Route) -> None:
-        """As instances do. Raises InvalidRequest for what could not come to its end with all of the pool."""
+        """Raises InvalidRequest."""
         request = job.request
         profile = self._instances[route.prefill.name].spec.profile
         num_tokens = sum(profile.image_tokens(pixels) for _, pixels in request.images) + request.num_text_tokens

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
+from epd_serve.flow.events import Event
+from epd_serve.flow.request import Asked, Fleet, RequestFlow
 from epd_serve.request import Sequence
 from epd_serve.routing.policy import Route
+from epd_serve.routing.record import Encoding, OpenCall
 from epd_serve.sim.instance import Reservation
 from epd_serve.sim.request import SimRequest
+from epd_serve.types import Stage
 
 
 @dataclass(slots=True, eq=False)
@@ -32,28 +35,41 @@ class Job:
 
 @dataclass(slots=True, eq=False)
 class Attempt:
-    """A job on its route; another one where an instance dies."""
+    """A request on one route. ``calls`` are those to P and D, ``encodes`` go by the items; ``instances`` have
+    something of it."""
 
-    job: Job
+    run: SimRun
     id: str
     route: Route
     sequence: Sequence
-    calls: list[AbstractContextManager[Any]] = field(default_factory=list)
-    encodes: list[AbstractContextManager[Any]] = field(default_factory=list)
-    instances: set[str] = field(default_factory=set)
+    calls: dict[Stage, OpenCall] = field(default_factory=dict)
+    encodes: dict[int, Encoding] = field(default_factory=dict)
+    instances: dict[str, None] = field(default_factory=dict)
     blocks: Any = None
     reservation: Reservation | None = None
-    begun_s: float = 0.0
-    is_over: bool = False
     is_expected: bool = False
-    is_sent: bool = False
+    is_over: bool = False
     num_before: int = 0
 
-    def close(self) -> None:
-        for call in (*self.calls, *self.encodes):
-            call.__exit__(None, None, None)
-        self.calls.clear()
-        self.encodes.clear()
-        self.is_over = True
-        if self.reservation is not None:
-            self.reservation.is_over = True
+
+class SimRun:
+    """A job on its way, over all attempts; also how far its answer has come, for its flow."""
+
+    def __init__(self, fleet: Fleet, job: Job, asked: Asked) -> None:
+        self.job = job
+        self.flow = RequestFlow(fleet, asked, self)
+        self.attempt: Attempt | None = None
+        self.complete = False
+        self.events: list[Event] = []
+        self.is_feeding = False
+
+    @property
+    def begun(self) -> bool:
+        return self.job.first_token_s is not None
+
+    def tokens_of_each(self) -> list[list[int]]:
+        """As many as there are."""
+        return [[0] * self.num_output()]
+
+    def num_output(self) -> int:
+        return 0 if self.attempt is None else self.attempt.num_before + len(self.attempt.sequence.output_ids)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from epd_serve.config.options import BatchingOrder, BatchingPolicy
+from epd_serve.config.sections import BatchingOrder, BatchingPolicy
 from epd_serve.cost.profile import Profile
 from epd_serve.sched.budget import StepCost, StepPace, latency_limit_s, search_budget
 from epd_serve.sched.language import Budget

@@ -1,4 +1,4 @@
-"""Which stages run together and on which device: the notation, its placement and its picture."""
+"""The stages that run together and their devices: the topology notation, its placement and its picture."""
 
 from epd_serve.topology.draw import draw, explain
 from epd_serve.topology.notation import Group, Member, Topology, TopologyError, parse_topology

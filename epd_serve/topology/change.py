@@ -1,6 +1,6 @@
-"""From the instances that run to those that are wanted, while requests run: starts, role switches and stops.
+"""The steps from the running instances to the wanted ones, while requests run: starts, role switches and stops.
 
-No clock and no I/O. A change is a shortest path through what the deployment may look like on the way
+No clock and no I/O. A change is a shortest path through the states of the deployment on the way
 (:func:`plan_change`); carrying it out is the launcher's affair.
 """
 
@@ -45,7 +45,7 @@ class ChangeNotFound(ValueError):
 
 
 class StepKind(IntEnum):
-    """In the order in which they are taken where nothing speaks against it."""
+    """The kinds of steps, in the order in which they are taken where nothing speaks against it."""
 
     START = 0
     SWITCH = 1
@@ -68,7 +68,7 @@ class Step:
 
 
 class _Cost(NamedTuple):
-    """What is least comes first: starts, then steps without an encoder, then switches, then stops."""
+    """The cost of a change; the least is by starts, then steps without an encoder, then switches, then stops."""
 
     starts: int = 0
     gaps: int = 0
@@ -91,7 +91,7 @@ class _Move(NamedTuple):
 
     @property
     def label(self) -> Label:
-        """After it, or of an instance that is stopped."""
+        """The label after the move; that before it of an instance that is stopped."""
         label = self.after or self.before
         assert label is not None
         return label
@@ -138,7 +138,7 @@ class _Search:
         self._left = cache(steps_left)
 
     def path(self) -> list[_Move]:
-        """Raises ChangeImpossible, and ChangeNotFound."""
+        """The moves of the cheapest path. Raises ChangeImpossible and ChangeNotFound."""
         start, goal = self.sites.start, self.sites.goal
         numbers = count()
         best = {start: _Cost()}
@@ -197,9 +197,10 @@ class _Search:
         return sorted(found, key=place)
 
     def _key(self, move: _Move, after: State) -> tuple[object, ...]:
-        """Of several moves that are equally good: what comes first.
+        """The order among moves of equal cost; the least comes first.
 
-        What was begun on a device is ended, and the stage that then has the fewest instances keeps many.
+        A device on which a change was begun is finished first, and the stage with the fewest instances keeps as
+        many as possible.
         """
         plan = self._plans[move.plan]
         arrives = move.after in plan[move.kind].goal
@@ -254,7 +255,7 @@ class _Search:
                     yield *made(place, StepKind.STOP, label, None), "E" in left
 
     def _estimate(self, state: State) -> _Cost:
-        """At least so much is left."""
+        """A lower bound of the cost that is left."""
         lefts = [self._left(plan, site) for plan, sites in zip(self._plans, state, strict=True) for site in sites]
         starts, switches, stops = (sum(each) for each in zip(*lefts, strict=True))
         return _Cost(starts, 0, switches, stops)

@@ -1,4 +1,4 @@
-"""What a deployment may look like on the way to another one; what cannot be told apart is one state.
+"""States of a deployment on the way to another one; states that cannot be told apart count as one.
 
 Instances of one kind are equal but for their labels. Devices that the same processes want are a site, and of sites
 that are alike, as 16 GPUs with an instance each, it does not matter either which one a step is for.
@@ -20,10 +20,10 @@ class Part:
     """An instance that runs, or one that is wanted.
 
     Attributes:
-        name: of a wanted instance: its name if it has to be started.
+        name: its name; that of a wanted instance is for its start.
         kind: all that a process keeps for as long as it lives; only an instance of this kind can be the wanted
             one.
-        devices: on one that is not the CPU there is no room for a second instance, but in parentheses with it.
+        devices: its devices; only the CPU, or parentheses, have room for a second instance.
         is_current: of one that runs: whether it has the settings that are wanted for its role. Where it has not,
             it gets them by a switch to another role.
     """
@@ -53,7 +53,7 @@ State = tuple[tuple[Occupants, ...], ...]
 
 
 class Left(NamedTuple):
-    """Steps that are left at least."""
+    """The least numbers of steps that are left."""
 
     starts: int
     switches: int
@@ -61,11 +61,11 @@ class Left(NamedTuple):
 
 
 class KindPlan(NamedTuple):
-    """What is planned for a kind.
+    """The plan for one kind of instance on a site.
 
     Attributes:
         devices: the numbers, within the site, of those that a process of it has to itself; none on a CPU.
-        width: how many devices it has.
+        width: number of its devices.
         goal: its instances in the end, sorted.
         choices: roles to which its instances are switched, on the way too.
     """
@@ -85,8 +85,8 @@ class Sites:
 
     Attributes:
         plans: each once; sites of the same plan are alike.
-        kinds: of each plan, of each of its sites: the numbers of the kinds, in the plan's order.
-        occupants: likewise what is there at the start.
+        kinds: for each plan, for each of its sites: the numbers of the kinds, in the plan's order.
+        occupants: for each plan, for each of its sites: the instances there at the start.
     """
 
     def __init__(self, running: Sequence[Part], wanted: Sequence[Part], bridge: str) -> None:
@@ -145,14 +145,14 @@ def has_room(plan: SitePlan, occupants: Occupants, kind: int) -> bool:
 
 
 def missing(goal: Sequence[Label], labels: Sequence[Label]) -> list[Label]:
-    """What has to be started where the rest of a kind is as it is to be; nothing where that is not so."""
+    """The instances to start where all others of the kind have reached the goal; none where they have not."""
     if len(labels) < len(goal) and not Counter(labels) - Counter(goal):
         return sorted(Counter(goal) - Counter(labels))
     return []
 
 
 def with_label(occupants: Occupants, kind: int, before: Label | None, after: Label | None) -> Occupants:
-    """Where an instance of a kind goes from one label to the other; None: it is not there."""
+    """The occupants after one instance of a kind has changed its label; None is an instance that is not there."""
     labels = list(occupants[kind])
     if before is not None:
         labels.remove(before)
@@ -162,7 +162,7 @@ def with_label(occupants: Occupants, kind: int, before: Label | None, after: Lab
 
 
 def steps_left(plan: SitePlan, occupants: Occupants) -> Left:
-    """At least so many, were there no other sites."""
+    """The least numbers of steps from these occupants to the plan, were there no other sites."""
     starts = switches = stops = 0
     for one, labels in zip(plan, occupants, strict=True):
         starts += max(0, len(one.goal) - len(labels))
@@ -172,7 +172,7 @@ def steps_left(plan: SitePlan, occupants: Occupants) -> Left:
 
 
 def _switches(labels: Counter[Label], goal: Counter[Label]) -> int:
-    """At least so many: one to another role, two to one's own, which brings new settings."""
+    """The least number of switches: one to another role, two to the same role with new settings."""
     labels, goal = labels - goal, goal - labels
     have, need = labels.total(), goal.total()
     stale = [(count, goal[Label(role, True)]) for (role, current), count in labels.items() if not current]
@@ -188,7 +188,7 @@ def _choices(now: Sequence[Label], goal: Sequence[Label], bridge: str) -> tuple[
 
 
 def _together(devices: Sequence[Sequence[str]]) -> list[list[int]]:
-    """Kinds that want a device in common, also by way of others."""
+    """Group kinds that want a device in common, directly or through other kinds."""
     found: list[tuple[set[str], list[int]]] = []
     for kind, own in enumerate(devices):
         wanted, kinds = set(own), [kind]

@@ -41,7 +41,7 @@ class _Device:
 
 @dataclass(frozen=True, kw_only=True)
 class _Place:
-    """Where an instance's incoming and outgoing lines leave its box: two columns."""
+    """The two columns where an instance's incoming and outgoing lines meet its box."""
 
     role: Role
     incoming: int

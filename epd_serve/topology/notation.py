@@ -105,7 +105,7 @@ class Topology:
 
     @property
     def num_devices(self) -> int:
-        """How many devices the topology asks for."""
+        """The number of devices that the topology asks for."""
         return sum(unit.count * width_of(unit) for unit in self.units)
 
 

@@ -1,4 +1,4 @@
-"""From a topology and a list of devices to named instances, each with its devices."""
+"""Named instances with their devices, made from a topology and a list of devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How an instance comes to another role: 001 (EPD), section 3.2.4. No clock and no I/O."""
+"""The change of an instance's role as a state machine: 001 (EPD), section 3.2.4. No clock and no I/O."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from epd_serve.types import Role
 
 
 class SwitchState(StrEnum):
-    """What an instance does about its role."""
+    """The states of an instance's change of role."""
 
     SERVING = "SERVING"
     DRAINING = "DRAINING"  # takes nothing new; what is here ends, or goes on elsewhere
@@ -23,12 +23,12 @@ _ALLOWED: dict[SwitchState, frozenset[SwitchState]] = {
 
 
 class RoleSwitch:
-    """The role of one instance, and the way from one to the next.
+    """The role of one instance, and the change from one role to the next.
 
     Attributes:
-        role: what it serves, or served last.
-        wanted: what it is to serve; ``role`` while nothing is ordered.
-        epoch: how often its stages were made anew; with it, what callers know of its caches is out of date.
+        role: the role that it serves, or served last.
+        wanted: the role that it is to serve; ``role`` while no switch is ordered.
+        epoch: number of times its stages were rebuilt; a new epoch makes callers' knowledge of its caches void.
     """
 
     __slots__ = ("epoch", "role", "state", "wanted")

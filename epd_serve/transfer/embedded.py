@@ -25,8 +25,8 @@ class EmbeddedTransport:
     Args:
         host: address on which regions are offered to other hosts.
         path: "shm" offers no TCP; "tcp" uses TCP even on one host; "auto" has both.
-        timeout_s: how long a TCP peer may accept nothing, or send nothing in the middle of a message. A write must
-            not hang on beyond the lease of its target.
+        timeout_s: seconds for which a TCP peer may accept nothing, or pause in the middle of a message. A write
+            must not hang on beyond the lease of its target.
     """
 
     def __init__(self, host: str = "127.0.0.1", path: Path = "auto", timeout_s: float = 30.0) -> None:

@@ -1,4 +1,4 @@
-"""Where an encoder keeps its features until the instances that need them have taken them."""
+"""Feature stores: an encoder keeps its features there until the instances that need them have taken them."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def checksum(data: bytes | bytearray | memoryview) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredFeature:
-    """What is stored under an mm_hash: its look and its checksum.
+    """The description of a feature stored under an mm_hash: shape, dtype and checksum.
 
     Attributes:
-        offset: where it lies in the embedded store's slab; None where it lies in another store.
+        offset: its place in the embedded store's slab; None where it lies in another store.
     """
 
     nbytes: int
@@ -42,7 +42,7 @@ class StoredFeature:
 
 
 class StoreObserver(Protocol):
-    """Told of what a store does, on any thread. ``lost`` is a fetch that failed."""
+    """A callable that a store calls after each operation, on any thread. ``lost`` is a fetch that failed."""
 
     def __call__(
         self,
@@ -55,7 +55,7 @@ class StoreObserver(Protocol):
 
 
 def unobserved(*told: object) -> None:
-    """An observer that does not care."""
+    """Ignore the operation: the observer of a store that nobody measures."""
 
 
 class FeatureStore(Protocol):
@@ -70,11 +70,11 @@ class FeatureStore(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """Of the features that this instance has put and that are still there."""
+        """Bytes of the features that this instance has put and that the store still holds."""
         ...
 
     async def acquire(self, mm_hash: str, owner: str) -> StoredFeature | None:
-        """The feature, held for ``owner`` until release; None where it must be encoded."""
+        """Hold a feature for ``owner`` until release; None where it must be encoded."""
         ...
 
     async def put(
@@ -156,7 +156,7 @@ class EmbeddedFeatureStore:
         return feature
 
     def hold(self, mm_hash: str, owner: str) -> StoredFeature | None:
-        """As :meth:`acquire`, untold: for a store that asks here first."""
+        """As :meth:`acquire`, without a call of the observer: for a store that asks here first."""
         found = self._cache.acquire(mm_hash, owner)
         return None if found is None else found[1]
 
@@ -227,7 +227,7 @@ class EmbeddedFeatureStore:
         return data
 
     def close(self) -> None:
-        """Nothing writes to the slab any more."""
+        """End the writes to the slab and release it."""
         self._thread.shutdown()
         self._transport.release(self._slab)
 

@@ -1,4 +1,4 @@
-"""How many layers to send at once so that the transfer hides behind compute (EPD-Serve section 3.3)."""
+"""The number of layers to send at once so that the transfer hides behind compute (EPD-Serve section 3.3)."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def smallest_hidden_group(
 
 
 def seconds_until_sent(num_layers: int, group: int, layer_s: float, send_s: float, handshake_s: float) -> float:
-    """From the start of the first layer until the last group is sent, in groups as of :func:`group_ends`.
+    """Seconds from the start of the first layer until the last group is sent, in groups as of :func:`group_ends`.
 
     The link waits for one group at last, and the rest follows at its pace. Which one that is changes the time by
     the same for each group but the first, which may be smaller: so it is the first, the second or the last.
 
     Args:
         group: at most ``num_layers``.
-        send_s: of one layer, without the handshake.
+        send_s: seconds to send one layer, without the handshake.
     """
     num_groups = -(-num_layers // group)
     first = num_layers - (num_groups - 1) * group
@@ -46,9 +46,9 @@ def seconds_until_sent(num_layers: int, group: int, layer_s: float, send_s: floa
 
 
 def group_ends(num_layers: int, group_size: int) -> frozenset[int]:
-    """The last layer of each group. What does not divide evenly is the first group.
+    """The last layer of each group. The first group is smaller where the layers do not divide evenly.
 
-    So no group waits for one that the compute since did not hide: after the last layer there is one handshake and
+    So no group waits for an earlier one that compute did not hide: after the last layer there is one handshake and
     one group to go.
     """
     return frozenset(range(num_layers - 1, -1, -group_size))
@@ -75,7 +75,7 @@ class LinkEstimate:
         return self.s_per_byte > 0.0
 
     def observe(self, nbytes: int, seconds: float) -> None:
-        """One write took ``seconds``; one of no bytes is all handshake."""
+        """Learn from a write that took ``seconds``; a write of no bytes is all handshake."""
         self._weight = self.memory * self._weight + 1
         self._bytes = self.memory * self._bytes + nbytes
         self._seconds = self.memory * self._seconds + seconds
@@ -129,16 +129,16 @@ class GroupSizer:
         )
 
     def observe_compute(self, num_tokens: int, seconds: float) -> None:
-        """A prefill step of ``num_tokens`` took ``seconds`` over all layers."""
+        """Learn from a prefill step of ``num_tokens`` that took ``seconds`` over all layers."""
         new = seconds / (self.num_layers * num_tokens)
         self.token_s = new if not self.token_s else self.token_s + self.smoothing * (new - self.token_s)
 
     def observe_transfer(self, link: str, nbytes: int, seconds: float) -> None:
-        """One write over a link."""
+        """Learn from one write over a link."""
         self.links.setdefault(link, LinkEstimate()).observe(nbytes, seconds)
 
     def forget(self, link: str) -> None:
-        """The link is gone."""
+        """Forget a link that is gone."""
         self.links.pop(link, None)
 
     def known_links(self) -> dict[str, tuple[float, float]]:

@@ -24,7 +24,7 @@ class JoinedMemory:
         return self._starts[-1]
 
     def __getitem__(self, span: slice) -> memoryview:
-        """From ``start`` up to ``stop``, or to the end of the buffer that has ``start`` if that comes before."""
+        """The bytes from ``start`` up to ``stop``, or up to the end of the buffer that holds ``start``."""
         start, stop = int(span.start), int(span.stop)
         index = min(bisect_right(self._starts, start), len(self._buffers)) - 1
         base = self._starts[index]

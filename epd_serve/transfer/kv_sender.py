@@ -20,10 +20,10 @@ _IDLE_LANE_S = 60.0
 
 
 class KVSource(Protocol):
-    """Where outgoing KV lies."""
+    """The memory from which outgoing KV is sent."""
 
     def stage(self, layers: range, blocks: Sequence[int]) -> None:
-        """Bring blocks to where a transport can read them."""
+        """Copy blocks to memory that a transport can read."""
         ...
 
     def pieces(
@@ -38,13 +38,13 @@ class OutgoingTransfer:
     """One request's KV on its way to the decode instance.
 
     Attributes:
-        target: where it goes; None where the decode instance fetches it by itself.
-        deadline: when the lease ends; nothing is written after it.
+        target: blocks reserved for it; None where the decode instance fetches it by itself.
+        deadline: end of the lease; nothing is written after it.
         next_block: index of the first prompt block that is not yet pushed in full.
-        computed_at: when the prompt's compute had ended.
+        computed_at: time at which the prompt's compute had ended.
         transfer_s: time spent copying; of a write that carried several transfers, the share of this one's bytes.
         exposed_s: the part of it after ``computed_at``.
-        finished_at: when its last write had ended.
+        finished_at: time at which its last write had ended.
     """
 
     transfer_id: str
@@ -67,7 +67,7 @@ class OutgoingTransfer:
 
     @property
     def wait_s(self) -> float:
-        """How long the request waited for its last byte once its prompt was computed."""
+        """Seconds from the end of the prompt's compute to the end of its last write."""
         return max(self.finished_at - self.computed_at, 0.0) if self.computed_at is not None else 0.0
 
 
@@ -95,7 +95,7 @@ class _Push:
 
     @property
     def region(self) -> Region:
-        """Where all parts go."""
+        """The region at the decode instance to which all parts go."""
         target = self.parts[0].transfer.target
         assert target is not None
         return target.region
@@ -122,7 +122,7 @@ class KVSender:
 
     Args:
         clock: monotonic seconds; the same clock that deadlines and ``computed_at`` are set by.
-        on_write: told the bytes and seconds of each write, for metrics; a first contact has no bytes.
+        on_write: called with the bytes and seconds of each write, for metrics; a first contact has no bytes.
     """
 
     def __init__(
@@ -245,7 +245,7 @@ class KVSender:
         self._on_write(sum(sizes), end - start)
 
     def _write(self, layers: range, parts: Sequence[Part]) -> list[int]:
-        """Bytes of each part, all written."""
+        """Write all parts; return the bytes of each."""
         pieces: list[Piece] = []
         sizes: list[int] = []
         self._source.stage(layers, [block for part in parts for block in part.local])

@@ -47,14 +47,14 @@ _UNREACHABLE = range(-902, -899)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MooncakeOptions:
-    """How this process takes part.
+    """The options with which this process joins Mooncake's engine and store.
 
     Attributes:
         host: address under which peers reach this process.
         protocol: of the Transfer Engine: tcp, rdma, ascend.
         devices: RDMA devices to use, with commas between them; "" for all.
         staging_bytes: registered memory through which unregistered bytes pass.
-        timeout_s: how long a peer may accept nothing. The first engine of a process fixes it for all.
+        timeout_s: time for which a peer may accept nothing. The first engine of a process fixes it for all.
         alignment_bytes, max_regions: of registered memory (device.transport.TransportCapability).
     """
 
@@ -122,7 +122,7 @@ class Engine:
 
     @property
     def shared(self) -> Any:
-        """What a store's client needs in order to move its bytes through this engine."""
+        """The handle that a store's client needs in order to move its bytes through this engine."""
         return self._engine.get_engine()
 
     def register(self, address: int, nbytes: int) -> None:
@@ -138,12 +138,15 @@ class Engine:
         self._num_regions -= 1
 
     def write(self, peer: str, sources: Sequence[int], targets: Sequence[int], sizes: Sequence[int]) -> bool:
-        """Whether registered memory was copied to ``peer``'s. It waits by polling, on a core of its own."""
+        """Copy registered memory to ``peer``'s; return whether it was copied.
+
+        Waits by polling, on a core of its own.
+        """
         result: int = self._open().batch_transfer_sync_write(peer, sources, targets, sizes)
         return result == _OK
 
     def read(self, peer: str, targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int]) -> bool:
-        """Whether ``peer``'s registered memory was copied here."""
+        """Copy ``peer``'s registered memory here; return whether it was copied."""
         result: int = self._open().batch_transfer_sync_read(peer, targets, sources, sizes)
         return result == _OK
 
@@ -244,7 +247,7 @@ class StoreClient:
             raise TransferError(f"object {key[:12]} cannot be read: {_meaning(result)}")
 
     def remove(self, key: str, *, force: bool = False) -> bool:
-        """Whether the object is gone now: one that was read a moment ago stays, unless forced."""
+        """Remove an object; return whether it is gone. One that was read a moment ago stays, unless forced."""
         return self._call(self._client.remove, key, force) in (_OK, _NOT_FOUND)
 
     def close(self) -> None:
@@ -302,7 +305,7 @@ def _load(name: str) -> Any:
 
 
 def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """None for a name."""
+    """The address that ``host`` spells; None for a name."""
     try:
         return ipaddress.ip_address(host)
     except ValueError:

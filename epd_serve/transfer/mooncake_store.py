@@ -62,7 +62,7 @@ class MooncakeFeatureStore:
 
     Args:
         local: for features that the store does not take. An instance that lends no segment puts all there.
-        capacity_bytes: of the segment.
+        capacity_bytes: size of the segment.
     """
 
     def __init__(
@@ -187,7 +187,10 @@ class MooncakeFeatureStore:
     # ------------------------------------------------------------------ on the event loop
 
     async def _acquire_stored(self, mm_hash: str, owner: str) -> StoredFeature | None:
-        """What the store has, held where it is ours. Raises TransferError where its holder hangs."""
+        """Find a feature in the store, and hold it where this process put it.
+
+        Raises TransferError where the feature's holder hangs.
+        """
         self._hold(mm_hash, owner)
         found, origin = None, ""
         try:
@@ -216,7 +219,7 @@ class MooncakeFeatureStore:
     async def _put(
         self, mm_hash: str, data: memoryview, shape: list[int], dtype: str, owner: str
     ) -> StoredFeature | None:
-        """The feature as it lies in the store now; None where the store does not take it."""
+        """Put a feature, or find it; return the one in the store, None where the store does not take it."""
         started = time.monotonic()
         async with self._one_at_a_time:
             try:
@@ -262,10 +265,10 @@ class MooncakeFeatureStore:
         return victim is not None
 
     async def _remove(self, key: str) -> bool:
-        """Whether it is gone; what someone reads cannot be removed yet.
+        """Remove a feature; return whether it is gone. One that somebody reads cannot be removed yet.
 
-        It stays in the books until it is: who acquires it meanwhile holds it, and where the master does not answer
-        it is tried again later.
+        It stays in the books until it is gone: a request that acquires it meanwhile holds it, and where the master
+        does not answer it is tried again later.
         """
         self._leased.put(key, key, 0, _EVICTOR)
         try:
@@ -284,7 +287,7 @@ class MooncakeFeatureStore:
     # ------------------------------------------------------------------ on threads
 
     def _find(self, mm_hash: str) -> tuple[StoredFeature | None, str]:
-        """What the store has under a key, and who put it; None where it is nothing, or nothing that can be read.
+        """Read a feature's description and the origin of its put; None where nothing readable is stored.
 
         Raises TransferError where the pool has no room, which says nothing about the feature.
         """
@@ -300,7 +303,7 @@ class MooncakeFeatureStore:
         return None, ""
 
     def _described(self, mm_hash: str, nbytes: int, staged: Staged) -> tuple[StoredFeature, str]:
-        """Of an object that has ``nbytes`` of a feature."""
+        """Read the description behind an object's ``nbytes`` of feature."""
         if nbytes < 0:
             raise ValueError("its object is too short")
         self._client.get_range(mm_hash, staged.address, nbytes, _TRAILER_BYTES)
@@ -311,9 +314,10 @@ class MooncakeFeatureStore:
         return stored, told.origin
 
     def _store(self, mm_hash: str, data: memoryview, feature: StoredFeature) -> StoredFeature | None:
-        """None where the store has no room; ``feature`` itself, or what another encoder put there just before.
+        """Put a feature; return the one that the store then has, None where it has no room.
 
-        Mooncake does not say which of the two it was, and the bytes of two encoders need not be the same.
+        That is ``feature`` itself, or another encoder's that came just before. Mooncake does not report which, and
+        the bytes of two encoders need not be the same.
         """
         told = msgspec.msgpack.encode(
             _Description(shape=feature.shape, dtype=feature.dtype, checksum=feature.checksum, origin=self._origin)

@@ -167,7 +167,7 @@ class MooncakeTransport:
             )
 
     def _find(self, name: str) -> memoryview | None:
-        """What is shown of a region to one who asks whether it is here."""
+        """The identity of a region, for a peer that asks whether the region is here; None where it is not."""
         with self._lock:
             found = next((slab.region for slab in self._slabs if slab.region.name == name), None)
         return None if found is None else memoryview(bytearray(_identity(found)))
@@ -212,8 +212,8 @@ class _Batch:
     What is not run by the end of the ``with`` block is dropped.
 
     Args:
-        limit_s: how long the engine waits for one call.
-        patience_s: how long to wait for room in the pool.
+        limit_s: seconds that the engine waits for one call.
+        patience_s: seconds to wait for room in the pool.
     """
 
     def __init__(

@@ -83,7 +83,7 @@ class ReservationTable:
         return len(self._live)
 
     def open(self, request: ReserveRequest, now: float) -> Reservation | None:
-        """A new PENDING reservation, or the one of that id; None where that id has ended (a late duplicate)."""
+        """Open a PENDING reservation, or find that of the id; None where that one has ended (a late duplicate)."""
         transfer_id = request.transfer_id
         if transfer_id in self._ended:
             return None
@@ -112,7 +112,10 @@ class ReservationTable:
         return True
 
     def complete(self, transfer_id: str) -> Reservation | None:
-        """All is written: the reservation, its blocks now the caller's. None where it is not, or not GRANTED."""
+        """End a reservation whose blocks are written; the blocks are the caller's now.
+
+        None for a reservation that is not GRANTED, or is still being written.
+        """
         reservation = self._live.get(transfer_id)
         if reservation is None or reservation.state is not ReservationState.GRANTED or self._is_busy(reservation):
             return None
@@ -129,7 +132,7 @@ class ReservationTable:
         return any(r.request_id == request_id and r.state is ReservationState.GRANTED for r in self._live.values())
 
     def stop_writing(self, transfer_id: str) -> None:
-        """The writer promises to write no more: blocks go back at once. Idempotent, also before :meth:`open`."""
+        """Give blocks back at once: the writer promises to write no more. Idempotent, also before :meth:`open`."""
         reservation = self._live.get(transfer_id)
         if reservation is None:
             self._ended.add(transfer_id, ReservationState.RELEASED)
@@ -137,7 +140,7 @@ class ReservationTable:
             self._release(reservation)
 
     def abandon(self, request_id: str) -> None:
-        """The request was cancelled here; the writer does not know yet."""
+        """Give up the reservations of a request that was cancelled here; their writers do not know it yet."""
         for reservation in [r for r in self._live.values() if r.request_id == request_id]:
             if reservation.state is ReservationState.PENDING:
                 self._release(reservation)
@@ -145,7 +148,10 @@ class ReservationTable:
                 reservation.move_to(ReservationState.QUARANTINED)
 
     def quarantine(self, transfer_id: str, now: float, lease_s: float | None = None) -> None:
-        """Nothing more will be written, but what was may still arrive: blocks go back when a lease has passed."""
+        """Let no more be written.
+
+        As earlier writes may still arrive, the blocks go back when a lease has passed.
+        """
         reservation = self._live.get(transfer_id)
         if reservation is None or reservation.state is ReservationState.PENDING:
             self.stop_writing(transfer_id)

@@ -21,7 +21,7 @@ class ShapedTransport:
     Args:
         inner: is closed with this one.
         bytes_per_s: bandwidth of each link; None for no limit.
-        latency_s: of each transfer.
+        latency_s: latency of each transfer.
         clock, sleep: monotonic seconds, and waiting for some.
     """
 

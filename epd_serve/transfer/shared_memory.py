@@ -36,16 +36,25 @@ class SharedSlab:
 
     Args:
         alignment: power of two that the address of the memory is a multiple of, as a transport may need.
+
+    Raises ValueError where so much memory is not to be had.
     """
 
     def __init__(self, name: str, nbytes: int, *, host: str = "", port: int = 0, alignment: int = 1) -> None:
         self._name = f"{name}-{uuid.uuid4().hex}"  # unique, so that a reused pid and fd cannot be mistaken for it
         self._fd = os.memfd_create(self._name, os.MFD_CLOEXEC)
-        os.ftruncate(self._fd, nbytes)
-        if alignment <= mmap.PAGESIZE:
-            self.buffer = memoryview(mmap.mmap(self._fd, nbytes))
-        else:
-            self.buffer = _map_aligned(self._fd, nbytes, alignment)
+        try:
+            os.ftruncate(self._fd, nbytes)
+            if alignment <= mmap.PAGESIZE:
+                self.buffer = memoryview(mmap.mmap(self._fd, nbytes))
+            else:
+                self.buffer = _map_aligned(self._fd, nbytes, alignment)
+        except OSError as error:
+            self.close()
+            raise ValueError(
+                f"{nbytes >> 20} MiB of memory for {name!r} are not to be had ({error.strerror}): have less of it "
+                "(num_blocks, feature_store_bytes), or raise the limit of memory (ulimit -v, the cgroup's)"
+            ) from error
         self.region = Region(
             name=self._name, nbytes=nbytes, host_id=host_id(), pid=os.getpid(), fd=self._fd, host=host, port=port
         )

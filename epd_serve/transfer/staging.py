@@ -14,7 +14,7 @@ from epd_serve.transfer.transport import TransferError
 
 
 def address_of(memory: memoryview) -> int:
-    """Where writable, contiguous, non-empty memory begins."""
+    """The address of writable, contiguous, non-empty memory."""
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
@@ -22,7 +22,7 @@ class Staged:
     """A part of the pool.
 
     Attributes:
-        address: where it begins. memory: its bytes.
+        address: address of its first byte. memory: its bytes.
         lost: set it where something may still use the part; it is then never given out again.
     """
 

@@ -147,7 +147,7 @@ class TcpPeers:
 
 
 def _has_ended(idle: socket.socket) -> bool:
-    """Nothing is due on an idle connection, so what can be read is its end."""
+    """Whether the peer has closed an idle connection: anything to read there can only be its end."""
     poll = select.poll()
     poll.register(idle, select.POLLIN)
     return bool(poll.poll(0))

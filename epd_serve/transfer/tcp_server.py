@@ -70,7 +70,7 @@ class _Known:
     """A connection that has named a region of this server.
 
     Attributes:
-        idle_since_s: when its last call ended; None in the middle of one.
+        idle_since_s: time at which its last call ended; None in the middle of one.
     """
 
     __slots__ = ("connection", "idle_since_s")
@@ -85,7 +85,7 @@ class TcpServer:
 
     Args:
         gate: lets the writes in.
-        timeout_s: how long a peer may pause in the middle of a message.
+        timeout_s: seconds for which a peer may pause in the middle of a message.
     """
 
     def __init__(
@@ -197,7 +197,10 @@ class TcpServer:
             self._end(known)
 
     def _has_room(self) -> bool:
-        """For one more; the one that has been idle for longest gives way, whose peer then makes another."""
+        """Whether there is room for one more connection.
+
+        The one idle for longest gives way, and its peer makes another.
+        """
         if len(self._known) < MAX_KNOWN:
             return True
         idle = [(one.idle_since_s, id(one), one) for one in self._known if one.idle_since_s is not None]
@@ -258,7 +261,7 @@ class TcpServer:
 
 
 def _name_length(header: bytes | bytearray) -> int:
-    """Raises ConnectionResetError for a name that no region has."""
+    """The length of the name in a header. Raises ConnectionResetError for a length that no region's name has."""
     length: int = HEADER.unpack_from(header)[1]
     if not 0 < length <= MAX_NAME_BYTES:
         raise ConnectionResetError("not a transfer request")

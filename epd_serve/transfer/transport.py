@@ -33,13 +33,13 @@ class Slab(Protocol):
 class Transport(Protocol):
     """Moves bytes; knows nothing of requests. All calls block and are safe from any thread.
 
-    A write is visible to the peer when the call returns. Who may write where, and until when, is agreed elsewhere
-    (:mod:`epd_serve.transfer.reservation`).
+    A write is visible to the peer when the call returns. The right to write to a region, and its end, are agreed
+    elsewhere (:mod:`epd_serve.transfer.reservation`).
     """
 
     @property
     def gate(self) -> WriteGate:
-        """Which transfers peers may write here for; it stops nobody who does not come over TCP."""
+        """The gate that lets in peers' writes for open transfers; it fences writes over TCP alone."""
         ...
 
     def allocate(self, name: str, nbytes: int) -> Slab:

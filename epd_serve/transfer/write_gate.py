@@ -16,7 +16,7 @@ from contextlib import contextmanager
 
 
 class WriteGate:
-    """Which transfers may write here, and which of them do so at this moment. Safe from any thread."""
+    """The transfers that may write here, and those that are writing at this moment. Safe from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -28,7 +28,7 @@ class WriteGate:
             self._open.add(transfer_id)
 
     def shut(self, transfer_id: str) -> None:
-        """Let it in no more; a write that is inside goes on. Idempotent."""
+        """Let no more writes of the transfer in; a write that is inside goes on. Idempotent."""
         with self._lock:
             self._open.discard(transfer_id)
 
@@ -38,7 +38,10 @@ class WriteGate:
 
     @contextmanager
     def passing(self, transfer_ids: Sequence[str]) -> Iterator[bool]:
-        """Whether a write for these transfers may go on; they count as inside until the ``with`` block ends."""
+        """Yield whether a write for these transfers may go on.
+
+        They count as inside until the ``with`` block ends.
+        """
         with self._lock:
             may_pass = self._open.issuperset(transfer_ids)
             if may_pass:

@@ -1,4 +1,4 @@
-"""How the owner of a region knows that a process on its host is in the middle of writing into it.
+"""Locks by which the owner of a region sees that a process on its host is in the middle of writing into it.
 
 A writer looks at its lease and then copies. Stopped between the two or within the copy (SIGSTOP, a debugger, a
 machine that swaps), it may go on after its lease has ended, when the blocks are somebody else's. So:

@@ -6,6 +6,7 @@ import logging
 import select
 import socket
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -18,14 +19,27 @@ logger = logging.getLogger("vllm.epd_serve")
 Handler = Callable[[AnyNotice, Callable[[], bool]], str]
 
 
+#: Connections at once that have sent no whole notice yet, and those whose notice is handled.
+MAX_READ, MAX_HANDLED = 256, 1024
+#: How long a connection may take to send a notice, or to take its answer.
+READ_S = 5.0
+#: Received at once: memory is taken for what has come, not for what was announced.
+_PIECE_BYTES = 1 << 16
+_ACCEPT_RETRY_S = 0.05
+
+
 class NoticeServer:
-    """Answers notices, a thread for each connection."""
+    """Answers notices, a thread for each connection. Anybody may connect: those that send nothing make room."""
 
     def __init__(self, host: str, port: int, handle: Handler) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._handle = handle
         self._listener = socket.create_server((host, port), family=family)
         watch_accepted(self._listener)
+        self._lock = threading.Lock()
+        self._read: dict[socket.socket, None] = {}  # the oldest first
+        self._num_handled = 0
+        self._is_closed = False
         threading.Thread(target=self._accept, name="notices", daemon=True).start()
 
     @property
@@ -34,6 +48,7 @@ class NoticeServer:
         return port
 
     def close(self) -> None:
+        self._is_closed = True
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -43,20 +58,54 @@ class NoticeServer:
             try:
                 connection, _ = self._listener.accept()
             except OSError:
-                return
-            threading.Thread(target=self._serve, args=(connection,), name="notice", daemon=True).start()
+                if self._is_closed:
+                    return
+                time.sleep(_ACCEPT_RETRY_S)  # out of file descriptors, say: that passes
+                continue
+            try:
+                threading.Thread(target=self._serve, args=(connection,), name="notice", daemon=True).start()
+            except RuntimeError:  # no thread to be had now: the peer comes again
+                connection.close()
 
     def _serve(self, connection: socket.socket) -> None:
-        with connection, suppress(OSError):
+        try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            while (body := _read(connection)) is not None:
-                try:
-                    reason = self._handle(unpack(body), lambda: _has_left(connection))
-                except Exception as error:  # the sender must hear of it, whatever it was
-                    logger.exception("a notice could not be handled")
-                    reason = f"{type(error).__name__}: {error}"
-                text = reason.encode()
+            while (body := self._next(connection)) is not None:
+                text = self._answer(body, connection).encode()
+                connection.settimeout(READ_S)
                 connection.sendall(LENGTH.pack(len(text)) + text)
+        except OSError:
+            pass  # it left, or made room for others
+        finally:
+            connection.close()
+
+    def _next(self, connection: socket.socket) -> bytearray | None:
+        with self._lock:
+            if len(self._read) >= MAX_READ:
+                oldest = next(iter(self._read))
+                del self._read[oldest]
+                with suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)
+            self._read[connection] = None
+        try:
+            return _read(connection, time.monotonic() + READ_S)
+        finally:
+            with self._lock:
+                self._read.pop(connection, None)
+
+    def _answer(self, body: bytearray, connection: socket.socket) -> str:
+        with self._lock:
+            if self._num_handled >= MAX_HANDLED:
+                return f"{MAX_HANDLED} notices are being handled; ask again later"
+            self._num_handled += 1
+        try:
+            return self._handle(unpack(body), lambda: _has_left(connection))
+        except Exception as error:  # the sender must hear of it, whatever it was
+            logger.exception("a notice could not be handled")
+            return f"{type(error).__name__}: {error}"
+        finally:
+            with self._lock:
+                self._num_handled -= 1
 
 
 class Conversation:
@@ -100,25 +149,26 @@ class NoticeRefused(Exception):
     """What was asked could not be done."""
 
 
-def _read(connection: socket.socket) -> bytearray | None:
-    """A message without its length; None where there is no more."""
-    head = _receive(connection, LENGTH.size)
+def _read(connection: socket.socket, deadline_s: float | None = None) -> bytearray | None:
+    """A message without its length; None where there is no more. Raises OSError."""
+    head = _receive(connection, LENGTH.size, deadline_s)
     if head is None:
         return None
     (nbytes,) = LENGTH.unpack(head)
     if nbytes > MAX_NBYTES:
         raise ConnectionResetError(f"a notice of {nbytes} bytes")
-    return _receive(connection, nbytes)
+    return _receive(connection, nbytes, deadline_s)
 
 
-def _receive(connection: socket.socket, nbytes: int) -> bytearray | None:
-    data = bytearray(nbytes)
-    view, filled = memoryview(data), 0
-    while filled < nbytes:
-        count = connection.recv_into(view[filled:])
-        if count == 0:
+def _receive(connection: socket.socket, nbytes: int, deadline_s: float | None) -> bytearray | None:
+    data = bytearray()
+    while len(data) < nbytes:
+        if deadline_s is not None:
+            connection.settimeout(max(0.001, deadline_s - time.monotonic()))
+        piece = connection.recv(min(nbytes - len(data), _PIECE_BYTES))
+        if not piece:
             return None
-        filled += count
+        data += piece
     return data
 
 

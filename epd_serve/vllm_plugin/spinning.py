@@ -1,7 +1,8 @@
-"""How vLLM's processes wait for each other's messages on a CPU.
+"""How vLLM's processes wait on a CPU: where stages share the cores of a host, that is taken from the others.
 
 vLLM's engine and its workers exchange messages through shared memory, and whoever waits for one spins for a second
-before it sleeps. Where stages share the cores of a host, that second is taken from the others.
+before it sleeps. A worker makes a dozen process groups, and the thread of each of them wakes up a hundred times a
+second.
 """
 
 from __future__ import annotations
@@ -27,6 +28,30 @@ def spin_for(seconds: float) -> None:
     if not {"is_reader", "busy_loop_s", "timeout_ms"} <= takes:
         return
     shm_broadcast.SpinCondition = type("SleepingCondition", (_Sleeper, condition), {"spin_s": seconds})
+
+
+def share_threads() -> None:
+    """Have groups of a single process, which have nothing to exchange, share one thread. Does nothing where torch
+    has another way to make them."""
+    from torch.distributed import distributed_c10d
+
+    group: Any = getattr(distributed_c10d, "ProcessGroupGloo", None)
+    if not hasattr(group, "create_default_device") or not hasattr(getattr(group, "_Options", None), "_devices"):
+        return
+    make: Any = group.__init__
+    devices: list[Any] = []
+
+    def make_one(self: Any, store: Any, rank: int, size: int, *options: Any, **named: Any) -> None:
+        if size == 1 and not options and set(named) == {"timeout"}:
+            if not devices:
+                devices.append(group.create_default_device())
+            shared = group._Options()
+            shared._devices, shared._timeout = devices, named["timeout"]
+            make(self, store, rank, size, shared)
+        else:
+            make(self, store, rank, size, *options, **named)
+
+    group.__init__ = make_one
 
 
 class _Sleeper:

@@ -1,4 +1,4 @@
-"""An instance's budgets and orders: what its SLO, its options and its measured times make of a step."""
+"""An instance's budgets and orders, made from its SLO, its options and its measured times."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Batching:
     Attributes:
         limit_s: LATENCY_max of steps and encodes; None: no limit.
         image_budget_pixels: most pixels of an encode.
-        budget: of a step.
+        budget: limits of a step.
     """
 
     def __init__(self, options: InstanceOptions, measurements: Measurements) -> None:
@@ -41,12 +41,12 @@ class Batching:
         self._known = measurements
         self._cost = StepCost()
         self._ttft_s, tpot_s = (
-            None if slo_ms is None else slo_ms / 1000 for slo_ms in (options.slo_ttft_ms, options.slo_tpot_ms)
+            None if slo_ms is None else slo_ms / 1000 for slo_ms in (options.slo.ttft_ms, options.slo.tpot_ms)
         )
         self.limit_s: float | None = None
-        if options.batching_policy == "stage-level":
+        if options.batching.policy == "stage-level":
             self.limit_s = latency_limit_s(
-                options.role, ttft_s=self._ttft_s, tpot_s=tpot_s, alpha=options.batching_alpha
+                options.role, ttft_s=self._ttft_s, tpot_s=tpot_s, alpha=options.batching.alpha
             )
         self.image_budget_pixels = options.image_budget_pixels
         self.budget = Budget(max_num_tokens=options.max_num_batched_tokens, max_num_seqs=options.max_num_seqs)
@@ -76,7 +76,7 @@ class Batching:
         What a step of many kinds takes follows from a fit of all that was measured: it bounds the chunks of a step
         and the sequences that are let in.
         """
-        if self.limit_s is None and self._options.batching_order != "slack":
+        if self.limit_s is None and self._options.batching.order != "slack":
             return self.budget
         block = self._options.tokens_per_block
         timer = StepTimer(runner, num_blocks=num_blocks, block_size=block, num_position_axes=num_position_axes)
@@ -133,10 +133,10 @@ class Batching:
             steps = math.ceil(count / self.budget.max_num_tokens)
             return steps * self._cost.base_s + self._cost.chunk_s(start, count)
 
-        if self._options.batching_order == "sjf":
+        if self._options.batching.order == "sjf":
             return partial(sjf, uncached_tokens=lambda s: s.num_prompt_tokens - cached_tokens(s))
-        if self._options.batching_order == "slack":
-            assert self._ttft_s is not None, "slack needs slo_ttft_ms"
+        if self._options.batching.order == "slack":
+            assert self._ttft_s is not None, "slack needs slo.ttft_ms"
             return partial(slack, ttft_s=self._ttft_s, prefill_s=prefill_s)
         return fcfs
 
@@ -146,7 +146,7 @@ class Batching:
             self.budget.pace.observe(work_done(output.decodes, output.prefills), seconds)
 
     def summary(self) -> dict[str, float]:
-        """For /info."""
+        """The budgets for ``/info``."""
         pace = self.budget.pace
         return {
             "max_num_batched_tokens": self.budget.max_num_tokens,
@@ -158,7 +158,7 @@ class Batching:
 
 
 def measurements(options: InstanceOptions, device: Device, fingerprint: str) -> Measurements:
-    """What is known of an instance like this one, in this user's cache.
+    """The known measurements of an instance like this one, in this user's cache.
 
     Args:
         fingerprint: of the model and the dtype.
@@ -170,7 +170,7 @@ def measurements(options: InstanceOptions, device: Device, fingerprint: str) -> 
         "ranks": len(options.devices),
         "threads": options.threads,
         "cores": device.cores,
-        "share": None if options.share is None else f"{options.share:g}",
+        "share": None if options.device_share is None else f"{options.device_share.share:g}",
         "max_num_seqs": options.max_num_seqs,
         "block_size": options.tokens_per_block,
         "epd_serve": __version__,

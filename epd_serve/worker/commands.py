@@ -1,4 +1,4 @@
-"""What the leader of a tensor-parallel instance tells its followers, and what they answer.
+"""Messages between the leader of a tensor-parallel instance and its followers: commands and their answers.
 
 Length-prefixed msgpack over a socket pair. Followers carry commands out in the order in which they were sent.
 """
@@ -57,7 +57,7 @@ class CopyBlock(msgspec.Struct, frozen=True, tag="copy"):
 
 
 class Stage(msgspec.Struct, frozen=True, tag="stage"):
-    """Bring blocks of layers ``first_layer`` ... ``end_layer - 1`` into the slab; answered by :class:`Done`.
+    """Copy blocks of layers ``first_layer`` ... ``end_layer - 1`` into the slab; answered by :class:`Done`.
 
     ``number`` tells this staging from all others.
     """
@@ -69,7 +69,7 @@ class Stage(msgspec.Struct, frozen=True, tag="stage"):
 
 
 class Land(msgspec.Struct, frozen=True, tag="land"):
-    """Bring blocks of all layers from the slab into the cache."""
+    """Copy blocks of all layers from the slab into the cache."""
 
     blocks: list[int]
 
@@ -80,7 +80,7 @@ class Joined(msgspec.Struct, frozen=True, tag="joined"):
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
-    """The :class:`Stage` of that number has been carried out."""
+    """The :class:`Stage` with this number has been carried out."""
 
     number: int
 
@@ -98,7 +98,7 @@ class Channel:
         self._send_lock = threading.Lock()
 
     def send(self, message: Command | Answer) -> None:
-        """Raises OSError when the other end is gone."""
+        """Send a message. Raises OSError when the other end is gone."""
         self.send_bytes(encode(message))
 
     def send_bytes(self, data: bytes) -> None:
@@ -112,7 +112,7 @@ class Channel:
         return bytes(self._read(length))
 
     def close(self) -> None:
-        """The other end learns of it, and so does a thread that receives here."""
+        """Close the socket; the other end learns of it, and so does a thread that receives here."""
         with suppress(OSError):  # the other end is gone
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()

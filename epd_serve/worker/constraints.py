@@ -1,7 +1,8 @@
-"""What a request forbids a token to be: biases, allowed tokens, bad words, a grammar."""
+"""Restrictions that a request puts on tokens: biases, allowed tokens, bad words, a grammar."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence as AbstractSequence
 from typing import Protocol
 
@@ -15,10 +16,11 @@ from epd_serve.types import SamplingParams
 
 _MASKED = float("-inf")
 _BITS = 32
+_MAX_KEPT = 64
 
 
 class Constraint(Protocol):
-    """A grammar and how far one choice has come in it. Used by one thread at a time."""
+    """A grammar, and one choice's position in it. Used by one thread at a time."""
 
     error: str
 
@@ -27,12 +29,12 @@ class Constraint(Protocol):
         ...
 
     def fork(self) -> Constraint:
-        """The same for another choice."""
+        """Return the same state for another choice."""
         ...
 
 
 def is_restricted(sequence: Sequence) -> bool:
-    """Whether :func:`restrict` has anything to do for it; then its scores depend on its newest token."""
+    """Whether :func:`restrict` changes the sequence's scores, which then depend on its newest token."""
     sampling = sequence.sampling
     return (
         sequence.constraint is not None
@@ -43,7 +45,7 @@ def is_restricted(sequence: Sequence) -> bool:
 
 
 def restrict(scores: Tensor, sequences: AbstractSequence[Sequence]) -> None:
-    """Apply to ``scores`` [len(sequences), vocab], float32, in place, what the requests of the rows ask for."""
+    """Apply the requests' restrictions to ``scores`` [len(sequences), vocab], float32, in place."""
     vocab = scores.shape[-1]
     masks: list[tuple[int, NDArray[np.int32]]] = []
     for i, sequence in enumerate(sequences):
@@ -52,10 +54,8 @@ def restrict(scores: Tensor, sequences: AbstractSequence[Sequence]) -> None:
             biases = {token: bias for token, bias in sampling.logit_bias.items() if token < vocab}
             scores[i, _ids(scores, biases)] += torch.tensor(list(biases.values()), device=scores.device)
         if sampling.allowed_token_ids:
-            allowed = _ids(scores, [token for token in sampling.allowed_token_ids if token < vocab])
-            kept = scores[i, allowed]
-            scores[i].fill_(_MASKED)
-            scores[i, allowed] = kept
+            allowed = _allowed.mask(sampling.allowed_token_ids, scores)
+            scores[i].masked_fill_(~allowed, _MASKED)
         if banned := _banned(sampling, sequence.output_ids, vocab):
             scores[i, _ids(scores, banned)] = _MASKED
         if sequence.constraint is not None:
@@ -64,8 +64,30 @@ def restrict(scores: Tensor, sequences: AbstractSequence[Sequence]) -> None:
         _mask(scores, masks)
 
 
+class _AllowedTokens:
+    """Masks of allowed tokens on the device, as a list may have the whole vocabulary and serves every step."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[int, tuple[tuple[int, ...], Tensor]] = OrderedDict()
+
+    def mask(self, token_ids: tuple[int, ...], scores: Tensor) -> Tensor:
+        """A mask [vocab] that is true for the ids. ``token_ids`` is kept with it, so that its id is no other's."""
+        kept, place = self._kept.get(id(token_ids)), (scores.shape[-1], scores.device)
+        if kept is None or (kept[1].shape[0], kept[1].device) != place:
+            mask = torch.zeros(scores.shape[-1], dtype=torch.bool)
+            ids = torch.tensor(token_ids, dtype=torch.long)
+            mask[ids[ids < len(mask)]] = True
+            kept = self._kept[id(token_ids)] = (token_ids, mask.to(scores.device))
+            if len(self._kept) > _MAX_KEPT:
+                self._kept.popitem(last=False)
+        return kept[1]
+
+
+_allowed = _AllowedTokens()
+
+
 def _banned(sampling: SamplingParams, output_ids: list[int], vocab: int) -> list[int]:
-    """The last tokens of bad words of which all but the last are there."""
+    """The last tokens of the bad words whose other tokens end the output."""
     return [
         word[-1]
         for word in sampling.bad_word_ids

@@ -21,7 +21,7 @@ class DecodeGraphs:
     Args:
         kv: [layers, 2, num_blocks, block_size, kv_heads, head_dim].
         num_position_axes: rows of the rotary positions.
-        sizes: of the batches to capture, ascending; larger ones are not for this object.
+        sizes: sizes of the batches to capture, ascending; larger ones do not run here.
         max_blocks: longest context, in blocks.
     """
 

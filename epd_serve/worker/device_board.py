@@ -1,4 +1,4 @@
-"""What the instances on one device tell each other: whether one encodes, and what decodes leave to encodes."""
+"""Shared memory of the instances on one device: whether one encodes, and the slack that decodes leave for it."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _STALE_S = 1.0
 
 
 class DeviceBoard:
-    """64 slots of 8 doubles, one slot for each instance, which alone writes it; all of them read all.
+    """64 slots of 8 doubles; each instance writes its own slot, and all of them read all.
 
-    Several threads of an instance may write, each its own fields. A double is written at once; what is read
-    together need not have been written together, which at worst makes one pause too long or too short.
+    Several threads of an instance may write, each its own fields. A double is written at once; values that are
+    read together need not have been written together, which at worst makes one pause too long or too short.
 
     Args:
         path: a file that the instances of the device share; None: this instance is alone there.
@@ -30,7 +30,7 @@ class DeviceBoard:
     """
 
     def __init__(self, path: Path | None, slot: int, clock: Callable[[], float]) -> None:
-        """Raises ValueError for a slot that there is not, OSError for a file that cannot be made."""
+        """Raises ValueError for a slot that does not exist, OSError for a file that cannot be made."""
         if not 0 <= slot < _SLOTS:
             raise ValueError(f"slot {slot} of a device board: there are 0 to {_SLOTS - 1}")
         self._clock = clock
@@ -58,7 +58,7 @@ class DeviceBoard:
     # ------------------------------------------------------------------ told by decodes
 
     def decodes(self, slack: Slack) -> None:
-        """Decodes are running, and leave this much."""
+        """Note that decodes are running, and that they leave this slack."""
         own, values = self._own, self._values
         values[own + _CREDIT], values[own + _LIMIT] = slack.credit_s, slack.limit_s
         values[own + _ALONE], values[own + _BESIDE] = slack.alone_s, slack.beside_s

@@ -65,7 +65,7 @@ def draw(scores: Tensor, rows: AbstractSequence[Row]) -> Tensor:
 
 
 def draw_from_largest(scores: Tensor, rows: AbstractSequence[Row]) -> Tensor:
-    """The same where all rows have a top-k."""
+    """Draw as :func:`draw` does, from the largest entries alone: all rows have a top-k."""
     drawn = torch.empty(len(rows), dtype=torch.long, device=scores.device)
     by_top_k: dict[int, list[int]] = {}
     for i, row in enumerate(rows):
@@ -89,7 +89,7 @@ class RowDrawer:
         self._weights_np, self._sums_np = self._weights.numpy(), self._sums.numpy()
 
     def draw(self, values: Tensor, row: Row) -> int:
-        """A token by its logits [width], whatever top-k is."""
+        """Draw a token by its logits [width], whatever top-k is."""
         sampling = row.sampling
         total = self._weigh(values, sampling.temperature)
         if not math.isfinite(total):  # all are forbidden, or the model's logits are no numbers
@@ -128,7 +128,10 @@ class RowDrawer:
         return float(self._sums_np.sum(dtype=np.float64))
 
     def _invert(self, uniform: float) -> int:
-        """Where the weights' sum reaches that share of the whole: first the run, then the token."""
+        """The token at which the weights' cumulative sum reaches this share of their total.
+
+        The run of tokens is found first, then the token in it.
+        """
         ends = self._sums_np.cumsum(dtype=np.float64)
         target = uniform * ends[-1]
         run = min(int(ends.searchsorted(target, side="right")), len(ends) - 1)
@@ -159,7 +162,7 @@ def largest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _draw_best(best: Tensor, tokens: Tensor, rows: AbstractSequence[Row]) -> Tensor:
-    """Among tokens of descending logarithmic weights, as far as the parameters keep them."""
+    """Draw from tokens in descending order of their logarithmic weights, of which the parameters keep some."""
     params, width = [row.sampling for row in rows], best.shape[1]
     if any(p.top_k for p in params):
         limits = _column(best, [float(min(p.top_k or width, width)) for p in params])

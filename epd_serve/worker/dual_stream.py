@@ -31,9 +31,9 @@ class TowerStream:
     """The tower's side. The methods up to ``between_layers`` belong to the tower's thread.
 
     Args:
-        threads: on a CPU, while the language model of this instance computes too, and while it does not.
+        threads: numbers on a CPU while this instance's language model computes too, and while it does not.
         is_busy: whether that language model has work; False where there is none.
-        sleep: of the tower's thread.
+        sleep: lets the tower's thread sleep.
     """
 
     def __init__(
@@ -62,7 +62,10 @@ class TowerStream:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Around what loads the tower: its memory belongs to its stream, and is there for others at the end."""
+        """A context in which the tower is loaded.
+
+        Its memory belongs to the tower's stream, and others may use it at the end.
+        """
         self._device.activate()
         with self._stream:
             yield
@@ -70,7 +73,7 @@ class TowerStream:
 
     @contextmanager
     def encoding(self, num_pixels: int) -> Iterator[None]:
-        """Around a batch, whose features are on the host at the end."""
+        """A context in which a batch is encoded; its features are on the host at the end."""
         self._device.activate()
         in_use = self._device.reset_peak_memory()
         self._num_layers, paused_s = 0, self._paused_s
@@ -89,7 +92,7 @@ class TowerStream:
         self._pixel_layer_s = _smooth(self._pixel_layer_s, seconds / max(self._num_layers, 1) / num_pixels)
 
     def between_layers(self) -> None:
-        """Before each layer of the tower: wait while decodes have no time to spare. Outside a batch: nothing."""
+        """Wait, before a layer of the tower, while decodes have no time to spare. Does nothing outside a batch."""
         if not self._is_encoding:
             return
         self._num_layers += 1
@@ -155,12 +158,12 @@ class LanguageStream:
 
     Attributes:
         is_busy: whether a step runs, or one that ran just now has decodes to go on with.
-        on_pause: told when no step follows, after all: one has failed, or nothing can be computed.
+        on_pause: called when no step follows, after all: one has failed, or nothing can be computed.
         hold: returns when a step may be computed; None: at once.
 
     Args:
-        limit_s: of the time per token; None: encodes run as they like.
-        threads: on a CPU, while this instance encodes too, and while it does not.
+        limit_s: limit on the time per token; None: encodes run as they like.
+        threads: numbers on a CPU while this instance encodes too, and while it does not.
     """
 
     def __init__(
@@ -185,7 +188,7 @@ class LanguageStream:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around the computation of a step; :meth:`stepped` follows unless it fails."""
+        """A context in which a step is computed; :meth:`stepped` follows unless it fails."""
         if self.hold is not None:
             self.is_busy = False
             self.hold()
@@ -203,7 +206,7 @@ class LanguageStream:
             raise
 
     def stepped(self, output: ScheduleOutput, seconds: float, num_running: int) -> None:
-        """A step of ``seconds`` is over; ``num_running`` sequences go on."""
+        """Book a step that took ``seconds``; ``num_running`` sequences go on."""
         goes_on = bool(output.decodes) and num_running > 0
         self.is_busy = goes_on
         if self._account is None:
@@ -222,11 +225,11 @@ class LanguageStream:
 
     @property
     def slack(self) -> Slack | None:
-        """What the decodes leave to encodes; None without a limit."""
+        """The time that the decodes leave to encodes; None without a limit."""
         return None if self._account is None else self._account.slack
 
     def idle(self) -> None:
-        """Nothing can be computed for now: what runs waits for features or blocks, or is gone."""
+        """Note that nothing can be computed for now: sequences wait for features or blocks, or are gone."""
         if self.is_busy:
             self.is_busy, self._last_s = False, None
             self._board.decodes_end()
@@ -234,7 +237,7 @@ class LanguageStream:
 
 
 class Encodes(Protocol):
-    """Of :class:`~epd_serve.instance.encode.EncodeService`."""
+    """The part of :class:`~epd_serve.instance.encode.EncodeService` that the streams call."""
 
     @property
     def num_waiting(self) -> int: ...
@@ -243,10 +246,10 @@ class Encodes(Protocol):
 
 
 class DualStream:
-    """Both sides of one instance, as its options and its device say.
+    """Both streams of one instance, made from its options and its device.
 
     Attributes:
-        share: of the device, as it was applied to this process; None: no limit.
+        share: part of the device that was applied to this process; None: no limit.
     """
 
     def __init__(
@@ -254,7 +257,7 @@ class DualStream:
     ) -> None:
         self.share = apply_share(device, rank_share(options, 0), options.memory_share, options.threads)
         threads = _parted(options.threads) if options.role.has_language_model else None
-        limit_s = None if options.slo_tpot_ms is None else options.slo_tpot_ms / 1000
+        limit_s = None if options.slo.tpot_ms is None else options.slo.tpot_ms / 1000
         board, slot = options.device_board.rsplit(":", 1) if options.device_board else (None, "0")
         self.board = DeviceBoard(None if board is None else Path(board), int(slot), clock)
         self.language = LanguageStream(device, self.board, limit_s=limit_s, threads=threads, clock=clock)
@@ -268,7 +271,7 @@ class DualStream:
         )
 
     def put_vision_first(self, encodes: Encodes | None) -> None:
-        """Steps of the language model wait for these; None: for nothing."""
+        """Let steps of the language model wait for these encodes; None: for nothing."""
         if encodes is None:
             self.language.hold = None
         else:

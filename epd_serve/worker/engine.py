@@ -1,14 +1,10 @@
-"""The step loop of an instance with a language model: admit, schedule, compute, hand out tokens, free blocks."""
+"""The engine's books: sequences and their blocks, from one step to the next."""
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-
-from torch import Tensor
+from collections.abc import Callable
 
 from epd_serve.cache.block_pool import BlockPool, RequestBlocks
 from epd_serve.errors import ServeError
@@ -18,116 +14,68 @@ from epd_serve.sched.block_tables import BlockMemory
 from epd_serve.sched.language import Budget, ScheduleOutput
 from epd_serve.sched.queues import Order, Queues
 from epd_serve.transfer.kv_sender import KVSender, OutgoingTransfer
-from epd_serve.types import KVMode
 from epd_serve.worker.events import EngineEvent, FailureEvent, PromptEvent, TokenEvent
-from epd_serve.worker.runner import LanguageRunner, StepResult
+from epd_serve.worker.hooks import EngineHooks
+from epd_serve.worker.runner import StepResult
 from epd_serve.worker.sampler import SampledToken
-from epd_serve.worker.stepper import Flight, Stepper
-
-logger = logging.getLogger(__name__)
 
 
 class Engine:
-    """Owns the block pool and all sequences of an instance; one thread steps them.
+    """Owns the block pool and all sequences of an instance.
 
-    All methods may be called from any thread. ``emit`` is called on the engine's thread, once after each step, and
-    must not block. ``on_free`` is called on whichever thread gave blocks back.
-
-    An engine that runs ahead launches a step before it knows the tokens of the one before: the device feeds them
-    from one to the other, and placeholders stand for them here. A token beyond an end that only a token told of is
+    A :class:`~epd_serve.worker.step_loop.StepLoop` asks it for steps and gives it their tokens. All methods may be
+    called from any thread. A token of a step that was launched before an earlier token ended its sequence is
     dropped. Blocks stay with a sequence until no launched step uses them.
 
     Args:
-        feature_of: a feature as it is needed for a step; it may fetch it first. None: it is not to be had now.
-        has_feature: whether ``feature_of`` is worth asking; must not block.
-        around_step, on_step: what each step's computation runs in; told of each step and the seconds it took.
-        on_idle, on_death: told when nothing can be computed for now; when nothing ever will.
-        runs_ahead: whether a step is launched before the tokens of the one before are known.
-        order: of admission; first come, first served by itself.
-        on_starved: told of a feature that holds up a sequence which could be computed otherwise; must not block.
-        kv_mode, clock: how KV goes out; monotonic seconds, the sender's clock.
+        sender: writes the KV of prompts that are handed on; their blocks stay until its last copy.
+        order: order of admission; by default first come, first served.
+        clock: monotonic seconds, the sender's clock.
+
+    Attributes:
+        transfers: targets of the KV of sequences that are handed on.
+        num_steps: steps that have ended.
     """
 
     def __init__(
         self,
-        runner: LanguageRunner,
         pool: BlockPool,
-        budget: Budget,
-        *,
-        num_layers: int,
-        eos_token_ids: frozenset[int],
-        feature_of: Callable[[str], Tensor | None],
-        has_feature: Callable[[str], bool] | None = None,
-        on_starved: Callable[[str], None] = lambda mm_hash: None,
         memory: BlockMemory,
-        block_nbytes: int,
-        record_event: Callable[[], Callable[[], None]],
-        sender: KVSender | None,
-        kv_mode: KVMode = "grouped",
-        emit: Callable[[list[EngineEvent]], None],
-        on_free: Callable[[], None],
-        around_step: Callable[[], AbstractContextManager[None]] = nullcontext,
-        on_step: Callable[[ScheduleOutput, float], None] = lambda output, seconds: None,
-        on_idle: Callable[[], None] = lambda: None,
-        on_death: Callable[[], None] = lambda: None,
-        clock: Callable[[], float] = time.monotonic,
+        budget: Budget,
+        hooks: EngineHooks,
+        *,
+        eos_token_ids: frozenset[int],
+        sender: KVSender | None = None,
         order: Order = lambda waiting, now: list(waiting),
-        runs_ahead: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._pool = pool
+        self._hooks = hooks
+        self._sender = sender
+        self._clock = clock
         self.eos_token_ids = eos_token_ids
         self._queues = Queues(
             pool,
             memory,
             budget,
             order,
-            has_feature=has_feature or (lambda mm_hash: feature_of(mm_hash) is not None),
-            on_starved=on_starved,
+            has_feature=hooks.has_feature,
+            on_starved=hooks.feature_starved,
             on_lost=self._lose,
         )
         self._tables = self._queues.tables
         self.check_fits, self.prefix_lookups = self._tables.check_fits, self._tables.prefix_lookups
-        self._sender = sender
-        self._emit = emit
-        self._on_free = on_free
-        self._on_step = on_step
-        self._on_idle = on_idle
-        self._on_death = on_death
-        self._clock = clock
         self._changed = threading.Condition()
         self._leaving: dict[Sequence, None] = {}  # ABORTED, but a step or a copy may still use their blocks
-        self._transfers: dict[Sequence, OutgoingTransfer] = {}
-        self._stepper = Stepper(
-            runner,
-            feature_of=feature_of,
-            transfers=self._transfers,
-            sender=sender,
-            kv_mode=kv_mode,
-            num_layers=num_layers,
-            block_size=pool.block_size,
-            layer_bytes=block_nbytes // num_layers,
-            record_event=record_event,
-            around_step=around_step,
-            clock=clock,
-        )
-        self._runs_ahead = runs_ahead
-        self._flying: Flight | None = None  # launched, its tokens unknown
+        self.transfers: dict[Sequence, OutgoingTransfer] = {}
         self._stepping: frozenset[Sequence] = frozenset()
         self.num_steps, self.is_prefilling, self._closing = 0, False, False
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
 
     def close(self) -> None:
-        """Stop after the current step."""
+        """Let no further step begin."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        if self._thread.ident is not None:
-            self._thread.join()
-        if self._sender is not None:
-            self._sender.close()
 
     # ------------------------------------------------------------------ requests in
 
@@ -136,7 +84,7 @@ class Engine:
         with self._changed:
             sequence.arrival_s = sequence.arrival_s or self._clock()
             if transfer is not None:
-                self._transfers[sequence] = transfer
+                self.transfers[sequence] = transfer
             self._queues.submit(sequence)
             self._changed.notify_all()
 
@@ -145,7 +93,7 @@ class Engine:
 
         Args:
             sequence: the first choice, WAITING; the KV of its output, if it has any, was written too.
-            tokens: for each choice its next token and whether that was its last.
+            tokens: each choice's next token, and whether that was its last.
         """
         with self._changed:
             self._queues.settle(blocks)
@@ -168,7 +116,7 @@ class Engine:
         with self._changed:
             for sequence in self._queues.remove(request_id):
                 self._leave(sequence)
-            for sequence in [s for s in self._transfers if s.request_id == request_id]:
+            for sequence in [s for s in self.transfers if s.request_id == request_id]:
                 if sequence.state is SequenceState.TRANSFERRING:
                     self._leave(sequence)
 
@@ -185,13 +133,16 @@ class Engine:
             return self._queues.hold(request_id, held)
 
     def transferred(self, sequence: Sequence) -> None:
-        """The decode instance has confirmed, or nobody wants it: the source blocks may go. Idempotent."""
+        """Free a sequence's source blocks: the decode instance has confirmed, or the request is gone.
+
+        Idempotent.
+        """
         with self._changed:
             if sequence.state is SequenceState.TRANSFERRING:
                 self._retire(sequence)
 
     def wake(self) -> None:
-        """Something that a waiting sequence may depend on (a feature) has come."""
+        """Look again for something to compute: a feature, say, has come that a sequence may wait for."""
         with self._changed:
             self._changed.notify_all()
 
@@ -205,7 +156,7 @@ class Engine:
             return self._queues.reserve(num_prompt_tokens, num_sequences, hashes, arrival_s)
 
     def stop_reserving(self) -> None:
-        """No reservation waits any more."""
+        """Note that no reservation waits any more: new prompts may take blocks again."""
         with self._changed:
             self._queues.stop_reserving()
             self._changed.notify_all()
@@ -230,87 +181,45 @@ class Engine:
         with self._changed:
             self._pool.check_integrity()
 
-    # ------------------------------------------------------------------ the loop
+    # ------------------------------------------------------------------ steps
 
-    def _run(self) -> None:
-        try:
-            self._loop()
-        except BaseException:  # nothing would be computed any more, and nobody would know
-            logger.critical("the engine's thread has ended", exc_info=True)
-            self._on_death()
-
-    def _loop(self) -> None:
-        while True:
-            with self._changed:
-                while not self._closing and not (output := self._begin()) and self._flying is None:
-                    self._on_idle()
-                    self._changed.wait()
-                if self._closing:
-                    return
-            self._compute(output)
-
-    def step(self) -> bool:
-        """One step, where no thread runs: for tests. False if there was nothing to compute or to wait for."""
+    def next_step(self, in_flight: ScheduleOutput | None) -> ScheduleOutput | None:
+        """Wait for something to compute, or for nothing where a step is in flight. None: the engine is closed."""
         with self._changed:
-            output, flying = self._begin(), self._flying
-        self._compute(output)
-        return bool(output) or flying is not None
+            while not self._closing and not (output := self.plan(in_flight)) and in_flight is None:
+                self._hooks.idle()
+                self._changed.wait()
+            return None if self._closing else output
 
-    def _begin(self) -> ScheduleOutput:
-        """The next step; its sequences keep their blocks until it has ended."""
-        flying = self._flying.output if self._flying else ScheduleOutput()
-        self._queues.let_out(flying.sequences)
-        output = self._queues.plan(self._clock())
-        self._stepping = frozenset((*output.sequences, *flying.sequences))
-        self.is_prefilling = bool(output.prefills or flying.prefills)
-        if output.admitted:
-            self._on_free()  # no block, but a place in the queue for them
+    def plan(self, in_flight: ScheduleOutput | None) -> ScheduleOutput:
+        """The next step, which may be empty; its sequences keep their blocks until it has ended."""
+        in_flight = in_flight or ScheduleOutput()
+        with self._changed:
+            self._queues.let_out(in_flight.sequences)
+            output = self._queues.plan(self._clock())
+            self._stepping = frozenset((*output.sequences, *in_flight.sequences))
+            self.is_prefilling = bool(output.prefills or in_flight.prefills)
+            if output.admitted:
+                self._hooks.freed()  # no block, but a place in the queue for them
         return output
 
-    def _compute(self, output: ScheduleOutput) -> None:
-        """Launch a step and end the one before, if that still flies; end both unless the engine runs ahead."""
-        before, self._flying = self._flying, None
-        flight: Flight | None = None
-        if output:
-            with self._failing(output, before):
-                flight = self._stepper.launch(output, before)
-        if before is not None:
-            self._land(before, flight)
-        if flight is not None:
-            with self._failing(flight.output, None):
-                self._sample(flight)
-                self._flying = flight
-        if not self._runs_ahead and (flight := self._flying) is not None:
-            self._flying = None
-            self._land(flight, None)
+    def sampled(self, output: ScheduleOutput, *, placeholders: bool) -> None:
+        """Count the tokens of a launched step as computed.
 
-    def _sample(self, flight: Flight) -> None:
-        """Let the device choose the step's tokens, and take it for computed."""
-        self._stepper.sample(flight)
+        With ``placeholders``, a placeholder stands for each sampled token in the step after it.
+        """
         with self._changed:
-            for sequence, count in (*((s, 1) for s in flight.output.decodes), *flight.output.prefills):
+            for sequence, count in (*((s, 1) for s in output.decodes), *output.prefills):
                 sequence.num_computed += count
-                if self._runs_ahead and sequence.yields_one_token:
+                if placeholders and sequence.yields_one_token:
                     sequence.output_ids.append(PLACEHOLDER)
 
-    def _land(self, flight: Flight, after: Flight | None) -> None:
-        """Wait for a step's tokens and hand them out; ``after`` is the step that was launched since."""
-        events: list[EngineEvent] = []
-        with self._failing(flight.output, after):
-            events = self._finish_step(flight.output, self._stepper.read(flight), after)
-            seconds = self._stepper.landed(flight)
-            try:
-                if flight.output:
-                    self._on_step(flight.output, seconds)
-            except Exception:  # what is told of a step must not take its tokens along
-                logger.exception("a step could not be accounted for")
-        self.num_steps += 1
-        if events:
-            self._emit(events)
-
-    def _finish_step(self, output: ScheduleOutput, result: StepResult, after: Flight | None) -> list[EngineEvent]:
+    def finish(
+        self, result: StepResult, output: ScheduleOutput, after: ScheduleOutput | None
+    ) -> list[EngineEvent]:
+        """Take the tokens of a step; ``after`` is the step that was launched since."""
         with self._changed:
-            self._stepping = frozenset(after.output.sequences if after else ())
+            self._stepping = frozenset(after.sequences if after else ())
             for sequence, _ in output.prefills:
                 if sequence.blocks:  # it may have lost them to an older one since
                     self._tables.register(sequence)
@@ -321,8 +230,19 @@ class Engine:
             self._let_go()
         return events
 
+    def fail(self, output: ScheduleOutput, other: ScheduleOutput | None, error: Exception) -> None:
+        """A step failed: its requests end. ``other`` is a step that is still in flight."""
+        with self._changed:
+            failed = {sequence.request_id for sequence in output.sequences}
+            self._stepping = frozenset(other.sequences if other else ())
+            self._let_go()
+        for request_id in failed:
+            self.abort(request_id)
+        failure = ServeError(f"the engine failed in the middle of a step: {error}")
+        self._hooks.emit([FailureEvent(request_id, failure) for request_id in failed])
+
     def _hand_out(self, sequence: Sequence, tokens: list[SampledToken]) -> list[EngineEvent]:
-        """A sequence's next token, or the first one of each choice."""
+        """The events of a sequence's next token, or of the first token of each choice."""
         if sequence.hand_off:
             self._queues.stop(sequence)
             sequence.move_to(SequenceState.TRANSFERRING)
@@ -358,7 +278,7 @@ class Engine:
     def _let_go(self) -> None:
         for sequence in [s for s in self._leaving if s not in self._stepping]:
             del self._leaving[sequence]
-            transfer = self._transfers.get(sequence)
+            transfer = self.transfers.get(sequence)
             if transfer is None or self._sender is None:
                 self._retire(sequence)
             else:
@@ -368,32 +288,15 @@ class Engine:
     def _retire(self, sequence: Sequence) -> None:
         with self._changed:
             sequence.move_to(SequenceState.FINISHED)
-            self._transfers.pop(sequence, None)
+            self.transfers.pop(sequence, None)
             sequence.saved = None
             self._tables.release(sequence)
             self._tell_free()
 
     def _tell_free(self) -> None:
         self._changed.notify_all()
-        self._on_free()
-
-    @contextmanager
-    def _failing(self, output: ScheduleOutput, other: Flight | None) -> Iterator[None]:
-        """A failed step must fail its requests, not the instance. ``other`` is one that still flies."""
-        try:
-            yield
-        except Exception as error:
-            logger.exception("a step of %d tokens failed", output.num_tokens)
-            self._on_idle()
-            with self._changed:
-                failed = {sequence.request_id for sequence in output.sequences}
-                self._stepping = frozenset(other.output.sequences if other else ())
-                self._let_go()
-            for request_id in failed:
-                self.abort(request_id)
-            failure = ServeError(f"the engine failed in the middle of a step: {error}")
-            self._emit([FailureEvent(request_id, failure) for request_id in failed])
+        self._hooks.freed()
 
     def _lose(self, request_id: str, error: Exception) -> None:
         self.abort(request_id)
-        self._emit([FailureEvent(request_id, ServeError(f"the request's KV is lost: {error}"))])
+        self._hooks.emit([FailureEvent(request_id, ServeError(f"the request's KV is lost: {error}"))])

@@ -1,4 +1,4 @@
-"""What an engine tells of its requests, once after each step."""
+"""Events of an engine's requests, handed out once after each step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ logger = logging.getLogger(__name__)
 class TokenEvent:
     """A sequence has a new token; with ``finish_reason`` it was the last one and its blocks are free again.
 
-    ``logprobs`` are those that were wanted of tokens before it, by index (:attr:`Sequence.wanted_logprobs`).
+    ``logprobs`` are the ones that were asked for of the tokens before it, by index
+    (:attr:`Sequence.wanted_logprobs`).
     """
 
     sequence: Sequence
@@ -33,7 +34,7 @@ class TokenEvent:
 
 @dataclass(frozen=True, slots=True)
 class PromptEvent:
-    """A prompt that another instance goes on with: each choice's first token, and whether it was the last."""
+    """A prompt that continues on another instance: each choice's first token, and whether it was the last."""
 
     sequence: Sequence
     tokens: list[tuple[SampledToken, FinishReason | None]]
@@ -55,7 +56,7 @@ EngineEvent = TokenEvent | PromptEvent | FailureEvent
 
 
 class Listeners:
-    """Who is told of which request."""
+    """The receivers of events, by request id."""
 
     def __init__(self) -> None:
         self._feeds: dict[str, Callable[[EngineEvent], None]] = {}
@@ -64,14 +65,14 @@ class Listeners:
         return len(self._feeds)
 
     def listen(self, request_id: str, feed: Callable[[EngineEvent], None] | None) -> None:
-        """Tell ``feed`` of the request from now on; None: nobody any more."""
+        """Send the request's events to ``feed`` from now on; None: to nobody any more."""
         if feed is None:
             self._feeds.pop(request_id, None)
         else:
             self._feeds[request_id] = feed
 
     def fail(self, request_id: str, error: ServeError) -> None:
-        """As if a step had failed with this request in it."""
+        """Send the request's receiver a failure, as though a step had failed with the request in it."""
         self.dispatch([FailureEvent(request_id, error)])
 
     def dispatch(self, events: list[EngineEvent]) -> None:

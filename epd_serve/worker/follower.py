@@ -111,7 +111,7 @@ def main(fd: int) -> None:
 def _receive(
     channel: Channel, commands: queue.SimpleQueue[Command], stagings: queue.SimpleQueue[tuple[Stage, int]]
 ) -> None:
-    """On a thread of its own: the leader's end is noticed even while a collective waits for it."""
+    """Receive on a thread of its own: the leader's end is noticed even while a collective waits for it."""
     num_commands = 0
     while True:
         try:

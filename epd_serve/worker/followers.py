@@ -98,7 +98,10 @@ class Followers:
 
     @contextlib.contextmanager
     def together(self, inputs: StepInputs) -> Iterator[None]:
-        """Around this rank's share of a step. A failure in there would leave the others waiting: it ends all."""
+        """A context for this rank's share of a step.
+
+        A failure in it ends all ranks, which would wait for each other.
+        """
         self.send(inputs)
         try:
             yield
@@ -108,7 +111,7 @@ class Followers:
 
     @contextlib.contextmanager
     def staging(self, layers: range, blocks: Sequence[int]) -> Iterator[None]:
-        """Around this rank's share of a staging; all ranks are done afterwards."""
+        """A context for this rank's share of a staging; all ranks are done at its end."""
         with self._staging:
             self._num_stagings += 1
             self.send(Stage(self._num_stagings, layers.start, layers.stop, list(blocks)))

@@ -91,16 +91,18 @@ class Grammars:
         """Raises InvalidRequest that says what in the grammar cannot be had."""
         key = msgspec.msgpack.encode(grammar)
         with self._lock:
-            matcher = self._cache.pop(key, None)
-            if matcher is None:
-                matcher = self._compile(grammar)
+            vocabulary, matcher = self._vocabulary_of(grammar), self._cache.get(key)
+        if matcher is None:  # without the lock: others' grammars are not kept waiting
+            matcher = _compile(grammar, vocabulary)
+        with self._lock:
             self._cache[key] = matcher
+            self._cache.move_to_end(key)
             if len(self._cache) > _MAX_CACHED:
                 self._cache.popitem(last=False)
             copy = matcher.deep_copy()
-        return MatcherConstraint(copy, self._vocabulary.vocab_size, self._ends | {self.end_token_id})
+        return MatcherConstraint(copy, vocabulary.vocab_size, self._ends | {self.end_token_id})
 
-    def _compile(self, grammar: Grammar) -> Any:
+    def _vocabulary_of(self, grammar: Grammar) -> Any:
         if self._vocabulary is None:
             try:
                 self._vocabulary = llguidance.hf.from_tokenizer(
@@ -110,13 +112,17 @@ class Grammars:
                 raise InvalidRequest(
                     f"this model's tokenizer cannot be used for structured output: {error}", param=grammar.param
                 ) from error
-        matcher = llguidance.LLMatcher(self._vocabulary, as_lark(grammar), log_level=0)
-        if matcher.is_error():
-            raise InvalidRequest(
-                f"{grammar.param}: this structure is not supported: {_first_line(matcher.get_error())}",
-                param=grammar.param,
-            )
-        return matcher
+        return self._vocabulary
+
+
+def _compile(grammar: Grammar, vocabulary: Any) -> Any:
+    matcher = llguidance.LLMatcher(vocabulary, as_lark(grammar), log_level=0)
+    if matcher.is_error():
+        raise InvalidRequest(
+            f"{grammar.param}: this structure is not supported: {_first_line(matcher.get_error())}",
+            param=grammar.param,
+        )
+    return matcher
 
 
 def as_lark(grammar: Grammar) -> str:

@@ -30,7 +30,7 @@ class KVCache:
 
     Args:
         slab: bytes of all heads' KV.
-        heads: of this rank, among the layout's; None where there is no other rank.
+        heads: this rank's, among the layout's; None where there is no other rank.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class KVMemory:
     """The KV of an instance: its slab, seen by the transport, and the cache of its only or first rank.
 
     Args:
-        heads: of the first rank, where ``followers`` keep the others.
+        heads: the first rank's, where ``followers`` keep the others.
         followers: the other ranks, which do to their heads what is done here.
     """
 

@@ -1,4 +1,4 @@
-"""How far a rank's device has come with its commands, for threads that wait for the KV of some layers."""
+"""A device's progress through its rank's commands, for threads that wait for the KV of some layers."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class LayerProgress:
         self._event: Event | None = None
 
     def passed(self, layer: int) -> None:
-        """The current step has given the device all up to a layer's KV; the model's hook."""
+        """Note that the current step has given the device all work up to a layer's KV; the model's hook."""
         event = self._record_event()
         with self._changed:
             self._layer, self._event = layer, event
             self._changed.notify_all()
 
     def finished(self) -> None:
-        """The current command has given the device all of its work."""
+        """Note that the current command has given the device all of its work."""
         event = self._record_event()
         with self._changed:
             self._commands += 1

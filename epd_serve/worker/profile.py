@@ -1,4 +1,4 @@
-"""What steps and encodes take on this device: measured before the instance serves, and kept on disk."""
+"""Times of steps and encodes on this device: measured before the instance serves, and kept on disk."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
-from PIL import Image
 
-from epd_serve.models.family import Family
+from epd_serve.models.family import Family, blank
 from epd_serve.models.tower import Tower
 from epd_serve.request import Sequence, SequenceState
 from epd_serve.sched.language import ScheduleOutput
@@ -49,11 +48,11 @@ class StepTimer:
         self._num_position_axes = num_position_axes
 
     def seconds(self, shape: StepShape, least_s: float = 0.0) -> float:
-        """Of a step, the median of some (see :func:`median_s`). The pool must have blocks for all contexts."""
+        """The median time of a step (see :func:`median_s`). The pool must have blocks for all contexts."""
         return median_s(self.step(shape), self._clock, least_s)
 
     def step(self, shape: StepShape) -> Callable[[], object]:
-        """Computes one, each time the same."""
+        """Return a callable that computes the step, each time the same."""
         blocks = iter(range(1, self._num_blocks))
         decodes = [self._sequence(blocks, context - 1, 1) for context in shape.contexts]
         for sequence in decodes:
@@ -84,19 +83,19 @@ def encode_seconds(
     side: int = IMAGE_SIDE,
     clock: Callable[[], float] = time.perf_counter,
 ) -> float:
-    """Of a batch of square images, the median of some."""
-    inputs = family.preprocess(Image.new("RGB", (side, side), "gray"))
+    """The median time to encode a batch of square images."""
+    inputs = family.preprocess(blank((side, side)))
     return median_s(lambda: tower.encode([inputs] * num_images), clock)
 
 
 def median_s(
     run: Callable[[], object], clock: Callable[[], float] = time.perf_counter, least_s: float = 0.0
 ) -> float:
-    """Results are on the host when ``run`` returns. Its first time is not counted.
+    """The median time of ``run``, whose results are on the host when it returns. Its first run is not counted.
 
     Args:
-        least_s: for so long it runs uncounted, and again to be counted. On a CPU a small model's decode takes half
-            as long again behind something else as behind its like, some tens of times.
+        least_s: seconds for which it runs uncounted, and again to be counted. On a CPU a small model's decode
+            takes half as long again behind something else as behind its like, some tens of times.
     """
     _times(run, clock, 1, least_s)
     return statistics.median(_times(run, clock, _RUNS, least_s))
@@ -113,14 +112,14 @@ def _times(run: Callable[[], object], clock: Callable[[], float], count: int, le
 
 
 def cache_dir(environment: Mapping[str, str]) -> Path:
-    """``EPD_SERVE_CACHE``, else ``epd-serve`` in ``XDG_CACHE_HOME`` or ``~/.cache``."""
+    """The directory ``EPD_SERVE_CACHE``, else ``epd-serve`` in ``XDG_CACHE_HOME`` or ``~/.cache``."""
     if own := environment.get("EPD_SERVE_CACHE"):
         return Path(own).expanduser()
     return Path(environment.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "epd-serve"
 
 
 class Measurements:
-    """Seconds by what was measured, for one combination of model, device and software; kept in a file.
+    """Measured seconds by key, for one combination of model, device and software; kept in a file.
 
     A file that is damaged or cannot be written costs a line in the log and the time to measure again.
 
@@ -152,14 +151,14 @@ class Measurements:
         return seconds
 
     def get(self, key: str, measure: Callable[[], float]) -> float:
-        """The known seconds of ``key``, or what ``measure`` says."""
+        """The known seconds of ``key``; else those that ``measure`` returns, which are then known."""
         if key not in self._seconds:
             self._seconds[key] = measure()
             self._is_new = True
         return self._seconds[key]
 
     def save(self) -> None:
-        """Write what is new, all of the file or nothing."""
+        """Write the file where there are new measurements, all of it or nothing."""
         if not self._is_new:
             return
         content = json.dumps({"about": self._about, "seconds": self._seconds}, indent=1)

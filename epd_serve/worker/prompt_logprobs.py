@@ -16,7 +16,7 @@ _PIECE = 128
 
 
 class PromptLogprobs:
-    """Those that one step's inputs ask for (:class:`epd_serve.models.language.MoreLogits`)."""
+    """The log-probabilities that one step's inputs ask for (:class:`epd_serve.models.language.MoreLogits`)."""
 
     def __init__(self, inputs: StepInputs, device: torch.device) -> None:
         starts = range(0, len(inputs.scored_rows), _PIECE)
@@ -39,7 +39,7 @@ class PromptLogprobs:
         self._values, self._indices = Readback(torch.cat(values)), Readback(torch.cat(indices))
 
     def read(self) -> list[TokenLogprob]:
-        """Wait for them; one for each of the inputs' ``scored_ids``, with ``num_top`` alternatives each."""
+        """Wait for the log-probabilities of the inputs' ``scored_ids``, with ``num_top`` alternatives each."""
         rows = zip(self._tokens, self._values.wait().tolist(), self._indices.wait().tolist(), strict=True)
         return [
             TokenLogprob(token_id=token, logprob=own, top=list(zip(ids, top, strict=True)))

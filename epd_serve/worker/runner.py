@@ -54,7 +54,7 @@ class LanguageRunner:
         self._followers = followers
 
     def step(self, output: ScheduleOutput, features_by_hash: Mapping[str, Tensor]) -> StepResult:
-        """A step from its launch to its tokens."""
+        """Compute a step from its launch to its tokens."""
         step = self.launch(output, features_by_hash)
         step.sample()
         return step.read()
@@ -93,7 +93,7 @@ class LanguageRunner:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """Log-probabilities on their way: of which token, by index, of which sequence each is."""
+    """Log-probabilities on their way to the host, and the tokens that they belong to: (sequence, index)."""
 
     logprobs: PromptLogprobs
     tokens: list[tuple[Sequence, int]]

@@ -1,4 +1,4 @@
-"""From logits to tokens, the same on every instance and after every hand-off.
+"""Sampling: from logits to tokens, the same on every instance and after every hand-off.
 
 The random numbers of a token depend on (seed, choice index, position in the output) alone, so a sequence that
 moves between instances goes on as if it had stayed.
@@ -158,10 +158,10 @@ def _is_constrained(row: Row) -> bool:
 
 
 def log_probabilities(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
-    """Of one token a row, then of the likeliest ones, best first.
+    """Log-probabilities of one token a row, then of the likeliest ones, best first.
 
     Returns:
-        Log-probabilities [rows, 1 + num_top] in float32, and which the likeliest are, [rows, num_top].
+        Log-probabilities [rows, 1 + num_top] in float32, and the likeliest tokens [rows, num_top].
     """
     scores = logits.float()
     chosen = scores.gather(1, tokens.unsqueeze(1))
@@ -173,7 +173,7 @@ def _with_logprobs(logits: Tensor, tokens: Tensor, counts: dict[int, int]) -> Sa
     """Log-probabilities before temperature and penalties, as OpenAI and vLLM report them.
 
     Args:
-        counts: how many of the best each row that has them wants, by row.
+        counts: number of the best ones that each row wants, by row.
     """
     rows = on_device(logits, list(counts))
     some = logits if len(rows) == len(logits) else logits[rows]

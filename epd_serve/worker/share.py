@@ -9,12 +9,13 @@ from epd_serve.protocol.wire import AppliedShare
 
 def rank_share(options: InstanceOptions, rank: int) -> tuple[float, float] | None:
     """(share, start) of a tensor-parallel rank: that of the instance; on a CPU, which they share, a part of it."""
-    if options.share is None:
+    whole = options.device_share
+    if whole is None:
         return None
     if options.devices[0] != "cpu":
-        return options.share, options.share_start
-    share = options.share / len(options.devices)
-    return share, options.share_start + rank * share
+        return whole.share, whole.start
+    share = whole.share / len(options.devices)
+    return share, whole.start + rank * share
 
 
 def apply_share(

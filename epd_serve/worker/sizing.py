@@ -1,4 +1,4 @@
-"""What an instance decides before it loads, from its options and its device: number format, size of the cache."""
+"""Choices that an instance makes from its options and its device: the weights' dtype, the number of KV blocks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MIN_BLOCKS = 64
 
 
 def num_kv_blocks(options: InstanceOptions, layout: KVLayout, device_type: str, free_bytes: int) -> int:
-    """Blocks of the KV cache; ``free_bytes`` is what the fullest of the instance's devices has left."""
+    """Blocks of the KV cache; ``free_bytes`` are left on the fullest of the instance's devices."""
     if options.num_blocks is not None:
         return options.num_blocks
     if options.kv_cache_bytes is not None:
@@ -31,7 +31,7 @@ def num_kv_blocks(options: InstanceOptions, layout: KVLayout, device_type: str, 
 
 
 def resolve_dtype(name: str, config: Any) -> torch.dtype:
-    """``auto`` is what the checkpoint was saved in."""
+    """The dtype of a name; ``auto`` is the one in which the checkpoint was saved."""
     if name != "auto":
         dtype: torch.dtype = getattr(torch, name)
         return dtype

@@ -53,7 +53,7 @@ class StepExecutor:
 
     @classmethod
     def for_cache(cls, model: LanguageModel, device: Device, kv: Tensor, cache: CreateCache) -> StepExecutor:
-        """As the leader tells all ranks."""
+        """Make the executor from the command that the leader sends to all ranks."""
         return cls(
             model,
             device,

@@ -14,8 +14,8 @@ class VisionHold:
     """Called on the engine's thread before each step; returns when the step may be computed.
 
     Args:
-        num_items: that wait for the tower or are in it.
-        on_hold: told that a step waits: what the tower waits for is not the language model.
+        num_items: number of items that wait for the tower or are in it.
+        on_hold: called when a step has to wait; the tower need not wait for the language model then.
     """
 
     def __init__(

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import blake2b
 
-from proxy.limits import Client, KeyLimits, TokenBucket
+from epd_serve.config.gateway import KeyLimits
+from proxy.limits import Client, TokenBucket
 
 #: Keys with limits, each with every change of these: far more than a gateway reads from a file.
 CAPACITY = 65536

@@ -62,8 +62,9 @@ class _Worker:
 
     def kill(self) -> None:
         if self.process.returncode is None:
+            # Popen.kill would reap a process that has just ended, and lose its exit code
             with suppress(ProcessLookupError):
-                self.process.kill()
+                os.kill(self.process.pid, signal.SIGKILL)
 
     async def wait(self) -> int:
         """Until it has ended; its exit code."""

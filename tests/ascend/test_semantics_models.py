@@ -14,6 +14,7 @@ require_torch_npu()
 
 import ascend_host  # noqa: E402
 import ascend_kernels  # noqa: E402
+import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
@@ -92,7 +93,7 @@ class Instance:
 
     def request(self, seed: int, length: int) -> Request:
         image = noise(seed, (84, 56))
-        feature = self.tower.encode([self.family.preprocess(image)])[0]
+        feature = self.tower.encode([self.family.preprocess(np.array(image))])[0]
         ids = [10 + i % 40 for i in range(length)]
         ids[IMAGE_START : IMAGE_START + len(feature)] = [self.family.image_token_id] * len(feature)
         positions, delta = self.family.positions(ids, [image.size], self.model.inner)

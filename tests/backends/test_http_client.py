@@ -8,10 +8,9 @@ from collections.abc import AsyncIterator
 import pytest
 import uvloop
 
-from epd_serve.backends.base import InstanceLost
 from epd_serve.backends.http_call import HttpCall
 from epd_serve.backends.http_client import HttpPool
-from epd_serve.errors import InvalidRequest, Unavailable
+from epd_serve.errors import InstanceLost, InvalidRequest, Unavailable
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi"
 CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"

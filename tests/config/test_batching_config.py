@@ -12,8 +12,8 @@ def options(config: DeploymentConfig) -> dict[str, InstanceOptions]:
 
 def test_without_an_slo_there_is_no_limit() -> None:
     for each in options(parse_config("")).values():
-        assert (each.slo_ttft_ms, each.slo_tpot_ms, each.batching_order) == (None, None, "fcfs")
-        assert (each.batching_policy, each.batching_alpha, each.batching_encodes) == (
+        assert (each.slo.ttft_ms, each.slo.tpot_ms, each.batching.order) == (None, None, "fcfs")
+        assert (each.batching.policy, each.batching.alpha, each.batching.encodes) == (
             "stage-level",
             0.5,
             "concurrent",
@@ -29,10 +29,10 @@ def test_batching_can_differ_by_role() -> None:
     """
     by_role = options(parse_config(text))
     prefill, decode = by_role["EP"], by_role["D"]
-    assert (prefill.slo_ttft_ms, prefill.slo_tpot_ms) == (decode.slo_ttft_ms, decode.slo_tpot_ms) == (900, 40.5)
-    assert (prefill.batching_order, prefill.batching_alpha) == ("slack", 0.4)
-    assert (prefill.batching_encodes, prefill.batching_policy) == ("after-prefill", "stage-level")
-    assert (decode.batching_order, decode.batching_policy, decode.batching_alpha) == ("fcfs", "unlimited", 0.4)
+    assert (prefill.slo.ttft_ms, prefill.slo.tpot_ms) == (decode.slo.ttft_ms, decode.slo.tpot_ms) == (900, 40.5)
+    assert (prefill.batching.order, prefill.batching.alpha) == ("slack", 0.4)
+    assert (prefill.batching.encodes, prefill.batching.policy) == ("after-prefill", "stage-level")
+    assert (decode.batching.order, decode.batching.policy, decode.batching.alpha) == ("fcfs", "unlimited", 0.4)
 
 
 @pytest.mark.parametrize(

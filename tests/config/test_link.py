@@ -16,7 +16,7 @@ def options(text: str) -> InstanceOptions:
 
 def test_a_link_and_the_modes_reach_an_instance() -> None:
     plain = options("{}")
-    assert (plain.kv_mode, plain.feature_prefetch, plain.link_bandwidth, plain.link_latency_ms) == (
+    assert (plain.kv_transfer.mode, plain.feature_prefetch, plain.link.bandwidth, plain.link.latency_ms) == (
         "grouped",
         "async",
         None,
@@ -25,13 +25,13 @@ def test_a_link_and_the_modes_reach_an_instance() -> None:
     shaped = options(
         "{kv_transfer: {mode: pull}, feature_prefetch: sync, link: {bandwidth: 1.5GB/s, latency_ms: 0.5}}"
     )
-    assert (shaped.kv_mode, shaped.feature_prefetch, shaped.link_bandwidth, shaped.link_latency_ms) == (
+    assert (shaped.kv_transfer.mode, shaped.feature_prefetch, shaped.link.bandwidth, shaped.link.latency_ms) == (
         "pull",
         "sync",
         1_500_000_000,
         0.5,
     )
-    assert "--link-bandwidth" in shaped.to_arguments()
+    assert InstanceOptions.model_validate_json(shaped.to_json()) == shaped
 
 
 @pytest.mark.parametrize(

@@ -72,9 +72,9 @@ def test_every_setting_reaches_the_instance(named: str | None, started: str, tol
     mooncake = {"master": named, "protocol": "rdma", "devices": "mlx5_0", "staging_bytes": "1MiB"}
     config = DeploymentConfig.model_validate({"feature_store": "mooncake", "mooncake": mooncake})
     options = config.options_for(config.placement()[0], device="cpu", port=1, threads=1, master=started)
-    assert (options.feature_store, options.mooncake_master) == ("mooncake", told)
-    assert (options.mooncake_protocol, options.mooncake_devices) == ("rdma", "mlx5_0")
-    assert options.mooncake_staging_bytes == 1024**2
+    assert (options.feature_store, options.mooncake.master) == ("mooncake", told)
+    assert (options.mooncake.protocol, options.mooncake.devices) == ("rdma", "mlx5_0")
+    assert options.mooncake.staging_bytes == 1024**2
 
 
 def test_the_example_asks_for_both() -> None:

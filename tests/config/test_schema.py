@@ -1,5 +1,4 @@
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import jsonschema
@@ -7,7 +6,6 @@ import pytest
 from ruamel.yaml import YAML
 
 from epd_serve.config import DeploymentConfig, InstanceSettings, deployment_schema, load_config, parse_config
-from epd_serve.config.options import Switch
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 FILES = sorted(DEPLOY.glob("*.yaml"), key=lambda file: file.name)
@@ -111,7 +109,7 @@ def test_every_setting_reaches_the_instance() -> None:
     elsewhere = {"kv_cache_bytes", "share", "kv_transfer", "link", "batching", "engine_args", "steals"}
     assert set(values) | elsewhere == set(InstanceSettings.model_fields)
     assert {name: getattr(options, name) for name in values} == values
-    assert (options.kv_transport, options.kv_group_layers) == ("shm", 4)
+    assert (options.kv_transfer.transport, options.kv_transfer.group_layers) == ("shm", 4)
     assert (options.name, str(options.role), options.port, options.dtype) == ("p0", "P", 9001, "float32")
     assert options.served_model_name == "demo"
 
@@ -126,9 +124,9 @@ def test_every_setting_reaches_the_instance() -> None:
         ("cuda:0,cuda:1", "auto", False),
     ],
 )
-def test_accelerators_launch_steps_ahead(device: str, switch: Switch, ahead: bool) -> None:
+def test_accelerators_launch_steps_ahead(device: str, switch: str, ahead: bool) -> None:
     options = DeploymentConfig().options_for(DeploymentConfig().placement()[2], device=device, port=1, threads=1)
-    assert replace(options, async_scheduling=switch).runs_ahead is ahead
+    assert options.model_copy(update={"async_scheduling": switch}).runs_ahead is ahead
 
 
 def test_ranks_cannot_launch_steps_ahead() -> None:

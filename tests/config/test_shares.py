@@ -96,5 +96,5 @@ def test_a_share_and_the_limit_of_decodes_reach_the_instance() -> None:
         share=DeviceShare(share=0.5, start=0.25),
         device_board="/tmp/board:1",
     )
-    assert (options.share, options.share_start, options.slo_tpot_ms) == (0.5, 0.25, 40)
+    assert (options.device_share, options.slo.tpot_ms) == (DeviceShare(share=0.5, start=0.25), 40)
     assert options.device_board == "/tmp/board:1"

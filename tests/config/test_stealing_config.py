@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from epd_serve.config import ConfigError, parse_config
+from epd_serve.config.stealing import StealingConfig
 from epd_serve.routing.stealing import StealRule
-from proxy.settings import GatewaySettings
+from proxy.app import _steal_rule
 
 TIERS = """
 topology: 2EPD-2PD
@@ -20,12 +21,12 @@ def test_thieves_and_their_rule_are_told() -> None:
     config = parse_config(TIERS)
     options = {one.name: config.options_for(one, device="cpu", port=1, threads=1) for one in config.placement()}
     assert [name for name, one in options.items() if one.steals] == ["epd0", "epd1"]
-    assert ("--steals" in options["epd0"].to_arguments()) and "--steals" not in options["pd0"].to_arguments()
+    assert options["epd0"].steals and not options["pd0"].steals
     assert options["epd0"].feature_batch == 32 and options["epd0"].feature_batch_ms == 500
     assert options["pd0"].feature_batch_ms == 200
-    settings = GatewaySettings.of(config, "127.0.0.1")
-    assert settings.stealing == StealRule(threshold=4, batch=8, collect_s=0.05) and not settings.parallel_encode
-    assert GatewaySettings.of(parse_config(""), "127.0.0.1").stealing == StealRule()
+    assert _steal_rule(config.gateway.stealing) == StealRule(threshold=4, batch=8, collect_s=0.05)
+    assert not config.gateway.parallel_encode
+    assert _steal_rule(StealingConfig()) == StealRule()
 
 
 @pytest.mark.parametrize(

@@ -86,4 +86,4 @@ def test_a_restart_that_takes_a_minute_is_not_waited_for_unless_asked(
     engine: str, given: str, waits_s: float
 ) -> None:
     config = parse_config(f"engine: {engine}\ngateway: {{failover: {given or '{}'}}}")
-    assert GatewaySettings.of(config, "127.0.0.1").failover.wait_s == waits_s
+    assert GatewaySettings.of(config, "127.0.0.1").failover_wait_s == waits_s

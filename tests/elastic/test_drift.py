@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from epd_serve.elastic.drift import Drift, DriftDetector, DriftOptions, Observed, observed
+from epd_serve.config.elastic import DriftConfig
+from epd_serve.elastic.drift import Drift, DriftDetector, Observed
 
-OPTIONS = DriftOptions(num_requests=100)
+OPTIONS = DriftConfig(num_requests=100)
 
 
 def workload(
@@ -85,17 +86,7 @@ def test_bursts_are_no_other_rate() -> None:
     assert [one for one in drifts_of(bursts(3)) if one.figure == "requests a second"] == []
 
 
-def test_a_line_of_the_access_log_is_a_request_where_it_was_served() -> None:
-    line = {"time": "2026-01-02T03:04:05.500Z", "prompt_tokens": 12, "completion_tokens": 3, "images": 2}
-    request = observed(line)
-    assert request is not None
-    assert (request.num_prompt_tokens, request.num_output_tokens, request.num_images) == (12, 3, 2)
-    assert request.at_s % 60 == 5.5
-    for wrong in ({**line, "prompt_tokens": None}, {**line, "time": "soon"}, {}, {**line, "images": None}):
-        assert observed(wrong) is None
-
-
-@pytest.mark.parametrize("wrong", [{"num_requests": 5}, {"factor": 1.0}, {"certainty": 0.0}])
+@pytest.mark.parametrize("wrong", [{"num_requests": 5}, {"factor": 1.0}])
 def test_options_that_cannot_be_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError):
-        replace(OPTIONS, **wrong)
+        DriftConfig(**wrong)

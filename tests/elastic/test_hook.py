@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from epd_serve.elastic.hook import Hook
+from epd_serve.config.elastic import HookConfig
+from epd_serve.elastic.hook import tell
 
 WISH = {"event": "more", "role": "D", "reason": "decode is at 3.0 times what the SLO allows"}
 
@@ -18,7 +19,7 @@ WISH = {"event": "more", "role": "D", "reason": "decode is at 3.0 times what the
 async def test_a_command_reads_the_wish_from_its_standard_input(tmp_path: Path) -> None:
     file = tmp_path / "told.json"
     program = f"import pathlib, sys; pathlib.Path({str(file)!r}).write_text(sys.stdin.read())"
-    assert await Hook(command=(sys.executable, "-c", program)).tell(WISH)
+    assert await tell(HookConfig(command=(sys.executable, "-c", program)), WISH)
     assert json.loads(file.read_text()) == WISH
 
 
@@ -38,7 +39,7 @@ async def test_a_command_that_fails_is_logged(
     command: tuple[str, ...], timeout_s: float, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        assert not await Hook(command=command, timeout_s=timeout_s).tell(WISH)
+        assert not await tell(HookConfig(command=command, timeout_s=timeout_s), WISH)
     assert said in caplog.text
 
 
@@ -57,11 +58,11 @@ async def test_a_url_gets_the_wish_by_post(caplog: pytest.LogCaptureFixture) -> 
     await site.start()
     try:
         port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
-        hook = Hook(url=f"http://127.0.0.1:{port}/scale")
-        assert await hook.tell(WISH)
-        assert not await hook.tell(WISH)
+        hook = HookConfig(url=f"http://127.0.0.1:{port}/scale")
+        assert await tell(hook, WISH)
+        assert not await tell(hook, WISH)
     finally:
         await runner.cleanup()
     assert told == [WISH, WISH]
     assert "status 500" in caplog.text
-    assert not await hook.tell(WISH)  # nobody is there any more
+    assert not await tell(hook, WISH)  # nobody is there any more

@@ -7,7 +7,6 @@ import json
 import logging
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +17,21 @@ from pydantic import ValidationError
 from epd_serve.config import DeploymentConfig
 from epd_serve.config.load import load_config
 from epd_serve.elastic.controller import Order
-from epd_serve.elastic.options import ControllerOptions, Limits
 from epd_serve.elastic.seen import see
 from epd_serve.errors import InvalidRequest, Unavailable
 from epd_serve.protocol.wire import InstanceInfo, Load
 from epd_serve.routing.table import InstanceTable
-from epd_serve.types import Role, Stage, StageRate
+from epd_serve.types import StageRate
 from proxy import elastic as elastic_module
-from proxy.elastic import ElasticLoop, ElasticSettings, GiveOrder
-from proxy.settings import GatewaySettings
+from proxy.elastic import ElasticLoop, GiveOrder
 
-OPTIONS = ControllerOptions(cooldown_s=0.05, hold_s=0.02, window_s=0.1, calm_s=0.05)
-SETTINGS = ElasticSettings(
-    options=OPTIONS, limits=Limits(ttft_s=2.0, tpot_s=0.05), needed=tuple(Stage), interval_s=0.01
-)
 SLO = {"ttft_ms": 2000, "tpot_ms": 50}
+OPTIONS = {"enabled": True, "cooldown_s": 0.05, "hold_s": 0.02, "window_s": 0.1, "interval_s": 0.01}
+
+
+def looping(here: InstanceTable, give: GiveOrder, **options: Any) -> ElasticLoop:
+    config = DeploymentConfig.model_validate({"slo": SLO, "elastic": OPTIONS | options})
+    return ElasticLoop(config, here, give, calm_s=0.05)
 
 
 def info(name: str, role: str, num_running: int = 0) -> InstanceInfo:
@@ -69,7 +68,7 @@ async def test_a_late_stage_gets_an_instance_and_the_admin_plane_says_why() -> N
         here["e0"].accepting = True
         given.append((order.instance, str(order.role), deadline_s))
 
-    loop = ElasticLoop(SETTINGS, here, give)
+    loop = looping(here, give)
     await run_until(loop, lambda: bool(given) and loop.decisions[-1]["kind"] == "calm")
     assert given == [("e0", "D", 30.0)]
     switch = next(one for one in loop.decisions if one["order"])
@@ -95,7 +94,7 @@ async def test_an_order_that_fails_is_given_again_unless_it_cannot_be(
         raise error
 
     here = table({"e0": "E", "e1": "E", "p0": "P", "d0": "D"}, num_running=100)
-    loop = ElasticLoop(SETTINGS, here, give)
+    loop = looping(here, give)
     with caplog.at_level(logging.WARNING):
         await run_until(loop, lambda: len(given) == 2)
     assert given == ["e0", "e0" if again else "e1"]
@@ -115,7 +114,7 @@ async def test_a_moment_that_cannot_be_judged_is_not_the_last_and_a_row_of_them_
         return see(here)
 
     monkeypatch.setattr(elastic_module, "see", see_late)
-    loop = ElasticLoop(SETTINGS, table({"e0": "E", "p0": "P", "d0": "D"}, num_running=0), never)
+    loop = looping(table({"e0": "E", "p0": "P", "d0": "D"}, num_running=0), never)
     await run_until(loop, lambda: len(loop.decisions) > 1)
     assert [one["kind"] for one in loop.decisions] == ["undecided", "calm"]
     assert loop.decisions[0]["reason"] == "ValueError: look 1"
@@ -125,13 +124,8 @@ async def test_a_moment_that_cannot_be_judged_is_not_the_last_and_a_row_of_them_
 async def test_without_an_instance_to_move_a_command_is_told(tmp_path: Path) -> None:
     file = tmp_path / "told"
     program = f"import sys; open({str(file)!r}, 'a').write(sys.stdin.read() + chr(10))"
-    config = DeploymentConfig.model_validate(
-        {"slo": SLO, "elastic": {"enabled": True, "hook": {"command": [sys.executable, "-c", program]}}}
-    )
-    settings = GatewaySettings.of(config, "127.0.0.1", controls=True).elastic
-    assert settings is not None
-    settings = replace(settings, options=OPTIONS, interval_s=0.01)
-    loop = ElasticLoop(settings, table({"e0": "E", "p0": "P", "d0": "D"}, num_running=100), never)
+    hook = {"command": [sys.executable, "-c", program]}
+    loop = looping(table({"e0": "E", "p0": "P", "d0": "D"}, num_running=100), never, hook=hook)
     await run_until(loop, lambda: file.exists() and file.read_text().endswith("\n"))
     told = json.loads(file.read_text().splitlines()[0])
     assert (told["event"], told["role"]) == ("more", "D")
@@ -143,21 +137,10 @@ async def never(order: Order, deadline_s: float) -> None:
 
 
 async def test_a_dry_run_gives_no_order() -> None:
-    settings = replace(SETTINGS, options=replace(OPTIONS, dry_run=True))
-    loop = ElasticLoop(settings, table({"e0": "E", "e1": "E", "p0": "P", "d0": "D"}, num_running=100), never)
+    here = table({"e0": "E", "e1": "E", "p0": "P", "d0": "D"}, num_running=100)
+    loop = looping(here, never, dry_run=True)
     await run_until(loop, lambda: any(one["order"] for one in loop.decisions))
     assert "dry run, nothing is ordered" in next(one for one in loop.decisions if one["order"])["reason"]
-
-
-def test_one_gateway_of_a_deployment_runs_the_controller() -> None:
-    config = DeploymentConfig.model_validate({"slo": SLO, "elastic": {"enabled": True, "roles": ["E", "D"]}})
-    assert GatewaySettings.of(config, "127.0.0.1").elastic is None
-    settings = GatewaySettings.of(config, "127.0.0.1", controls=True).elastic
-    assert settings is not None and settings.options.roles == (Role.parse("E"), Role.parse("D"))
-    assert settings.limits == Limits(ttft_s=2.0, tpot_s=0.05)
-    text = DeploymentConfig.model_validate({"topology": "P-D", "slo": SLO, "elastic": {"enabled": True}})
-    settings = GatewaySettings.of(text, "127.0.0.1", controls=True).elastic
-    assert settings is not None and settings.needed == (Stage.PREFILL, Stage.DECODE)
 
 
 @pytest.mark.parametrize(

@@ -9,15 +9,15 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from epd_serve.config import DeploymentConfig
 from epd_serve.config.load import parse_config
-from epd_serve.elastic.drift import DriftOptions
-from epd_serve.elastic.hook import Hook
 from epd_serve.metrics.trace_context import new_context
 from epd_serve.topology import Topology
-from proxy.redeploy import Redeployer, RedeploySettings
+from proxy.redeploy import Redeployer
 from proxy.trail import Trail
 
 
@@ -31,18 +31,24 @@ def served(number: int, *, output: int) -> Trail:
     return made
 
 
+def drifting(**options: Any) -> DeploymentConfig:
+    return DeploymentConfig.model_validate({"elastic": {"drift": {"num_requests": 20, **options}}})
+
+
 async def test_longer_answers_are_said_and_planned_for(tmp_path: Path) -> None:
     fleet, told = tmp_path / "fleet.yaml", tmp_path / "told.json"
     fleet.write_text("model: qwen2-vl-7b\npools: [{device: a100, count: 1}]")
     program = f"import sys; open({str(told)!r}, 'a').write(sys.stdin.read() + chr(10))"
-    settings = RedeploySettings(
-        options=DriftOptions(num_requests=25),
-        slo="ttft=4000,tpot=100",
-        devices=fleet,
-        most=50,
-        hook=Hook(command=(sys.executable, "-c", program)),
+    config = DeploymentConfig.model_validate(
+        {
+            "slo": {"ttft_ms": 4000, "tpot_ms": 100},
+            "elastic": {
+                "drift": {"num_requests": 25, "devices": fleet, "most": 50},
+                "hook": {"command": [sys.executable, "-c", program]},
+            },
+        }
     )
-    redeployer = Redeployer(settings, lambda: 1 / 784)
+    redeployer = Redeployer(config, lambda: 1 / 784)
     running = asyncio.create_task(redeployer.run())
     try:
         for number in range(60):
@@ -72,8 +78,7 @@ async def test_longer_answers_are_said_and_planned_for(tmp_path: Path) -> None:
 
 
 async def test_a_plan_that_fails_is_said_and_nothing_else(tmp_path: Path, caplog: object) -> None:
-    settings = RedeploySettings(options=DriftOptions(num_requests=20), devices=tmp_path / "none.yaml")
-    redeployer = Redeployer(settings, lambda: 0.0)
+    redeployer = Redeployer(drifting(devices=tmp_path / "none.yaml"), lambda: 0.0)
     for number in range(80):
         redeployer.put(served(number, output=20 if number < 40 else 400))
     running = asyncio.create_task(redeployer.run())
@@ -101,13 +106,8 @@ async def test_a_plan_is_applied_where_that_is_enabled(tmp_path: Path) -> None:
         "    part.write_text(' '.join(sys.argv[1:]))\n"
         f"    part.rename({str(told)!r})\n"
     )
-    settings = RedeploySettings(
-        options=DriftOptions(num_requests=20),
-        devices=tmp_path / "fleet.yaml",
-        applies=True,
-        program=(sys.executable, str(program)),
-    )
-    redeployer = Redeployer(settings, lambda: 0.0)
+    config = drifting(devices=tmp_path / "fleet.yaml", apply=True)
+    redeployer = Redeployer(config, lambda: 0.0, (sys.executable, str(program)))
     redeployer.deployment = "127.0.0.1:8000"
     for number in range(80):
         redeployer.put(served(number, output=20 if number < 40 else 400))
@@ -129,10 +129,7 @@ async def test_a_full_disk_costs_one_plan_and_not_the_gateway(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     refuses = (sys.executable, "-c", "raise SystemExit('the second one got there')")
-    settings = RedeploySettings(
-        options=DriftOptions(num_requests=20), devices=tmp_path / "none.yaml", program=refuses
-    )
-    redeployer = Redeployer(settings, lambda: 0.0)
+    redeployer = Redeployer(drifting(devices=tmp_path / "none.yaml"), lambda: 0.0, refuses)
     running = asyncio.create_task(redeployer.run())
 
     async def until(condition: Callable[[], object]) -> None:

@@ -115,7 +115,7 @@ async def test_the_command_says_its_steps_and_what_is_wrong(deployment: LocalDep
     for text, message in (
         ("topology: E-P\n", "new.yaml:1: topology"),
         (f"served_model_name: other\n{PORTS}", "start a deployment of its own for another model"),
-        ("gateway: {port: 0, routing: round_robin}\n", "the gateway would need another start for routing"),
+        ("gateway: {port: 0, routing: round_robin}\n", "a change of gateway.routing needs another start"),
     ):
         code, said = await apply(text)
         assert code == 2 and message in said and "Traceback" not in said, said

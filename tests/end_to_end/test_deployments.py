@@ -22,6 +22,7 @@ import pytest
 from chat import chat, data_url
 from fleet import Books, is_up, wait_until
 from program import read_until
+from told import told
 from transports import needs_mooncake
 
 from epd_serve.config import change_config, load_config
@@ -208,7 +209,7 @@ def test_a_dying_instance_is_named_and_everything_stops_where_nothing_is_restart
         read_until(process, "From Python")
         assert answers(f"http://127.0.0.1:{port}"), "also where no instance is forked"
         children = psutil.Process(process.pid).children(recursive=True)
-        victim = next(child for child in children if "--role P" in " ".join(child.cmdline()))
+        victim = next(child for child in children if '"role": "P"' in " ".join(child.cmdline()))
         victim.send_signal(signal.SIGKILL)
         output, _ = process.communicate(timeout=300)
         assert process.returncode == 1
@@ -225,8 +226,8 @@ def test_what_dies_is_started_again_and_found_by_the_others(deployment_file: Pat
         found = {}
         for child in psutil.Process(process.pid).children(recursive=True):
             command = child.cmdline()
-            if "proxy" in command or "--role" in command:
-                found["gateway" if "proxy" in command else command[command.index("--role") + 1]] = child
+            if "proxy" in command or "--options" in command:
+                found["gateway" if "proxy" in command else str(told(command).role)] = child
         return found
 
     with start_up(str(deployment_file), "--port", str(port)) as process:

@@ -21,14 +21,12 @@ from services import language_of
 from epd_serve.config import DeploymentConfig
 from epd_serve.demo import weights_dir
 from epd_serve.instance.http import Reply
-from epd_serve.instance.language_stages import LanguageStages
+from epd_serve.instance.language_engine import LanguageEngine
 from epd_serve.launch import Backoff, LocalDeployment
 from epd_serve.launch.ports import free_port
 from epd_serve.protocol import wire
 from epd_serve.transfer.kv_sender import Part
 from epd_serve.transfer.write_locks import is_being_written
-from proxy.breaker import BreakerLimits
-from proxy.health import HealthSettings
 
 PROMPTS = ("The red circle is", "apple banana cherry", "Where is it?", "one two three")
 
@@ -106,18 +104,18 @@ async def test_streams_and_whole_answers_move_with_their_kv(questions: list[dict
             ]
             while not mover.in_use()["sequences"] and not all(answer.done() for _, answer in asked):  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
-            await mover.switching.order(wire.RoleOrder(role="P", patience_s=0))
+            await mover.lifecycle.switch(wire.RoleOrder(role="P", patience_s=0))
             assert not any(mover.in_use().values())
             for text, answer in asked:
                 assert await answer == text
             moved = (await counted(here))["moved"]
-            await mover.switching.order(wire.RoleOrder(role="D"))
+            await mover.lifecycle.switch(wire.RoleOrder(role="D"))
         await here.settle()
 
 
 async def test_kv_that_cannot_go_speaks_against_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """A breaker that the first failure opens stays closed, and the answer goes on."""
-    health = HealthSettings(probe_interval_s=None, breaker=BreakerLimits(num_consecutive=1))
+    health = {"probe_interval_s": None, "max_failures": 1}
     async with deployment(weights_dir(), "P", "D", "D", health=health) as here, asyncio.timeout(400):
         question = body(PROMPTS[0], 300)
         text = await ask(here, question, stream=True)
@@ -163,7 +161,7 @@ async def test_a_first_token_that_is_late_is_not_lost(monkeypatch: pytest.Monkey
                 reply.on_close()
             raise AssertionError("it waits for ever")
 
-        def leave_behind(language: LanguageStages) -> None:
+        def leave_behind(language: LanguageEngine) -> None:
             complete = language.decode.complete
 
             def complete_and_leave(*arguments: Any) -> None:

@@ -56,6 +56,7 @@ def seeds(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("little")
 @pytest.mark.timeout(900)
 def test_deployments_are_measured_and_nothing_of_the_stages_is_changed(seeds: list[tuple[str, int]]) -> None:

@@ -14,7 +14,12 @@ from identity import start_fleet
 
 
 @pytest.mark.parametrize(
-    ("kind", "topology"), [("qwen3_vl", "EP@tp2-D@tp4"), ("qwen2_5_vl", "EP-D@tp4"), ("llava", "EP@tp2-D")]
+    ("kind", "topology"),
+    [
+        pytest.param("qwen3_vl", "EP@tp2-D@tp4", marks=pytest.mark.slow),
+        ("qwen2_5_vl", "EP-D@tp4"),
+        ("llava", "EP@tp2-D"),
+    ],
 )
 async def test_tokens_equal_generate(tmp_path: Path, kind: str, topology: str) -> None:
     async with start_fleet(tiny_models.make_tiny_model(kind, tmp_path / kind), topology) as fleet:

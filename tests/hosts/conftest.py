@@ -36,8 +36,9 @@ class Streamed:
 class Fleet:
     """Its instances are named like their hosts, by role and number."""
 
-    def __init__(self, lab: Hosts, session: aiohttp.ClientSession, *, joined: bool) -> None:
+    def __init__(self, lab: Hosts, file: Path, session: aiohttp.ClientSession, *, joined: bool) -> None:
         self.hosts = lab
+        self._file = file
         self._session = session
         self._joined = joined
 
@@ -45,13 +46,13 @@ class Fleet:
     def _url(self) -> str:
         return f"http://{self.hosts[_GATEWAY].ip}"
 
-    async def start(self, name: str, host: str | None = None, *arguments: str) -> None:
+    async def start(self, name: str, host: str | None = None) -> None:
         """An instance, on the host of its name unless another is given."""
         ip = self.hosts[host or name].ip
         role = name.rstrip("0123456789").upper()
         join = ["--join", f"{self._url}:{_ADMIN_PORT}"] if self._joined else []
         command = ["epd_serve.cli", "instance", "--name", name, "--role", role, "--host", ip]
-        command += ["--port", str(_INSTANCE_PORT), "--threads", "1", "--dtype", "float32", *join, *arguments]
+        command += ["--port", str(_INSTANCE_PORT), "--threads", "1", "--config", str(self._file), *join]
         await self.hosts[host or name].start(name, command, **_KEYS)
 
     async def instances(self) -> dict[str, dict[str, Any]]:
@@ -143,7 +144,7 @@ async def _fleet(
         connector = aiohttp.TCPConnector(socket_factory=lab[_GATEWAY].socket, force_close=True)
         timeout = aiohttp.ClientTimeout(total=300)
         session = aiohttp.ClientSession(connector=connector, timeout=timeout)
-        fleet = Fleet(lab, await stack.enter_async_context(session), joined=joined)
+        fleet = Fleet(lab, file, await stack.enter_async_context(session), joined=joined)
         for name in names:
             await fleet.start(name)
         await fleet.ready(*names)

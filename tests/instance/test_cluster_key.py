@@ -14,12 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from servers import served
 
-from epd_serve.backends.base import InstanceLost, InstanceUntrusted
 from epd_serve.backends.http_call import HttpCall
 from epd_serve.backends.http_client import HttpPool
 from epd_serve.backends.native import NativeConnections, NativeInstance
 from epd_serve.config.keys import CLUSTER_KEY
-from epd_serve.errors import InstanceFailed, ServeError
+from epd_serve.errors import InstanceFailed, InstanceLost, InstanceUntrusted, ServeError
 from epd_serve.instance.http import ControlHttp, Reply, control_server_app
 from epd_serve.instance.peers import Peers
 from epd_serve.protocol import wire

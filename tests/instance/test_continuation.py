@@ -80,7 +80,7 @@ async def test_an_answer_goes_on_from_any_token(tmp_path: Path, kv_mode: str) ->
     path = tiny_models.make_tiny_model("qwen2_5_vl", tmp_path / "model")
     async with (
         serving(path, "EPD") as fused,
-        serving(path, "EP", kv_mode=kv_mode) as prefill,
+        serving(path, "EP", kv_transfer={"mode": kv_mode}) as prefill,
         serving(path, "D") as decode,
     ):
         instances = Instances(fused, prefill, decode)

@@ -9,14 +9,15 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from pictures import noise, png
-from PIL import Image
 from torch import Tensor
 
 from device.registry import get_device
-from epd_serve.errors import InstanceFailed, InvalidRequest
+from epd_serve.errors import InstanceFailed, InvalidRequest, Unavailable
 from epd_serve.instance.encode import EncodeService
 from epd_serve.instance.request_processor import RequestProcessor
 from epd_serve.media.decoder_pool import DecoderPool
@@ -36,16 +37,27 @@ class Family:
     def num_pixels(self, size: tuple[int, int]) -> int:
         return 1
 
-    def preprocess(self, image: Image.Image) -> TowerInputs:
+    def preprocess(self, pixels: NDArray[np.uint8]) -> TowerInputs:
         return {"pixel_values": torch.zeros(1, 1)}
 
 
 class SlowFamily(Family):
     """Takes its time to prepare."""
 
-    def preprocess(self, image: Image.Image) -> TowerInputs:
+    def preprocess(self, pixels: NDArray[np.uint8]) -> TowerInputs:
         time.sleep(_PREPARE_S)
-        return super().preprocess(image)
+        return super().preprocess(pixels)
+
+
+class HeldFamily(Family):
+    """Prepares when it is told to."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+
+    def preprocess(self, pixels: NDArray[np.uint8]) -> TowerInputs:
+        self.go.wait(60)
+        return super().preprocess(pixels)
 
 
 class Tower:
@@ -117,6 +129,8 @@ class Bench:
         *,
         image_budget_pixels: int = 1,
         family: Family | None = None,
+        num_threads: int = 2,
+        feature_timeout_s: float = 300,
         **settings: Any,
     ) -> tuple[EncodeService, EmbeddedFeatureStore]:
         store = EmbeddedFeatureStore(self.transport, 1 << 12)
@@ -125,7 +139,8 @@ class Bench:
         service = EncodeService(
             *parts,
             decoders=DecoderPool(2, cpu_s=2.0, limits=MediaLimits()),
-            processor=RequestProcessor(2, queue_timeout_s=60),
+            processor=RequestProcessor(num_threads, queue_timeout_s=60),
+            feature_timeout_s=feature_timeout_s,
             url=HERE,
             **settings,
         )
@@ -198,6 +213,27 @@ async def test_what_the_store_cannot_deliver_goes_to_the_consumer_in_this_instan
     with pytest.raises(InstanceFailed, match="checksum"):
         await service.encode(request("r", "http://p"))
     assert store.num_owners == 0
+
+
+async def test_the_last_resort_waits_in_line_where_others_are_sent_away(bench: Bench) -> None:
+    """An item that P encodes itself cannot go elsewhere; one of another consumer goes to the next encoder."""
+    tower, family = SlowTower(), HeldFamily()
+    tower.go.set()
+    service, _ = bench.service(tower, Peers(), family=family, num_threads=1, feature_timeout_s=10)
+    family.go.set()
+    await service.encode(request("decoders are there"))
+    family.go.clear()
+    images = {who: wire.MediaRef(who[:1] * 63 + "-", *PICTURE.size) for who in ("first", "other", HERE)}
+    asked = {
+        who: asyncio.create_task(
+            service.encode(wire.EncodeRequest(who, ref, png(PICTURE), HERE if who == HERE else "http://p"))
+        )
+        for who, ref in images.items()
+    }
+    with pytest.raises(Unavailable, match="within 2 s"):
+        await asked["other"]
+    family.go.set()
+    assert (await asked["first"]).num_tokens == (await asked[HERE]).num_tokens == 2
 
 
 async def test_an_image_that_cannot_be_decoded_is_not_tried_twice(bench: Bench) -> None:

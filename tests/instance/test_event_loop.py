@@ -135,7 +135,11 @@ async def test_a_4k_image(model: Path) -> None:
     parts: list[Any] = [Tower, family, Peers()]
     stream = TowerStream(get_device("cpu"), DeviceBoard(None, 0, time.monotonic))
     service = EncodeService(
-        *parts, decoders=DecoderPool(2, cpu_s=2.0, limits=MediaLimits()), processor=processor, stream=stream
+        *parts,
+        decoders=DecoderPool(2, cpu_s=2.0, limits=MediaLimits()),
+        processor=processor,
+        feature_timeout_s=300,
+        stream=stream,
     )
     service.serve(store, None, image_budget_pixels=1, feature_batch=(1, 1.0))
 

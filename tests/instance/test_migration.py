@@ -66,7 +66,7 @@ class Fleet:
     def leave_after(self, num_tokens: int) -> None:
         """The source gives its answers up behind a token of them: its engine waits for that."""
         language, loop, given_up = language_of(self.source), asyncio.get_running_loop(), threading.Event()
-        emit, told = language.engine._emit, 0
+        emit, told = language.emit, 0
 
         def give_up() -> None:
             language.send_away(begun=True, late=False)
@@ -77,11 +77,11 @@ class Fleet:
             emit(events)
             told += sum(isinstance(event, TokenEvent) for event in events)
             if told >= num_tokens:
-                language.engine._emit = emit
+                language.emit = emit  # type: ignore[method-assign]
                 loop.call_soon_threadsafe(give_up)
                 assert given_up.wait(60)
 
-        language.engine._emit = emit_and_wait
+        language.emit = emit_and_wait  # type: ignore[method-assign]
 
     async def move(self, held: str, **more: Any) -> tuple[list[Frame], Reply | None]:
         """What the source says of the hand-over, and the target's answer, where it comes."""
@@ -120,7 +120,7 @@ def msgspec_reply(first: list[Frame], rest: Reply) -> Reply:
 async def fleet(path: Path, target: str = "D", kv_mode: str = "grouped", **options: Any) -> AsyncIterator[Fleet]:
     async with (
         serving(path, "EP") as prefill,
-        serving(path, "D", kv_mode=kv_mode, name="source") as source,
+        serving(path, "D", kv_transfer={"mode": kv_mode}, name="source") as source,
         serving(path, target, **({"name": "target"} | options)) as second,
     ):
         yield Fleet(prefill, source, second)

@@ -65,7 +65,10 @@ async def test_a_small_decode_instance_answers_all_at_once(tmp_path: Path, kv_mo
         [reference.tokenizer.decode([i]) for i in reference.generate(text, images, max_tokens=MAX_TOKENS)]
         for text, images in QUESTIONS
     ]
-    async with serving(path, "EP", kv_mode=kv_mode) as prefill, serving(path, "D", num_blocks=28) as decode:
+    async with (
+        serving(path, "EP", kv_transfer={"mode": kv_mode}) as prefill,
+        serving(path, "D", num_blocks=28) as decode,
+    ):
         for number in range(10):  # until they meet at the decode instance
             answers = await asyncio.gather(
                 *(ask(prefill, decode, f"{number}-{i}", *question) for i, question in enumerate(QUESTIONS))

@@ -31,15 +31,15 @@ async def test_a_probe_finds_what_an_answering_port_hides(tmp_path: Path) -> Non
             asked = await client.post(f"{instance.url}/probe", content=wire.encode(wire.ProbeRequest(60.0)))
         assert asked.status_code == 204
         let_go = threading.Event()
-        stepper = engine._stepper
-        launch = stepper.launch
+        language = instance.language
+        turn = language.turn  # type: ignore[union-attr]
         try:
-            stepper.launch = lambda *step: (let_go.wait(), launch(*step))[1]  # type: ignore[method-assign]
+            language.turn = lambda: (let_go.wait(), turn())[1]  # type: ignore[method-assign,union-attr]
             with pytest.raises(ServeError, match="no step") as error:
                 await instance.probe(0.3)
             assert error.value.code == WEDGED
             let_go.set()
-            stepper.launch = launch  # type: ignore[method-assign]
+            language.turn = turn  # type: ignore[method-assign,union-attr]
             await instance.probe(60)
             let_go.clear()
             tower._tower_thread.submit(let_go.wait)

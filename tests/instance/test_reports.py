@@ -9,9 +9,8 @@ import pytest
 import uvicorn
 from servers import served
 
-from epd_serve.backends.base import InstanceLost
 from epd_serve.backends.native import NativeConnections, NativeInstance
-from epd_serve.errors import InvalidRequest, Unavailable
+from epd_serve.errors import InstanceLost, InvalidRequest, Unavailable
 from epd_serve.instance.http import ControlApp
 from epd_serve.instance.rates import StageRates
 from epd_serve.instance.reports import INTERVAL_S, Reporter

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +69,7 @@ def tokens(answer: list[tuple[int, list[int], bytes]]) -> list[int]:
 
 
 async def draining(instance: Instance) -> None:
-    while instance.switching.machine.state is not SwitchState.DRAINING:  # noqa: ASYNC110
+    while instance.lifecycle.machine.state is not SwitchState.DRAINING:  # noqa: ASYNC110
         await asyncio.sleep(0)
 
 
@@ -79,7 +78,7 @@ async def test_every_role_is_reached_from_every_other(tmp_path: Path) -> None:
     roles = ("P", "D", "E", "PD", "E", "EPD", "D", "EP", "ED", "P")
     async with serving(model, "P", num_blocks=40) as instance:
         for epoch, role in enumerate(roles[1:], start=1):
-            changed = await instance.switching.order(order(role))
+            changed = await instance.lifecycle.switch(order(role))
             assert (changed.old, changed.new, changed.epoch) == (roles[epoch - 1], role, epoch)
             info = instance.info()
             assert (info.role, info.epoch, info.ready, info.state) == (role, epoch, True, "SERVING")
@@ -90,7 +89,7 @@ async def test_every_role_is_reached_from_every_other(tmp_path: Path) -> None:
                     assert len(tokens(await read(answer))) == 5
             await Books({"i": instance.url}).check()
         with pytest.raises(InvalidRequest, match="no stage"):
-            await instance.switching.order(order("X"))
+            await instance.lifecycle.switch(order("X"))
 
 
 async def test_running_answers_go_on_elsewhere_token_by_token(tmp_path: Path) -> None:
@@ -99,7 +98,7 @@ async def test_running_answers_go_on_elsewhere_token_by_token(tmp_path: Path) ->
         async with answering(staying, request("whole")) as answer:
             whole = tokens(await read(answer))
         async with answering(leaving, request("first")) as answer:
-            changed = await leaving.switching.order(order("P", patience_s=0))
+            changed = await leaving.lifecycle.switch(order("P", patience_s=0))
             first = await read(answer)
         assert changed.new == "P" and leaving.info().role == "P"
         assert 0 < len(tokens(first)) < MAX_TOKENS, "it was given up in its middle"
@@ -117,7 +116,7 @@ async def test_choices_that_tell_the_usage_of_all_in_each_event_end_where_they_a
     model = tiny_models.make_tiny_model("llava", tmp_path / "model")
     async with serving(model, "PD", num_blocks=100) as instance:
         async with answering(instance, request("two", n=2, continuous_usage=True)) as answer:
-            changed = await instance.switching.order(order("P", deadline_s=100, patience_s=0))
+            changed = await instance.lifecycle.switch(order("P", deadline_s=100, patience_s=0))
             assert len(tokens(await read(answer))) == 2 * MAX_TOKENS
         assert changed.new == "P"
         await Books({"i": instance.url}).check()
@@ -129,24 +128,24 @@ async def test_an_order_is_called_back_cancelled_or_too_late(tmp_path: Path) -> 
     async with serving(model, "PD", num_blocks=100) as instance:
         async with held(instance):
             with pytest.raises(StageTimeout, match="role PD is served on"):
-                await instance.switching.order(order("P", deadline_s=0.05))
+                await instance.lifecycle.switch(order("P", deadline_s=0.05))
             assert instance.info().ready and instance.info().epoch == 0
-            ordered = asyncio.create_task(instance.switching.order(order("P")))
+            ordered = asyncio.create_task(instance.lifecycle.switch(order("P")))
             await draining(instance)
             assert not instance.info().ready
             with pytest.raises(Conflict, match="on its way from PD to P"):
-                await instance.switching.order(order("D"))
+                await instance.lifecycle.switch(order("D"))
             with pytest.raises(ServeError) as refused:
                 body = await peers.call(
                     instance.url, "/stage/prefill", wire.decode(request("x"), wire.PrefillRequest)
                 )
                 raise AssertionError(body)
             assert refused.value.code == "draining"
-            back = await instance.switching.order(order("PD"))
+            back = await instance.lifecycle.switch(order("PD"))
             assert (back.old, back.new, back.epoch) == ("PD", "PD", 0)
             with pytest.raises(Conflict, match="called back"):
                 await ordered
-            ordered = asyncio.create_task(instance.switching.order(order("P")))
+            ordered = asyncio.create_task(instance.lifecycle.switch(order("P")))
             await draining(instance)
             ordered.cancel()
             await asyncio.gather(ordered, return_exceptions=True)
@@ -157,12 +156,10 @@ async def test_an_order_is_called_back_cancelled_or_too_late(tmp_path: Path) -> 
 
 async def test_a_role_that_cannot_be_built_leaves_the_old_one(tmp_path: Path) -> None:
     model = tiny_models.make_tiny_model("qwen3_vl", tmp_path / "model")
-    (tmp_path / "roles.json").write_text(
-        json.dumps({"P": {"num_blocks": 50}, "D": {"kv_transport": "auto", "num_blocks": 0}})
-    )
+    (tmp_path / "roles.json").write_text(json.dumps({"P": {"num_blocks": 50}, "D": {"num_blocks": 1}}))
     async with serving(model, "P", num_blocks=50, switch_dir=tmp_path) as instance:
         with pytest.raises(ServeError, match="role P is served on"):
-            await instance.switching.order(order("D"))
+            await instance.lifecycle.switch(order("D"))
         info = instance.info()
         assert (info.role, info.epoch, info.ready) == ("P", 1, True)
         assert (tmp_path / "p.role").read_text() == "P"
@@ -172,17 +169,17 @@ async def test_a_role_that_cannot_be_built_leaves_the_old_one(tmp_path: Path) ->
 
 async def test_what_a_failed_rebuild_has_made_is_kept_or_given_back(tmp_path: Path) -> None:
     model = tiny_models.make_tiny_model("qwen3_vl", tmp_path / "model")
-    (tmp_path / "roles.json").write_text(json.dumps({"E": {}, "D": {"num_blocks": 1}, "P": {"num_blocks": 0}}))
+    (tmp_path / "roles.json").write_text(json.dumps({"E": {}, "D": {"num_blocks": 1}, "P": {"num_blocks": 1}}))
     async with serving(model, "E", switch_dir=tmp_path) as instance:
         before, parts = num_slabs(instance), set[int]()
-        for role in ("D", "P", "D"):  # too few blocks for a pool, none for a cache
+        for role in ("D", "P", "D"):  # too few blocks for a pool
             with pytest.raises(ServeError, match="role E is served on"):
-                await instance.switching.order(order(role))
-            parts.add(id(instance._parts))
-            assert instance._parts is not None and num_slabs(instance) == before
+                await instance.lifecycle.switch(order(role))
+            parts.add(id(instance._weights))
+            assert instance._weights is not None and num_slabs(instance) == before
         assert len(parts) == 1, "the weights are not loaded again"
         (tmp_path / "roles.json").write_text(json.dumps({"D": {"num_blocks": 20}}))
-        await instance.switching.order(order("D"))
+        await instance.lifecycle.switch(order("D"))
         assert num_slabs(instance) == before + 1
         await Books({"i": instance.url}).check()
 
@@ -210,7 +207,7 @@ async def test_an_encoder_has_the_settings_of_its_new_role(tmp_path: Path) -> No
         serving(model, "P", name="other", num_blocks=20) as other,
     ):
         await encode("0" * 64, other)
-        await instance.switching.order(order("E"))
+        await instance.lifecycle.switch(order("E"))
         first = encode("1" * 64, other)
         while not instance.encodes().aligned.num_waiting:
             assert not first.done(), first.result()
@@ -218,7 +215,7 @@ async def test_an_encoder_has_the_settings_of_its_new_role(tmp_path: Path) -> No
         await asyncio.gather(first, encode("2" * 64, other))
         assert capacity(instance) == 1 << 20
         assert instance.info().budgets["image_budget_pixels"] == instance.encodes()._budget == 1 << 16
-        await instance.switching.order(order("P"))
+        await instance.lifecycle.switch(order("P"))
         await encode("3" * 64, other)
         assert capacity(instance) == 1 << 16
         assert other.language is not None
@@ -244,4 +241,4 @@ def test_the_role_outlives_the_process(tmp_path: Path) -> None:
     remember(in_role(again, Role.parse("P")))
     assert remembered(options) == options
     with pytest.raises(ValueError, match="order a role with P or D"):
-        in_role(replace(options, device="cuda:0,cuda:1"), Role.parse("E"))
+        in_role(options.model_copy(update={"device": "cuda:0,cuda:1"}), Role.parse("E"))

@@ -11,7 +11,7 @@ import pytest
 
 from epd_serve.config import InstanceOptions
 from epd_serve.errors import Conflict
-from epd_serve.instance.switching import Switching
+from epd_serve.instance.lifecycle import Lifecycle
 from epd_serve.protocol import wire
 from epd_serve.types import Role
 
@@ -51,23 +51,23 @@ async def test_a_call_back_in_the_moment_that_the_last_work_ends_is_heard() -> N
 
     def stand_still() -> None:
         time.sleep(0.05)
-        calls.append(loop.create_task(switching.order(wire.RoleOrder(role="P"))))
+        calls.append(loop.create_task(lifecycle.switch(wire.RoleOrder(role="P"))))
 
     stages = Stages(lambda: loop.call_soon(stand_still))
-    switching = Switching(stages, stages.options.role)
+    lifecycle = Lifecycle(stages, stages.options.role)
     with pytest.raises(Conflict, match="called back"):
-        await switching.order(wire.RoleOrder(role="D"))
+        await lifecycle.switch(wire.RoleOrder(role="D"))
     back = await calls[0]
     assert (back.old, back.new) == ("P", "P")
-    assert stages.rebuilt == [] and str(switching.machine.role) == "P" and switching.machine.is_serving
+    assert stages.rebuilt == [] and str(lifecycle.machine.role) == "P" and lifecycle.machine.is_serving
 
 
 async def test_one_that_leaves_takes_no_other_role() -> None:
     stages = Stages(lambda: None)
-    switching = Switching(stages, stages.options.role)
+    lifecycle = Lifecycle(stages, stages.options.role)
     stages.draining = True
     with pytest.raises(Conflict, match="leaving"):
-        await switching.order(wire.RoleOrder(role="D"))
-    assert switching.machine.is_serving and stages.num_asked == 0
+        await lifecycle.switch(wire.RoleOrder(role="D"))
+    assert lifecycle.machine.is_serving and stages.num_asked == 0
     stages.draining = False
-    assert (await switching.order(wire.RoleOrder(role="D"))).new == "D"
+    assert (await lifecycle.switch(wire.RoleOrder(role="D"))).new == "D"

@@ -7,6 +7,7 @@ once, and dies at every later start), "ails" (503 from the second answer on), "s
 
 import argparse
 import itertools
+import json
 import os
 import signal
 import subprocess
@@ -23,9 +24,11 @@ def main() -> None:
     parser.add_argument("command", choices=("instance", "proxy"))
     parser.add_argument("--name", default="gateway")
     parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--port", type=int, default=8100)
+    parser.add_argument("--options", type=json.loads, default={})
     parser.add_argument("--parent-pid", type=int)
     arguments, _ = parser.parse_known_args()
+    vars(arguments).update(arguments.options)
     if arguments.parent_pid:
         die_with_parent(arguments.parent_pid)
     behaviour = os.environ.get(f"FAKE_{arguments.name.upper()}", "")

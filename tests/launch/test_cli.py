@@ -1,6 +1,5 @@
 import subprocess
 import sys
-from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,6 +12,7 @@ from device.cpu import CpuDevice
 from device.ops.cpu import CpuOps
 from epd_serve import __version__, cli
 from epd_serve.config import InstanceOptions
+from epd_serve.config.shares import DeviceShare
 from epd_serve.demo import weights_dir
 from epd_serve.types import Role
 from proxy.main import Reread
@@ -36,77 +36,31 @@ def fake_module(monkeypatch: pytest.MonkeyPatch, name: str, function: str, **mor
     return calls
 
 
-OPTIONS = InstanceOptions(
-    name="ep1",
-    role=Role.parse("EP"),
-    model=weights_dir(),
-    served_model_name="tiny",
-    host="10.0.0.1",
-    port=9000,
-    device="npu:1",
-    dtype="bfloat16",
-    threads=3,
-    share=0.5,
-    share_start=0.25,
-    memory_share=0.75,
-    stream_priority=-3,
-    device_board="/tmp/board:2",
-    block_size=32,
-    num_blocks=100,
-    max_num_batched_tokens=512,
-    max_num_seqs=8,
-    async_scheduling="off",
-    max_model_len=4096,
-    generation_config="off",
-    image_budget_pixels=1000,
-    feature_store_bytes=2000,
-    feature_cache_bytes=3000,
-    feature_batch=4,
-    feature_batch_ms=250.0,
-    media_cpu_s=1.25,
-    feature_timeout_s=1.5,
-    queue_timeout_s=3.5,
-    lease_s=2.5,
-    drain_s=7.5,
-    kv_transport="tcp",
-    feature_store="mooncake",
-    mooncake_master="10.0.0.2:50051",
-    mooncake_protocol="rdma",
-    mooncake_devices="mlx5_0,mlx5_1",
-    mooncake_staging_bytes=4000,
-    kv_mode="pull",
-    kv_group_layers=2,
-    feature_prefetch="sync",
-    slo_ttft_ms=1200.5,
-    slo_tpot_ms=50.0,
-    batching_alpha=0.25,
-    batching_order="slack",
-    batching_policy="unlimited",
-    batching_encodes="after-prefill",
-    steals=True,
-    link_bandwidth=5000,
-    link_latency_ms=0.5,
-    switch_dir=Path("/run/roles"),
-    join="http://127.0.0.1:8001",
-    trace=Path("/traces"),
-)
-
-
-def test_every_instance_option_is_a_flag(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    defaults = {field.name: field.default for field in fields(InstanceOptions)}
-    same = {name for name, default in defaults.items() if getattr(OPTIONS, name) == default}
-    assert same == {"kv_cache_bytes"}, "the test shall change every option, of which two exclude each other"
+def test_an_instance_is_what_its_flags_and_its_file_say(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     calls = fake_module(monkeypatch, "epd_serve.instance.main", "run_instance", end_process=lambda: None)
-    monkeypatch.setattr(cli, "model_path", Path)
-    assert run(monkeypatch, "instance", *OPTIONS.to_arguments()) == 0
-    by_bytes = ["--name", "e0", "--role", "E", "--kv-cache-bytes", "5000"]
-    assert run(monkeypatch, "instance", *by_bytes) == 0
-    assert calls[0] == (OPTIONS,)
-    assert calls[1][0].kv_cache_bytes == 5000
-    assert calls[1][0].served_model_name == "demo"
-    unchanged = {"name", "role", "model", "served_model_name", "kv_cache_bytes"}
-    assert all(getattr(calls[1][0], name) == value for name, value in defaults.items() if name not in unchanged)
+    bare = ("instance", "--name", "e0", "--role", "E")
+    assert run(monkeypatch, *bare) == 0
+    defaults = InstanceOptions(
+        name="e0", role=Role.parse("E"), model=weights_dir(), served_model_name="demo", dtype="auto"
+    )
+    assert calls.pop() == (defaults,)
+    file = tmp_path / "deployment.yaml"
+    file.write_text(
+        "{topology: 2E-PD, served_model_name: tiny, slo: {tpot_ms: 50}, instances: {host: 10.0.0.1, threads: 2},"
+        " roles: {E: {share: 0.5, feature_store_bytes: 1MiB, link: {latency_ms: 2}}}}"
+    )
+    flags = ("--config", str(file), "--port", "9000", "--device", "npu:1", "--join", "http://127.0.0.1:8001")
+    assert run(monkeypatch, *bare, *flags) == 0
+    [chosen] = calls.pop()
+    assert (chosen.port, chosen.device, chosen.join) == (9000, "npu:1", "http://127.0.0.1:8001")
+    assert (chosen.host, chosen.threads, chosen.served_model_name) == ("10.0.0.1", 2, "tiny")
+    assert (chosen.feature_store_bytes, chosen.link.latency_ms, chosen.slo.tpot_ms) == (1 << 20, 2, 50)
+    assert (chosen.device_share, chosen.dtype) == (DeviceShare(share=0.5, start=0.0), "float32")
+    assert run(monkeypatch, *bare, *flags, "--host", "10.0.0.2", "--threads", "7", "--model", "demo") == 0
+    [chosen] = calls.pop()
+    assert (chosen.host, chosen.threads, chosen.served_model_name) == ("10.0.0.2", 7, "tiny")
+    assert run(monkeypatch, "instance", "--options", chosen.to_json()) == 0
+    assert calls.pop() == (chosen,)
 
 
 def test_proxy_passes_configuration_instances_and_address(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -150,10 +104,7 @@ def test_proxy_finds_the_instances_of_its_deployment_file(
         (("proxy", "--instance", "e0=http://a:1", "--instance", "e0=http://a:2"), "e0 is named twice"),
         (("instance", "--name", "x", "--role", "EX"), "role 'EX': 'X' is no stage"),
         (("instance", "--name", "x", "--role", "E", "--model", "/no/model"), "there is no directory /no/model"),
-        (
-            ("instance", "--name", "x", "--role", "P", "--num-blocks", "1", "--kv-cache-bytes", "1"),
-            "give one of them",
-        ),
+        (("instance", "--role", "P"), "an instance needs --name and --role"),
         (("up", "/no/such/file.yaml"), "/no/such/file.yaml: No such file or directory"),
         (("up", "--topology", "E"), "command line: topology: topology 'E', position 2: no instance prefills"),
         (("up", "--model", "/no/model"), "there is no directory /no/model"),

@@ -3,8 +3,10 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from told import told
 
 from epd_serve.config import DeploymentConfig, parse_config
+from epd_serve.config.shares import DeviceShare
 from epd_serve.launch import ProcessSpec
 from epd_serve.launch.commands import gateway_spec, instance_specs, shared_parts, sharing_weights
 from epd_serve.launch.dry_run import dry_run
@@ -26,12 +28,12 @@ def flag(spec: ProcessSpec, name: str) -> str | None:
 def test_each_instance_gets_its_name_role_port_and_device() -> None:
     _, instances = specs("topology: (E-P)-D")
     assert [
-        (spec.name, flag(spec, "--role"), flag(spec, "--port"), flag(spec, "--device"), spec.url)
-        for spec in instances
+        (one.name, str(one.role), one.port, one.device, spec.url)
+        for spec, one in ((spec, told(spec.command)) for spec in instances)
     ] == [
-        ("e0", "E", "8100", "cpu", "http://127.0.0.1:8100"),
-        ("p0", "P", "8101", "cpu", "http://127.0.0.1:8101"),
-        ("d0", "D", "8102", "cpu", "http://127.0.0.1:8102"),
+        ("e0", "E", 8100, "cpu", "http://127.0.0.1:8100"),
+        ("p0", "P", 8101, "cpu", "http://127.0.0.1:8101"),
+        ("d0", "D", 8102, "cpu", "http://127.0.0.1:8102"),
     ]
     assert {flag(spec, "--parent-pid") for spec in instances} == {str(os.getpid())}
 
@@ -48,12 +50,12 @@ def test_the_gateway_is_told_its_file_and_stops_first() -> None:
 def test_the_cores_are_divided_among_the_instances(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     _, instances = specs("topology: E-P-D\nroles: {E: {threads: 1}}")
-    assert [flag(spec, "--threads") for spec in instances] == ["1", "2", "2"]
+    assert [told(spec.command).threads for spec in instances] == [1, 2, 2]
     assert [spec.environment["OMP_NUM_THREADS"] for spec in instances] == ["1", "2", "2"]
     _, crowded = specs("topology: 9E-P-D")
-    assert {flag(spec, "--threads") for spec in crowded} == {"1"}
+    assert {told(spec.command).threads for spec in crowded} == {1}
     _, wished = specs("topology: E-P-D", {"OMP_NUM_THREADS": "5"})
-    assert {flag(spec, "--threads") for spec in wished} == {"5"}
+    assert {told(spec.command).threads for spec in wished} == {5}
 
 
 def test_children_keep_the_environment_and_stay_offline() -> None:
@@ -118,7 +120,7 @@ def test_a_process_sees_its_device_alone() -> None:
     _, instances = specs("topology: (E-P)-D\ndevices: [cuda:1, npu:3]", {"CUDA_VISIBLE_DEVICES": "4, GPU-ab"})
     assert [
         (
-            flag(spec, "--device"),
+            told(spec.command).device,
             spec.environment["CUDA_VISIBLE_DEVICES"],
             spec.environment.get("ASCEND_RT_VISIBLE_DEVICES"),
         )
@@ -132,10 +134,10 @@ def test_a_process_sees_its_device_alone() -> None:
 def test_a_wide_instance_sees_all_its_devices() -> None:
     text = "topology: E-PD@tp2\ndevices: [cuda:0, cuda:2, cuda:1]"
     _, (_, wide) = specs(text, {"CUDA_VISIBLE_DEVICES": "4,GPU-ab,6"})
-    assert (flag(wide, "--device"), wide.environment["CUDA_VISIBLE_DEVICES"]) == ("cuda:0,cuda:1", "6,GPU-ab")
+    assert (told(wide.command).device, wide.environment["CUDA_VISIBLE_DEVICES"]) == ("cuda:0,cuda:1", "6,GPU-ab")
     assert wide.label == "PD on cuda:2, cuda:1"
     _, (_, wide) = specs("topology: E-PD@tp3", {"OMP_NUM_THREADS": "x"})
-    assert (flag(wide, "--device"), flag(wide, "--threads")) == ("cpu,cpu,cpu", "1")
+    assert (told(wide.command).device, told(wide.command).threads) == ("cpu,cpu,cpu", 1)
     with pytest.raises(ValueError, match="cuda:0, npu:0: the devices of one instance must be of one kind"):
         specs("topology: PD@tp2\ndevices: [cuda:0, npu:0]", {})
 
@@ -147,18 +149,16 @@ def test_instances_in_parentheses_get_their_shares_and_a_board_of_their_own(
     config = parse_config("topology: (E-D)-P\nroles: {E: {share: 0.25}}")
     ports = Ports(gateway=8000, instances=(8100, 8101, 8102))
     encode, decode, prefill = instance_specs(config, ports, {}, tmp_path)
-    assert [(flag(spec, "--share"), flag(spec, "--share-start")) for spec in (encode, decode, prefill)] == [
-        ("0.25", "0.0"),
-        ("0.75", "0.25"),
-        (None, "0.0"),
+    assert [told(spec.command).device_share for spec in (encode, decode, prefill)] == [
+        DeviceShare(share=0.25, start=0.0),
+        DeviceShare(share=0.75, start=0.25),
+        None,
     ]
-    assert [flag(spec, "--threads") for spec in (encode, decode, prefill)] == ["2", "6", "2"]
+    assert [told(spec.command).threads for spec in (encode, decode, prefill)] == [2, 6, 2]
     wishing = parse_config("{topology: (E-D)-P, roles: {E: {share: 0.25}}, instances: {threads: 4}}")
     specs_of_wishing = instance_specs(wishing, ports, {}, tmp_path)
-    assert [flag(spec, "--threads") for spec in specs_of_wishing] == ["2", "4", "4"], (
-        "none beyond its share's cores"
-    )
-    boards = [flag(spec, "--device-board") for spec in (encode, decode, prefill)]
+    assert [told(spec.command).threads for spec in specs_of_wishing] == [2, 4, 4], "none beyond its share's cores"
+    boards = [told(spec.command).device_board for spec in (encode, decode, prefill)]
     assert boards == [f"{tmp_path}/device-d0:1", f"{tmp_path}/device-d0:0", None]
 
 
@@ -166,9 +166,9 @@ def test_instances_in_parentheses_get_their_shares_and_a_board_of_their_own(
 def test_a_board_is_for_encodes_beside_a_language_model(topology: str, has_board: bool, tmp_path: Path) -> None:
     config = parse_config(f"topology: {topology}")
     ports = Ports(gateway=8000, instances=tuple(range(8100, 8100 + config.topology.num_instances)))
-    assert [flag(spec, "--device-board") is not None for spec in instance_specs(config, ports, {}, tmp_path)] == [
-        has_board
-    ] * config.topology.num_instances
+    assert [
+        told(spec.command).device_board is not None for spec in instance_specs(config, ports, {}, tmp_path)
+    ] == [has_board] * config.topology.num_instances
 
 
 def test_a_share_of_a_gpu_goes_through_mps_where_it_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

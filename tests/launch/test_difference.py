@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from told import told
 
-from epd_serve.config import DeploymentConfig, parse_config
+from epd_serve.config import DeploymentConfig, InstanceOptions, parse_config
 from epd_serve.config.role_files import remember, write_role_settings
 from epd_serve.launch.commands import prepare_instances
 from epd_serve.launch.difference import Difference, check_same_deployment, difference
@@ -64,8 +63,8 @@ def apply(held: Holdings, text: str) -> Difference:
     return found
 
 
-def flag(held: Holdings, name: str, flag: str) -> str | None:
-    return next((value for key, value in pairwise(held.spec(name).command) if key == flag), None)
+def options(held: Holdings, name: str) -> InstanceOptions:
+    return told(held.spec(name).command)
 
 
 def test_roles_change_in_place_and_names_stay(tmp_path: Path) -> None:
@@ -76,20 +75,20 @@ def test_roles_change_in_place_and_names_stay(tmp_path: Path) -> None:
     found = apply(held, f"topology: 3E-P-D\n{FREE}")
     [(name, started)] = found.to_start.items()
     assert name == "e2" and started.options.port not in (8000, *range(30100, 30104))
-    assert (flag(held, "e2", "--name"), flag(held, "e2", "--role")) == ("e2", "E")
+    assert (options(held, "e2").name, str(options(held, "e2").role)) == ("e2", "E")
 
 
 def test_other_parentheses_are_other_processes_and_the_same_ones_stay(tmp_path: Path) -> None:
     held = holdings(tmp_path, f"topology: E-P-D\n{FREE}")
     found = apply(held, f"topology: (E-P)-D\n{FREE}")
     assert sorted(map(str, found.steps)) == ["start e1 (E)", "start p1 (P)", "stop e0 (E)", "stop p0 (P)"]
-    boards = [flag(held, name, "--device-board") for name in ("e1", "p1", "d0")]
+    boards = [options(held, name).device_board for name in ("e1", "p1", "d0")]
     assert boards == [f"{tmp_path}/device-0:0", f"{tmp_path}/device-0:1", None]
     assert steps(held, f"topology: (E-P)-2D\n{FREE}") == ["start d1 (D)"], "the group is the same one"
     (tmp_path / "device-0").touch()
     found = apply(held, f"topology: (E-P-P)-D\n{FREE}")
     assert [str(step) for step in found.steps] == ["start p0 (P)"]
-    assert flag(held, "p0", "--device-board") == f"{tmp_path}/device-0:2", "a slot of its own on the same board"
+    assert options(held, "p0").device_board == f"{tmp_path}/device-0:2", "a slot of its own on the same board"
     roles = apply(held, f"topology: (E-D-P)-P\n{FREE}").steps
     assert {str(step).split()[0] for step in roles} == {"switch"}, "roles change within parentheses too"
 
@@ -99,9 +98,9 @@ def test_settings_of_a_role_come_by_a_switch_and_those_of_a_process_by_a_start(t
     more = f"topology: E-P-2D\n{FREE}\nroles: {{D: {{max_num_seqs: 7}}}}"
     assert steps(held, more) and all(step.startswith("switch") for step in steps(held, more))
     apply(held, more)
-    decodes = [name for name in held.live if flag(held, name, "--role") == "D"]
+    decodes = [name for name in held.live if str(options(held, name).role) == "D"]
     assert len(decodes) == 2
-    assert {flag(held, name, "--max-num-seqs") for name in decodes} == {"7"}, "also when it is started again"
+    assert {options(held, name).max_num_seqs for name in decodes} == {7}, "also when it is started again"
     assert steps(held, more) == []
     stores = f"topology: E-P-2D\n{FREE}\nroles: {{E: {{feature_store_bytes: 8MiB}}, D: {{max_num_seqs: 7}}}}"
     assert [step.split()[0] for step in steps(held, stores)] == ["switch", "switch"]
@@ -113,11 +112,10 @@ def test_settings_of_a_role_come_by_a_switch_and_those_of_a_process_by_a_start(t
 
 def test_the_roles_are_those_that_instances_have_by_now(tmp_path: Path) -> None:
     held = holdings(tmp_path, f"topology: 2E-P-D\n{FREE}")
-    options = held.live["e1"].options
-    remember(replace(options, role=Role.parse("D")))
+    remember(held.live["e1"].options.model_copy(update={"role": Role.parse("D")}))
     assert steps(held, f"topology: E-P-2D\n{FREE}") == []
     assert len(steps(held, f"topology: 2E-P-D\n{FREE}")) == 1
-    assert flag(held, "e1", "--role") == "D"
+    assert str(options(held, "e1").role) == "D"
 
 
 def test_what_is_started_again_has_all_settings_of_its_role(tmp_path: Path) -> None:
@@ -125,7 +123,7 @@ def test_what_is_started_again_has_all_settings_of_its_role(tmp_path: Path) -> N
     text = f"{FREE}\nroles: {{P: {{queue_timeout_s: 77}}}}"
     held = holdings(tmp_path, f"topology: 2E-P-D\n{text}")
     held.switched("e1", Role.parse("P"))
-    assert flag(held, "e1", "--role") == "P" and flag(held, "e1", "--queue-timeout-s") == "77.0"
+    assert str(options(held, "e1").role) == "P" and options(held, "e1").queue_timeout_s == 77.0
     assert steps(held, f"topology: E-2P-D\n{text}") == ["start p1 (P)", "stop e1 (P)"], "as long as it lives"
     held.restarts("e1")
     assert steps(held, f"topology: E-2P-D\n{text}") == []

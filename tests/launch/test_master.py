@@ -7,11 +7,11 @@ import socket
 import subprocess
 import sys
 import time
-from itertools import pairwise
 from pathlib import Path
 
 import psutil
 import pytest
+from told import told
 from transports import needs_mooncake
 
 from epd_serve.config import parse_config
@@ -39,8 +39,8 @@ def test_the_master_listens_where_the_instances_do_and_each_is_told_so() -> None
     assert spec.url == "http://127.0.0.1:50052"
     assert spec.stops == "last", "instances give their segments back to it"
     for instance in instance_specs(config, PORTS, {}):
-        flags = dict(pairwise(instance.command))
-        assert (flags["--feature-store"], flags["--mooncake-master"]) == ("mooncake", "127.0.0.1:50051")
+        options = told(instance.command)
+        assert (options.feature_store, options.mooncake.master) == ("mooncake", "127.0.0.1:50051")
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,20 @@
+import random
 import socket
 import subprocess
 import sys
+from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from epd_serve.config import parse_config
-from epd_serve.launch.ports import choose_ports, claim_ports, free_port, next_port, release
+from epd_serve.launch import ports as ports_module
+from epd_serve.launch.ports import Ports, choose_ports, claim_ports, free_port, next_port, release
 from epd_serve.protocol.addresses import url_of
+
+#: Not that of the tests, which have ports of their own.
+bind = ports_module._bind
 
 
 def test_zero_chooses_free_ports_that_differ() -> None:
@@ -54,14 +60,31 @@ def test_ports_are_taken_from_the_start_of_a_deployment_on() -> None:
     """Its servers listen when they have loaded, a minute later with vLLM."""
     base = free_port("127.0.0.1")
     config = parse_config(f"topology: EPD\ngateway: {{port: 0}}\ninstances: {{base_port: {base}}}")
-    claims = claim_ports(config, choose_ports(config))
+    ports = choose_ports(config)
+    claims = claim_ports(config, ports)
     try:
-        again = choose_ports(config)
+        for again in (lambda: choose_ports(config), lambda: claim_ports(config, ports)):
+            with pytest.raises(ValueError, match="another deployment has it"):
+                again()
         with pytest.raises(ValueError, match=rf"epd0 cannot listen on .* {base}: another deployment has it"):
-            claim_ports(config, again)
+            choose_ports(config)
     finally:
         release(claims)
     release(claim_ports(config, choose_ports(config)))
+
+
+def test_a_port_that_is_claimed_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody listens on it for as long as its deployment starts."""
+    first, second, third = (free_port("127.0.0.5") for _ in range(3))
+    numbers = iter((first, second, third))
+    config = parse_config(
+        f"topology: EPD\ngateway: {{port: 0, host: 127.0.0.5}}\ninstances: {{base_port: {first}, host: 127.0.0.5}}"
+    )
+    claims = claim_ports(config, Ports(gateway=second, instances=(first,)))
+    monkeypatch.setattr(random, "randint", lambda *_: next(numbers))
+    with ExitStack() as held:
+        assert bind(held, "127.0.0.5", 0, "a server", "its port") == third
+    release(claims)
 
 
 def test_ranges_that_cannot_work() -> None:

@@ -6,19 +6,22 @@ import asyncio
 import io
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from pictures import noise
 from PIL import Image
 
 from epd_serve.errors import InvalidRequest, ServeError, Unavailable
 from epd_serve.media import decoder_pool
-from epd_serve.media.decoder_pool import DecoderPool
+from epd_serve.media.decoder import Ended, Started
+from epd_serve.media.decoder_pool import DecoderPool, _Worker
 from epd_serve.media.picture import FORMATS, MediaLimits, low_detail_size, open_image
 
 LIMITS = MediaLimits(max_pixels=1 << 28)
@@ -78,7 +81,7 @@ async def decode(
     pool: DecoderPool, data: bytes, size: tuple[int, int], room: Room | None = None, *, low_detail: bool = False
 ) -> Image.Image:
     async with pool.decoded(data, size, room or Room(), low_detail=low_detail) as pixels:
-        return pixels.image()
+        return Image.fromarray(pixels)
 
 
 def children(pid: int) -> list[int]:
@@ -138,6 +141,40 @@ async def test_a_picture_that_is_broken_keeps_its_worker(patient_pool: DecoderPo
             await decode(patient_pool, data, size)
     await decode(patient_pool, good, (120, 90))
     assert workers(patient_pool) == [worker]
+
+
+async def test_a_picture_costs_no_fresh_memory(patient_pool: DecoderPool) -> None:
+    """Pages that the kernel must clear for each picture cost as much processor time as its decoding."""
+    size = 1024, 768
+    data = saved(noise(1, size), "JPEG")
+
+    def num_faults() -> int:
+        [worker] = workers(patient_pool)
+        return int(Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[7])
+
+    for _ in range(3):
+        await decode(patient_pool, data, size)
+    before = num_faults()
+    for _ in range(5):
+        await decode(patient_pool, data, size)
+    assert num_faults() - before < 5 * 300, "its pixels are 768 pages as Pillow has them"
+
+
+async def test_a_worker_that_a_file_has_taken_over_harms_itself_alone() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setblocking(False)
+    worker = _Worker(ours)
+    with theirs:
+        await worker.give(b"file", (2, 1), low_detail=False, cpu_s=1.0, limits=LIMITS)
+        with pytest.raises(PermissionError):
+            os.ftruncate(worker.descriptor, 0)  # whoever reads the pixels would get a SIGBUS
+        theirs.send(msgspec.msgpack.encode(Started(7)))
+        for message in (b"\xc1", b"\x80", msgspec.msgpack.encode({"type": "refused"})):
+            theirs.send(message)
+            assert await worker.answer(60) == Ended(-signal.SIGABRT)
+        theirs.send(msgspec.msgpack.encode(Started(os.getpid())))  # would have this process step back
+        assert worker.is_gone() and worker._pid == 7
+    worker.close()
 
 
 async def test_memory_is_bounded_by_the_pixels() -> None:

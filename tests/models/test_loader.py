@@ -7,14 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tiny_models
 import torch
-from PIL import Image
+from pictures import noise
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForImageTextToText
+from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
-from epd_serve.models.family import load_family
+from epd_serve.models.family import blank, load_family
 from epd_serve.models.loader import ModelPart, load_part, media_fingerprint, num_parameters
 
 
@@ -86,9 +87,18 @@ def test_a_weight_of_no_part_is_refused_by_all(tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [(448, 448), (50, 200), (1000, 30)])
 def test_pixels_are_counted_as_the_tower_sees_them(tiny_model: Path, size: tuple[int, int]) -> None:
     family = load_family(tiny_model)
-    values = family.preprocess(Image.new("RGB", size))["pixel_values"]
+    values = family.preprocess(blank(size))["pixel_values"]
     frames = getattr(family.config.vision_config, "temporal_patch_size", 1)  # a picture is all of them
     assert family.num_pixels(size) == values.numel() // 3 // frames
+
+
+def test_pictures_are_read_as_their_processor_reads_them(tiny_model: Path) -> None:
+    """However narrow: a picture of three rows looks like three channels."""
+    processor = AutoImageProcessor.from_pretrained(tiny_model)
+    for size in ((300, 3), (3, 300), (200, 150)):
+        picture = noise(4, size)
+        expected = processor(images=[picture], return_tensors="pt")["pixel_values"]
+        assert torch.equal(load_family(tiny_model).preprocess(np.array(picture))["pixel_values"], expected)
 
 
 def test_a_text_model_is_refused(tmp_path: Path) -> None:
@@ -128,6 +138,7 @@ for part in (ModelPart.TOWER, ModelPart.LANGUAGE_MODEL):
 """
 
 
+@pytest.mark.slow
 def test_resident_memory_follows_the_part(tmp_path: Path) -> None:
     """The language model of this one is 175 MB of float32, its tower less than 2 MB."""
     path = tiny_models.make_tiny_model("qwen2_5_vl", tmp_path / "model", intermediate_size=22000)

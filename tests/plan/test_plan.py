@@ -126,6 +126,7 @@ def test_attainment_falls_with_the_rate_and_goodput_is_where_it_crosses() -> Non
     assert min(below) >= 0.9 > max(above, default=0)
 
 
+@pytest.mark.slow
 def test_a_race_finds_what_looking_at_all_finds() -> None:
     plans = list(candidates(fleet(3)))
     every, raced = evaluator(3, SHAREGPT_4O), evaluator(3, SHAREGPT_4O)

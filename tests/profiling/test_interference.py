@@ -65,7 +65,7 @@ def test_streams_of_one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert msgspec.json.decode(printed.stdout, type=InterferenceMatrix) == matrix
 
 
-@pytest.mark.parametrize("clock", get_args(Clock))
+@pytest.mark.parametrize("clock", ["cpu", pytest.param("wall", marks=pytest.mark.slow)])
 def test_processes_and_a_collective(clock: Clock) -> None:
     names = ["norm", "all-reduce"]
     matrix = measure("cpu", isolation="process", dtype="float32", seconds=0.1, threads=1, clock=clock, names=names)

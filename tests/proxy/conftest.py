@@ -16,6 +16,7 @@ from typing import Any
 import aiohttp
 import pytest
 import uvicorn
+from gateway_settings import gateway_settings
 from instance_info import instance_info
 from PIL import Image
 from servers import QuietServer
@@ -23,7 +24,6 @@ from servers import QuietServer
 from epd_serve.protocol import frames, prompt_calls, wire
 from proxy.app import create_app
 from proxy.main import new_server
-from proxy.settings import GatewaySettings
 
 MESSAGES: dict[str, type[wire.Message]] = {
     "/stage/encode": wire.EncodeRequest,
@@ -291,7 +291,7 @@ async def start() -> AsyncIterator[Callable[..., Any]]:
                 fake.loading = loading
                 if reporting:
                     fake.report = lambda: wire.Report(load=wire.Load())
-            chosen = GatewaySettings(**({"poll_interval_s": 0.05, "allow_private": True} | settings))
+            chosen = gateway_settings(**settings)
             app = create_app(chosen, [(fake.name, fake.url) for fake in fakes], policy=policy)
             url = await servers.add(new_server(app, "127.0.0.1", 0))
             session = await stack.enter_async_context(aiohttp.ClientSession())

@@ -5,17 +5,18 @@ import socket
 
 import pytest
 from fastapi import APIRouter, FastAPI
+from gateway_settings import admin_plane
 
 from epd_serve.config import parse_config
 from proxy.admin import create_admin_app, running_admin
-from proxy.settings import AdminSettings, GatewaySettings
+from proxy.settings import GatewaySettings
 from proxy.workers.crew import Crew
 
 KEY = {"authorization": "Bearer admin-secret"}
 
 
 async def test_operators_see_instances_and_requests_with_their_own_key(start, kit):
-    admin = AdminSettings(key="admin-secret")
+    admin = admin_plane(key="admin-secret")
     gateway = await start("e0:E", "p0:P", "d0:D", api_key="client-secret", admin=admin)
     url = gateway.app.state.admin_url
     assert url != gateway.url
@@ -44,9 +45,17 @@ async def test_operators_see_instances_and_requests_with_their_own_key(start, ki
         assert response.status == 404 and (await response.json())["error"]["type"] == "invalid_request_error"
 
 
+@pytest.mark.parametrize("controls", [True, False])
+async def test_one_gateway_of_a_deployment_runs_the_controller(start, controls):
+    options = {"elastic": {"enabled": True}, "slo": {"ttft_ms": 2000, "tpot_ms": 50}, "controls": controls}
+    gateway = await start("e0:E", "p0:P", "d0:D", admin=admin_plane(), **options)
+    async with gateway.session.get(f"{gateway.app.state.admin_url}/elastic") as answer:
+        assert ((await answer.json())["decisions"] is not None) is controls
+
+
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.2"])
 async def test_web_pages_cannot_use_the_admin_plane_through_a_browser(start, address):
-    gateway = await start("pd0:PD", admin=AdminSettings(host=address))
+    gateway = await start("pd0:PD", admin=admin_plane(host=address))
     url = gateway.app.state.admin_url
     port = url.rpartition(":")[2]
     for headers in ({"origin": "http://evil.example"}, {"origin": "null"}, {"host": f"evil.example:{port}"}):
@@ -67,7 +76,7 @@ async def test_routes_of_others_are_behind_the_same_key(start):
         return {"draining": name}
 
     app = create_admin_app(gateway.table, gateway.gate, "admin-secret", Crew(), [router])
-    async with running_admin(app, AdminSettings()) as url:
+    async with running_admin(app, admin_plane()) as url:
         async with gateway.session.post(f"{url}/instances/pd0/drain") as response:
             assert response.status == 401
         async with gateway.session.post(f"{url}/instances/pd0/drain", headers=KEY) as response:
@@ -78,15 +87,14 @@ async def test_a_port_that_is_taken_is_named():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ValueError, match=f"cannot listen on 127.0.0.1:{port}: Address already in use"):
-            async with running_admin(FastAPI(), AdminSettings(port=port)):
+            async with running_admin(FastAPI(), admin_plane(port=port)):
                 pass
 
 
 def test_there_is_none_unless_the_deployment_has_one(monkeypatch):
-    assert GatewaySettings.of(parse_config(""), "127.0.0.1").admin is None
     monkeypatch.setenv("ADMIN_KEY", "one")
     settings = GatewaySettings.of(
         parse_config("gateway: {admin: {host: 0.0.0.0, port: 8001, key: {env: ADMIN_KEY}}}"), "127.0.0.1"
     )
-    assert settings.admin == AdminSettings(host="0.0.0.0", port=8001, key="one")
+    assert settings.admin_key == "one"
     assert "'one'" not in repr(settings)

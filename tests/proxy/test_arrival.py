@@ -47,7 +47,7 @@ async def trickle(url: str, begin: bytes, drop: bytes, limit_s: float = 30.0) ->
     ids=["nothing", "cut", "trickling", "second"],
 )
 async def test_a_head_that_does_not_come_ends_its_connection(start, kit, begin, drop):
-    gateway = await start("pd0:PD", arrival=ArrivalLimits(header_s=0.3))
+    gateway = await start("pd0:PD", header_timeout_s=0.3)
     answer, seconds = await trickle(gateway.url, begin, drop)
     assert answer == b"" or (answer.startswith(b"HTTP/1.1 200") and answer.endswith(b'{"status":"live"}'))
     assert 0.25 < seconds < 20
@@ -63,7 +63,7 @@ async def test_a_head_that_does_not_come_ends_its_connection(start, kit, begin, 
     ids=["length", "chunks"],
 )
 async def test_a_body_that_trickles_is_a_408(start, kit, framing):
-    gateway = await start("pd0:PD", arrival=ArrivalLimits(body_s=0.3))
+    gateway = await start("pd0:PD", body_timeout_s=0.3)
     answer, seconds = await trickle(gateway.url, HEAD + framing[0], framing[1])
     assert answer.startswith(b"HTTP/1.1 408 ") and b'"request_timeout"' in answer
     assert seconds < 20
@@ -74,7 +74,7 @@ async def test_a_body_that_trickles_is_a_408(start, kit, framing):
 
 async def test_requests_may_take_longer_than_their_heads(start, kit):
     for limit_s in (0.1, 1, 10):  # until heads and bodies come in time
-        gateway = await start("pd0:PD", arrival=ArrivalLimits(header_s=limit_s, body_s=limit_s))
+        gateway = await start("pd0:PD", header_timeout_s=limit_s, body_timeout_s=limit_s)
         took_s = 4 * limit_s
         gateway["pd0"].scripts["/stage/prefill"] = lambda _, took_s=took_s: [took_s, kit.NONE, kit.WHOLE]
         try:
@@ -90,7 +90,7 @@ async def test_requests_may_take_longer_than_their_heads(start, kit):
 
 
 def test_the_time_for_a_body_follows_its_length():
-    limits = ArrivalLimits(body_s=60, min_body_rate=1000)
+    limits = ArrivalLimits(header_s=20, body_s=60, min_body_rate=1000)
     assert limits.time_for_body(0) == 10
     assert limits.time_for_body(20_000) == 30
     assert limits.time_for_body(10**9) == limits.time_for_body(None) == 60

@@ -10,8 +10,6 @@ import zlib
 
 import pytest
 
-from epd_serve.media.picture import MediaLimits
-
 IMAGE_PARAM = "messages[0].content[0].image_url.url"
 
 
@@ -170,7 +168,7 @@ async def test_a_bomb_is_refused_before_it_is_decoded(gateway, kit):
 
 
 async def test_too_many_bytes_are_refused_before_they_are_decoded(start, kit):
-    gateway = await start("pd0:PD", media=MediaLimits(max_bytes=1000))
+    gateway = await start("pd0:PD", media={"max_bytes": 1000})
     status, error = await gateway.error(
         kit.chat("data:image/png;base64," + base64.b64encode(b"x" * 2000).decode())
     )
@@ -178,7 +176,7 @@ async def test_too_many_bytes_are_refused_before_they_are_decoded(start, kit):
 
 
 async def test_private_addresses_are_refused_while_serving_publicly(start, kit):
-    gateway = await start("p0:P", "d0:D", allow_private=False)
+    gateway = await start("p0:P", "d0:D", media={"allow_private": False})
     for host in ("127.0.0.1", "localhost", "[::1]", "[::ffff:127.0.0.1]", "169.254.169.254", "10.0.0.1", "127.1"):
         status, error = await gateway.error(kit.chat(f"http://{host}/x.png"))
         assert (status, error["param"]) == (400, IMAGE_PARAM), host
@@ -189,7 +187,7 @@ async def test_private_addresses_are_refused_while_serving_publicly(start, kit):
 async def test_images_count_together_as_if_sent_in_the_body(start, kit, tmp_path):
     file = tmp_path / "red.png"
     file.write_bytes(kit.picture() + bytes(5000))
-    gateway = await start("pd0:PD", max_body_bytes=22_000, allowed_file_dirs=(tmp_path,))
+    gateway = await start("pd0:PD", max_body_bytes=22_000, media={"allowed_file_dirs": (tmp_path,)})
     assert await gateway.answer(kit.chat(file.as_uri())) == (200, kit.WHOLE)
     status, error = await gateway.error(kit.chat(*[file.as_uri()] * 5))
     assert (status, error["code"]) == (413, "request_too_large")
@@ -197,7 +195,7 @@ async def test_images_count_together_as_if_sent_in_the_body(start, kit, tmp_path
 
 
 async def test_a_request_has_so_many_images_at_most(start, kit):
-    gateway = await start("pd0:PD", max_items=2)
+    gateway = await start("pd0:PD", media={"max_items": 2})
     picture = kit.data_url(kit.picture())
     assert await gateway.answer(kit.chat(picture, picture)) == (200, kit.WHOLE)
     status, error = await gateway.error(kit.chat(*[picture] * 3))

@@ -12,9 +12,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from epd_serve.protocol import frames
 from proxy.breaker import Breaker, BreakerLimits, BreakerState
-from proxy.health import HealthSettings
 
-LIMITS = BreakerLimits(num_consecutive=4, min_calls=10, window_s=10, open_s=1, max_open_s=8, slow_start_s=5)
+LIMITS = BreakerLimits(
+    num_consecutive=4, failure_rate=0.5, min_calls=10, window_s=10, open_s=1, max_open_s=8, slow_start_s=5
+)
 
 
 class Machine(RuleBasedStateMachine):
@@ -99,13 +100,8 @@ def test_the_share_grows_to_all() -> None:
     assert [breaker.share(at) for at in (10.0, 12.5, 15.0, 99.0)] == [0.1, 0.5, 1.0, 1.0]
 
 
-def health(**more) -> HealthSettings:
-    values = {
-        "probe_interval_s": 0.1,
-        "probe_timeout_s": 0.3,
-        "breaker": BreakerLimits(open_s=0.2, slow_start_s=0),
-    }
-    return HealthSettings(**(values | more))
+def health(**more) -> dict[str, float]:
+    return {"probe_interval_s": 0.1, "probe_timeout_s": 0.3, "slow_start_s": 0} | more
 
 
 async def test_a_wedged_instance_loses_its_requests_to_another(start, kit):
@@ -158,9 +154,24 @@ async def test_failures_in_a_row_open_it_and_a_probe_closes_it(start, kit):
     await gateway.until(lambda: gateway.table["a0"].accepting)
 
 
+async def test_a_restarted_instance_gets_no_work_before_it_has_computed(start, kit, monkeypatch):
+    """Nor is it shown as ready for a moment: whoever waits for that would be refused in the next."""
+    monkeypatch.setattr("proxy.health._TICK_S", 1.0)
+    gateway = await start("a0:EPD", health=health(probe_interval_s=None, probe_timeout_s=300))
+    computed = asyncio.Event()
+    gateway["a0"].scripts["/probe"] = lambda _: [computed.wait, (204, {})]
+    gateway["a0"].info["pid"] = 2
+    await gateway.until(lambda: gateway.table["a0"].info.pid == 2)
+    assert not gateway.table["a0"].accepting
+    async with gateway.session.get(f"{gateway.url}/health") as response:
+        assert not (await response.json())["instances"]["a0"]["ready"]
+    computed.set()
+    await gateway.until(lambda: gateway.table["a0"].accepting)
+    assert await gateway.answer(kit.chat()) == (200, kit.WHOLE)
+
+
 async def test_a_restarted_instance_starts_slowly(start, kit):
-    limits = BreakerLimits(slow_start_s=1000)
-    gateway = await start("a0:EPD", "a1:EPD", health=health(breaker=limits, probe_timeout_s=60))
+    gateway = await start("a0:EPD", "a1:EPD", health=health(slow_start_s=1000, probe_timeout_s=60))
     await gateway.until(lambda: gateway["a0"].num_probes > 0)
     gateway["a0"].info["pid"] = 2
     await gateway.until(lambda: not gateway.table["a0"].accepting or gateway.table["a0"].info.pid == 2)

@@ -2,8 +2,6 @@
 
 import asyncio
 
-from proxy.failover import Failover
-
 
 async def test_a_request_before_the_instances_are_ready_is_queued(start, kit):
     gateway = await start("e0:E", "p0:P", "d0:D", loading=True)
@@ -29,7 +27,7 @@ async def test_only_for_as_long_as_a_start_may_take(start, kit):
 
 
 async def test_an_instance_lost_later_is_waited_for(start, kit):
-    gateway = await start("e0:E", "p0:P", "d0:D", failover=Failover(wait_s=60))
+    gateway = await start("e0:E", "p0:P", "d0:D", failover={"wait_s": 60})
     await gateway.until(lambda: gateway.app.state.health.was_complete_at)
     gateway["d0"].loading = True
     await gateway.until(lambda: not gateway.table["d0"].ready)
@@ -41,7 +39,7 @@ async def test_an_instance_lost_later_is_waited_for(start, kit):
 
 
 async def test_only_for_as_long_as_its_return_may_take(start, kit):
-    gateway = await start("e0:E", "p0:P", "d0:D", failover=Failover(wait_s=0.5))
+    gateway = await start("e0:E", "p0:P", "d0:D", failover={"wait_s": 0.5})
     await gateway.until(lambda: gateway.app.state.health.was_complete_at)
     gateway["d0"].loading = True
     await gateway.until(lambda: not gateway.table["d0"].ready)
@@ -53,12 +51,12 @@ async def test_only_for_as_long_as_its_return_may_take(start, kit):
 
 async def test_instances_that_all_leave_are_waited_for_with_their_model(start, kit):
     """As a joined P whose host is gone: nothing in the table says that there was one."""
-    gateway = await start("p0:P", "d0:D", "spare:P", failover=Failover(wait_s=60))
+    gateway = await start("p0:P", "d0:D", "spare:P", failover={"wait_s": 60})
     await gateway.until(lambda: gateway.app.state.health.was_complete_at)
     control, url = gateway.app.state.control, gateway["spare"].url
-    control.apply(control.settings, [("d0", gateway["d0"].url)])
+    control.apply(control.settings.now, [("d0", gateway["d0"].url)])
     asked = asyncio.create_task(gateway.answer(kit.chat()))
     await asyncio.sleep(0.3)
     assert not asked.done()
-    control.apply(control.settings, [("d0", gateway["d0"].url), ("p9", url)])
+    control.apply(control.settings.now, [("d0", gateway["d0"].url), ("p9", url)])
     assert await asked == (200, kit.WHOLE)

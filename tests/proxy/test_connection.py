@@ -83,6 +83,7 @@ async def connect():
         (post().replace(b"Host: test\r\n", b""), b"exactly one Host"),
         (post(BODY, "Host: other"), b"exactly one Host"),
         (post(BODY, "Authorization: Bearer a", "Authorization: Bearer b"), b"one Authorization"),
+        (post(BODY, "TE: gzip, chunked"), b"TE must not name chunked"),
         (
             post(b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY), "Transfer-Encoding: gzip, chunked", length=-1),
             b"no other transfer coding",

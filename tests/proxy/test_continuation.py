@@ -7,7 +7,6 @@ from functools import partial
 import pytest
 
 from epd_serve.protocol import frames
-from proxy.failover import Failover
 
 TOKENS = range(1, 7)
 
@@ -79,7 +78,7 @@ async def test_p_that_dies_between_its_token_and_the_hand_over_is_replaced(start
 
 
 async def test_d_is_told_at_once_that_p_is_dead(start, kit):
-    gateway = await start("p0:P", "d0:D")
+    gateway = await start("p0:P", "d0:D", failover={"wait_s": 0.5})
     gateway["d0"].scripts["/stage/decode"] = lambda _: [kit.FOREVER]
     gateway["p0"].scripts["/stage/prefill"] = lambda _: [0.1, kit.DIE]
     asking = asyncio.create_task(gateway.answer(kit.chat(stream=True)))
@@ -164,7 +163,7 @@ async def test_tokens_that_come_in_no_frames_are_those_that_the_answer_tells(sta
 @pytest.mark.parametrize("max_attempts", [1, 2, 3])
 async def test_attempts_of_several_choices_are_bounded(start, kit, max_attempts):
     """The continuation of a choice is an attempt of the request, and not sent where the request has failed."""
-    gateway = await start(*(f"a{i}:EPD" for i in range(4)), failover=Failover(max_attempts=max_attempts))
+    gateway = await start(*(f"a{i}:EPD" for i in range(4)), failover={"max_attempts": max_attempts})
     where = {}
 
     def script_of(name):

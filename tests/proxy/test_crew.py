@@ -13,6 +13,7 @@ import pytest
 from fastapi import FastAPI
 from instance_info import instance_info
 
+from epd_serve.config import GatewayConfig
 from epd_serve.metrics.gateway import GatewayMetrics
 from epd_serve.routing.table import InstanceTable
 from proxy.admin import create_admin_app
@@ -20,9 +21,9 @@ from proxy.admission import AdmissionQueue
 from proxy.auth import Authenticator
 from proxy.errors import install_error_handlers
 from proxy.gate import Gate
-from proxy.health import Health, HealthSettings
+from proxy.health import Health
 from proxy.orders import Departures, Hold, OrdersSettings, orders_router, show_ready
-from proxy.settings import GatewaySettings
+from proxy.settings import Current, GatewaySettings
 from proxy.switches import Switches
 from proxy.views import health_router
 from proxy.workers import crew as crew_module
@@ -141,7 +142,7 @@ async def test_a_change_that_fails_on_its_way_is_confirmed_by_nobody(crews, monk
 async def test_an_instance_is_ready_where_every_worker_says_so(crews, monkeypatch, tmp_path):
     hub, (first, second) = await crews(2)
     tables = [InstanceTable([("d0", D0.url)]) for _ in "12"]
-    health = Health(tables[0], {}, HealthSettings())
+    health = Health(tables[0], {}, Current(GatewaySettings()))
     departures = Departures(Switches(tables[0], {}, health), {})
     settings = OrdersSettings(tmp_path, lambda: None, lambda file: [])
     app = FastAPI()
@@ -168,7 +169,7 @@ async def test_without_the_sum_of_all_workers_nobody_sees_the_counters_of_one(cr
     hub, (first, second) = await crews(2)
     app = FastAPI()
     table, key = InstanceTable([]), Authenticator([])
-    app.include_router(health_router(table, GatewayMetrics(), key, GatewaySettings(), first))
+    app.include_router(health_router(table, GatewayMetrics(), key, GatewayConfig(), first))
     install_error_handlers(app)
     second.shown["metrics"] = list
     transport = httpx.ASGITransport(app)
@@ -189,7 +190,7 @@ async def test_an_instance_that_joins_while_others_are_asked_is_shown(crews):
 
     second.shown["in_flight"] = joins
     second.shown["worker"] = dict
-    gate = Gate(Authenticator([]), AdmissionQueue(1, 1), queue_timeout_s=1)
+    gate = Gate(Authenticator([]), AdmissionQueue(1, 1), settings=Current(GatewaySettings()))
     transport = httpx.ASGITransport(create_admin_app(table, gate, None, first))
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         found = (await client.get("/instances")).json()["instances"]

@@ -82,7 +82,7 @@ async def test_an_image_that_the_encoder_refuses_is_the_clients_error(start, kit
 
 async def test_encoders_that_stall_leave_p_time_to_encode(start, kit):
     """P waits twice the time that the first encoder is given; however many stall, a quarter of it is P's own."""
-    gateway = await start("e0:E", "e1:E", "e2:E", "e3:E", "p0:P", "d0:D", encode_timeout_s=1.0)
+    gateway = await start("e0:E", "e1:E", "e2:E", "e3:E", "p0:P", "d0:D", instances={"feature_timeout_s": 2.0})
     times, regular = [], gateway["p0"]._regular
 
     def noted(message, script):
@@ -122,7 +122,7 @@ async def test_requests_for_one_picture_meet_at_one_encoder(start, kit):
 
 
 async def test_p_that_encodes_itself_has_all_the_time_it_gives_itself(start, kit):
-    gateway = await start("ep0:EP", "d0:D", encode_timeout_s=0.1)
+    gateway = await start("ep0:EP", "d0:D", instances={"feature_timeout_s": 0.2})
     encoded = (200, {}), encode(EncodeReply(cached=False, num_tokens=4))
     gateway["ep0"].scripts["/stage/encode"] = lambda _: [0.4, *encoded]
     gateway["ep0"].scripts["/stage/prefill"] = lambda _: [encoded_by(gateway, "ep0"), 0.5, kit.DECODE]

@@ -3,17 +3,20 @@
 import asyncio
 import gzip
 import ipaddress
+from functools import partial
 from urllib.parse import quote
 
 import pytest
 from aiohttp import web
+from gateway_settings import gateway_settings
 from hypothesis import given
 from hypothesis import strategies as st
 
 from epd_serve.errors import InvalidRequest, TooLarge
-from proxy import lookups
+from proxy import fetch, lookups
 from proxy.addresses import is_public, parse_address
-from proxy.fetch import MAX_REDIRECTS, MediaFetcher, UrlRules
+from proxy.fetch import MediaFetcher
+from proxy.settings import Current
 
 PRIVATE_V4 = [
     "0.0.0.0/8",
@@ -122,18 +125,32 @@ async def site():
     await runner.cleanup()
 
 
-def fetcher(**options) -> MediaFetcher:
-    options = {"max_bytes": 5000, "timeout_s": 60.0, "allowed_address": lambda _: True} | options
-    return MediaFetcher(**options)
+def fetcher(**media) -> MediaFetcher:
+    return MediaFetcher(Current(gateway_settings(media={"max_bytes": 5000, "fetch_timeout_s": 60.0} | media)))
+
+
+@pytest.fixture
+def choosy(monkeypatch):
+    """A fetcher to which no address but the first is public."""
+    monkeypatch.setattr(fetch, "is_public", only_first)
+    return partial(fetcher, allow_private=False)
+
+
+def only_first(address) -> bool:
+    return str(address) == "127.0.0.1"
 
 
 async def test_fetch_and_redirects(site):
     port, _ = site
     async with fetcher() as fetch:
         assert await fetch.fetch(f"http://127.0.0.1:{port}/image") == b"picture"
-        assert await fetch.fetch(f"HTTP://localhost:{port}/hop/{MAX_REDIRECTS}") == b"arrived"
+        assert await fetch.fetch(f"HTTP://localhost:{port}/hop/3") == b"arrived"
         with pytest.raises(InvalidRequest, match="more than 3 redirects"):
-            await fetch.fetch(f"http://127.0.0.1:{port}/hop/{MAX_REDIRECTS + 1}")
+            await fetch.fetch(f"http://127.0.0.1:{port}/hop/4")
+    async with fetcher(max_redirects=0) as fetch:
+        assert await fetch.fetch(f"http://127.0.0.1:{port}/hop/0") == b"arrived"
+        with pytest.raises(InvalidRequest, match="more than 0 redirects"):
+            await fetch.fetch(f"http://127.0.0.1:{port}/hop/1")
 
 
 async def test_limits_of_size_and_time(site):
@@ -141,7 +158,7 @@ async def test_limits_of_size_and_time(site):
     async with fetcher() as fetch:
         with pytest.raises(TooLarge, match="more than 5000 bytes"):
             await fetch.fetch(f"http://127.0.0.1:{port}/large")
-    async with fetcher(timeout_s=0.2) as fetch:
+    async with fetcher(fetch_timeout_s=0.2) as fetch:
         with pytest.raises(InvalidRequest, match=r"/slow' cannot be fetched: .* within 0\.2 s"):
             await fetch.fetch(f"http://127.0.0.1:{port}/slow")
         with pytest.raises(InvalidRequest, match=r"/trickle' cannot be fetched: .* within 0\.2 s"):
@@ -157,8 +174,8 @@ async def test_compressed_answers_are_not_unpacked(site):
 
 async def test_only_allowed_domains_and_ports_are_asked_redirects_included(site):
     port, hits = site
-    rules = UrlRules(domains=("127.0.0.1", "*.example.com"), ports=(port, 80))
-    async with fetcher(rules=rules) as fetch:
+    rules = {"allowed_domains": ("127.0.0.1", "*.example.com"), "allowed_ports": (port, 80)}
+    async with fetcher(**rules) as fetch:
         assert await fetch.fetch(f"http://127.0.0.1:{port}/image") == b"picture"
         hits.clear()
         for url, words in (
@@ -225,16 +242,12 @@ async def test_what_cannot_be_fetched_is_named(site):
             assert url in caught.value.message
 
 
-def only_first(address) -> bool:
-    return str(address) == "127.0.0.1"
-
-
 @pytest.mark.parametrize(
     "host", ["127.0.0.2", "127.0.0.2.", "[::ffff:127.0.0.2]", "2130706434", "0x7f000002", "127.2"]
 )
-async def test_a_refused_address_is_never_connected_to_however_it_is_spelt(site, host):
+async def test_a_refused_address_is_never_connected_to_however_it_is_spelt(site, choosy, host):
     port, hits = site
-    async with fetcher(allowed_address=only_first) as fetch:
+    async with choosy() as fetch:
         assert await fetch.fetch(f"http://127.0.0.1:{port}/image") == b"picture"
         hits.clear()
         with pytest.raises(InvalidRequest):
@@ -242,9 +255,9 @@ async def test_a_refused_address_is_never_connected_to_however_it_is_spelt(site,
     assert hits == []
 
 
-async def test_a_redirect_to_a_refused_address_is_not_followed(site):
+async def test_a_redirect_to_a_refused_address_is_not_followed(site, choosy):
     port, hits = site
-    async with fetcher(allowed_address=only_first) as fetch:
+    async with choosy() as fetch:
         with pytest.raises(InvalidRequest, match="no picture came from it"):
             await fetch.fetch(f"http://127.0.0.1:{port}/away?to=http://127.0.0.2:{port}/image")
         with pytest.raises(InvalidRequest, match="redirects to a place that is not allowed"):
@@ -252,7 +265,7 @@ async def test_a_redirect_to_a_refused_address_is_not_followed(site):
     assert not any(hit.startswith("127.0.0.2") for hit in hits)
 
 
-async def test_the_inner_network_cannot_be_looked_around_in(site):
+async def test_the_inner_network_cannot_be_looked_around_in(site, choosy):
     """Refused, unknown, silent, no HTTP: one answer, and nothing of what a server sent."""
     port, _ = site
 
@@ -266,7 +279,7 @@ async def test_the_inner_network_cannot_be_looked_around_in(site):
     silent = await asyncio.start_server(lambda reader, writer: silenced.append(writer), "127.0.0.1", 0)
     free, speaks, says_nothing = 1, *(one.sockets[0].getsockname()[1] for one in (other, silent))
     answers = set()
-    async with fetcher(allowed_address=only_first, timeout_s=0.5) as fetch:
+    async with choosy(fetch_timeout_s=0.5) as fetch:
         for place in (
             f"127.0.0.1:{free}",
             f"127.0.0.1:{speaks}",
@@ -289,7 +302,7 @@ async def test_the_inner_network_cannot_be_looked_around_in(site):
         one.close()
 
 
-async def test_what_a_name_resolves_to_is_what_is_checked(site, monkeypatch):
+async def test_what_a_name_resolves_to_is_what_is_checked(site, choosy, monkeypatch):
     """A name that changes its address between check and use (DNS rebinding) gains nothing."""
     port, hits = site
     answers = iter(["127.0.0.1", "127.0.0.2"])
@@ -298,10 +311,10 @@ async def test_what_a_name_resolves_to_is_what_is_checked(site, monkeypatch):
         return [(2, 1, 6, "", (next(answers), port))]
 
     monkeypatch.setattr(lookups.socket, "getaddrinfo", resolve)
-    async with fetcher(allowed_address=only_first) as fetch:
+    async with choosy() as fetch:
         assert await fetch.fetch(f"http://rebinding.example:{port}/image") == b"picture"
         await fetch._session("").connector.close()  # no connection left to be used again
-    async with fetcher(allowed_address=only_first) as fetch:
+    async with choosy() as fetch:
         with pytest.raises(InvalidRequest, match="no picture came from it"):
             await fetch.fetch(f"http://rebinding.example:{port}/image")
     assert len(hits) == 1
@@ -314,7 +327,7 @@ async def test_files_only_from_allowed_directories(tmp_path):
     (allowed / "large.png").write_bytes(b"x" * 6000)
     (allowed / "link.png").symlink_to(secret)
     secret.write_bytes(b"secret")
-    async with fetcher(allowed_file_dirs=(allowed.resolve(),)) as fetch:
+    async with fetcher(allowed_file_dirs=(allowed,)) as fetch:
         assert await fetch.fetch(f"file://{allowed}/a%20picture.png") == b"picture"
         with pytest.raises(TooLarge):
             await fetch.fetch(f"file://{allowed}/large.png")
@@ -330,3 +343,53 @@ async def test_files_only_from_allowed_directories(tmp_path):
         ):
             with pytest.raises(InvalidRequest, match="only read from the directories"):
                 await fetch.fetch(url)
+
+
+ENDLESS = {
+    "interim answers": (b"", b"HTTP/1.1 100 Continue\r\n\r\n" * 1000),
+    "early hints": (b"", b"HTTP/1.1 103 Early Hints\r\n\r\n" * 1000),
+    "chunks of one byte": (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n", b"1\r\na\r\n" * 4000),
+    "chunk extensions": (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n1;a=", b"b" * 20_000),
+}
+
+
+@pytest.mark.parametrize("kind", ENDLESS)
+async def test_framing_without_end_is_broken_off(kind):
+    num_sent, head, flood = 0, *ENDLESS[kind]
+
+    async def serve(reader, writer):
+        nonlocal num_sent
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(head)
+        try:
+            while True:
+                writer.write(flood)
+                await writer.drain()
+                num_sent += len(flood)
+        except OSError:
+            writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        async with fetcher(fetch_timeout_s=100, max_bytes=1 << 20) as media:
+            with pytest.raises(InvalidRequest, match="cannot be fetched"):
+                await media.fetch(f"http://127.0.0.1:{port}/x.png")
+    assert num_sent < 30 << 20, "what sockets hold on both sides, and no more"
+
+
+async def test_a_body_in_small_chunks_is_fetched():
+    async def serve(reader, writer):
+        for _ in range(2):
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+            for _ in range(3000):
+                writer.write(b"40\r\n" + b"a" * 64 + b"\r\n")
+            writer.write(b"0\r\n\r\n")
+            await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        async with fetcher(max_bytes=1 << 20) as media:
+            for _ in range(2):
+                assert await media.fetch(f"http://127.0.0.1:{port}/x.png") == b"a" * 192_000

@@ -7,6 +7,7 @@ import time
 from statistics import median
 
 import pytest
+from gateway_settings import gateway_settings
 
 from epd_serve.config.gateway import ApiKeyConfig
 from epd_serve.config.keys import hash_key, new_key
@@ -16,6 +17,9 @@ from proxy.admission import AdmissionQueue
 from proxy.auth import Authenticator, Unauthorized
 from proxy.gate import Gate, Shedding
 from proxy.limits import Client, KeyLimits
+from proxy.settings import Current
+
+MINUTE = Current(gateway_settings(queue_timeout_s=60.0))
 
 
 def key(name: str, **limits) -> tuple[dict[str, str], ApiKeyConfig]:
@@ -89,7 +93,7 @@ async def test_what_charges_no_tokens_waits_for_no_debt(start, kit):
 async def test_a_key_does_not_pay_for_what_never_ran():
     secret, hashed = new_key()
     client = Client("a", KeyLimits(tokens_per_min=600))
-    gate = Gate(Authenticator([(hashed, client)]), AdmissionQueue(1, 1), queue_timeout_s=60.0, clock=lambda: 1.0)
+    gate = Gate(Authenticator([(hashed, client)]), AdmissionQueue(1, 1), settings=MINUTE, clock=lambda: 1.0)
     running, waiting, refused = (gate.enter(f"Bearer {secret}") for _ in range(3))
     assert running.admit(num_tokens=100) is None
     assert waiting.admit(num_tokens=200) is not None
@@ -189,7 +193,7 @@ async def test_a_request_that_makes_room_is_told_so_and_pays_nothing():
     gate = Gate(
         Authenticator([(greedy_hash, greedy), (modest_hash, modest)]),
         AdmissionQueue(1, 2),
-        queue_timeout_s=60.0,
+        settings=MINUTE,
         refused=lambda *what: refused.append(what),
         clock=lambda: 1.0,
     )
@@ -209,7 +213,7 @@ async def test_a_request_that_makes_room_is_told_so_and_pays_nothing():
 
 
 async def test_tokenizing_waits_for_its_turn_and_is_not_shed(start, kit):
-    gateway = await start("pd0:PD", max_in_flight=1, max_queue=1, shed_ttft_s=1e-9)
+    gateway = await start("pd0:PD", max_in_flight=1, max_queue=1, shed=True, slo={"ttft_ms": 1e-6})
     asked = {"prompt": "How many tokens?"}
     assert json.loads((await gateway.answer(asked, "/tokenize"))[1])["count"] == 2
     assert gateway.gate.queue.estimated_wait_s() == 0.0
@@ -280,7 +284,7 @@ async def test_a_key_may_be_kept_from_pushing_ahead(start, kit):
 
 def new_gate(pending: list[float], **options) -> Gate:
     shedding = Shedding(ttft_s=1.0, pending_s=lambda num_tokens, has_media: pending[0])
-    options = {"queue_timeout_s": 9.0, "shedding": shedding, "clock": lambda: pending[1]} | options
+    options = {"settings": MINUTE, "shedding": shedding, "clock": lambda: pending[1]} | options
     return Gate(Authenticator([]), AdmissionQueue(1, 9), **options)
 
 
@@ -325,7 +329,7 @@ async def test_a_visit_that_leaves_while_it_is_let_in_gives_its_place_back():
 
 async def test_a_gateway_sheds_by_what_its_instances_report(start, kit):
     idle, busy = wire.Load(), wire.Load(num_waiting=90, num_waiting_tokens=9_000_000)
-    gateway = await start("p0:P", "d0:D", shed_ttft_s=5.0)
+    gateway = await start("p0:P", "d0:D", shed=True, slo={"ttft_ms": 5000})
     assert await gateway.answer(kit.chat()) == (200, kit.WHOLE)
     gateway["p0"].info["load"] = busy
     await gateway.until(lambda: gateway.table["p0"].prefill_s > 5)

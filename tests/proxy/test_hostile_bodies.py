@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 import time
 
 import pytest
@@ -31,7 +33,7 @@ async def test_a_hostile_body_costs_the_loop_next_to_nothing(name):
     on_loop_s, in_all_s = time.thread_time(), time.process_time()
     try:
         with pytest.raises(InvalidRequest) as refused:
-            parsed = await parse(PARSERS[path], body)
+            parsed = await parse(PARSERS[path], body, "")
             await parsed.load(_no_picture)
         assert refused.value.status == status
         assert len(refused.value.message) < 1000
@@ -58,10 +60,35 @@ async def _no_picture(sources):
 async def test_what_is_within_the_limits_is_read_beside_the_loop(body):
     text = bytearray(json.dumps(body, ensure_ascii=False).encode())
     on_loop_s = time.thread_time()
-    parsed = await payloads.parsed_body(ChatCompletionRequest.parse, text)
+    parsed = await payloads.parsed_body(ChatCompletionRequest.parse, text, "")
     on_loop_s = time.thread_time() - on_loop_s
     assert on_loop_s < 0.05
     assert len(parsed.request.messages) == len(body["messages"])
+
+
+async def test_a_large_body_waits_for_one_of_each_other_key():
+    begun, begin, order, text = threading.Event(), threading.Event(), [], bytearray(b"[" * 1000)
+
+    def parse(name):
+        def parse(_):
+            begun.set()
+            begin.wait(60)
+            order.append(name)
+            if name == "broken":
+                raise InvalidRequest(name)
+
+        return parse
+
+    greedy = [asyncio.create_task(payloads.parsed(parse(f"greedy {n}"), text, "greedy")) for n in range(5)]
+    await asyncio.to_thread(begun.wait, 60)
+    others = [asyncio.create_task(payloads.parsed(parse(name), text, name)) for name in ("broken", "modest")]
+    await asyncio.sleep(0)
+    greedy[2].cancel()
+    await asyncio.sleep(0)
+    begin.set()
+    results = await asyncio.gather(*greedy, *others, return_exceptions=True)
+    assert order == ["greedy 0", "greedy 1", "broken", "modest", "greedy 3", "greedy 4"]
+    assert [type(result).__name__ for result in results[2:6:3]] == ["CancelledError", "InvalidRequest"]
 
 
 async def test_slashes_may_be_escaped_in_a_picture():

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import uvicorn
+from gateway_settings import admin_plane
 from servers import served
 
 from epd_serve.errors import Conflict
@@ -17,9 +18,7 @@ from epd_serve.instance.http import ControlHttp
 from epd_serve.instance.joining import Joining
 from epd_serve.protocol import frames
 from epd_serve.rpc.cluster import ClusterLinks
-from proxy.health import HealthSettings
 from proxy.leases import Leases
-from proxy.settings import AdminSettings
 
 
 class Members:
@@ -82,7 +81,7 @@ def test_a_name_is_free_where_nobody_answers_to_it() -> None:
 
 
 async def test_an_instance_joins_serves_and_leaves(start: Any, kit: Any, caplog: pytest.LogCaptureFixture) -> None:
-    gateway = await start("a0:EPD", "spare:EPD", admin=AdminSettings(key="secret"))
+    gateway = await start("a0:EPD", "spare:EPD", admin=admin_plane(key="secret"))
 
     async def shown() -> set[str]:
         async with gateway.session.get(f"{gateway.url}/metrics") as answer:
@@ -91,12 +90,12 @@ async def test_an_instance_joins_serves_and_leaves(start: Any, kit: Any, caplog:
             )
 
     url, spare = gateway.app.state.admin_url, gateway["spare"].url
-    gateway.app.state.control.apply(gateway.app.state.control.settings, [("a0", gateway["a0"].url)])
+    gateway.app.state.control.apply(gateway.app.state.control.settings.now, [("a0", gateway["a0"].url)])
     assert [record.name for record in gateway.table] == ["a0"]
     key = {"authorization": "Bearer secret"}
     joining = asyncio.create_task(Joining(url, "late", spare, key, lease_s=60).run())
     await gateway.until(lambda: gateway.table.get("late") is not None and gateway.table["late"].ready)
-    gateway.app.state.control.apply(gateway.app.state.control.settings, [("a0", gateway["a0"].url)])
+    gateway.app.state.control.apply(gateway.app.state.control.settings.now, [("a0", gateway["a0"].url)])
     assert gateway.table.get("late") is not None, "what is read again from the file leaves it alone"
     assert await asyncio.gather(*(gateway.answer(kit.chat()) for _ in range(6))) == [(200, kit.WHOLE)] * 6
     assert gateway["spare"].calls
@@ -120,7 +119,7 @@ async def test_an_instance_joins_serves_and_leaves(start: Any, kit: Any, caplog:
         async with gateway.session.post(f"{url}/instances", json=body, headers=headers) as answer:
             said = await answer.json()
             assert answer.status == status and message in said["error"]["message"], said
-    gateway.app.state.control.apply(gateway.app.state.control.settings, [("a0", gateway["a0"].url)])
+    gateway.app.state.control.apply(gateway.app.state.control.settings.now, [("a0", gateway["a0"].url)])
     async with gateway.session.delete(f"{url}/instances/late", headers=key) as answer:
         assert answer.status == 404
 
@@ -139,8 +138,8 @@ async def linked(fake: Any, key: str) -> AsyncIterator[str]:
 
 
 async def test_who_joins_needs_a_secret(start: Any, kit: Any, caplog: pytest.LogCaptureFixture) -> None:
-    gateway = await start("a0:EPD", "stranger:EPD", admin=AdminSettings())
-    gateway.app.state.control.apply(gateway.app.state.control.settings, [("a0", gateway["a0"].url)])
+    gateway = await start("a0:EPD", "stranger:EPD", admin=admin_plane())
+    gateway.app.state.control.apply(gateway.app.state.control.settings.now, [("a0", gateway["a0"].url)])
     url = gateway.app.state.admin_url
     body = {"name": "x0", "url": gateway["stranger"].url}
     async with gateway.session.post(f"{url}/instances", json=body) as answer:
@@ -160,11 +159,11 @@ async def test_who_joins_needs_a_secret(start: Any, kit: Any, caplog: pytest.Log
 
 
 async def test_with_a_cluster_key_joining_proves_it_and_strangers_get_no_prompt(start: Any, kit: Any) -> None:
-    gateway = await start("a0:EPD", "stranger:EPD", admin=AdminSettings(key="secret"))
+    gateway = await start("a0:EPD", "stranger:EPD", admin=admin_plane(key="secret"))
     good, stranger = gateway["a0"], gateway["stranger"]
     async with contextlib.AsyncExitStack() as stack:
         inside = await stack.enter_async_context(linked(good, KEY))
-        other = await start(admin=AdminSettings(key="secret"), cluster_key=KEY)
+        other = await start(admin=admin_plane(key="secret"), cluster_key=KEY)
         url = other.app.state.admin_url
         joinings = [
             asyncio.create_task(Joining(url, name, at, headers, key=key).run())
@@ -192,10 +191,10 @@ async def test_with_a_cluster_key_joining_proves_it_and_strangers_get_no_prompt(
 
 async def test_what_computes_nothing_when_its_lease_ends_loses_its_stream(start: Any, kit: Any) -> None:
     """It is in no table then, and nobody would look after it."""
-    quiet = HealthSettings(probe_interval_s=None, probe_timeout_s=0.5)
-    gateway = await start("a0:EPD", "late:EPD", admin=AdminSettings(key="secret"), health=quiet)
+    quiet = {"probe_interval_s": None, "probe_timeout_s": 0.5}
+    gateway = await start("a0:EPD", "late:EPD", admin=admin_plane(key="secret"), health=quiet)
     control, late = gateway.app.state.control, gateway["late"]
-    control.apply(control.settings, [])
+    control.apply(control.settings.now, [])
     late.scripts |= {
         "/stage/prefill": lambda _: [kit.FRAMES, kit.frame(1), kit.FOREVER],
         "/probe": lambda _: [kit.FOREVER],
@@ -208,6 +207,6 @@ async def test_what_computes_nothing_when_its_lease_ends_loses_its_stream(start:
     await gateway.until(lambda: gateway.table["late"].ready)
     stream = asyncio.create_task(gateway.answer(kit.chat(stream=True)))
     await gateway.until(lambda: late.got("/stage/prefill"))
-    control.apply(control.settings, [("a0", gateway["a0"].url)])
+    control.apply(control.settings.now, [("a0", gateway["a0"].url)])
     await gateway.until(lambda: gateway.table.get("late") is None)
     assert await stream == (200, frames.events_of([kit.frame(1), kit.frame(2)]) + kit.DONE)

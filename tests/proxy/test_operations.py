@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import replace
 
 import pytest
+from gateway_settings import admin_plane, changed
 
 from epd_serve.config.gateway import ApiKeyConfig
 from epd_serve.config.keys import hash_key
-from epd_serve.media.picture import MediaLimits
 from proxy.reload import Reloader
-from proxy.settings import AdminSettings
 
 
 async def test_a_drained_instance_finishes_what_it_has(start, kit):
-    admin = AdminSettings()
-    gateway = await start("a0:EPD", "a1:EPD", admin=admin)
+    gateway = await start("a0:EPD", "a1:EPD", admin=admin_plane(), failover={"wait_s": 0.5})
     go_on = asyncio.Event()
     for name in ("a0", "a1"):
         gateway[name].scripts["/stage/prefill"] = lambda _: [go_on.wait, kit.NONE, kit.WHOLE]
@@ -46,7 +43,7 @@ async def test_a_drained_instance_finishes_what_it_has(start, kit):
 async def test_instances_come_and_go_without_a_dropped_stream(start, kit):
     gateway = await start("a0:EPD", "a1:EPD")
     both = [("a0", gateway["a0"].url), ("a1", gateway["a1"].url)]
-    settings = gateway.app.state.control.settings
+    settings = gateway.app.state.control.settings.now
     gateway.app.state.control.apply(settings, both[:1])
     gateway["a0"].scripts["/stage/prefill"] = lambda _: [kit.NONE, kit.FIRST, 0.4, kit.REST + kit.DONE]
     stream = asyncio.create_task(gateway.answer(kit.chat(stream=True)))
@@ -73,35 +70,35 @@ async def test_instances_come_and_go_without_a_dropped_stream(start, kit):
 async def test_limits_change_for_the_next_requests(start, kit, caplog):
     gateway = await start("a0:EPD")
     control, members = gateway.app.state.control, [("a0", gateway["a0"].url)]
-    before = control.settings
+    before = control.settings.now
     with caplog.at_level(logging.INFO):
-        control.apply(replace(before, max_body_bytes=64, poll_interval_s=9), members)
-    assert "poll_interval_s needs another start" in caplog.text
+        control.apply(changed(before, max_body_bytes=64, routing="round_robin"), members)
+    assert "gateway.routing needs another start" in caplog.text
     status, error = await gateway.error(kit.chat())
     assert status == 413 and "64 bytes" in error["message"]
-    control.apply(replace(before, request_timeout_s=0.2), members)
+    control.apply(changed(before, request_timeout_s=0.2), members)
     gateway["a0"].scripts["/stage/prefill"] = lambda _: [kit.FOREVER]
     assert (await gateway.error(kit.chat()))[0] == 504
 
 
 async def test_media_limits_change_for_the_next_requests(start, kit, tmp_path):
-    gateway = await start("a0:EPD", allowed_file_dirs=(tmp_path,))
+    gateway = await start("a0:EPD", media={"allowed_file_dirs": (tmp_path,)})
     control, members = gateway.app.state.control, [("a0", gateway["a0"].url)]
     (tmp_path / "picture.png").write_bytes(kit.picture(20, 20))
     inline, file = kit.data_url(kit.picture(20, 20)), f"file://{tmp_path}/picture.png"
     for urls in ([inline], [file], [inline, file]):
         assert await gateway.answer(kit.chat(*urls)) == (200, kit.WHOLE)
-    before = control.settings
+    before = control.settings.now
     for urls, changes, words in (
-        ([inline], {"media": MediaLimits(max_pixels=100)}, "at most 100 are accepted"),
-        ([inline], {"media": MediaLimits(max_bytes=10)}, "at most 10 are accepted"),
-        ([file], {"media": MediaLimits(max_bytes=10)}, "more than 10 bytes"),
+        ([inline], {"max_pixels": 100}, "at most 100 are accepted"),
+        ([inline], {"max_bytes": 10}, "at most 10 are accepted"),
+        ([file], {"max_bytes": 10}, "more than 10 bytes"),
         ([inline, file], {"max_items": 1}, "at most 1 are accepted"),
         ([file], {"allowed_file_dirs": ()}, "from the directories that the gateway allows"),
         (["http://127.0.0.1:1/a.png"], {"allowed_domains": ("b.org",)}, "allowed are b.org"),
         (["http://127.0.0.1:1/a.png"], {"allowed_ports": (443,)}, "allowed are 443"),
     ):
-        control.apply(replace(before, **changes), members)
+        control.apply(changed(before, media=changes), members)
         status, error = await gateway.error(kit.chat(*urls))
         assert status in (400, 413) and words in error["message"]
     control.apply(before, members)
@@ -126,12 +123,12 @@ async def test_keys_change_while_requests_run(start, kit, caplog):
     running, num_calls = asyncio.create_task(status("one")), len(gateway["a0"].calls)
     await gateway.until(lambda: len(gateway["a0"].calls) > num_calls)
     with caplog.at_level(logging.INFO):
-        control.apply(replace(control.settings, api_keys=(other,)), members)
+        control.apply(changed(control.settings.now, api_keys=(other,)), members)
     assert [await status("one"), await status("two"), await running] == [401, 200, 200]
     assert "api_keys" in caplog.text and other.hash not in caplog.text
     [holder] = gateway.app.state.gate.authenticator.clients
     limited = ApiKeyConfig(name="mine", hash=hash_key("one"), max_concurrent=1)
-    control.apply(replace(control.settings, api_keys=(other, limited), api_key="three"), members)
+    control.apply(changed(control.settings.now, api_keys=(other, limited), api_key="three"), members)
     assert [await status(key) for key in ("one", "two", "three", "four")] == [200, 200, 200, 401]
     assert gateway.app.state.gate.authenticator.clients[0] is holder, "it stayed as it was, and is counted on"
 

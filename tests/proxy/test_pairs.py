@@ -7,7 +7,6 @@ import pytest
 from epd_serve.errors import PEER_UNREACHABLE, InstanceFailed
 from epd_serve.protocol import frames
 from proxy import pairs
-from proxy.failover import Failover
 
 STREAMS = pytest.mark.parametrize("stream", [True, False])
 UNREACHABLE = InstanceFailed("http://d0 does not answer", code=PEER_UNREACHABLE)
@@ -76,14 +75,14 @@ async def test_an_e_that_cannot_reach_p_gets_no_picture_for_it(start, kit):
 
 async def test_the_only_pair_is_tried_again_until_it_is_too_late(start, kit, monkeypatch):
     monkeypatch.setattr(pairs, "_AVOID_S", 0.2)
-    gateway = await start("p0:P", "d0:D", failover=Failover(wait_s=60))
+    gateway = await start("p0:P", "d0:D", failover={"wait_s": 60})
     answers = [kit.fail(502, UNREACHABLE.message, code=PEER_UNREACHABLE)] * 2
     p0 = gateway["p0"]
     p0.scripts["/stage/prefill"] = lambda message: answers.pop() if answers else p0._regular(message)
     assert await gateway.answer(kit.chat()) == (200, kit.WHOLE)
     assert len(p0.got("/stage/prefill")) == 3
-    gateway.app.state.control.apply(gateway.app.state.control.settings, [])
-    late = await start("p0:P", "d0:D", failover=Failover(wait_s=0.5))
+    gateway.app.state.control.apply(gateway.app.state.control.settings.now, [])
+    late = await start("p0:P", "d0:D", failover={"wait_s": 0.5})
     late["p0"].scripts["/stage/prefill"] = lambda _: kit.fail(502, UNREACHABLE.message, code=PEER_UNREACHABLE)
     status, error = await late.error(kit.chat())
     assert (status, error["code"], error["message"]) == (502, PEER_UNREACHABLE, UNREACHABLE.message)

@@ -8,12 +8,12 @@ import json
 from random import Random
 
 import pytest
+from gateway_settings import gateway_settings
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
 from epd_serve.errors import InvalidRequest, ServeError
-from epd_serve.media.picture import MediaLimits
 from epd_serve.protocol import wire
 from epd_serve.protocol.media_message import encode_in_parts
 from epd_serve.protocol.messages import MediaSource
@@ -21,11 +21,17 @@ from epd_serve.protocol.openai import ChatCompletionRequest
 from proxy import payloads
 from proxy.media import MediaLoader
 from proxy.payloads import ParsedBody
+from proxy.settings import Current
 
 
 class _NoFetcher:
     async def fetch(self, url: str, asker: str) -> bytes:
         raise InvalidRequest(f"{url} is not to be fetched")
+
+
+def loader_of(max_body_bytes: int, **media: int) -> MediaLoader:
+    settings = Current(gateway_settings(max_body_bytes=max_body_bytes, media={"max_items": 8, **media}))
+    return MediaLoader(settings, _NoFetcher())  # type: ignore[arg-type]
 
 
 def _picture(kind: str, nbytes: int) -> bytes:
@@ -50,7 +56,7 @@ WRONG_HEADERS = [
 
 async def _upstream(body: bytes, *, cut: bool) -> list[bytes] | str:
     """The bytes of all stage calls for a body, or its refusal."""
-    loader = MediaLoader(MediaLimits(max_bytes=200_000), _NoFetcher(), 400_000, 8)  # type: ignore[arg-type]
+    loader = loader_of(400_000, max_bytes=200_000)
     try:
         parsed = ParsedBody(ChatCompletionRequest.parse, bytearray(body), cut=cut)
         request = parsed.request
@@ -180,14 +186,14 @@ async def test_the_body_is_let_go_of():
     )
     parsed = ParsedBody(ChatCompletionRequest.parse, body)
     assert body
-    await parsed.load(MediaLoader(MediaLimits(), _NoFetcher(), 1 << 20, 8).load)  # type: ignore[arg-type]
+    await parsed.load(loader_of(1 << 20).load)
     assert not body
 
 
 @pytest.mark.parametrize("nbytes", [6000, 2_000_000])
 @pytest.mark.parametrize("low_detail", [False, True])
 async def test_an_item_that_is_named_early_has_the_same_name(nbytes, low_detail):
-    loader = MediaLoader(MediaLimits(), _NoFetcher(), 1 << 24, 8)  # type: ignore[arg-type]
+    loader = loader_of(1 << 24)
     url = HEADERS[0] + base64.b64encode(_picture("PNG", nbytes)).decode()
     sources = [MediaSource(url=url, param="", low_detail=low_detail)]
     [early], [late] = await loader.load(sources, "f00d"), await loader.load(sources)

@@ -7,12 +7,12 @@ import logging
 
 import aiohttp
 import pytest
+from gateway_settings import admin_plane
 from hypothesis import given
 from hypothesis import strategies as st
 
 from epd_serve.config.keys import new_key
 from proxy.redaction import Redactor, redact_logs
-from proxy.settings import AdminSettings
 
 PROMPT = "the-prompt-about-aunt-Agatha"
 ADMIN = "the-admin-password"
@@ -39,7 +39,9 @@ async def test_a_session_shows_no_secret(start, kit, log):
     right, wrong = "plain-and-short", new_key()[0]
     picture = kit.data_url(kit.picture())
     payload = picture.partition(",")[2]
-    gateway = await start("e0:E", "p0:P", "d0:D", api_key=right, admin=AdminSettings(key=ADMIN))
+    gateway = await start(
+        "e0:E", "p0:P", "d0:D", api_key=right, admin=admin_plane(key=ADMIN), failover={"wait_s": 0.5}
+    )
     secrets = [right, wrong, payload, payload[:60], PROMPT, ADMIN, "s3cret-password"]
     answers: list[bytes] = []
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from instance_info import instance_info
 
-from epd_serve.routing.policy import Route
+from epd_serve.flow.events import Event, Stolen
 from epd_serve.routing.stealing import StealRule
 from epd_serve.routing.table import InstanceTable
-from proxy.stealing import Moved, StealQueue
+from proxy.stealing import Stealing
 
 RULE = StealRule(threshold=2, batch=4)
 
@@ -19,7 +20,7 @@ RULE = StealRule(threshold=2, batch=4)
 @pytest.fixture
 async def tiers(start: Any, kit: Any) -> Any:
     """A thief, and an instance that never gets to the prompts that it is sent."""
-    gateway = await start("epd0:EPD", "pd0:PD", stealing=RULE)
+    gateway = await start("epd0:EPD", "pd0:PD", stealing={"threshold": 2, "batch": 4})
     gateway["epd0"].info = {"steals": True}
     await gateway.until(lambda: gateway.table.has_thieves)
     gateway["pd0"].scripts["/stage/prefill"] = lambda _: [kit.FOREVER]
@@ -113,38 +114,42 @@ async def test_who_leaves_makes_room_for_others(tiers: Any, kit: Any) -> None:
         await tiers.settle()
 
 
+class Waiting:
+    """A request that waits for a language model until it is stolen."""
+
+    def __init__(self) -> None:
+        self.flow: Any = SimpleNamespace(is_queued=True, model="m", max_model_len=1, thief=None)
+
+    def feed(self, event: Event) -> None:
+        assert isinstance(event, Stolen)
+        self.flow.is_queued, self.flow.thief = False, event.thief
+
+
 @pytest.mark.parametrize("leaves", [True, False])
 async def test_the_gateway_looks_at_its_queue_no_longer_than_a_thief_collects(leaves: bool) -> None:
     """One that has taken all there is goes on collecting, but nobody asks it any more."""
-    table, now, stolen = InstanceTable([("epd0", ""), ("pd0", "")]), [0.0], list[Moved]()
+    table, now = InstanceTable([("epd0", ""), ("pd0", "")]), [0.0]
     table.update("epd0", instance_info("epd0", steals=True), contains=0)
     table.update("pd0", instance_info("pd0"), contains=0)
-    queue = StealQueue(table, StealRule(threshold=2, batch=16, collect_s=0.1), clock=lambda: now[0])
-    route = Route(prefill=table["pd0"], decode=table["pd0"])
-
-    async def ask() -> None:
-        loop = asyncio.get_running_loop()
-        with queue.claim() as claim:
-            try:
-                with queue.until_first(loop, claim, "m", route, []):
-                    await asyncio.sleep(3600)
-            except Moved as moved:
-                stolen.append(moved)
-            await asyncio.sleep(3600)
-
-    tasks = [asyncio.create_task(one) for one in (queue.run(), ask(), ask(), ask())]
+    stealing = Stealing[Waiting](table, StealRule(threshold=2, batch=16, collect_s=0.1), clock=lambda: now[0])
+    requests = [Waiting() for _ in range(3)]
+    for one in requests:
+        stealing.see(one)
+    running = asyncio.create_task(stealing.run())
     try:
         async with asyncio.timeout(300):
-            while len(stolen) < 3:  # noqa: ASYNC110
+            while not all(one.flow.thief for one in requests):  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
-        assert queue.is_looking and not queue.waits
+        assert stealing.is_looking and not stealing.queued
         if leaves:
             table.remove("epd0")
         now[0] = 0.2
         async with asyncio.timeout(300):
-            while queue.is_looking:  # noqa: ASYNC110
+            while stealing.is_looking:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    for one in requests:
+        stealing.ended(one)
+    assert stealing.num_taken == {"epd0": 3}

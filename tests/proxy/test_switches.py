@@ -6,18 +6,18 @@ import asyncio
 from typing import Any
 
 import pytest
+from gateway_settings import admin_plane
 
+from epd_serve.cli.switch import switch
 from epd_serve.protocol import frames, wire
 from epd_serve.protocol.wire import Load, Report, RoleChanged
-from epd_serve.switch_command import switch
-from proxy.settings import AdminSettings
 
 KEY = {"authorization": "Bearer secret"}
 
 
 @pytest.fixture
 async def gateway(start: Any) -> Any:
-    return await start("p0:P", "p1:P", "d0:D", reporting=True, admin=AdminSettings())
+    return await start("p0:P", "p1:P", "d0:D", reporting=True, admin=admin_plane())
 
 
 async def ordered(gateway: Any, name: str, **body: Any) -> tuple[int, dict[str, Any]]:
@@ -144,9 +144,9 @@ async def test_what_the_operator_drains_during_a_switch_stays_drained(gateway: A
 
 
 async def test_an_instance_may_leave_while_it_changes_its_role(start: Any) -> None:
-    gateway = await start("p0:P", "d0:D", "late:P", reporting=True, admin=AdminSettings(key="secret"))
+    gateway = await start("p0:P", "d0:D", "late:P", reporting=True, admin=admin_plane(key="secret"))
     own = [(name, gateway[name].url) for name in ("p0", "d0")]
-    gateway.app.state.control.apply(gateway.app.state.control.settings, own)
+    gateway.app.state.control.apply(gateway.app.state.control.settings.now, own)
     admin, url = gateway.app.state.admin_url, gateway["late"].url
     for asked in (False, True):  # it is gone when the order ends, or when it has been asked what it is now
         go_on, came = held_back(gateway, "late")
@@ -173,7 +173,7 @@ async def test_an_instance_may_leave_while_it_changes_its_role(start: Any) -> No
 async def test_the_command_says_what_the_admin_plane_says(
     start: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    gateway = await start("p0:P", "p1:P", "d0:D", admin=AdminSettings(key="secret"))
+    gateway = await start("p0:P", "p1:P", "d0:D", admin=admin_plane(key="secret"))
     address = gateway.app.state.admin_url
     for key, name, where, message in (
         (None, "d0", address, "EPD_SERVE_ADMIN_KEY"),

@@ -10,12 +10,13 @@ from typing import Any
 
 import uvloop
 from aiohttp import web
+from gateway_settings import gateway_settings
 
 from epd_serve.errors import InvalidRequest
-from epd_serve.media.picture import MediaLimits
 from epd_serve.protocol.messages import MediaSource
 from proxy.fetch import MediaFetcher
 from proxy.media import MediaLoader
+from proxy.settings import Current
 
 
 class NameServer(asyncio.DatagramProtocol):
@@ -54,8 +55,9 @@ async def main() -> None:
 
     seen: dict[str, Any] = {}
     seconds: dict[str, float] = {}
-    async with MediaFetcher(max_bytes=5000, timeout_s=60.0, allowed_address=lambda _: True) as fetcher:
-        loader = MediaLoader(MediaLimits(), fetcher, 1 << 20, 64)
+    settings = Current(gateway_settings(media={"fetch_timeout_s": 60.0}))
+    async with MediaFetcher(settings) as fetcher:
+        loader = MediaLoader(settings, fetcher)
 
         async def load_dead(name: str, key: str) -> None:
             urls = [MediaSource(url=f"http://dead-{name}-{i}.example/x.png", param="") for i in range(60)]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image
 
@@ -26,15 +27,17 @@ from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.types import SamplingParams
 from epd_serve.worker.engine import Engine
 from epd_serve.worker.events import EngineEvent, TokenEvent
+from epd_serve.worker.hooks import EngineHooks
 from epd_serve.worker.kv_memory import KVMemory
 from epd_serve.worker.runner import LanguageRunner
 from epd_serve.worker.step import StepExecutor
+from epd_serve.worker.step_loop import StepLoop
 
 BLOCK_SIZE = 8
 
 
 @dataclass
-class EngineBench:
+class EngineBench(EngineHooks):
     """An engine with the parts around it that an instance would have."""
 
     path: Path
@@ -87,23 +90,9 @@ class EngineBench:
             block_size=BLOCK_SIZE,
         )
         self.pool = BlockPool(self.num_blocks, BLOCK_SIZE)
-        self.engine = Engine(
-            runner,
-            self.pool,
-            self.budget,
-            num_layers=language.num_layers,
-            eos_token_ids=frozenset({2}),
-            feature_of=self.features.get,
-            memory=memory,
-            block_nbytes=1,
-            record_event=lambda: lambda: None,
-            sender=None,
-            emit=lambda events: [self.events.put(event) for event in events] and None,
-            on_free=lambda: None,
-            on_step=self.count,
-            runs_ahead=self.runs_ahead,
-        )
-        self.engine.start()
+        self.engine = Engine(self.pool, memory, self.budget, self, eos_token_ids=frozenset({2}))
+        self.loop = StepLoop(self.engine, runner, self, runs_ahead=self.runs_ahead)
+        self.loop.start()
 
     def shrink(self, num_blocks: int) -> None:
         """Leave that many blocks of an idle engine's pool; nothing is cached any more."""
@@ -111,12 +100,19 @@ class EngineBench:
         self.num_held = self.pool.capacity - num_blocks
         self.pool.release(range(1, num_blocks + 1))
 
-    def count(self, output: ScheduleOutput, seconds: float) -> None:
+    def feature(self, mm_hash: str) -> torch.Tensor | None:
+        return self.features.get(mm_hash)
+
+    def emit(self, events: list[EngineEvent]) -> None:
+        for event in events:
+            self.events.put(event)
+
+    def stepped(self, output: ScheduleOutput, seconds: float) -> None:
         self.num_preemptions += len(output.preempted)
         self.num_saved += sum(sequence.saved is not None for sequence in output.preempted)
 
     def close(self) -> None:
-        self.engine.close()
+        self.loop.close()
         self.transport.close()
 
     def sequence(
@@ -163,7 +159,7 @@ class EngineBench:
         )
 
     def encode(self, images: list[Image.Image]) -> None:
-        inputs = [self.family.preprocess(image) for image in images]
+        inputs = [self.family.preprocess(np.array(image)) for image in images]
         for image, feature in zip(images, self.tower.encode(inputs), strict=True):
             self.features[f"{hash(image.tobytes()):x}"] = feature
         self.engine.wake()

@@ -11,6 +11,7 @@ from typing import Any
 
 import aiohttp
 import uvicorn
+from gateway_settings import gateway_settings
 from servers import served
 
 from epd_serve.config import InstanceOptions
@@ -19,7 +20,6 @@ from epd_serve.instance.instance import Instance
 from epd_serve.types import Role
 from proxy.app import create_app
 from proxy.main import new_server
-from proxy.settings import GatewaySettings
 
 
 @dataclass
@@ -72,7 +72,7 @@ async def deployment(model: Path, *roles: str, **settings: Any) -> AsyncIterator
             stack.push_async_callback(instance.close)
             await instance.start()
             instances[options.name] = instance
-        chosen = GatewaySettings(**({"poll_interval_s": 0.05, "allow_private": True} | settings))
+        chosen = gateway_settings(**settings)
         app = create_app(chosen, [(name, instance.url) for name, instance in instances.items()])
         url = await stack.enter_async_context(served(new_server(app, "127.0.0.1", 0)))
         session = await stack.enter_async_context(aiohttp.ClientSession())

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
@@ -182,7 +183,7 @@ def answer(path: Path, reference: Answer) -> Tensor:
     tower = Tower(path, torch.float32, device)
     model = LanguageModel(path, torch.float32, device)
     image = picture()
-    features = tower.encode([family.preprocess(image)])[0]
+    features = tower.encode([family.preprocess(np.array(image))])[0]
     assert len(features) == family.num_image_tokens(image.size), "as many tokens as the tower makes"
     prompt = reference.prompt
     assert prompt.count(family.image_token_id) == len(features)

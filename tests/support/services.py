@@ -14,7 +14,7 @@ from servers import served
 from epd_serve.config import InstanceOptions
 from epd_serve.instance.http import ControlApp
 from epd_serve.instance.instance import Instance
-from epd_serve.instance.language_stages import LanguageStages
+from epd_serve.instance.language_engine import LanguageEngine
 from epd_serve.instance.peers import Peers
 from epd_serve.launch.ports import free_port
 from epd_serve.protocol import wire
@@ -46,7 +46,7 @@ async def serving(path: Path, role: str, **options: Any) -> AsyncIterator[Instan
             await instance.close()
 
 
-def language_of(instance: Instance) -> LanguageStages:
+def language_of(instance: Instance) -> LanguageEngine:
     assert instance.language is not None
     return instance.language
 
@@ -66,7 +66,7 @@ async def held(instance: Instance) -> AsyncIterator[None]:
     """KV that somebody may still write keeps the instance from being empty."""
     assert instance.language is not None
     peers = Peers()
-    layout, ref = instance.language.parts.layout, wire.TransferRef("t", "r")
+    layout, ref = instance.language.weights.layout, wire.TransferRef("t", "r")
     await peers.call(instance.url, "/kv/reserve", wire.ReserveRequest("t", "r", 8, 8, 1, [], layout, lease_s=3600))
     try:
         yield

@@ -76,6 +76,14 @@ def test_out_of_bounds_is_refused(pair: tuple[Transport, Transport], offset: int
         here.read(region, [(offset, memoryview(bytearray(nbytes)))])
 
 
+def test_memory_that_is_not_to_be_had_is_named() -> None:
+    transport, num_files = EmbeddedTransport(path="shm"), psutil.Process().num_fds()
+    with pytest.raises(ValueError, match=r"134217728 MiB of memory for 'kv' are not to be had .*num_blocks"):
+        transport.allocate("kv", 1 << 47)
+    assert psutil.Process().num_fds() == num_files
+    transport.close()
+
+
 @pytest.mark.parametrize("kind", kinds("tcp", "mooncake"))
 def test_a_peer_checks_bounds_itself(kind: str) -> None:
     here, there = make_transport(kind), make_transport(kind)

@@ -163,15 +163,17 @@ def test_a_storm_of_clients_that_leave_holds_no_block(deployment: Deployment) ->
 
 
 def test_processes_that_wait_do_not_spin(deployment: Deployment) -> None:
-    """vLLM's would, for a second after each answer."""
+    """vLLM's would, for a second after each answer; and a worker has a dozen threads that wake up all the time."""
     ask(deployment.url, picture(8))
+    roots = [psutil.Process(deployment.pid(name)) for name in deployment.urls]
+    processes = [one for root in roots for one in (root, *root.children(recursive=True))]
 
     def spent() -> float:
-        instances = [psutil.Process(deployment.pid(name)) for name in deployment.urls]
-        return sum(
-            sum(one.cpu_times()[:2]) for root in instances for one in (root, *root.children(recursive=True))
-        )
+        return sum(sum(one.cpu_times()[:2]) for one in processes)
 
+    for process in processes:
+        names = [(task / "comm").read_text().strip() for task in Path(f"/proc/{process.pid}/task").iterdir()]
+        assert names.count("gloo_tcp_loop") <= 1
     before = spent()
     time.sleep(1)
     assert spent() - before < 0.7
@@ -272,23 +274,10 @@ def test_the_dead_come_back(
     for name in deployment.urls:
         deployment.wait_until(partial(deployment.is_ready, name), f"{name} is back")
     assert sum(deployment.pid(name) != pid for name, pid in pids.items()) == 3
-    answers: list[Tokens] = []
-
-    def all_are_answered() -> bool:
-        """A fresh process may be too busy at first to say that it is well, and nobody waits for it then."""
-        try:
-            answers[:] = ask_all(deployment.url, asked)
-        except AssertionError as error:
-            if "try again shortly" in str(error):
-                return False
-            raise
-        return True
-
-    deployment.wait_until(all_are_answered, "all requests are answered")
+    answers = ask_all(deployment.url, asked)
     assert all(same(a, b) for a, b in zip(answers, expected, strict=True))
-    at_p = features(deployment, "p0", "encoded")
     assert same(ask(deployment.url, picture(LOST)), ANSWERS[LOST]), "E encodes as P did"
-    assert features(deployment, "p0", "encoded") == at_p
+    assert features(deployment, "p0", "encoded") == 0
 
 
 def test_an_answer_of_which_the_client_has_nothing_is_begun_again(deployment: Deployment) -> None:
@@ -301,7 +290,10 @@ def test_an_answer_of_which_the_client_has_nothing_is_begun_again(deployment: De
             long = picture(seed, max_tokens=900)
             made = generated(deployment, dead)
             waiting = thread.submit(ask, deployment.url, long)
-            deployment.wait_until(lambda made=made: generated(deployment, dead) > made, "D decodes")
+            deployment.wait_until(
+                lambda made=made, waiting=waiting: waiting.done() or generated(deployment, dead) > made,
+                "D decodes",
+            )
             deployment.signal(dead, signal.SIGSTOP)
             if not wait([waiting], 1).done:
                 break

@@ -7,7 +7,6 @@ import json
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import tiny_models
 from pictures import noise, png
 
 from epd_serve.config import InstanceOptions
+from epd_serve.config.sections import BatchingConfig, SLOConfig
 from epd_serve.instance.instance import Instance
 from epd_serve.protocol import wire
 from epd_serve.sched.encode import EncodeGate
@@ -40,18 +40,16 @@ IMAGE_PIXELS = 140 * 140
 
 
 def options(model: Path, role: str, **changes: Any) -> InstanceOptions:
-    defaults = InstanceOptions(
+    defaults: dict[str, Any] = {"num_blocks": 64, "max_num_seqs": 8, "max_num_batched_tokens": 256}
+    return InstanceOptions(
         name="i0",
         role=Role.parse(role),
         model=model,
         served_model_name="m",
         dtype="float32",
-        num_blocks=64,
-        max_num_seqs=8,
-        max_num_batched_tokens=256,
         image_budget_pixels=4 * IMAGE_PIXELS,
+        **(defaults | changes),
     )
-    return replace(defaults, **changes)
 
 
 @asynccontextmanager
@@ -119,7 +117,11 @@ async def test_without_an_slo_nothing_is_measured(
     model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured = counted(monkeypatch, "seconds")
-    for changes in ({}, {"slo_ttft_ms": 50.0}, {"slo_tpot_ms": 50.0, "batching_policy": "unlimited"}):
+    for changes in (
+        {},
+        {"slo": SLOConfig(ttft_ms=50.0)},
+        {"slo": SLOConfig(tpot_ms=50.0), "batching": BatchingConfig(policy="unlimited")},
+    ):
         async with started(options(model, "PD", **changes)) as instance:
             assert await budgets(instance) == {
                 "max_num_batched_tokens": 256,
@@ -134,7 +136,7 @@ async def test_budgets_come_from_the_slo_and_answers_stay(
     model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured = counted(monkeypatch, "seconds")
-    async with started(options(model, "EPD", slo_tpot_ms=10_000.0)) as instance:
+    async with started(options(model, "EPD", slo=SLOConfig(tpot_ms=10_000.0))) as instance:
         loose = await budgets(instance)
         expected = [await answer(instance, f"a{length}", length) for length in (5, 200)]
         idle = await integrity(instance)
@@ -145,7 +147,7 @@ async def test_budgets_come_from_the_slo_and_answers_stay(
     measured.clear()
     known = {key: 100 * seconds for key, seconds in read_seconds(cache).items() if key.startswith("step ")}
     write_seconds(cache, known | {f"encode {count}": 0.1 * count for count in range(1, 5)})
-    async with started(options(model, "EPD", slo_tpot_ms=250.0)) as instance:
+    async with started(options(model, "EPD", slo=SLOConfig(tpot_ms=250.0))) as instance:
         assert [await answer(instance, f"a{length}", length) for length in (5, 200)] == expected
         tight = await budgets(instance)
     assert all(f"step {shape}" not in known for shape in measured), "what is on disk was measured again"
@@ -158,7 +160,7 @@ async def test_a_limit_that_cannot_be_met_gives_the_smallest_and_says_what_could
     model: Path, caplog: pytest.LogCaptureFixture, role: str, slo: str
 ) -> None:
     caplog.set_level(logging.WARNING)
-    async with started(options(model, role, **{f"slo_{slo}_ms": 0.001})) as instance:
+    async with started(options(model, role, slo={f"{slo}_ms": 0.001})) as instance:
         found = await budgets(instance)
         if role == "PD":
             assert found["max_num_seqs"] == 1
@@ -173,7 +175,9 @@ async def test_a_limit_that_cannot_be_met_gives_the_smallest_and_says_what_could
 
 async def test_orders_serve_all(model: Path) -> None:
     for order in ("sjf", "slack"):
-        async with started(options(model, "PD", batching_order=order, slo_ttft_ms=500.0)) as instance:
+        async with started(
+            options(model, "PD", batching=BatchingConfig(order=order), slo=SLOConfig(ttft_ms=500.0))
+        ) as instance:
             first = await answer(instance, "a", 100)
             assert await answer(instance, "b", 100) == first, "with its prefix cached"
 
@@ -185,7 +189,7 @@ async def test_encodes_can_wait_for_prefills(model: Path) -> None:
         media=png(noise(1, (64, 48))),
         announce_to="",
     )
-    async with started(options(model, "EPD", batching_encodes="after-prefill")) as instance:
+    async with started(options(model, "EPD", batching=BatchingConfig(encodes="after-prefill"))) as instance:
         assert instance.language is not None
         instance.language.engine.is_prefilling = True
         encode = asyncio.create_task(instance.encodes()._encoded(request))

@@ -139,3 +139,18 @@ def test_every_seed_gives_numbers_of_its_own(seed):
 
     assert uniforms(seed) == uniforms(seed)
     assert len({*uniforms(seed), *uniforms(seed ^ 1)}) == 6
+
+
+def test_a_long_list_of_allowed_tokens_is_read_once(monkeypatch) -> None:
+    sampling = SamplingParams(seed=0, allowed_token_ids=tuple([7, 3, 3, 900] * 1000))
+    sequences = [
+        Sequence(request_id=name, prompt_ids=[1], sampling=sampling, max_tokens=5, positions=torch.empty(0))
+        for name in "ab"
+    ]
+    tensor, made = torch.tensor, []
+    monkeypatch.setattr(torch, "tensor", lambda *args, **kwargs: made.append(1) or tensor(*args, **kwargs))
+    for _ in range(3):
+        scores = torch.zeros(2, 40)
+        restrict(scores, sequences)
+        assert scores.isfinite().nonzero().tolist() == [[0, 3], [0, 7], [1, 3], [1, 7]]
+    assert len(made) == 1

@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from pictures import noise
@@ -217,7 +218,7 @@ def test_a_real_tower_pauses_before_each_of_its_layers(tmp_path: Path) -> None:
     with rig.tower.loading():
         tower = Tower(path, torch.float32, rig.device, between_layers)
         plain = Tower(path, torch.float32, rig.device)
-    inputs = family.preprocess(noise(1))
+    inputs = family.preprocess(np.array(noise(1)))
     with rig.tower.encoding(1):
         features = tower.encode([inputs])
     assert len(calls) == family.config.vision_config.depth

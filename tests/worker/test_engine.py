@@ -159,7 +159,7 @@ def test_a_feature_that_another_request_held_may_go_at_any_moment(bench: Bench, 
     bench.encode([noise(1)])
     looks = itertools.count()
     gone = {2, 5, 6, 8}  # the third look was the one that the engine did not survive
-    bench.engine._feature_of = lambda name: None if next(looks) in gone else bench.features.get(name)
+    bench.feature = lambda name: None if next(looks) in gone else bench.features.get(name)  # type: ignore[method-assign]
     bench.engine.submit(bench.sequence("r", "What is this?", [noise(1)]))
     for _ in range(10):
         time.sleep(0.02)
@@ -203,7 +203,7 @@ def test_a_request_that_can_never_fit_is_refused(bench: Bench) -> None:
 def test_the_end_of_the_thread_is_told(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody would compute any more, and a process that answers its probes is not started again."""
     ended = threading.Event()
-    monkeypatch.setattr(bench.engine, "_on_death", ended.set)
+    monkeypatch.setattr(bench, "died", ended.set)
 
     def fail(now: float) -> ScheduleOutput:
         raise AssertionError("a plan that cannot be")
@@ -211,13 +211,13 @@ def test_the_end_of_the_thread_is_told(bench: Bench, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(bench.engine._queues, "plan", fail)
     bench.engine.wake()
     assert ended.wait(300)
-    bench.engine._thread.join()
+    bench.loop._thread.join()
 
 
 def test_a_step_that_cannot_be_accounted_for_counts(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(output: ScheduleOutput, seconds: float) -> None:
         raise OSError("no space left for figures")
 
-    monkeypatch.setattr(bench.engine, "_on_step", fail)
+    monkeypatch.setattr(bench, "stepped", fail)
     bench.engine.submit(bench.sequence("fine", "Say apple", []))
     assert len(bench.collect(1)["fine", 0]) == 12

@@ -24,6 +24,8 @@ from epd_serve.sched.language import Budget, ScheduleOutput
 from epd_serve.types import MediaSpan, SamplingParams
 from epd_serve.worker.engine import Engine
 from epd_serve.worker.events import EngineEvent, FailureEvent, PromptEvent, TokenEvent
+from epd_serve.worker.hooks import EngineHooks
+from epd_serve.worker.step_loop import StepLoop
 
 EOS = 0
 IMAGE = 50
@@ -70,6 +72,20 @@ SUBMISSIONS = st.tuples(
 )
 
 
+class Hooks(EngineHooks):
+    def __init__(self, machine: EngineMachine) -> None:
+        self.machine = machine
+
+    def feature(self, mm_hash: str) -> Any:
+        return self.machine.features.get(mm_hash)
+
+    def emit(self, events: list[EngineEvent]) -> None:
+        self.machine.take(events)
+
+    def stepped(self, output: ScheduleOutput, seconds: float) -> None:
+        self.machine.num_preemptions += len(output.preempted)
+
+
 class EngineMachine(RuleBasedStateMachine):
     runs_ahead = False
     may_hold = frozenset({SequenceState.TRANSFERRING})
@@ -86,26 +102,17 @@ class EngineMachine(RuleBasedStateMachine):
         self.num_preemptions = 0
         self.reserving: str | None = None
         self.clock = itertools.count()
-        parts: list[Any] = [Runner(self.cells, self.spans), self.pool]
+        hooks = Hooks(self)
         self.engine = Engine(
-            *parts,
+            self.pool,
+            self.cells,
             Budget(max_num_tokens=9, max_num_seqs=6),
-            num_layers=1,
+            hooks,
             eos_token_ids=frozenset({EOS}),
-            feature_of=self.features.get,
-            memory=self.cells,
-            block_nbytes=1,
-            record_event=lambda: lambda: None,
-            sender=None,
-            emit=self.take,
-            on_free=lambda: None,
-            on_step=self.count,
             clock=lambda: float(next(self.clock)),
-            runs_ahead=self.runs_ahead,
         )
-
-    def count(self, output: ScheduleOutput, seconds: float) -> None:
-        self.num_preemptions += len(output.preempted)
+        runner: Any = Runner(self.cells, self.spans)
+        self.loop = StepLoop(self.engine, runner, hooks, runs_ahead=self.runs_ahead)
 
     def take(self, events: list[EngineEvent]) -> None:
         for told in events:
@@ -306,7 +313,7 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(count=st.sampled_from([1, 2, 5, 20]))
     def steps(self, count: int) -> None:
         for _ in range(count):
-            self.engine.step()
+            self.loop.step()
             self.try_to_reserve()
             self.engine.check_integrity()
 
@@ -327,14 +334,14 @@ class EngineMachine(RuleBasedStateMachine):
                 self.encode(image)
             for name in self.reserved():
                 self.take_over(name)
-            self.engine.step()
+            self.loop.step()
             self.confirm_transfers()
             self.try_to_reserve()
             self.books_balance()
             if not self.live():
                 break
         assert not self.live(), "somebody waits for ever"
-        while self.engine.step():  # what was given up may still be computed
+        while self.loop.step():  # what was given up may still be computed
             pass
         assert self.reserving is None
         assert self.pool.num_free == self.pool.capacity, "blocks leaked"

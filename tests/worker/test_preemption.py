@@ -32,7 +32,7 @@ class Held:
 
     def __init__(self, bench: EngineBench) -> None:
         self._bench = bench
-        emit = bench.engine._emit
+        emit = bench.emit
 
         def emit_and_let_go(events: list[EngineEvent]) -> None:
             for event in events:
@@ -41,7 +41,7 @@ class Held:
                         bench.features.pop(span.mm_hash, None)
             emit(events)
 
-        bench.engine._emit = emit_and_let_go
+        bench.emit = emit_and_let_go  # type: ignore[method-assign]
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ def ttft_ms(record: Record) -> float | None:
 
 
 def tpot_ms(record: Record) -> float | None:
-    """0 of an answer of one token: there was nothing to wait for."""
+    """Milliseconds per output token; 0 for an answer of one token, None for a failure."""
     if not record.succeeded:
         return None
     return MS * (record.tpot_s or 0.0)

@@ -1,4 +1,4 @@
-"""What the extra ``bench`` brings."""
+"""Tools that reports need and the extra ``bench`` installs or expects: plotly's script and a browser."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which plots a report has, by name and in the order in which they are read."""
+"""The plots of a report, by name and in the order in which they are read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HALF = frozenset({"capacity", "attainment-map", "attainment", "answered"})
 
 
 def plots(grid: Grid) -> dict[str, Figure]:
-    """Of one workload. What needs several loads or deployments is left out where there is one."""
+    """The plots of one workload, by name, without those that compare loads or deployments where there is one."""
     return {name: figure for name, figure in _plots(grid) if figure is not None}
 
 

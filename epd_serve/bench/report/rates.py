@@ -232,7 +232,7 @@ def keeps_up(grid: Grid) -> Figure:
 
 
 def _with_legend(num_lines: int) -> int:
-    """Pixels, so that no legend must be scrolled; the same for figures side by side."""
+    """A height in pixels in which the whole legend shows; equal for figures side by side."""
     return max(440, 250 + 24 * num_lines)
 
 

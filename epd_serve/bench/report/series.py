@@ -12,7 +12,7 @@ from epd_serve.bench.types import WindowSummary
 
 
 def window(run: Measured) -> WindowSummary:
-    """The figures to show: of the whole run, as failures and the queue at its end count."""
+    """The figures to plot: those of the whole run, as failures and the queue at its end count."""
     return run.summary.total
 
 
@@ -21,11 +21,11 @@ class Grid:
     """All runs of one workload.
 
     Attributes:
-        labels: of the deployments, in the order in which they were measured.
+        labels: the deployments' labels, in the order in which they were measured.
         loads: requests a second, or in closed loops how many at once; ascending.
-        runs: by label and load; the last of several.
+        runs: the runs by label and load; the last of several.
         per_device: whether loads are per device: where deployments have different numbers of them.
-        share: of good requests, from which a load counts as served.
+        share: share of good requests from which a load counts as served.
     """
 
     workload: str
@@ -94,7 +94,7 @@ class Grid:
 
 
 def grids(runs: Sequence[Measured], share: float = GOODPUT_SHARE) -> list[Grid]:
-    """One of each workload, in the order in which they were measured."""
+    """One grid for each workload, in the order in which they were measured."""
     found = []
     for workload in dict.fromkeys(run.workload_name for run in runs):
         some = [run for run in runs if run.workload_name == workload]
@@ -114,7 +114,7 @@ def grids(runs: Sequence[Measured], share: float = GOODPUT_SHARE) -> list[Grid]:
 
 
 def _load(run: Measured, *, per_device: bool) -> float:
-    """Planned rates differ a little where schedules are drawn: rounded to what was asked for."""
+    """The load of a run, rounded: planned rates differ a little where schedules are drawn."""
     if run.rate is None:
         return float(run.settings.arrivals.rpartition(":")[2])
     return round(run.rate / (run.settings.num_devices if per_device else 1), 3)

@@ -13,7 +13,7 @@ from epd_serve.bench.types import WindowSummary
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """``more``: what stands small behind it; ``is_best``: of its column."""
+    """One cell; ``more``: small text behind its own; ``is_best``, ``is_bad``: within its column."""
 
     text: str
     more: str = ""
@@ -23,7 +23,7 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class _Column:
-    """``best``: min or max of the values, None: there is no better and worse; ``short``: for a terminal."""
+    """One column; ``best``: min or max, None where no value is better; ``short``: its name on a terminal."""
 
     name: str
     short: str

@@ -36,7 +36,7 @@ GOODPUT_SHARE = 0.9
 
 
 def style(position: int) -> dict[str, Any]:
-    """Of the line and markers of one deployment, the same in all plots."""
+    """The style of one deployment's line and markers, the same in all plots."""
     color = color_of(position)
     return {
         "marker": {"color": color, "symbol": SYMBOLS[position % len(SYMBOLS)], "size": 8},

@@ -148,7 +148,7 @@ def planned_and_actual(run: Measured, name: str) -> Figure:
 
 
 def device_use(run: Measured, name: str) -> Figure | None:
-    """How busy the server's devices were; None where nothing was read."""
+    """A plot of the utilisation of the server's devices over time; None where no utilisation was read."""
     samples = [sample for sample in run.samples if sample.phase == "during"]
     names = sorted({device for sample in samples for device, of in sample.devices.items() if _DEVICE_FIGURE in of})
     if not names:
@@ -184,7 +184,7 @@ def device_use(run: Measured, name: str) -> Figure | None:
 
 
 def _bin_width(end: float) -> float:
-    """About forty bins, of a length that is easily read."""
+    """The width in seconds of about forty bins, rounded to a length that is easily read."""
     wanted = max(end, 1.0) / 40
     return next((width for width in (0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0) if width >= wanted), ceil(wanted))
 

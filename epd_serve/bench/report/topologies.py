@@ -159,7 +159,7 @@ def ranks(grid: Grid) -> Figure:
 
 
 def stages(grid: Grid) -> Figure | None:
-    """Mean milliseconds in each stage as the gateway saw it; None where no server told."""
+    """Mean milliseconds in each stage as the gateway saw it; None where no server reported stages."""
     load = grid.telling
     means = {label: of for _, label, run in reversed(grid.at(load)) if (of := _stage_means(run))}
     if not means:
@@ -191,7 +191,7 @@ def stages(grid: Grid) -> Figure | None:
 
 
 def _stage_means(run: Measured) -> dict[str, float]:
-    """In milliseconds, over the requests whose stages are known."""
+    """Mean milliseconds of each stage over the requests whose stages are known."""
     told = [record for record in run.records if record.succeeded and record.stages]
     sums: dict[str, float] = {}
     for record in told:
@@ -201,7 +201,7 @@ def _stage_means(run: Measured) -> dict[str, float]:
 
 
 def _strengths(of: WindowSummary) -> list[float]:
-    """As _AXES; more is better."""
+    """The figures on the axes in _AXES, turned so that more is better."""
     return [
         _inverse(of, "ttft_scheduled", "median"),
         _inverse(of, "tpot", "median"),

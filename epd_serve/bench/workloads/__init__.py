@@ -1,4 +1,4 @@
-"""Where the requests of ``epd-serve bench`` come from."""
+"""Sources of the requests of ``epd-serve bench``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``custom:FILE.jsonl``: requests as a file has them, one a line.
+"""``custom:FILE.jsonl``: requests from a file, one a line.
 
 A line has one of
 
@@ -85,7 +85,7 @@ class Custom:
         return self._output.draw(rng) if given is None else int(given)
 
     def _turns(self, line: Mapping[str, Any]) -> tuple[tuple[Message, ...], ...]:
-        """All of a line that can be wrong is looked at here."""
+        """The turns of a line. All faults that a line can have are found here."""
         check_keys(line, _KEYS)
         for key in ("max_tokens", "output_tokens"):
             if key in line:

@@ -105,7 +105,7 @@ def _numbers(text: str, *, whole: bool) -> Callable[[Random], float]:
 
 
 def _lognormal(mean: float, std: float) -> Callable[[Random], float]:
-    """By mean and standard deviation of the values themselves, not of their logarithms."""
+    """A lognormal distribution with this mean and standard deviation of the values, not of their logarithms."""
     sigma = math.sqrt(math.log1p((std / mean) ** 2))
     mu = math.log(mean) - sigma**2 / 2
     return lambda rng: rng.lognormvariate(mu, sigma)

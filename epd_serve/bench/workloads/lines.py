@@ -11,7 +11,7 @@ import msgspec
 
 
 class LineError(ValueError):
-    """What is wrong in one line."""
+    """A fault in one line of a workload's file; the message says what would be right."""
 
 
 def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -1,4 +1,4 @@
-"""How a workload is written: ``NAME[:FILE][,KEY=VALUE...]``."""
+"""The notation of a workload: ``NAME[:FILE][,KEY=VALUE...]``."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def parse_count(text: str) -> int:
 
 
 def optional(parse: Callable[[str], Value]) -> Callable[[str], Value | None]:
-    """The same with nothing for an empty text."""
+    """Return a parser that gives None for an empty text."""
     return lambda text: parse(text) if text else None
 
 

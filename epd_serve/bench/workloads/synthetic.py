@@ -54,7 +54,7 @@ class _Conversation:
 
 
 class Synthetic:
-    """Endless, or of so many requests. Turns of conversations are mixed with each other.
+    """Generated requests: endless, or a given number. Turns of conversations are mixed with each other.
 
     Settings: text_tokens, output_tokens, system_tokens (the same text before every conversation), image_size,
     images (of the first turn), image_share (of conversations), image_reuse (share of images that were shown
@@ -132,7 +132,10 @@ class Synthetic:
         )
 
     def _conversations(self, seed: int) -> Iterator[_Conversation]:
-        """Their share with images is exact over each block whose length times the share is whole."""
+        """Yield the conversations.
+
+        The share with images is exact over each block whose length times it is whole.
+        """
         for block in count():
             rng = Random(f"{seed}/{self.name}/block{block}")
             numbers = range(block * _BLOCK, (block + 1) * _BLOCK)

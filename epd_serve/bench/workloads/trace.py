@@ -67,7 +67,7 @@ class Trace:
             )
 
     def _text(self, line: _Line, seed: int) -> str:
-        """Blocks are as long as the whole's scale makes them: a prefix that is shared stays shared."""
+        """The prompt of a line. Blocks scale as the whole does, so a prefix that is shared stays shared."""
         words: list[str] = []
         left = self._scaled(line.input_length)
         for hash_id in line.hash_ids:

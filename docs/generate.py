@@ -1,0 +1,133 @@
+"""Writes docs/options.md, docs/cli.md and deploy/schema.json: ``python docs/generate.py``."""
+
+from __future__ import annotations
+
+import json
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Union, get_args, get_origin
+
+import typer
+from pydantic.fields import FieldInfo
+
+from epd_serve.cli import app
+from epd_serve.config import DeploymentConfig, deployment_schema
+from epd_serve.config.applied import Section, applied
+
+ROOT = Path(__file__).parents[1]
+
+OPTIONS = """# Options of a deployment file
+
+Made from the fields of `epd_serve/config` by `python docs/generate.py`. An editor completes and checks them with
+[deploy/schema.json](../deploy/schema.json). [How an option is added](design/options.md).
+
+The column *change* says how an option that is changed reaches a deployment that runs:
+
+| change | |
+|---|---|
+| hot | at once: the gateway takes it over when its file changes, `epd-serve apply` and SIGHUP do it too |
+| rebuild | when instances make their stages anew: `epd-serve apply` has them do it, the processes stay |
+| restart | by other processes: `epd-serve apply` starts them in place of the old ones |
+| anew | stop the deployment and start it from the new file; `epd-serve apply` refuses the file and says why |
+"""
+
+CLI = """# The command line
+
+Made from the commands by `python docs/generate.py`.
+"""
+
+
+def section_of(annotation: Any) -> type[Section] | None:
+    """The section in ``Section``, ``Section | None`` or ``tuple[Section, ...]``."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return annotation
+    if get_origin(annotation) in (Union, types.UnionType, tuple):
+        return next(filter(None, map(section_of, get_args(annotation))), None)
+    return None
+
+
+def options_of(section: type[Section], prefix: str = "") -> Iterator[tuple[str, type[Section], str, FieldInfo]]:
+    """(path, section, name, field) of every option; a list of sections is one, and so are its keys."""
+    for name in sorted(
+        section.model_fields, key=lambda name: name not in section.__annotations__
+    ):  # its own first
+        field = section.model_fields[name]
+        below = section_of(field.annotation)
+        is_list = below is not None and get_origin(field.annotation) is tuple
+        if below is None or is_list:
+            yield prefix + name, section, name, field
+        if below is not None:
+            yield from options_of(below, f"{prefix}{name}{'[]' if is_list else ''}.")
+
+
+def kind(schema: dict[str, Any]) -> str:
+    """What a value may be, in words."""
+    if "enum" in schema or "const" in schema:
+        return " or ".join(f"`{value}`" for value in schema.get("enum", [schema.get("const")]))
+    if "anyOf" in schema:
+        kinds = list(dict.fromkeys(kind(one) for one in schema["anyOf"]))
+        return "bytes, as `64MiB`" if kinds == ["whole number > 0", "text"] else " or ".join(kinds)
+    if "$ref" in schema or "additionalProperties" in schema:
+        return "keys and values"
+    names = {"integer": "whole number", "boolean": "`true` or `false`", "string": "text", "array": "list"}
+    signs = {"exclusiveMinimum": ">", "minimum": "≥", "exclusiveMaximum": "<", "maximum": "≤"}
+    bounds = [f"{sign} {schema[key]:g}" for key, sign in signs.items() if key in schema]
+    return " ".join([names.get(schema["type"], schema["type"]), ", ".join(bounds)]).strip()
+
+
+def cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def options_page() -> str:
+    lines = [OPTIONS, "| option | value | default | change | |", "|---|---|---|---|---|"]
+    change = ""
+    for path, section, name, field in options_of(DeploymentConfig):
+        schema = section.model_json_schema(mode="validation")["properties"][name]
+        default = (
+            ""
+            if field.is_required()
+            else f"`{json.dumps(field.get_default(call_default_factory=True), default=str)}`"
+        )
+        if "[]." not in path:
+            change = applied(field).how
+        row = (f"`{path}`", kind(schema), default, change, field.description or "")
+        lines.append(f"| {' | '.join(map(cell, row))} |")
+    return "\n".join(lines) + "\n"
+
+
+def commands(command: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """(name, command) of each, groups of commands taken apart."""
+    if not hasattr(command, "commands"):
+        yield name, command
+        return
+    for below, one in command.commands.items():
+        yield from commands(one, f"{name} {below}")
+
+
+def cli_page() -> str:
+    lines = [CLI]
+    for name, command in commands(typer.main.get_command(app), "epd-serve"):
+        context = command.make_context(name, [], resilient_parsing=True)
+        lines += [f"## `{name}`", "", " ".join((command.help or "").split()), ""]
+        records = [record for one in command.params if (record := one.get_help_record(context)) is not None]
+        if records:
+            lines += ["| | |", "|---|---|"]
+            lines += [f"| `{cell(flag)}` | {cell(' '.join(words.split()))} |" for flag, words in records]
+            lines.append("")
+    return "\n".join(lines)
+
+
+def pages() -> dict[str, str]:
+    """The text of each generated file, by its path."""
+    return {
+        "docs/options.md": options_page(),
+        "docs/cli.md": cli_page(),
+        "deploy/schema.json": json.dumps(deployment_schema(), indent=2) + "\n",
+    }
+
+
+if __name__ == "__main__":
+    for path, text in pages().items():
+        (ROOT / path).write_text(text, encoding="utf-8")

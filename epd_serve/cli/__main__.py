@@ -1,0 +1,5 @@
+"""``python -m epd_serve.cli``."""
+
+from epd_serve.cli import main
+
+main()

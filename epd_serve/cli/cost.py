@@ -1,0 +1,67 @@
+"""``epd-serve cost``: what is typed and what it means."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from epd_serve.config.sizes import parse_rate
+from epd_serve.cost import economics as eq
+from epd_serve.cost.devices import spec_of
+from epd_serve.cost.estimate import RequestSize, estimate_latency
+from epd_serve.cost.prices import price_of, read_prices
+from epd_serve.cost.report import cost_figures, show_cost
+from epd_serve.cost.shape import shape_of
+
+
+def cost(
+    model: Annotated[str, typer.Argument(help="A model's directory, config.json, or name: llava-1.5-7b ...")],
+    encoder: Annotated[str, typer.Option(help="Device that encodes.")] = "rtx-4090",
+    language: Annotated[str, typer.Option(help="Device that prefills and decodes.")] = "a100",
+    prices: Annotated[Path | None, typer.Option(help="YAML of 'device: price'.")] = None,
+    link: Annotated[str, typer.Option(help="Bandwidth between them, in bytes per second.")] = "25GB/s",
+    vision_tokens: Annotated[int, typer.Option(min=1, help="Of a request's images.")] = 576,
+    text_tokens: Annotated[int, typer.Option(min=0, help="Of its text.")] = 128,
+    output_tokens: Annotated[int, typer.Option(min=1, help="Of its answer.")] = 128,
+    vision_s: Annotated[float | None, typer.Option(min=1e-9, help="Measured seconds of encoding.")] = None,
+    language_s: Annotated[float | None, typer.Option(min=1e-9, help="Measured seconds of the rest.")] = None,
+    rate: Annotated[float, typer.Option(min=1e-6, help="Requests per second to plan for.")] = 10.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """KV against feature bytes over a link, and what cheaper encoders save (HeteroServe, section 4).
+
+    Without measured seconds those of equation 5 come from data sheets.
+    """
+    if (vision_s is None) != (language_s is None):
+        raise ValueError("--vision-s and --language-s belong together: their ratio is what decides")
+    bandwidth = parse_rate(link)
+    if not isinstance(bandwidth, int) or bandwidth <= 0:
+        raise ValueError(f"--link {link}: write bytes per second, as in 25GB/s")
+    shape = shape_of(model)
+    size = RequestSize(
+        num_vision_tokens=vision_tokens, num_text_tokens=text_tokens, num_output_tokens=output_tokens
+    )
+    latency = estimate_latency(
+        shape, size, encoder=spec_of(encoder), language=spec_of(language), link_bytes_per_s=bandwidth
+    )
+    if vision_s is not None and language_s is not None:
+        latency = eq.Latency(vision_s=vision_s, transfer_s=latency.transfer_s, prefill_s=0.0, decode_s=language_s)
+    table = read_prices(prices)
+    figures = cost_figures(
+        shape,
+        size,
+        latency,
+        encoder_price=price_of(encoder, table),
+        language_price=price_of(language, table),
+        bandwidth=bandwidth,
+        rate=rate,
+    )
+    figures["times"] = "measured" if vision_s is not None else "analytic, from data sheets"
+    if as_json:
+        typer.echo(json.dumps(figures, indent=2))
+    else:
+        show_cost(figures, Console(), encoder, language)

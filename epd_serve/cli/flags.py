@@ -1,0 +1,30 @@
+"""Flags that several commands have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from epd_serve.config import DEMO_MODEL
+
+ParentPid = Annotated[
+    int | None, typer.Option(help="End when this process, the starter of this one, ends.", hidden=True)
+]
+Host = Annotated[str | None, typer.Option(help="Address of the gateway; over the file's.")]
+Port = Annotated[
+    int | None, typer.Option(min=0, max=65535, help="Port of the gateway, 0 for a free one; over the file's.")
+]
+
+
+def model_of(name: str) -> str:
+    """Relative to where the user stands, not to the file."""
+    return name if name == DEMO_MODEL else str(Path(name).expanduser().resolve())
+
+
+def tie_to(parent_pid: int | None) -> None:
+    if parent_pid is not None:
+        from epd_serve.lifeline import die_with_parent
+
+        die_with_parent(parent_pid)

@@ -1,0 +1,62 @@
+"""``epd-serve profile``: what is typed and what it means."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+import typer
+
+from epd_serve.errors import needs_native
+
+
+def profile(
+    out: Annotated[Path, typer.Argument(help="The JSON file to write.")],
+    model: Annotated[str, typer.Option(help="'demo' or a transformers model directory.")] = "demo",
+    device: Annotated[str, typer.Option(help="cpu, cuda:0, npu:0 ...")] = "cpu",
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"], typer.Option(help="Number format.")] = "float32",
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
+    clock: Annotated[
+        Literal["wall", "cpu"], typer.Option(help="cpu: CPU time, for a machine that others use too.")
+    ] = "wall",
+    deployments: Annotated[
+        bool,
+        typer.Option(help="Bring up EPD and E-P-D too, for what requests take besides their stages."),
+    ] = True,
+    mooncake: Annotated[
+        bool, typer.Option("--mooncake", help="Measure stages that talk over Mooncake too, by TCP.")
+    ] = False,
+) -> None:
+    """Measure encode, prefill, decode and transfers on a device and fit the costs that 'epd-serve plan' uses."""
+    with needs_native():
+        import torch
+
+        from epd_serve.profiling.contention import stages_beside
+        from epd_serve.profiling.device_profile import GridOptions, profile_device
+    from rich.console import Console
+
+    from epd_serve.config.schema import model_path
+    from epd_serve.profiling.overheads import OverheadOptions, with_overheads
+    from epd_serve.profiling.report import show_profile
+
+    options = GridOptions(
+        model=model_path(model),
+        model_name=model if model == "demo" else Path(model).resolve().name,
+        device=device,
+        dtype=getattr(torch, dtype),
+        threads=threads,
+        clock=clock,
+        mooncake=mooncake,
+    )
+    with Console(stderr=True).status("measuring") as status:
+        result = profile_device(options, lambda text: status.update(f"measuring {text}"))
+        if deployments:
+            pairs = stages_beside(options, lambda text: status.update(f"measuring {text}"))
+            result = msgspec.structs.replace(result, interference_within=pairs)
+            overheads = OverheadOptions(
+                model=model, device=device, dtype=dtype, threads=threads, mooncake=mooncake
+            )
+            result = with_overheads(result, overheads, lambda text: status.update(f"measuring {text}"))
+    out.write_bytes(result.to_json())
+    show_profile(result, Console())

@@ -1,0 +1,58 @@
+"""``epd-serve proxy``: the gateway alone."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from epd_serve.cli.flags import Host, ParentPid, Port, tie_to
+from epd_serve.config import DeploymentConfig, load_config
+from epd_serve.launch.ports import instance_urls, name_and_url
+
+
+def proxy(
+    config: Annotated[Path | None, typer.Option(help="Deployment file; its gateway section is used.")] = None,
+    instance: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=URL", help="An instance; once for each.")
+    ] = None,
+    host: Host = None,
+    port: Port = None,
+    control: Annotated[
+        bool, typer.Option("--control", help="Run the controller of 'elastic'; in one gateway of a deployment.")
+    ] = False,
+    orders: Annotated[Path | None, typer.Option(help="Socket for the launcher's orders.", hidden=True)] = None,
+    parent_pid: ParentPid = None,
+    worker: Annotated[str | None, typer.Option(help="One of gateway.workers.", hidden=True)] = None,
+) -> None:
+    """Run the gateway alone, in front of instances that were started by themselves.
+
+    Without --instance they are taken from the deployment file: as many as its topology has, from its
+    instances.base_port on.
+    """
+    tie_to(parent_pid)
+    from proxy.workers.place import WorkerPlace
+
+    place = WorkerPlace.parse(worker) if worker else None
+    deployment = place.deployment() if place else load_config(config) if config else DeploymentConfig()
+
+    def instances_of(deployment: DeploymentConfig) -> list[tuple[str, str]]:
+        return [name_and_url(text) for text in instance or ()] or instance_urls(deployment)
+
+    instances = instances_of(deployment)
+    names = [name for name, _ in instances]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ValueError(f"instance {', '.join(sorted(twice))} is named twice; names must differ")
+    address = (host or deployment.gateway.host, deployment.gateway.port if port is None else port)
+    if place is None and deployment.gateway.workers > 1:
+        from proxy.workers.parent import run_workers
+
+        raise typer.Exit(run_workers(deployment, *address, sys.argv[1:], reloads=config is not None))
+    from proxy.main import Reread, run_gateway
+
+    reread = Reread(lambda: load_config(config), config, instances_of) if config else None
+    code = run_gateway(deployment, instances, *address, reread, controls=control, place=place, orders=orders)
+    if code:
+        raise typer.Exit(code)

@@ -1,0 +1,17 @@
+"""``epd-serve topology``: a topology in words."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from epd_serve.topology import draw, explain, parse_topology
+
+
+def topology(text: Annotated[str, typer.Argument(help="As in '(E-P)-D'; quote it for the shell.")]) -> None:
+    """Draw a topology and say in plain words what runs where."""
+    parsed = parse_topology(text)
+    typer.echo(f"{parsed}\n\n{draw(parsed)}\n")
+    for sentence in explain(parsed):
+        typer.echo(sentence)

@@ -1,0 +1,47 @@
+"""``epd-serve up``: a deployment on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from epd_serve.cli.flags import Host, Port, model_of
+from epd_serve.config import DeploymentConfig, change_config, load_config
+
+
+def up(
+    file: Annotated[
+        Path | None, typer.Argument(help="Deployment file; without one: the demo model as E-P-D on the CPU.")
+    ] = None,
+    host: Host = None,
+    port: Port = None,
+    topology: Annotated[str | None, typer.Option(help="Over the file's, as in '(E-P)-D'.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Over the file's: 'demo' or a transformers model directory.")
+    ] = None,
+    dry: Annotated[
+        bool, typer.Option("--dry-run", help="Print every command line and its environment; start nothing.")
+    ] = False,
+) -> None:
+    """Start a deployment on this machine and stay until Ctrl-C."""
+    from epd_serve.launch.progress import Terminal
+    from epd_serve.launch.up import run_up
+
+    gateway = {key: value for key, value in (("host", host), ("port", port)) if value is not None}
+    changes: dict[str, Any] = {"gateway": gateway} if gateway else {}
+    if topology is not None:
+        changes["topology"] = topology
+    if model is not None:
+        changes["model"] = model_of(model)
+    config = change_config(load_config(file) if file else DeploymentConfig(), changes)
+    if dry:
+        from epd_serve.launch.dry_run import dry_run
+
+        for line in dry_run(config, file, os.environ):
+            typer.echo(line)
+        return
+    raise typer.Exit(asyncio.run(run_up(config, Terminal())))

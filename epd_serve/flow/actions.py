@@ -1,0 +1,189 @@
+"""Actions that a request's way asks for, to be carried out in their order."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Literal
+
+from msgspec import Struct
+
+from epd_serve.errors import ServeError
+from epd_serve.flow.held import HeldKV
+from epd_serve.flow.tried import Tried
+from epd_serve.protocol.wire import MediaRef
+from epd_serve.routing.policy import Route
+from epd_serve.routing.table import InstanceRecord
+from epd_serve.types import Stage
+
+
+class Wait(Struct, frozen=True, gc=False):
+    """Look again when the table has changed, at ``until_s`` at the latest; None: at once."""
+
+    until_s: float | None = None
+
+
+class Name(Struct, frozen=True, gc=False):
+    """Name the media items under a fingerprint."""
+
+    fingerprint: str
+
+
+#: A try after the first: "again" where the client has nothing yet, else "continued" behind what it has.
+Kind = Literal["again", "continued", "stolen"]
+
+
+class Try(Struct, frozen=True, gc=False):
+    """Another try begins."""
+
+    kind: Kind
+
+
+class CallPrefill(Struct, frozen=True, gc=False):
+    """Send the prompt to P, with the tokens that the client has already.
+
+    Attributes:
+        again: whether the request was sent before, if to others.
+    """
+
+    request_id: str
+    route: Route
+    refs: list[MediaRef]
+    generated: list[int]
+    again: bool
+
+
+class CallMove(Struct, frozen=True, gc=False):
+    """In P's place: have the instance that keeps the answer's KV send it to D."""
+
+    request_id: str
+    route: Route
+    held: HeldKV
+    generated: list[int]
+
+
+class CallDecode(Struct, frozen=True, gc=False):
+    """Tell D to expect the request."""
+
+    request_id: str
+    route: Route
+    again: bool
+
+
+class Encode(Struct, frozen=True, gc=False):
+    """Have an item encoded for P.
+
+    Attributes:
+        patience_s: the encoder is late after it; None: it has all the time it takes.
+        again: another instance has failed the item.
+    """
+
+    item: int
+    ref: MediaRef
+    request_id: str
+    encoder: InstanceRecord
+    prefill: InstanceRecord
+    patience_s: float | None
+    again: bool = False
+
+
+class Forward(Struct, frozen=True, gc=False):
+    """Pass the answer of P or D on to the client as it comes."""
+
+    stage: Stage
+
+
+class HandOver(Struct, frozen=True, gc=False):
+    """P's answer is over: D has the KV. ``moved``: it came from another D."""
+
+    route: Route
+    moved: bool
+
+
+class Listen(Struct, frozen=True, gc=False):
+    """Wait so long for what D has to say."""
+
+    seconds: float
+
+
+class Close(Struct, frozen=True, gc=False):
+    """Close the call to P or D. One whose answer is not at its end is cancelled by it."""
+
+    stage: Stage
+
+
+class CancelEncode(Struct, frozen=True, gc=False):
+    """Close the call to an item's encoder; ``failed``: that has stopped answering."""
+
+    item: int
+    failed: bool = False
+
+
+class Judge(Struct, frozen=True, gc=False):
+    """The request leaves these instances; ``failed`` are those among them that failed it."""
+
+    names: Collection[str]
+    failed: Collection[str] = ()
+
+
+class ReportLost(Struct, frozen=True, gc=False):
+    """The connection to an instance has failed."""
+
+    name: str
+
+
+class ReportLeaving(Struct, frozen=True, gc=False):
+    """An instance says that it takes no more work."""
+
+    name: str
+
+
+class KeepApart(Struct, frozen=True, gc=False):
+    """``caller`` and ``peer`` do not reach each other."""
+
+    caller: InstanceRecord
+    peer: InstanceRecord
+
+
+class FallBack(Struct, frozen=True, gc=False):
+    """The KV of an answer whose instance leaves is lost: the prompt is computed again."""
+
+
+class Done(Struct, frozen=True, gc=False):
+    """The client has the whole answer; ``route`` is None where an instance failed behind its end."""
+
+    route: Route | None
+
+
+class Fail(Struct, frozen=True, gc=False):
+    """Answer with an error."""
+
+    failure: ServeError
+
+
+class SplitUp(Struct, frozen=True, gc=False):
+    """Each choice goes on by itself, behind the tokens of it that the client has; ``tried`` is for all of them."""
+
+    tokens: list[list[int]]
+    tried: Tried
+
+
+#: The last of a request's actions.
+End = Done | Fail | SplitUp
+#: What is to be told of instances.
+Note = Judge | ReportLost | ReportLeaving | KeepApart | FallBack
+Action = (
+    Wait
+    | Name
+    | Try
+    | CallPrefill
+    | CallMove
+    | CallDecode
+    | Encode
+    | Forward
+    | HandOver
+    | Listen
+    | Close
+    | CancelEncode
+    | Note
+    | End
+)

@@ -1,0 +1,130 @@
+"""Events that a request's way is told of. Tokens are none of them: they go past it to the client."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Literal, Protocol
+
+from msgspec import Struct
+
+from epd_serve.errors import ServeError
+from epd_serve.protocol.wire import MediaRef
+from epd_serve.routing.table import InstanceRecord
+from epd_serve.types import Stage
+
+
+class Progress(Protocol):
+    """How far the answer has come at its client, over all instances that gave a part of it."""
+
+    @property
+    def begun(self) -> bool:
+        """Whether the client has anything of it."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether the client has all of it."""
+
+    def tokens_of_each(self) -> list[list[int]] | None:
+        """The ids of all tokens that the client has, by choice; None where they are not known."""
+
+
+class Look(Struct, frozen=True, gc=False):
+    """It is time to look for instances. Clocks are monotonic seconds.
+
+    Attributes:
+        complete_at_s: when there was an instance for each stage last; None: never.
+        avoid: instances that a first try should rather leave alone.
+    """
+
+    now_s: float
+    complete_at_s: float | None = None
+    avoid: Collection[str] = ()
+
+
+class Named(Struct, frozen=True, gc=False):
+    """The media items have their names under P's fingerprint.
+
+    Attributes:
+        refs: in the request's order.
+        params: the field of the request that each came in.
+    """
+
+    refs: list[MediaRef]
+    params: list[str | None]
+
+
+class Opened(Struct, frozen=True, gc=False):
+    """The answer of P or D has begun; ``follows``: P says that the rest of it comes from D."""
+
+    stage: Stage
+    follows: bool = False
+
+
+class Refused(Struct, frozen=True, gc=False):
+    """A call to P or D has failed before its answer began."""
+
+    stage: Stage
+    failure: ServeError
+
+
+class Ended(Struct, frozen=True, gc=False):
+    """The answer of P or D has come to its end, and the client has all of it that there was."""
+
+    stage: Stage
+
+
+class Broke(Struct, frozen=True, gc=False):
+    """The answer of P or D has failed after it began.
+
+    Attributes:
+        kind: "lost": the connection broke; "said": the instance said why, or sent what no instance should;
+            "unreadable": it cannot be passed on.
+    """
+
+    stage: Stage
+    failure: ServeError
+    kind: Literal["lost", "said", "unreadable"]
+
+
+class Encoded(Struct, frozen=True, gc=False):
+    """The feature of an item is stored and announced. Items go by their places in the request."""
+
+    item: int
+
+
+class EncodeFailed(Struct, frozen=True, gc=False):
+    """An encoder has failed an item."""
+
+    item: int
+    failure: ServeError
+
+
+class EncodeLate(Struct, frozen=True, gc=False):
+    """An encoder has had the time that it was given for an item."""
+
+    item: int
+
+
+class Lost(Struct, frozen=True, gc=False):
+    """An instance has stopped answering, though its connections may be open."""
+
+    name: str
+
+
+class Silent(Struct, frozen=True, gc=False):
+    """The instance that may know why another has failed has said nothing in the time that it was given."""
+
+
+class Stolen(Struct, frozen=True, gc=False):
+    """An idle instance takes the request."""
+
+    thief: InstanceRecord
+
+
+class Abandoned(Struct, frozen=True, gc=False):
+    """The client is gone, or the request's time is over."""
+
+
+#: Events of a try whose calls have been made.
+Sent = Opened | Refused | Ended | Broke | Encoded | EncodeFailed | EncodeLate | Lost | Silent | Stolen
+Event = Look | Named | Sent | Abandoned

@@ -1,0 +1,575 @@
+"""One request's way: its tries one after the other, each over P, D and the encoders of its items."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from msgspec import Struct
+
+from epd_serve.errors import (
+    DRAINING,
+    KV_HELD,
+    PEER_UNREACHABLE,
+    REQUEST_ENDED,
+    InstanceFailed,
+    InstanceLost,
+    InstanceUnreachable,
+    InvalidRequest,
+    ServeError,
+    StageTimeout,
+    Unavailable,
+)
+from epd_serve.flow import actions as do
+from epd_serve.flow import events as on
+from epd_serve.flow.encodes import ItemEncode
+from epd_serve.flow.events import Progress
+from epd_serve.flow.failures import blamed, is_planned, leaver, may_help
+from epd_serve.flow.held import HeldKV
+from epd_serve.flow.tried import Suspects, Tried
+from epd_serve.routing.policy import Demand, Policy, Route
+from epd_serve.routing.table import InstanceRecord, InstanceTable
+from epd_serve.types import Stage
+
+_P, _D = Stage.PREFILL, Stage.DECODE
+#: Attempts that ended because an instance left its role, and do not count.
+_MAX_PLANNED = 50
+#: How long D, when P has broken off, may take to say why.
+_LAST_WORDS_S = 0.5
+
+
+class State(StrEnum):
+    """What a request waits for."""
+
+    ROUTING = "instances for its stages"
+    NAMING = "names of its media items"
+    SENT = "P's answer, which begins with the first token"
+    FIRST = "the end of P's answer"
+    BETWEEN = "D's answer"
+    REST = "the end of D's answer"
+    FAILING = "what D has to say on a failure of P"
+    OVER = "nothing"
+
+
+_S = State
+#: Any state may be followed by OVER, and by ROUTING once the request was sent.
+_NEXT: Mapping[State, frozenset[State]] = {
+    _S.ROUTING: frozenset({_S.NAMING, _S.SENT, _S.OVER}),
+    _S.NAMING: frozenset({_S.SENT, _S.OVER}),
+    _S.SENT: frozenset({_S.NAMING, _S.SENT, _S.FIRST, _S.FAILING, _S.ROUTING, _S.OVER}),
+    _S.FIRST: frozenset({_S.BETWEEN, _S.REST, _S.FAILING, _S.ROUTING, _S.OVER}),
+    _S.BETWEEN: frozenset({_S.REST, _S.ROUTING, _S.OVER}),
+    _S.REST: frozenset({_S.ROUTING, _S.OVER}),
+    _S.FAILING: frozenset({_S.ROUTING, _S.OVER}),
+    _S.OVER: frozenset(),
+}
+_UNSENT = (State.ROUTING, State.NAMING, State.OVER)
+
+
+class Fleet(Struct, frozen=True, kw_only=True):
+    """The instances as a request sees them, and how long it bears with them.
+
+    Attributes:
+        max_attempts: of a request, or of each of its choices, the first included.
+        wait_s: how long it waits for an instance where none is left for a stage: from when it lost its own,
+            or from when there was the last one.
+        encode_timeout_s: how long an encoder has for an item; P waits for the feature for twice that.
+    """
+
+    table: InstanceTable
+    policy: Policy
+    max_attempts: int
+    wait_s: float
+    encode_timeout_s: float
+
+
+class Asked(Struct, frozen=True, kw_only=True):
+    """What the way of a request depends on.
+
+    Attributes:
+        has_media: whether it has items that have to be named and encoded.
+        num_choices: of its answer.
+        splits: whether its choices can go on each by itself.
+        generated: tokens that its client has already, of a single choice.
+    """
+
+    id: str
+    model: str
+    demand: Demand
+    has_media: bool = False
+    num_choices: int = 1
+    splits: bool = False
+    generated: list[int] = []
+
+
+@dataclass(slots=True, eq=False)
+class _Attempt:
+    """One try: its calls, and what has become of them.
+
+    Attributes:
+        held: the KV that is moved in place of a prompt's; ``is_moved``: it was.
+        suspects: instances to which the request should not be sent again.
+        is_cut: none of them has failed, but P cannot reach D.
+        follows: the rest of P's answer comes from D.
+        decode: whether D's answer has begun, or why it will not.
+        explained: the failure of P that D may explain.
+        encodes: those under way, by the items' places in the request.
+    """
+
+    route: Route
+    request_id: str
+    held: HeldKV | None = None
+    is_moved: bool = False
+    suspects: set[str] = field(default_factory=set)
+    is_cut: bool = False
+    follows: bool = False
+    decode: ServeError | bool = False
+    explained: on.Refused | on.Broke | None = None
+    encodes: dict[int, ItemEncode] = field(default_factory=dict)
+    open: list[Stage] = field(default_factory=list)
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether it was to move KV and has not."""
+        return self.held is not None and not self.is_moved
+
+
+@dataclass(slots=True, eq=False)
+class RequestFlow:
+    """Told of events by :meth:`tell`, which returns what is to be done.
+
+    Attributes:
+        progress: how far its answer has come.
+        tried: together with the other choices, before each went on by itself.
+        state: what it waits for.
+        thief: the instance that has taken the request.
+    """
+
+    fleet: Fleet
+    asked: Asked
+    progress: Progress
+    tried: Tried | None = None
+    state: State = field(default=State.ROUTING, init=False)
+    thief: InstanceRecord | None = field(default=None, init=False)
+    _tried: Tried = field(init=False)
+    _generated: list[int] = field(init=False)
+    _attempt: _Attempt = field(init=False)
+    _actions: list[do.Action] = field(default_factory=list, init=False)
+    _number: int = field(default=0, init=False)
+    _num_planned: int = field(default=0, init=False)
+    _waits_for: ServeError | None = field(default=None, init=False)  # what is raised where no instance comes
+    _until_s: float = field(default=0.0, init=False)
+    _is_expected: bool = field(default=False, init=False)
+    _left: HeldKV | None = field(default=None, init=False)  # by the last try
+    _was_left: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self._tried = self.tried or Tried(Suspects(self.fleet.table))
+        self._generated = self.asked.generated
+
+    @property
+    def route(self) -> Route:
+        """Of the try under way."""
+        return self._attempt.route
+
+    @property
+    def is_queued(self) -> bool:
+        """Whether it waits for a language model, and for no feature any more, and may be stolen."""
+        return (
+            self.state is State.SENT
+            and not self._attempt.encodes
+            and self.thief is None
+            and self._attempt.held is None
+            and not self._generated
+            and not self.route.prefill.steals
+        )
+
+    @property
+    def model(self) -> str:
+        return self.asked.model
+
+    @property
+    def max_model_len(self) -> int:
+        """Of the smaller instance of its route."""
+        lengths = [one.info.max_model_len for one in (self.route.prefill, self.route.decode) if one.info]
+        return min(lengths, default=0)
+
+    def tell(self, event: on.Event) -> list[do.Action]:
+        """The actions that follow from an event. One that comes too late has none."""
+        actions = self._actions = []
+        kind = type(event)
+        if self.state not in _UNSENT or kind in _BEFORE:
+            _EVENTS[kind](self, event)
+        return actions
+
+    def _abandoned(self, event: on.Abandoned) -> None:
+        if self.state not in _UNSENT:
+            self._close_all()
+        self._enter(State.OVER)
+
+    def _encoded(self, event: on.Encoded) -> None:
+        self._attempt.encodes.pop(event.item, None)
+
+    def _silent(self, event: on.Silent) -> None:
+        if self.state is State.FAILING:
+            self._unexplained()
+
+    def _enter(self, state: State) -> None:
+        assert state in _NEXT[self.state] or state is self.state, f"{self.state} -> {state}"
+        self.state = state
+
+    # ------------------------------------------------------------------ where it goes
+
+    def _look(self, event: on.Look) -> None:
+        if self.state is not State.ROUTING or (route := self._choose(event)) is None:
+            return
+        if self._number == 0:
+            self._go(route)
+            return
+        way = None if self._left is None else self._left.route(route)
+        if way is None and self._was_left:
+            self._actions.append(do.FallBack())
+        held = None if way is None else self._left
+        self._go(way or route, "continued" if self._generated or held else "again", held)
+
+    def _choose(self, event: on.Look) -> Route | None:
+        """Instances that have not failed; None where it waits for them, or has ended."""
+        fleet, model, demand, tried = self.fleet, self.asked.model, self.asked.demand, self._tried
+        table, choose = fleet.table, fleet.policy.choose_route
+        if self._waits_for is None:
+            wait_s, expected_s = fleet.wait_s, 0.0
+            if event.complete_at_s is not None:
+                expected_s = event.complete_at_s + wait_s - event.now_s
+            self._is_expected = expected_s > 0
+            if tried.failure is None:
+                try:
+                    if event.avoid:
+                        with suppress(Unavailable):
+                            return choose(table, model, exclude=event.avoid, demand=demand)
+                    return choose(table, model, demand=demand)
+                except Unavailable as failure:
+                    self._waits_for, self._until_s = failure, event.now_s + expected_s
+            else:
+                self._waits_for, self._until_s = tried.failure, event.now_s + wait_s
+        exclude = tried.suspects.names()
+        try:
+            route = choose(table, model, exclude=exclude, demand=demand)
+            if not route.is_cut:
+                self._waits_for = None
+                return route
+            is_worth_waiting = True
+        except Unavailable:
+            is_worth_waiting = self._is_expected or _may_come(table, model, exclude)
+        if is_worth_waiting and event.now_s < self._until_s:
+            self._actions.append(do.Wait(self._until_s))
+        else:
+            assert self._waits_for is not None
+            self._end(do.Fail(self._waits_for))
+        return None
+
+    def _go(self, route: Route, kind: do.Kind | None = None, held: HeldKV | None = None) -> None:
+        self._number += 1
+        self._attempt = _Attempt(route, f"{self.asked.id}-{self._number}", held)
+        if kind is not None:
+            self._actions.append(do.Try(kind))
+        if self.asked.has_media and held is None:
+            self._enter(State.NAMING)
+            assert route.prefill.info is not None, "a ready instance has said what it is"
+            self._actions.append(do.Name(route.prefill.info.media_fingerprint))
+        else:
+            self._send(_NO_MEDIA)
+
+    def _named(self, event: on.Named) -> None:
+        if self.state is State.NAMING:
+            self._send(event)
+
+    def _send(self, media: on.Named) -> None:
+        """Everything at once: nobody waits for encoders before calling P."""
+        attempt, act, fleet, refs = self._attempt, self._actions.append, self.fleet, media.refs
+        route, request_id = attempt.route, attempt.request_id
+        self._enter(State.SENT)
+        again = self._number > 1 or self.tried is not None
+        distinct = {ref.mm_hash: item for item, ref in enumerate(refs)} if refs else {}
+        items = [refs[item] for item in distinct.values()]
+        encoders = fleet.policy.choose_encoders(fleet.table, route.prefill, items) if items else []
+        if attempt.held is None:
+            act(do.CallPrefill(request_id, route, refs, self._generated, again))
+        else:
+            act(do.CallMove(request_id, route, attempt.held, self._generated))
+        attempt.open.append(_P)
+        if not route.fused:
+            act(do.CallDecode(request_id, route, again))
+            attempt.open.append(_D)
+        for item, encoder in zip(distinct.values(), encoders, strict=True):
+            encode = ItemEncode(refs[item], media.params[item], encoder, fleet.encode_timeout_s)
+            self._encode(item, encode, again=False)
+
+    def _stolen(self, event: on.Stolen) -> None:
+        """All that instances have of it is taken back, and the thief gets the whole request."""
+        assert self.is_queued, "nothing else is stolen, and nothing twice"
+        before, thief = self.route, event.thief
+        self.thief = thief
+        self._close_all()
+        self._actions.append(do.Judge(before.names))
+        work = before.prefill_work + before.decode_work
+        self._go(Route(prefill=thief, decode=thief, prefill_work=work), "stolen")
+
+    # ------------------------------------------------------------------ P and D
+
+    def _opened(self, event: on.Opened) -> None:
+        attempt = self._attempt
+        if event.stage is _D:
+            attempt.decode = True
+            if self.state is State.FAILING:
+                self._unexplained()
+            elif self.state is State.BETWEEN:
+                self._rest()
+        elif self.state is State.SENT:
+            self._enter(State.FIRST)
+            attempt.follows = event.follows
+            if not event.follows:
+                self._close(_D)  # it need not expect the request any more
+            self._actions.append(do.Forward(_P))
+
+    def _ended(self, event: on.Ended) -> None:
+        """What was forwarded has come to its end."""
+        attempt, route = self._attempt, self.route
+        if self.state is State.REST or (self.state is State.FIRST and not attempt.follows):
+            if self.progress.complete:
+                self._close_all()
+                self._end(do.Done(route))
+            else:
+                name = (route.decode if self.state is State.REST else route.prefill).name
+                attempt.suspects.add(name)
+                self._fail(InstanceFailed(f"instance {name} ended its answer before it was complete"))
+        elif self.state is State.FIRST and route.fused:
+            name = route.prefill.name
+            self._fail(InstanceFailed(f"instance {name} left the answer to a decode instance; it has none"))
+        elif self.state is State.FIRST:
+            attempt.is_moved = attempt.held is not None
+            self._actions.append(do.HandOver(route, attempt.is_moved))
+            self._enter(State.BETWEEN)
+            if isinstance(attempt.decode, ServeError):
+                self._failed(_D, attempt.decode)
+            elif attempt.decode:
+                self._rest()
+
+    def _rest(self) -> None:
+        self._enter(State.REST)
+        self._actions.append(do.Forward(_D))
+
+    def _refused(self, event: on.Refused) -> None:
+        attempt, stage, failure = self._attempt, event.stage, event.failure
+        if stage not in attempt.open:
+            return
+        if stage is _P:
+            if self.state is not State.SENT:
+                return
+            if failure.code == REQUEST_ENDED and not self.route.fused and not attempt.decode:
+                self._ask_decode(event)  # which says why
+            else:
+                self._failed(_P, failure)
+        elif self.state is State.FIRST:
+            attempt.decode = failure  # it counts once P's answer is over
+        elif self.state is State.FAILING:
+            self._explain(failure)
+        elif self.state is not State.REST:
+            self._failed(_D, failure)
+
+    def _broke(self, event: on.Broke) -> None:
+        attempt, stage, failure = self._attempt, event.stage, event.failure
+        if self.state is not (State.FIRST if stage is _P else State.REST):
+            return
+        if event.kind == "unreadable":
+            self._fail(failure)
+        elif event.kind == "said":
+            self._blame(leaver(self.route, stage, failure), failure)
+        elif stage is _P and _D in attempt.open and attempt.decode is not True:
+            self._ask_decode(event)  # P is lost, or alive and its hand-over to D has failed
+        else:
+            self._failed(stage, failure)
+
+    def _ask_decode(self, event: on.Refused | on.Broke) -> None:
+        """Raise D's failure in place of P's, where it has one."""
+        self._attempt.explained = event
+        self._enter(State.FAILING)
+        if isinstance(self._attempt.decode, ServeError):
+            self._explain(self._attempt.decode)
+        else:
+            self._actions.append(do.Listen(_LAST_WORDS_S))
+
+    def _explain(self, failure: ServeError) -> None:
+        """D has said why P has failed, unless the connection to P broke and D only waits for it."""
+        was_refused = isinstance(self._attempt.explained, on.Refused)
+        if was_refused or isinstance(failure, InstanceFailed) or is_planned(failure):
+            self._failed(_D, failure)
+        else:
+            self._unexplained()
+
+    def _unexplained(self) -> None:
+        assert self._attempt.explained is not None
+        self._failed(_P, self._attempt.explained.failure)
+
+    def _failed(self, stage: Stage, failure: ServeError) -> None:
+        """The call to P or D has failed."""
+        if isinstance(failure, InstanceLost):
+            self._lose((self.route.prefill if stage is _P else self.route.decode).name)
+            self._fail(failure)
+        else:
+            self._blame(blamed(self.route, stage, failure, moves=self._attempt.held is not None), failure)
+
+    def _lose(self, name: str) -> None:
+        self._actions.append(do.ReportLost(name))
+        self._attempt.suspects.add(name)
+
+    def _blame(self, name: str, failure: ServeError) -> None:
+        """A try has failed at an instance, unless the failure is of P and D together."""
+        if failure.code == PEER_UNREACHABLE:
+            self._attempt.is_cut = True
+            self._actions.append(do.KeepApart(self.route.prefill, self.route.decode))
+        else:
+            self._attempt.suspects.add(name)
+        self._fail(failure)
+
+    def _lost(self, event: on.Lost) -> None:
+        attempt, route, name = self._attempt, self.route, event.name
+        failure = InstanceLost(f"instance {name} has stopped answering")
+        for item in [item for item, encode in attempt.encodes.items() if encode.encoder.name == name]:
+            if item in attempt.encodes:  # else the try has failed
+                self._actions.append(do.CancelEncode(item, failed=True))
+                self._encode_failed(on.EncodeFailed(item, failure))
+        needed = {route.decode.name} if self.state is State.REST else route.names  # then P has nothing of it
+        if self.state not in _UNSENT and name in needed:
+            attempt.suspects.add(name)
+            self._fail(failure)
+
+    # ------------------------------------------------------------------ encoders
+
+    def _encode(self, item: int, encode: ItemEncode, *, again: bool) -> None:
+        attempt, prefill = self._attempt, self.route.prefill
+        attempt.encodes[item] = encode
+        patience_s = None if encode.encoder is prefill else encode.patience_s
+        self._actions.append(
+            do.Encode(item, encode.ref, attempt.request_id, encode.encoder, prefill, patience_s, again)
+        )
+
+    def _encode_late(self, event: on.EncodeLate) -> None:
+        if (encode := self._attempt.encodes.get(event.item)) is not None:
+            late = f"instance {encode.encoder.name} gave no answer in {encode.patience_s:g} s"
+            encode.stalled()
+            self._encode_failed(on.EncodeFailed(event.item, StageTimeout(late)))
+
+    def _encode_failed(self, event: on.EncodeFailed) -> None:
+        item, failure = event.item, event.failure
+        encode = self._attempt.encodes.pop(item, None)
+        if encode is None:
+            return
+        encoder, prefill = encode.encoder, self.route.prefill
+        if isinstance(failure, InstanceLost):
+            self._lose(encoder.name)
+        if failure.code == PEER_UNREACHABLE:
+            self._actions.append(do.KeepApart(encoder, prefill))
+        elif not isinstance(failure, Unavailable | InvalidRequest):
+            self._actions.append(do.Judge((encoder.name,), (encoder.name,)))
+        try:
+            encode.next_encoder(self.fleet.policy, self.fleet.table, prefill, failure)
+        except ServeError as nobody:
+            if is_planned(nobody):  # P leaves its role; else it would encode the item itself
+                self._attempt.suspects.add(prefill.name)
+            if self.state is State.SENT:  # else P has answered, and needs no feature any more
+                self._fail(nobody)
+        else:
+            self._encode(item, encode, again=True)
+
+    # ------------------------------------------------------------------ the end of a try
+
+    def _fail(self, failure: ServeError) -> None:
+        """The try has failed: the next one, or the end."""
+        attempt, tried, names, progress = self._attempt, self._tried, self.route.names, self.progress
+        planned = is_planned(failure)
+        is_innocent = planned or attempt.is_moving or isinstance(failure, Unavailable)
+        self._close_all()
+        self._actions.append(do.Judge(names, () if is_innocent else attempt.suspects))
+        if progress.complete:
+            self._end(do.Done(None))
+            return
+        if not may_help(failure) or not (attempt.suspects & names or attempt.is_cut):
+            self._end(do.Fail(failure))
+            return
+        self._num_planned += planned or attempt.is_moving
+        tried.num_attempts += not (planned or attempt.is_moving) or self._num_planned > _MAX_PLANNED
+        tried.failure = failure
+        if planned:  # for as long as it says so itself
+            self._actions += [do.ReportLeaving(name) for name in attempt.suspects]
+        elif not isinstance(failure, InstanceUnreachable):  # which may be here again the next moment
+            tried.suspects.add(attempt.suspects)
+        tokens, begun, is_one = progress.tokens_of_each(), progress.begun, self.asked.num_choices == 1
+        if tried.num_attempts >= self.fleet.max_attempts:
+            self._end(do.Fail(failure))
+        elif not begun or (tokens is not None and is_one):
+            if tokens is not None and is_one:
+                self._generated = tokens[0]
+            self._keep(failure)
+            self._enter(State.ROUTING)
+            self._actions.append(do.Wait())
+        elif tokens is not None and self.asked.splits:
+            self._end(do.SplitUp(tokens, tried))
+        else:
+            self._end(do.Fail(failure))
+
+    def _keep(self, failure: ServeError) -> None:
+        """What there is left of the try for the next one: the answer's KV, where D leaves and has it still."""
+        attempt, decode = self._attempt, self.route.decode
+        self._left = HeldKV(decode, attempt.request_id) if failure.code == KV_HELD else None
+        leaves = failure.code == KV_HELD or (failure.code == DRAINING and bool(self._generated))
+        self._was_left = attempt.is_moving or (leaves and decode.name in attempt.suspects)
+
+    def _end(self, last: do.End) -> None:
+        self._enter(State.OVER)
+        self._actions.append(last)
+
+    def _close_all(self) -> None:
+        attempt = self._attempt
+        self._actions += [do.CancelEncode(item) for item in attempt.encodes]
+        attempt.encodes.clear()
+        self._close(_P)
+        self._close(_D)
+
+    def _close(self, stage: Stage) -> None:
+        """Take back what P or D was told, unless that was done."""
+        if stage in self._attempt.open:
+            self._attempt.open.remove(stage)
+            self._actions.append(do.Close(stage))
+
+
+_NO_MEDIA = on.Named([], [])
+#: Events that come to a request before it is sent.
+_BEFORE = frozenset({on.Look, on.Named, on.Abandoned})
+_EVENTS: dict[type, Callable[[RequestFlow, Any], None]] = {
+    on.Look: RequestFlow._look,
+    on.Named: RequestFlow._named,
+    on.Opened: RequestFlow._opened,
+    on.Refused: RequestFlow._refused,
+    on.Ended: RequestFlow._ended,
+    on.Broke: RequestFlow._broke,
+    on.Encoded: RequestFlow._encoded,
+    on.EncodeFailed: RequestFlow._encode_failed,
+    on.EncodeLate: RequestFlow._encode_late,
+    on.Lost: RequestFlow._lost,
+    on.Silent: RequestFlow._silent,
+    on.Stolen: RequestFlow._stolen,
+    on.Abandoned: RequestFlow._abandoned,
+}
+
+
+def _may_come(table: InstanceTable, model: str, exclude: Collection[str]) -> bool:
+    """Whether each stage has an instance, or one that is being started."""
+    for stage in (_P, _D):
+        here = [record for record in table if record.covers(stage)]
+        ready = {record.name for record in table.ready(stage, model)}
+        if not ready - set(exclude) and not any(record.name not in ready for record in here):
+            return False
+    return True

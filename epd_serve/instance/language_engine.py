@@ -1,0 +1,275 @@
+"""The stages that need the language model: its weights, its KV, its engine, prefill and decode."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import msgspec
+from torch import Tensor
+
+from epd_serve.cache.block_pool import BlockPool
+from epd_serve.instance.context import InstanceContext
+from epd_serve.instance.decode import DecodeService
+from epd_serve.instance.encode import EncodeService
+from epd_serve.instance.feature_form import FeatureForm
+from epd_serve.instance.feature_inbox import FeatureInbox
+from epd_serve.instance.feature_supply import FeatureSupply
+from epd_serve.instance.kv_delivery import Delivery, PullDelivery, PushDelivery
+from epd_serve.instance.language_weights import LanguageWeights
+from epd_serve.instance.migration import Migrations
+from epd_serve.instance.prefill import PrefillService
+from epd_serve.instance.probe import EngineProbe
+from epd_serve.protocol import wire
+from epd_serve.request import Sequence
+from epd_serve.sched.language import ScheduleOutput
+from epd_serve.transfer.grouping import GroupSizer
+from epd_serve.transfer.kv_sender import KVSender
+from epd_serve.worker.engine import Engine
+from epd_serve.worker.events import EngineEvent, Listeners
+from epd_serve.worker.hooks import EngineHooks
+from epd_serve.worker.kv_memory import block_nbytes
+from epd_serve.worker.runner import LanguageRunner
+from epd_serve.worker.step_loop import KVPush, StepLoop
+
+_ORPHAN_S = 10.0
+
+
+class LanguageEngine(EngineHooks):
+    """Prefill and decode of one instance in one role; call ``start`` next.
+
+    Args:
+        encode: told after each step that the device may have room for an encode.
+    """
+
+    def __init__(self, context: InstanceContext, weights: LanguageWeights, encode: EncodeService) -> None:
+        """Raises ValueError for a model that cannot be served so. Blocks while KV memory and graphs are made."""
+        self._context = context
+        self._encode = encode
+        self.weights = weights
+        self.listeners = Listeners()
+        runner = weights.prepare(context)
+        self._memory, self._layout = weights.memory, weights.layout
+        self.max_model_len = weights.max_model_len
+        context.batching.find_budget(
+            runner,
+            num_blocks=self._memory.num_blocks,
+            num_position_axes=context.family.num_position_axes,
+            max_model_len=self.max_model_len,
+        )
+        self._start_features()
+        self._start_engine(runner)
+        self._start_services()
+
+    def _start_features(self) -> None:
+        context = self._context
+        self.inbox = FeatureInbox(
+            context.options.feature_cache_bytes,
+            context.store.fetch,
+            lambda: self.engine.wake(),
+            form=FeatureForm(
+                dtype=self._layout.dtype,
+                width=self.weights.language.feature_width,
+                num_tokens=context.family.num_image_tokens,
+            ),
+            orphan_s=_ORPHAN_S,
+            clock=time.monotonic,
+        )
+        self.supply = FeatureSupply(
+            self.inbox,
+            context.loop,
+            context.options.feature_prefetch,
+            clock=time.monotonic,
+            wake=lambda: self.engine.wake(),
+            observe=context.metrics.feature_used,
+        )
+
+    def _start_engine(self, runner: LanguageRunner) -> None:
+        context, options, memory = self._context, self._context.options, self._memory
+        group_layers = options.kv_transfer.group_layers
+        fixed = None if group_layers == "auto" else group_layers
+        sizer = GroupSizer(num_layers=self._layout.num_layers, fixed=fixed)
+        self.sender = KVSender(context.transport, memory, sizer, time.monotonic, context.metrics.kv_written)
+        pool = BlockPool(memory.num_blocks, options.tokens_per_block)
+        self.engine = Engine(
+            pool,
+            memory,
+            context.batching.budget,
+            self,
+            eos_token_ids=self.weights.eos_token_ids,
+            sender=self.sender,
+            order=context.batching.order(pool),
+        )
+        self._loop = StepLoop(
+            self.engine,
+            runner,
+            self,
+            push=KVPush(
+                sender=self.sender,
+                mode=options.kv_transfer.mode,
+                num_layers=self._layout.num_layers,
+                block_size=self._layout.block_size,
+                layer_bytes=block_nbytes(self._layout) // self._layout.num_layers,
+                record_event=lambda: context.device.record_event().synchronize,
+            ),
+            runs_ahead=options.runs_ahead,
+        )
+
+    def _start_services(self) -> None:
+        context, options, engine = self._context, self._context.options, self.engine
+        prompts = self.weights.prompts
+        self.prefill = PrefillService(
+            engine,
+            prompts,
+            self.inbox,
+            self._deliver,
+            self._layout,
+            processor=context.processor,
+            timeline=context.metrics.timeline,
+            feature_timeout_s=options.feature_timeout_s,
+            lease_s=options.lease_s,
+            listen=self.listeners.listen,
+            spawn=context.spawn,
+            delivered=context.metrics.kv_delivered,
+            tokens_per_character=lambda: context.rates.tokens_per_character,
+            refusals=context.refusals,
+        )
+        self.migrations = Migrations(
+            options.name,
+            engine,
+            self.sender,
+            self._deliver,
+            self._layout,
+            lease_s=options.lease_s,
+            loop=context.loop,
+            spawn=context.spawn,
+        )
+        self.probe = EngineProbe(engine, context.family.num_position_axes, self.listeners.listen)
+        self.decode = DecodeService(
+            engine,
+            self._memory,
+            prompts.vocabulary,
+            self._layout,
+            transport=context.transport,
+            peers=context.peers,
+            queue_timeout_s=options.queue_timeout_s,
+            orphan_s=_ORPHAN_S,
+            listen=self.listeners.listen,
+            on_read=context.metrics.kv_read,
+            timeline=context.metrics.timeline,
+            compile=lambda grammar: context.processor.run("text", 0.0, prompts.grammars.constraint, grammar),
+        )
+
+    @property
+    def num_parameters(self) -> int:
+        return self.weights.language.num_parameters
+
+    @property
+    def kv_token_bytes(self) -> int:
+        return block_nbytes(self._layout) // self._layout.block_size
+
+    def load(self) -> wire.Load:
+        """The engine's, with what has not come to it yet."""
+        load = self.engine.load()
+        return msgspec.structs.replace(
+            load,
+            num_waiting_tokens=load.num_waiting_tokens + self.prefill.num_preparing_tokens,
+            num_expected=self.decode.num_expected,
+        )
+
+    def start(self) -> None:
+        """Begin to step."""
+        self._loop.start()
+
+    def close(self) -> None:
+        """Stop the engine; the weights stay. Blocks."""
+        self.inbox.close()
+        self._loop.close()
+        self.sender.close()
+
+    def send_away(self, *, begun: bool, late: bool) -> None:
+        """See :meth:`~epd_serve.instance.instance.Instance.send_away`."""
+        self.decode.send_away()
+        if begun:
+            self.migrations.send_away(self.decode.generations | self.prefill.generations, late=late)
+
+    def expire(self) -> None:
+        """End what has waited for too long; to be called now and then, on the event loop."""
+        self.decode.expire()
+        self.migrations.expire()
+        self.inbox.expire()
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the books of all caches balance."""
+        self.engine.check_integrity()
+        self.inbox.check_integrity()
+        self.decode.check_integrity()
+
+    def in_use(self) -> dict[str, int]:
+        """All zero on an idle instance."""
+        load = self.engine.load()
+        return {
+            "blocks": load.total_blocks - load.free_blocks,
+            "sequences": load.num_running + load.num_waiting,
+            "reservations": self.decode.num_reservations,
+            "feature_owners": self.inbox.num_owners,
+            "listeners": len(self.listeners),
+        }
+
+    def _deliver(self, reserve: wire.ReserveRequest, sequence: Sequence, decode_url: str) -> Delivery:
+        context = self._context
+        if context.options.kv_transfer.mode == "pull":
+            return PullDelivery(
+                reserve, decode_url, sequence, self._memory, context.peers, context.pulls, source_url=context.url
+            )
+        return PushDelivery(
+            reserve, decode_url, self.sender, context.peers, abort=self.engine.abort, spawn=context.spawn
+        )
+
+    # ------------------------------------------------------------------ for the engine
+
+    def feature(self, mm_hash: str) -> Tensor | None:
+        return self.supply.take(mm_hash)
+
+    def has_feature(self, mm_hash: str) -> bool:
+        return self.supply.has(mm_hash)
+
+    def feature_starved(self, mm_hash: str) -> None:
+        self.supply.starved(mm_hash)
+
+    def turn(self) -> AbstractContextManager[None]:
+        return self._context.streams.language.step()
+
+    def stepped(self, output: ScheduleOutput, seconds: float) -> None:
+        context = self._context
+        context.metrics.stepped(output, seconds)
+        context.rates.stepped(output, seconds)
+        context.streams.language.stepped(output, seconds, self.engine.num_running)
+        context.batching.stepped(output, seconds)
+        self._encode.reconsider()
+
+    def idle(self) -> None:
+        self._context.streams.language.idle()
+
+    def died(self) -> None:
+        end_process()
+
+    def emit(self, events: list[EngineEvent]) -> None:
+        self._call_on_loop(self.listeners.dispatch, events)
+
+    def freed(self) -> None:
+        self._call_on_loop(self.decode.blocks_freed)
+
+    def _call_on_loop(self, function: Callable[..., None], *arguments: Any) -> None:
+        if not self._context.loop.is_closed():
+            self._context.loop.call_soon_threadsafe(function, *arguments)
+
+
+def end_process() -> None:
+    """An instance is whole or gone: whoever started it starts it again."""
+    logging.shutdown()
+    os._exit(1)

@@ -1,0 +1,123 @@
+"""The language model of an instance, which it keeps from one role to the next: weights, tokenizer, KV memory."""
+
+from __future__ import annotations
+
+from epd_serve.config import decode_graph_sizes
+from epd_serve.instance.context import InstanceContext
+from epd_serve.instance.prompt import PromptProcessor
+from epd_serve.models.generation_config import read_generation_config
+from epd_serve.models.language import LanguageModel
+from epd_serve.protocol import wire
+from epd_serve.transfer.transport import Transport
+from epd_serve.worker.commands import CreateCache
+from epd_serve.worker.followers import Followers
+from epd_serve.worker.kv_memory import KVMemory
+from epd_serve.worker.runner import LanguageRunner
+from epd_serve.worker.sizing import num_kv_blocks
+from epd_serve.worker.step import StepExecutor
+
+
+class LanguageWeights:
+    """Weights and KV of one instance, on all ranks. Making it takes as long as loading the weights.
+
+    Attributes:
+        max_model_len: of a sequence that is alone here.
+    """
+
+    def __init__(self, context: InstanceContext, *, at_once: bool = False) -> None:
+        """Raises ValueError for a model that cannot be served. ``at_once``: see :class:`LanguageModel`."""
+        options, group = context.options, None
+        self.followers: Followers | None = None
+        if len(options.devices) > 1:
+            self.followers = Followers(options, context.dtype)
+            group = self.followers.join(context.device)
+        self.language = LanguageModel(context.path, context.dtype, context.device, group, at_once=at_once)
+        generation = read_generation_config(context.path, context.family.config, options.generation_config)
+        self.eos_token_ids = generation.eos_token_ids
+        self.prompts = PromptProcessor(
+            context.path,
+            context.family,
+            self.language.inner,
+            max_model_len=self.language.max_model_len,
+            block_size=options.tokens_per_block,
+            on_prompt=context.rates.prompted,
+            generation=generation,
+        )
+        self._memory: KVMemory | None = None
+        self._sized_by: tuple[int | None, int | None, int] | None = None
+
+    @property
+    def memory(self) -> KVMemory:
+        assert self._memory is not None, "no KV memory: prepare() comes first"
+        return self._memory
+
+    @property
+    def layout(self) -> wire.KVLayout:
+        return self.memory.layout
+
+    def prepare(self, context: InstanceContext) -> LanguageRunner:
+        """KV memory, and graphs where the role decodes; what there is and fits is kept."""
+        options = context.options
+        sized_by = (options.num_blocks, options.kv_cache_bytes, options.tokens_per_block)
+        if self._memory is None or sized_by != self._sized_by:
+            self.forget(context.transport)
+            self._memory = self._new_memory(context)
+            self._sized_by = sized_by
+        memory = self._memory
+        # a sequence that is alone must be able to reach its end
+        self.max_model_len = self.prompts.max_model_len = min(
+            options.max_model_len or context.family.config.get_text_config().max_position_embeddings,
+            self.language.max_model_len,
+            (memory.num_blocks - 1) * options.tokens_per_block,
+        )
+        create = CreateCache(
+            layout=memory.layout,
+            num_blocks=memory.num_blocks,
+            slab=memory.region,
+            num_position_axes=context.family.num_position_axes,
+            graph_sizes=decode_graph_sizes(options.max_num_seqs) if options.role.decodes else [],
+            max_model_len=self.max_model_len,
+        )
+        if self.followers is not None:
+            self.followers.send(create)
+        return LanguageRunner(
+            StepExecutor.for_cache(self.language, context.device, memory.tensor, create),
+            context.device.ops,
+            block_size=options.tokens_per_block,
+            num_position_axes=context.family.num_position_axes,
+            eos_token_ids=self.eos_token_ids,
+            followers=self.followers,
+        )
+
+    def forget(self, transport: Transport) -> None:
+        """Give the KV memory back. Nobody may be about to write there."""
+        if self._memory is not None:
+            transport.release(self._memory.slab)
+            self._memory = None
+
+    def close(self) -> None:
+        """End the other ranks. Blocks."""
+        if self.followers is not None:
+            self.followers.close()
+
+    def _new_memory(self, context: InstanceContext) -> KVMemory:
+        options, language = context.options, self.language
+        layout = wire.KVLayout(
+            num_layers=language.num_layers,
+            num_kv_heads=language.num_kv_heads,
+            head_dim=language.head_dim,
+            block_size=options.tokens_per_block,
+            dtype=str(context.dtype).removeprefix("torch."),
+            model=context.fingerprint,
+        )
+        free_bytes = context.device.headroom()
+        if self.followers is not None:
+            free_bytes = min(free_bytes, self.followers.wait_joined())
+        return KVMemory(
+            layout,
+            num_kv_blocks(options, layout, context.device.type, free_bytes),
+            context.device,
+            context.transport,
+            heads=language.kv_heads if self.followers else None,
+            followers=self.followers,
+        )

@@ -1,0 +1,67 @@
+"""A model directory is refused with the name of the file that is wrong, before anything loads it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from epd_serve.config.model_files import check_model_files
+from epd_serve.demo import weights_dir
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(weights_dir(), tmp_path / "model"))
+
+
+def cut(model: Path) -> None:
+    file = model / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def cut_in_header(model: Path) -> None:
+    file = model / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:50])
+
+
+def pointer(model: Path) -> None:
+    (model / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n")
+
+
+def sharded(model: Path) -> None:
+    (model / "model.safetensors").rename(model / "model-00001-of-00002.safetensors")
+    weights = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
+
+
+def test_a_model_is_taken(model: Path) -> None:
+    check_model_files(model)
+    (model / "model.safetensors").rename(model / "model-00001-of-00001.safetensors")
+    index = {"weight_map": {"a": "model-00001-of-00001.safetensors"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    check_model_files(model)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda model: (model / "config.json").write_text("{"), r"config\.json: it is no JSON"),
+        (lambda model: (model / "config.json").write_text("[]"), r"config\.json: it must be a JSON object"),
+        (lambda model: (model / "preprocessor_config.json").unlink(), r"no preprocessor_config\.json"),
+        (lambda model: (model / "tokenizer.json").unlink(), r"no tokenizer\.json"),
+        (lambda model: (model / "tokenizer.json").write_text("x"), r"tokenizer\.json: it is no JSON"),
+        (lambda model: (model / "model.safetensors").unlink(), r"model\.safetensors: there is no such file"),
+        (cut, r"model\.safetensors: it has \d+ bytes and by its header \d+"),
+        (cut_in_header, r"model\.safetensors: it is no safetensors file, or was cut short"),
+        (pointer, r"model\.safetensors: it is a Git LFS pointer; run 'git lfs pull' there"),
+        (sharded, r"model-00002-of-00002\.safetensors: there is no such file"),
+    ],
+)
+def test_a_file_that_is_wrong_is_named(model: Path, spoil: Callable[[Path], object], message: str) -> None:
+    spoil(model)
+    with pytest.raises(ValueError, match=message):
+        check_model_files(model)

@@ -1,0 +1,112 @@
+"""No key of a deployment stands in a list of processes, a log, a trace, a page or an error."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+from chat import chat
+from pictures import noise
+
+from epd_serve.config import DeploymentConfig
+from epd_serve.config.keys import hash_key, new_key
+from epd_serve.launch import LocalDeployment
+from epd_serve.launch.ports import free_port
+
+SECRETS = {
+    "plain": "plain-API-key-of-the-file",
+    "alice": new_key()[0],
+    "wrong": new_key()[0],
+    "admin": "the-Admin-key-of-the-file",
+    "cluster": "the-Cluster-key-of-the-file",
+    "huggingface": "hf_ThisIsATokenOfHuggingFace00000",
+    "password": "a-Password-within-a-URL",
+}
+PAGES = (
+    "/docs",
+    "/redoc",
+    "/openapi.json",
+    "/metrics",
+    "/health",
+    "/dashboard",
+    "/v1/models",
+    "/info",
+    "/nowhere",
+    "/instances",
+    "/requests",
+)
+
+
+def places_of_secrets(texts: dict[str, bytes]) -> list[tuple[str, str]]:
+    return [
+        (name, place) for place, text in texts.items() for name, key in SECRETS.items() if key.encode() in text
+    ]
+
+
+async def test_secrets_are_shown_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("admin", "cluster"):
+        (tmp_path / name).write_text(SECRETS[name])
+    monkeypatch.setenv("HF_TOKEN", SECRETS["huggingface"])
+    monkeypatch.setenv("EPD_SERVE_API_KEY", SECRETS["plain"])
+    shown = tmp_path / "shown"
+    admin = free_port("127.0.0.1")
+    config = DeploymentConfig(
+        topology="E-P-D",
+        gateway={
+            "port": 0,
+            "workers": 2,
+            "failover": {"wait_s": 0.5},
+            "api_key": {"env": "EPD_SERVE_API_KEY"},
+            "api_keys": [{"name": "alice", "hash": hash_key(SECRETS["alice"])}],
+            "admin": {"port": admin, "key": {"file": str(tmp_path / "admin")}},
+            "access_log": str(shown / "access.log"),
+        },
+        instances={"base_port": 0, "threads": 1},
+        cluster_key={"file": str(tmp_path / "cluster")},
+        trace=shown / "trace",
+    )
+    texts: dict[str, bytes] = {}
+    async with (
+        LocalDeployment(config, log_dir=shown / "logs", ready_timeout_s=300, control=True) as deployment,
+        httpx.AsyncClient(base_url=deployment.gateway_url, timeout=240) as client,
+    ):
+        instance = deployment.instances["p0"]
+        body = chat("What is this?", noise(1), max_tokens=4)
+        hidden = chat("Hello") | {"messages": [{"role": "user", "content": [
+            {"type": "image_url", "image_url": {"url": f"http://me:{SECRETS['password']}@127.0.0.1:1/x.png"}}
+        ]}]}  # fmt: skip
+        headers = [
+            {},
+            *({"authorization": f"{scheme} {key}"} for key in SECRETS.values() for scheme in ("Bearer", "Basic")),
+        ]
+        answered = 0
+        for number, header in enumerate(headers):
+            for what, sent in (("good", body), ("broken", {"messages": 7}), ("URL", hidden)):
+                answer = await client.post("/v1/chat/completions", json=sent, headers=header)
+                answered += answer.status_code == 200
+                texts[f"{what} {number}"] = answer.content
+            for page in PAGES if number < 4 else ():
+                for where in ("", instance.url, f"http://127.0.0.1:{admin}"):
+                    answer = await client.get(where + page, headers=header, params={"api_key": SECRETS["alice"]})
+                    texts[f"{where}{page} {number}"] = answer.content
+        assert answered == 2, "with the two keys"
+        os.kill(instance.pid, signal.SIGKILL)
+        answer = await client.post(
+            "/v1/chat/completions", json=body, headers={"authorization": f"Bearer {SECRETS['alice']}"}
+        )
+        texts["without P"] = answer.content
+        family = [
+            psutil.Process(process.pid) for process in deployment.processes if psutil.pid_exists(process.pid)
+        ]
+        family += [child for process in family for child in process.children(recursive=True)]
+        for process in family:
+            texts[f"command of {process.pid}"] = " ".join(process.cmdline()).encode()
+    files = [path for path in shown.rglob("*") if path.is_file()]
+    assert {"access.log", "p0.log", "gateway.log"} <= {path.name for path in files}
+    assert any(path.parent.name == "trace" and path.stat().st_size for path in files)
+    texts |= {str(path): path.read_bytes() for path in files}
+    assert places_of_secrets(texts) == []

@@ -1,0 +1,73 @@
+"""Chat templates that look for parts alone, or for strings alone, show the text of every message."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from epd_serve.demo import weights_dir
+from epd_serve.instance.chat_template import ChatTemplate
+from epd_serve.instance.media_literals import MediaLiterals
+from epd_serve.protocol.wire import ChatMessage, Part, PromptOptions
+
+PARTS_ALONE = (
+    "{% for m in messages %}[{{ m['role'] }}]"
+    "{% for p in m['content'] | selectattr('type', 'equalto', 'image') %}<image>{% endfor %}"
+    "{% for p in m['content'] | selectattr('type', 'equalto', 'text') %} {{ p['text'] }}{% endfor %}{% endfor %}"
+)
+STRINGS_ALONE = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}{% endfor %}"
+EITHER = (
+    "{% for m in messages %}[{{ m['role'] }}] {% if m['content'] is string %}{{ m['content'] }}{% else %}"
+    "{% for p in m['content'] %}{{ p['text'] if p['type'] == 'text' else '<image>' }}{% endfor %}{% endif %}"
+    "{% endfor %}"
+)
+NO_SYSTEM = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}" + PARTS_ALONE
+
+
+def template(source: str) -> ChatTemplate:
+    tokenizer: Any = AutoTokenizer.from_pretrained(weights_dir())
+    tokenizer.chat_template = source
+    config: Any = SimpleNamespace(to_dict=dict)
+    return ChatTemplate(tokenizer, Path("m"), MediaLiterals(tokenizer, config))
+
+
+def message(role: str, *texts: str, image: bool = False) -> ChatMessage:
+    parts = [Part(type="text", text=text) for text in texts]
+    return ChatMessage(role=role, content=[Part(type="image")] * image + parts)
+
+
+@pytest.mark.parametrize("source", [PARTS_ALONE, STRINGS_ALONE, EITHER])
+def test_texts_without_pictures_are_shown(source: str) -> None:
+    chat = [
+        message("system", "Be brief."),
+        message("user", "Hi!"),
+        message("assistant", "Yes?"),
+        message("user", "Go"),
+    ]
+    text, _ = template(source).render(chat, PromptOptions())
+    assert text == "[system] Be brief.[user] Hi![assistant] Yes?[user] Go"
+
+
+def test_pictures_and_texts_are_shown_beside_each_other() -> None:
+    chat = [message("user", "What is it?", image=True), message("assistant", "A cat."), message("user", "Sure?")]
+    text, _ = template(PARTS_ALONE).render(chat, PromptOptions())
+    assert text == "[user]<image> What is it?[assistant] A cat.[user] Sure?"
+
+
+def test_a_prompt_about_tools_is_shown() -> None:
+    tools = '[{"type": "function", "function": {"name": "look_up", "parameters": {}}}]'
+    text, _ = template(PARTS_ALONE).render([message("user", "Hi!")], PromptOptions(tools=tools))
+    assert "look_up" in text and text.endswith("[user] Hi!")
+
+
+def test_a_template_that_refuses_a_system_message_takes_parts() -> None:
+    assert template(NO_SYSTEM).render([message("user", "Hi!")], PromptOptions())[0] == "[user] Hi!"
+
+
+def test_a_template_that_shows_no_text_is_refused() -> None:
+    with pytest.raises(ValueError, match="shows no text of a chat"):
+        template("{% for m in messages %}[{{ m['role'] }}]{% endfor %}")

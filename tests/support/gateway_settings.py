@@ -1,0 +1,40 @@
+"""Settings of gateways as a deployment file would have them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from epd_serve.config import DeploymentConfig, change_config
+from epd_serve.config.gateway import AdminConfig
+from proxy.settings import GatewaySettings
+
+#: Beside the keys of the section ``gateway``.
+_OF_THE_FILE = ("cluster_key", "elastic", "instances", "slo", "topology", "trace")
+
+
+def gateway_settings(
+    *,
+    poll_interval_s: float = 0.05,
+    startup_wait_s: float = 60.0,
+    host: str = "127.0.0.1",
+    controls: bool = False,
+    **options: Any,
+) -> GatewaySettings:
+    """``options``: keys of the section ``gateway``, and some of the whole file."""
+    whole = {key: options.pop(key) for key in _OF_THE_FILE if key in options}
+    options["media"] = {"allow_private": True, **options.get("media", {})}
+    settings = GatewaySettings.of(
+        DeploymentConfig.model_validate({**whole, "gateway": options}), host, controls=controls
+    )
+    return replace(settings, poll_interval_s=poll_interval_s, startup_wait_s=startup_wait_s)
+
+
+def changed(settings: GatewaySettings, **options: Any) -> GatewaySettings:
+    """The same gateway after its file was changed."""
+    return GatewaySettings.of(change_config(settings.config, {"gateway": options}), settings.host)
+
+
+def admin_plane(host: str = "127.0.0.1", port: int = 0, key: str | None = None) -> AdminConfig:
+    """An admin plane at a free port."""
+    return AdminConfig.model_construct(host=host, port=port, key=key)
