@@ -10,11 +10,11 @@ from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse
 
 from epd_serve.config import GatewayConfig
-from epd_serve.errors import ModelNotFound, Unavailable
+from epd_serve.errors import InvalidRequest, ModelNotFound, Unavailable
 from epd_serve.metrics.gateway import CONTENT_TYPE, GatewayMetrics, InstanceFigures
 from epd_serve.protocol.wire import InstanceInfo
 from epd_serve.routing.table import InstanceRecord, InstanceTable
-from epd_serve.types import Stage
+from epd_serve.types import Role, Stage
 from proxy.auth import Authenticator, Unauthorized
 from proxy.poller import Poller
 from proxy.workers.crew import Crew
@@ -78,6 +78,8 @@ def health_router(
 ) -> APIRouter:
     """``GET /health``, ``/health/ready`` (the same), ``/health/live`` and ``/metrics``.
 
+    ``/health?role=EPD`` asks for a ready encoder, too.
+
     With ``guard_health`` only holders of an API key see the instances; the status is open to all, for
     load balancers and supervisors. With ``guard_metrics`` /metrics asks for a key; it shows all the crew.
     """
@@ -94,8 +96,12 @@ def health_router(
 
     @router.api_route("/health", methods=_READ)
     @router.api_route("/health/ready", methods=_READ)
-    async def ready(request: Request) -> JSONResponse:
-        missing = table.missing_stages()
+    async def ready(request: Request, role: str = "PD") -> JSONResponse:
+        try:
+            wanted = Role.parse(role).stages
+        except ValueError as error:
+            raise InvalidRequest(str(error), param="role") from None
+        missing = table.missing_stages([stage for stage in Stage if stage in wanted])
         instances = {
             record.name: {
                 "role": str(record.role) if record.role else None,

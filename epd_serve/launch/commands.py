@@ -214,6 +214,8 @@ def gateway_spec(
         command=tuple(command),
         environment=_common(environment),
         url=url_of(config.gateway.host, ports.gateway),
+        # P encodes where no encoder is ready, and would load the tower for it: the first image finds an encoder.
+        first_health="/health?role=EPD" if any(one.role.encodes for one in config.placement()) else "/health",
         stops="first",
         grace_s=config.gateway.shutdown_delay_s + config.gateway.shutdown_grace_s + 1.5,
     )

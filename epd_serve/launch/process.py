@@ -56,6 +56,7 @@ class ProcessSpec:
         label: a few words for the progress display.
         environment: all variables of the process.
         url: base URL of its HTTP server.
+        first_health: path that is asked instead until it is ready for the first time.
         stops: its turn when the deployment ends; the processes of the turns before it have ended by then.
         grace_s: time that it may take to end; None: as others of its turn.
         descriptors: open files that it inherits.
@@ -67,6 +68,7 @@ class ProcessSpec:
     command: tuple[str, ...]
     environment: Mapping[str, str] = field(repr=False)
     url: str
+    first_health: str = "/health"
     stops: Literal["first", "then", "last"] = "then"
     grace_s: float | None = None
     descriptors: tuple[int, ...] = ()
@@ -126,6 +128,7 @@ class ManagedProcess:
     """
 
     __slots__ = (
+        "_health",
         "_hung",
         "_on_change",
         "_process",
@@ -153,6 +156,7 @@ class ManagedProcess:
         self.ready = asyncio.Event()
         self.num_restarts = 0
         self._hung = ""
+        self._health = spec.first_health
         self._start = start
         self._process: RunningProcess | None = None
         self._on_change = on_change
@@ -213,6 +217,7 @@ class ManagedProcess:
                 await self.wait_end()  # its state follows a moment later
                 raise self.death()
         self.ready_after_s = self.elapsed_s
+        self._health = "/health"
         self._enter(ProcessState.READY)
         self.ready.set()
 
@@ -294,7 +299,7 @@ class ManagedProcess:
         """The status of ``GET /health``; 0 where there is no answer, None where nobody listens."""
         try:
             timeout = aiohttp.ClientTimeout(total=timeout_s)
-            async with session.get(f"{self.spec.url}/health", timeout=timeout) as response:
+            async with session.get(f"{self.spec.url}{self._health}", timeout=timeout) as response:
                 return response.status
         except aiohttp.ClientConnectorError:
             return None

@@ -186,9 +186,9 @@ class InstanceTable:
             self._models = self._last_models = found or self._last_models
         return self._models
 
-    def missing_stages(self) -> list[Stage]:
-        """The stages among P and D that no ready instance covers. E is not needed: P can encode in its place."""
-        return [stage for stage in (Stage.PREFILL, Stage.DECODE) if not self.ready(stage)]
+    def missing_stages(self, stages: Iterable[Stage] = (Stage.PREFILL, Stage.DECODE)) -> list[Stage]:
+        """Those of the stages that no ready instance covers. E is not needed: P can encode in its place."""
+        return [stage for stage in stages if not self.ready(stage)]
 
     def lacks_roles(self) -> bool:
         """Whether no known instance covers P, or none covers D."""

@@ -188,8 +188,9 @@ def test_ctrl_c_stops_everything(deployment_file: Path) -> None:
         output = read_until(process, "From Python")
         assert "curl" in output, "what to type next"
         wait_until(lambda: is_up(f"http://127.0.0.1:{port}/health"), "what is ready says so")
+        what = "three instances, the gateway, a decoder, and what forked instances and decoder"
+        wait_until(lambda: len(psutil.Process(process.pid).children(recursive=True)) == 7, what)
         children = psutil.Process(process.pid).children(recursive=True)
-        assert len(children) == 7, "three instances, the gateway, a decoder, and what forked instances and decoder"
         running_s = sum(sum(child.cpu_times()[:2]) for child in (psutil.Process(process.pid), *children))
         stopping = time.monotonic()
         process.send_signal(signal.SIGINT)

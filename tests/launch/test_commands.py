@@ -45,6 +45,9 @@ def test_the_gateway_is_told_its_file_and_stops_first() -> None:
     assert (flag(spec, "--config"), flag(spec, "--host"), flag(spec, "--port")) == ("/run/d.yaml", "0.0.0.0", "80")
     assert spec.url == "http://127.0.0.1:80"
     assert spec.stops == "first"
+    assert spec.first_health == "/health?role=EPD", "or the first images would be encoded by P"
+    text_only = gateway_spec(specs("topology: P-D")[0], Ports(gateway=80, instances=()), Path("/run/d.yaml"), {})
+    assert text_only.first_health == "/health"
 
 
 def test_the_cores_are_divided_among_the_instances(monkeypatch: pytest.MonkeyPatch) -> None:

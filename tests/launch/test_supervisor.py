@@ -1,4 +1,5 @@
 import asyncio
+import dataclasses
 import os
 import signal
 import time
@@ -64,6 +65,20 @@ async def test_a_death_at_the_start_says_which_how_and_why(fakes: Any, tmp_path:
     assert "    no memory for the tower" in str(caught.value)
     assert str(tmp_path / "p0.log") in str(caught.value)
     assert fakes.alive == set()
+
+
+async def test_at_first_more_is_asked_of_a_process_than_when_it_comes_back(fakes: Any, tmp_path: Path) -> None:
+    spec = dataclasses.replace(fakes.spec("gateway", "partly"), first_health="/health?role=EPD")
+    running = Supervisor([spec], tmp_path, backoff=lambda: Backoff(first_s=0.05, limit_s=0.05))
+    try:
+        await running.start()
+        await running.wait_ready(timeout_s=300)
+        assert running.processes[0].elapsed_s >= 0.5
+        os.kill(fakes.pids["gateway"], signal.SIGKILL)
+        await until(lambda: running.processes[0].num_restarts == 1)
+        await running.wait_ready(timeout_s=300)
+    finally:
+        await running.stop()
 
 
 async def test_a_death_after_ready_is_reported_where_nothing_is_restarted(fakes: Any, tmp_path: Path) -> None:

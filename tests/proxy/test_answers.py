@@ -230,3 +230,16 @@ async def test_health_waits_for_prefill_and_decode(start, kit):
     gateway["d0"].info["ready"] = True
     await gateway.until(lambda: gateway.table["d0"].ready)
     assert await gateway.answer(kit.chat()) == (200, kit.WHOLE)
+
+
+async def test_health_waits_for_the_stages_that_it_is_asked_for(start, kit):
+    gateway = await start("e0:E", "p0:P", "d0:D")
+    gateway["e0"].info["ready"] = False
+    await gateway.until(lambda: not gateway.table["e0"].ready)
+    answers = {"": (200, "ready"), "?role=EPD": (503, "waiting for E"), "?role=D": (200, "ready")}
+    for query, (status, says) in answers.items():
+        async with gateway.session.get(f"{gateway.url}/health{query}") as response:
+            assert (response.status, (await response.json())["status"]) == (status, says)
+    async with gateway.session.get(f"{gateway.url}/health?role=EX") as response:
+        assert response.status == 400
+        assert "'X' is no stage" in (await response.json())["error"]["message"]

@@ -27,20 +27,25 @@ PARSERS = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 async def test_a_hostile_body_costs_the_loop_next_to_nothing(name):
-    path, status, text = HOSTILE[name]
+    used = [
+        await _seconds_to_refuse(*HOSTILE[name]) for _ in range(3)
+    ]  # whoever else computes makes single ones slow
+    assert min(on_loop_s for on_loop_s, _ in used) < 0.05
+    assert min(in_all_s for _, in_all_s in used) < 0.5
+
+
+async def _seconds_to_refuse(path, status, text):
+    """CPU seconds of the event loop, and of the process."""
     parse = payloads.parsed_body if path.startswith("/v1/") else payloads.parsed
     body = bytearray(text().encode())
     on_loop_s, in_all_s = time.thread_time(), time.process_time()
-    try:
-        with pytest.raises(InvalidRequest) as refused:
-            parsed = await parse(PARSERS[path], body, "")
-            await parsed.load(_no_picture)
-        assert refused.value.status == status
-        assert len(refused.value.message) < 1000
-    finally:
-        on_loop_s, in_all_s = time.thread_time() - on_loop_s, time.process_time() - in_all_s
-    assert on_loop_s < 0.05
-    assert in_all_s < 0.5
+    with pytest.raises(InvalidRequest) as refused:
+        parsed = await parse(PARSERS[path], body, "")
+        await parsed.load(_no_picture)
+    used = time.thread_time() - on_loop_s, time.process_time() - in_all_s
+    assert refused.value.status == status
+    assert len(refused.value.message) < 1000
+    return used
 
 
 async def _no_picture(sources):
