@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json")
@@ -12,6 +15,7 @@ _INDEX = "model.safetensors.index.json"
 _LFS = b"version https://git-lfs"
 #: The longest header that the format allows.
 _MAX_HEADER_BYTES = 100_000_000
+_OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def check_model_files(path: Path) -> None:
@@ -26,7 +30,7 @@ def check_model_files(path: Path) -> None:
             raise ValueError(f"{path}: there is no {names[0]}, so the model has no {what}; copy it from the model")
         for file in present:
             if file.suffix == ".json":
-                _read_json(file)
+                _read_json(file, _OBJECT.decode)  # a tokenizer has megabytes
     if (path / _INDEX).is_file():
         weights = _read_json(path / _INDEX).get("weight_map")
         if not isinstance(weights, dict):
@@ -38,9 +42,9 @@ def check_model_files(path: Path) -> None:
         _check_safetensors(file)
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def _read_json(file: Path, parse: Callable[[bytes], Any] = json.loads) -> dict[str, Any]:
     try:
-        content = json.loads(file.read_bytes())
+        content = parse(file.read_bytes())
     except OSError as error:
         raise ValueError(f"{file}: it cannot be read: {error.strerror}") from error
     except ValueError as error:

@@ -20,7 +20,22 @@ MAX_ENUM_VALUES = 1000
 MAX_JOINED_PATTERNS = 8
 #: Keywords that join schemas or do not restrict a value.
 _SAYING_NOTHING = frozenset(
-    ("allOf", "$ref", "$defs", "definitions", "$schema", "$id", "$comment", "title", "description", "default")
+    (
+        "allOf",
+        "$ref",
+        "$defs",
+        "definitions",
+        "$schema",
+        "$id",
+        "$comment",
+        "title",
+        "description",
+        "default",
+        "examples",
+        "deprecated",
+        "readOnly",
+        "writeOnly",
+    )
 )
 #: Characters of a regular expression.
 MAX_REGEX = 65_536

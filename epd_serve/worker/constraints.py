@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence as AbstractSequence
 from typing import Protocol
 
@@ -16,7 +15,6 @@ from epd_serve.types import SamplingParams
 
 _MASKED = float("-inf")
 _BITS = 32
-_MAX_KEPT = 64
 
 
 class Constraint(Protocol):
@@ -48,14 +46,14 @@ def restrict(scores: Tensor, sequences: AbstractSequence[Sequence]) -> None:
     """Apply the requests' restrictions to ``scores`` [len(sequences), vocab], float32, in place."""
     vocab = scores.shape[-1]
     masks: list[tuple[int, NDArray[np.int32]]] = []
+    allowed = _allowed_masks.of(sequences, scores)
     for i, sequence in enumerate(sequences):
         sampling = sequence.sampling
         if sampling.logit_bias:
             biases = {token: bias for token, bias in sampling.logit_bias.items() if token < vocab}
             scores[i, _ids(scores, biases)] += torch.tensor(list(biases.values()), device=scores.device)
-        if sampling.allowed_token_ids:
-            allowed = _allowed.mask(sampling.allowed_token_ids, scores)
-            scores[i].masked_fill_(~allowed, _MASKED)
+        if i in allowed:
+            scores[i].masked_fill_(~allowed[i], _MASKED)
         if banned := _banned(sampling, sequence.output_ids, vocab):
             scores[i, _ids(scores, banned)] = _MASKED
         if sequence.constraint is not None:
@@ -64,26 +62,35 @@ def restrict(scores: Tensor, sequences: AbstractSequence[Sequence]) -> None:
         _mask(scores, masks)
 
 
-class _AllowedTokens:
-    """Masks of allowed tokens on the device, as a list may have the whole vocabulary and serves every step."""
+class _AllowedMasks:
+    """Masks of allowed tokens, kept from step to step, as a list may have the whole vocabulary."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[int, tuple[tuple[int, ...], Tensor]] = OrderedDict()
+        self._kept: dict[int, tuple[tuple[int, ...], Tensor]] = {}
 
-    def mask(self, token_ids: tuple[int, ...], scores: Tensor) -> Tensor:
-        """A mask [vocab] that is true for the ids. ``token_ids`` is kept with it, so that its id is no other's."""
-        kept, place = self._kept.get(id(token_ids)), (scores.shape[-1], scores.device)
-        if kept is None or (kept[1].shape[0], kept[1].device) != place:
-            mask = torch.zeros(scores.shape[-1], dtype=torch.bool)
-            ids = torch.tensor(token_ids, dtype=torch.long)
-            mask[ids[ids < len(mask)]] = True
-            kept = self._kept[id(token_ids)] = (token_ids, mask.to(scores.device))
-            if len(self._kept) > _MAX_KEPT:
-                self._kept.popitem(last=False)
-        return kept[1]
+    def of(self, sequences: AbstractSequence[Sequence], scores: Tensor) -> dict[int, Tensor]:
+        """Return masks [vocab], true for allowed tokens, by the sequence's place; drop those of the last step."""
+        masks: dict[int, Tensor] = {}
+        kept: dict[int, tuple[tuple[int, ...], Tensor]] = {}
+        for i, sequence in enumerate(sequences):
+            if token_ids := sequence.sampling.allowed_token_ids:
+                own = kept.get(id(token_ids)) or self._kept.get(id(token_ids))
+                if own is None or (own[1].shape[0], own[1].device) != (scores.shape[-1], scores.device):
+                    own = token_ids, _mask_of(token_ids, scores)
+                kept[id(token_ids)] = own  # with the ids themselves, so that their id is no other's
+                masks[i] = own[1]
+        self._kept = kept
+        return masks
 
 
-_allowed = _AllowedTokens()
+_allowed_masks = _AllowedMasks()
+
+
+def _mask_of(token_ids: tuple[int, ...], scores: Tensor) -> Tensor:
+    mask = torch.zeros(scores.shape[-1], dtype=torch.bool)
+    ids = torch.tensor(token_ids, dtype=torch.long)
+    mask[ids[ids < len(mask)]] = True
+    return mask.to(scores.device)
 
 
 def _banned(sampling: SamplingParams, output_ids: list[int], vocab: int) -> list[int]:

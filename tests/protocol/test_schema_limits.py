@@ -41,7 +41,7 @@ def test_patterns_that_may_have_to_match_one_string_are_few(schema: dict[str, An
         {"allOf": PATTERNS[:-1]},
         {"type": "object", "properties": {str(i): one for i, one in enumerate(PATTERNS * 10)}},
         {
-            "properties": {str(i): {"$ref": f"#/$defs/{i}", "description": "as defined"} for i in range(9)},
+            "properties": {str(i): {"$ref": f"#/$defs/{i}", "title": "a", "examples": ["b"]} for i in range(9)},
             "$defs": {str(i): one for i, one in enumerate(PATTERNS)},
         },
         {
