@@ -188,7 +188,7 @@ class Sequence:
             self.output_ids.append(token_id)
 
     def finish_reason(self, token_id: int, count: int, eos_token_ids: frozenset[int]) -> FinishReason | None:
-        """Why generation ends with ``token_id`` as the ``count``-th output token; None where it goes on."""
+        """Say why generation ends with ``token_id`` as the ``count``-th output token; None where it goes on."""
         if count >= self.sampling.min_tokens:
             if token_id in eos_token_ids and not self.sampling.ignore_eos:
                 return "stop"

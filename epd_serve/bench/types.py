@@ -88,7 +88,7 @@ class Workload(Protocol):
 
 
 class Failure(StrEnum):
-    """Why a request counts as failed."""
+    """The reason for which a request counts as failed."""
 
     CONNECT = "connect"  # no connection
     CONNECTION_LOST = "connection_lost"  # it ended before an answer began

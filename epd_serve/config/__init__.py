@@ -1,4 +1,4 @@
-"""What a deployment is made of: the YAML schema, its loader, and the options of one instance."""
+"""The configuration of a deployment: the YAML schema, its loader, and the options of one instance."""
 
 from epd_serve.config.gateway import GatewayConfig, MediaConfig
 from epd_serve.config.load import ConfigError, change_config, load_config, parse_config

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Applied:
-    """How a change is applied.
+    """The way in which a change is applied.
 
     Attributes:
         how: ``hot``: at once. ``rebuild``: when an instance makes its stages anew, which apply has it do.
@@ -62,7 +62,7 @@ _PLACE = Applied(how="place")
 
 
 def applied(field: FieldInfo) -> Applied:
-    """How a change of a field is applied that is no section itself."""
+    """Return the way in which a change of a field is applied that is no section itself."""
     return next((one for one in field.metadata if isinstance(one, Applied)), _PLACE)
 
 

@@ -14,7 +14,7 @@ RoleName = Literal["E", "P", "D", "EP", "ED", "PD", "EPD"]
 
 
 class HookConfig(Section):
-    """Who is told that the controller wants more or fewer instances, or that the workload has drifted.
+    """A program that is told that the controller wants more or fewer instances, or that the workload has drifted.
 
     A JSON object with ``event`` ("more", "fewer", "drift" or "plan"), ``role`` and ``reason`` is what it gets, of
     a plan also the deployment file, as ``plan``.

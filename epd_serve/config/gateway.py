@@ -35,8 +35,11 @@ PositiveNumber = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class SecretSource(BaseModel):
-    """Where a secret is read at the gateway's start, so that it need not stand in the deployment file: the name of
-    an environment variable, or a file, relative to the deployment's. Blanks around the secret do not count."""
+    """A place of a secret, read at the gateway's start: it need not stand in the deployment file.
+
+    It is the name of an environment variable, or a file, relative to the deployment's. Blanks around the secret
+    do not count.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -120,7 +123,7 @@ def _check_hash(text: str) -> str:
 
 
 class KeyLimits(Section):
-    """What the holder of an API key may use."""
+    """Limits of the holder of an API key."""
 
     requests_per_s: PositiveNumber | None = Field(default=None, description="null: no limit.")
     burst: int | None = Field(
@@ -173,7 +176,7 @@ class AdminConfig(Section):
 
 
 def check_admin_key(admin: AdminConfig) -> None:
-    """Of a deployment with a cluster key. Raises ValueError."""
+    """Check that a deployment with a cluster key has an admin key. Raises ValueError."""
     if admin.port is not None and admin.key is None:
         raise ValueError(
             "cluster_key keeps others away from the instances, and the admin plane commands them: "
@@ -201,7 +204,7 @@ def _check_origins(origins: tuple[str, ...]) -> tuple[str, ...]:
 
 
 class MediaConfig(Section):
-    """What the gateway accepts as images and where it may fetch them."""
+    """The images that the gateway accepts and the places from which it may fetch them."""
 
     max_pixels: Hot[int] = Field(default=32 * 1024**2, gt=0, description="Largest image, in pixels.")
     max_bytes: Hot[Bytes] = Field(default=32 * 1024**2, description="Largest image file.")

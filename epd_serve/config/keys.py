@@ -40,12 +40,12 @@ def check_cluster_key(key: str, where: str) -> str:
 
 
 def cluster_key() -> str | None:
-    """What an instance asks of its callers, and sends to others; None: nothing. Raises ValueError."""
+    """Return the key that instances ask of their callers and send to others; None: none. Raises ValueError."""
     key = os.environ.get(CLUSTER_KEY, "").strip()
     return check_cluster_key(key, f"the environment variable {CLUSTER_KEY}") if key else None
 
 
 def admin_headers() -> dict[str, str]:
-    """What a call to an admin plane takes along, where its key is known."""
+    """Return the headers of a call to an admin plane, where its key is known."""
     key = os.environ.get(ADMIN_KEY, "").strip()
     return {"authorization": f"Bearer {key}"} if key else {}

@@ -162,7 +162,7 @@ def _problem(fault: ErrorDetails, location: Location) -> str:
 
 
 def _unknown_key(key: str, parent: Location) -> str:
-    """Which key was meant: one spelt alike in the same place, the same one elsewhere, or any of these."""
+    """Suggest the key that was meant: one spelt alike in the same place, the same one elsewhere, or any."""
     known = list(_keys_at(parent))
     if alike := difflib.get_close_matches(key, known, n=1):
         return f"unknown key; did you mean {alike[0]!r}?"

@@ -1,4 +1,4 @@
-"""How the gateway deals with instances that fail: sections of the deployment file."""
+"""The gateway's dealing with instances that fail: sections of the deployment file."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ InstanceUrl = Annotated[str, AfterValidator(_check_url)]
 
 
 class FailoverConfig(Section):
-    """What a request may try that lost an instance."""
+    """The tries of a request that lost an instance."""
 
     max_attempts: Hot[int] = Field(
         default=5,
@@ -54,7 +54,7 @@ class FailoverConfig(Section):
 
 
 class HealthConfig(Section):
-    """How the gateway watches its instances."""
+    """The gateway's watch over its instances."""
 
     probe_interval_s: Hot[Seconds | None] = Field(
         default=3.0,

@@ -1,4 +1,4 @@
-"""What the instances of a local deployment find in a directory of their own: settings by role, the role wanted."""
+"""The directory of a local deployment in which instances find settings by role and the role wanted."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def with_settings(options: InstanceOptions, role: Role, settings: InstanceSettin
 
 
 def rebuilt(options: InstanceOptions, role: Role, settings: InstanceSettings) -> InstanceOptions:
-    """Those of the same process: it takes over what a rebuild applies, and keeps the rest until its end."""
+    """Return the options after a rebuild, which applies some changes; the process keeps the rest."""
     return options.model_copy(update={"role": role, **taken_over(options, settings, "rebuild", InstanceSettings)})
 
 

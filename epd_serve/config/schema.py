@@ -277,7 +277,7 @@ class DeploymentConfig(SharedConfig):
 
     @property
     def model_name(self) -> str:
-        """What clients call the model."""
+        """The name by which clients call the model."""
         return self.served_model_name or (
             DEMO_MODEL if self.model == DEMO_MODEL else Path(self.model).resolve().name
         )

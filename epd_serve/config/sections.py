@@ -34,7 +34,7 @@ def _check_group_layers(value: object) -> object:
 
 
 class KVTransferConfig(Section):
-    """How the KV cache moves from prefill to decode."""
+    """The KV cache's move from prefill to decode."""
 
     transport: Restart[Literal["auto", "shm", "tcp", "mooncake"]] = Field(
         default="auto", description="auto: shared memory on one host, else TCP. mooncake: its Transfer Engine."
@@ -70,7 +70,7 @@ class SLOConfig(Section):
 
 
 class BatchingConfig(Section):
-    """How work is put together into steps."""
+    """The work that is put together into steps."""
 
     policy: Rebuild[BatchingPolicy] = Field(
         default="stage-level",
@@ -142,7 +142,7 @@ class MooncakeConfig(Section):
 
 
 class SharedConfig(Section):
-    """What all processes of a deployment have in common."""
+    """Settings that all processes of a deployment have in common."""
 
     dtype: Anew[Literal["auto", "float32", "bfloat16", "float16"]] = Field(
         default="float32", description="Of weights and computation; auto: the model's own."
@@ -167,7 +167,7 @@ class SharedConfig(Section):
 
 
 class InstanceSettings(Section):
-    """What can be set for all instances, and for those of one role."""
+    """Settings of all instances, or of those of one role."""
 
     threads: Pinned[int | None] = Field(
         default=None,

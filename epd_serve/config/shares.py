@@ -1,4 +1,4 @@
-"""Which part of a device each of the instances on it keeps to."""
+"""The part of a device to which each of the instances on it keeps."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from epd_serve.topology import InstancePlacement
 
 
 class StealingConfig(Section):
-    """How instances with ``steals: true`` take requests from the others' queue (HeteroServe, section 5.3)."""
+    """Instances with ``steals: true`` take requests from the others' queue (HeteroServe, section 5.3)."""
 
     threshold: Anew[int] = Field(
         default=16,

@@ -95,7 +95,7 @@ class VllmConfig(Section):
 def connectors(
     placement: Iterable[InstancePlacement], vllm: VllmConfig
 ) -> tuple[FeatureConnector | None, KVConnector | None]:
-    """Those that a deployment uses: as the file says, else by the devices; None where nothing is handed on."""
+    """Return a deployment's connectors: as the file says, else by the devices; None: nothing is handed on."""
     placement = tuple(placement)
     kinds = {device.partition(":")[0] for one in placement for device in one.devices}
     features = vllm.features or ("file" if "npu" in kinds else "store")

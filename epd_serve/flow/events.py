@@ -14,7 +14,7 @@ from epd_serve.types import Stage
 
 
 class Progress(Protocol):
-    """How far the answer has come at its client, over all instances that gave a part of it."""
+    """The part of the answer that its client has, over all instances that gave some of it."""
 
     @property
     def begun(self) -> bool:

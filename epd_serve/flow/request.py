@@ -42,7 +42,7 @@ _LAST_WORDS_S = 0.5
 
 
 class State(StrEnum):
-    """What a request waits for."""
+    """The thing for which a request waits."""
 
     ROUTING = "instances for its stages"
     NAMING = "names of its media items"
@@ -87,7 +87,7 @@ class Fleet(Struct, frozen=True, kw_only=True):
 
 
 class Asked(Struct, frozen=True, kw_only=True):
-    """What the way of a request depends on.
+    """The properties of a request on which its way depends.
 
     Attributes:
         has_media: whether it has items that have to be named and encoded.
@@ -172,7 +172,7 @@ class RequestFlow:
 
     @property
     def route(self) -> Route:
-        """Of the try under way."""
+        """The route of the try under way."""
         return self._attempt.route
 
     @property
@@ -193,7 +193,7 @@ class RequestFlow:
 
     @property
     def max_model_len(self) -> int:
-        """Of the smaller instance of its route."""
+        """The shorter context of the two instances of the route."""
         lengths = [one.info.max_model_len for one in (self.route.prefill, self.route.decode) if one.info]
         return min(lengths, default=0)
 
@@ -335,7 +335,7 @@ class RequestFlow:
             self._actions.append(do.Forward(_P))
 
     def _ended(self, event: on.Ended) -> None:
-        """What was forwarded has come to its end."""
+        """Take note that the forwarded answer has come to its end."""
         attempt, route = self._attempt, self.route
         if self.state is State.REST or (self.state is State.FIRST and not attempt.follows):
             if self.progress.complete:
@@ -521,7 +521,7 @@ class RequestFlow:
             self._end(do.Fail(failure))
 
     def _keep(self, failure: ServeError) -> None:
-        """What there is left of the try for the next one: the answer's KV, where D leaves and has it still."""
+        """Keep for the next try the answer's KV, where D leaves and has it still."""
         attempt, decode = self._attempt, self.route.decode
         self._left = HeldKV(decode, attempt.request_id) if failure.code == KV_HELD else None
         leaves = failure.code == KV_HELD or (failure.code == DRAINING and bool(self._generated))

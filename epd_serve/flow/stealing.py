@@ -68,7 +68,7 @@ class StealQueue(Generic[R]):
                     yield run, thief
 
     def _last_for(self, model: str, thief: InstanceRecord) -> R | None:
-        """What would wait longest of those that a thief has room for: the first ones may be computed already."""
+        """Return the last requests for which a thief has room: the first ones may be computed already."""
         longest = 0 if thief.info is None else thief.info.max_model_len
         for run in reversed(self.queued):
             flow = run.flow

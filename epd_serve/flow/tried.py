@@ -35,7 +35,7 @@ class Suspects:
 
 @dataclass(slots=True)
 class Tried:
-    """What a request has tried so far; each of its choices that goes on by itself goes on from there.
+    """The tries of a request so far; each of its choices that goes on by itself goes on from there.
 
     Attributes:
         num_attempts: that count.

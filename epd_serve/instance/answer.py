@@ -93,7 +93,7 @@ class Answer:
 
     @property
     def unsent_logprobs(self) -> dict[int, TokenLogprob]:
-        """What another instance that goes on must :meth:`learn`."""
+        """The log-probabilities that another instance that goes on must :meth:`learn`."""
         tokens = self._choices[0].untold(self.options.stream)
         unsent = {token.index: token.logprob for token in tokens if token.logprob is not None}
         return unsent if self.options.stream else {**self._logprobs, **unsent}
@@ -131,7 +131,7 @@ class Answer:
         return frames.pack(index, () if self._is_empty else (token_id,), event)
 
     def end(self) -> bytes:
-        """What follows the last token: the frame of usage and ``[DONE]``, or the whole answer."""
+        """Return the end behind the last token: the frame of usage and ``[DONE]``, or the whole answer."""
         if self.options.stream:
             usage = chunks.usage_event(self.options, self.usage) if self.options.include_usage else b""
             return frames.pack(frames.END, (), usage + chunks.DONE)
@@ -226,7 +226,7 @@ class _Choice:
 
     @property
     def text(self) -> str:
-        """What is certain of the content, behind the prompt where that is repeated."""
+        """The content as far as it is certain, behind the prompt where that is repeated."""
         return self.echo + self._content
 
     @property

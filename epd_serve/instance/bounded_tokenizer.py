@@ -42,7 +42,7 @@ _KNOWN_SPLITS = frozenset((_WORDS % r"\p{N}{1,3}", _WORDS % r"\p{N}"))
 
 
 def _nobody() -> None:
-    """Of a caller who always waits."""
+    """Never raise: a caller's default, who always waits."""
 
 
 class BoundedTokenizer:
@@ -196,7 +196,7 @@ def _ends_at_words(steps: list[dict[str, Any]]) -> bool:
 
 
 def _affixes(tokenizer: Any) -> tuple[list[int], list[int]] | None:
-    """What the tokenizer adds before and behind each text; None where it does anything else."""
+    """Return the tokens that are added before and behind each text; None where anything else is done."""
     plain = tokenizer.encode("a", add_special_tokens=False)
     whole = tokenizer.encode("a", add_special_tokens=True)
     for start in range(len(whole) - len(plain) + 1):

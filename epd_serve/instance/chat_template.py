@@ -79,7 +79,7 @@ class ChatTemplate:
 
     @cached_property
     def _taken_names(self) -> frozenset[str]:
-        """What a request must not set in the template."""
+        """Return the names that a request must not set in the template."""
         parameters = inspect.signature(self._tokenizer.apply_chat_template).parameters
         return frozenset((*parameters, "messages", "tools", *self._tokenizer.special_tokens_map))
 

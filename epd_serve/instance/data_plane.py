@@ -1,4 +1,4 @@
-"""Which transport and which feature store an instance has."""
+"""The transport and the feature store of an instance."""
 
 from __future__ import annotations
 

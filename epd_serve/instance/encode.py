@@ -311,7 +311,7 @@ class EncodeService:
                 self._waiting.remove(item)
 
     async def _prepared(self, media: bytes, ref: MediaRef, *, is_own: bool = False) -> tuple[TowerInputs, float]:
-        """What the tower takes, and when this began. ``is_own``: of an item that this instance itself needs."""
+        """Return the tower's inputs, and when this began. ``is_own``: this instance itself needs the item."""
         size = ref.width, ref.height
         timeout_s = self._feature_timeout_s * (_OWN_PART if is_own else _PART)
         async with self._processor.place("media", size[0] * size[1] * S_PER_PIXEL, timeout_s) as place:
@@ -336,7 +336,7 @@ class EncodeService:
                 self._in_tower = frozenset()
 
     def _next_batch(self) -> list[_Item]:
-        """What may start now of what waits."""
+        """Return the waiting items that may start now."""
         budget = self._budget
         try:
             if not (self._may_start() and self._stream.may_start(self._waiting[0].num_pixels)):

@@ -1,4 +1,4 @@
-"""What a feature must look like before a model may be given it."""
+"""The form that a feature must have before a model may be given it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine sees of the features: which are here, which could be, and what their transfer cost it."""
+"""An engine's view of the features: which are here, which could be, and what their transfer cost it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MAX_UNUSED = 4096
 
 
 class Inbox(Protocol):
-    """Of :class:`~epd_serve.instance.feature_inbox.FeatureInbox`."""
+    """The part of :class:`~epd_serve.instance.feature_inbox.FeatureInbox` that is used here."""
 
     def get(self, mm_hash: str) -> Tensor | None: ...
 

@@ -246,7 +246,7 @@ class Instance:
         await asyncio.gather(*checks)
 
     def info(self) -> wire.InstanceInfo:
-        """What the instance is and does. Raises Unavailable while it is loading."""
+        """Describe the instance, and its work. Raises Unavailable while it is loading."""
         self.check_started()
         return in_present_role(
             self._identity,
@@ -278,7 +278,7 @@ class Instance:
             self.language.check_integrity()
 
     def in_use(self) -> dict[str, int]:
-        """What is held, by kind; all zero on an idle instance."""
+        """Count the things that are held, by kind; all zero on an idle instance."""
         in_use = {
             "calls": len(self.refusals),
             "features_held": self._store.num_owners,
@@ -311,7 +311,7 @@ class Instance:
         return self._stages("decode", self.options.role.decodes).decode
 
     def features(self) -> FeatureSupply:
-        """What the prefill stage has features from, likewise."""
+        """Return the source of the prefill stage's features, likewise."""
         return self._stages("prefill", self.options.role.prefills).supply
 
     def _stages(self, what: str, has_it: bool) -> LanguageEngine:

@@ -64,7 +64,7 @@ class Joining:
             await self._gateway.close()
 
     async def _renew(self) -> tuple[str, float]:
-        """What is wrong ("" for nothing), and when to ask again."""
+        """Return what is wrong ("" for nothing), and when to ask again."""
         try:
             await self._ask("POST", "/instances", self._body)
         except (InstanceLost, TimeoutError) as error:

@@ -264,7 +264,7 @@ class PullDelivery:
 
 
 def _blamed(url: str, error: Unavailable) -> ServeError:
-    """That D leaves its role is no matter of this instance."""
+    """Return the error with who is to blame: that D leaves its role is no matter of this instance."""
     if error.code != DRAINING:
         return error
     return InstanceFailed(f"{url}: {error.message}", code=DECODE_DRAINING)

@@ -1,4 +1,4 @@
-"""How an instance takes another role, or leaves: it drains, and then it is rebuilt or ends."""
+"""An instance takes another role, or leaves: it drains, and then it is rebuilt or ends."""
 
 from __future__ import annotations
 

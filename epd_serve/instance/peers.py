@@ -40,5 +40,5 @@ class Peers:
 
 
 def unreachable(message: str) -> InstanceFailed:
-    """That this instance, which is well, cannot reach another, which may be well too."""
+    """Return an error: this instance, which is well, cannot reach another, which may be well too."""
     return InstanceFailed(message, code=PEER_UNREACHABLE)

@@ -112,7 +112,7 @@ class PrefillService:
 
     @property
     def num_preparing_tokens(self) -> int:
-        """Of prompts that the engine does not know yet, about."""
+        """The tokens of prompts that the engine does not know yet, about."""
         return sum(self._preparing.values())
 
     def is_serving(self, request_id: str) -> bool:

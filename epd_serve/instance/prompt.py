@@ -116,7 +116,7 @@ class PromptProcessor:
             self._texts.check_length(_num_characters(request), max_tokens, _param(request))
 
     def _max_prompt_tokens(self, request: PrefillRequest | TokenizeRequest) -> int:
-        """Of the text alone; a question about a text's tokens may have more than fit."""
+        """Return the limit of the text alone; a question about a text's tokens may have more than fit."""
         if isinstance(request, TokenizeRequest):
             return max(self.max_model_len, MAX_COUNTED_TOKENS)
         return min(self.max_model_len, request.max_model_len or self.max_model_len)

@@ -1,4 +1,4 @@
-"""What an instance's stages take, measured while they work (any thread)."""
+"""The seconds that an instance's stages take, measured while they work (any thread)."""
 
 from __future__ import annotations
 

@@ -18,12 +18,12 @@ class _Call:
 
 
 def left(name: str) -> Unavailable:
-    """What a call hears that is refused: another instance takes it."""
+    """Return the error of a call that is refused: another instance takes it."""
     return Unavailable(f"instance {name} is leaving its role", code=DRAINING)
 
 
 def moved(name: str) -> InstanceFailed:
-    """What an answer hears that has begun: another instance goes on with it."""
+    """Return the error of an answer that has begun: another instance goes on with it."""
     return InstanceFailed(f"instance {name} is leaving its role", code=DRAINING)
 
 

@@ -1,4 +1,4 @@
-"""What an instance says of itself, for ``/info``."""
+"""An instance's description of itself, for ``/info``."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ class RequestProcessor:
     async def run(
         self, kind: Kind, cost_s: float, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """What ``function`` returns or raises, on a thread, when it is its turn.
+        """Call ``function`` on a thread, when it is its turn; return or raise what it does.
 
         Args:
             cost_s: about how long it takes.
@@ -190,7 +190,7 @@ class Place:
         return self._turns is self._lane.aside
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """What ``function`` returns or raises, on a thread."""
+        """Call ``function`` on a thread; return or raise what it does."""
         loop = asyncio.get_running_loop()
         # the place is free when the thread is, not when nobody waits for it any more
         self._num_running += 1
@@ -213,7 +213,7 @@ class Place:
         self.name = heapq.heappop(self._lane.names)
 
     def leave(self) -> None:
-        """When the last part is done that was begun."""
+        """Leave the place once the last part is done that was begun."""
         self._is_left = True
         if not self._num_running:
             self._free()

@@ -33,7 +33,7 @@ class Vocabulary:
         return text
 
     def bytes_of(self, token_id: int) -> bytes:
-        """What a token adds to a text, be it a part of a character; nothing for an id that no token has."""
+        """Return the bytes that a token adds to a text; none for an id that no token has."""
         found = self._known.get(token_id)
         if found is None:
             piece: str | None = self._tokenizer.convert_ids_to_tokens(token_id)

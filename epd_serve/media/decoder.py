@@ -101,14 +101,14 @@ def serve(control: socket.socket) -> None:
 
 
 class _Workers:
-    """Those that run: by pidfd, and by the descriptor of the socket that each was given."""
+    """The workers that run: by pidfd, and by the descriptor of the socket that each was given."""
 
     def __init__(self) -> None:
         self._pids: dict[int, tuple[int, socket.socket]] = {}
         self._watches: dict[int, int] = {}
 
     def fork(self, connection: socket.socket, area: int) -> dict[int, int]:
-        """What to poll from now on, and for what."""
+        """Fork a worker; return what to poll from now on, and for which events."""
         parent = os.getpid()
         try:
             pid = os.fork()

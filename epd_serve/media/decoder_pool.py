@@ -42,7 +42,7 @@ _told: msgspec.msgpack.Decoder[Told] = msgspec.msgpack.Decoder(Told)
 
 
 class Place(Protocol):
-    """Of :class:`~epd_serve.instance.request_processor.RequestProcessor`."""
+    """A place of :class:`~epd_serve.instance.request_processor.RequestProcessor`."""
 
     @property
     def is_aside(self) -> bool: ...
@@ -282,7 +282,7 @@ class _Worker:
             self._connection.send(msgspec.msgpack.encode(job))
 
     async def answer(self, timeout_s: float) -> Told | None:
-        """What it tells of its file; None where it says nothing in that time."""
+        """Return what it tells of its file; None where it says nothing in that time."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         while True:
@@ -336,7 +336,7 @@ class _Worker:
         return told
 
     def pixels(self, size: tuple[int, int]) -> NDArray[np.uint8]:
-        """Of a picture of ``size`` that it has decoded."""
+        """Return the pixels of a picture of ``size`` that it has decoded."""
         shape = size[1], size[0], CHANNELS
         return np.frombuffer(self.area, np.uint8, math.prod(shape)).reshape(shape)
 

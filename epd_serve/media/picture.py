@@ -52,7 +52,7 @@ _DECODE_ERRORS = (
 
 @dataclass(frozen=True, kw_only=True)
 class MediaLimits:
-    """What one media item may be at most: pixels (width × height) and bytes of its file."""
+    """Limits of one media item: pixels (width × height) and bytes of its file."""
 
     max_pixels: int = 32 * 1024 * 1024
     max_bytes: int = 32 * 1024 * 1024

@@ -95,7 +95,7 @@ def _check_chunks(data: bytes, position: int, head: struct.Struct, kind: str) ->
 
 
 def _check_gif(data: bytes) -> None:
-    """Of what stands before the first frame, the only one that is read."""
+    """Check what stands before the first frame, the only one that is read."""
     position = 13 + _table_bytes(data[10:11])
     num_blocks = 0
     while (start := data[position : position + 1]) not in (b"", b",", b";"):
@@ -112,7 +112,7 @@ def _check_gif(data: bytes) -> None:
 
 
 def _table_bytes(flags: bytes) -> int:
-    """Of a GIF's global colours."""
+    """Return the length of a GIF's table of global colours."""
     return 3 << (1 + (flags[0] & 7)) if flags and flags[0] & 0x80 else 0
 
 

@@ -9,7 +9,7 @@ from epd_serve.cost.profile import Profile
 
 
 def show_profile(result: Profile, console: Console) -> None:
-    """How well the fits agree with the measurements, and what requests take besides their stages."""
+    """Show how well the fits agree with the measurements, and what requests take besides their stages."""
     table = Table(
         "stage", "samples", "median error", "90 %", "worst", title=f"{result.model} on {result.description}"
     )

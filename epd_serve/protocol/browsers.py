@@ -25,7 +25,7 @@ class CrossSite(ServeError):
 
 
 def cross_site(headers: Iterable[tuple[bytes, bytes]], *, is_local: bool) -> CrossSite | None:
-    """Why a request may come from a web page: it has an ``Origin``, or, where the server ``is_local`` to this
+    """Say why a request may come from a web page: it has an ``Origin``, or, where the server ``is_local`` to this
     machine, names another host than this one. ``headers`` have their names in lower case."""
     hosts = []
     for name, value in headers:

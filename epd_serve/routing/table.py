@@ -187,7 +187,7 @@ class InstanceTable:
         return self._models
 
     def missing_stages(self, stages: Iterable[Stage] = (Stage.PREFILL, Stage.DECODE)) -> list[Stage]:
-        """Those of the stages that no ready instance covers. E is not needed: P can encode in its place."""
+        """Return those of the stages that no ready instance covers. E is not needed: P can encode in its place."""
         return [stage for stage in stages if not self.ready(stage)]
 
     def lacks_roles(self) -> bool:

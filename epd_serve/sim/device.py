@@ -39,7 +39,7 @@ class Activity:
 
 
 class Sharing(Protocol):
-    """What activities get of a device, in order: 1 is what they would have alone."""
+    """The shares of a device that activities get, in order: 1 is what they would have alone."""
 
     def rates(self, activities: Sequence[Activity]) -> list[float]: ...
 
@@ -90,7 +90,7 @@ class MeasuredSharing:
 
     @classmethod
     def of_profile(cls, profile: Profile, cores: float = float("inf")) -> MeasuredSharing:
-        """What was not measured is taken for what was: E beside P for E beside D."""
+        """Read a profile; what was not measured is taken for what was: E beside P for E beside D."""
 
         def pairs(known: dict[str, float]) -> dict[tuple[str, str], float]:
             split = ((pair.partition("/"), value) for pair, value in known.items())
@@ -135,7 +135,7 @@ class MeasuredSharing:
         ]
 
     def _scarcity(self, wanted: dict[str, tuple[float, float, bool]]) -> dict[str, float]:
-        """How much longer each takes; ``wanted``: cores in all, by one activity at most, whether it decodes."""
+        """Return by how much each is longer; ``wanted``: cores in all, of one activity at most, if it decodes."""
         scarce: dict[str, float] = {}
         left = self.cores
         for number, (name, (cores, most, decodes)) in enumerate(sorted(wanted.items(), key=itemgetter(1))):

@@ -252,7 +252,7 @@ class SimGateway:
             attempt.reservation.is_over = True
 
     def _give_back(self, attempt: Attempt) -> None:
-        """What a try that has failed holds at instances that live."""
+        """Give back what a try that has failed holds at instances that live."""
         for name in attempt.instances:
             instance = self._instances[name]
             if not instance.ready:

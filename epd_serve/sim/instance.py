@@ -146,14 +146,14 @@ class SimInstance:
         )
 
     def report(self) -> Report:
-        """What a gateway hears since the last one."""
+        """Return the report that a gateway hears, since the last one."""
         received, self.received = self.received, []
         made, self.tower.made = self.tower.made, []
         self.is_changed = False
         return Report(load=self.load(), ready=self.ready, received=received, encoded=made)
 
     def _stage_rates(self) -> dict[str, StageRate]:
-        """What fits to many batches would say."""
+        """Return the rates that fits to many batches would give."""
         profile, role = self.spec.profile, self.spec.role
         rates: dict[str, StageRate] = {}
         if role.encodes:
@@ -177,7 +177,7 @@ class SimInstance:
     # ------------------------------------------------------------------ what it does
 
     def host(self, seconds: float, cpu_s: float, then: Callable[[], None]) -> None:
-        """What is done for a request besides the stages, with ``cpu_s`` of CPU time; on a CPU that is theirs."""
+        """Do the work of a request besides its stages, with ``cpu_s`` of CPU time; on a CPU that is theirs."""
         if seconds <= 0:
             then()
         elif cpu_s > 0 and self.spec.on_cpu:
@@ -200,7 +200,7 @@ class SimInstance:
         self._grant()
 
     def send_s(self, link: Link, num_tokens: int, computing_s: float) -> float:
-        """When the KV of a prompt that is computed now has been written elsewhere: seconds from now.
+        """Return the seconds until the KV of a prompt that is computed now has been written elsewhere.
 
         Groups of layers went out while the prompt was computed, but for those behind an earlier transfer. The rest
         is the last group, or what the link is slower than computing.

@@ -1,4 +1,4 @@
-"""What a simulation saw, in the load tester's own records: the same summary and the same report."""
+"""A simulation in the load tester's own records: the same summary and the same report."""
 
 from __future__ import annotations
 

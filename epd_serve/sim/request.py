@@ -1,4 +1,4 @@
-"""What a simulated client asks for."""
+"""The requests of simulated clients."""
 
 from __future__ import annotations
 

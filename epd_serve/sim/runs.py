@@ -54,7 +54,7 @@ class StepRun:
             self.compute = self.bandwidth = 1.0
 
     def _uniform(self, length: int) -> int:
-        """Of so many steps the first ones, for which the same line is the largest: lines cross once at most."""
+        """Return how many of the first steps have the same largest line: lines cross once at most."""
         if length == 1 or len(self._lines) == 1:
             return length
         longest = max(self._lines)
@@ -69,7 +69,7 @@ class StepRun:
         )
 
     def total_s(self, count: int) -> float:
-        """Of the first ``count`` steps."""
+        """Return the seconds of the first ``count`` steps."""
         first, more = max(self._lines)
         return count * first + more * count * (count - 1) / 2
 

@@ -56,7 +56,7 @@ class SimDeployment:
 
     @property
     def num_devices(self) -> int:
-        """Those of tensor-parallel instances are counted one by one."""
+        """The number of devices; those of tensor-parallel instances count one by one."""
         widths: dict[str, int] = {}
         for one in self.instances:
             widths[one.device] = max(widths.get(one.device, 1), one.profile.tensor_parallel)
@@ -65,7 +65,7 @@ class SimDeployment:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """Of one run.
+    """The outcome of one run.
 
     Attributes:
         jobs: in the order of the requests.

@@ -1,4 +1,4 @@
-"""What a simulated instance is: its role, its device and profile, and the options that a deployment gives it."""
+"""A simulated instance: its role, its device and profile, and the options that a deployment gives it."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class RoleSpan:
 
 
 def rebuild_s(old: Role, new: Role) -> float:
-    """What EPD's authors give as the most: less between two roles with the language model than with the tower."""
+    """Return the most that EPD's authors give: less between roles with the language model than with the tower."""
     return 0.3 if old.has_language_model and new.has_language_model and old.encodes == new.encodes else 0.7
 
 

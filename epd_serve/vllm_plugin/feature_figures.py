@@ -1,4 +1,4 @@
-"""What becomes of features, in an instance's ``/metrics``."""
+"""Counts of what becomes of features, in an instance's ``/metrics``."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class CountingConnector(ECConnectorBase):
 
     @abstractmethod
     def take_counts(self) -> Counter[str]:
-        """Of :data:`EVENTS`, since the last call."""
+        """Return the counts of :data:`EVENTS` since the last call."""
 
     def get_ec_connector_stats(self) -> FeatureStats | None:
         counts = self.take_counts()

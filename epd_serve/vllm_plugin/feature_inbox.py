@@ -1,4 +1,4 @@
-"""What P knows of the features that its requests need: here, on their way, or not to be had."""
+"""P's knowledge of the features that its requests need: here, on their way, or not to be had."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class FeatureInbox:
                 self._withdrawn.popitem(last=False)
 
     def _let_go(self) -> None:
-        """Of what arrived so long ago that its request must have come."""
+        """Let go of features that arrived so long ago that their requests must have come."""
         latest = self._clock() - self._timeout_s
         with self._lock:
             old = [owner for owner, at in self._arrivals.items() if at < latest]

@@ -14,7 +14,7 @@ from epd_serve.transfer.transport import Transport
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeptFeature:
-    """Where a feature lies in the memory's region, and what it looks like."""
+    """A feature's place in the memory's region, and its form."""
 
     offset: int
     nbytes: int
@@ -73,7 +73,7 @@ class FeatureMemory:
             self._cache.release(owner, mm_hash)
 
     def take_evicted(self) -> list[str]:
-        """Those evicted since the last call."""
+        """Return the features evicted since the last call."""
         with self._lock:
             evicted, self._evicted = self._evicted, []
             return evicted

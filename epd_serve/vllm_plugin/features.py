@@ -49,7 +49,7 @@ _IDLE_STEP_S = 0.002
 
 @dataclass
 class StepFeatures(ECConnectorMetadata):
-    """What the scheduler tells the workers for a step.
+    """The features of a step, as the scheduler tells them to the workers.
 
     Attributes:
         announce: on E: (request, mm_hash, address of P).
@@ -134,7 +134,7 @@ class StoreFeatureConnector(CountingConnector):
 
 
 class _Side:
-    """What a connector does where it has nothing to do."""
+    """A connector's side that has nothing to do."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -149,7 +149,7 @@ class _Side:
         self.counts["encoded"] += sum(len(one) for name, one in encoded.items() if name not in self._trials)
 
     def take_counts(self) -> Counter[str]:
-        """Of events since the last call."""
+        """Return the counts of events since the last call."""
         counts, self.counts = self.counts, Counter()
         return counts
 
@@ -166,7 +166,7 @@ class _Side:
         return StepFeatures()
 
     def finished(self, request: Request) -> dict[str, Any] | None:
-        """Of every request; an heir calls this one, too."""
+        """Let go of a request that has ended; an heir calls this one, too."""
         self._trials.discard(request.request_id)
         return None
 
@@ -361,7 +361,7 @@ class _WorkerOfP(_Side):
 
 
 def _params_of(new: NewRequestData) -> dict[str, Any]:
-    """What the gateway says of a request."""
+    """Return the gateway's words about a request."""
     extra_args: dict[str, Any] = getattr(new.sampling_params, "extra_args", None) or {}
     return extra_args.get("ec_transfer_params") or {}
 

@@ -56,7 +56,7 @@ class StepSend:
 
 @dataclass
 class StepKV(KVConnectorMetadata):
-    """What the scheduler tells the workers for a step."""
+    """The KV work of a step, as the scheduler tells it to the workers."""
 
     sends: list[StepSend] = field(default_factory=list)
     receives: list[Receive] = field(default_factory=list)
@@ -70,7 +70,7 @@ class StepKV(KVConnectorMetadata):
 
 
 def prompt_checksum(token_ids: list[int], mm_hashes: list[str]) -> str:
-    """Of what a prompt is computed from."""
+    """Return a checksum of everything from which a prompt is computed."""
     return blake3(f"{token_ids}{mm_hashes}".encode()).hexdigest()
 
 
@@ -154,7 +154,7 @@ class GroupedKVConnector(KVConnectorBase_V1):
 
 
 class _Scheduler:
-    """Which prompts are handed over, and which are expected."""
+    """The prompts that are handed over, and those that are expected."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size

@@ -1,4 +1,4 @@
-"""Where the blocks of a KV cache lie in memory."""
+"""The places of a KV cache's blocks in memory."""
 
 from __future__ import annotations
 

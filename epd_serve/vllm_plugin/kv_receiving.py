@@ -87,7 +87,7 @@ class KVReceiver:
             conversation.close()
 
     def take_ended(self) -> Received:
-        """What has ended since the last call."""
+        """Return the transfers that have ended since the last call."""
         with self._lock:
             ended, self._ended = self._ended, Received()
             return ended

@@ -146,7 +146,7 @@ class Conversation:
 
 
 class NoticeRefused(Exception):
-    """What was asked could not be done."""
+    """The other side could not do what it was asked."""
 
 
 def _read(connection: socket.socket, deadline_s: float | None = None) -> bytearray | None:

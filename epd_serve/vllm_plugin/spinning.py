@@ -1,4 +1,4 @@
-"""How vLLM's processes wait on a CPU: where stages share the cores of a host, that is taken from the others.
+"""The waiting of vLLM's processes on a CPU: where stages share the cores of a host, it takes from the others.
 
 vLLM's engine and its workers exchange messages through shared memory, and whoever waits for one spins for a second
 before it sleeps. A worker makes a dozen process groups, and the thread of each of them wakes up a hundred times a
