@@ -25,7 +25,7 @@ from epd_serve.instance.http import ControlApp
 from epd_serve.instance.instance import Instance
 from epd_serve.launch.ports import free_port
 from epd_serve.protocol import wire
-from epd_serve.sched.language import ScheduleOutput
+from epd_serve.telemetry.span import Span
 from epd_serve.types import Role, SamplingParams
 
 #: Of each kind of request: prompt tokens, and the most answer tokens. A question has an image besides.
@@ -54,17 +54,18 @@ async def run(model: Path, role: str, policy: str, tpot_ms: float | None) -> Non
     instance = Instance(options)
     steps: list[dict[str, float]] = []
     cpu_s = 0.0
-    stepped = instance.metrics.stepped
 
-    def record(output: ScheduleOutput, seconds: float) -> None:
+    def record(span: Span) -> None:
         nonlocal cpu_s
-        stepped(output, seconds)
-        decodes, before, cpu_s = len(output.decodes), cpu_s, time.thread_time()
-        # the engine's thread computes all of a step itself, and sleeps between two
-        step = {"seconds": seconds, "cpu_s": cpu_s - before}
-        steps.append({**step, "decodes": decodes, "prefill_tokens": output.num_tokens - decodes})
+        about = span.attributes
+        if about.get("track") == "engine":
+            before, cpu_s = cpu_s, time.thread_time()
+            # the engine's thread computes all of a step itself, and sleeps between two
+            step = {"seconds": span.seconds, "cpu_s": cpu_s - before}
+            counts = {name: float(about[name]) for name in ("decodes", "prefill_tokens")}
+            steps.append(step | counts)
 
-    instance.metrics.stepped = record  # type: ignore[method-assign]
+    instance.spans.subscribe(record)
     start = time.perf_counter()
     await instance.start()
     async with control_server(instance, options.port):

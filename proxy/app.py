@@ -17,13 +17,13 @@ from epd_serve.backends.base import StageCalls
 from epd_serve.backends.native import NativeConnections
 from epd_serve.config.stealing import StealingConfig
 from epd_serve.elastic.controller import Order
-from epd_serve.metrics.gateway import GatewayMetrics
-from epd_serve.metrics.trace import TraceWriter
 from epd_serve.protocol.wire import RoleOrder
 from epd_serve.routing.choice import router_of
 from epd_serve.routing.policy import Policy
 from epd_serve.routing.stealing import StealRule
 from epd_serve.routing.table import InstanceTable
+from epd_serve.telemetry.gateway import GatewayMetrics
+from epd_serve.telemetry.trace_file import TraceWriter
 from proxy.admin import create_admin_app, running_admin
 from proxy.arrival import ArrivalLimits
 from proxy.control import Control

@@ -16,10 +16,11 @@ from epd_serve.flow import actions as do
 from epd_serve.flow import events as on
 from epd_serve.flow.request import Asked, Fleet, RequestFlow, State
 from epd_serve.flow.tried import Tried
-from epd_serve.metrics.breakdown import GATEWAY_RECEIVE, GATEWAY_SERVE
 from epd_serve.protocol.wire import DecodeRequest, EncodeRequest, MoveRequest, PrefillRequest
 from epd_serve.routing.policy import Route
 from epd_serve.routing.table import InstanceRecord, OpenCall
+from epd_serve.telemetry.span import Span
+from epd_serve.telemetry.timeline import GATEWAY_RECEIVE, GATEWAY_SERVE
 from epd_serve.types import Stage
 from proxy.demand import demand_of
 from proxy.forwarding import Forwarding, Streamed, Whole
@@ -219,8 +220,8 @@ class Dispatch:
     def _succeeded(self, route: Route) -> None:
         instances = self._instances
         if (trace := instances.trace) is not None:
-            trace.span(self._request_id, GATEWAY_RECEIVE, self._job.arrived_s, self._sent_s)
-            trace.span(self._request_id, GATEWAY_SERVE, self._sent_s, time.monotonic())
+            trace.put(Span(GATEWAY_RECEIVE, self._request_id, self._job.arrived_s, self._sent_s))
+            trace.put(Span(GATEWAY_SERVE, self._request_id, self._sent_s, time.monotonic()))
         instances.health.ended(route.names)
         instances.pairs.worked(route.prefill, route.decode)
 

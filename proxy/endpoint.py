@@ -14,12 +14,12 @@ from msgspec.structs import replace
 from starlette.types import Receive, Scope, Send
 
 from epd_serve.errors import InvalidRequest, ModelNotFound, ServeError, StageTimeout, Unavailable
-from epd_serve.metrics.gateway import GatewayMetrics
 from epd_serve.protocol.messages import MediaSource
 from epd_serve.protocol.openai import GenerationRequest
 from epd_serve.protocol.wire import REQUEST_ID_HEADER
 from epd_serve.randomness import random_block
 from epd_serve.routing.table import InstanceTable
+from epd_serve.telemetry.gateway import GatewayMetrics
 from proxy.arrival import ArrivalLimits
 from proxy.auth import ANONYMOUS
 from proxy.client import AsgiClient, Client, ClientLeft, Outlet, headers_of

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from epd_serve.config.gateway import ApiKeyConfig
 from epd_serve.config.keys import hash_key
-from epd_serve.metrics.gateway import GatewayMetrics
 from epd_serve.routing.first_token import first_token_s
 from epd_serve.routing.table import InstanceTable
+from epd_serve.telemetry.gateway import GatewayMetrics
 from proxy.admission import AdmissionQueue
 from proxy.auth import Authenticator
 from proxy.gate import Gate, Shedding

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from epd_serve.backends.base import StageCalls
-from epd_serve.metrics.gateway import GatewayMetrics
-from epd_serve.metrics.trace import TraceWriter
 from epd_serve.protocol.wire import ChatMessage, OutputOptions, PromptOptions
 from epd_serve.routing.policy import Policy
 from epd_serve.routing.table import InstanceTable
+from epd_serve.telemetry.gateway import GatewayMetrics
+from epd_serve.telemetry.trace_file import TraceWriter
 from epd_serve.types import SamplingParams
 from proxy.health import Health
 from proxy.media import MediaItem

@@ -10,13 +10,13 @@ from contextlib import nullcontext
 from msgspec.structs import replace
 
 from epd_serve.config import GatewayConfig
-from epd_serve.metrics.gateway import GatewayMetrics
-from epd_serve.metrics.otel import span_recorder
-from epd_serve.metrics.trace_context import TRACEPARENT_HEADER, TRACESTATE_HEADER, join
 from epd_serve.randomness import random_block
+from epd_serve.telemetry.gateway import GatewayMetrics
+from epd_serve.telemetry.otel import span_export
+from epd_serve.telemetry.trace_context import TRACEPARENT_HEADER, TRACESTATE_HEADER, join
 from proxy.access_log import AccessLog
 from proxy.figures import Figures
-from proxy.tracing import RequestTracing
+from proxy.tracing import RequestExport
 from proxy.trail import Pace, Trail
 from proxy.workers.ledger import Ledger
 
@@ -44,7 +44,7 @@ class Observer:
         metrics: GatewayMetrics,
         *,
         access_log: AccessLog | None = None,
-        tracing: RequestTracing | None = None,
+        tracing: RequestExport | None = None,
     ) -> None:
         self.metrics = metrics
         self._figures = Figures()
@@ -124,14 +124,14 @@ class Observer:
 
 
 def new_observer(gateway: GatewayConfig, metrics: GatewayMetrics, ledger: Ledger | None = None) -> Observer:
-    """As the configuration, and for spans the environment (:mod:`epd_serve.metrics.otel`), have it.
+    """As the configuration, and for spans the environment (:mod:`epd_serve.telemetry.otel`), have it.
 
     ``ledger``: where several workers write one access log.
     """
-    recorder = span_recorder("gateway")
+    export = span_export("gateway")
     writing = nullcontext if ledger is None else ledger.writing
     return Observer(
         metrics,
         access_log=AccessLog(gateway.access_log, writing=writing) if gateway.access_log else None,
-        tracing=None if recorder is None else RequestTracing(recorder),
+        tracing=None if export is None else RequestExport(export),
     )

@@ -6,9 +6,9 @@ import re
 import time
 from collections.abc import Callable, Iterable
 
-from epd_serve.metrics.trace_context import TRACEPARENT_HEADER, TraceContext
 from epd_serve.protocol.prompt_note import read_prompt_note
 from epd_serve.protocol.wire import REQUEST_ID_HEADER
+from epd_serve.telemetry.trace_context import TRACEPARENT_HEADER, TraceContext
 
 #: Stages as a gateway sees them: from the call to the answer, waiting included.
 QUEUE, ENCODE, PREFILL, TRANSFER, DECODE = "queue", "encode", "prefill", "kv_transfer", "decode"

@@ -11,9 +11,9 @@ from fastapi.responses import JSONResponse
 
 from epd_serve.config import GatewayConfig
 from epd_serve.errors import InvalidRequest, ModelNotFound, Unavailable
-from epd_serve.metrics.gateway import CONTENT_TYPE, GatewayMetrics, InstanceFigures
 from epd_serve.protocol.wire import InstanceInfo
 from epd_serve.routing.table import InstanceRecord, InstanceTable
+from epd_serve.telemetry.gateway import CONTENT_TYPE, GatewayMetrics, InstanceFigures
 from epd_serve.types import Role, Stage
 from proxy.auth import Authenticator, Unauthorized
 from proxy.poller import Poller

@@ -18,8 +18,7 @@ def trace(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Join the traces of a deployment and say where the time of its requests went."""
-    from epd_serve.metrics.breakdown import read_traces, summary
-    from epd_serve.metrics.table import breakdown_table
+    from epd_serve.telemetry.breakdown import breakdown_table, read_traces, summary
 
     joined = read_traces(directory)
     if output is not None:

@@ -56,7 +56,7 @@ class ControlCalls:
         if not (is_own and self._instance.prefills().is_serving(request.request_id)):
             self._instance.check_accepting()
         encodes = self._instance.encodes()
-        self._instance.metrics.received(request.request_id, request.traceparent, request.ref.mm_hash)
+        self._instance.called(request.request_id, request.traceparent, request.ref.mm_hash)
         reports, mm_hash = self._instance.reports, request.ref.mm_hash
         with reports.call(Stage.ENCODE, request.request_id):
             is_named = reports.will_have(mm_hash)
@@ -74,7 +74,7 @@ class ControlCalls:
     async def _prefill(self, body: bytes) -> Reply:
         self._instance.check_accepting()
         request = wire.decode(body, wire.PrefillRequest)
-        self._instance.metrics.received(request.request_id, request.traceparent)
+        self._instance.called(request.request_id, request.traceparent)
         prefills = self._instance.prefills()
         with self._instance.reports.call(Stage.PREFILL, request.request_id):
             async with self._answering(request.request_id, prefills.has_begun):
@@ -83,7 +83,7 @@ class ControlCalls:
     async def _decode(self, body: bytes) -> Reply:
         self._instance.check_accepting()
         request = wire.decode(body, wire.DecodeRequest)
-        self._instance.metrics.received(request.request_id, request.traceparent)
+        self._instance.called(request.request_id, request.traceparent)
         decodes = self._instance.decodes()
         with self._instance.reports.call(Stage.DECODE, request.request_id):
             async with self._answering(request.request_id, decodes.has_begun):

@@ -18,6 +18,8 @@ from epd_serve.instance.rates import StageRates
 from epd_serve.instance.refusals import Refusals
 from epd_serve.instance.request_processor import RequestProcessor
 from epd_serve.models.family import Family
+from epd_serve.telemetry.span import SpanStream
+from epd_serve.telemetry.timeline import Timeline
 from epd_serve.transfer.feature_store import FeatureStore
 from epd_serve.transfer.transport import Transport
 from epd_serve.worker.batching import Batching
@@ -51,5 +53,7 @@ class InstanceContext:
     streams: DualStream
     batching: Batching
     metrics: InstanceMetrics
+    spans: SpanStream
+    timeline: Timeline
     rates: StageRates
     spawn: Callable[[asyncio.Task[None]], None]

@@ -24,9 +24,9 @@ from epd_serve.instance.generation import Generation
 from epd_serve.instance.http import Reply
 from epd_serve.instance.peers import Peers
 from epd_serve.instance.vocabulary import Vocabulary
-from epd_serve.metrics.timeline import Timeline
 from epd_serve.protocol import wire
 from epd_serve.request import Sequence
+from epd_serve.telemetry.timeline import Timeline
 from epd_serve.transfer.reservation import Reservation, ReservationState, ReservationTable
 from epd_serve.transfer.transport import PeerGone, TransferError, Transport
 from epd_serve.transfer.write_locks import is_being_written

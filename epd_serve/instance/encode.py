@@ -26,6 +26,7 @@ from epd_serve.models.tower import Tower
 from epd_serve.protocol.wire import EncodeReply, EncodeRequest, MediaRef
 from epd_serve.sched.aligned import AlignedBatches
 from epd_serve.sched.encode import schedule_encodes
+from epd_serve.telemetry.span import Span, Value
 from epd_serve.transfer.feature_store import FeatureStore, StoredFeature
 from epd_serve.worker.dual_stream import TowerStream
 
@@ -82,9 +83,9 @@ class EncodeService:
         feature_timeout_s: how long consumers wait for a feature.
         on_delivered: told of each item that its consumer has: request id, mm_hash, when the call came, when the
             batch began and ended, for metrics.
-        on_batch: told of each batch: images, begin, end; on the tower's thread.
-        on_encoded: told of each batch: images, pixels, the seconds of its computation, and how many its images
-            kept this encoder busy: their preparation too, as far as no earlier batch hides it; likewise.
+        put: takes a span for each batch, on the tower's thread.
+        on_encoded: told of each batch, there too: its pixels, and how many seconds its images kept this encoder
+            busy: their preparation too, as far as no earlier batch hides it.
 
     Attributes:
         num_waiting_pixels: of distinct items that are not encoded yet.
@@ -103,8 +104,8 @@ class EncodeService:
         may_start: Callable[[], bool] = lambda: True,
         stream: TowerStream,
         on_delivered: Callable[[str, str, float, tuple[float, float]], None] = lambda *_: None,
-        on_batch: Callable[[int, float, float], None] = lambda *_: None,
-        on_encoded: Callable[[int, int, float, float], None] = lambda *_: None,
+        put: Callable[[Span], None] = lambda span: None,
+        on_encoded: Callable[[int, float], None] = lambda *_: None,
     ) -> None:
         self._load_tower = load_tower
         self._family = family
@@ -117,7 +118,7 @@ class EncodeService:
         self._stream = stream
         self._loop = asyncio.get_running_loop()
         self._on_delivered = on_delivered
-        self._on_batch = on_batch
+        self._put_span = put
         self._on_encoded = on_encoded
         self._tower: Tower | None = None
         self._tower_thread = ThreadPoolExecutor(1, thread_name_prefix="tower")
@@ -368,12 +369,14 @@ class EncodeService:
             features = tower.encode([item.inputs for item in batch])
         end = time.monotonic()
         self._num_batches += 1
-        compute_s = busy_s = end - loaded
+        busy_s = end - loaded
         if not was_held:  # else the time before was somebody else's
             busy_s += start - max(self._free_since_s, min(item.begun_s for item in batch))
         self._free_since_s = end
-        self._on_encoded(len(batch), sum(item.num_original_pixels for item in batch), compute_s, busy_s)
-        self._on_batch(len(batch), start, end)
+        num_pixels = sum(item.num_original_pixels for item in batch)
+        self._on_encoded(num_pixels, busy_s)
+        about: dict[str, Value] = {"track": "tower", "images": len(batch), "pixels": num_pixels}
+        self._put_span(Span("encode", "", loaded, end, about))
         return features, (start, end)
 
     def _loaded_tower(self) -> Tower:

@@ -37,17 +37,18 @@ from epd_serve.instance.refusals import Refusals, left
 from epd_serve.instance.registration import identity, in_present_role
 from epd_serve.instance.reports import Reporter
 from epd_serve.instance.request_processor import RequestProcessor, num_media_threads
-from epd_serve.instance.tracing import StageTracing
 from epd_serve.media.decoder_pool import DecoderPool
 from epd_serve.media.picture import MediaLimits
-from epd_serve.metrics.otel import span_recorder
-from epd_serve.metrics.trace import TraceWriter
 from epd_serve.models.family import Family, load_family
 from epd_serve.models.loader import media_fingerprint
 from epd_serve.models.tower import Tower
 from epd_serve.protocol import wire
 from epd_serve.protocol.addresses import url_of
 from epd_serve.sched.encode import EncodeGate
+from epd_serve.telemetry.otel import StageExport, span_export
+from epd_serve.telemetry.span import SpanStream
+from epd_serve.telemetry.timeline import Timeline
+from epd_serve.telemetry.trace_file import TraceWriter
 from epd_serve.topology import SwitchState
 from epd_serve.transfer.feature_store import FeatureStore
 from epd_serve.types import Role
@@ -75,12 +76,17 @@ class Instance:
         self._device: Device = get_device(options.devices[0])
         self._streams = DualStream(options, self._device)
         self._tasks: set[asyncio.Task[None]] = set()
-        self.trace = TraceWriter(options.trace, options.name) if options.trace else None
         # where Mooncake takes nothing, an instance's own store does
         stores = dict.fromkeys(("embedded", options.feature_store))
-        recorder = span_recorder(options.name)
-        self._tracing = None if recorder is None else StageTracing(recorder, options.name)
-        self.metrics = InstanceMetrics(self.trace, stores=tuple(stores), tracing=self._tracing)
+        self.metrics = InstanceMetrics(tuple(stores))
+        self.spans = SpanStream()
+        self.timeline = Timeline(time.monotonic, self.spans.put)
+        self._trace = TraceWriter(options.trace, options.name) if options.trace else None
+        export = span_export(options.name)
+        self._export = None if export is None else StageExport(export, options.name)
+        for subscriber in (self.metrics, self._trace, self._export):
+            if subscriber is not None:
+                self.spans.subscribe(subscriber.put)
         self.pulls = Pulls()
         self.rates = StageRates(time.monotonic)
         self.refusals = Refusals(options.name)
@@ -107,7 +113,7 @@ class Instance:
         self._processor = RequestProcessor(
             num_media_threads(options.threads),
             queue_timeout_s=options.queue_timeout_s,
-            observe=self.metrics.prepared,
+            put=self.spans.put,
         )
         self._encode = EncodeService(
             partial(Tower, self._path, self._dtype, self._device, self._streams.tower.between_layers),
@@ -118,9 +124,9 @@ class Instance:
             ),
             processor=self._processor,
             feature_timeout_s=options.feature_timeout_s,
-            on_delivered=self.metrics.timeline.encoded,
-            on_batch=self.metrics.encoded_batch,
-            on_encoded=self._tower_computed,
+            on_delivered=self.timeline.encoded,
+            put=self.spans.put,
+            on_encoded=self.rates.encoded,
             url=self.url,
             stream=self._streams.tower,
             may_start=self._may_encode,
@@ -174,6 +180,8 @@ class Instance:
             streams=self._streams,
             batching=self._batching,
             metrics=self.metrics,
+            spans=self.spans,
+            timeline=self.timeline,
             rates=self.rates,
             spawn=self._spawn,
         )
@@ -195,10 +203,10 @@ class Instance:
         await asyncio.to_thread(self._store.close)
         self._transport.close()
         self._streams.board.close()
-        if self.trace is not None:
-            self.trace.close()
-        if self._tracing is not None:
-            await asyncio.to_thread(self._tracing.close)
+        if self._trace is not None:
+            self._trace.close()
+        if self._export is not None:
+            await asyncio.to_thread(self._export.close)
 
     # ------------------------------------------------------------------ calls
 
@@ -286,8 +294,13 @@ class Instance:
             "preparations": self._processor.num_waiting,
         }
         if self.language is not None:
-            in_use |= {**self.language.in_use(), "timeline": self.metrics.timeline.num_requests}
+            in_use |= {**self.language.in_use(), "timeline": self.timeline.num_requests}
         return in_use
+
+    def called(self, request_id: str, traceparent: str, item: str = "") -> None:
+        """A stage call has come; ``item`` is an encode's mm_hash."""
+        if self._export is not None:
+            self._export.received(request_id, traceparent, item)
 
     def render_metrics(self) -> bytes:
         """Prometheus text."""
@@ -372,10 +385,6 @@ class Instance:
     async def _deliver_here(self, request_id: str, item: wire.MediaRef, feature: Tensor) -> None:
         assert self.language is not None
         await self.language.inbox.take(request_id, item, feature)
-
-    def _tower_computed(self, num_images: int, num_pixels: int, seconds: float, busy_s: float) -> None:
-        self.metrics.tower_computed(num_images, num_pixels, seconds)
-        self.rates.encoded(num_pixels, busy_s)
 
     def _may_encode(self) -> bool:
         if self.options.batching.encodes == "concurrent" or self._gate.may_start():

@@ -27,6 +27,7 @@ from epd_serve.instance.probe import EngineProbe
 from epd_serve.protocol import wire
 from epd_serve.request import Sequence
 from epd_serve.sched.language import ScheduleOutput
+from epd_serve.telemetry.span import Span, Value
 from epd_serve.transfer.grouping import GroupSizer
 from epd_serve.transfer.kv_sender import KVSender
 from epd_serve.worker.engine import Engine
@@ -129,7 +130,7 @@ class LanguageEngine(EngineHooks):
             self._deliver,
             self._layout,
             processor=context.processor,
-            timeline=context.metrics.timeline,
+            timeline=context.timeline,
             feature_timeout_s=options.feature_timeout_s,
             lease_s=options.lease_s,
             listen=self.listeners.listen,
@@ -160,7 +161,7 @@ class LanguageEngine(EngineHooks):
             orphan_s=_ORPHAN_S,
             listen=self.listeners.listen,
             on_read=context.metrics.kv_read,
-            timeline=context.metrics.timeline,
+            timeline=context.timeline,
             compile=lambda grammar: context.processor.run("text", 0.0, prompts.grammars.constraint, grammar),
         )
 
@@ -245,8 +246,14 @@ class LanguageEngine(EngineHooks):
         return self._context.streams.language.step()
 
     def stepped(self, output: ScheduleOutput, seconds: float) -> None:
-        context = self._context
-        context.metrics.stepped(output, seconds)
+        context, end_s = self._context, time.monotonic()
+        context.timeline.stepped(
+            ((one.request_id, one.num_computed >= one.num_prompt_tokens) for one, _ in output.prefills),
+            (one.request_id for one in output.decodes),
+            end_s - seconds,
+            end_s,
+        )
+        context.spans.put(step_span(output, end_s - seconds, end_s))
         context.rates.stepped(output, seconds)
         context.streams.language.stepped(output, seconds, self.engine.num_running)
         context.batching.stepped(output, seconds)
@@ -267,6 +274,19 @@ class LanguageEngine(EngineHooks):
     def _call_on_loop(self, function: Callable[..., None], *arguments: Any) -> None:
         if not self._context.loop.is_closed():
             self._context.loop.call_soon_threadsafe(function, *arguments)
+
+
+def step_span(output: ScheduleOutput, start_s: float, end_s: float) -> Span:
+    """A step of the language model."""
+    kind = "decode" if not output.prefills else "mixed" if output.decodes else "prefill"
+    about: dict[str, Value] = {
+        "track": "engine",
+        "decodes": len(output.decodes),
+        "prefills": len(output.prefills),
+        "prefill_tokens": output.num_tokens - len(output.decodes),
+        "preempted": len(output.preempted),
+    }
+    return Span(kind, "", start_s, end_s, about)
 
 
 def end_process() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from itertools import product
 from typing import TypeVar, get_args
 
@@ -12,13 +10,11 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from epd_serve.config.sections import FeatureStoreKind
 from epd_serve.instance.feature_supply import FetchTiming
-from epd_serve.instance.request_processor import Kind, Preparation
-from epd_serve.instance.tracing import StageTracing
-from epd_serve.metrics.timeline import FEATURE_WAIT, STAGES, StageSpan, Timeline
-from epd_serve.metrics.trace import TraceWriter
+from epd_serve.instance.request_processor import Kind
 from epd_serve.protocol.wire import Load
-from epd_serve.sched.language import ScheduleOutput
 from epd_serve.sched.pace import PaceFigures
+from epd_serve.telemetry.span import Span
+from epd_serve.telemetry.timeline import FEATURE_WAIT, STAGES
 from epd_serve.transfer.kv_sender import OutgoingTransfer
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -26,11 +22,12 @@ _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2
 _RATIOS = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.98, 0.99, 0.999, 1.0)
 _DIRECTIONS = ("in", "out")
 _STEPS = ("decode", "prefill", "mixed")
+_KINDS: tuple[str, ...] = get_args(Kind)
 _Metric = TypeVar("_Metric", Counter, Gauge, Histogram)
 
 
 class InstanceMetrics:
-    """Names start with ``epd_serve_instance_``.
+    """Names start with ``epd_serve_instance_``. It subscribes to the instance's spans.
 
     The overlap ratio of a transfer is the share of its time in which the request did not wait for it: for KV, the
     part before its prompt was computed; for a feature, the part before the engine could have computed with it.
@@ -38,31 +35,15 @@ class InstanceMetrics:
     Every series but those of links is there from the start, at 0, so that what has not happened yet is no gap.
 
     Args:
-        trace: where the same is written as it happens; None: nowhere.
         stores: the feature stores that will tell what they do.
-        tracing: what is told of each stage for OpenTelemetry; None: nothing.
-
-    Attributes:
-        timeline: is told what becomes of each request.
     """
 
-    def __init__(
-        self,
-        trace: TraceWriter | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        *,
-        stores: tuple[FeatureStoreKind, ...] = ("embedded",),
-        tracing: StageTracing | None = None,
-    ) -> None:
+    def __init__(self, stores: tuple[FeatureStoreKind, ...] = ("embedded",)) -> None:
         self.registry = CollectorRegistry()
-        self.trace = trace
-        self._tracing = tracing
-        self._clock = clock
         self._paused_s = 0.0
-        self.timeline = Timeline(clock, self._passed)
         self._stages = self._histogram(
             "stage_seconds",
-            "Time of requests in each stage (metrics/timeline)",
+            "Time of requests in each stage (telemetry/timeline)",
             _SECONDS,
             stage=(*STAGES, FEATURE_WAIT),
         )
@@ -70,7 +51,7 @@ class InstanceMetrics:
             "preparation_seconds",
             "Waiting for and work of tokenising and image preprocessing",
             _SECONDS,
-            kind=get_args(Kind),
+            kind=_KINDS,
         )
         self._kv_bytes = self._counter(
             "kv_bytes", "KV bytes moved to or from other instances", direction=_DIRECTIONS
@@ -165,6 +146,24 @@ class InstanceMetrics:
 
     # ------------------------------------------------------------------ told by the parts; any thread
 
+    def put(self, span: Span) -> None:
+        """Count a request's stage, a step of the language model, a batch of the tower, or a preparation."""
+        name, about, seconds = span.name, span.attributes, span.seconds
+        if span.request_id:
+            self._stages.labels(name).observe(seconds)
+        elif name in _STEPS:
+            self._steps.labels(name).inc()
+            self._step_seconds.labels(name).inc(seconds)
+            self._step_tokens.labels("decode").inc(float(about["decodes"]))
+            self._step_tokens.labels("prefill").inc(float(about["prefill_tokens"]))
+            self._preemptions.inc(float(about["preempted"]))
+        elif name in _KINDS:
+            self._preparation.labels(name).observe(seconds + float(about["waited_s"]))
+        else:
+            self._tower_images.inc(float(about["images"]))
+            self._tower_pixels.inc(float(about["pixels"]))
+            self._tower_seconds.inc(seconds)
+
     def kv_written(self, nbytes: int, seconds: float) -> None:
         if nbytes:
             self._moved("out", nbytes, seconds)
@@ -209,65 +208,12 @@ class InstanceMetrics:
             self._store_bytes[operation].labels(store).inc(nbytes)
             self._store_seconds[operation].labels(store).observe(seconds)
 
-    def stepped(self, output: ScheduleOutput, seconds: float) -> None:
-        kind = "decode" if not output.prefills else "mixed" if output.decodes else "prefill"
-        self._steps.labels(kind).inc()
-        self._step_seconds.labels(kind).inc(seconds)
-        self._preemptions.inc(len(output.preempted))
-        self._step_tokens.labels("decode").inc(len(output.decodes))
-        num_prefill_tokens = output.num_tokens - len(output.decodes)
-        self._step_tokens.labels("prefill").inc(num_prefill_tokens)
-        end = self._clock()
-        self.timeline.stepped(
-            ((s.request_id, s.num_computed >= s.num_prompt_tokens) for s, _ in output.prefills),
-            (sequence.request_id for sequence in output.decodes),
-            end - seconds,
-            end,
-        )
-        if self.trace is not None:
-            self.trace.slice(
-                "engine",
-                kind,
-                end - seconds,
-                end,
-                decodes=len(output.decodes),
-                prefills=len(output.prefills),
-                prefill_tokens=num_prefill_tokens,
-            )
-
-    def received(self, request_id: str, traceparent: str, item: str = "") -> None:
-        """A stage call has come; ``item`` is an encode's mm_hash."""
-        if self._tracing is not None and traceparent:
-            self._tracing.received(request_id, traceparent, item)
-
-    def tower_computed(self, num_images: int, num_pixels: int, seconds: float) -> None:
-        self._tower_images.inc(num_images)
-        self._tower_pixels.inc(num_pixels)
-        self._tower_seconds.inc(seconds)
-
     def looked_up(self, num_tokens: int, num_found: int) -> None:
         """Prompt tokens looked up in the prefix cache, and found there, in all."""
         queries, hits = self._prefix_told
         self._prefix_queries.inc(num_tokens - queries)
         self._prefix_hits.inc(num_found - hits)
         self._prefix_told = (num_tokens, num_found)
-
-    def encoded_batch(self, num_images: int, start_s: float, end_s: float) -> None:
-        if self.trace is not None:
-            self.trace.slice("tower", "encode", start_s, end_s, images=num_images)
-
-    def prepared(self, preparation: Preparation) -> None:
-        self._preparation.labels(preparation.kind).observe(preparation.ended_at - preparation.queued_at)
-        if self.trace is not None:
-            self.trace.slice(preparation.thread, preparation.kind, preparation.started_at, preparation.ended_at)
-
-    def _passed(self, span: StageSpan) -> None:
-        self._stages.labels(span.stage).observe(span.end_s - span.start_s)
-        if self.trace is not None:
-            item = {"item": span.item} if span.item else {}
-            self.trace.span(span.request_id, span.stage, span.start_s, span.end_s, **item)
-        if self._tracing is not None:
-            self._tracing.passed(span)
 
     def paced(self, figures: PaceFigures) -> None:
         """Before :meth:`render`."""

@@ -20,9 +20,9 @@ from epd_serve.instance.prompt import Prompt, PromptProcessor
 from epd_serve.instance.prompt_sequence import sequence_of
 from epd_serve.instance.refusals import Refusals, moved
 from epd_serve.instance.request_processor import S_PER_CHARACTER, RequestProcessor, Wanted
-from epd_serve.metrics.timeline import Timeline
 from epd_serve.protocol import chunks, frames, prompt_calls, prompt_note, wire
 from epd_serve.request import Sequence, SequenceState
+from epd_serve.telemetry.timeline import Timeline
 from epd_serve.transfer.kv_sender import OutgoingTransfer
 from epd_serve.worker.engine import Engine
 from epd_serve.worker.events import EngineEvent, FailureEvent, PromptEvent

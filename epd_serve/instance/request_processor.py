@@ -10,9 +10,9 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Literal, ParamSpec, Self, TypeVar
 
+from epd_serve.telemetry.span import Span, Value
 from epd_serve.turns import Turns
 
 P = ParamSpec("P")
@@ -32,17 +32,6 @@ _TEXT_ASIDE, _MIN_MEDIA_ASIDE = 1, 2
 def num_media_threads(compute_threads: int | None) -> int:
     """As many as compute, or half the cores where that is left to the library; a few at most."""
     return min(compute_threads or max(1, len(os.sched_getaffinity(0)) // 2), _MAX_MEDIA_THREADS)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Preparation:
-    """One item's way through the processor; times in seconds of its clock. ``thread`` names who did it."""
-
-    kind: Kind
-    thread: str
-    queued_at: float
-    started_at: float
-    ended_at: float
 
 
 class Wanted:
@@ -76,7 +65,7 @@ class RequestProcessor:
         num_threads: for media; text has one.
         max_waiting: items of one kind that may wait; more are refused.
         queue_timeout_s: how long an item may wait for its turn.
-        observe: told of each item that was processed.
+        put: takes a span for each item that was processed.
 
     Attributes:
         num_done: of each kind.
@@ -89,7 +78,7 @@ class RequestProcessor:
         queue_timeout_s: float,
         max_waiting: int = 4096,
         clock: Callable[[], float] = time.monotonic,
-        observe: Callable[[Preparation], None] = lambda preparation: None,
+        put: Callable[[Span], None] = lambda span: None,
     ) -> None:
         self._lanes: dict[Kind, _Lane] = {
             "text": _Lane("text", (1, _TEXT_ASIDE), queue_timeout_s, max_waiting, clock),
@@ -98,7 +87,7 @@ class RequestProcessor:
             ),
         }
         self._clock = clock
-        self._observe = observe
+        self._put = put
         self.num_done: dict[Kind, int] = {"text": 0, "media": 0}
 
     @property
@@ -134,15 +123,8 @@ class RequestProcessor:
         finally:
             place.leave()
             self.num_done[kind] += 1
-            self._observe(
-                Preparation(
-                    kind=kind,
-                    thread=place.name,
-                    queued_at=queued_at,
-                    started_at=started_at,
-                    ended_at=self._clock(),
-                )
-            )
+            about: dict[str, Value] = {"track": place.name, "waited_s": started_at - queued_at}
+            self._put(Span(kind, "", started_at, self._clock(), about))
 
     async def close(self) -> None:
         """Return when no thread is at work any more."""

@@ -15,7 +15,7 @@ import pytest
 
 from epd_serve.config import DeploymentConfig
 from epd_serve.config.load import parse_config
-from epd_serve.metrics.trace_context import new_context
+from epd_serve.telemetry.trace_context import new_context
 from epd_serve.topology import Topology
 from proxy.redeploy import Redeployer
 from proxy.trail import Trail

@@ -28,7 +28,7 @@ from transports import needs_mooncake
 from epd_serve.config import change_config, load_config
 from epd_serve.launch import LocalDeployment, supervisor
 from epd_serve.launch.ports import free_port
-from epd_serve.metrics.breakdown import read_traces
+from epd_serve.telemetry.breakdown import read_traces
 
 ROOT = Path(__file__).parents[2]
 FILES = [

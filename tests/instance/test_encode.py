@@ -25,6 +25,7 @@ from epd_serve.media.picture import MediaLimits
 from epd_serve.models.family import TowerInputs
 from epd_serve.protocol import wire
 from epd_serve.sched.aligned import AlignedBatches
+from epd_serve.telemetry.span import Span
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.feature_store import EmbeddedFeatureStore
 from epd_serve.worker.device_board import DeviceBoard
@@ -286,7 +287,7 @@ async def test_a_batch_counts_the_pixels_that_the_tower_sees(bench: Bench) -> No
         Peers(),
         may_start=gate.may_start,
         image_budget_pixels=2,
-        on_batch=lambda count, start, end: sizes.append(count),
+        put=lambda span: sizes.append(span.attributes["images"]),
     )
     calls = [
         wire.EncodeRequest("r", wire.MediaRef(letter * 64, *PICTURE.size), png(PICTURE), "http://there")
@@ -366,7 +367,7 @@ class ReadyTower:
 
 @pytest.mark.parametrize("held", [False, True])
 async def test_an_encoder_is_busy_with_what_it_prepares_and_with_no_second_twice(bench: Bench, held: bool) -> None:
-    tower, asked_whether, told = SlowTower(), threading.Event(), list[tuple[float, float]]()
+    tower, asked_whether, spans, busy_s = SlowTower(), threading.Event(), list[Span](), list[float]()
     tower.go.set()
     may = [not held]
 
@@ -374,11 +375,17 @@ async def test_an_encoder_is_busy_with_what_it_prepares_and_with_no_second_twice
         asked_whether.set()
         return may[0]
 
-    def note(num_images: int, num_pixels: int, compute_s: float, busy_s: float) -> None:
-        told.append((compute_s, busy_s))
+    def note(num_pixels: int, seconds: float) -> None:
+        busy_s.append(seconds)
 
     service, _ = bench.service(
-        tower, Peers(), family=SlowFamily(), may_start=may_start, on_encoded=note, image_budget_pixels=1
+        tower,
+        Peers(),
+        family=SlowFamily(),
+        may_start=may_start,
+        put=spans.append,
+        on_encoded=note,
+        image_budget_pixels=1,
     )
     since_s = time.monotonic()
     refs = [wire.MediaRef(name * 64, *PICTURE.size) for name in "ab"]
@@ -390,7 +397,7 @@ async def test_an_encoder_is_busy_with_what_it_prepares_and_with_no_second_twice
         may[0] = True
         service.reconsider()
     await asyncio.gather(*asked)
-    [first, second] = told
+    [first, second] = zip([span.seconds for span in spans], busy_s, strict=True)
     assert first[1] == first[0] if held else first[1] >= first[0] + _PREPARE_S
     assert second[1] >= second[0]
     assert first[1] + second[1] <= time.monotonic() - since_s

@@ -7,12 +7,14 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from epd_serve.instance.feature_supply import FetchTiming
+from epd_serve.instance.language_engine import step_span
 from epd_serve.instance.metrics import InstanceMetrics
-from epd_serve.instance.request_processor import Preparation
 from epd_serve.protocol.wire import Load
 from epd_serve.request import Sequence
 from epd_serve.sched.language import ScheduleOutput
 from epd_serve.sched.pace import PaceFigures, Slack
+from epd_serve.telemetry.span import Span
+from epd_serve.telemetry.timeline import Timeline
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.feature_store import EmbeddedFeatureStore
 from epd_serve.transfer.kv_sender import OutgoingTransfer
@@ -34,7 +36,7 @@ def sequence() -> Sequence:
 
 
 def test_all_that_is_told_is_rendered() -> None:
-    metrics = InstanceMetrics(stores=("embedded", "mooncake"))
+    metrics = InstanceMetrics(("embedded", "mooncake"))
     untold = values(metrics.render(Load(), (0, 0), {}))
     metrics.kv_written(0, 0.5)
     metrics.kv_written(100, 2.0)
@@ -50,13 +52,16 @@ def test_all_that_is_told_is_rendered() -> None:
     metrics.encoded(cached=False, instead=True)
     metrics.store_did("mooncake", "put", 30, 0.25)
     metrics.store_did("mooncake", "hit")
-    metrics.stepped(ScheduleOutput(decodes=[sequence()], prefills=[(sequence(), 9)]), 0.25)
-    metrics.stepped(ScheduleOutput(decodes=[sequence()], preempted=[sequence(), sequence()]), 0.5)
+    mixed = ScheduleOutput(decodes=[sequence()], prefills=[(sequence(), 9)])
+    decodes = ScheduleOutput(decodes=[sequence()], preempted=[sequence(), sequence()])
+    for output, seconds in ((mixed, 0.25), (decodes, 0.5)):
+        metrics.put(step_span(output, 1.0, 1.0 + seconds))
     for paused_s in (1.5, 4.0):
         slack = Slack(credit_s=-0.2, limit_s=0.1, alone_s=0.05, beside_s=0.3)
         metrics.paced(PaceFigures(paused_s=paused_s, slack=slack))
-    metrics.timeline.encoded("r", "h", 1.0, (2.0, 4.0))
-    metrics.prepared(Preparation(kind="text", thread="text_0", queued_at=1.0, started_at=2.0, ended_at=4.0))
+    Timeline(lambda: 4.0, metrics.put).encoded("r", "h", 1.0, (2.0, 4.0))
+    metrics.put(Span("text", "", 2.0, 4.0, {"track": "text_0", "waited_s": 1.0}))
+    metrics.put(Span("encode", "", 1.0, 3.0, {"track": "tower", "images": 2, "pixels": 50}))
     found = values(metrics.render(Load(num_running=3, free_blocks=4), (2, 500), {"d": (0.01, 1e9)}))
     expected = {
         "preemptions_total": 2,
@@ -104,6 +109,9 @@ def test_all_that_is_told_is_rendered() -> None:
         "stage_seconds_sum[encode_queue]": 1,
         "stage_seconds_sum[encode_execute]": 2,
         "stage_seconds_sum[decode_execute]": 0,
+        "tower_images_total": 2,
+        "tower_pixels_total": 50,
+        "tower_seconds_total": 2,
         "preparation_seconds_sum[text]": 3,
         "num_running": 3,
         "free_blocks": 4,

@@ -10,7 +10,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 from epd_serve.errors import InvalidRequest, Unavailable
-from epd_serve.instance.request_processor import LONG_S, Kind, Preparation, RequestProcessor
+from epd_serve.instance.request_processor import LONG_S, Kind, RequestProcessor
+from epd_serve.telemetry.span import Span
 
 
 class Gate:
@@ -109,8 +110,8 @@ async def test_a_wait_has_an_end(gate: Gate) -> None:
 
 
 async def test_a_failure_is_the_callers_and_what_was_done_is_told() -> None:
-    told: list[Preparation] = []
-    processor = RequestProcessor(2, queue_timeout_s=60, observe=told.append)
+    told: list[Span] = []
+    processor = RequestProcessor(2, queue_timeout_s=60, put=told.append)
 
     def broken() -> None:
         raise InvalidRequest("the image is broken")
@@ -119,8 +120,8 @@ async def test_a_failure_is_the_callers_and_what_was_done_is_told() -> None:
         with pytest.raises(InvalidRequest, match="broken"):
             await processor.run("media", 0.0, broken)
     await processor.run("media", 0.0, time.sleep, 0.02)
-    assert [preparation.kind for preparation in told] == ["media"] * 4
-    assert told[-1].queued_at <= told[-1].started_at <= told[-1].ended_at - 0.02
+    assert [span.name for span in told] == ["media"] * 4
+    assert float(told[-1].attributes["waited_s"]) >= 0 and told[-1].seconds >= 0.02
     await processor.close()
 
 

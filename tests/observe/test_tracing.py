@@ -14,7 +14,7 @@ import in_process
 import pytest
 from aiohttp import web
 
-from epd_serve.metrics.otel import span_recorder
+from epd_serve.telemetry.otel import span_export
 
 otlp = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
 TRACE, CALLER = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -103,12 +103,12 @@ async def test_one_request_is_one_trace_over_all_instances(monkeypatch: pytest.M
     ],
 )
 def test_nobody_asks_and_nothing_is_recorded(environment: dict[str, str]) -> None:
-    assert span_recorder("gateway", environment) is None
+    assert span_export("gateway", environment) is None
 
 
 def test_what_cannot_be_exported_is_said(caplog: pytest.LogCaptureFixture) -> None:
     environment = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1", "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}
-    assert span_recorder("gateway", environment) is None
+    assert span_export("gateway", environment) is None
     assert "http/protobuf, got 'grpc'" in caplog.text
     assert "OTEL_EXPORTER_OTLP_ENDPOINT" not in os.environ
 

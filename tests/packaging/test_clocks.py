@@ -11,8 +11,8 @@ _OF_THE_DAY = {("time", "time"), ("time", "time_ns"), ("datetime", "now"), ("dat
 #: Files that tell people when something was, by its functions.
 TOLD = {
     "epd_serve/bench/session.py",
-    "epd_serve/metrics/otel.py",
-    "epd_serve/metrics/trace.py",
+    "epd_serve/telemetry/otel.py",
+    "epd_serve/telemetry/trace_file.py",
     "epd_serve/vllm_plugin/kv_sending.py",
     "proxy/access_log.py",
     "proxy/elastic.py",

@@ -14,8 +14,8 @@ from fastapi import FastAPI
 from instance_info import instance_info
 
 from epd_serve.config import GatewayConfig
-from epd_serve.metrics.gateway import GatewayMetrics
 from epd_serve.routing.table import InstanceTable
+from epd_serve.telemetry.gateway import GatewayMetrics
 from proxy.admin import create_admin_app
 from proxy.admission import AdmissionQueue
 from proxy.auth import Authenticator

@@ -12,8 +12,8 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from epd_serve.metrics.merged import Family, families_of
-from epd_serve.metrics.tally import Counter, Histogram
+from epd_serve.telemetry.merged import Family, families_of
+from epd_serve.telemetry.tally import Counter, Histogram
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 #: Seconds; from a cached answer of a tiny model to a long generation on a busy device.
@@ -242,7 +242,7 @@ class GatewayMetrics:
         return generate_latest(self.registry)
 
     def families(self, instances: Iterable[InstanceFigures]) -> list[Family]:
-        """The same figures as families, for :func:`epd_serve.metrics.merged.merge`."""
+        """The same figures as families, for :func:`epd_serve.telemetry.merged.merge`."""
         self._look_at(instances)
         return families_of(self.registry)
 

@@ -14,6 +14,8 @@ from typing import Any
 
 import msgspec
 
+from epd_serve.telemetry.span import Span
+
 logger = logging.getLogger(__name__)
 
 #: Some gigabyte: a run that was forgotten must not fill a disk.
@@ -61,31 +63,20 @@ class TraceWriter:
         offset_us = round((wall_clock() - clock()) * 1e6)
         self._write(self._metadata(CLOCK, 0, {"host": _host_id(), "wall_offset_us": offset_us}))
 
-    def slice(self, track: str, name: str, start_s: float, end_s: float, **arguments: Any) -> None:
-        """Write a thread's work from ``start_s`` to ``end_s``; slices of one track do not overlap."""
-        start, duration = _microseconds(start_s, end_s)
-        self._write(
-            {
-                "ph": "X",
-                "name": name,
-                "pid": self._pid,
-                "tid": self._track(track),
-                "ts": start,
-                "dur": duration,
-                "args": arguments,
-            }
-        )
-
-    def span(self, request_id: str, name: str, start_s: float, end_s: float, **arguments: Any) -> None:
-        """A part of a request's life. Spans may overlap each other."""
-        start, duration = _microseconds(start_s, end_s)
-        common = {"cat": REQUEST, "name": name, "pid": self._pid, "tid": 0}
-        item = str(arguments.get("item", ""))[:12]
-        common["id"] = f"{request_id}/{item}" if item else request_id
-        self._write(
-            {"ph": "b", **common, "ts": start, "args": {"request": request_id, **arguments}},
-            {"ph": "e", **common, "ts": start + duration},
-        )
+    def put(self, span: Span) -> None:
+        """Write a span: of a request's, which may overlap, a pair of events; of a track's, which do not, one."""
+        start = round(span.start_s * 1e6)
+        duration = max(round(span.end_s * 1e6) - start, 0)
+        common: dict[str, Any] = {"name": span.name, "pid": self._pid, "ts": start}
+        arguments = dict(span.attributes)
+        if span.request_id:
+            item = str(arguments.get("item", ""))[:12]
+            common |= {"cat": REQUEST, "tid": 0, "id": f"{span.request_id}/{item}" if item else span.request_id}
+            begin = {"ph": "b", **common, "args": {"request": span.request_id, **arguments}}
+            self._write(begin, {"ph": "e", **common, "ts": start + duration})
+        else:
+            track = self._track(str(arguments.pop("track")))
+            self._write({"ph": "X", **common, "tid": track, "dur": duration, "args": arguments})
 
     def close(self) -> None:
         """End the array. Idempotent."""
@@ -128,11 +119,6 @@ class TraceWriter:
             self._is_open = False
             with suppress(OSError):  # it may say once more that the disk is full
                 os.close(self._file)
-
-
-def _microseconds(start_s: float, end_s: float) -> tuple[int, int]:
-    start = round(start_s * 1e6)
-    return start, max(round(end_s * 1e6) - start, 0)
 
 
 def _host_id() -> str:

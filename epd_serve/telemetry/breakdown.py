@@ -10,23 +10,31 @@ from statistics import fmean, quantiles
 from typing import Any
 
 import msgspec
+from rich.table import Table
 
-from epd_serve.metrics.timeline import (
+from epd_serve.telemetry.span import Span
+from epd_serve.telemetry.timeline import (
     DECODE_EXECUTE,
     DECODE_QUEUE,
     ENCODE_EXECUTE,
     ENCODE_QUEUE,
     EP_MIGRATION,
     FEATURE_WAIT,
+    GATEWAY_RECEIVE,
+    GATEWAY_SERVE,
     PREFILL_EXECUTE,
     PREFILL_QUEUE,
     STAGES,
-    StageSpan,
 )
-from epd_serve.metrics.trace import CLOCK, REQUEST
+from epd_serve.telemetry.trace_file import CLOCK, REQUEST
 
-#: Spans of the gateway: until the stage calls are sent, then until the answer is complete.
-GATEWAY_RECEIVE, GATEWAY_SERVE = "gateway_receive", "gateway_serve"
+_LABELS = {
+    **{stage: stage.replace("_", " ").replace("ep ", "E-P ").replace("pd ", "P-D ") for stage in STAGES},
+    "stages": "all stages",
+    "gateway": "gateway, before them",
+    "between": "calls and answer",
+    "e2e": "end to end",
+}
 
 Event = dict[str, Any]
 
@@ -134,6 +142,20 @@ def summary(requests: Sequence[RequestTimes]) -> dict[str, Any]:
     }
 
 
+def breakdown_table(figures: dict[str, Any]) -> Table:
+    """A table of the figures that :func:`summary` returns."""
+    table = Table(title=f"Mean of {figures['num_requests']} requests")
+    table.add_column("stage")
+    for heading in ("mean ms", "p50 ms", "p95 ms", "share"):
+        table.add_column(heading, justify="right")
+    for name, row in figures["rows"].items():
+        if name in ("stages", "e2e"):
+            table.add_section()
+        times = [f"{row[key]:.2f}" for key in ("mean_ms", "p50_ms", "p95_ms")]
+        table.add_row(_LABELS[name], *times, f"{row['share']:.1%}")
+    return table
+
+
 def _percentile(values: list[float], percent: int) -> float:
     return quantiles(values, n=100, method="inclusive")[percent - 1] if len(values) > 1 else values[0]
 
@@ -152,43 +174,40 @@ def _read(path: Path) -> list[Event]:
     return events if any(event.get("name") == CLOCK for event in events) else []
 
 
-def _spans(events: Iterable[Event]) -> list[StageSpan]:
+def _spans(events: Iterable[Event]) -> list[Span]:
     """The pairs of begin and end; they are written together."""
     return [
-        StageSpan(
-            begin["args"]["request"],
-            begin["name"],
-            begin["ts"] / 1e6,
-            end["ts"] / 1e6,
-            begin["args"].get("item", ""),
-        )
+        Span(begin["name"], begin["args"]["request"], begin["ts"] / 1e6, end["ts"] / 1e6, begin["args"])
         for begin, end in pairwise(event for event in events if event.get("cat") == REQUEST)
         if begin["ph"] == "b" and end["ph"] == "e" and begin["id"] == end["id"] and begin["name"] == end["name"]
     ]
 
 
-def _requests(spans: Iterable[StageSpan]) -> list[RequestTimes]:
-    by_request: dict[str, list[StageSpan]] = {}
+def _requests(spans: Iterable[Span]) -> list[RequestTimes]:
+    by_request: dict[str, list[Span]] = {}
     for span in spans:
         by_request.setdefault(span.request_id, []).append(span)
     found = [times for spans in by_request.values() if (times := _request(spans)) is not None]
     return sorted(found, key=lambda request: request.start_s)
 
 
-def _request(spans: list[StageSpan]) -> RequestTimes | None:
+def _request(spans: list[Span]) -> RequestTimes | None:
     """One request's critical path; None for one that did not end, or of which a process's part is missing."""
-    at = {span.stage: span for span in spans if not span.item}
+    at = {span.name: span for span in spans if not span.attributes.get("item")}
     if not {PREFILL_QUEUE, PREFILL_EXECUTE, DECODE_EXECUTE} <= at.keys():
         return None
     queue, execute, decode = at[PREFILL_QUEUE], at[PREFILL_EXECUTE], at[DECODE_EXECUTE]
     cuts = [queue.start_s] * 3
     if FEATURE_WAIT in at:
         last = max(
-            (span for span in spans if span.stage == EP_MIGRATION), key=lambda span: span.end_s, default=None
+            (span for span in spans if span.name == EP_MIGRATION), key=lambda span: span.end_s, default=None
         )
         if last is None:
             return None
-        of_item = {span.stage: span for span in spans if span.item == last.item and span.end_s <= last.end_s}
+        item = last.attributes["item"]
+        of_item = {
+            span.name: span for span in spans if span.attributes.get("item") == item and span.end_s <= last.end_s
+        }
         if ENCODE_QUEUE not in of_item:
             return None
         encoded = of_item.get(ENCODE_EXECUTE, of_item[ENCODE_QUEUE])
@@ -207,5 +226,5 @@ def _request(spans: list[StageSpan]) -> RequestTimes | None:
     )
 
 
-def _length(span: StageSpan | None) -> float | None:
-    return None if span is None else span.end_s - span.start_s
+def _length(span: Span | None) -> float | None:
+    return None if span is None else span.seconds

@@ -14,9 +14,15 @@ from typing import Any
 
 import pytest
 
-from epd_serve.metrics.breakdown import read_traces, summary
-from epd_serve.metrics.timeline import STAGES, StageSpan, Timeline
-from epd_serve.metrics.trace import TraceWriter
+from epd_serve.telemetry.breakdown import read_traces, summary
+from epd_serve.telemetry.span import Span, Value
+from epd_serve.telemetry.timeline import STAGES, Timeline
+from epd_serve.telemetry.trace_file import TraceWriter
+
+
+def work(track: str, name: str, start_s: float, end_s: float, **about: Value) -> Span:
+    """What a thread did."""
+    return Span(name, "", start_s, end_s, {"track": track, **about})
 
 
 class Process:
@@ -27,10 +33,7 @@ class Process:
         self.writer = TraceWriter(
             directory, name, clock=lambda: self.now, wall_clock=lambda: self.now + wall_offset_s
         )
-        self.timeline = Timeline(lambda: self.now, self.record)
-
-    def record(self, span: StageSpan) -> None:
-        self.writer.span(span.request_id, span.stage, span.start_s, span.end_s, item=span.item)
+        self.timeline = Timeline(lambda: self.now, self.writer.put)
 
     def at(self, now: float) -> Timeline:
         self.now = now
@@ -49,13 +52,13 @@ def serve_one(directory: Path, request_id: str = "r", *, close: bool = True) -> 
     p.at(9.7).handed_over(request_id)
     d.timeline.stepped([], [request_id], 10, 11)
     d.at(20).finished(request_id)
-    e.writer.slice("tower", "encode", 3, 5, images=2)
-    d.writer.slice("engine", "decode", 4, 7, decodes=3)
+    e.writer.put(work("tower", "encode", 3, 5, images=2))
+    d.writer.put(work("engine", "decode", 4, 7, decodes=3))
     if close:
         for process in (e, p, d):
             process.writer.close()
             process.writer.close()
-            process.writer.slice("engine", "too late", 0, 1)
+            process.writer.put(work("engine", "too late", 0, 1))
     return [e, p, d]
 
 
@@ -75,8 +78,8 @@ def test_each_file_is_json_with_names_of_process_and_threads(tmp_path: Path) -> 
 def test_the_stages_of_a_request_add_up_on_its_critical_path(tmp_path: Path, close: bool) -> None:
     serve_one(tmp_path, close=close)
     gateway = TraceWriter(tmp_path, "gateway", clock=lambda: 0.0, wall_clock=lambda: 1e9)
-    gateway.span("r", "gateway_receive", 1, 2)
-    gateway.span("r", "gateway_serve", 2, 20.5)
+    gateway.put(Span("gateway_receive", "r", 1, 2))
+    gateway.put(Span("gateway_serve", "r", 2, 20.5))
     trace = read_traces(tmp_path)
     [request] = trace.requests
     found = {stage: round(seconds, 6) for stage, seconds in request.stages.items()}
@@ -114,9 +117,9 @@ def test_text_and_what_did_not_end(tmp_path: Path) -> None:
 
 def test_clocks_of_two_hosts_are_joined_by_the_wall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hosts = iter(("one", "two", "two"))
-    monkeypatch.setattr("epd_serve.metrics.trace._host_id", lambda: next(hosts))
+    monkeypatch.setattr("epd_serve.telemetry.trace_file._host_id", lambda: next(hosts))
     for name, offset in (("a", 100.0), ("b", 50.0), ("c", 50.25)):
-        Process(tmp_path, name, wall_offset_s=offset).writer.slice("engine", name, 1, 2)
+        Process(tmp_path, name, wall_offset_s=offset).writer.put(work("engine", name, 1, 2))
     times = {event["name"]: event["ts"] for event in read_traces(tmp_path).events if event["ph"] == "X"}
     assert times == {"a": 50e6, "b": 0, "c": 0}, "b and c share a clock, whatever the wall's did meanwhile"
 
@@ -124,10 +127,11 @@ def test_clocks_of_two_hosts_are_joined_by_the_wall(tmp_path: Path, monkeypatch:
 KILLED = """
 import sys, time
 from pathlib import Path
-from epd_serve.metrics.trace import TraceWriter
+from epd_serve.telemetry.span import Span
+from epd_serve.telemetry.trace_file import TraceWriter
 writer = TraceWriter(Path(sys.argv[1]), "e0")
 for number in range(10**9):
-    writer.slice("tower", "encode", number, number + 1, images=number)
+    writer.put(Span("encode", "", number, number + 1, {"track": "tower", "images": number}))
     if number == 1000:
         print("ready", flush=True)
 """
@@ -152,7 +156,7 @@ def test_a_full_disk_ends_the_trace_and_nothing_else(tmp_path: Path, caplog: pyt
     resource.setrlimit(resource.RLIMIT_FSIZE, (writer.path.stat().st_size + 300, before[1]))
     try:
         for number in range(10):
-            writer.slice("tower", "encode", number, number + 1)
+            writer.put(work("tower", "encode", number, number + 1))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     writer.close()
@@ -199,10 +203,10 @@ def test_a_trace_is_its_owners(tmp_path: Path) -> None:
 
 
 def test_a_trace_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("epd_serve.metrics.trace._MAX_BYTES", 1500)
+    monkeypatch.setattr("epd_serve.telemetry.trace_file._MAX_BYTES", 1500)
     writer = TraceWriter(tmp_path, "e0")
     for number in range(100):
-        writer.slice("tower", "encode", number, number + 1)
+        writer.put(work("tower", "encode", number, number + 1))
     writer.close()
     assert writer.path.stat().st_size <= 1500
     assert read_traces(tmp_path).events
@@ -215,7 +219,7 @@ def test_a_file_that_cannot_even_be_closed_is_no_failure(tmp_path: Path, monkeyp
         raise OSError("quota exceeded")
 
     with monkeypatch.context() as patch:
-        patch.setattr("epd_serve.metrics.trace.os.write", fail)
-        patch.setattr("epd_serve.metrics.trace.os.close", fail)
-        writer.slice("tower", "encode", 0, 1)
+        patch.setattr("epd_serve.telemetry.trace_file.os.write", fail)
+        patch.setattr("epd_serve.telemetry.trace_file.os.close", fail)
+        writer.put(work("tower", "encode", 0, 1))
     writer.close()

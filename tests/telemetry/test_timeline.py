@@ -8,13 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd_serve.metrics.timeline import FEATURE_WAIT, STAGES, StageSpan, Timeline
+from epd_serve.telemetry.span import Span
+from epd_serve.telemetry.timeline import FEATURE_WAIT, STAGES, Timeline
 
 
 class Bench:
     def __init__(self) -> None:
         self.now = 0.0
-        self.spans: list[StageSpan] = []
+        self.spans: list[Span] = []
         self.timeline = Timeline(lambda: self.now, self.spans.append)
 
     def at(self, now: float) -> Timeline:
@@ -23,7 +24,7 @@ class Bench:
 
     @property
     def stages(self) -> list[tuple[str, float, float]]:
-        return [(span.stage, span.start_s, span.end_s) for span in self.spans]
+        return [(span.name, span.start_s, span.end_s) for span in self.spans]
 
 
 def test_a_prompt_that_waits_for_its_image_and_is_handed_over() -> None:
@@ -98,7 +99,7 @@ def test_encodes() -> None:
         ("encode_queue", 8, 8.5),
         ("ep_migration", 8.5, 9),
     ]
-    assert {span.item for span in bench.spans} == {"i"}
+    assert {span.attributes["item"] for span in bench.spans} == {"i"}
 
 
 _NAMES = st.sampled_from(["a", "b"])
@@ -128,7 +129,7 @@ def test_any_order_of_events_leaves_spans_in_order_and_nothing_behind(events: li
     for name in ("a", "b"):
         timeline.drop(name)
     assert timeline.num_requests == timeline._num_queued == 0
-    assert all(span.start_s <= span.end_s and span.stage in (*STAGES, FEATURE_WAIT) for span in bench.spans)
+    assert all(span.start_s <= span.end_s and span.name in (*STAGES, FEATURE_WAIT) for span in bench.spans)
     for name in ("a", "b"):
         own = [span for span in bench.spans if span.request_id == name]
         assert all(one.end_s <= next_.start_s for one, next_ in pairwise(own))

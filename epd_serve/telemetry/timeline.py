@@ -21,7 +21,7 @@ an image, other images) is hidden behind the encoding, and counts as waiting.
 
 An item belongs to the critical path where its feature is the last that came. Each instance measures on its own
 clock; the two migrations therefore last until the sender has the answer, half a round trip longer than the way
-itself. :mod:`epd_serve.metrics.breakdown` joins the records of several processes without that overlap.
+itself. :mod:`epd_serve.telemetry.breakdown` joins the records of several processes without that overlap.
 """
 
 from __future__ import annotations
@@ -30,10 +30,14 @@ import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from epd_serve.telemetry.span import Span, Value
+
 ENCODE_QUEUE, ENCODE_EXECUTE, EP_MIGRATION = "encode_queue", "encode_execute", "ep_migration"
 PREFILL_QUEUE, PREFILL_EXECUTE, PD_MIGRATION = "prefill_queue", "prefill_execute", "pd_migration"
 DECODE_QUEUE, DECODE_EXECUTE = "decode_queue", "decode_execute"
 FEATURE_WAIT = "feature_wait"
+#: Spans of the gateway: until the stage calls are sent, then until the answer is complete.
+GATEWAY_RECEIVE, GATEWAY_SERVE = "gateway_receive", "gateway_serve"
 #: In a request's order.
 STAGES = (
     ENCODE_QUEUE,
@@ -45,17 +49,6 @@ STAGES = (
     DECODE_QUEUE,
     DECODE_EXECUTE,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class StageSpan:
-    """A stage that a request has passed, in seconds of the process's clock; ``item``: mm_hash of an encode."""
-
-    request_id: str
-    stage: str
-    start_s: float
-    end_s: float
-    item: str = ""
 
 
 @dataclass(slots=True)
@@ -71,9 +64,9 @@ class Timeline:
     A request that fails or is cancelled is dropped: its open stage is not recorded.
     """
 
-    def __init__(self, clock: Callable[[], float], record: Callable[[StageSpan], None]) -> None:
+    def __init__(self, clock: Callable[[], float], put: Callable[[Span], None]) -> None:
         self._clock = clock
-        self._record = record
+        self._put = put
         self._lock = threading.Lock()
         self._stays: dict[str, _Stay] = {}
         self._num_queued = 0
@@ -93,10 +86,11 @@ class Timeline:
         """
         # a batch that was begun for another request may have started before this one came
         start, end = (max(at, received_s) for at in batch_s)
-        self._record(StageSpan(request_id, ENCODE_QUEUE, received_s, start, item))
+        about: dict[str, Value] = {"item": item}
+        self._put(Span(ENCODE_QUEUE, request_id, received_s, start, about))
         if batch_s[0] < batch_s[1]:
-            self._record(StageSpan(request_id, ENCODE_EXECUTE, start, end, item))
-        self._record(StageSpan(request_id, EP_MIGRATION, end, self._clock(), item))
+            self._put(Span(ENCODE_EXECUTE, request_id, start, end, about))
+        self._put(Span(EP_MIGRATION, request_id, end, self._clock(), about))
 
     # ------------------------------------------------------------------ prefill
 
@@ -118,7 +112,7 @@ class Timeline:
         with self._lock:
             stay = self._stays.get(request_id)
             if stay is not None and stay.stage == PD_MIGRATION:
-                self._record(StageSpan(request_id, PD_MIGRATION, stay.since, self._clock()))
+                self._put(Span(PD_MIGRATION, request_id, stay.since, self._clock()))
             self._forget(request_id)
 
     # ------------------------------------------------------------------ decode
@@ -136,7 +130,7 @@ class Timeline:
             if stay is not None:
                 is_decoded = stay.stage == DECODE_EXECUTE
                 end = self._clock() if is_decoded else stay.since
-                self._record(StageSpan(request_id, DECODE_EXECUTE, stay.since, max(end, stay.since)))
+                self._put(Span(DECODE_EXECUTE, request_id, stay.since, max(end, stay.since)))
             self._forget(request_id)
 
     def drop(self, request_id: str) -> None:
@@ -179,7 +173,7 @@ class Timeline:
 
     def _move(self, request_id: str, stay: _Stay, stage: str, at: float) -> None:
         at = max(at, stay.since)
-        self._record(StageSpan(request_id, stay.stage, stay.since, at))
+        self._put(Span(stay.stage, request_id, stay.since, at))
         stay.stage, stay.since = stage, at
 
     def _forget(self, request_id: str) -> None:

@@ -1,1 +1,0 @@
-"""Measurements of requests and their export."""
