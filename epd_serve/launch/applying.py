@@ -127,7 +127,7 @@ class Applier:
         check_same_deployment(old, config)
         if self._holdings.orders is None:
             raise ValueError("this deployment was started without a way to change it")
-        found = await difference(self._holdings, config)
+        found = difference(self._holdings, config)
         file = self._holdings.write_gateway_file(config, f"deployment.checked-{next(self._checks)}.yaml")
         try:
             left = (await self._order("POST", "/check", {"file": str(file)}, Deadline(_GATEWAY_S)))["left"]
@@ -171,7 +171,7 @@ class Applier:
         holdings = self._holdings
         try:
             while holdings.look():  # until a moment ago others changed roles, to the settings of before
-                found = await difference(holdings, config)
+                found = difference(holdings, config)
             for name in holdings.live:  # what they are now, whatever the settings of their roles will be
                 self._supervisor.respecify(holdings.spec(name))
             holdings.replace_role_settings(config)
@@ -179,7 +179,7 @@ class Applier:
                 if not found.steps:
                     break
                 await self._take_all(found, limits)
-                found = await difference(holdings, config)
+                found = difference(holdings, config)
             if found.steps:
                 raise ApplyStopped(
                     f"roles were changed by others meanwhile; after {_MOST_PLANS} plans there is still to do: "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -17,8 +16,7 @@ from epd_serve.config.applied import changes, leaves
 from epd_serve.launch.commands import PreparedInstance, prepare_instances
 from epd_serve.launch.holdings import Holdings
 from epd_serve.launch.ports import Ports, next_port
-from epd_serve.topology.change import Step, StepKind, plan_change
-from epd_serve.topology.change_states import Part
+from epd_serve.topology.change import Part, Step, StepKind, plan_change
 
 #: What two processes of the same kind may differ in besides what a rebuild applies.
 _OWN = frozenset({"name", "role", "port", "threads", "device_board", "switch_dir"})
@@ -55,7 +53,7 @@ def check_same_deployment(old: DeploymentConfig, new: DeploymentConfig) -> None:
         )
 
 
-async def difference(holdings: Holdings, config: DeploymentConfig) -> Difference:
+def difference(holdings: Holdings, config: DeploymentConfig) -> Difference:
     """Find the steps to the new deployment.
 
     Raises ValueError, as :func:`plan_change` does, where they are not possible while the deployment serves.
@@ -86,7 +84,7 @@ async def difference(holdings: Holdings, config: DeploymentConfig) -> Difference
         )
         for name, one in zip(names, prepared, strict=True)
     ]
-    steps = await asyncio.to_thread(plan_change, running, wanted)  # processes are looked after meanwhile
+    steps = plan_change(running, wanted)
     started = {step.name for step in steps if step.kind is StepKind.START}
     named = {name: one for name, one in zip(names, prepared, strict=True) if name in started}
     return Difference(

@@ -1,51 +1,63 @@
-"""The steps from the running instances to the wanted ones, while requests run: starts, role switches and stops.
+"""The steps from the running instances to the wanted ones, while requests run: starts, then switches, then stops.
 
-No clock and no I/O. A change is a shortest path through the states of the deployment on the way
-(:func:`plan_change`); carrying it out is the launcher's affair.
+No clock and no I/O. A change for which there is no room is refused before its first step.
 """
 
 from __future__ import annotations
 
-import heapq
-from bisect import insort
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
 from enum import IntEnum
-from functools import cache
-from itertools import count
-from typing import NamedTuple
 
-from epd_serve.topology.change_states import (
-    Label,
-    Occupants,
-    Part,
-    Sites,
-    State,
-    has_room,
-    label_of,
-    missing,
-    steps_left,
-    with_label,
-)
-from epd_serve.types import Role
+from epd_serve.topology.placement import CPU
+from epd_serve.types import Role, Stage
 
-#: Deployments on the way that are looked at; far more than any change needs that is possible.
-_MOST_LOOKS = 50_000
 #: A stage that has an instance keeps one at every moment. E is no must: P encodes in its place.
-_FLOOR = frozenset("PD")
+_FLOOR = frozenset({Stage.PREFILL, Stage.DECODE})
+#: What is always possible.
+_ANEW = "stop the deployment and start it from the new file"
 
 
 class ChangeImpossible(ValueError):
     """The change cannot be made while the deployment serves."""
 
 
-class ChangeNotFound(ValueError):
-    """Whether the change can be made while the deployment serves is not known."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """An instance that runs, or one that is wanted.
+
+    Attributes:
+        name: its name; that of a wanted instance is for its start.
+        kind: all that a process keeps for as long as it lives; only an instance of this kind can be the wanted
+            one.
+        devices: its devices; only the CPU, or parentheses, have room for a second instance.
+        is_current: of one that runs: whether it has the settings that are wanted for its role. Where it has not,
+            it gets them by a switch to another role.
+    """
+
+    name: str
+    role: Role
+    kind: Hashable
+    devices: tuple[str, ...] = (CPU,)
+    is_current: bool = True
+
+    @property
+    def accelerators(self) -> frozenset[str]:
+        return frozenset(self.devices) - {CPU}
+
+    @property
+    def floor(self) -> frozenset[Stage]:
+        """Its stages that must have an instance at every moment."""
+        return self.role.stages & _FLOOR
+
+    def can_become(self, role: Role) -> bool:
+        """Whether it can be switched to a role: a tensor-parallel instance stays a language model."""
+        return len(self.devices) == 1 or role.has_language_model
 
 
 class StepKind(IntEnum):
-    """The kinds of steps, in the order in which they are taken where nothing speaks against it."""
+    """The kinds of steps, in the order in which they are taken."""
 
     START = 0
     SWITCH = 1
@@ -67,203 +79,174 @@ class Step:
         return f"{self.kind.name.lower()} {self.name} ({self.role})"
 
 
-class _Cost(NamedTuple):
-    """The cost of a change; the least is by starts, then steps without an encoder, then switches, then stops."""
-
-    starts: int = 0
-    gaps: int = 0
-    switches: int = 0
-    stops: int = 0
-
-    def plus(self, other: _Cost) -> _Cost:
-        return _Cost(*(a + b for a, b in zip(self, other, strict=True)))
-
-
-class _Move(NamedTuple):
-    """An instance goes from one label to the other (None: it is not there) on a site that has these occupants."""
-
-    step: StepKind
-    plan: int
-    occupants: Occupants
-    kind: int
-    before: Label | None
-    after: Label | None
-
-    @property
-    def label(self) -> Label:
-        """The label after the move; that before it of an instance that is stopped."""
-        label = self.after or self.before
-        assert label is not None
-        return label
-
-
 def plan_change(running: Sequence[Part], wanted: Sequence[Part]) -> list[Step]:
-    """The steps, in order: as few starts as possible, then as few switches.
+    """The steps of a change: all starts, then all switches, then all stops.
 
-    At no moment of any step is P or D, where it had an instance, without one that serves; E is where that costs no
-    start. Starts come before switches and those before stops, unless a device has to be free first; then one
-    device follows the other.
+    An instance keeps its process where another one of its kind is wanted. At no moment is P or D, where it had an
+    instance, without one that serves. Where the switches alone cannot keep that, one instance serves all stages
+    meanwhile; if none can, a CPU gets one more process instead of a switch.
 
-    Raises:
-        ChangeImpossible: no order of steps keeps that.
-        ChangeNotFound: none was found in time, and there may be one.
+    Raises ChangeImpossible with what would be possible instead.
     """
-    search = _Search(running, wanted)
-    pools: dict[tuple[int, Label], list[str]] = {}
-    for part in running:
-        pools.setdefault((search.sites.number_of(part.kind), label_of(part)), []).append(part.name)
-    to_start: dict[tuple[int, Label], list[str]] = {}
-    for part in wanted:
-        to_start.setdefault((search.sites.number_of(part.kind), label_of(part)), []).append(part.name)
-    steps = []
-    for kind, move in search.placed(search.path()):
-        label = move.label
-        if move.before is None:
-            name, old = to_start[kind, label].pop(0), None
-        else:
-            name, old = pools[kind, move.before].pop(), Role.parse(move.before.role)
-        if move.after is not None:
-            pools.setdefault((kind, move.after), []).insert(0, name)  # those that had the role go first
-        steps.append(Step(kind=move.step, name=name, role=Role.parse(label.role), old=old))
-    return steps
+    change = _Change(running, wanted)
+    change.start_missing()
+    while any(change.missing.values()):
+        if not (change.switch_one() or change.switch_aside() or change.start_instead()):
+            raise ChangeImpossible(change.problem())
+    return [*change.starts, *change.switches, *change.stops]
 
 
-class _Search:
-    """A* over states: which of several equal instances is taken, or of several equal devices, does not matter."""
+class _Change:
+    """A change that is being planned.
+
+    Attributes:
+        now: the instances after the steps so far, by name.
+        spare: the names of those that are not wanted as they are.
+        missing: the wanted instances that are not there yet, by kind.
+    """
 
     def __init__(self, running: Sequence[Part], wanted: Sequence[Part]) -> None:
-        self._counts_encoders = all(any(part.role.encodes for part in parts) for parts in (running, wanted))
-        self.sites = Sites(running, wanted, bridge="EPD" if self._counts_encoders else "PD")
-        self._plans = self.sites.plans
-        self._left = cache(steps_left)
+        self.starts: list[Step] = []
+        self.switches: list[Step] = []
+        self.now = {part.name: part for part in running}
+        self.spare = list(self.now)
+        self.missing: dict[Hashable, list[Part]] = {}
+        self._surplus = Counter(part.kind for part in running) - Counter(part.kind for part in wanted)
+        all_encode = all(any(part.role.encodes for part in parts) for parts in (running, wanted))
+        self._all_stages = Role.parse("EPD" if all_encode else "PD")
+        self._aside = ""  # who serves all stages meanwhile
+        for part in reversed(wanted):  # the first names are for those that are started
+            name = next((name for name in self.spare if _is_same(self.now[name], part)), None)
+            if name is None:
+                self.missing.setdefault(part.kind, []).insert(0, part)
+            else:
+                self.spare.remove(name)
 
-    def path(self) -> list[_Move]:
-        """The moves of the cheapest path. Raises ChangeImpossible and ChangeNotFound."""
-        start, goal = self.sites.start, self.sites.goal
-        numbers = count()
-        best = {start: _Cost()}
-        came: dict[State, tuple[State, _Move]] = {}
-        heap: list[tuple[_Cost, int, tuple[object, ...], int, State, _Cost]] = []
-        heapq.heappush(heap, (self._estimate(start), 0, (), next(numbers), start, _Cost()))
-        looks = 0
-        while heap:
-            _, depth, _, _, state, cost = heapq.heappop(heap)
-            if state == goal:
-                return _back(came, goal)
-            if cost > best[state]:
-                continue
-            if looks == _MOST_LOOKS:
-                raise ChangeNotFound(
-                    f"a search of {looks} steps found no way to the new deployment, though there may be one; "
-                    "apply a part of the change first, or stop the deployment and start it from the new file"
-                )
-            looks += 1
-            for move, after, has_encoder in self._moves(state):
-                one = [0, 0, 0]
-                one[move.step] = 1
-                total = cost.plus(_Cost(one[0], int(self._counts_encoders and not has_encoder), one[1], one[2]))
-                if after not in best or total < best[after]:
-                    best[after], came[after] = total, (state, move)
-                    estimate = total.plus(self._estimate(after))
-                    heapq.heappush(
-                        heap, (estimate, depth - 1, self._key(move, after), next(numbers), after, total)
-                    )
-        raise ChangeImpossible(
-            "there is no way to the new deployment on which each stage keeps an instance and each device has one "
-            "process at a time; list another device, or stop the deployment and start it from the new file"
+    def start_missing(self) -> None:
+        """Start as many of each kind as are wanted beyond those that run, first those that serve P and D.
+
+        Raises ChangeImpossible where a device has no room.
+        """
+        for parts in list(self.missing.values()):
+            spare = [self.now[name].role for name in self.spare if self.now[name].kind == parts[0].kind]
+            in_order = sorted(parts, key=lambda part: (part.role not in spare, -len(part.floor)))
+            for part in in_order[: max(0, len(parts) - len(spare))]:
+                self._check_room(part)
+                self._start(part)
+
+    def switch_one(self) -> bool:
+        """Take the switch that leaves most of what serves; return whether there is one."""
+        serving = self._serving()
+        moves = [
+            (*self._rank(one, role, serving), name, role)
+            for name in self.spare
+            if _can_leave(one := self.now[name], serving)
+            for role in dict.fromkeys(part.role for part in self.missing.get(one.kind, ()))
+            if one.can_become(role)
+        ]
+        if not moves:
+            return False
+        *_, name, role = min(moves, key=lambda move: move[:-2])
+        one = self.now[name]
+        if one.role == role:  # a switch to another role and back brings the new settings
+            self._switch(name, self._other(role))
+        self._switch(name, role)
+        self.spare.remove(name)
+        parts = self.missing[one.kind]
+        parts.remove(next(part for part in reversed(parts) if part.role == role))
+        return True
+
+    def switch_aside(self) -> bool:
+        """Have one instance serve all stages while others change; return whether one can."""
+        serving, role = self._serving(), self._all_stages
+        able = [
+            (*self._rank(one, role, serving), len(one.floor), name)
+            for name, one in self.now.items()
+            if one.role != role and one.can_become(role) and _can_leave(one, serving)
+        ]
+        if self._aside or not able:
+            return False
+        self._aside = name = min(able)[-1]
+        if name not in self.spare:
+            self.spare.append(name)
+            self.missing.setdefault(self.now[name].kind, []).append(self.now[name])
+        self._switch(name, role)
+        return True
+
+    def start_instead(self) -> bool:
+        """Start one more on a CPU, in place of a switch; return whether one can be started."""
+        parts = [part for parts in self.missing.values() for part in parts if not part.accelerators]
+        if parts:
+            self._start(max(parts, key=lambda part: len(part.floor)))
+        return bool(parts)
+
+    def problem(self) -> str:
+        """The reason why no further step is possible, and what would be."""
+        roles = sorted({str(part.role) for parts in self.missing.values() for part in parts})
+        names = [name for name in self.spare if self.missing.get(self.now[name].kind)]
+        listed = ", ".join(f"{name} ({self.now[name].role})" for name in names)
+        return (
+            f"{listed} cannot become {', '.join(roles)} while the deployment serves: no other instance has the "
+            f"stages meanwhile; list another device with an instance of them first, or {_ANEW}"
         )
 
-    def placed(self, path: Sequence[_Move]) -> list[tuple[int, _Move]]:
-        """Each move with the number of the kind that it is for: of alike sites the first.
+    @property
+    def stops(self) -> list[Step]:
+        """The steps that end what is spare once nothing is missing."""
+        ending = (self.now[name] for name in self.spare)
+        return [Step(kind=StepKind.STOP, name=one.name, role=one.role, old=one.role) for one in ending]
 
-        Starts come at first and stops at last, where no device has to be free for them: more serves meanwhile.
-        """
-        free = {
-            (plan, occupants): [site for site, one in enumerate(sites) if one == occupants]
-            for plan, sites in enumerate(self.sites.occupants)
-            for occupants in sites
-        }
-        found = []
-        for move in path:
-            site = free[move.plan, move.occupants].pop(0)
-            after = with_label(move.occupants, move.kind, move.before, move.after)
-            insort(free.setdefault((move.plan, after), []), site)
-            found.append((self.sites.kinds[move.plan][site][move.kind], move))
+    # ------------------------------------------------------------------ parts
 
-        def place(one: tuple[int, _Move]) -> int:
-            move = one[1]
-            return StepKind.SWITCH if self._plans[move.plan][move.kind].devices else move.step
+    def _start(self, part: Part) -> None:
+        self.missing[part.kind].remove(part)
+        self.now[part.name] = part
+        self.starts.append(Step(kind=StepKind.START, name=part.name, role=part.role))
 
-        return sorted(found, key=place)
+    def _switch(self, name: str, role: Role) -> None:
+        old = self.now[name]
+        self.now[name] = replace(old, role=role, is_current=True)
+        self.switches.append(Step(kind=StepKind.SWITCH, name=name, role=role, old=old.role))
 
-    def _key(self, move: _Move, after: State) -> tuple[object, ...]:
-        """The order among moves of equal cost; the least comes first.
-
-        A device on which a change was begun is finished first, and the stage with the fewest instances keeps as
-        many as possible.
-        """
-        plan = self._plans[move.plan]
-        arrives = move.after in plan[move.kind].goal
-        roles = [label.role for sites in after for site in sites for labels in site for label in labels]
-        fewest = min(sum(stage in role for role in roles) for stage in _FLOOR)
-        return move.step, not arrives, self._left(plan, move.occupants), -fewest, move.plan, move.kind
-
-    def _moves(self, state: State) -> Iterator[tuple[_Move, State, bool]]:
-        """Each possible move, what follows from it, and whether something encodes meanwhile.
-
-        A start that has to come in any case comes at once: it takes nothing from what serves.
-        """
-        roles = Counter(label.role for sites in state for site in sites for labels in site for label in labels)
-        covered = frozenset("".join(roles))
-        places = [
-            (number, occupants, kind)
-            for number, sites in enumerate(state)
-            for occupants in dict.fromkeys(sites)
-            for kind in range(len(occupants))
+    def _check_room(self, part: Part) -> None:
+        """Raise ChangeImpossible where a device that the process needs is another's that is stopped only later."""
+        there = [
+            f"{name} ({one.role})"
+            for name, one in self.now.items()
+            if self._surplus[one.kind] and one.accelerators & part.accelerators
         ]
+        if there:
+            raise ChangeImpossible(
+                f"{', '.join(sorted(part.accelerators))} has no room for {part.name} ({part.role}) beside "
+                f"{', '.join(there)}, which would have to end first: apply a file without it before this one, "
+                f"list another device, or {_ANEW}"
+            )
 
-        def made(
-            place: tuple[int, Occupants, int], step: StepKind, before: Label | None, after: Label | None
-        ) -> tuple[_Move, State]:
-            number, occupants, kind = place
-            changed = list(state[number])
-            changed.remove(occupants)
-            insort(changed, with_label(occupants, kind, before, after))
-            move = _Move(step, number, occupants, kind, before, after)
-            return move, (*state[:number], tuple(changed), *state[number + 1 :])
+    def _serving(self) -> Counter[Stage]:
+        """The number of instances of each stage."""
+        return Counter(stage for one in self.now.values() for stage in one.role.stages)
 
-        for place in places:
-            number, occupants, kind = place
-            if has_room(self._plans[number], occupants, kind):
-                for label in missing(self._plans[number][kind].goal, occupants[kind]):
-                    yield *made(place, StepKind.START, None, label), "E" in covered
-                    return
-        for place in places:
-            number, occupants, kind = place
-            one, labels = self._plans[number][kind], occupants[kind]
-            if has_room(self._plans[number], occupants, kind):
-                for label in sorted(Counter(one.goal) - Counter(labels)):
-                    yield *made(place, StepKind.START, None, label), "E" in covered
-            for label in sorted(set(labels)):
-                left = frozenset("".join((roles - Counter([label.role])).keys()))
-                if (covered - left) & _FLOOR:
-                    continue
-                for role in one.choices:
-                    if role != label.role and (one.width == 1 or set(role) & _FLOOR):
-                        yield *made(place, StepKind.SWITCH, label, Label(role, True)), "E" in left
-                if len(labels) > len(one.goal):
-                    yield *made(place, StepKind.STOP, label, None), "E" in left
+    def _rank(self, one: Part, role: Role, serving: Counter[Stage]) -> tuple[bool, bool, bool, int]:
+        """The order among possible switches; the least is taken.
 
-    def _estimate(self, state: State) -> _Cost:
-        """A lower bound of the cost that is left."""
-        lefts = [self._left(plan, site) for plan, sites in zip(self._plans, state, strict=True) for site in sites]
-        starts, switches, stops = (sum(each) for each in zip(*lefts, strict=True))
-        return _Cost(starts, 0, switches, stops)
+        The instance that serves all stages meanwhile comes last; an encoder is kept, then as many as possible of
+        the stage with the fewest.
+        """
+        leaves_gap = one.role.encodes and serving[Stage.ENCODE] == 1
+        fewest = min(serving[stage] - (stage in one.role.stages) for stage in _FLOOR)
+        return one.name == self._aside, leaves_gap, one.role == role, -fewest
+
+    def _other(self, role: Role) -> Role:
+        """A role to be in for a moment, on the way back to ``role``."""
+        if role != self._all_stages:
+            return self._all_stages
+        return Role.parse("PD" if role.encodes else "P")
 
 
-def _back(came: dict[State, tuple[State, _Move]], state: State) -> list[_Move]:
-    moves = []
-    while state in came:
-        state, move = came[state]
-        moves.append(move)
-    return moves[::-1]
+def _is_same(running: Part, wanted: Part) -> bool:
+    return running.kind == wanted.kind and running.role == wanted.role and running.is_current
+
+
+def _can_leave(one: Part, serving: Counter[Stage]) -> bool:
+    """Whether P and D are served without this one."""
+    return all(serving[stage] > 1 for stage in one.floor)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -16,8 +13,7 @@ from epd_serve.launch.commands import prepare_instances
 from epd_serve.launch.difference import Difference, check_same_deployment, difference
 from epd_serve.launch.holdings import Holdings, resolved
 from epd_serve.launch.ports import Ports
-from epd_serve.topology.change import ChangeImpossible, Step, plan_change
-from epd_serve.topology.change_states import Part
+from epd_serve.topology.change import ChangeImpossible
 from epd_serve.types import Role
 
 FREE = "instances: {base_port: 0}"
@@ -40,7 +36,7 @@ def holdings(tmp_path: Path, text: str, environment: dict[str, str] | None = Non
 
 
 def compared(held: Holdings, text: str) -> Difference:
-    return asyncio.run(difference(held, parse_config(text)))
+    return difference(held, parse_config(text))
 
 
 def steps(held: Holdings, text: str) -> list[str]:
@@ -161,25 +157,6 @@ def test_threads_that_were_divided_stay_and_that_is_said(tmp_path: Path, monkeyp
     assert found.notes == ("CPU threads stay as they were (epd0 8); started anew, instances would have 2",)
     wished = "topology: EPD\ninstances: {base_port: 0, threads: 3}"
     assert steps(held, wished) == ["start epd1 (EPD)", "stop epd0 (EPD)"]
-
-
-async def test_the_launcher_does_not_stand_still_while_a_change_is_planned(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    planning, go_on = threading.Event(), threading.Event()
-
-    def slow(running: Sequence[Part], wanted: Sequence[Part]) -> list[Step]:
-        planning.set()
-        assert go_on.wait(300), "nobody could say so"
-        return plan_change(running, wanted)
-
-    monkeypatch.setattr("epd_serve.launch.difference.plan_change", slow)
-    held = holdings(tmp_path, f"topology: 2E-P-D\n{FREE}")
-    found = asyncio.create_task(difference(held, parse_config(f"topology: E-P-D\n{FREE}")))
-    while not planning.is_set():  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
-    go_on.set()
-    assert [str(step) for step in (await found).steps] == ["stop e1 (E)"]
 
 
 @pytest.mark.parametrize(
