@@ -84,6 +84,7 @@ class Sequence:
     wanted_logprobs: range = range(0)
     logprobs: dict[int, Any] = field(default_factory=dict)
     state: SequenceState = SequenceState.WAITING
+    stop_token_ids: frozenset[int] | None = None  # as a set; made when it is needed
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -173,6 +174,7 @@ class Sequence:
             blocks=blocks,
             constraint=None if self.constraint is None else self.constraint.fork(),
             state=SequenceState.RUNNING,
+            stop_token_ids=self.stop_token_ids,
         )
 
     def move_to(self, state: SequenceState) -> None:
@@ -192,6 +194,8 @@ class Sequence:
         if count >= self.sampling.min_tokens:
             if token_id in eos_token_ids and not self.sampling.ignore_eos:
                 return "stop"
-            if token_id in self.sampling.stop_token_ids:
+            if self.stop_token_ids is None:
+                self.stop_token_ids = frozenset(self.sampling.stop_token_ids)
+            if token_id in self.stop_token_ids:
                 return "stop"
         return "length" if count >= self.max_tokens else None

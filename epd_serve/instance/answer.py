@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from epd_serve.instance.detokenizer import Detokenizer
 from epd_serve.instance.vocabulary import Vocabulary
+from epd_serve.patterns import Patterns
 from epd_serve.protocol import chunks, frames
 from epd_serve.protocol.tool_format import Call, CallDelta, ToolCallReader
 from epd_serve.protocol.wire import OutputOptions, TokenLogprob
@@ -36,12 +37,14 @@ class Answer:
         echo = vocabulary.decode(list(prompt_ids), skip_special_tokens=True) if options.echo else ""
         self._echoed: list[_Token] = []
         if options.echo and sampling.logprobs is not None:
-            prompt = _Choice(vocabulary, (), SamplingParams(seed=0, logprobs=0), "", lists_all=True)
+            prompt = _Choice(vocabulary, (), SamplingParams(seed=0, logprobs=0), None, "", lists_all=True)
             for token_id in prompt_ids:
                 prompt.add(token_id, None, None)
             self._echoed = [replace(token, start=min(token.start, len(echo))) for token in prompt.untold(False)]
+        stop = Patterns(sampling.stop)
         self._choices = [
-            _Choice(vocabulary, prompt_ids, sampling, echo, lists_all=options.echo) for _ in range(sampling.n)
+            _Choice(vocabulary, prompt_ids, sampling, stop, echo, lists_all=options.echo)
+            for _ in range(sampling.n)
         ]
 
     @property
@@ -193,6 +196,7 @@ class _Choice:
         vocabulary: Vocabulary,
         prompt_ids: Sequence[int],
         sampling: SamplingParams,
+        stop: Patterns | None,
         echo: str,
         *,
         lists_all: bool,
@@ -201,7 +205,7 @@ class _Choice:
         self.detokenizer = Detokenizer(
             vocabulary,
             prompt_ids,
-            sampling.stop,
+            stop,
             skip_special_tokens=sampling.skip_special_tokens,
             min_tokens=sampling.min_tokens,
             include_stop=sampling.include_stop,

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from epd_serve.patterns import Patterns
+
 _CONTEXT_TOKENS = 6
+#: Tokens that are held back at most because they make no character yet. No more than three bytes ever do.
+_MAX_HELD_TOKENS = 16
+#: Of these, the last are read again with what follows ...
+_REREAD_TOKENS = 12
+#: ... and so many marks of incomplete characters at their end are not certain: a token of one byte makes one each.
+_MAX_OPEN = 3
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -23,6 +31,7 @@ class Detokenizer:
     stands where the one before it stood.
 
     Args:
+        stop: stop strings; the choices of a request share them.
         min_tokens: a stop string that is complete within so many tokens stops nothing, as in vLLM.
         include_stop: whether the stop string stays in the text.
     """
@@ -31,7 +40,7 @@ class Detokenizer:
         self,
         decoder: Decoder,
         prompt_ids: Sequence[int],
-        stop: Sequence[str] = (),
+        stop: Patterns | None = None,
         *,
         skip_special_tokens: bool = True,
         min_tokens: int = 0,
@@ -39,10 +48,13 @@ class Detokenizer:
     ) -> None:
         self._decoder = decoder
         self._skip = skip_special_tokens
-        self._stop = tuple(stop)
+        self._stop = stop or Patterns(())
+        self._node = self._stop.root
         self._ids = list(prompt_ids[-_CONTEXT_TOKENS:])
-        self._shown = len(self._ids)  # tokens whose text is out
         self._context = 0  # first token that is decoded again, since merging across tokens can change spaces
+        self._next_context = len(self._ids)
+        self._before = self._decode(0)  # text from there on that is out
+        self._num_waiting = 0  # tokens since
         self._held = ""
         self._num_tokens = 0
         self._min_tokens = min_tokens
@@ -59,45 +71,74 @@ class Detokenizer:
         """Add a token; returns the text that is now certain. Sets ``stopped`` when a stop string is complete."""
         self._num_tokens += 1
         self._ids.append(token_id)
-        before = self._decode(self._context, self._shown)
-        after = self._decode(self._context, len(self._ids))
-        if self._skip and after == before and not self._decode(len(self._ids) - 1, len(self._ids)):
+        before, after = self._before, self._decode(self._context)
+        if self._skip and after == before and not self._decode(len(self._ids) - 1):
             self._ids.pop()  # a token that is not shown: a run of them must not be decoded again and again
             return ""
+        self._num_waiting += 1
         if after.endswith(_INCOMPLETE) or len(after) <= len(before):
-            return ""
-        self._context, self._shown = self._shown, len(self._ids)
+            return self._emit(self._give_up(after)) if self._num_waiting > _MAX_HELD_TOKENS else ""
+        self._go_on(self._next_context, 0)
         return self._emit(after[len(before) :])
 
     def flush(self) -> str:
         """All that was held back; for the end of a generation."""
-        rest = self._decode(self._context, len(self._ids))[len(self._decode(self._context, self._shown)) :]
-        self._shown = len(self._ids)
+        rest = self._decode(self._context)[len(self._before) :]
+        self._go_on(self._next_context, 0)
         text = self._emit(rest) + ("" if self.stopped else self._held)
         if not self.stopped:
             self.text += self._held
         self._held = ""
         return text
 
-    def _decode(self, start: int, end: int) -> str:
-        return self._decoder.decode(self._ids[start:end], skip_special_tokens=self._skip) if end > start else ""
+    def _give_up(self, after: str) -> str:
+        """The text of bytes that make no character, but for the last ones, which still may."""
+        num_open = min(_MAX_OPEN, len(after) - len(after.rstrip(_INCOMPLETE)))
+        certain = after[len(self._before) : len(after) - num_open]
+        self._go_on(len(self._ids) - _REREAD_TOKENS, num_open)
+        return certain
+
+    def _go_on(self, context: int, num_open: int) -> None:
+        """Decode from ``context`` on; its text as of now is out, but for the last ``num_open`` characters."""
+        self._context, self._next_context, self._num_waiting = context, len(self._ids), 0
+        text = self._decode(context)
+        self._before = text[: len(text) - num_open]
+
+    def _decode(self, start: int) -> str:
+        ids = self._ids[start:]
+        return self._decoder.decode(ids, skip_special_tokens=self._skip) if ids else ""
 
     def _emit(self, new: str) -> str:
         pending = self._held + new
-        stops = self._stop if self._num_tokens > self._min_tokens else ()
-        found = [(index, -len(stop)) for stop in stops if (index := pending.find(stop)) >= 0]
-        if found:
-            start, length = min(found)
-            pending = pending[: start - length if self._include_stop else start]
-            self._held, self.stopped = "", True
-        else:
-            keep = max((_overlap(pending, stop) for stop in self._stop), default=0)
+        end = self._find(new)
+        if end is None:
+            keep = self._node.depth
             self._held = pending[len(pending) - keep :]
             pending = pending[: len(pending) - keep]
+        else:
+            self._held, self.stopped = "", True
+            pending = pending[:end]
         self.text += pending
         return pending
 
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of ``text`` that begins ``stop``."""
-    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
+    def _find(self, new: str) -> int | None:
+        """Where the text ends by the first stop string, of several the longest; counts from what is held back."""
+        node, stop = self._node, self._stop
+        if node is stop.root and stop.first.isdisjoint(new):
+            return None
+        counts = self._num_tokens > self._min_tokens
+        found: tuple[int, int] | None = None  # where it begins, and its negative length
+        for at, character in enumerate(new, start=len(self._held) + 1):
+            node = stop.step(node, character)
+            if counts and (ends := node.ends) is not None:
+                one = (at - ends.depth, -ends.depth)
+                found = one if found is None else min(found, one)
+            if found is not None and at - node.depth > found[0]:
+                break  # what may follow begins behind it
+        while not node.goes_on and node is not stop.root:
+            node = node.fail
+        self._node = node
+        if found is None:
+            return None
+        start, length = found
+        return start - length if self._include_stop else start

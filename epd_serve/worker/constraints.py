@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence as AbstractSequence
 from typing import Protocol
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from epd_serve.patterns import Node, Patterns
 from epd_serve.request import Sequence
 from epd_serve.types import SamplingParams
 
@@ -33,73 +35,108 @@ class Constraint(Protocol):
 
 def is_restricted(sequence: Sequence) -> bool:
     """Whether :func:`restrict` changes the sequence's scores, which then depend on its newest token."""
-    sampling = sequence.sampling
-    return (
-        sequence.constraint is not None
-        or bool(sampling.logit_bias)
-        or bool(sampling.allowed_token_ids)
-        or bool(sampling.bad_word_ids)
-    )
+    return sequence.constraint is not None or _has_lists(sequence.sampling)
+
+
+def mask_ends(scores: Tensor, sequence: Sequence, eos_token_ids: Tensor) -> None:
+    """Let a sequence not end with its next token: ``scores`` [vocab], float32, changes in place."""
+    scores.index_fill_(0, eos_token_ids, _MASKED)
+    if sequence.sampling.stop_token_ids:
+        scores.index_fill_(0, _rules_of(sequence, scores).stop_tokens, _MASKED)
 
 
 def restrict(scores: Tensor, sequences: AbstractSequence[Sequence]) -> None:
     """Apply the requests' restrictions to ``scores`` [len(sequences), vocab], float32, in place."""
-    vocab = scores.shape[-1]
     masks: list[tuple[int, NDArray[np.int32]]] = []
-    allowed = _allowed_masks.of(sequences, scores)
     for i, sequence in enumerate(sequences):
         sampling = sequence.sampling
-        if sampling.logit_bias:
-            biases = {token: bias for token, bias in sampling.logit_bias.items() if token < vocab}
-            scores[i, _ids(scores, biases)] += torch.tensor(list(biases.values()), device=scores.device)
-        if i in allowed:
-            scores[i].masked_fill_(~allowed[i], _MASKED)
-        if banned := _banned(sampling, sequence.output_ids, vocab):
-            scores[i, _ids(scores, banned)] = _MASKED
+        if _has_lists(sampling):
+            rules = _rules_of(sequence, scores)
+            if sampling.logit_bias:
+                scores[i, rules.biased] += rules.biases
+            if rules.forbidden is not None:
+                scores[i].masked_fill_(rules.forbidden, _MASKED)
+            if rules.bad_words is not None and (banned := rules.bad_words.banned(sequence)) is not None:
+                scores[i, banned] = _MASKED
         if sequence.constraint is not None:
             masks.append((i, sequence.constraint.allowed(sequence.output_ids)))
     if masks:
         _mask(scores, masks)
 
 
-class _AllowedMasks:
-    """Masks of allowed tokens, kept from step to step, as a list may have the whole vocabulary."""
-
-    def __init__(self) -> None:
-        self._kept: dict[int, tuple[tuple[int, ...], Tensor]] = {}
-
-    def of(self, sequences: AbstractSequence[Sequence], scores: Tensor) -> dict[int, Tensor]:
-        """Return masks [vocab], true for allowed tokens, by the sequence's place; drop those of the last step."""
-        masks: dict[int, Tensor] = {}
-        kept: dict[int, tuple[tuple[int, ...], Tensor]] = {}
-        for i, sequence in enumerate(sequences):
-            if token_ids := sequence.sampling.allowed_token_ids:
-                own = kept.get(id(token_ids)) or self._kept.get(id(token_ids))
-                if own is None or (own[1].shape[0], own[1].device) != (scores.shape[-1], scores.device):
-                    own = token_ids, _mask_of(token_ids, scores)
-                kept[id(token_ids)] = own  # with the ids themselves, so that their id is no other's
-                masks[i] = own[1]
-        self._kept = kept
-        return masks
+def _has_lists(sampling: SamplingParams) -> bool:
+    return bool(sampling.logit_bias or sampling.allowed_token_ids or sampling.bad_word_ids)
 
 
-_allowed_masks = _AllowedMasks()
+class _Rules:
+    """What a request's lists mean for its scores. All choices share it, for as long as one of them lives."""
+
+    def __init__(self, sampling: SamplingParams, scores: Tensor) -> None:
+        self.sampling = sampling  # its id is no other's as long as it is here
+        self.place = (scores.shape[-1], scores.device)
+        self.stop_tokens = _ids(scores, [token for token in sampling.stop_token_ids if token < scores.shape[-1]])
+        biases = {token: bias for token, bias in sampling.logit_bias.items() if token < scores.shape[-1]}
+        self.biased = _ids(scores, biases)
+        self.biases = torch.tensor(list(biases.values()), device=scores.device)
+        self.forbidden: Tensor | None = None
+        if sampling.allowed_token_ids:
+            allowed = torch.tensor(sampling.allowed_token_ids, dtype=torch.long)
+            forbidden = torch.ones(scores.shape[-1], dtype=torch.bool)
+            forbidden[allowed[allowed < len(forbidden)]] = False
+            self.forbidden = forbidden.to(scores.device)
+        self.bad_words = _BadWords(sampling.bad_word_ids, scores) if sampling.bad_word_ids else None
 
 
-def _mask_of(token_ids: tuple[int, ...], scores: Tensor) -> Tensor:
-    mask = torch.zeros(scores.shape[-1], dtype=torch.bool)
-    ids = torch.tensor(token_ids, dtype=torch.long)
-    mask[ids[ids < len(mask)]] = True
-    return mask.to(scores.device)
+_rules: WeakKeyDictionary[Sequence, _Rules] = WeakKeyDictionary()
+_shared: WeakValueDictionary[int, _Rules] = WeakValueDictionary()
 
 
-def _banned(sampling: SamplingParams, output_ids: list[int], vocab: int) -> list[int]:
-    """The last tokens of the bad words whose other tokens end the output."""
-    return [
-        word[-1]
-        for word in sampling.bad_word_ids
-        if word[-1] < vocab and (len(word) == 1 or tuple(output_ids[1 - len(word) :]) == word[:-1])
-    ]
+def _rules_of(sequence: Sequence, scores: Tensor) -> _Rules:
+    place = (scores.shape[-1], scores.device)
+    for rules in (_rules.get(sequence), _shared.get(id(sequence.sampling))):
+        if rules is not None and rules.place == place:
+            break
+    else:
+        rules = _shared[id(sequence.sampling)] = _Rules(sequence.sampling, scores)
+    _rules[sequence] = rules
+    return rules
+
+
+class _BadWords:
+    """The bad words of a request, and how far the output of each choice has come in them."""
+
+    def __init__(self, words: tuple[tuple[int, ...], ...], scores: Tensor) -> None:
+        self._scores = scores.new_empty(0)
+        last: dict[tuple[int, ...], set[int]] = {}
+        for word in words:
+            if word[-1] < scores.shape[-1]:
+                last.setdefault(word[:-1], set()).add(word[-1])
+        self._last = last
+        self._patterns = Patterns(last)
+        self._banned: dict[Node, tuple[frozenset[int], Tensor]] = {}
+        self._read: WeakKeyDictionary[Sequence, tuple[int, Node]] = WeakKeyDictionary()
+
+    def banned(self, sequence: Sequence) -> Tensor | None:
+        """The last tokens of the words whose other tokens end the output, which only grows from call to call."""
+        count, node = self._read.get(sequence, (0, self._patterns.root))
+        output_ids = sequence.output_ids
+        for place in range(count, len(output_ids)):
+            node = self._patterns.step(node, output_ids[place])
+        self._read[sequence] = (len(output_ids), node)
+        return None if node.ends is None else self._of(node.ends)[1]
+
+    def _of(self, ends: Node) -> tuple[frozenset[int], Tensor]:
+        """For the longest beginning of a word, with those that end like it."""
+        nodes: list[Node] = []
+        shorter: Node | None = ends
+        while shorter is not None and shorter not in self._banned:
+            nodes.append(shorter)
+            shorter = None if shorter is self._patterns.root else shorter.fail.ends
+        tokens = frozenset[int]() if shorter is None else self._banned[shorter][0]
+        for node in reversed(nodes):
+            tokens |= self._last[tuple(self._patterns.pattern(node))]
+            self._banned[node] = (tokens, _ids(self._scores, sorted(tokens)))
+        return self._banned[ends]
 
 
 def _mask(scores: Tensor, masks: list[tuple[int, NDArray[np.int32]]]) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from device.base import AttentionOps
 from epd_serve.protocol.wire import TokenLogprob
-from epd_serve.worker.constraints import is_restricted, restrict
+from epd_serve.worker.constraints import is_restricted, mask_ends, restrict
 from epd_serve.worker.drawing import Row, RowDrawer, draw, draw_from_largest, largest
 from epd_serve.worker.penalties import Penalties
 from epd_serve.worker.step_inputs import on_device
@@ -51,6 +51,7 @@ class Sampler:
         self._penalties = Penalties()
         self._scores = torch.empty(0, 0)
         self._drawer: RowDrawer | None = None
+        self._ends: Tensor | None = None
 
     def sample(self, logits: Tensor, rows: AbstractSequence[Row]) -> Sampling:
         """Choose tokens from ``logits`` [len(rows), vocab]; does not wait for the device.
@@ -110,12 +111,15 @@ class Sampler:
         self._penalties.apply(scores, some)
         for values, row in zip(scores, some, strict=True):
             if _is_held_back(row):
-                # a client may name ids that no token has; one of them must not fail the step for all
-                ends = [*self._eos_token_ids, *row.sampling.stop_token_ids]
-                ends = [token for token in ends if token < logits.shape[-1]]
-                values.index_fill_(0, on_device(values, ends), _MASKED)
+                mask_ends(values, row.sequence, self._ends_on(values))
         restrict(scores, [row.sequence for row in some])
         return scores
+
+    def _ends_on(self, scores: Tensor) -> Tensor:
+        """The model's own end tokens, where ``scores`` [vocab] are."""
+        if self._ends is None:
+            self._ends = on_device(scores, [token for token in self._eos_token_ids if token < len(scores)])
+        return self._ends
 
     def _copy(self, logits: Tensor, which: list[int]) -> Tensor:
         """Rows in float32; on a CPU in memory that stays."""

@@ -1,5 +1,6 @@
 """Text comes out piece by piece as it would in one piece, never half a character, never past a stop string."""
 
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -9,6 +10,7 @@ from transformers import AutoTokenizer
 
 from epd_serve.demo import weights_dir
 from epd_serve.instance.detokenizer import Detokenizer
+from epd_serve.patterns import Patterns
 
 
 class Bytes:
@@ -19,7 +21,7 @@ class Bytes:
 
 
 def pieces(text: str, stop: Sequence[str] = ()) -> tuple[list[str], Detokenizer]:
-    detokenizer = Detokenizer(Bytes(), list(b"prompt "), stop)
+    detokenizer = Detokenizer(Bytes(), list(b"prompt "), Patterns(stop))
     out = []
     for byte in text.encode():
         out.append(detokenizer.push(byte))
@@ -50,7 +52,7 @@ def test_stop_strings(text: str, stop: list[str]) -> None:
 
 
 def test_text_that_may_become_a_stop_string_is_held_back() -> None:
-    detokenizer = Detokenizer(Bytes(), [], ["STOP"])
+    detokenizer = Detokenizer(Bytes(), [], Patterns(["STOP"]))
     assert [detokenizer.push(byte) for byte in b"aSTO"] == ["a", "", "", ""]
     assert detokenizer.push(ord("x")) == "STOx"
 
@@ -70,7 +72,7 @@ def test_with_a_real_tokenizer(text: str) -> None:
 
 
 def test_a_stop_string_within_min_tokens_stops_nothing() -> None:
-    detokenizer = Detokenizer(Bytes(), [], ["b", "cd"], min_tokens=3)
+    detokenizer = Detokenizer(Bytes(), [], Patterns(["b", "cd"]), min_tokens=3)
     assert "".join(detokenizer.push(byte) for byte in b"abc") == "ab"
     assert not detokenizer.stopped
     assert detokenizer.push(ord("d")) == ""
@@ -90,3 +92,117 @@ def test_tokens_that_are_not_shown_cost_nothing_later() -> None:
     assert {detokenizer.push(0) for _ in range(500)} == {""}
     assert max(decoded) < 10
     assert detokenizer.push(ord("x")) == "x"
+
+
+class Texts:
+    """A tokenizer whose tokens are these texts."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        self.texts = texts
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        return "".join(self.texts[token_id] for token_id in token_ids)
+
+
+class ByDefinition:
+    """Stop strings as they are defined, a whole text at a time."""
+
+    def __init__(self, stop: Sequence[str], min_tokens: int, include_stop: bool) -> None:
+        self.stop, self.min_tokens, self.include_stop = stop, min_tokens, include_stop
+        self.read = self.text = ""
+        self.num_tokens, self.stopped = 0, False
+
+    def push(self, new: str) -> str:
+        before, self.read = len(self.read), self.read + new
+        self.num_tokens += 1
+        found = [
+            (start, -len(stop))
+            for stop in self.stop
+            for start in range(len(self.read))
+            if self.read.startswith(stop, start) and start + len(stop) > before
+        ]
+        if found and self.num_tokens > self.min_tokens:
+            start, length = min(found)
+            text, self.stopped = self.read[: start - length if self.include_stop else start], True
+        else:
+            begun = [
+                count
+                for stop in self.stop
+                for count in range(1, len(stop))
+                if count <= len(self.read) and self.read.endswith(stop[:count])
+            ]
+            text = self.read[: len(self.read) - max(begun, default=0)]
+        news, self.text = text[len(self.text) :], text
+        return news
+
+
+LETTERS = st.text("ab", min_size=1, max_size=6)
+
+
+@given(
+    st.lists(LETTERS, max_size=20),
+    st.lists(LETTERS, max_size=5),
+    st.integers(0, 4),
+    st.booleans(),
+)
+def test_stop_strings_are_found_as_they_are_defined(
+    texts: list[str], stop: list[str], min_tokens: int, include_stop: bool
+) -> None:
+    expected = ByDefinition(stop, min_tokens, include_stop)
+    detokenizer = Detokenizer(Texts(texts), [], Patterns(stop), min_tokens=min_tokens, include_stop=include_stop)
+    for token_id, text in enumerate(texts):
+        assert detokenizer.push(token_id) == expected.push(text)
+        assert (detokenizer.text, detokenizer.stopped) == (expected.text, expected.stopped)
+        if expected.stopped:
+            return
+    assert detokenizer.num_read == len(expected.read)
+    assert expected.text + detokenizer.flush() == expected.read
+
+
+def test_the_cost_of_a_token_does_not_grow_with_stop_strings() -> None:
+    def cpu_s(stop: Sequence[str]) -> float:
+        shared = Patterns(stop)
+        choices = [Detokenizer(Texts(["aaaa"]), [], shared) for _ in range(10)]
+        lowest = float("inf")
+        for length in range(500):
+            start = time.process_time()
+            for choice in choices:
+                choice.push(0)
+            if length > 400:
+                lowest = min(lowest, time.process_time() - start)
+        return lowest
+
+    assert cpu_s(["a" * 4095, *(chr(ord("b") + i) * 4095 for i in range(15))]) < 4 * cpu_s(["aab"]) + 1e-4
+
+
+class Fallback:
+    """Bytes as SentencePiece has them: a run of byte tokens is text as a whole, or a mark for each of them."""
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        try:
+            return bytes(token_ids).decode()
+        except UnicodeDecodeError:
+            return "\ufffd" * len(token_ids)
+
+
+@given(st.lists(st.sampled_from([0x80, 0xBF, 0xC3, 0xE4, 0xB8, 0xF0, 0x9F, 0x98]), min_size=20, max_size=90))
+def test_bytes_that_make_no_character_come_out_as_they_would_in_one_piece(ids: list[int]) -> None:
+    detokenizer = Detokenizer(Bytes(), [])
+    text = "".join([detokenizer.push(byte) for byte in ids] + [detokenizer.flush()])
+    assert text == bytes(ids).decode("utf-8", "replace") == detokenizer.text
+
+
+@pytest.mark.parametrize("decoder", [Bytes(), Fallback()])
+def test_bytes_that_never_end_are_decoded_a_few_at_a_time(decoder: Bytes | Fallback) -> None:
+    decoded: list[int] = []
+
+    class Counting:
+        def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+            decoded.append(len(token_ids))
+            return decoder.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    detokenizer = Detokenizer(Counting(), [])
+    pieces = [detokenizer.push(0x80) for _ in range(500)]
+    assert max(decoded) < 40
+    assert "".join(pieces) + detokenizer.flush() == "\ufffd" * 500
+    assert all("".join(pieces[at : at + 20]) for at in range(0, 480, 20)), "and are shown now and then"

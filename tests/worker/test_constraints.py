@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from itertools import pairwise
 
 import numpy as np
@@ -149,8 +150,57 @@ def test_a_long_list_of_allowed_tokens_is_read_once(monkeypatch) -> None:
     ]
     tensor, made = torch.tensor, []
     monkeypatch.setattr(torch, "tensor", lambda *args, **kwargs: made.append(1) or tensor(*args, **kwargs))
+    made_once = 0
     for _ in range(3):
         scores = torch.zeros(2, 40)
         restrict(scores, sequences)
         assert scores.isfinite().nonzero().tolist() == [[0, 3], [0, 7], [1, 3], [1, 7]]
-    assert len(made) == 1
+        made_once = made_once or len(made)
+    assert len(made) == made_once
+
+
+TOKENS = st.integers(0, 2)
+WORDS = st.lists(st.lists(TOKENS, min_size=1, max_size=5).map(tuple), min_size=1, max_size=6).map(tuple)
+
+
+@given(
+    words=WORDS, outputs=st.lists(st.lists(TOKENS, max_size=12), min_size=2, max_size=2), forked=st.integers(0, 9)
+)
+def test_bad_words_are_banned_where_their_other_tokens_end_the_output(words, outputs, forked):
+    sampling = SamplingParams(seed=0, bad_word_ids=words)
+    sequence = Sequence(request_id="r", prompt_ids=[1], sampling=sampling, max_tokens=99, positions=torch.empty(0))
+    choices = [sequence, sequence.fork(1, [])]
+    for count in range(forked, 13):  # one that is taken over begins with some tokens
+        for choice, output in zip(choices, outputs, strict=True):
+            choice.output_ids = output[:count]
+        scores = torch.zeros(2, 3)
+        restrict(scores, choices)
+        for choice, row in zip(choices, scores, strict=True):
+            ended = [1 - len(word) for word in words]
+            banned = {
+                word[-1]
+                for word, start in zip(words, ended, strict=True)
+                if len(word) == 1 or tuple(choice.output_ids[start:]) == word[:-1]
+            }
+            assert {token for token in range(3) if row[token] == float("-inf")} == banned
+
+
+def test_the_cost_of_a_token_does_not_grow_with_bad_words() -> None:
+    def cpu_s(words: tuple[tuple[int, ...], ...]) -> float:
+        sampling = SamplingParams(seed=0, bad_word_ids=words)
+        sequence = Sequence(
+            request_id="r", prompt_ids=[1], sampling=sampling, max_tokens=9, positions=torch.empty(0)
+        )
+        choices = [sequence, *(sequence.fork(index, []) for index in range(1, 40))]
+        lowest = float("inf")
+        for length in range(1, 60):
+            for choice in choices:
+                choice.output_ids.append(1)
+            start = time.process_time()
+            restrict(torch.zeros(40, 600), choices)
+            if length > 50:
+                lowest = min(lowest, time.process_time() - start)
+        return lowest
+
+    few, many = cpu_s(((1, 1, 2),)), cpu_s(tuple((*[1] * 4000, last) for last in range(512)))
+    assert many < 4 * few + 1e-3

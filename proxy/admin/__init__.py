@@ -1,1 +1,0 @@
-"""What operators and the launcher order."""

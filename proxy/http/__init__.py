@@ -1,1 +1,0 @@
-"""HTTP between a client and the gateway."""

@@ -1,1 +1,0 @@
-"""Media items of a request: fetched, measured, named."""

@@ -1,1 +1,0 @@
-"""What is shown of requests: logs, metrics, traces, the dashboard."""
