@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any
@@ -17,6 +17,10 @@ from epd_serve.backends.base import StageCalls
 from epd_serve.backends.native import NativeConnections
 from epd_serve.config.stealing import StealingConfig
 from epd_serve.elastic.controller import Order
+from epd_serve.protocol.openai import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from epd_serve.protocol.responses import InputTokensCall, ResponsesRequest
+from epd_serve.protocol.tokenizing import DetokenizeBody, TokenizeBody
+from epd_serve.protocol.vllm_requests import VllmChatRequest, VllmCompletionRequest
 from epd_serve.protocol.wire import RoleOrder
 from epd_serve.routing.choice import router_of
 from epd_serve.routing.policy import Policy
@@ -24,36 +28,37 @@ from epd_serve.routing.stealing import StealRule
 from epd_serve.routing.table import InstanceTable
 from epd_serve.telemetry.gateway import GatewayMetrics
 from epd_serve.telemetry.trace_file import TraceWriter
-from proxy.admin import create_admin_app, running_admin
-from proxy.arrival import ArrivalLimits
-from proxy.control import Control
-from proxy.cors import install_cors
-from proxy.dashboard import dashboard_router
-from proxy.dispatch import Dispatch, Dispatcher
-from proxy.elastic import ElasticLoop, elastic_router
-from proxy.endpoints import endpoints
-from proxy.engines import connector, vllm_targets
-from proxy.entrance import new_gate
-from proxy.errors import install_error_handlers
-from proxy.fetch import MediaFetcher
-from proxy.health import Health
-from proxy.job import Instances
-from proxy.leases import Leases, leases_router
-from proxy.media import MediaLoader
-from proxy.members import Members
-from proxy.observer import new_observer
-from proxy.openapi import openapi_router
-from proxy.operations import operations_router
-from proxy.orders import Departures, Hold, orders_router, running_orders, show_ready
-from proxy.pairs import Pairs
-from proxy.poller import Poller
-from proxy.redeploy import Redeployer, tokens_per_pixel
-from proxy.resident import give_back
+from proxy.admin.control import Control
+from proxy.admin.elastic import ElasticLoop, elastic_router
+from proxy.admin.operations import operations_router
+from proxy.admin.orders import Departures, Hold, orders_router, running_orders, show_ready
+from proxy.admin.plane import create_admin_app, running_admin
+from proxy.admin.redeploy import Redeployer, tokens_per_pixel
+from proxy.admin.switches import Switches, switches_router
+from proxy.admission.control import new_admission
+from proxy.api.endpoint import Endpoint, GenerationEndpoint
+from proxy.api.openapi import openapi_router
+from proxy.api.responses import ResponsesEndpoint
+from proxy.api.tokenizing import TokenizingEndpoint
+from proxy.api.views import health_router, models_router
+from proxy.dispatch.dispatcher import Dispatch, Dispatcher
+from proxy.dispatch.job import Instances
+from proxy.dispatch.stealing import Stealing
+from proxy.fleet.engines import connector, vllm_targets
+from proxy.fleet.health import Health
+from proxy.fleet.leases import Leases, leases_router
+from proxy.fleet.members import Members
+from proxy.fleet.pairs import Pairs
+from proxy.fleet.poller import Poller
+from proxy.http.arrival import ArrivalLimits
+from proxy.http.cors import install_cors
+from proxy.http.errors import install_error_handlers
+from proxy.http.large_bodies import Turns, give_back
+from proxy.media.fetch import MediaFetcher
+from proxy.media.loader import MediaLoader
+from proxy.observe.dashboard import dashboard_router
+from proxy.observe.observer import new_observer
 from proxy.settings import Current, GatewaySettings
-from proxy.stealing import Stealing
-from proxy.switches import Switches, switches_router
-from proxy.turns import Turns
-from proxy.views import health_router, models_router
 from proxy.workers.crew import Crew
 from proxy.workers.follow import follow
 
@@ -69,9 +74,9 @@ def create_app(
 ) -> FastAPI:
     """The gateway for ``instances``, given as (name, control URL), as one of a crew of workers or alone.
 
-    ``app.state.table`` is its instance table, ``app.state.gate`` its admission, ``app.state.admin_url`` its
-    admin plane, where it has one. Connections and polling live as long as the application's lifespan; should
-    polling end before, ``app.state.give_up`` is called, which is its server's to set.
+    ``app.state.table`` is its instance table, ``app.state.admission`` its admission control,
+    ``app.state.admin_url`` its admin plane, where it has one. Connections and polling live as long as the
+    application's lifespan; should polling end before, ``app.state.give_up`` is called, which its server sets.
     """
     crew = crew or Crew()
     config, gateway, current = settings.config, settings.gateway, Current(settings)
@@ -79,7 +84,7 @@ def create_app(
     for_vllm = config.engine == "vllm"
     table = InstanceTable(instances)
     metrics = GatewayMetrics()
-    gate = new_gate(current, table, metrics, crew.ledger)
+    admission = new_admission(current, table, metrics, crew.ledger)
     connections = NativeConnections(settings.cluster_key)
     connect = connector(connections, vllm_targets(config) if for_vllm else None)
     calls: dict[str, StageCalls] = {name: connect(name, url) for name, url in instances}
@@ -130,7 +135,7 @@ def create_app(
                 routers = [operations_router(table, health, switches, crew)]
                 routers += [switches_router(switches), elastic_router(elastic)]
                 joining = leases_router(leases, crew)
-                admin = create_admin_app(table, gate, settings.admin_key, crew, routers, joining)
+                admin = create_admin_app(table, admission, settings.admin_key, crew, routers, joining)
                 running = running_admin(admin, gateway.admin, crew.admin_socket(), settings.cluster_key)
                 app.state.admin_url = await stack.enter_async_context(running)
             if app.state.orders is not None and crew.leads:
@@ -139,7 +144,7 @@ def create_app(
                     switches_router(switches),
                     orders_router(table, departures, hold, app.state.orders, crew),
                 ]
-                orders = create_admin_app(table, gate, None, crew, routers)
+                orders = create_admin_app(table, admission, None, crew, routers)
                 await stack.enter_async_context(running_orders(orders, app.state.orders.path))
                 if redeployer is not None:
                     redeployer.deployment = app.state.orders.path.parent.name
@@ -162,8 +167,8 @@ def create_app(
     app.state.table = table
     app.state.health = health
     app.state.switches = switches
-    app.state.gate = gate
-    #: Path → endpoint, for the server's own short way (proxy/connection.py).
+    app.state.admission = admission
+    #: Path → endpoint, for the server's own short way (proxy/http/connection.py).
     app.state.endpoints = {}
     app.state.turns = Turns()
     app.state.arrival = arrival
@@ -173,7 +178,7 @@ def create_app(
         "loader": loader,
         "metrics": metrics,
         "observer": observer,
-        "gate": gate,
+        "admission": admission,
         "arrival": arrival,
         "settings": current,
     }
@@ -183,25 +188,25 @@ def create_app(
         app.state.endpoints[path.encode()] = endpoint
     members = Members(table, calls, poller, health, connect)
     leases = Leases(members)
-    app.state.control = Control(current, members, gate, crew.ledger)
+    app.state.control = Control(current, members, admission, crew.ledger)
     app.state.reloader = None
     app.state.orders = None
     app.state.give_up = lambda: None
-    app.include_router(models_router(table, poller, gate.authenticator))
-    app.include_router(health_router(table, metrics, gate.authenticator, gateway, crew))
+    app.include_router(models_router(table, poller, admission.authenticator))
+    app.include_router(health_router(table, metrics, admission.authenticator, gateway, crew))
     app.include_router(openapi_router())
     if gateway.dashboard:
         app.include_router(
             dashboard_router(
                 table,
                 observer,
-                gate,
+                admission,
                 crew,
                 lambda: current.now.config.topology,
                 is_local=settings.is_local,
             )
         )
-    follow(crew, table, gate, health, leases)
+    follow(crew, table, admission, health, leases)
     show_ready(crew, table)
     install_cors(app, gateway.cors)
     install_error_handlers(app)
@@ -219,3 +224,26 @@ def _end_after(app: FastAPI, polling: asyncio.Future[Any]) -> None:
     if isinstance(error, Exception):  # else it was cancelled, which a gather passes on as what it is
         logger.critical("a part of the gateway has ended, so it ends", exc_info=error)
         app.state.give_up()
+
+
+def endpoints(
+    dispatcher: Dispatcher, calls: Mapping[str, StageCalls], shared: Mapping[str, Any], *, for_vllm: bool
+) -> Iterator[tuple[str, Endpoint]]:
+    """(path, endpoint) of each that takes a body; ``shared`` is what all of them are made with. ``for_vllm``:
+    requests may have fields that only vLLM has."""
+    types: tuple[tuple[str, str, type[GenerationRequest]], ...] = (
+        ("chat", "/v1/chat/completions", VllmChatRequest if for_vllm else ChatCompletionRequest),
+        ("completion", "/v1/completions", VllmCompletionRequest if for_vllm else CompletionRequest),
+    )
+    for kind, path, request_type in types:
+        yield path, GenerationEndpoint(kind=kind, parse=request_type.parse, dispatcher=dispatcher, **shared)
+    yield (
+        "/v1/responses",
+        ResponsesEndpoint(kind="responses", parse=ResponsesRequest.parse, dispatcher=dispatcher, **shared),
+    )
+    yield (
+        "/v1/responses/input_tokens",
+        TokenizingEndpoint(kind="input_tokens", parse=InputTokensCall.parse, calls=calls, **shared),
+    )
+    yield "/tokenize", TokenizingEndpoint(kind="tokenize", parse=TokenizeBody.parse, calls=calls, **shared)
+    yield "/detokenize", TokenizingEndpoint(kind="detokenize", parse=DetokenizeBody.parse, calls=calls, **shared)

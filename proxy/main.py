@@ -17,15 +17,14 @@ from fastapi import FastAPI
 
 from epd_serve.config import DeploymentConfig, load_config
 from epd_serve.rpc.descriptors import FEW, raise_limit
+from proxy.admin.orders import OrdersSettings
+from proxy.admin.reload import Reloader
 from proxy.app import create_app
-from proxy.connection import GatewayConnection
-from proxy.orders import OrdersSettings
-from proxy.redaction import redact_logs
-from proxy.reload import Reloader
-from proxy.server import GatewayServer, WorkerServer, mark_stopping
+from proxy.http.connection import GatewayConnection
+from proxy.http.server import GatewayServer, WorkerServer, mark_stopping
+from proxy.http.sink import ResponseAborted
+from proxy.observe.log_filters import Sparing, redact_logs
 from proxy.settings import GatewaySettings
-from proxy.sink import ResponseAborted
-from proxy.sparing_log import Sparing
 from proxy.workers.crew import Crew
 from proxy.workers.messages import TakenOver
 from proxy.workers.place import WorkerPlace
@@ -39,7 +38,7 @@ _COLLECT_EVERY = 10_000
 #: Of mallopt(3), and how much it may keep.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 #: They change the deployment or want it changed, and say why; of the others, warnings are logged.
-_TALKATIVE = ("proxy.elastic", "proxy.redeploy")
+_TALKATIVE = ("proxy.admin.elastic", "proxy.admin.redeploy")
 _KEPT_BYTES = 8 * 1024 * 1024
 
 
@@ -70,7 +69,7 @@ def run_gateway(
     Blocks; must run in the main thread, for the signals. ``instances`` are (name, control URL). With ``reread``,
     SIGHUP or a change of the file makes the gateway take it over. ``controls``: as in GatewaySettings.of.
     ``place``: it is one of several workers, and listens on the sockets that it has inherited. ``orders``: the
-    socket on which the launcher gives orders (proxy/orders.py).
+    socket on which the launcher gives orders (proxy/admin/orders.py).
     """
     logging.basicConfig(format="%(asctime)s gateway %(levelname)s %(message)s")
     for name in _TALKATIVE:
@@ -184,7 +183,7 @@ def new_server(
     if _told_already not in logger.filters:
         logger.addFilter(_told_already)
         logger.addFilter(Sparing())
-        logging.getLogger("proxy.fetch").addFilter(Sparing())
+        logging.getLogger("proxy.media.fetch").addFilter(Sparing())
     return server
 
 

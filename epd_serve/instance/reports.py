@@ -11,7 +11,7 @@ from epd_serve.instance.http import Handler, Reply
 from epd_serve.protocol import wire
 from epd_serve.types import Stage
 
-#: Gateways expect five reports a second and take an instance without any for stalled (proxy/poller.py).
+#: Gateways expect five reports a second and take an instance without any for stalled (proxy/fleet/poller.py).
 INTERVAL_S = 0.18
 #: Between two reports to one caller, however much changes.
 _LEAST_INTERVAL_S = 0.02

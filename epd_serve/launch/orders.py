@@ -1,4 +1,4 @@
-"""Orders to the gateway of a deployment, over the socket that it has for its launcher (``proxy/orders.py``)."""
+"""Orders to a deployment's gateway, over the socket that it has for its launcher (``proxy/admin/orders.py``)."""
 
 from __future__ import annotations
 

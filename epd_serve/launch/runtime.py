@@ -73,7 +73,7 @@ class RuntimeDirectory:
 
     @property
     def orders(self) -> Path:
-        """The gateway's socket (proxy/orders.py)."""
+        """The gateway's socket (proxy/admin/orders.py)."""
         return self.path / _ORDERS
 
     def remove(self) -> None:

@@ -24,7 +24,7 @@ class MediaSource(msgspec.Struct, frozen=True, kw_only=True):
     """A media item as the request names it; ``param`` is its place in the request, for error messages.
 
     ``low_detail``: it is to be read scaled down (see :data:`epd_serve.media.LOW_DETAIL_PIXELS`). ``payload``: the
-    base64 text behind ``url``, a view of the body, where it was left there (proxy/payloads.py).
+    base64 text behind ``url``, a view of the body, where it was left there (proxy/api/payloads.py).
     """
 
     url: str

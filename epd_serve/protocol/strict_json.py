@@ -16,7 +16,7 @@ import msgspec
 #: Deepest nesting of lists and objects.
 MAX_DEPTH = 64
 #: Longer texts are refused unread: parsing holds the interpreter. Pictures in base64 are no part of a text
-#: (proxy/payloads.py).
+#: (proxy/api/payloads.py).
 MAX_TEXT_BYTES = 8 << 20
 #: Backslashes; each takes several times as long as another character.
 MAX_ESCAPES = 2 << 20

@@ -33,7 +33,7 @@ SUMMED_GAUGES = GROWING_GAUGES | frozenset(
         "in_flight_calls",
     )
 )
-#: Of the client that left (proxy/endpoint.py).
+#: Of the client that left (proxy/api/endpoint.py).
 _CLIENT_LEFT = 499
 
 

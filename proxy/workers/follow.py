@@ -10,9 +10,9 @@ from typing import Any
 
 from epd_serve.errors import ServeError
 from epd_serve.routing.table import InstanceTable
-from proxy.gate import Gate
-from proxy.health import Health
-from proxy.leases import Leases
+from proxy.admission.control import AdmissionControl
+from proxy.fleet.health import Health
+from proxy.fleet.leases import Leases
 from proxy.workers.crew import Crew
 from proxy.workers.messages import Drained, Joined, Left
 
@@ -20,7 +20,7 @@ from proxy.workers.messages import Drained, Joined, Left
 InFlight = dict[str, dict[str, int]]
 
 
-def follow(crew: Crew, table: InstanceTable, gate: Gate, health: Health, leases: Leases) -> None:
+def follow(crew: Crew, table: InstanceTable, admission: AdmissionControl, health: Health, leases: Leases) -> None:
     """Do what the worker that was told does, and show what those ask for that are asked about all."""
 
     def drained(change: Drained) -> None:
@@ -36,20 +36,20 @@ def follow(crew: Crew, table: InstanceTable, gate: Gate, health: Health, leases:
             leases.leave(change.name)
 
     crew.on_drained, crew.on_joined, crew.on_left = drained, joined, left
-    crew.shown["worker"] = lambda: worker(crew, gate)
+    crew.shown["worker"] = lambda: worker(crew, admission)
     crew.shown["in_flight"] = lambda: in_flight(table)
-    crew.shown["requests"] = lambda: requests(gate)
+    crew.shown["requests"] = lambda: requests(admission)
 
 
-def worker(crew: Crew, gate: Gate) -> dict[str, int]:
+def worker(crew: Crew, admission: AdmissionControl) -> dict[str, int]:
     """This one, for people."""
     index = 0 if crew.place is None else crew.place.index
-    return {"worker": index, "pid": os.getpid(), "running": gate.queue.num_in_flight}
+    return {"worker": index, "pid": os.getpid(), "running": admission.queue.num_in_flight}
 
 
-async def workers_everywhere(crew: Crew, gate: Gate) -> list[dict[str, int]]:
+async def workers_everywhere(crew: Crew, admission: AdmissionControl) -> list[dict[str, int]]:
     """All that answer, in their order."""
-    found = [worker(crew, gate), *await crew.ask("worker", dict[str, int])]
+    found = [worker(crew, admission), *await crew.ask("worker", dict[str, int])]
     return sorted(found, key=lambda one: one["worker"])
 
 
@@ -70,23 +70,23 @@ async def in_flight_everywhere(crew: Crew, table: InstanceTable) -> InFlight:
     return mine
 
 
-def requests(gate: Gate) -> dict[str, Any]:
+def requests(admission: AdmissionControl) -> dict[str, Any]:
     """Who runs and who waits at this worker, in all and for each API key."""
-    queue = gate.queue
+    queue = admission.queue
     return {
         "running": queue.num_in_flight,
         "waiting": queue.num_waiting,
         "estimated_wait_s": queue.estimated_wait_s(),
         "keys": [
             {"key": client.name, "active": client.num_active, "refused": client.num_refused}
-            for client in gate.authenticator.clients
+            for client in admission.authenticator.clients
         ],
     }
 
 
-async def requests_everywhere(crew: Crew, gate: Gate) -> dict[str, Any]:
+async def requests_everywhere(crew: Crew, admission: AdmissionControl) -> dict[str, Any]:
     """The same of all workers; the wait is the longest of theirs."""
-    parts = [requests(gate), *await crew.ask("requests", dict[str, Any])]
+    parts = [requests(admission), *await crew.ask("requests", dict[str, Any])]
     waits = [part["estimated_wait_s"] for part in parts if part["estimated_wait_s"] is not None]
     keys: dict[str, dict[str, int]] = {}
     for part in parts:

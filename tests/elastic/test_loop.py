@@ -22,8 +22,8 @@ from epd_serve.errors import InvalidRequest, Unavailable
 from epd_serve.protocol.wire import InstanceInfo, Load
 from epd_serve.routing.table import InstanceTable
 from epd_serve.types import StageRate
-from proxy import elastic as elastic_module
-from proxy.elastic import ElasticLoop, GiveOrder
+from proxy.admin import elastic as elastic_module
+from proxy.admin.elastic import ElasticLoop, GiveOrder
 
 SLO = {"ttft_ms": 2000, "tpot_ms": 50}
 OPTIONS = {"enabled": True, "cooldown_s": 0.05, "hold_s": 0.02, "window_s": 0.1, "interval_s": 0.01}

@@ -17,8 +17,8 @@ from epd_serve.config import DeploymentConfig
 from epd_serve.config.load import parse_config
 from epd_serve.telemetry.trace_context import new_context
 from epd_serve.topology import Topology
-from proxy.redeploy import Redeployer
-from proxy.trail import Trail
+from proxy.admin.redeploy import Redeployer
+from proxy.observe.trail import Trail
 
 
 def served(number: int, *, output: int) -> Trail:

@@ -14,11 +14,11 @@ TOLD = {
     "epd_serve/telemetry/otel.py",
     "epd_serve/telemetry/trace_file.py",
     "epd_serve/vllm_plugin/kv_sending.py",
-    "proxy/access_log.py",
-    "proxy/elastic.py",
-    "proxy/endpoint.py",
-    "proxy/redeploy.py",
-    "proxy/views.py",
+    "proxy/observe/access_log.py",
+    "proxy/admin/elastic.py",
+    "proxy/api/endpoint.py",
+    "proxy/admin/redeploy.py",
+    "proxy/api/views.py",
 }
 
 

@@ -225,7 +225,7 @@ class Gateway:
         self.fakes = {fake.name: fake for fake in fakes}
         self.app = app
         self.table = app.state.table
-        self.gate = app.state.gate
+        self.admission = app.state.admission
         self.session = session
 
     def __getitem__(self, name: str) -> FakeInstance:

@@ -8,7 +8,7 @@ from fastapi import APIRouter, FastAPI
 from gateway_settings import admin_plane
 
 from epd_serve.config import parse_config
-from proxy.admin import create_admin_app, running_admin
+from proxy.admin.plane import create_admin_app, running_admin
 from proxy.settings import GatewaySettings
 from proxy.workers.crew import Crew
 
@@ -75,7 +75,7 @@ async def test_routes_of_others_are_behind_the_same_key(start):
     async def drain(name: str) -> dict[str, str]:
         return {"draining": name}
 
-    app = create_admin_app(gateway.table, gateway.gate, "admin-secret", Crew(), [router])
+    app = create_admin_app(gateway.table, gateway.admission, "admin-secret", Crew(), [router])
     async with running_admin(app, admin_plane()) as url:
         async with gateway.session.post(f"{url}/instances/pd0/drain") as response:
             assert response.status == 401

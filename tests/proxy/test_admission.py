@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from epd_serve.errors import Overloaded
-from proxy.admission import AdmissionQueue, TicketState
-from proxy.limits import Client, KeyLimits, TokenBucket, estimate_tokens
+from proxy.admission.limits import Client, KeyLimits, TokenBucket, estimate_tokens
+from proxy.admission.queue import AdmissionQueue, TicketState
 
 
 class AdmissionMachine(RuleBasedStateMachine):

@@ -6,7 +6,7 @@ import contextlib
 import aiohttp
 import pytest
 
-from proxy.arrival import ArrivalLimits
+from proxy.http.arrival import ArrivalLimits
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
 
@@ -67,7 +67,7 @@ async def test_a_body_that_trickles_is_a_408(start, kit, framing):
     answer, seconds = await trickle(gateway.url, HEAD + framing[0], framing[1])
     assert answer.startswith(b"HTTP/1.1 408 ") and b'"request_timeout"' in answer
     assert seconds < 20
-    [client] = gateway.gate.authenticator.clients
+    [client] = gateway.admission.authenticator.clients
     assert client.num_active == 0
     assert await gateway.answer(kit.chat()) == (200, kit.WHOLE)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from epd_serve.protocol import frames
-from proxy.breaker import Breaker, BreakerLimits, BreakerState
+from proxy.fleet.breaker import Breaker, BreakerLimits, BreakerState
 
 LIMITS = BreakerLimits(
     num_consecutive=4, failure_rate=0.5, min_calls=10, window_s=10, open_s=1, max_open_s=8, slow_start_s=5
@@ -156,7 +156,7 @@ async def test_failures_in_a_row_open_it_and_a_probe_closes_it(start, kit):
 
 async def test_a_restarted_instance_gets_no_work_before_it_has_computed(start, kit, monkeypatch):
     """Nor is it shown as ready for a moment: whoever waits for that would be refused in the next."""
-    monkeypatch.setattr("proxy.health._TICK_S", 1.0)
+    monkeypatch.setattr("proxy.fleet.health._TICK_S", 1.0)
     gateway = await start("a0:EPD", health=health(probe_interval_s=None, probe_timeout_s=300))
     computed = asyncio.Event()
     gateway["a0"].scripts["/probe"] = lambda _: [computed.wait, (204, {})]

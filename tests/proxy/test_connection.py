@@ -8,8 +8,8 @@ import logging
 
 import pytest
 
-from proxy.low_water import MARK_BYTES, LowWater
-from proxy.sparing_log import Sparing
+from proxy.http.large_bodies import MARK_BYTES, LowWater
+from proxy.observe.log_filters import Sparing
 
 BODY = json.dumps({"messages": [{"role": "user", "content": "hello"}]}).encode()
 
@@ -228,7 +228,7 @@ async def test_a_client_that_leaves_within_its_body_leaves_nothing(start, kit, c
     peer.writer.write(post()[:-5])
     await asyncio.sleep(0.05)
     peer.writer.close()
-    await gateway.until(lambda: gateway.gate.queue.num_in_flight == 0)
+    await gateway.until(lambda: gateway.admission.queue.num_in_flight == 0)
     assert not gateway["pd0"].got("/stage/prefill")
 
 

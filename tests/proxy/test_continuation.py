@@ -144,7 +144,7 @@ async def test_several_choices_go_on_each_by_itself(start, kit):
 
 async def counted(gateway):
     """Tokens of prompt and answer of the only request, as the gateway has counted them."""
-    await gateway.until(lambda: not gateway.gate.queue.num_in_flight)
+    await gateway.until(lambda: not gateway.admission.queue.num_in_flight)
     async with gateway.session.get(f"{gateway.url}/dashboard/data") as response:
         [shown] = (await response.json())["requests"]
     return shown["prompt_tokens"], shown["tokens"]

@@ -16,16 +16,16 @@ from instance_info import instance_info
 from epd_serve.config import GatewayConfig
 from epd_serve.routing.table import InstanceTable
 from epd_serve.telemetry.gateway import GatewayMetrics
-from proxy.admin import create_admin_app
-from proxy.admission import AdmissionQueue
-from proxy.auth import Authenticator
-from proxy.errors import install_error_handlers
-from proxy.gate import Gate
-from proxy.health import Health
-from proxy.orders import Departures, Hold, OrdersSettings, orders_router, show_ready
+from proxy.admin.orders import Departures, Hold, OrdersSettings, orders_router, show_ready
+from proxy.admin.plane import create_admin_app
+from proxy.admin.switches import Switches
+from proxy.admission.auth import Authenticator
+from proxy.admission.control import AdmissionControl
+from proxy.admission.queue import AdmissionQueue
+from proxy.api.views import health_router
+from proxy.fleet.health import Health
+from proxy.http.errors import install_error_handlers
 from proxy.settings import Current, GatewaySettings
-from proxy.switches import Switches
-from proxy.views import health_router
 from proxy.workers import crew as crew_module
 from proxy.workers import hub as hub_module
 from proxy.workers.channel import Channel
@@ -190,8 +190,8 @@ async def test_an_instance_that_joins_while_others_are_asked_is_shown(crews):
 
     second.shown["in_flight"] = joins
     second.shown["worker"] = dict
-    gate = Gate(Authenticator([]), AdmissionQueue(1, 1), settings=Current(GatewaySettings()))
-    transport = httpx.ASGITransport(create_admin_app(table, gate, None, first))
+    admission = AdmissionControl(Authenticator([]), AdmissionQueue(1, 1), settings=Current(GatewaySettings()))
+    transport = httpx.ASGITransport(create_admin_app(table, admission, None, first))
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         found = (await client.get("/instances")).json()["instances"]
     assert {one["name"]: one["in_flight"] for one in found} == {"d0": {"D": 1}, "d1": {}}

@@ -9,7 +9,7 @@ from instance_info import instance_info
 
 from epd_serve.errors import InvalidRequest
 from epd_serve.routing.table import InstanceTable
-from proxy.poller import Poller
+from proxy.fleet.poller import Poller
 
 STREAMS = pytest.mark.parametrize("stream", [True, False])
 

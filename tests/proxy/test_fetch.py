@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from epd_serve.errors import InvalidRequest, TooLarge
-from proxy import fetch, lookups
-from proxy.addresses import is_public, parse_address
-from proxy.fetch import MediaFetcher
+from proxy.media import fetch
+from proxy.media import resolver as lookups
+from proxy.media.fetch import MediaFetcher
+from proxy.media.resolver import is_public, parse_address
 from proxy.settings import Current
 
 PRIVATE_V4 = [

@@ -14,7 +14,7 @@ from epd_serve.errors import InvalidRequest
 from epd_serve.protocol.openai import ChatCompletionRequest, CompletionRequest
 from epd_serve.protocol.responses import ResponsesRequest
 from epd_serve.protocol.tokenizing import DetokenizeBody, TokenizeBody
-from proxy import payloads
+from proxy.api import payloads
 
 PARSERS = {
     "/v1/chat/completions": ChatCompletionRequest.parse,

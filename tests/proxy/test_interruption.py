@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from proxy.interruption import Deadlines
+from proxy.dispatch.interruption import Deadlines
 
 
 class Late(Exception):

@@ -18,7 +18,7 @@ from epd_serve.instance.http import ControlHttp
 from epd_serve.instance.joining import Joining
 from epd_serve.protocol import frames
 from epd_serve.rpc.cluster import ClusterLinks
-from proxy.leases import Leases
+from proxy.fleet.leases import Leases
 
 
 class Members:

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 
 from epd_serve.config.keys import hash_key
 from epd_serve.errors import Overloaded
-from proxy.admission import AdmissionQueue
-from proxy.auth import Authenticator
-from proxy.gate import Gate
-from proxy.limits import Client, KeyLimits
+from proxy.admission.auth import Authenticator
+from proxy.admission.control import AdmissionControl
+from proxy.admission.limits import Client, KeyLimits
+from proxy.admission.queue import AdmissionQueue
 from proxy.settings import Current, GatewaySettings
 from proxy.workers import ledger as ledger_module
 from proxy.workers.ledger import Ledger
@@ -195,8 +195,10 @@ async def test_a_request_whose_key_cannot_be_counted_gives_back_its_place():
     descriptor, _ = Ledger.create(1)
     client = Ledger(descriptor, 1, 0).client("k", hash_key("secret"), LIMITS)
     queue = AdmissionQueue(1, 4)
-    gate = Gate(Authenticator([(hash_key("secret"), client)]), queue, settings=Current(GatewaySettings()))
-    first, second = gate.enter("Bearer secret"), gate.enter("Bearer secret")
+    admission = AdmissionControl(
+        Authenticator([(hash_key("secret"), client)]), queue, settings=Current(GatewaySettings())
+    )
+    first, second = admission.enter("Bearer secret"), admission.enter("Bearer secret")
     assert first.admit() is None
     turn = second.admit()
     os.close(descriptor)

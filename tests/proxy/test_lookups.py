@@ -13,8 +13,8 @@ import aiohttp
 import pytest
 
 from epd_serve.errors import InvalidRequest
-from proxy import lookups
-from proxy.fetch import MediaFetcher
+from proxy.media import resolver as lookups
+from proxy.media.fetch import MediaFetcher
 
 SCRIPT = Path(__file__).parent.parent / "support" / "dead_names.py"
 

@@ -10,7 +10,7 @@ from gateway_settings import admin_plane, changed
 
 from epd_serve.config.gateway import ApiKeyConfig
 from epd_serve.config.keys import hash_key
-from proxy.reload import Reloader
+from proxy.admin.reload import Reloader
 
 
 async def test_a_drained_instance_finishes_what_it_has(start, kit):
@@ -126,11 +126,11 @@ async def test_keys_change_while_requests_run(start, kit, caplog):
         control.apply(changed(control.settings.now, api_keys=(other,)), members)
     assert [await status("one"), await status("two"), await running] == [401, 200, 200]
     assert "api_keys" in caplog.text and other.hash not in caplog.text
-    [holder] = gateway.app.state.gate.authenticator.clients
+    [holder] = gateway.app.state.admission.authenticator.clients
     limited = ApiKeyConfig(name="mine", hash=hash_key("one"), max_concurrent=1)
     control.apply(changed(control.settings.now, api_keys=(other, limited), api_key="three"), members)
     assert [await status(key) for key in ("one", "two", "three", "four")] == [200, 200, 200, 401]
-    assert gateway.app.state.gate.authenticator.clients[0] is holder, "it stayed as it was, and is counted on"
+    assert gateway.app.state.admission.authenticator.clients[0] is holder, "it stayed as it was, and is counted on"
 
 
 async def test_a_refused_file_changes_nothing(tmp_path, caplog):

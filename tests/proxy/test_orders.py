@@ -16,8 +16,8 @@ from epd_serve.launch.orders import Deadline, GatewayOrders, OrderRefused
 from epd_serve.protocol import wire
 from epd_serve.protocol.wire import Left
 from epd_serve.types import Stage
-from proxy.admin import create_admin_app
-from proxy.orders import Departures, Hold, OrdersSettings, orders_router, running_orders
+from proxy.admin.orders import Departures, Hold, OrdersSettings, orders_router, running_orders
+from proxy.admin.plane import create_admin_app
 from proxy.workers.crew import Crew
 
 
@@ -46,7 +46,7 @@ class Launched:
         state, crew = self.gateway.app.state, Crew()
         settings = OrdersSettings(self.path, self.reload, lambda file: [file.name])
         router = orders_router(state.table, self.departures, self.hold, settings, crew)
-        return create_admin_app(state.table, state.gate, None, crew, [router])
+        return create_admin_app(state.table, state.admission, None, crew, [router])
 
 
 def leaves(instance: Any, when: asyncio.Event | None = None) -> None:

@@ -18,9 +18,9 @@ from epd_serve.protocol import wire
 from epd_serve.protocol.media_message import encode_in_parts
 from epd_serve.protocol.messages import MediaSource
 from epd_serve.protocol.openai import ChatCompletionRequest
-from proxy import payloads
-from proxy.media import MediaLoader
-from proxy.payloads import ParsedBody
+from proxy.api import payloads
+from proxy.api.payloads import ParsedBody
+from proxy.media.loader import MediaLoader
 from proxy.settings import Current
 
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from epd_serve.config.keys import new_key
-from proxy.redaction import Redactor, redact_logs
+from proxy.observe.log_filters import Redactor, redact_logs
 
 PROMPT = "the-prompt-about-aunt-Agatha"
 ADMIN = "the-admin-password"

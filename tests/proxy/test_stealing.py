@@ -12,7 +12,7 @@ from instance_info import instance_info
 from epd_serve.flow.events import Event, Stolen
 from epd_serve.routing.stealing import StealRule
 from epd_serve.routing.table import InstanceTable
-from proxy.stealing import Stealing
+from proxy.dispatch.stealing import Stealing
 
 RULE = StealRule(threshold=2, batch=4)
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.turns import LARGE_BYTES, Turns
+from proxy.http.large_bodies import LARGE_BYTES, Turns
 
 FOR_EVER_S = 1e6
 LARGE = json.dumps({"messages": [{"role": "user", "content": "a" * 5 * LARGE_BYTES}]}).encode()
@@ -109,10 +109,10 @@ async def test_who_leaves_in_turn_lets_the_next_one_read(gateway_and_peers):
 
 async def test_who_waits_in_the_queue_holds_up_no_body(gateway_and_peers):
     gateway, turns, first, _ = gateway_and_peers
-    gateway.gate.queue.resize(0, 10, 0.0)
+    gateway.admission.queue.resize(0, 10, 0.0)
     first[1].write(LARGE[-1:])
-    await gateway.until(lambda: gateway.gate.queue.num_waiting)
+    await gateway.until(lambda: gateway.admission.queue.num_waiting)
     assert not turns.num_bytes
-    gateway.gate.queue.resize(10, 10, 0.0)
+    gateway.admission.queue.resize(10, 10, 0.0)
     async with asyncio.timeout(300):
         assert await status_of(first[0]) == 200

@@ -14,8 +14,8 @@ from gateway_settings import gateway_settings
 
 from epd_serve.errors import InvalidRequest
 from epd_serve.protocol.messages import MediaSource
-from proxy.fetch import MediaFetcher
-from proxy.media import MediaLoader
+from proxy.media.fetch import MediaFetcher
+from proxy.media.loader import MediaLoader
 from proxy.settings import Current
 
 

@@ -1,0 +1,163 @@
+"""The admin plane: what operators ask and order, on an address and with a key of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any, ClassVar
+
+import msgspec
+import uvicorn
+from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi.responses import JSONResponse
+from starlette.types import ASGIApp
+
+from epd_serve.config.gateway import AdminConfig
+from epd_serve.config.keys import CLUSTER_KEY, hash_key
+from epd_serve.errors import ServeError
+from epd_serve.protocol.addresses import url_of
+from epd_serve.protocol.browsers import NoBrowsers
+from epd_serve.routing.table import InstanceRecord, InstanceTable
+from epd_serve.rpc.cluster import ClusterLinks, is_proved, with_link
+from proxy.admission.auth import Authenticator
+from proxy.admission.control import AdmissionControl
+from proxy.admission.limits import Client
+from proxy.api.views import key_required
+from proxy.http.errors import install_error_handlers
+from proxy.http.http1 import BoundedHttp
+from proxy.workers.crew import Crew
+from proxy.workers.follow import in_flight_everywhere, requests_everywhere, workers_everywhere
+from proxy.workers.sockets import admin_socket
+
+logger = logging.getLogger(__name__)
+
+
+def create_admin_app(
+    table: InstanceTable,
+    admission: AdmissionControl,
+    key: str | None,
+    crew: Crew,
+    routers: Sequence[APIRouter] = (),
+    joining: APIRouter | None = None,
+) -> FastAPI:
+    """``GET /instances``, ``/requests`` and ``/workers`` of all the crew, and ``routers``, all behind ``key``.
+    ``joining`` is for those that have proved the cluster's key, too, and for nobody who has neither."""
+    keys = [] if key is None else [(hash_key(key), Client("admin"))]
+    router = APIRouter()
+
+    @router.get("/instances")
+    async def instances() -> JSONResponse:
+        """Every instance as the gateway sees it."""
+        calls = await in_flight_everywhere(crew, table)
+        return JSONResponse({"instances": [_describe(record, calls.get(record.name, {})) for record in table]})
+
+    @router.get("/requests")
+    async def requests() -> JSONResponse:
+        """Who runs and who waits, in all and for each API key."""
+        return JSONResponse(await requests_everywhere(crew, admission))
+
+    @router.get("/workers")
+    async def workers() -> JSONResponse:
+        """The processes of this gateway."""
+        return JSONResponse({"workers": await workers_everywhere(crew, admission)})
+
+    app = FastAPI(title="epd-serve admin", openapi_url=None)
+    for one in (router, *routers):
+        app.include_router(one, dependencies=[Depends(key_required(Authenticator(keys)))])
+    if joining is not None:
+        app.include_router(joining, dependencies=[Depends(_secret_required(Authenticator(keys), key is not None))])
+    install_error_handlers(app)
+    return app
+
+
+class SecretRequired(ServeError):
+    """Somebody who has proved nothing asks for what is not for everybody."""
+
+    status: ClassVar[int] = 403
+    type: ClassVar[str] = "permission_error"
+    default_code: ClassVar[str | None] = "secret_required"
+
+
+def _secret_required(authenticator: Authenticator, has_key: bool) -> Callable[[Request], Awaitable[None]]:
+    async def check(request: Request) -> None:
+        if is_proved(request.scope):
+            return
+        if not has_key:
+            raise SecretRequired(
+                f"who joins gets prompts, so it must have a secret: set cluster_key in the deployment file, and "
+                f"{CLUSTER_KEY} where the instance is started"
+            )
+        authenticator.check(request.headers.get("authorization"))
+
+    return check
+
+
+def _describe(record: InstanceRecord, in_flight: Mapping[str, int]) -> dict[str, Any]:
+    info = record.info
+    return {
+        "name": record.name,
+        "url": record.url,
+        "role": str(record.role) if record.role else None,
+        "ready": record.ready,
+        "in_flight": in_flight,
+        "device": info.device if info else None,
+        "load": msgspec.to_builtins(info.load) if info else None,
+    }
+
+
+@asynccontextmanager
+async def running_admin(
+    app: FastAPI, place: AdminConfig, listener: socket.socket | None = None, cluster_key: str | None = None
+) -> AsyncIterator[str]:
+    """Serve ``app`` while the context lasts, on ``listener`` if there is one; yields its URL. Callers may prove
+    ``cluster_key`` there.
+
+    Raises ValueError where the port is taken.
+    """
+    listener = listener or admin_socket(place.host, place.port or 0)
+    url = url_of(place.host, listener.getsockname()[1])
+    linked = app if cluster_key is None else ClusterLinks(app, cluster_key)
+    async with serving(NoBrowsers(linked, place.host), listener):
+        logger.info("the admin plane is at %s", url)
+        yield url
+
+
+@asynccontextmanager
+async def serving(app: ASGIApp, listener: socket.socket) -> AsyncIterator[None]:
+    """Serve ``app`` while the context lasts, on a socket that listens and is closed then. Signals are for the
+    gateway's own server."""
+    config = uvicorn.Config(
+        app,
+        http=_AdminHttp,
+        ws="none",
+        lifespan="off",
+        access_log=False,
+        log_level="warning",
+        server_header=False,
+    )
+    server = _QuietServer(config)
+    task = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        yield
+    finally:
+        server.should_exit = server.force_exit = True
+        await task
+
+
+class _AdminHttp(BoundedHttp):
+    """Knows for each connection whether the cluster's key was proved on it."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self.app_state = with_link(self.app_state)
+        super().connection_made(transport)
+
+
+class _QuietServer(uvicorn.Server):
+    """uvicorn without its signal handling, which is the gateway's own server's."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield

@@ -1,0 +1,178 @@
+"""Orders of another role for an instance; for the admin plane, and for whoever decides by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from epd_serve.backends.base import StageCalls
+from epd_serve.backends.native import NativeInstance
+from epd_serve.errors import Conflict, InstanceLost, InvalidRequest, ServeError, StageTimeout
+from epd_serve.protocol.wire import RoleChanged, RoleOrder
+from epd_serve.routing.table import InstanceRecord, InstanceTable
+from epd_serve.types import Role, Stage
+from proxy.fleet.health import Health
+
+logger = logging.getLogger(__name__)
+
+#: Beyond its deadline, for an instance that makes its new stages, or its old ones again.
+_REBUILD_S = 120.0
+
+
+class NoSuchInstance(InvalidRequest):
+    status = 404
+    default_code = "instance_not_found"
+
+
+class RoleBody(BaseModel):
+    """Of ``POST /instances/{name}/role``."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    role: str
+    deadline_s: float = Field(default=30.0, gt=0, le=3600)
+    patience_s: float = Field(default=1.0, ge=0, le=3600)
+
+
+class Switches:
+    """Has instances change their roles; one that is ready is left for each stage that requests need."""
+
+    def __init__(self, table: InstanceTable, calls: Mapping[str, StageCalls], health: Health) -> None:
+        self._table = table
+        self._calls = calls
+        self._health = health
+        self._ordered: dict[str, Role] = {}
+        self._leaving: set[str] = set()
+
+    def find(self, name: str) -> InstanceRecord:
+        """Raises NoSuchInstance."""
+        record = self._table.get(name)
+        if record is None:
+            known = ", ".join(one.name for one in self._table) or "none"
+            raise NoSuchInstance(f"there is no instance {name[:100]!r}; there are: {known}", param="name")
+        return record
+
+    async def order(self, name: str, order: RoleOrder) -> RoleChanged:
+        """Return when the instance serves the role; until then it gets nothing new.
+
+        Raises:
+            NoSuchInstance, InvalidRequest: there is none, or it cannot have that role.
+            Conflict: it is leaving or on its way to another role, or a stage would be left without an instance.
+            StageTimeout: it was not empty by the deadline; it serves its old role again.
+            ServeError: as it answers.
+        """
+        record, calls = self.find(name), self._calls[name]
+        try:
+            role = Role.parse(order.role)
+        except ValueError as error:
+            raise InvalidRequest(str(error), param="role") from error
+        if not isinstance(calls, NativeInstance):
+            raise InvalidRequest(f"instance {name} runs on an engine that keeps its role; start another one")
+        is_call_back = role == record.role and name in self._ordered
+        if not is_call_back:
+            self._check_idle(record)
+        if is_call_back:
+            return await self._ask(name, calls, order)
+        if role != record.role:
+            self._check_floor(record)
+        self._ordered[name] = role
+        self._health.hold(name)
+        try:
+            return await self._ask(name, calls, order)
+        finally:
+            del self._ordered[name]
+            if self._table.get(name) is record:
+                await self._look(record, calls)
+                if self._table.get(name) is record:  # it may have left meanwhile
+                    self._health.hold(name, False)
+
+    @asynccontextmanager
+    async def leaving(self, name: str) -> AsyncIterator[None]:
+        """While it lasts the instance gets nothing new and no other order; afterwards, what it says it can take.
+
+        Raises:
+            NoSuchInstance: there is none.
+            Conflict: it is leaving or on its way to another role, or a stage would be left without an instance.
+        """
+        record = self.find(name)
+        self._check_idle(record)
+        if record.ready:
+            self._check_floor(record)
+        self._leaving.add(name)
+        self._health.hold(name)
+        try:
+            yield
+            await self._look(record, self._calls[name])
+        finally:
+            self._leaving.discard(name)
+            if self._table.get(name) is record:
+                self._health.hold(name, False)
+
+    def _check_idle(self, record: InstanceRecord) -> None:
+        name = record.name
+        if name in self._ordered:
+            raise Conflict(f"instance {name} is on its way from {record.role} to {self._ordered[name]}")
+        if name in self._leaving:
+            raise Conflict(f"instance {name} is leaving")
+
+    async def _ask(self, name: str, calls: NativeInstance, order: RoleOrder) -> RoleChanged:
+        try:
+            async with asyncio.timeout(order.deadline_s + _REBUILD_S):
+                return await calls.switch(order)
+        except TimeoutError as error:
+            raise StageTimeout(f"instance {name} did not say what became of the order") from error
+
+    async def _look(self, record: InstanceRecord, calls: StageCalls) -> None:
+        """Its role as it is now, before it gets anything to do."""
+        try:
+            info = await calls.info()
+            if self._table.get(record.name) is record:
+                self._table.update(record.name, info, contains=self._table.num_calls)
+        except (InstanceLost, ServeError, ValueError) as error:
+            logger.warning("instance %s does not say which role it has: %s", record.name, error)
+            self._table.mark_lost(record.name)
+
+    def _check_floor(self, record: InstanceRecord) -> None:
+        """Raise Conflict where it is the last that takes requests for a stage. E is no must: P encodes then."""
+        for stage in (Stage.PREFILL, Stage.DECODE):
+            ready = self._table.ready(stage)
+            if record in ready and len(ready) == 1:
+                raise Conflict(
+                    f"instance {record.name} is the only one that is ready for stage {stage}; start another "
+                    "first, or have one of another stage take its place"
+                )
+
+
+def switches_router(switches: Switches) -> APIRouter:
+    """``POST /instances/{name}/role``."""
+    router = APIRouter()
+
+    @router.post("/instances/{name}/role")
+    async def role(name: str, request: Request) -> JSONResponse:
+        """Answers when the instance serves the role; the role that it has calls an order back."""
+        switches.find(name)
+        body = _read(await request.body())
+        order = RoleOrder(role=body.role, deadline_s=body.deadline_s, patience_s=body.patience_s)
+        changed = await switches.order(name, order)
+        answer: dict[str, Any] = {"instance": name, "from": changed.old, "to": changed.new}
+        return JSONResponse({**answer, "seconds": changed.seconds, "drain_s": changed.drain_s})
+
+    return router
+
+
+def _read(body: bytes) -> RoleBody:
+    try:
+        return RoleBody.model_validate_json(body)
+    except ValidationError as error:
+        fault = error.errors()[0]
+        where = ".".join(str(part) for part in fault["loc"]) or "body"
+        raise InvalidRequest(
+            f'{where}: {fault["msg"]}; write {{"role": "D", "deadline_s": 30}}', param=where
+        ) from error

@@ -1,0 +1,1 @@
+"""Who may run now: API keys, their limits, the queue."""

@@ -1,0 +1,290 @@
+"""Admission control: a request passes its API key's check, the key's limits and the queue before it may run.
+
+Plain objects, for any kind of server."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from epd_serve.config.gateway import ApiKeyConfig
+from epd_serve.config.keys import hash_key
+from epd_serve.errors import InvalidRequest, Overloaded
+from epd_serve.routing.first_token import first_token_s
+from epd_serve.routing.table import InstanceTable
+from epd_serve.telemetry.gateway import GatewayMetrics
+from proxy.admission.auth import Authenticator
+from proxy.admission.limits import Client
+from proxy.admission.queue import AdmissionQueue, Ticket, TicketState
+from proxy.settings import Current, GatewaySettings
+from proxy.workers.ledger import Ledger
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shedding:
+    """Refuses what comes too late anyway.
+
+    Attributes:
+        ttft_s: the longest time to first token of the SLO.
+        pending_s: estimated seconds until the least loaded instances could give a request its first token; of the
+            number of tokens of its prompt and whether it has media.
+    """
+
+    ttft_s: float
+    pending_s: Callable[[int, bool], float]
+
+    def check(self, spent_s: float, num_prompt_tokens: int, has_media: bool) -> None:
+        """Raises Overloaded where a first token cannot come within the SLO any more, ``spent_s`` after arrival."""
+        late_s = spent_s + self.pending_s(num_prompt_tokens, has_media) - self.ttft_s
+        if late_s > 0:
+            raise Overloaded(
+                f"the first token would come {late_s:.3g} s after this deployment's limit of {self.ttft_s:g} s; "
+                f"try again in about {late_s:.3g} s",
+                code="slo_unattainable",
+                retry_after_s=late_s,
+            )
+
+
+class AdmissionControl:
+    """``enter`` → :class:`Visit` for every request; all of it on one event loop."""
+
+    def __init__(
+        self,
+        authenticator: Authenticator,
+        queue: AdmissionQueue,
+        *,
+        settings: Current,
+        shedding: Shedding | None = None,
+        refused: Callable[[str, str], None] = lambda reason, key: None,
+        waited: Callable[[float], None] = lambda seconds: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``refused`` is told the code of each Overloaded and the name of the key, ``waited`` the seconds of each
+        wait in the queue."""
+        self.authenticator = authenticator
+        self.queue = queue
+        self.settings = settings
+        self.shedding = shedding
+        self.refused = refused
+        self.waited = waited
+        self.clock = clock
+
+    def enter(self, authorization: str | bytes | None) -> Visit:
+        """Before the body is read. Raises Unauthorized, or Overloaded where the key's limits say no.
+
+        The visit must :meth:`Visit.leave` in the end.
+        """
+        client = self.authenticator.check(authorization)
+        now_s = self.clock()
+        try:
+            client.enter(now_s)
+        except Overloaded as error:
+            self.refused(error.code or "", client.name)
+            raise
+        return Visit(self, client, now_s)
+
+
+class Visit:
+    """One request between arrival and end."""
+
+    __slots__ = (
+        "_admission",
+        "_charged",
+        "_entered_s",
+        "_generates",
+        "_left",
+        "_prompt",
+        "_ticket",
+        "_timer",
+        "_waiting",
+        "client",
+    )
+
+    def __init__(self, admission: AdmissionControl, client: Client, entered_s: float) -> None:
+        self.client = client
+        self._admission = admission
+        self._entered_s = entered_s
+        self._ticket: Ticket | None = None
+        self._waiting: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._left = False
+        self._generates = True
+        self._prompt = (0, False)
+        self._charged = 0
+
+    def admit(
+        self,
+        *,
+        priority: int | None = None,
+        num_tokens: int = 0,
+        num_prompt_tokens: int = 0,
+        has_media: bool = False,
+        generates: bool = True,
+    ) -> asyncio.Future[None] | None:
+        """Ask to run, once the request is known. None: at once. Else a future to await: done when it may run, or
+        Overloaded after the queue's time limit. It may be cancelled, or simply left.
+
+        ``num_tokens`` is what the key is charged if it runs; the prompt's tokens and media say how long instances
+        will take. A request that ``generates`` nothing has no first token to be late, and its time is not that of
+        a run. ``priority`` None: the middle, 0, or the highest that the key may send.
+
+        Overloaded also where the request has to give its place in a full queue to another key's.
+
+        Raises Overloaded where the queue is full, the key's tokens are used up, or the SLO is out of reach, and
+        InvalidRequest for a priority above the key's.
+        """
+        admission, client = self._admission, self.client
+        assert self._ticket is None and not self._left
+        highest = client.limits.highest_priority
+        if priority is None:
+            priority = max(0, highest or 0)
+        self._generates = generates
+        if highest is not None and priority < highest:
+            raise InvalidRequest(
+                f"this API key may send priority {highest} or a greater number, which is less urgent; "
+                f"got {priority}",
+                param="priority",
+            )
+        now_s = admission.clock()
+        self._prompt = (num_prompt_tokens, has_media)
+        try:
+            if admission.shedding is not None and generates:
+                spent_s = now_s - self._entered_s + (admission.queue.estimated_wait_s() or 0.0)
+                admission.shedding.check(spent_s, *self._prompt)
+            if num_tokens:  # else it waits for no debt of the key, either
+                client.charge(num_tokens, now_s)
+            self._charged = num_tokens
+            ticket = self._ticket = admission.queue.enter(
+                client, priority, now_s, self._on_admitted, self._on_displaced
+            )
+        except Overloaded as error:
+            self._refund()
+            admission.refused(error.code or "", client.name)
+            raise
+        if ticket.state is TicketState.ADMITTED:
+            return None
+        loop = asyncio.get_running_loop()
+        self._waiting = loop.create_future()
+        self._timer = loop.call_later(admission.settings.now.gateway.queue_timeout_s, self._on_timeout)
+        return self._waiting
+
+    def leave(self) -> None:
+        """The request is over, however it went. Idempotent: gives back its place and its share of the key."""
+        if self._left:
+            return
+        self._left = True
+        if self._timer is not None:
+            self._timer.cancel()
+        try:
+            self.client.leave()
+        finally:
+            self._leave_queue()
+
+    def _leave_queue(self) -> None:
+        self._give_up_place()
+        if self._waiting is not None and not self._waiting.cancel() and not self._waiting.cancelled():
+            self._waiting.exception()  # seen: nobody may be left to await it
+
+    def _give_up_place(self, ran: bool = True) -> None:
+        ticket, self._ticket = self._ticket, None
+        if ticket is not None:
+            try:
+                if ticket.state is TicketState.WAITING or not ran:
+                    self._refund()
+            finally:
+                self._admission.queue.leave(ticket, self._admission.clock(), ran=ran and self._generates)
+
+    def _refund(self) -> None:
+        """The key is charged for what runs only."""
+        charged, self._charged = self._charged, 0
+        self.client.refund(charged)
+
+    def _on_admitted(self) -> None:
+        assert self._timer is not None and self._waiting is not None
+        admission, waiting = self._admission, self._waiting
+        self._timer.cancel()
+        now_s = admission.clock()
+        admission.waited(now_s - self._entered_s)
+        if waiting.done():
+            return  # cancelled: the request is on its way out, and leave() frees the place
+        try:
+            if admission.shedding is not None and self._generates:
+                admission.shedding.check(now_s - self._entered_s, *self._prompt)
+        except Overloaded as error:
+            self._refuse(error)
+            # Not now: the queue is in the middle of admitting.
+            asyncio.get_running_loop().call_soon(self._give_up_place, False)
+        else:
+            waiting.set_result(None)
+
+    def _on_displaced(self) -> None:
+        assert self._timer is not None
+        self._timer.cancel()
+        self._ticket = None
+        self._refund()
+        self._refuse(
+            Overloaded(
+                "the queue of this gateway is full, and no other API key has as many requests in it as this one: "
+                "this request has made room for another's; send fewer at a time, or try again later",
+                retry_after_s=self._admission.queue.estimated_wait_s(),
+            )
+        )
+
+    def _on_timeout(self) -> None:
+        admission = self._admission
+        self._give_up_place()
+        waited_s = admission.settings.now.gateway.queue_timeout_s
+        self._refuse(
+            Overloaded(
+                f"the request waited {waited_s:g} s for its turn, the limit of this gateway; try again later",
+                code="queue_timeout",
+                retry_after_s=admission.queue.estimated_wait_s(),
+            )
+        )
+
+    def _refuse(self, error: Overloaded) -> None:
+        assert self._waiting is not None
+        self._admission.refused(error.code or "", self.client.name)
+        if not self._waiting.done():
+            self._waiting.set_exception(error)
+
+
+def new_admission(
+    current: Current, table: InstanceTable, metrics: GatewayMetrics, ledger: Ledger | None = None
+) -> AdmissionControl:
+    """Admission to the instances of ``table``, as the gateway's settings have it; ``metrics`` show what it does.
+    ``ledger``: where several workers count what keys have used."""
+    settings = current.now
+    queue = AdmissionQueue(settings.max_in_flight, settings.max_queue)
+    metrics.watch_admission(lambda: queue.num_in_flight, lambda: queue.num_waiting)
+    return AdmissionControl(
+        Authenticator(key_holders(settings, ledger)),
+        queue,
+        settings=current,
+        shedding=_shedding(settings, table),
+        refused=lambda reason, key: metrics.refused.labels(reason, key).inc(),
+        waited=metrics.queue_wait.observe,
+    )
+
+
+def key_holders(settings: GatewaySettings, ledger: Ledger | None = None) -> list[tuple[str, Client]]:
+    """(hash, holder) of all API keys."""
+
+    def holder(key: ApiKeyConfig) -> Client:
+        return Client(key.name, key) if ledger is None else ledger.client(key.name, key.hash, key)
+
+    keys = [(key.hash, holder(key)) for key in settings.gateway.api_keys]
+    if settings.api_key is not None:
+        keys.append((hash_key(settings.api_key), Client("default")))
+    return keys
+
+
+def _shedding(settings: GatewaySettings, table: InstanceTable) -> Shedding | None:
+    if settings.shed_ttft_s is None:
+        return None
+    return Shedding(
+        ttft_s=settings.shed_ttft_s,
+        pending_s=lambda num_tokens, has_media: first_token_s(table, num_tokens, has_media=has_media),
+    )

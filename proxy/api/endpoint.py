@@ -1,0 +1,348 @@
+"""``POST /v1/chat/completions`` and ``/v1/completions`` as pure ASGI: read, check, run, answer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from msgspec.structs import replace
+from starlette.types import Receive, Scope, Send
+
+from epd_serve.errors import InvalidRequest, ModelNotFound, ServeError, StageTimeout, Unavailable
+from epd_serve.protocol.messages import MediaSource
+from epd_serve.protocol.openai import GenerationRequest
+from epd_serve.protocol.wire import REQUEST_ID_HEADER
+from epd_serve.randomness import random_block
+from epd_serve.routing.table import InstanceTable
+from epd_serve.telemetry.gateway import GatewayMetrics
+from proxy.admission.auth import ANONYMOUS
+from proxy.admission.control import AdmissionControl, Visit
+from proxy.admission.limits import BYTES_PER_TOKEN, estimate_tokens
+from proxy.api.payloads import parsed_body
+from proxy.dispatch.dispatcher import Dispatcher
+from proxy.dispatch.interruption import Deadlines, TimeLimit
+from proxy.dispatch.job import Job
+from proxy.dispatch.strands import stream_several, whole_several
+from proxy.fleet.poller import Poller
+from proxy.http.arrival import ArrivalLimits
+from proxy.http.client import AsgiClient, Client, ClientLeft, Outlet, headers_of
+from proxy.http.sink import EventSink, ResponseAborted, send_error, send_json
+from proxy.media.loader import MediaItem, MediaLoader
+from proxy.observe.observer import Observer
+from proxy.observe.trail import Trail
+from proxy.settings import Current
+
+logger = logging.getLogger(__name__)
+
+_REQUEST_ID = REQUEST_ID_HEADER.encode()
+_TRACE_ID = re.compile(r"[\x21-\x7e]{1,256}")
+#: Statuses of our own, for metrics only.
+CLIENT_LEFT = 499
+BROKEN_OFF = 599
+#: Parts that clients without keys are in, by their addresses: what one part waits for holds up no other.
+_NUM_STRANGERS = 16
+#: How long a client may take to receive why its stream breaks off.
+_LAST_WORDS_S = 1.0
+
+
+def new_id() -> str:
+    return random_block().hex()
+
+
+class Endpoint:
+    """Reads and checks a request and bounds its time; :meth:`_generate` answers it."""
+
+    def __init__(
+        self,
+        *,
+        kind: str,
+        table: InstanceTable,
+        poller: Poller,
+        loader: MediaLoader,
+        metrics: GatewayMetrics,
+        admission: AdmissionControl,
+        observer: Observer,
+        arrival: ArrivalLimits,
+        settings: Current,
+    ) -> None:
+        self._kind = kind
+        self._table = table
+        self._poller = poller
+        self._loader = loader
+        self._metrics = metrics
+        self._admission = admission
+        self._observer = observer
+        self._arrival = arrival
+        self._settings = settings
+        self._timeouts: Deadlines | None = None
+
+    @property
+    def max_body_bytes(self) -> int:
+        return self._settings.now.gateway.max_body_bytes
+
+    @property
+    def _deadlines(self) -> Deadlines:
+        """With the time limit of now."""
+        timeout_s = self._settings.now.gateway.request_timeout_s
+        if self._timeouts is None or self._timeouts.seconds != timeout_s:
+            late = f"the request took longer than {timeout_s:g} s, this gateway's limit"
+            self._timeouts = Deadlines(timeout_s, lambda: StageTimeout(late))
+        return self._timeouts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """As an ASGI application."""
+        await self.serve(AsgiClient(scope, receive, send), headers_of(scope))
+
+    async def serve(self, client: Client, headers: Mapping[bytes, bytes]) -> None:
+        """One request; its headers by their names in lower case.
+
+        Raises ResponseAborted for a stream that broke off, so that the connection is closed, and whatever is a
+        fault of the gateway's own.
+        """
+        trail = self._observer.begin(self._kind, headers)
+        try:
+            visit = self._admission.enter(headers.get(b"authorization"))
+        except ServeError as error:
+            await send_error(client, error, trail)
+            self._count(trail, error.status, error)
+            return
+        trail.key = visit.client.name
+        try:
+            await self._serve(Exchange(client, headers, trail, visit))
+        finally:
+            client.close()
+            visit.leave()
+
+    async def _serve(self, exchange: Exchange) -> None:
+        client, trail = exchange.client, exchange.trail
+        try:
+            body = await self._receive(exchange)
+        except ServeError as error:
+            await send_error(client, error, trail)
+            self._count(trail, error.status, error)
+            return
+        except ClientLeft:
+            self._count(trail, CLIENT_LEFT)
+            return
+        exchange.watch()
+        try:
+            await self._answer(exchange, body)
+        except asyncio.CancelledError:
+            if not exchange.is_left_alone():
+                raise
+            self._count(trail, CLIENT_LEFT)
+
+    async def _receive(self, exchange: Exchange) -> bytearray:
+        given = exchange.headers.get(_REQUEST_ID)
+        if given:
+            trace_id = given.decode("latin-1")
+            if not _TRACE_ID.fullmatch(trace_id):
+                raise InvalidRequest(
+                    f"the header {REQUEST_ID_HEADER} takes 1 to 256 printable ASCII characters without spaces",
+                    param=REQUEST_ID_HEADER,
+                )
+            exchange.trail.request_id = trace_id
+        client = exchange.client
+        if client.has_body:
+            return await client.body(self.max_body_bytes)
+        length = exchange.headers.get(b"content-length", b"")
+        declared = int(length) if length.isdigit() else None
+        limit_s, reason = self._arrival.time_for_body(declared), self._arrival.too_slow(declared)
+        with TimeLimit(client.loop, limit_s, reason):
+            return await client.body(self.max_body_bytes)
+
+    async def _answer(self, exchange: Exchange, body: bytearray) -> None:
+        client, trail = exchange.client, exchange.trail
+        sink = EventSink(client, trail, self._observer.first_token)
+        status, failure = 200, None
+        try:
+            with self._deadlines.limit(client.loop):
+                await self._generate(exchange, body, sink)
+        except ServeError as error:
+            status, failure = BROKEN_OFF if sink.started else error.status, error
+            if error.status >= 500:
+                logger.warning("request %s: %s", trail.request_id, error.message)
+            if exchange.answered or sink.ended:  # by now an error would be read as the next answer
+                exchange.answered = True
+                raise ResponseAborted(error.message) from error
+            exchange.answered = True
+            if not sink.started:
+                await send_error(client, error, trail)
+                return
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LAST_WORDS_S):
+                    await sink.fail(error)
+            raise ResponseAborted(error.message) from error
+        except Exception:
+            # A fault of the gateway's own, counted as one: who serves the connection answers it or breaks it off.
+            status = BROKEN_OFF if sink.started else 500
+            exchange.answered = True
+            raise
+        finally:
+            if exchange.answered:
+                self._count(trail, status, failure)
+
+    async def _generate(self, exchange: Exchange, body: bytearray, sink: EventSink) -> None:
+        """Answer a request, through ``sink`` or in one piece. Raises ServeError, even after the first byte."""
+        raise NotImplementedError
+
+    async def _media(self, exchange: Exchange, sources: list[MediaSource]) -> list[MediaItem]:
+        info = self._table.models().get(exchange.trail.model)
+        fingerprint = "" if info is None else info.media_fingerprint
+        items = await self._loader.load(sources, fingerprint, exchange.asker)
+        exchange.trail.media([one.width * one.height for one in items], sum([len(item.data) for item in items]))
+        self._metrics.media_bytes.add(exchange.trail.media_bytes, "image")
+        return items
+
+    def _model(self, wanted: str | None) -> str:
+        models = self._table.models()
+        if not models:
+            raise Unavailable("no instance has started yet; try again shortly")
+        if wanted is None:
+            return next(iter(models))
+        if wanted not in models:
+            known = ", ".join(repr(name) for name in models)
+            raise ModelNotFound(f"there is no model {wanted[:100]!r}; served here: {known}", param="model")
+        return wanted
+
+    def _count(self, trail: Trail, status: int, error: ServeError | None = None) -> None:
+        self._observer.finish(trail, status, "" if error is None else error.code or error.type)
+
+
+class GenerationEndpoint(Endpoint):
+    """An endpoint whose answer is generated."""
+
+    def __init__(
+        self, *, parse: Callable[[bytes | bytearray], GenerationRequest], dispatcher: Dispatcher, **shared: Any
+    ) -> None:
+        super().__init__(**shared)
+        self._parse = parse
+        self._dispatcher = dispatcher
+
+    async def _generate(self, exchange: Exchange, body: bytearray, sink: EventSink) -> None:
+        parsed = await parsed_body(self._parse, body, exchange.asker)
+        request = parsed.request
+        await self._poller.started()
+        model = exchange.trail.model = self._model(request.model)
+        num_choices = (request.n or 1) * max(1, len(request.prompts()))
+        num_tokens = estimate_tokens(parsed.text_bytes, request.token_limit(), num_choices)
+        waiting = exchange.visit.admit(
+            priority=request.priority or 0,
+            num_tokens=num_tokens,
+            num_prompt_tokens=parsed.text_bytes // BYTES_PER_TOKEN,
+            has_media=parsed.has_media,
+        )
+        if waiting is not None:
+            exchange.client.let_go()
+            await exchange.wait(waiting)
+        items: list[MediaItem] = []
+        if parsed.has_media:
+            items = await parsed.load(lambda sources: self._media(exchange, sources))
+        exchange.client.let_go()
+        jobs = self._jobs(exchange, request, model, items)
+        exchange.trail.streamed = bool(request.stream)
+        if request.stream:
+            sink.redirect(self._translation(request, jobs[0], exchange.client))
+            if len(jobs) == 1:
+                await self._dispatcher.stream(jobs[0], sink)
+            else:
+                await stream_several(self._dispatcher, jobs, sink)
+            exchange.answered = True
+            await sink.finish()
+        else:
+            if len(jobs) == 1:
+                answer = await self._dispatcher.whole(jobs[0])
+            else:
+                answer = await whole_several(self._dispatcher, jobs)
+            exchange.trail.answered(answer)
+            answer = self._translate(request, jobs[0], answer)
+            exchange.answered = True
+            await send_json(exchange.client, 200, answer, exchange.trail)
+
+    def _jobs(
+        self, exchange: Exchange, request: GenerationRequest, model: str, items: list[MediaItem]
+    ) -> list[Job]:
+        """One job for each of the request's prompts."""
+        answer_id = new_id()
+        output = request.output(id=answer_id, created=int(time.time()), model=model)
+        chat = request.chat()
+        prompts: Sequence[str | list[int] | None] = request.prompts() if chat is None else [None]
+        return [
+            Job(
+                id=answer_id if index == 0 else new_id(),
+                trace_id=exchange.trail.request_id,
+                trail=exchange.trail,
+                model=model,
+                output=output if index == 0 else replace(output, first_index=index * (request.n or 1)),
+                sampling=request.sampling(int.from_bytes(random_block()[:8]) >> 1),
+                prompting=request.prompting(),
+                loop=exchange.client.loop,
+                messages=chat,
+                prompt=prompt,
+                items=items,
+                arrived_s=exchange.trail.arrived_s,
+            )
+            for index, prompt in enumerate(prompts)
+        ]
+
+    def _translation(self, request: GenerationRequest, job: Job, outlet: Outlet) -> Outlet:
+        """What a streamed answer goes through on its way to ``outlet``."""
+        return outlet
+
+    def _translate(self, request: GenerationRequest, job: Job, answer: bytes) -> bytes:
+        """The same for an answer in one piece."""
+        return answer
+
+
+class Exchange:
+    """One request and its answer.
+
+    Attributes:
+        headers: by their names in lower case.
+        trail: what is noted of it.
+        visit: its place in the queue.
+        answered: the last word is on its way; a client that leaves from now on has left nothing.
+    """
+
+    __slots__ = ("_left", "_task", "answered", "client", "headers", "trail", "visit")
+
+    def __init__(self, client: Client, headers: Mapping[bytes, bytes], trail: Trail, visit: Visit) -> None:
+        self.client = client
+        self.headers = headers
+        self.trail = trail
+        self.visit = visit
+        self.answered = False
+        self._left = False
+        self._task: asyncio.Task[object] | None = None
+
+    @property
+    def asker(self) -> str:
+        """Who takes turns with others at what all share: the API key, or without keys a part of all addresses."""
+        name = self.visit.client.name
+        return name if name != ANONYMOUS else f"{name} {hash(self.client.address) % _NUM_STRANGERS}"
+
+    async def wait(self, waiting: Awaitable[None]) -> None:
+        """For its turn. Raises Overloaded where that does not come in time."""
+        since_s = time.monotonic()
+        await waiting
+        self.trail.queued(since_s)
+
+    def watch(self) -> None:
+        """Cancel the running task when the client leaves before it is answered."""
+        self._task = asyncio.current_task(self.client.loop)
+        self.client.watch(self._leave)
+
+    def is_left_alone(self) -> bool:
+        """Whether the task was cancelled for that reason, and for no other."""
+        return self._left and self._task is not None and not self._task.uncancel()
+
+    def _leave(self) -> None:
+        if not self.answered:
+            self._left = True
+            assert self._task is not None
+            self._task.cancel()

@@ -1,0 +1,84 @@
+"""``POST /tokenize``, ``/detokenize``, ``/v1/responses/input_tokens``: a question to an instance that prefills."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from epd_serve.backends.base import StageCalls
+from epd_serve.errors import InstanceLost, Unavailable
+from epd_serve.flow.failures import is_planned
+from epd_serve.protocol.prompt_calls import DetokenizeReply, DetokenizeRequest, TokenizeReply
+from epd_serve.protocol.tokenizing import TokenQuestion
+from epd_serve.protocol.wire import MediaRef
+from epd_serve.routing.table import InstanceRecord
+from epd_serve.types import Stage
+from proxy.api.endpoint import Endpoint, Exchange
+from proxy.api.payloads import parsed
+from proxy.http.sink import EventSink, send_json
+
+
+class TokenizingEndpoint(Endpoint):
+    """One of them, as an ASGI application."""
+
+    def __init__(
+        self,
+        *,
+        parse: Callable[[bytes | bytearray], TokenQuestion],
+        calls: Mapping[str, StageCalls],
+        **shared: Any,
+    ) -> None:
+        super().__init__(**shared)
+        self._parse_call = parse
+        self._calls = calls
+
+    async def _generate(self, exchange: Exchange, body: bytearray, sink: EventSink) -> None:
+        request = await parsed(self._parse_call, body, exchange.asker)
+        body.clear()
+        await self._poller.started()
+        model = self._model(request.model)
+        if (waiting := exchange.visit.admit(generates=False)) is not None:
+            await exchange.wait(waiting)
+        items = await self._media(exchange, request.media())
+        refs = [MediaRef(mm_hash="", width=item.width, height=item.height) for item in items]
+        answer = await self._ask(request, refs, model, exchange.trail.request_id)
+        exchange.answered = True
+        await send_json(exchange.client, 200, answer, exchange.trail)
+
+    async def _ask(self, request: TokenQuestion, refs: list[MediaRef], model: str, trace_id: str) -> bytes:
+        """The answer of the least loaded instance; of the next where that one is lost."""
+        records = sorted(self._table.ready(Stage.PREFILL, model), key=lambda record: record.prefill_s)
+        lost: InstanceLost | None = None
+        for record in records:
+            try:
+                return await self._ask_one(record, request, refs, trace_id)
+            except InstanceLost as error:
+                self._poller.report_lost(record.name)
+                lost = error
+            except Unavailable as error:
+                if not is_planned(error):
+                    raise
+        raise lost or Unavailable("no instance that prefills is ready; try again shortly")
+
+    async def _ask_one(
+        self,
+        record: InstanceRecord,
+        request: TokenQuestion,
+        refs: list[MediaRef],
+        trace_id: str,
+    ) -> bytes:
+        calls = self._calls.get(record.name)
+        if calls is None:
+            raise InstanceLost(f"instance {record.name} is no longer part of the deployment")
+        assert record.info is not None, "a ready instance has said what it is"
+        message = request.message(refs)
+        reply: TokenizeReply | DetokenizeReply
+        if isinstance(message, DetokenizeRequest):
+            reply = await calls.detokenize(message, trace_id=trace_id)
+        else:
+            reply = await calls.tokenize(message, trace_id=trace_id)
+        answer = request.answer(reply, record.info.max_model_len)
+        return await asyncio.to_thread(msgspec.json.encode, answer)

@@ -1,0 +1,153 @@
+"""The small pages: models, health, metrics."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from fastapi import APIRouter, Depends, Request, Response
+from fastapi.responses import JSONResponse
+
+from epd_serve.config import GatewayConfig
+from epd_serve.errors import InvalidRequest, ModelNotFound, Unavailable
+from epd_serve.protocol.wire import InstanceInfo
+from epd_serve.routing.table import InstanceRecord, InstanceTable
+from epd_serve.telemetry.gateway import CONTENT_TYPE, GatewayMetrics, InstanceFigures
+from epd_serve.types import Role, Stage
+from proxy.admission.auth import Authenticator, Unauthorized
+from proxy.fleet.poller import Poller
+from proxy.workers.crew import Crew
+
+_READ = ["GET", "HEAD"]
+
+
+def key_required(authenticator: Authenticator) -> Callable[[Request], Awaitable[None]]:
+    """A dependency for routes that ask for an API key."""
+
+    async def check(request: Request) -> None:
+        authenticator.check(request.headers.get("authorization"))
+
+    return check
+
+
+def models_router(table: InstanceTable, poller: Poller, authenticator: Authenticator) -> APIRouter:
+    """``GET /v1/models`` and ``/v1/models/{name}``."""
+
+    router = APIRouter(dependencies=[Depends(key_required(authenticator))])
+    created = int(time.time())
+
+    def describe(info: InstanceInfo) -> dict[str, Any]:
+        return {
+            "id": info.model,
+            "object": "model",
+            "created": created,
+            "owned_by": "epd-serve",
+            "root": info.model_path,
+            "parent": None,
+            "max_model_len": info.max_model_len,
+        }
+
+    @router.get("/v1/models")
+    @router.get("/v1/models/")
+    async def models() -> JSONResponse:
+        await poller.started()
+        found = table.models()
+        if not found:
+            raise Unavailable("no instance has started yet; try again shortly")
+        return JSONResponse({"object": "list", "data": [describe(info) for info in found.values()]})
+
+    @router.get("/v1/models/{name:path}")
+    async def model(name: str) -> JSONResponse:
+        await poller.started()
+        found = table.models()
+        if name not in found:
+            known = ", ".join(map(repr, found)) or "none yet"
+            raise ModelNotFound(f"there is no model {name[:100]!r}; served here: {known}", param="model")
+        return JSONResponse(describe(found[name]))
+
+    return router
+
+
+def health_router(
+    table: InstanceTable,
+    metrics: GatewayMetrics,
+    authenticator: Authenticator,
+    gateway: GatewayConfig,
+    crew: Crew,
+) -> APIRouter:
+    """``GET /health``, ``/health/ready`` (the same), ``/health/live`` and ``/metrics``.
+
+    ``/health?role=EPD`` asks for a ready encoder, too.
+
+    With ``guard_health`` only holders of an API key see the instances; the status is open to all, for
+    load balancers and supervisors. With ``guard_metrics`` /metrics asks for a key; it shows all the crew.
+    """
+    router = APIRouter()
+    crew.shown["metrics"] = lambda: metrics.families(map(_figures, table))
+    guard = [Depends(key_required(authenticator))]
+
+    def may_see(request: Request) -> bool:
+        try:
+            authenticator.check(request.headers.get("authorization"))
+        except Unauthorized:
+            return False
+        return True
+
+    @router.api_route("/health", methods=_READ)
+    @router.api_route("/health/ready", methods=_READ)
+    async def ready(request: Request, role: str = "PD") -> JSONResponse:
+        try:
+            wanted = Role.parse(role).stages
+        except ValueError as error:
+            raise InvalidRequest(str(error), param="role") from None
+        missing = table.missing_stages([stage for stage in Stage if stage in wanted])
+        instances = {
+            record.name: {
+                "role": str(record.role) if record.role else None,
+                "ready": record.ready and record.accepting,  # as for the status: those that get work
+            }
+            for record in table
+        }
+        status = "waiting for " + " and ".join(missing) if missing else "ready"
+        stopping = getattr(request.app.state, "stopping", False)
+        if stopping:
+            status = "shutting down"
+        shown = {"instances": instances} if not gateway.guard_health or may_see(request) else {}
+        return JSONResponse({"status": status, **shown}, 503 if missing or stopping else 200)
+
+    @router.api_route("/health/live", methods=_READ)
+    async def live() -> JSONResponse:
+        return JSONResponse({"status": "live"})
+
+    @router.get("/metrics", dependencies=guard if gateway.guard_metrics else [])
+    async def exposition() -> Response:
+        text = metrics.render(map(_figures, table)) if crew.place is None else await crew.metrics()
+        return Response(text, media_type=CONTENT_TYPE)
+
+    return router
+
+
+def _figures(record: InstanceRecord) -> InstanceFigures:
+    load = record.load
+    return InstanceFigures(
+        name=record.name,
+        ready=record.ready,
+        in_flight=[(stage.value, count) for stage, count in record.in_flight.items()],
+        pending_s=[(stage.value, seconds) for stage, seconds in pending_s(record).items()],
+        kv_usage=kv_usage(record),
+        num_running=load.num_running,
+        num_waiting=load.num_waiting + load.num_waiting_encodes,
+    )
+
+
+def pending_s(record: InstanceRecord) -> dict[Stage, float]:
+    """Estimates of an instance's work before it, by stage; of D: until there is room for KV."""
+    seconds = {Stage.ENCODE: record.encode_s, Stage.PREFILL: record.prefill_s, Stage.DECODE: record.room_s(1)}
+    return {stage: value for stage, value in seconds.items() if record.covers(stage)}
+
+
+def kv_usage(record: InstanceRecord) -> float | None:
+    """Share of an instance's KV blocks that are in use; None where it has none."""
+    total = record.load.total_blocks
+    return round((total - record.load.free_blocks) / total, 4) if total else None

@@ -1,0 +1,141 @@
+"""An answer on its way from P and D to the client: bytes pass, and what becomes of them is told."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from epd_serve.backends.base import Answer
+from epd_serve.errors import InstanceFailed, InstanceLost, ServeError, error_from_response
+from epd_serve.flow import events as on
+from epd_serve.protocol.frames import FrameError
+from epd_serve.routing.policy import Route
+from epd_serve.types import Stage
+from proxy.dispatch.job import Job
+from proxy.dispatch.progress import Progress, broke
+from proxy.http.sink import EventSink
+
+#: What a token may take of an answer, once more for itself and each alternative where its log-probability is told;
+#: what an answer has beside them.
+_TOKEN_BYTES, _ANSWER_BYTES = 1024, 1024**2
+
+
+class Forwarding(on.Progress, Protocol):
+    """Takes the answers of a request's instances, one behind the other."""
+
+    async def forward(self, stage: Stage, route: Route, answer: Answer) -> on.Ended | on.Broke:
+        """Pass one answer on as it comes, until its end."""
+
+
+class Streamed:
+    """A streamed answer: whole events go into ``sink``, unparsed; ``before`` are tokens that the client had."""
+
+    def __init__(self, job: Job, sink: EventSink, before: list[int]) -> None:
+        self.progress = Progress(job.sampling.n, before)
+        self._job = job
+        self._sink = sink
+
+    @property
+    def begun(self) -> bool:
+        return self._sink.started
+
+    @property
+    def complete(self) -> bool:
+        return self.progress.complete
+
+    def tokens_of_each(self) -> list[list[int]] | None:
+        return self.progress.tokens_of_each() if self.progress.known else None
+
+    async def forward(self, stage: Stage, route: Route, answer: Answer) -> on.Ended | on.Broke:
+        progress, sink, trail = self.progress, self._sink, self._job.trail
+        reader = progress.reader(framed=answer.framed)
+        read, write = reader.read, sink.outlet.write
+        failure: InstanceFailed | None = None
+        room = _most_bytes(self._job, route)
+
+        def relay(chunk: bytes) -> bool:
+            """Called for each token: it calls little."""
+            nonlocal failure, room
+            room -= len(chunk)
+            if room < 0:
+                failure = _too_long(stage, route)
+                return False
+            try:
+                events = read(chunk)
+            except FrameError as error:
+                failure = InstanceFailed(f"an instance's answer cannot be read: {error}")
+                return False
+            ended = progress.complete = reader.ended
+            if reader.error is not None and not ended:
+                failure = broke(reader.error)
+            if not events:
+                return failure is None
+            trail.forwarded(events)
+            if ended or not sink.started:
+                return sink.write(events, last=ended) and failure is None
+            return write(events) and failure is None
+
+        try:
+            while not await answer.forward(relay) and failure is None:
+                await sink.drain()
+        except InstanceLost as lost:
+            return on.Broke(stage, lost, "lost")
+        except ServeError as unreadable:
+            return on.Broke(stage, unreadable, "unreadable")
+        if failure is not None:
+            await sink.drain()
+            return on.Broke(stage, failure, "said")
+        return on.Ended(stage)
+
+
+class Whole:
+    """An answer in one piece, in ``body`` at its end."""
+
+    begun = False
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self.body = b""
+
+    @property
+    def complete(self) -> bool:
+        return bool(self.body)
+
+    def tokens_of_each(self) -> list[list[int]] | None:
+        return None
+
+    async def forward(self, stage: Stage, route: Route, answer: Answer) -> on.Ended | on.Broke:
+        """Where decode follows P's body is empty, and ends when it has handed over, or says why it has not."""
+        body, room = bytearray(), _most_bytes(self._job, route)
+        try:
+            async for chunk in answer.chunks():
+                body += chunk
+                if len(body) > room:
+                    return on.Broke(stage, _too_long(stage, route), "said")
+        except InstanceLost as lost:
+            if not (body and answer.decode_follows):
+                return on.Broke(stage, lost, "lost")
+        except ServeError as unreadable:
+            return on.Broke(stage, unreadable, "unreadable")
+        if answer.decode_follows:
+            if body:
+                origin = f"instance {route.prefill.name}"
+                return on.Broke(
+                    stage, error_from_response(InstanceFailed.status, bytes(body), origin=origin), "said"
+                )
+        else:
+            self.body = bytes(body)
+        return on.Ended(stage)
+
+
+def _most_bytes(job: Job, route: Route) -> int:
+    """Of an answer with all the tokens that its request may have, each as long as tokens come."""
+    info = route.prefill.info
+    context = route.max_model_len or (info.max_model_len if info else 1)
+    num_tokens = min(job.sampling.max_tokens or context, context) + context * job.output.echo
+    token_bytes = _TOKEN_BYTES * (1 if job.sampling.logprobs is None else 2 + job.sampling.logprobs)
+    return _ANSWER_BYTES + job.sampling.n * num_tokens * token_bytes
+
+
+def _too_long(stage: Stage, route: Route) -> InstanceFailed:
+    name = (route.prefill if stage is Stage.PREFILL else route.decode).name
+    return InstanceFailed(f"instance {name} answered with more than the request's tokens can be")

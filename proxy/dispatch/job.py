@@ -1,0 +1,131 @@
+"""A request as it is run, the instances that it is run on, and what it demands of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from epd_serve.backends.base import StageCalls
+from epd_serve.protocol.wire import ChatMessage, OutputOptions, PromptOptions
+from epd_serve.routing.policy import Demand, Policy
+from epd_serve.routing.table import InstanceTable
+from epd_serve.telemetry.gateway import GatewayMetrics
+from epd_serve.telemetry.trace_file import TraceWriter
+from epd_serve.types import SamplingParams
+from proxy.dispatch.stealing import Stealing
+from proxy.fleet.health import Health
+from proxy.fleet.pairs import Pairs
+from proxy.fleet.poller import Poller
+from proxy.media.loader import MediaItem
+from proxy.observe.trail import Trail
+from proxy.settings import Current
+
+if TYPE_CHECKING:
+    from proxy.dispatch.dispatcher import Dispatch
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """A checked request, ready to be sent to instances.
+
+    ``id`` is unique; ``trace_id`` may be the client's. A chat has ``messages``, a completion ``prompt``.
+    ``arrived_s`` is monotonic. ``loop`` runs it.
+    """
+
+    id: str
+    trace_id: str
+    model: str
+    output: OutputOptions
+    sampling: SamplingParams
+    messages: list[ChatMessage] | None
+    prompt: str | list[int] | None
+    items: list[MediaItem]
+    arrived_s: float
+    trail: Trail
+    prompting: PromptOptions
+    loop: asyncio.AbstractEventLoop
+
+
+@dataclass(frozen=True, kw_only=True)
+class Instances:
+    """The instances as the gateway uses them."""
+
+    table: InstanceTable
+    calls: Mapping[str, StageCalls]
+    policy: Policy
+    poller: Poller
+    metrics: GatewayMetrics
+    health: Health
+    pairs: Pairs
+    settings: Current
+    stealing: Stealing[Dispatch]
+    trace: TraceWriter | None = None
+
+
+#: Beginnings of a prompt are hashed at this many characters and at each doubling: a match is at least half of
+#: what two prompts have in common.
+_FIRST_BEGINNING = 256
+
+
+async def demand_of(job: Job, instances: Instances) -> Demand:
+    """Sizes, and where the policy looks at it, the prompt's beginnings."""
+    pieces: list[str] = []
+    if instances.policy.uses_prefix:
+        texts = _texts(job)
+        infos = instances.table.models()
+        fingerprint = infos[job.model].media_fingerprint if job.model in infos else ""
+        names = iter([(await item.name(fingerprint)).mm_hash for item in job.items])
+        pieces = [next(names) if text is None else text for text in texts]
+        if isinstance(job.prompt, list):
+            pieces = [f"{token} " for token in job.prompt]
+    return Demand(
+        num_characters=_num_characters(job),
+        num_tokens=len(job.prompt) if isinstance(job.prompt, list) else 0,
+        num_pixels=sum([item.width * item.height for item in job.items]),
+        max_tokens=job.sampling.max_tokens,
+        num_sequences=job.sampling.n,
+        prefix=beginnings(pieces),
+        prefix_characters=sum(map(len, pieces)),
+    )
+
+
+def beginnings(pieces: Iterable[str]) -> tuple[tuple[int, bytes], ...]:
+    """(characters, hash of all up to there), shorter ones first; no more than the pieces have together."""
+    found: list[tuple[int, bytes]] = []
+    hasher, done, mark = blake2b(digest_size=16), 0, _FIRST_BEGINNING
+    for piece in pieces:
+        left = piece
+        while done + len(left) >= mark:
+            hasher.update(left[: mark - done].encode(errors="surrogatepass"))
+            left, done = left[mark - done :], mark
+            found.append((mark, hasher.digest()))
+            mark *= 2
+        hasher.update(left.encode(errors="surrogatepass"))
+        done += len(left)
+    return tuple(found)
+
+
+def _num_characters(job: Job) -> int:
+    if job.messages is None:
+        return len(job.prompt) if isinstance(job.prompt, str) else 0
+    number = 0
+    for message in job.messages:
+        number += len(message.role)
+        for part in message.content:
+            number += len(part.text)
+    return number
+
+
+def _texts(job: Job) -> list[str | None]:
+    """Of the prompt in order; None stands for a media item."""
+    if job.messages is None:
+        return [job.prompt] if isinstance(job.prompt, str) else []
+    texts: list[str | None] = []
+    for message in job.messages:
+        texts.append(message.role)
+        texts += [part.text if part.type == "text" else None for part in message.content]
+    return texts

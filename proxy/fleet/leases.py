@@ -1,0 +1,139 @@
+"""Instances that were started elsewhere and join a running gateway for as long as they renew their lease."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from epd_serve.config.resilience import InstanceName, InstanceUrl
+from epd_serve.errors import Conflict, InvalidRequest
+from proxy.admin.switches import NoSuchInstance
+from proxy.fleet.members import Members
+from proxy.workers.crew import Crew
+from proxy.workers.messages import Joined, Left
+
+logger = logging.getLogger(__name__)
+
+_TICK_S = 0.2
+#: Between two looks: so long, and this process was stopped, and heard none of the renewals.
+_STOOD_STILL_S = 0.5
+
+
+class JoinBody(BaseModel):
+    """Of ``POST /instances``."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: InstanceName
+    url: InstanceUrl
+    lease_s: float = Field(default=10.0, ge=1, le=3600)
+
+
+@dataclass(slots=True)
+class _Lease:
+    url: str
+    term_s: float
+    deadline: float
+
+
+class Leases:
+    """Who has joined, and until when. Requests of those that leave go on to their end."""
+
+    def __init__(self, members: Members, clock: Callable[[], float] = time.monotonic) -> None:
+        self._members = members
+        self._clock = clock
+        self._leases: dict[str, _Lease] = {}
+        self._looked_at = clock()
+
+    def join(self, name: str, url: str, lease_s: float, *, is_settled: bool = False) -> bool:
+        """Whether it is new; else its lease is renewed. It takes the place of one of its name that does not answer
+        any more, or of any where that is settled elsewhere.
+
+        Raises Conflict for a name that the deployment has, or that another instance has joined under.
+        """
+        lease = self._leases.get(name)
+        if lease is not None and lease.url != url:
+            if self._members.answers(name) and not is_settled:
+                raise Conflict(
+                    f"an instance {name} at {lease.url} has joined; take another name, or wait for its end"
+                )
+            logger.warning("instance %s at %s takes the place of the one at %s", name, url, lease.url)
+            self._end(name)
+            lease = None
+        deadline = self._clock() + lease_s
+        if lease is not None:
+            lease.term_s, lease.deadline = lease_s, deadline
+            return False
+        self._members.join(name, url)
+        self._leases[name] = _Lease(url, lease_s, deadline)
+        return True
+
+    def leave(self, name: str) -> None:
+        """Raises NoSuchInstance for one that has not joined."""
+        if self._leases.pop(name, None) is None:
+            joined = ", ".join(self._leases) or "none"
+            raise NoSuchInstance(f"no instance {name[:100]!r} has joined; there are: {joined}", param="name")
+        self._members.leave(name)
+
+    def _end(self, name: str) -> None:
+        """It has not said that it leaves."""
+        del self._leases[name]
+        self._members.leave(name, said_so=False)
+
+    def expire(self) -> None:
+        """Take those out whose lease is over; to be called each ``_TICK_S``."""
+        before, now = self._looked_at, self._clock()
+        self._looked_at = now
+        if now - before > _STOOD_STILL_S:
+            for lease in self._leases.values():
+                lease.deadline = now + lease.term_s
+        for name in [name for name, lease in self._leases.items() if lease.deadline <= now]:
+            logger.warning("instance %s has not renewed its lease", name)
+            self._end(name)
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            await asyncio.sleep(_TICK_S)
+            self.expire()
+
+
+def leases_router(leases: Leases, crew: Crew) -> APIRouter:
+    """``POST /instances`` and ``DELETE /instances/{name}``; ``unconfirmed``: workers that have not said in
+    time that they know it."""
+    router = APIRouter()
+
+    @router.post("/instances")
+    async def join(request: Request) -> JSONResponse:
+        """Join, or stay for ``lease_s`` from now on; 201 where it is new."""
+        body = _read(await request.body())
+        is_new = leases.join(body.name, body.url, body.lease_s)
+        unconfirmed = await crew.share(Joined(body.name, body.url, time.monotonic() + body.lease_s))
+        answer = {"name": body.name, "lease_s": body.lease_s, "unconfirmed": unconfirmed}
+        return JSONResponse(answer, status_code=201 if is_new else 200)
+
+    @router.delete("/instances/{name}")
+    async def leave(name: str) -> JSONResponse:
+        leases.leave(name)
+        return JSONResponse({"name": name, "unconfirmed": await crew.share(Left(name))})
+
+    return router
+
+
+def _read(body: bytes) -> JoinBody:
+    try:
+        return TypeAdapter(JoinBody).validate_json(body)
+    except ValidationError as error:
+        fault = error.errors()[0]
+        where = ".".join(str(part) for part in fault["loc"]) or "body"
+        raise InvalidRequest(
+            f'{where}: {fault["msg"]}; write {{"name": "d7", "url": "http://10.0.0.7:8100", "lease_s": 10}}',
+            param=where,
+        ) from error

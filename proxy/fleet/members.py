@@ -1,0 +1,89 @@
+"""Instances that come and go while the gateway runs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, MutableMapping, Sequence
+
+from epd_serve.backends.base import StageCalls
+from epd_serve.errors import Conflict, InvalidRequest
+from epd_serve.routing.table import InstanceTable
+from proxy.fleet.health import Health
+from proxy.fleet.poller import Poller
+
+logger = logging.getLogger(__name__)
+
+
+class Members:
+    """Adds instances to a running gateway and takes them out; requests that are there go on to their end."""
+
+    def __init__(
+        self,
+        table: InstanceTable,
+        calls: MutableMapping[str, StageCalls],
+        poller: Poller,
+        health: Health,
+        connect: Callable[[str, str], StageCalls],
+    ) -> None:
+        """``connect`` makes the calls to an instance of a name at a URL."""
+        self._table = table
+        self._calls = calls
+        self._poller = poller
+        self._health = health
+        self._connect = connect
+        self._joined: dict[str, str] = {}
+
+    def replace(self, instances: Sequence[tuple[str, str]]) -> None:
+        """From now on these are the instances: (name, control URL). One with another URL is another instance.
+
+        Raises ValueError for a name that occurs twice, and changes nothing then.
+        """
+        wanted = dict(instances)
+        if len(wanted) != len(instances):
+            raise ValueError(f"instance names must be unique, got {[name for name, _ in instances]}")
+        if both := sorted(set(wanted) & set(self._joined)):
+            raise ValueError(f"instance {both[0]} has joined by itself; give another name")
+        wanted |= self._joined
+        here = {record.name: record.url for record in self._table}
+        for name in [name for name, url in here.items() if wanted.get(name) != url]:
+            self._remove(name)
+        for name, url in wanted.items():
+            if here.get(name) != url:
+                self._add(name, url)
+
+    def join(self, name: str, url: str) -> None:
+        """One more, which :meth:`replace` leaves where it is.
+
+        Raises Conflict for a name that is taken, InvalidRequest for an instance that cannot be called.
+        """
+        if self._table.get(name) is not None:
+            raise Conflict(f"the deployment has an instance {name} of its own; take another name")
+        try:
+            self._add(name, url)
+        except ValueError as error:
+            raise InvalidRequest(f"instance {name} cannot join: {error}", param="url") from error
+        self._joined[name] = url
+
+    def answers(self, name: str) -> bool:
+        """Whether an instance that is here is heard of."""
+        return self._table[name].ready
+
+    def leave(self, name: str, *, said_so: bool = True) -> None:
+        """One that has joined is gone; ``said_so``: by its own word, so that what it still has is well there."""
+        del self._joined[name]
+        if not said_so:
+            self._health.probe_last(name, self._calls[name])
+        self._remove(name)
+
+    def _add(self, name: str, url: str) -> None:
+        self._calls[name] = self._connect(name, url)
+        logger.info("instance %s at %s is part of the deployment now", name, url)
+        self._table.add(name, url)
+        self._poller.add(name)
+
+    def _remove(self, name: str) -> None:
+        logger.info("instance %s at %s is no longer part of the deployment", name, self._table[name].url)
+        self._poller.remove(name)
+        self._table.remove(name)
+        self._health.forget(name)
+        del self._calls[name]

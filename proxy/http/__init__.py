@@ -1,0 +1,1 @@
+"""HTTP between a client and the gateway."""

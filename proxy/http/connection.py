@@ -1,0 +1,300 @@
+"""A client's connection: requests for generated text are served here, everything else by uvicorn.
+
+Generation is nearly all that a gateway does, and a general server costs more than the rest of the work on it. So a
+plain ``POST`` to one of the application's endpoints (``app.state.endpoints``) is read into one buffer and answered
+straight from the event loop's callbacks. A connection with anything else in front, or with a head that is not the
+plainest HTTP/1.1, goes to uvicorn's protocol and comes back when another plain POST begins.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import resource
+from typing import TYPE_CHECKING, Any, cast
+
+from epd_serve.errors import Unavailable
+from proxy.http.arrival import HeadWatch
+from proxy.http.cors import Cors
+from proxy.http.http1 import MAX_HEADER_BYTES, PLAIN_HEAD, PLAIN_START, ReturningHttp, arrival_limits
+from proxy.http.large_bodies import LARGE_BYTES, LowWater, Turns
+from proxy.http.raw_client import RawClient, RawEndpoint
+
+if TYPE_CHECKING:
+    from uvicorn.config import Config
+    from uvicorn.server import ServerState
+
+_HEADER = re.compile(rb"([^:]+):[ \t]*(.*?)[ \t]*\r\n")
+_LENGTH = re.compile(rb"[0-9]{1,15}")
+#: Headers that ask for more than is done here.
+_UNUSUAL = frozenset({b"transfer-encoding", b"expect", b"upgrade", b"trailer", b"te"})
+#: Headers that must not have two values.
+_ONCE = frozenset({b"content-length", b"connection", b"host", b"authorization", b"origin"})
+
+#: A closed connection whose client takes nothing for so long is not waited for.
+_LINGER_S = 30.0
+
+#: A process that has opened more than this part of the files that it may open takes no more connections: what is
+#: left is for its own, to instances and others.
+_PART_OPEN = 0.75
+#: How long the client of one too many may take to send something, so that it can be answered.
+_REFUSED_S = 1.0
+_FULL = Unavailable("too many connections at once; try again later", code="out_of_descriptors").to_json()
+_REFUSAL = (
+    b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\nretry-after: 1\r\n"
+    b"content-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(_FULL), _FULL)
+)
+
+#: What is not a body is received here and taken out at once; all connections share it.
+_scratch = bytearray(64 * 1024)
+_scratch_view = memoryview(_scratch)
+
+
+class GatewayConnection(asyncio.BufferedProtocol):
+    """uvicorn's ``http=`` protocol class of the gateway."""
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        self._config = config
+        self._state = server_state
+        self._app_state = app_state
+        self._loop = _loop or asyncio.get_event_loop()
+        state = getattr(config.app, "state", None)
+        self._endpoints = getattr(state, "endpoints", {})
+        self._turns: Turns = getattr(state, "turns", None) or Turns()
+        self._cors: Cors = getattr(state, "cors", None) or Cors()
+        self._transport: asyncio.Transport
+        self._uvicorn: ReturningHttp | None = None
+        #: Received and not yet looked at: a head, or what comes behind the request in progress.
+        self._pending = bytearray()
+        self._client: RawClient | None = None
+        self._active_s = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self._reading_paused = False
+        #: The client does not read what it has got; its next request waits until it does.
+        self._writing_paused = False
+        self._stopping = False
+        self._is_refused = False
+        self._arrival = arrival_limits(config.app)
+        self._head = HeadWatch(self._loop, self._arrival.header_s, self._close)
+
+    # Of uvicorn's server.
+
+    def shutdown(self) -> None:
+        """Close the connection, after the request in progress if there is one."""
+        self._stopping = True
+        if self._client is None:
+            self._close()
+        else:
+            self._client.keep_alive = False
+
+    # Of the transport.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by name
+        if _is_one_too_many(transport):
+            self._is_refused = True
+            self._timer = self._loop.call_later(_REFUSED_S, self._transport.abort)
+            return
+        self._low_water = LowWater(transport)
+        self._state.connections.add(cast(Any, self))
+        self._head.begin()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._state.connections.discard(cast(Any, self))
+        self._head.stop()
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._client is not None:
+            self._client.lost()
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return _scratch_view if self._client is None else self._client.buffer() or _scratch_view
+
+    def buffer_updated(self, nbytes: int) -> None:
+        if self._is_refused:
+            if not self._transport.is_closing():
+                self._transport.write(_REFUSAL)
+                self._transport.close()
+            return
+        taken, client = 0, self._client
+        if client is not None and client.unread_bytes:
+            self._low_water.expect(client.unread_bytes - nbytes)
+            taken = client.received(nbytes)
+        if taken == nbytes:
+            return
+        if self._client is None and not self._pending and not self._writing_paused:
+            self._head.begin()
+        self._pending += _scratch_view[taken:nbytes]
+        if self._client is None and not self._writing_paused:
+            self._begin()
+        elif len(self._pending) > MAX_HEADER_BYTES:  # requests sent ahead have to wait for their turn
+            self._reading_paused = True
+            self._transport.pause_reading()
+
+    def eof_received(self) -> None:
+        pass
+
+    def pause_writing(self) -> None:
+        self._writing_paused = True
+        if self._client is not None:
+            self._client.pause()
+
+    def resume_writing(self) -> None:
+        self._writing_paused = False
+        if self._client is not None:
+            self._client.resume()
+        elif not self._transport.is_closing():
+            self._next()
+
+    # Requests.
+
+    def _begin(self) -> None:
+        """Serve the request at the start of what is pending, if it is there."""
+        pending = self._pending
+        head = PLAIN_HEAD.match(pending)
+        if head is None:
+            if (
+                not PLAIN_START.startswith(pending[: len(PLAIN_START)])
+                or b"\r\n\r\n" in pending
+                or len(pending) > MAX_HEADER_BYTES
+            ):
+                self._hand_over()
+            return
+        headers: dict[bytes, bytes] = {}
+        repeated: set[bytes] = set()
+        for name, value in _HEADER.findall(head[2]):
+            name = name.lower()
+            if name in headers:
+                repeated.add(name)
+            else:
+                headers[name] = value
+        length = headers.get(b"content-length")
+        connection = headers.get(b"connection", b"keep-alive").lower()
+        endpoint: RawEndpoint | None = self._endpoints.get(head[1])
+        if (
+            endpoint is None
+            or length is None
+            or b"host" not in headers
+            or _LENGTH.fullmatch(length) is None
+            or connection not in (b"keep-alive", b"close")
+            or not _UNUSUAL.isdisjoint(headers)
+            or not repeated.isdisjoint(_ONCE)
+        ):
+            self._hand_over()
+            return
+        size, end = int(length), head.end()
+        del head
+        client = self._client = RawClient(
+            self._transport,
+            size,
+            memoryview(pending)[end : end + size],
+            loop=self._loop,
+            max_bytes=endpoint.max_body_bytes,
+            default_headers=[*self._state.default_headers, *self._cors.headers(headers)],
+        )
+        client.keep_alive = connection == b"keep-alive" and not self._stopping
+        self._pending = pending[end + size :]
+        if client.unread_bytes:
+            self._low_water.expect(client.unread_bytes)
+            if client.unread_bytes >= LARGE_BYTES:
+                client.take_turn(self._turns)
+        self._head.complete()
+        self._state.total_requests += 1
+        task = self._loop.create_task(client.serve(endpoint, headers))
+        self._state.tasks.add(task)
+        task.add_done_callback(self._finish)
+
+    def _finish(self, task: asyncio.Task[None]) -> None:
+        self._state.tasks.discard(task)
+        client, self._client = self._client, None
+        assert client is not None
+        if self._transport.is_closing():
+            return
+        if not client.is_complete or not client.keep_alive:
+            self._close()
+            return
+        if client.unread_bytes:
+            # The rest of a body that was refused is read and forgotten, as the next request comes behind it.
+            self._client = client
+            client.on_skipped = self._next
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = self._loop.call_later(self._arrival.time_for_body(client.unread_bytes), self._close)
+            return
+        self._next()
+
+    def _next(self) -> None:
+        if self._client is not None:
+            self._client = None
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+        if self._stopping:
+            self._close()
+            return
+        self._active_s = self._loop.time()
+        if self._timer is None:
+            self._timer = self._loop.call_later(self._config.timeout_keep_alive, self._close_if_idle)
+        if self._writing_paused:
+            return
+        if self._reading_paused:
+            self._reading_paused = False
+            self._transport.resume_reading()
+        if self._pending:
+            self._head.begin()
+            self._begin()
+
+    def _close(self, unsent_before: int = 0) -> None:
+        """Close the connection once its client has all that was written, or has stopped to take it."""
+        self._transport.close()
+        unsent = self._transport.get_write_buffer_size()
+        if unsent and unsent == unsent_before:
+            self._transport.abort()
+        elif unsent:
+            self._loop.call_later(_LINGER_S, self._close, unsent)
+
+    def _close_if_idle(self) -> None:
+        self._timer = None
+        left_s = self._active_s + self._config.timeout_keep_alive - self._loop.time()
+        if self._client is not None:
+            return  # the next timer starts behind the request
+        if left_s <= 0:
+            self._close()
+        else:
+            self._timer = self._loop.call_later(left_s, self._close_if_idle)
+
+    # uvicorn.
+
+    def _hand_over(self) -> None:
+        if self._uvicorn is None:
+            self._uvicorn = ReturningHttp(self._config, self._state, self._app_state, self._loop)
+            self._uvicorn.owner = self
+        self._head.stop()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        data, self._pending = bytes(self._pending), bytearray()
+        self._state.connections.discard(cast(Any, self))
+        self._transport.set_protocol(self._uvicorn)
+        self._uvicorn.take_over(self._transport)
+        self._uvicorn.feed(data)
+
+    def take_back(self, data: bytes) -> None:
+        """A plain POST begins on a connection that uvicorn had."""
+        self._state.connections.add(cast(Any, self))
+        self._transport.set_protocol(self)
+        self._head.begin()
+        self._pending += data
+        self._begin()
+
+
+def _is_one_too_many(transport: asyncio.BaseTransport) -> bool:
+    """A new descriptor is the lowest that is free, so its number says how many are not."""
+    own = transport.get_extra_info("socket")
+    return own is not None and own.fileno() >= _PART_OPEN * resource.getrlimit(resource.RLIMIT_NOFILE)[0]

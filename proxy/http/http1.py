@@ -1,0 +1,147 @@
+"""HTTP/1.1 as the gateway speaks it."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from epd_serve.config import GatewayConfig
+from proxy.http.arrival import ArrivalLimits, HeadWatch
+
+#: What a client may send ahead of or behind its body: request line, headers, trailers.
+MAX_HEADER_BYTES = 64 * 1024
+#: The plainest request with a body: its beginning; its head, with path and header lines.
+PLAIN_START = b"POST /"
+PLAIN_HEAD = re.compile(
+    rb"POST (/[!-~]*) HTTP/1\.1\r\n((?:[!#$%&'*+.^_`|~0-9A-Za-z-]+:[\t\x20-\x7e\x80-\xff]*\r\n)+)\r\n"
+)
+
+
+def arrival_limits(app: Any) -> ArrivalLimits:
+    """Those of an application that has some, at ``app.state.arrival``."""
+    limits = getattr(getattr(app, "state", None), "arrival", None)
+    return limits if isinstance(limits, ArrivalLimits) else ArrivalLimits.of(GatewayConfig())
+
+
+def head_problem(version: str, headers: Sequence[tuple[bytes, bytes]]) -> str | None:
+    """Why the head of a request is refused: two servers could read it in two ways (RFC 9112, sections 2.3, 3.2,
+    6.1 and 7.4; RFC 9110, section 11.6.2). ``headers`` have their names in lower case."""
+    if version not in ("1.0", "1.1"):
+        return "HTTP/1.1 and HTTP/1.0 are spoken here."
+    number = Counter(name for name, _ in headers)
+    if number[b"host"] != 1 and (number[b"host"] or version == "1.1"):
+        return "A request needs exactly one Host header."
+    if number[b"authorization"] > 1:
+        return "A request may have one Authorization header."
+    codings = [value for name, value in headers if name == b"transfer-encoding"]
+    if codings and (version == "1.0" or [coding.lower() for coding in codings] != [b"chunked"]):
+        return "A body may be chunked, and have no other transfer coding."
+    if any(b"chunked" in value.lower() for name, value in headers if name == b"te"):
+        return "The header TE must not name chunked, which is meant where it says Transfer-Encoding."
+    return None
+
+
+class BoundedHttp(HttpToolsProtocol):
+    """uvicorn's protocol with an end to headers and trailers: in bytes, which httptools would collect without
+    limit, and in time. What can be read in two ways is refused."""
+
+    #: Received since the last piece of a body or the end of a request.
+    _collected_bytes = 0
+    _problem: str | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._head = HeadWatch(self.loop, arrival_limits(self.config.app).header_s, self._head_is_late)
+        self._head.begin()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._head.stop()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self._collected_bytes += len(data)
+        super().data_received(data)
+        if self._collected_bytes > MAX_HEADER_BYTES and not self.transport.is_closing():
+            self.send_400_response(f"The headers have more than {MAX_HEADER_BYTES} bytes.")
+
+    def on_message_begin(self) -> None:
+        self._head.begin()
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._head.complete()
+        self._problem = head_problem(self.parser.get_http_version(), self.headers)
+        if self._problem is not None:
+            raise ValueError(self._problem)  # the parser stops, and uvicorn answers with a 400
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._collected_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._collected_bytes = 0
+        super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        super().send_400_response(self._problem or msg)
+
+    def _head_is_late(self) -> None:
+        if not self.transport.is_closing():
+            self.transport.close()
+
+
+class Owner(Protocol):
+    """Who had a connection before uvicorn."""
+
+    def take_back(self, data: bytes) -> None:
+        """A plain POST begins with ``data``."""
+
+
+class ReturningHttp(BoundedHttp):
+    """Gives the connection back to its ``owner`` where it may."""
+
+    owner: Owner
+    _made = False
+    #: Between two requests.
+    _between = True
+
+    def take_over(self, transport: asyncio.Transport) -> None:
+        if self._made:
+            self.connections.add(self)
+        else:
+            self._made = True
+            self.connection_made(transport)
+
+    def data_received(self, data: bytes) -> None:
+        if (
+            self._between
+            and data.startswith(PLAIN_START)
+            and (self.cycle is None or self.cycle.response_complete)
+            and not self.pipeline
+            and not self.flow.write_paused  # that it may write again is told to who has the connection
+            and PLAIN_HEAD.match(data) is not None
+        ):
+            self._unset_keepalive_if_required()
+            self.connections.discard(self)
+            self._head.stop()
+            self.owner.take_back(data)
+        else:
+            self.feed(data)
+
+    def feed(self, data: bytes) -> None:
+        self._between = False
+        super().data_received(data)
+
+    def on_message_begin(self) -> None:
+        self._between = False
+        super().on_message_begin()
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._between = True

@@ -1,0 +1,1 @@
+"""Media items of a request: fetched, measured, named."""

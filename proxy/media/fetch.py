@@ -1,0 +1,259 @@
+"""Media by URL: ``http(s)://`` within limits of size, time and address, ``file://`` from named folders."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import re
+import socket
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+from urllib.parse import unquote, urljoin, urlsplit
+
+import aiohttp
+from aiohttp import StreamReader
+from aiohttp.client_proto import ResponseHandler
+from yarl import URL
+
+from epd_serve.config.gateway import MediaConfig
+from epd_serve.errors import InvalidRequest, ServeError, TooLarge
+from proxy.media.resolver import Lookups, is_public, parse_address
+from proxy.settings import Current
+
+logger = logging.getLogger(__name__)
+
+MAX_URL_LENGTH = 8192
+#: Connections of one asker, and to one host: a slow one does not keep the others from being asked.
+MAX_CONNECTIONS = 256
+MAX_PER_HOST = 16
+#: Bytes beyond twice those of the body: heads, interim answers and the framing of chunks.
+_MAX_FRAMING_BYTES = 1 << 16
+_PIECE_BYTES = 1 << 14
+_PASSWORD = re.compile(r"://[^/?#]*@")
+_REDIRECTS = frozenset({301, 302, 303, 307, 308})
+
+
+class AddressRefused(OSError):
+    """A connection to an address that media URLs may not lead to."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(errno.EACCES, f"{address} is not public")
+
+
+def check_url(url: URL, media: MediaConfig) -> None:
+    """Raises InvalidRequest with what is not allowed. Look at no other parser's idea of the same URL."""
+    if url.scheme not in ("http", "https"):
+        raise InvalidRequest("only data:, http:// and https:// URLs are supported")
+    if not url.host:
+        raise InvalidRequest("the URL has no host")
+    if url.user is not None or url.password is not None:
+        raise InvalidRequest("URLs with a user name or a password are not supported")
+    domains, ports = media.allowed_domains, media.allowed_ports
+    if ports is not None and url.port not in ports:
+        allowed = ", ".join(map(str, sorted(ports)))
+        raise InvalidRequest(f"port {url.port} is not allowed here; allowed are {allowed}")
+    host = (url.raw_host or "").lower().removesuffix(".")
+    if domains is not None and not any(_is_within(host, domain) for domain in domains):
+        raise InvalidRequest(f"images may not be fetched from {host}; allowed are {', '.join(domains)}")
+
+
+def _is_within(host: str, domain: str) -> bool:
+    return host.endswith(domain[1:]) if domain.startswith("*.") else host == domain
+
+
+class _Protocol(ResponseHandler):
+    """Breaks off where a server sends framing without end: interim answers, tiny chunks, chunk extensions."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(loop)
+        self._num_received = 0
+        self._body: StreamReader | None = None
+
+    def set_response_params(self, **params: Any) -> None:
+        self._num_received, self._body = 0, None  # a connection may serve several requests
+        super().set_response_params(**params)
+
+    def data_received(self, data: bytes) -> None:
+        for start in range(0, len(data), _PIECE_BYTES) or (0,):  # no data: it was paused and goes on
+            piece = data[start : start + _PIECE_BYTES]
+            self._num_received += len(piece)
+            super().data_received(piece)
+            self._body = self._payload or self._body  # aiohttp forgets it once it is whole
+            num_of_body = 0 if self._body is None else self._body.total_bytes
+            if self._num_received > _MAX_FRAMING_BYTES + 2 * num_of_body:
+                if self.transport is not None:
+                    self.transport.abort()
+                return
+
+
+class _Connector(aiohttp.TCPConnector):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._factory: Any = partial(_Protocol, loop=self._loop)
+
+
+class MediaFetcher:
+    """Fetches media for requests; an async context manager that owns its connections.
+
+    The address is checked where the socket for it is made: whatever the URL's spelling, the name's resolution or a
+    redirect led to, it is the very address connected to that is checked. ``fetch_timeout_s`` bounds the whole of
+    it, be the server's bytes ever so slow to come. Each asker has lookups and connections of its own.
+    """
+
+    def __init__(self, settings: Current) -> None:
+        self._settings = settings
+        self._sessions: dict[str, aiohttp.ClientSession] = {}
+
+    @property
+    def _media(self) -> MediaConfig:
+        return self._settings.now.gateway.media
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    def _session(self, asker: str) -> aiohttp.ClientSession:
+        if asker not in self._sessions:
+            self._sessions[asker] = self._new_session()
+        return self._sessions[asker]
+
+    def _new_session(self) -> aiohttp.ClientSession:
+        return aiohttp.ClientSession(
+            connector=_Connector(
+                resolver=Lookups(),
+                limit=MAX_CONNECTIONS,
+                limit_per_host=MAX_PER_HOST,
+                use_dns_cache=False,
+                socket_factory=self._new_socket,
+            ),
+            timeout=aiohttp.ClientTimeout(total=None),  # fetch() keeps the time
+            cookie_jar=aiohttp.DummyCookieJar(),
+            # No compressed transfer: the size limit counts the real bytes.
+            headers={"accept": "image/*", "accept-encoding": "identity", "user-agent": "epd-serve"},
+            auto_decompress=False,
+            trust_env=False,
+        )
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for session in self._sessions.values():
+            await session.close()
+
+    async def fetch(self, url: str, asker: str = "") -> bytes:
+        """``asker`` is whose lookups and connections are used: those of one are no other's.
+
+        Raises InvalidRequest that names the URL and what the client can do about it, TooLarge for too many bytes.
+        A server that cannot be reached is one case, be its name unknown, its address private or nobody there, and
+        nothing that a server sent is shown: who asks could otherwise look around in the inner network.
+        """
+        if len(url) > MAX_URL_LENGTH:
+            raise InvalidRequest(f"{_short(url)} has {len(url)} characters; at most {MAX_URL_LENGTH} are accepted")
+        if url[:5].lower() == "file:":
+            return await asyncio.to_thread(self._read_file, url)
+        timeout_s = self._media.fetch_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._get(url, self._session(asker))
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            # Not with the URL, which may hold a signature.
+            reason = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else type(error).__name__
+            logger.info("an image of %s cannot be fetched: %s", URL(url).host, reason)
+            raise InvalidRequest(
+                f"{_short(url)} cannot be fetched: no picture came from it within {timeout_s:g} s; it must "
+                "be on a server that this gateway may reach and that speaks HTTP"
+            ) from error
+
+    async def _get(self, url: str, session: aiohttp.ClientSession) -> bytes:
+        location = self._checked(url, url)
+        most = self._media.max_redirects
+        for _ in range(most + 1):
+            # The very object that was checked is what is connected to: no second parser sees another host in it.
+            async with session.get(location, allow_redirects=False) as response:
+                if response.status in _REDIRECTS and "location" in response.headers:
+                    target = urljoin(str(location), response.headers["location"])
+                    try:
+                        location = self._checked(target, url)
+                    except InvalidRequest:
+                        raise InvalidRequest(
+                            f"{_short(url)} cannot be fetched: its server redirects to a place that is not "
+                            "allowed here"
+                        ) from None
+                    continue
+                if response.status != 200:
+                    raise InvalidRequest(f"{_short(url)} cannot be fetched: the server answered {response.status}")
+                if response.headers.get("content-encoding", "identity").lower() != "identity":
+                    raise InvalidRequest(
+                        f"{_short(url)} cannot be fetched: the server sent it compressed, which it was asked not "
+                        "to do"
+                    )
+                return await self._read(url, response)
+        raise InvalidRequest(f"{_short(url)} cannot be fetched: more than {most} redirects")
+
+    def _checked(self, text: str, url: str) -> URL:
+        """``text`` as a URL that the rules allow; ``url`` is what the client sent."""
+        try:
+            location = URL(text)
+            check_url(location, self._media)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"{_short(url)}: {error.message}") from None
+        except (ValueError, TypeError) as error:
+            raise InvalidRequest(f"{_short(url)} is no URL: {error}") from error
+        return location
+
+    async def _read(self, url: str, response: aiohttp.ClientResponse) -> bytes:
+        if (response.content_length or 0) > self._media.max_bytes:
+            raise self._too_large(url)
+        data = bytearray()
+        async for chunk in response.content.iter_any():
+            data += chunk
+            if len(data) > self._media.max_bytes:
+                raise self._too_large(url)
+        return bytes(data)
+
+    def _new_socket(self, info: tuple[Any, ...]) -> socket.socket:
+        """Called by the connector for each address that it is about to connect to."""
+        family, kind, protocol, _, target = info
+        address = target[0]
+        if not self._settings.now.allow_private and not is_public(parse_address(address)):
+            raise AddressRefused(address)
+        return socket.socket(family=family, type=kind, proto=protocol)
+
+    def _read_file(self, url: str) -> bytes:
+        parts = urlsplit(url)
+        refusal = InvalidRequest(
+            f"{_short(url)}: file URLs are only read from the directories that the gateway allows"
+        )
+        if parts.netloc not in ("", "localhost"):
+            raise refusal
+        try:
+            path = Path(unquote(parts.path)).resolve(strict=True)
+            if (
+                not any(path.is_relative_to(folder) for folder in self._settings.now.allowed_file_dirs)
+                or not path.is_file()
+            ):
+                raise refusal
+            with path.open("rb") as file:
+                data = file.read(self._media.max_bytes + 1)
+        except (
+            OSError,
+            ValueError,
+            RuntimeError,
+        ) as error:  # the same answer as above: files elsewhere stay unknown
+            raise refusal from error
+        if len(data) > self._media.max_bytes:
+            raise self._too_large(url)
+        return data
+
+    def _too_large(self, url: str) -> ServeError:
+        return TooLarge(
+            f"{_short(url)} has more than {self._media.max_bytes} bytes, which is the limit for an image"
+        )
+
+
+def _short(url: str) -> str:
+    """The URL for an error: cut short, and without a password."""
+    url = _PASSWORD.sub("://...@", url[:MAX_URL_LENGTH])
+    return f"the image URL {url if len(url) <= 200 else url[:200] + '...'!r}"

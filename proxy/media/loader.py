@@ -1,0 +1,201 @@
+"""From a media item as the request names it to its bytes, size and hash; long work leaves the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import ParamSpec, TypeVar
+
+import msgspec
+
+from epd_serve.errors import InvalidRequest, TooLarge
+from epd_serve.media.data_url import decode_data_url, parse_data_url
+from epd_serve.media.header import plain_size
+from epd_serve.media.naming import mm_hash
+from epd_serve.media.picture import MediaLimits, low_detail_size, pixel_size
+from epd_serve.protocol.messages import MediaSource
+from epd_serve.protocol.wire import MediaRef
+from proxy.media.fetch import MediaFetcher
+from proxy.settings import Current
+
+#: Items of a request that are fetched at a time.
+MAX_FETCHES = 8
+#: Larger items are decoded and hashed in a thread; a smaller one takes less time than the thread switch is worth.
+INLINE_BYTES = 512 * 1024
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
+    """A checked media item; ``param`` is its place in the request.
+
+    ``low_detail``: width and height are those to which it is scaled down. ``mm_hash`` is its name under
+    ``fingerprint``, where it has one already.
+    """
+
+    data: bytes
+    width: int
+    height: int
+    param: str
+    low_detail: bool = False
+    fingerprint: str = ""
+    mm_hash: str = ""
+
+    async def name(self, fingerprint: str) -> MediaRef:
+        """The item as P knows it, under a model's ``media_fingerprint``."""
+        name = self.mm_hash
+        if not name or fingerprint != self.fingerprint:
+            name = await _off_loop(len(self.data), mm_hash, self.data, _kind(self.low_detail), fingerprint)
+        return MediaRef(mm_hash=name, width=self.width, height=self.height, low_detail=self.low_detail)
+
+
+class MediaLoader:
+    """``max_body_bytes`` bounds all media of a request together: fetched ones are no lighter than sent ones."""
+
+    def __init__(self, settings: Current, fetcher: MediaFetcher) -> None:
+        self._settings = settings
+        self._fetcher = fetcher
+
+    @property
+    def _limits(self) -> MediaLimits:
+        return self._settings.now.media_limits
+
+    async def load(
+        self, sources: Sequence[MediaSource], fingerprint: str = "", asker: str = ""
+    ) -> list[MediaItem]:
+        """All items of a request, in order. Raises InvalidRequest with ``param`` for the first that is no good.
+
+        Those that the request holds are named at once under the ``fingerprint`` of the model that they are most
+        likely for, while their bytes are at hand; "": not yet. Those by URL are fetched with the connections of
+        the ``asker``.
+        """
+        gateway = self._settings.now.gateway
+        if len(sources) > (most := gateway.media.max_items):
+            raise InvalidRequest(
+                f"the request has {len(sources)} images over all messages; at most {most} are accepted",
+                param=sources[most].param,
+                code="too_many_images",
+            )
+        total = 0
+        fetches = asyncio.Semaphore(MAX_FETCHES)
+
+        async def fetch(url: str) -> bytes:
+            async with fetches:
+                return await self._fetcher.fetch(url, asker)
+
+        def checked(item: MediaItem) -> MediaItem:
+            nonlocal total
+            total += len(item.data)
+            if total > gateway.max_body_bytes:
+                raise TooLarge(
+                    f"the images of the request have more than {gateway.max_body_bytes} bytes together; "
+                    "send fewer or smaller ones",
+                    param=item.param,
+                )
+            return item
+
+        async def load_one(source: MediaSource) -> MediaItem:
+            return checked(await self._load(source, fingerprint, fetch))
+
+        items: dict[int, MediaItem] = {}
+        for index, source in enumerate(sources):
+            if (item := self._load_small(source, fingerprint)) is not None:
+                items[index] = checked(item)
+        if len(items) < len(sources):
+            try:
+                async with asyncio.TaskGroup() as group:
+                    tasks = {
+                        index: group.create_task(load_one(source))
+                        for index, source in enumerate(sources)
+                        if index not in items
+                    }
+            except ExceptionGroup as failures:
+                raise failures.exceptions[0] from None
+            items.update((index, task.result()) for index, task in tasks.items())
+        return [items[index] for index in range(len(sources))]
+
+    def _load_small(self, source: MediaSource, fingerprint: str) -> MediaItem | None:
+        """An item that is little work; None for one that needs a thread or the network."""
+        if not _is_inline(source) or _num_characters(source) > INLINE_BYTES:
+            return None
+        with _telling_place(source):
+            read = self._read(source, fingerprint)
+        return read if isinstance(read, MediaItem) else None
+
+    async def _load(
+        self, source: MediaSource, fingerprint: str, fetch: Callable[[str], Awaitable[bytes]]
+    ) -> MediaItem:
+        with _telling_place(source):
+            if _is_inline(source):
+                read = await _off_loop(_num_characters(source), self._read, source, fingerprint)
+                if isinstance(read, MediaItem):
+                    return read
+                data = read
+            else:
+                data = await fetch(source.url)
+            size = self._plain_size(data)
+            if size is None:
+                # Always in a thread: a small file can have megabytes of compressed text before its pixels.
+                size = await asyncio.to_thread(pixel_size, data, self._limits)
+        return _item(source, data, size)
+
+    def _read(self, source: MediaSource, fingerprint: str) -> MediaItem | bytes:
+        """An item of the request's own; its bytes where its size is not plain to see."""
+        data = _decode(source, self._limits.max_bytes)
+        size = self._plain_size(data)
+        return data if size is None else _item(source, data, size, fingerprint)
+
+    def _plain_size(self, data: bytes) -> tuple[int, int] | None:
+        """Within the limits; what is not is Pillow's to explain."""
+        size = plain_size(data) if len(data) <= self._limits.max_bytes else None
+        return size if size is not None and size[0] * size[1] <= self._limits.max_pixels else None
+
+
+def _item(source: MediaSource, data: bytes, size: tuple[int, int], fingerprint: str = "") -> MediaItem:
+    width, height = low_detail_size(size) if source.low_detail else size
+    scaled = (width, height) != size
+    return MediaItem(
+        data=data,
+        width=width,
+        height=height,
+        param=source.param,
+        low_detail=scaled,
+        fingerprint=fingerprint,
+        mm_hash=mm_hash(data, _kind(scaled), fingerprint) if fingerprint else "",
+    )
+
+
+def _kind(low_detail: bool) -> str:
+    return "image/low" if low_detail else "image"
+
+
+def _is_inline(source: MediaSource) -> bool:
+    return source.url[:5].lower() == "data:"
+
+
+def _num_characters(source: MediaSource) -> int:
+    return len(source.url) if source.payload is None else len(source.payload)
+
+
+def _decode(source: MediaSource, max_bytes: int) -> bytes:
+    if source.payload is None:
+        return parse_data_url(source.url, max_bytes)[1]
+    return decode_data_url(source.url, source.payload, max_bytes)[1]
+
+
+@contextmanager
+def _telling_place(source: MediaSource) -> Iterator[None]:
+    try:
+        yield
+    except InvalidRequest as error:
+        error.param = source.param
+        raise
+
+
+async def _off_loop(nbytes: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call ``function`` here for little work, in a thread for much."""
+    if nbytes <= INLINE_BYTES:
+        return function(*args, **kwargs)
+    return await asyncio.to_thread(function, *args, **kwargs)

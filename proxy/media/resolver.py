@@ -1,0 +1,124 @@
+"""Addresses of media servers. A media URL may lead to some only (guard against server-side request forgery).
+
+They are looked up in threads of their own: a resolver that is silent holds up nobody else's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from contextlib import suppress
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address
+from threading import Thread
+from typing import Any
+
+from aiohttp.abc import AbstractResolver, ResolveResult
+
+Address = IPv4Address | IPv6Address
+
+#: Where an IPv6-only network maps the IPv4 internet (RFC 6052).
+_NAT64 = IPv6Network("64:ff9b::/96")
+#: The IPv6 addresses given out for the internet (RFC 4291, section 2.4); all others are for something else.
+_GLOBAL_UNICAST = IPv6Network("2000::/3")
+#: Parts of it that lead elsewhere, whatever a Python's own table says: Teredo and others of RFC 2928 (2001::/23),
+#: documentation (RFC 3849, RFC 9637), and what was once given out for experiments (RFC 3701, RFC 9602).
+_NOT_HOSTS = tuple(IPv6Network(text) for text in ("2001::/23", "2001:db8::/32", "3fff::/20", "3ffe::/16"))
+#: The same for IPv4: addresses of protocols (RFC 6890), and the relays of 6to4 (RFC 7526).
+_NOT_HOSTS_IPV4 = tuple(IPv4Network(text) for text in ("192.0.0.0/24", "192.88.99.0/24"))
+#: An interface identifier that ISATAP makes from an IPv4 address (RFC 5214, section 6.1), without and with the bit
+#: that says "globally unique".
+_ISATAP = (0x0000_5EFE, 0x0200_5EFE)
+
+
+def parse_address(text: str) -> Address:
+    """An address as ``getaddrinfo`` prints it, with or without a scope. Raises ValueError."""
+    return ip_address(text.partition("%")[0])
+
+
+def is_public(address: Address) -> bool:
+    """Whether the address is a unicast address of the public internet.
+
+    An IPv6 address that stands for an IPv4 address (mapped, NAT64, 6to4, ISATAP) is public if that one is, too.
+    """
+    if isinstance(address, IPv4Address):
+        if any(address in network for network in _NOT_HOSTS_IPV4):
+            return False
+        return address.is_global and not address.is_multicast and not address.is_reserved
+    if (mapped := address.ipv4_mapped) is not None:
+        return is_public(mapped)
+    number = int(address)
+    if address in _NAT64:
+        return is_public(IPv4Address(number & 0xFFFF_FFFF))
+    if address.sixtofour is not None:
+        return is_public(address.sixtofour)
+    if number >> 32 & 0xFFFF_FFFF in _ISATAP and not is_public(IPv4Address(number & 0xFFFF_FFFF)):
+        return False
+    if address not in _GLOBAL_UNICAST or any(address in network for network in _NOT_HOSTS):
+        return False
+    return address.is_global and not address.is_multicast and not address.is_reserved
+
+
+#: Of one asker. The system's resolver may take half a minute for a name whose server is silent, and cannot be
+#: told to stop; what it still looks up counts.
+MAX_LOOKUPS = 32
+#: How long a request waits for an address.
+TIMEOUT_S = 5.0
+
+
+class Lookups(AbstractResolver):
+    """The system's resolver (hosts file, search domains and all) for one asker."""
+
+    def __init__(self) -> None:
+        self._free = asyncio.Semaphore(MAX_LOOKUPS)
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
+    ) -> list[ResolveResult]:
+        """Addresses of a name. Raises OSError, of which TimeoutError is one."""
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(TIMEOUT_S):
+            await self._free.acquire()
+            found: asyncio.Future[list[Any]] = loop.create_future()
+            Thread(target=self._look_up, args=(loop, found, host, port, family), daemon=True).start()
+            addresses = await found
+        return [
+            {
+                "hostname": host,
+                "host": address[0],
+                "port": address[1],
+                "family": kind,
+                "proto": protocol,
+                "flags": socket.AI_NUMERICHOST | socket.AI_NUMERICSERV,
+            }
+            for kind, _, protocol, _, address in addresses
+        ]
+
+    async def close(self) -> None:
+        """Lookups in progress end by themselves."""
+
+    def _look_up(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        found: asyncio.Future[list[Any]],
+        host: str,
+        port: int,
+        family: socket.AddressFamily,
+    ) -> None:
+        result: list[Any] | Exception
+        try:
+            result = socket.getaddrinfo(
+                host, port, family=family, type=socket.SOCK_STREAM, flags=socket.AI_ADDRCONFIG
+            )
+        except (OSError, ValueError) as error:  # ValueError: no name at all
+            result = error if isinstance(error, OSError) else OSError(str(error))
+        with suppress(RuntimeError):  # the loop has ended in the meantime
+            loop.call_soon_threadsafe(self._looked_up, found, result)
+
+    def _looked_up(self, found: asyncio.Future[list[Any]], result: list[Any] | Exception) -> None:
+        self._free.release()
+        if found.done():
+            return
+        if isinstance(result, Exception):
+            found.set_exception(result)
+        else:
+            found.set_result(result)

@@ -1,0 +1,313 @@
+"""What became of one request: noted while it runs, read when it is over."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterable
+
+from epd_serve.protocol.prompt_note import read_prompt_note
+from epd_serve.protocol.wire import REQUEST_ID_HEADER
+from epd_serve.telemetry.trace_context import TRACEPARENT_HEADER, TraceContext
+
+#: Stages as a gateway sees them: from the call to the answer, waiting included.
+QUEUE, ENCODE, PREFILL, TRANSFER, DECODE = "queue", "encode", "prefill", "kv_transfer", "decode"
+#: Where a feature came from: computed by the encoder; found in its store; computed at P, in place of an encoder;
+#: there already at P.
+ENCODED, STORED, RECOMPUTED, AT_PREFILL = "encoded", "store", "recomputed", "prefill"
+
+_USAGE = re.compile(rb'"usage": ?\{"prompt_tokens": ?(\d+), ?"completion_tokens": ?(\d+)')
+_REASON = re.compile(rb'"finish_reason": ?"([a-z_]+)"')
+#: Where these may begin, for a search that starts at the end.
+_USAGE_AT, _REASONS_AT = b'"usage"', (b'"finish_reason":"', b'"finish_reason": "')
+#: More than one event with its finish reason, usage and end.
+_TAIL_BYTES = 2048
+_REQUEST_ID, _TRACEPARENT = REQUEST_ID_HEADER.encode(), TRACEPARENT_HEADER.encode()
+
+
+class Hop:
+    """One stage of a request at one instance, in monotonic seconds; ``end_s`` is None while it lasts.
+
+    ``item`` is an encode's mm_hash, ``source`` where its feature came from; ``number`` that of its span.
+    """
+
+    __slots__ = ("end_s", "failed", "instance", "item", "number", "source", "stage", "start_s")
+
+    def __init__(self, stage: str, instance: str, number: int, start_s: float, item: str = "") -> None:
+        self.stage = stage
+        self.instance = instance
+        self.number = number
+        self.start_s = start_s
+        self.end_s: float | None = None
+        self.item = item
+        self.source = ""
+        self.failed = False
+
+    def end(self, source: str = "") -> None:
+        if self.end_s is None:
+            self.end_s = time.monotonic()
+            self.source = source
+
+    def fail(self) -> None:
+        self.end()
+        self.failed = True
+
+
+class Pace:
+    """The times between the events of one answer."""
+
+    __slots__ = ("_observe", "_since_s")
+
+    def __init__(self, observe: Callable[[float], None]) -> None:
+        self._observe = observe
+        self._since_s = 0.0
+
+    def mark(self) -> None:
+        now_s = time.monotonic()
+        if self._since_s:
+            self._observe(now_s - self._since_s)
+        self._since_s = now_s
+
+
+class Trail:
+    """One request from its arrival to its end. All times are monotonic seconds.
+
+    Attributes:
+        endpoint: "chat", "completion" ...
+        request_id: as the client may have named it.
+        key: name of the API key, never the key.
+        status: that of the answer, or one of the gateway's own (proxy/api/endpoint.py); 0 while it runs.
+        error: code or type of what went wrong.
+        first_s, end_s: of the first token of a streamed answer; of the whole.
+        prompt_tokens, output_tokens: None where nobody has told.
+        prompt_note: what P said of the prompt (epd_serve/protocol/prompt_note.py).
+        items: mm_hashes of its media items.
+        pace: times the events of a streamed answer; None: nobody wants to know.
+        hops: its stages, over all attempts.
+        retries, continuations: attempts after the first, before or after the first token.
+    """
+
+    __slots__ = (
+        "_after_first",
+        "_before_last",
+        "_last",
+        "_prefill",
+        "_streams",
+        "arrived_s",
+        "context",
+        "continuations",
+        "encode_retries",
+        "end_s",
+        "endpoint",
+        "error",
+        "finish_reason",
+        "first_s",
+        "hops",
+        "items",
+        "key",
+        "media_bytes",
+        "modality",
+        "model",
+        "num_images",
+        "output_tokens",
+        "pace",
+        "pixels",
+        "prompt_note",
+        "prompt_tokens",
+        "queue_s",
+        "request_id",
+        "retries",
+        "status",
+        "streamed",
+    )
+
+    def __init__(self, endpoint: str, context: TraceContext, request_id: str, arrived_s: float) -> None:
+        self.endpoint = endpoint
+        self.context = context
+        self.request_id = request_id
+        self.arrived_s = arrived_s
+        self.key = ""
+        self.model = ""
+        self.modality = "text"
+        self.num_images = 0
+        self.media_bytes = 0
+        self.pixels: tuple[int, ...] = ()
+        self.status = 0
+        self.error = ""
+        self.streamed = False
+        self.queue_s = 0.0
+        self.first_s: float | None = None
+        self.end_s: float | None = None
+        self.prompt_tokens: int | None = None
+        self.output_tokens: int | None = None
+        self.prompt_note = ""
+        self.items: list[str] = []
+        self.finish_reason = ""
+        self.hops: list[Hop] = []
+        self.retries = 0
+        self.continuations = 0
+        self.encode_retries = 0
+        self._prefill: Hop | None = None
+        self._after_first: Hop | None = None
+        self.pace: Pace | None = None
+        self._last: bytes | memoryview = b""
+        self._before_last: bytes | memoryview = b""
+        self._streams: list[tuple[bytes | memoryview, bytes | memoryview, Callable[[], int] | None]] = []
+
+    @property
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """What every answer says of its request."""
+        return [
+            (_REQUEST_ID, self.request_id.encode()),
+            (_TRACEPARENT, self.context.traceparent.encode()),
+        ]
+
+    # ------------------------------------------------------------------ what the gateway notes
+
+    def queued(self, since_s: float) -> None:
+        """The request has waited for its turn until now."""
+        now_s = time.monotonic()
+        self.queue_s = now_s - since_s
+        hop = Hop(QUEUE, "", len(self.hops) + 1, since_s)
+        hop.end_s = now_s
+        self.hops.append(hop)
+
+    def media(self, pixels: Iterable[int], nbytes: int) -> None:
+        """``pixels`` of each image, in the request's order."""
+        self.pixels, self.media_bytes = tuple(pixels), nbytes
+        self.num_images = len(self.pixels)
+        self.modality = "image" if self.pixels else "text"
+
+    def sent(self, prefill: str, items: list[str]) -> Hop:
+        """An attempt has begun: its prompt is on its way to P."""
+        self.items = items
+        self._prefill = hop = self._hop(PREFILL, prefill)
+        self._after_first = None
+        return hop
+
+    def moving(self) -> None:
+        """An attempt has begun that computes no prompt: its KV is on its way from one D to another."""
+        self._prefill = self._after_first = None
+
+    def encode(self, encoder: str, item: str) -> Hop:
+        """An item has been sent to an encoder."""
+        return self._hop(ENCODE, encoder, item)
+
+    def traceparent(self, hop: Hop | None = None) -> str:
+        """For the instance that is asked for a stage."""
+        context = self.context
+        return (context.child(hop.number) if hop is not None and context.sampled else context).traceparent
+
+    def prefilled(self, note: str, decode: str, *, follows: bool) -> None:
+        """P has answered; ``decode`` goes on, after a transfer of the KV where it ``follows``."""
+        if self._prefill is not None:
+            self._prefill.end()
+        self.prompt_note = note or self.prompt_note
+        self._after_first = self._hop(TRANSFER if follows else DECODE, decode)
+
+    def handed_over(self, decode: str) -> None:
+        """P's answer is complete: D has the KV."""
+        if self._after_first is not None and self._after_first.stage == TRANSFER:
+            self._after_first.end()
+            self._after_first = self._hop(DECODE, decode)
+
+    def attempt_failed(self) -> None:
+        """What the attempt has not finished will not be."""
+        for hop in self.hops:
+            if hop.end_s is None:
+                hop.fail()
+
+    def again(self, *, continued: bool) -> None:
+        self.attempt_failed()
+        if continued:
+            self.continuations += 1
+        else:
+            self.retries += 1
+
+    def forwarded(self, events: bytes | memoryview) -> None:
+        """Events of a streamed answer are on their way to the client."""
+        self._before_last, self._last = self._last, events
+        if self.pace is not None:
+            self.pace.mark()
+
+    def streamed_all(self, count: Callable[[], int] | None) -> None:
+        """No more will come of a streamed answer. ``count`` is asked later for its tokens; None: nobody has
+        counted. Several prompts add up."""
+        self._streams.append((self._before_last, self._last, count))
+        self._before_last = self._last = b""
+
+    def answered(self, body: bytes) -> None:
+        """The whole answer in one piece."""
+        usage = self._read_tail(body[-_TAIL_BYTES:])
+        if usage is not None:
+            self.prompt_tokens, self.output_tokens = usage
+
+    def _read_tail(self, tail: bytes) -> tuple[int, int] | None:
+        """Tokens of prompt and answer, where they are told."""
+        reason = _REASON.match(tail, max(0, *[tail.rfind(one) for one in _REASONS_AT]))
+        if reason is not None:
+            self.finish_reason = reason[1].decode()
+        usage = _USAGE.match(tail, max(0, tail.rfind(_USAGE_AT)))
+        return None if usage is None else (int(usage[1]), int(usage[2]))
+
+    def _hop(self, stage: str, instance: str, item: str = "") -> Hop:
+        hop = Hop(stage, instance, len(self.hops) + 1, time.monotonic(), item)
+        self.hops.append(hop)
+        return hop
+
+    # ------------------------------------------------------------------ what is read when it is over
+
+    def finish(self, status: int, error: str = "", *, clock: Callable[[], float] = time.monotonic) -> None:
+        """The request is over. What follows of what was noted is found by :meth:`complete`, when there is time."""
+        self.status = status
+        self.error = error
+        self.end_s = clock()
+
+    def complete(self) -> None:
+        """Once, after :meth:`finish`."""
+        for before, last, count in self._streams:
+            usage = self._read_tail(bytes(before[-_TAIL_BYTES:]) + bytes(last[-_TAIL_BYTES:]))
+            if count is not None:
+                self.output_tokens = (self.output_tokens or 0) + count()
+            elif usage is not None:
+                self.output_tokens = usage[1]
+            if usage is not None:
+                self.prompt_tokens = usage[0]
+        self._streams.clear()
+        for hop in self.hops:
+            if hop.end_s is None:
+                hop.end_s = self.end_s
+                hop.failed = self.status != 200
+                if hop.item and not hop.failed:
+                    hop.source = ENCODED  # came faster than the answer that tells whether it was stored
+        if self.prompt_note:
+            num_tokens, indexes = read_prompt_note(self.prompt_note)
+            had = {item for index, item in enumerate(self.items) if index in indexes}
+            if self.prompt_tokens is None:
+                self.prompt_tokens = num_tokens
+            for hop in self.hops:
+                if hop.source == STORED and hop.item in had:
+                    hop.source = AT_PREFILL
+
+    @property
+    def duration_s(self) -> float:
+        return (self.end_s or self.arrived_s) - self.arrived_s
+
+    @property
+    def ttft_s(self) -> float | None:
+        return None if self.first_s is None else self.first_s - self.arrived_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean time of each output token after the first, of a streamed answer with more than one."""
+        if self.first_s is None or self.end_s is None or (self.output_tokens or 0) < 2:
+            return None
+        assert self.output_tokens is not None
+        return (self.end_s - self.first_s) / (self.output_tokens - 1)
+
+    def instance_of(self, *stages: str) -> str | None:
+        """The instance that did a stage last."""
+        for hop in reversed(self.hops):
+            if hop.stage in stages:
+                return hop.instance
+        return None
