@@ -218,7 +218,7 @@ def _steal_rule(options: StealingConfig) -> StealRule:
 
 
 def _end_after(app: FastAPI, polling: asyncio.Future[Any]) -> None:
-    """What runs beside the requests ends with the gateway. Where it ends by a fault, a gateway that served on
+    """End what runs beside the requests with the gateway. Where it ends by a fault, a gateway that served on
     without would know less and less of its instances: it ends, to be started again."""
     error = None if polling.cancelled() else polling.exception()
     if isinstance(error, Exception):  # else it was cancelled, which a gather passes on as what it is

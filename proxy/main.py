@@ -44,7 +44,7 @@ _KEPT_BYTES = 8 * 1024 * 1024
 
 @dataclass(frozen=True)
 class Reread:
-    """Where a configuration comes from: ``read`` gives what ``file`` says now, ``instances`` those that it has;
+    """The source of a configuration: ``read`` gives what ``file`` says now, ``instances`` those that it has;
     both may raise ValueError."""
 
     read: Callable[[], DeploymentConfig]

@@ -64,12 +64,12 @@ class GatewaySettings:
 
     @property
     def max_in_flight(self) -> int:
-        """Of this worker."""
+        """The limit of this worker."""
         return max(1, share_of(self.gateway.max_in_flight, *self.part))
 
     @property
     def max_queue(self) -> int:
-        """Of this worker."""
+        """The limit of this worker."""
         return share_of(self.gateway.max_queue, *self.part)
 
     @property
@@ -80,7 +80,7 @@ class GatewaySettings:
 
     @cached_property
     def media_limits(self) -> MediaLimits:
-        """Of one image."""
+        """The limits of one image."""
         return MediaLimits(max_pixels=self.gateway.media.max_pixels, max_bytes=self.gateway.media.max_bytes)
 
     @cached_property
@@ -100,12 +100,12 @@ class GatewaySettings:
 
     @cached_property
     def encode_timeout_s(self) -> float:
-        """How long an instance may take to encode an item before another is asked: P waits for twice that."""
+        """The time for which an instance may encode an item before another is asked: P waits for twice that."""
         return self.config.settings_for("P").feature_timeout_s / 2
 
     @property
     def failover_wait_s(self) -> float:
-        """How long a request waits for an instance to come where none is left for a stage."""
+        """The time for which a request waits for an instance to come where none is left for a stage."""
         return self.gateway.failover.wait_s_of(self.config.engine)
 
 

@@ -393,7 +393,7 @@ class RequestFlow:
             self._failed(stage, failure)
 
     def _ask_decode(self, event: on.Refused | on.Broke) -> None:
-        """Raise D's failure in place of P's, where it has one."""
+        """Wait for what D has to say, which counts in place of P's failure."""
         self._attempt.explained = event
         self._enter(State.FAILING)
         if isinstance(self._attempt.decode, ServeError):

@@ -60,7 +60,7 @@ def _has_few_chunks(data: bytes) -> bool:
 
 
 def _jpeg_size(head: bytes) -> tuple[tuple[int, int], bool] | None:
-    """Of a file whose segments up to the first scan are all here and plain; and whether that scan must be all."""
+    """Return the size in a file whose segments up to the first scan are plain; and if that scan must be all."""
     size: tuple[int, int] | None = None
     num_components = 0
     position = 2
@@ -95,7 +95,7 @@ def _jpeg_size(head: bytes) -> tuple[tuple[int, int], bool] | None:
 
 
 def _png_size(head: bytes) -> tuple[int, int] | None:
-    """Of a file whose chunks up to the first of pixels are all here and plain."""
+    """Return the size in a file whose chunks up to the first of pixels are all here and plain."""
     size: tuple[int, int] | None = None
     position = 8
     while position + 8 <= len(head):

@@ -69,7 +69,7 @@ def _has_lists(sampling: SamplingParams) -> bool:
 
 
 class _Rules:
-    """What a request's lists mean for its scores. All choices share it, for as long as one of them lives."""
+    """The meaning of a request's lists for its scores. All choices share it, for as long as one of them lives."""
 
     def __init__(self, sampling: SamplingParams, scores: Tensor) -> None:
         self.sampling = sampling  # its id is no other's as long as it is here

@@ -1,1 +1,1 @@
-"""What operators and the launcher order."""
+"""The orders of operators and of the launcher."""

@@ -122,7 +122,7 @@ def elastic_router(loop: ElasticLoop | None) -> APIRouter:
 
     @router.get("/elastic")
     async def elastic() -> JSONResponse:
-        """What the controller has decided, newest last; null where this gateway has none."""
+        """Return the controller's decisions, newest last; null where this gateway has none."""
         return JSONResponse({"decisions": None if loop is None else list(loop.decisions)})
 
     return router

@@ -1,4 +1,4 @@
-"""What an operator does to instances while the gateway runs; for the admin plane."""
+"""The operator's work on instances while the gateway runs; for the admin plane."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the launcher orders, on a socket that its owner alone can reach: the admin plane once more, and departures.
+"""The launcher's orders, on a socket that its owner alone can reach: the admin plane and departures.
 
 ``epd-serve apply`` changes a deployment through these; ``epd_serve/launch/orders.py`` is the other side.
 """
@@ -75,7 +75,7 @@ class Departures:
 
 
 async def _while_asked(request: Request, work: Coroutine[Any, Any, float]) -> float | None:
-    """What comes of the work; None where the caller left before, and the work is cancelled then."""
+    """Return the work's result; None where the caller left before, and the work is cancelled then."""
     task, gone = asyncio.create_task(work), asyncio.create_task(_gone(request))
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -93,7 +93,7 @@ async def _gone(request: Request) -> None:
 
 @dataclass(frozen=True)
 class OrdersSettings:
-    """Where and how orders are taken.
+    """The place and the manner in which orders are taken.
 
     Attributes:
         path: of the socket.
@@ -107,7 +107,7 @@ class OrdersSettings:
 
 
 def show_ready(crew: Crew, table: InstanceTable) -> None:
-    """Of each worker, for :func:`orders_router`: the instances that it gives work."""
+    """Show, for each worker, the instances that it gives work; for :func:`orders_router`."""
     crew.shown["ready"] = lambda: _ready(table)
 
 

@@ -56,7 +56,7 @@ def create_admin_app(
 
     @router.get("/requests")
     async def requests() -> JSONResponse:
-        """Who runs and who waits, in all and for each API key."""
+        """Count who runs and who waits, in all and for each API key."""
         return JSONResponse(await requests_everywhere(crew, admission))
 
     @router.get("/workers")

@@ -32,7 +32,7 @@ class NoSuchInstance(InvalidRequest):
 
 
 class RoleBody(BaseModel):
-    """Of ``POST /instances/{name}/role``."""
+    """The body of ``POST /instances/{name}/role``."""
 
     model_config = ConfigDict(extra="forbid")
 

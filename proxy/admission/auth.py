@@ -1,4 +1,4 @@
-"""Who is asking: bearer tokens against the hashes of API keys."""
+"""Authentication: bearer tokens against the hashes of API keys."""
 
 from __future__ import annotations
 

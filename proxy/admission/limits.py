@@ -1,4 +1,4 @@
-"""What one API key may use: requests per second, tokens per minute, requests at once. Time is passed in."""
+"""The limits of one API key: requests per second, tokens per minute, requests at once. Time is passed in."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class TokenBucket:
         self._level -= cost
 
     def give_back(self, cost: float) -> None:
-        """What was taken for nothing."""
+        """Give back what was taken for nothing."""
         self._level = min(self._burst, self._level + cost)
 
     @property
@@ -56,7 +56,7 @@ class TokenBucket:
 
     @property
     def level(self) -> float:
-        """What was there at the last :meth:`wait_s`; below 0 where a debt is paid back."""
+        """The level at the last :meth:`wait_s`; below 0 where a debt is paid back."""
         return self._level
 
 
@@ -125,7 +125,7 @@ class Client:
         self._tokens.take(num_tokens)
 
     def num_tokens_left(self, now_s: float) -> float:
-        """Of the key's minute; infinite without a limit."""
+        """The tokens left of the key's minute; infinite without a limit."""
         if self._tokens is None:
             return math.inf
         self._tokens.wait_s(now_s)
@@ -138,7 +138,7 @@ class Client:
 
 
 def estimate_tokens(text_bytes: int, max_tokens: int | None, num_choices: int = 1) -> int:
-    """What a request is charged: its prompt, by bytes of text, and the longest answer that it asks for.
+    """Return the charge for a request: its prompt, by bytes of text, and the longest answer that it asks for.
 
     An open ``max_tokens`` counts as 16, as it is in completions: how long such an answer gets nobody knows yet.
     """

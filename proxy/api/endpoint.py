@@ -291,7 +291,7 @@ class GenerationEndpoint(Endpoint):
         ]
 
     def _translation(self, request: GenerationRequest, job: Job, outlet: Outlet) -> Outlet:
-        """What a streamed answer goes through on its way to ``outlet``."""
+        """Return the translation of a streamed answer on its way to ``outlet``."""
         return outlet
 
     def _translate(self, request: GenerationRequest, job: Job, answer: bytes) -> bytes:
@@ -322,7 +322,7 @@ class Exchange:
 
     @property
     def asker(self) -> str:
-        """Who takes turns with others at what all share: the API key, or without keys a part of all addresses."""
+        """Return who takes turns with others at what all share: the API key, or a part of all addresses."""
         name = self.visit.client.name
         return name if name != ANONYMOUS else f"{name} {hash(self.client.address) % _NUM_STRANGERS}"
 

@@ -58,7 +58,7 @@ class _Thread:
         self._calls: dict[str, deque[tuple[Future[Any], Callable[[], Any]]]] = {}  # whose turn is next comes first
 
     async def run(self, asker: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """What ``function`` returns or raises."""
+        """Call ``function``; return or raise what it does."""
         future: Future[T] = Future()
         with self._lock:
             self._calls.setdefault(asker, deque()).append((future, lambda: function(*args, **kwargs)))
@@ -84,7 +84,7 @@ _thread = _Thread()
 
 
 async def parsed(parse: Callable[[bytes | bytearray], T], text: bytearray, asker: str) -> T:
-    """What ``parse`` makes of a text: in a thread, unless that is little work. Askers take turns."""
+    """Parse a text with ``parse``: in a thread, unless that is little work. Askers take turns."""
     if _is_little(text):
         return parse(text)
     return await _thread.run(asker, parse, text)
@@ -131,7 +131,7 @@ class ParsedBody(Generic[R]):
         return bool(self._sources)
 
     async def load(self, load: Callable[[list[MediaSource]], Awaitable[list[Item]]]) -> list[Item]:
-        """What ``load`` makes of the media; the body is let go of. Raises what ``load`` does."""
+        """Load the media with ``load``; let go of the body. Raises what ``load`` does."""
         if not self._is_cut:
             return await load(self._sources)
         try:

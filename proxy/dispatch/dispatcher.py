@@ -33,7 +33,7 @@ _LOOK_AGAIN_S = 0.05
 
 
 class Dispatcher:
-    """Of one gateway."""
+    """The executor of all requests' flows in one gateway."""
 
     def __init__(self, instances: Instances) -> None:
         self._instances = instances
@@ -231,7 +231,7 @@ class Dispatch:
     # ------------------------------------------------------------------ actions
 
     def _later(self, action: do.Wait | do.Name | do.Forward | do.End) -> None:
-        """What takes time is done by the task."""
+        """Have the task do what takes time."""
         self._step = action
         if self._news is not None:
             if not self._news.done():
@@ -263,7 +263,7 @@ class Dispatch:
             hop.fail()
 
     def _note(self, action: do.Note) -> None:
-        """What is to be told of instances."""
+        """Note what is to be told of instances."""
         instances = self._instances
         match action:
             case do.Judge(names, failed):

@@ -104,7 +104,7 @@ class Whole:
         return None
 
     async def forward(self, stage: Stage, route: Route, answer: Answer) -> on.Ended | on.Broke:
-        """Where decode follows P's body is empty, and ends when it has handed over, or says why it has not."""
+        """Forward an answer. Where D follows, P's body is empty and ends when it has handed over, or with why not."""
         body, room = bytearray(), _most_bytes(self._job, route)
         try:
             async for chunk in answer.chunks():
@@ -128,7 +128,7 @@ class Whole:
 
 
 def _most_bytes(job: Job, route: Route) -> int:
-    """Of an answer with all the tokens that its request may have, each as long as tokens come."""
+    """Return the bytes of an answer with all the tokens of its request, each as long as tokens come."""
     info = route.prefill.info
     context = route.max_model_len or (info.max_model_len if info else 1)
     num_tokens = min(job.sampling.max_tokens or context, context) + context * job.output.echo

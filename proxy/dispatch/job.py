@@ -121,7 +121,7 @@ def _num_characters(job: Job) -> int:
 
 
 def _texts(job: Job) -> list[str | None]:
-    """Of the prompt in order; None stands for a media item."""
+    """Return the texts of the prompt in order; None stands for a media item."""
     if job.messages is None:
         return [job.prompt] if isinstance(job.prompt, str) else []
     texts: list[str | None] = []

@@ -1,4 +1,4 @@
-"""How far a streamed answer has got at its client, so that another instance can go on with it."""
+"""The progress of a streamed answer at its client, so that another instance can go on with it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Reader(Protocol):
 
 
 class Progress:
-    """What was read of an answer, over all instances that gave a part of it.
+    """The part of an answer that was read, over all instances that gave some of it.
 
     Attributes:
         known: whether all tokens that were sent to the client are, so that another instance can go on.
@@ -66,7 +66,7 @@ class Progress:
         return self.known and bool(self._readers)
 
     def num_tokens(self) -> int:
-        """Of the output, over all choices, as far as it came in frames."""
+        """The tokens of the output, over all choices, as far as it came in frames."""
         return sum([num_tokens(reader.labels) for reader in self._readers])
 
     def tokens_of_each(self) -> list[list[int]]:
@@ -115,7 +115,7 @@ class _PlainEvents:
 
 
 def broke(event: bytes) -> InstanceBroke:
-    """What :attr:`Reader.error` means."""
+    """Return the error for which :attr:`Reader.error` stands."""
     try:
         error = msgspec.json.decode(event.removeprefix(b"data:"), type=ErrorEnvelope).error
     except msgspec.MsgspecError:

@@ -49,7 +49,7 @@ class Stealing(StealQueue[R]):
         self._wake()
 
     def _wake(self) -> None:
-        """Where the queue is too short for thieves, nothing happens."""
+        """Wake thieves; where the queue is too short for them, nothing happens."""
         if self.is_long:
             self._look.set()
 

@@ -25,7 +25,7 @@ _ALLOWED: dict[BreakerState, frozenset[BreakerState]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class BreakerLimits:
-    """When a breaker opens, and how it closes.
+    """The conditions under which a breaker opens and closes.
 
     Attributes:
         num_consecutive: failures in a row that open it.
@@ -44,7 +44,7 @@ class BreakerLimits:
 
 
 class Breaker:
-    """Of one instance. Pure: the clock's reading is passed in and never goes back."""
+    """The circuit breaker of one instance. Pure: the clock's reading is passed in and never goes back."""
 
     def __init__(self, limits: BreakerLimits) -> None:
         self._limits = limits
@@ -62,7 +62,7 @@ class Breaker:
         return self._closed_at is not None
 
     def share(self, now: float) -> float:
-        """Of the work that it would get otherwise: 0 to 1."""
+        """The part that it gets of the work that it would get otherwise: 0 to 1."""
         if self.state is not BreakerState.CLOSED:
             return 0.0
         if self._closed_at is None or self._limits.slow_start_s <= 0:
@@ -91,7 +91,7 @@ class Breaker:
         return self.state is not BreakerState.OPEN
 
     def probed(self, passed: bool, now: float) -> None:
-        """What a probe found; a failed one opens the breaker, whatever the calls say."""
+        """Take note of a probe; a failed one opens the breaker, whatever the calls say."""
         if self.state is BreakerState.OPEN:
             return  # begun before it opened
         if not passed:

@@ -1,4 +1,4 @@
-"""Which stage calls an instance's engine takes."""
+"""The stage calls that an instance's engine takes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WHOLE_ONLY = frozenset({"reasoning_parser", "speculative_config", "stream_inter
 
 
 def vllm_targets(config: DeploymentConfig) -> dict[str, VllmTarget]:
-    """What the gateway has to know of each vLLM instance of a deployment, by name."""
+    """Return what the gateway has to know of each vLLM instance of a deployment, by name."""
     placement = config.placement()
     features, kv = connectors(placement, config.vllm)
     return {

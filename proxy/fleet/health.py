@@ -1,4 +1,4 @@
-"""Which instances take work: breakers fed by calls and by probes that make them compute, slow start, drains."""
+"""The instances that take work: breakers fed by calls and by probes that compute, slow start, drains."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ class Health:
         self._apply(name, watched)
 
     def describe(self, name: str) -> dict[str, object]:
-        """Of an instance, for people: its breaker's state, whether it is drained, its share."""
+        """Describe an instance for people: its breaker's state, whether it is drained, its share."""
         watched = self._of(name)
         return {
             "breaker": watched.breaker.state.name.lower(),

@@ -27,7 +27,7 @@ _STOOD_STILL_S = 0.5
 
 
 class JoinBody(BaseModel):
-    """Of ``POST /instances``."""
+    """The body of ``POST /instances``."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -44,7 +44,7 @@ class _Lease:
 
 
 class Leases:
-    """Who has joined, and until when. Requests of those that leave go on to their end."""
+    """The instances that have joined, and until when. Requests of those that leave go on to their end."""
 
     def __init__(self, members: Members, clock: Callable[[], float] = time.monotonic) -> None:
         self._members = members

@@ -34,7 +34,7 @@ _LEAST_INTERVAL_S = 0.005
 
 @dataclass(slots=True)
 class _Silence:
-    """How long an instance may still be silent, and what ends then."""
+    """The time for which an instance may still be silent, and the call that ends then."""
 
     scope: asyncio.Timeout
     ticks_left: int = _NUM_TICKS

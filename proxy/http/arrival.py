@@ -1,4 +1,4 @@
-"""How long a request may take to arrive: slow senders must not hold connections and memory for ever."""
+"""The time that a request may take to arrive: slow senders must not hold connections and memory for ever."""
 
 from __future__ import annotations
 

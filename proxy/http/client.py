@@ -18,7 +18,7 @@ class ClientLeft(Exception):
 
 
 class Outlet(Protocol):
-    """Where a streamed answer goes. Writing never waits: ``write`` says when the client cannot keep up."""
+    """The receiver of a streamed answer. Writing never waits: ``write`` says when the client cannot keep up."""
 
     def start(self, headers: Sequence[Header]) -> None:
         """Status 200 and the headers; they go out with the first bytes."""
@@ -35,7 +35,7 @@ class Client(Outlet, Protocol):
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """That serves the connection."""
+        """The event loop that serves the connection."""
 
     @property
     def address(self) -> str:

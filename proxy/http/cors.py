@@ -23,7 +23,7 @@ class Cors:
         self._origins = frozenset(origin.encode() for origin in origins)
 
     def headers(self, request: Mapping[bytes, bytes]) -> list[Header]:
-        """What an answer on the server's short way needs; the request's headers by their names in lower case."""
+        """Return headers of an answer on the server's short way; the request's come with names in lower case."""
         origin = request.get(b"origin")
         if origin is None or not self._origins:
             return []

@@ -1,4 +1,4 @@
-"""What an application answers when something raises, in the shape of the OpenAI API."""
+"""The answers to exceptions, in the shape of the OpenAI API."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ async def _serve_error(_: Request, error: Exception) -> Response:
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """What the router refuses: unknown paths and methods."""
+    """Answer what the router refuses: unknown paths and methods."""
     assert isinstance(error, HTTPException)
     problem = InvalidRequest(f"{request.method} {request.url.path}: {error.detail}")
     return JSONResponse(problem.body(), error.status_code, error.headers)

@@ -23,13 +23,13 @@ PLAIN_HEAD = re.compile(
 
 
 def arrival_limits(app: Any) -> ArrivalLimits:
-    """Those of an application that has some, at ``app.state.arrival``."""
+    """Return the limits of an application that has some, at ``app.state.arrival``."""
     limits = getattr(getattr(app, "state", None), "arrival", None)
     return limits if isinstance(limits, ArrivalLimits) else ArrivalLimits.of(GatewayConfig())
 
 
 def head_problem(version: str, headers: Sequence[tuple[bytes, bytes]]) -> str | None:
-    """Why the head of a request is refused: two servers could read it in two ways (RFC 9112, sections 2.3, 3.2,
+    """Say why a request's head is refused: two servers could read it in two ways (RFC 9112, sections 2.3, 3.2,
     6.1 and 7.4; RFC 9110, section 11.6.2). ``headers`` have their names in lower case."""
     if version not in ("1.0", "1.1"):
         return "HTTP/1.1 and HTTP/1.0 are spoken here."
@@ -97,7 +97,7 @@ class BoundedHttp(HttpToolsProtocol):
 
 
 class Owner(Protocol):
-    """Who had a connection before uvicorn."""
+    """The owner that had a connection before uvicorn."""
 
     def take_back(self, data: bytes) -> None:
         """A plain POST begins with ``data``."""

@@ -21,7 +21,7 @@ LARGE_BYTES = 64 * 1024
 
 
 class Turns:
-    """Of one event loop.
+    """The turns of one event loop.
 
     Args:
         max_bytes: while there are so many in turns that have not ended, no other one begins ...
@@ -151,12 +151,12 @@ async def give_back() -> None:
 
 
 def resident_bytes() -> int:
-    """Of this process."""
+    """Return the resident bytes of this process."""
     return int(_STATM.read_text().split()[1]) * resource.getpagesize()
 
 
 class Growth:
-    """Of a process since its memory was last given back."""
+    """The growth of a process since its memory was last given back."""
 
     def __init__(self, resident: Callable[[], int]) -> None:
         self._resident = resident

@@ -21,7 +21,7 @@ _CHUNKED = (b"transfer-encoding", b"chunked")
 
 
 class RawEndpoint(Protocol):
-    """What serves a request."""
+    """The endpoint that serves a request."""
 
     @property
     def max_body_bytes(self) -> int: ...
@@ -127,7 +127,7 @@ class RawClient:
             self._transport.pause_reading()
 
     def buffer(self) -> memoryview | None:
-        """Where the next bytes of the body belong; None: they are not kept."""
+        """Return the place of the body's next bytes; None: they are not kept."""
         if self._body is None or not self.unread_bytes:
             return None
         if not self._body:
@@ -137,7 +137,7 @@ class RawClient:
         return memoryview(self._body)[self._size - self.unread_bytes :]
 
     def received(self, nbytes: int) -> int:
-        """How many of the bytes that have come belong to the body."""
+        """Take bytes that have come; return how many of them belong to the body."""
         taken = min(nbytes, self.unread_bytes)
         if taken:
             self.unread_bytes -= taken

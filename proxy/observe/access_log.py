@@ -171,7 +171,7 @@ def line_of(trail: Trail, wall_offset_s: float) -> Line:
 
 
 def stages(trail: Trail) -> list[StageLine]:
-    """What was done where, in the order in which it began."""
+    """Return what was done where, in the order in which it began."""
     arrived_s = trail.arrived_s
     return [
         StageLine(

@@ -94,7 +94,7 @@ def dashboard_router(
 
 
 class Part(msgspec.Struct, kw_only=True):
-    """What the page shows of one worker's own."""
+    """The part of the page that one worker knows."""
 
     running: int
     waiting: int

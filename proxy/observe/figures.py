@@ -1,4 +1,4 @@
-"""What a gateway's clients have got in the last two minutes, second by second."""
+"""Figures of what a gateway's clients have got in the last two minutes, second by second."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NUM_REQUESTS = 120
 
 
 class Second(msgspec.Struct):
-    """Of the requests that ended in it; ``second`` is one of the monotonic clock."""
+    """Figures of the requests that ended in a second; ``second`` is one of the monotonic clock."""
 
     second: int
     num_requests: int = 0
@@ -99,7 +99,7 @@ class Figures:
         return list(islice(reversed(self.requests), number))
 
     def series(self, now_s: float) -> dict[str, list[float | None]]:
-        """Of the last :data:`SPAN_S` whole seconds, oldest first; times in ms, None where there are none."""
+        """Return figures of the last :data:`SPAN_S` whole seconds, oldest first; times in ms, None without any."""
         last = int(now_s) - 1
         of = {second.second: second for second in self.seconds}
         seconds = [of.get(number, Second(number)) for number in range(last - SPAN_S + 1, last + 1)]

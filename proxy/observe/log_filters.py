@@ -63,7 +63,7 @@ def redact_logs(secrets: Iterable[str | None] = ()) -> Callable[[], None]:
 
 
 class Sparing(logging.Filter):
-    """Of the records with one text, what is filled into it apart, passes ``most`` in ``every_s``; the first one of
+    """A filter: ``most`` records with one text, but for what is filled in, pass in ``every_s``; the first one of
     the next period says how many were left out. Records with a traceback pass always."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Where requests are seen to begin and end: metrics, access log, traces and the live page get what they show."""
+"""The observer of requests: metrics, access log, traces and the live page get what they show from it."""
 
 from __future__ import annotations
 
@@ -84,12 +84,12 @@ class Observer:
 
     @property
     def figures(self) -> Figures:
-        """Of all requests that are over."""
+        """The figures of all requests that are over."""
         self.take_account()
         return self._figures
 
     def take_account(self) -> None:
-        """Of all requests that are over by now."""
+        """Take account of all requests that are over by now."""
         finished, self._finished = self._finished, []
         for trail in finished:
             trail.complete()

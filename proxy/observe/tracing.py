@@ -12,7 +12,7 @@ _RECEIVE = 1 << 20
 
 
 class RequestExport:
-    """What the gateway tells OpenTelemetry."""
+    """The gateway's words to OpenTelemetry."""
 
     def __init__(self, export: SpanExport) -> None:
         self._export = export

@@ -1,4 +1,4 @@
-"""What became of one request: noted while it runs, read when it is over."""
+"""The record of one request: noted while it runs, read when it is over."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ class Trail:
 
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """What every answer says of its request."""
+        """Return the headers with which every answer tells of its request."""
         return [
             (_REQUEST_ID, self.request_id.encode()),
             (_TRACEPARENT, self.context.traceparent.encode()),
@@ -212,7 +212,7 @@ class Trail:
             self._after_first = self._hop(DECODE, decode)
 
     def attempt_failed(self) -> None:
-        """What the attempt has not finished will not be."""
+        """Close what the attempt has not finished."""
         for hop in self.hops:
             if hop.end_s is None:
                 hop.fail()

@@ -68,7 +68,7 @@ class Crew:
         return self.place is None or self.place.leads
 
     def admin_socket(self) -> socket.socket | None:
-        """That the admin plane has inherited; None where it makes its own."""
+        """The socket that the admin plane has inherited; None where it makes its own."""
         if self.place is None or self.place.admin is None:
             return None
         return socket.socket(fileno=os.dup(self.place.admin))
@@ -115,7 +115,7 @@ class Crew:
             self._channel.tell("share", change)
 
     async def ask(self, name: str, kind: type[T]) -> list[T]:
-        """What each other worker shows under ``name``, of those that answer in time."""
+        """Return what each other worker shows under ``name``, of those that answer in time."""
         answers, _ = await self._ask(name, kind)
         return answers
 

@@ -71,7 +71,7 @@ async def in_flight_everywhere(crew: Crew, table: InstanceTable) -> InFlight:
 
 
 def requests(admission: AdmissionControl) -> dict[str, Any]:
-    """Who runs and who waits at this worker, in all and for each API key."""
+    """Count who runs and who waits at this worker, in all and for each API key."""
     queue = admission.queue
     return {
         "running": queue.num_in_flight,

@@ -1,4 +1,4 @@
-"""What the parent of the workers does for them: passes on what concerns all, and adds up what all have counted."""
+"""The parent's service to its workers: it passes on what concerns all, and adds up what all have counted."""
 
 from __future__ import annotations
 

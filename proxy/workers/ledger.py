@@ -1,4 +1,4 @@
-"""What API keys have used at all workers of a gateway together: numbers in shared memory."""
+"""The use of API keys at all workers of a gateway together: numbers in shared memory."""
 
 from __future__ import annotations
 

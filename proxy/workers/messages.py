@@ -1,4 +1,4 @@
-"""What workers tell each other through their parent."""
+"""The messages of workers to each other through their parent."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class TakenOver(msgspec.Struct, frozen=True, tag=True):
 
 
 class Asked(msgspec.Struct, frozen=True, array_like=True):
-    """What the other workers show, as MessagePack, and which of those that serve have not answered."""
+    """The other workers' answers, as MessagePack, and which of those that serve have not answered."""
 
     answers: list[bytes]
     silent: list[int]
@@ -47,7 +47,7 @@ Change = Drained | Joined | Left | TakenOver
 
 
 class Shared(msgspec.Struct, kw_only=True):
-    """What every worker must know, and the parent keeps for those that are started again.
+    """The knowledge that every worker needs; the parent keeps it for those that are started again.
 
     ``config``: of the last :class:`TakenOver`, "" before the first. ``again``: the worker has had a life before.
     """
@@ -86,5 +86,5 @@ class Shared(msgspec.Struct, kw_only=True):
         self.drained.pop(name, None)
 
     def changes(self) -> list[Change]:
-        """Those that lead here from a fresh start, but for the deployment file."""
+        """The changes that lead here from a fresh start, but for the deployment file."""
         return [*self.joined.values(), *self.drained.values()]

@@ -1,4 +1,4 @@
-"""What a worker inherits from its parent."""
+"""A worker's inheritance from its parent."""
 
 from __future__ import annotations
 
