@@ -122,7 +122,7 @@ class Detokenizer:
         return pending
 
     def _find(self, new: str) -> int | None:
-        """Find where the text ends by the first stop string, of several the longest; counts from what is held back."""
+        """Find the text's end by the first stop string, of several the longest; counts from what is held back."""
         node, stop = self._node, self._stop
         if node is stop.root and stop.first.isdisjoint(new):
             return None

@@ -21,7 +21,7 @@ _SECRET = ("gateway.api_key", "gateway.api_keys")
 
 
 class Control:
-    """Of one gateway.
+    """The parts of one gateway that an operator changes.
 
     Attributes:
         settings: where its parts read them.

@@ -1,1 +1,1 @@
-"""Who may run now: API keys, their limits, the queue."""
+"""The decision who may run now: API keys, their limits, the queue."""

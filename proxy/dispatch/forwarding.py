@@ -104,7 +104,7 @@ class Whole:
         return None
 
     async def forward(self, stage: Stage, route: Route, answer: Answer) -> on.Ended | on.Broke:
-        """Forward an answer. Where D follows, P's body is empty and ends when it has handed over, or with why not."""
+        """Forward an answer. Where D follows, P's body is empty; it ends once all is handed over, or says why."""
         body, room = bytearray(), _most_bytes(self._job, route)
         try:
             async for chunk in answer.chunks():

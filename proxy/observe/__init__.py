@@ -1,1 +1,1 @@
-"""What is shown of requests: logs, metrics, traces, the dashboard."""
+"""Everything that is shown of requests: logs, metrics, traces, the dashboard."""
