@@ -32,6 +32,11 @@ class MediaSource(msgspec.Struct, frozen=True, kw_only=True):
     low_detail: bool = False
     payload: memoryview | None = None
 
+    @property
+    def is_inline(self) -> bool:
+        """Whether the request holds the item itself."""
+        return self.url[:5].lower() == "data:"
+
 
 class ImageUrl(RequestModel):
     """``detail`` "low" has the picture scaled down to fit 512x512 pixels; "auto" and "high" leave it as it is."""

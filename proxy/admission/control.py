@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from epd_serve.config.gateway import ApiKeyConfig
@@ -95,7 +96,9 @@ class Visit:
         "_entered_s",
         "_generates",
         "_left",
+        "_priority",
         "_prompt",
+        "_queued_s",
         "_ticket",
         "_timer",
         "_waiting",
@@ -111,10 +114,12 @@ class Visit:
         self._timer: asyncio.TimerHandle | None = None
         self._left = False
         self._generates = True
+        self._priority = 0
         self._prompt = (0, False)
+        self._queued_s = entered_s
         self._charged = 0
 
-    def admit(
+    def check(
         self,
         *,
         priority: int | None = None,
@@ -122,53 +127,75 @@ class Visit:
         num_prompt_tokens: int = 0,
         has_media: bool = False,
         generates: bool = True,
-    ) -> asyncio.Future[None] | None:
-        """Ask to run, once the request is known. None: at once. Else a future to await: done when it may run, or
-        Overloaded after the queue's time limit. It may be cancelled, or simply left.
+    ) -> None:
+        """Say what the request is, once that is known and before anything is fetched for it; :meth:`admit` next.
 
         ``num_tokens`` is what the key is charged if it runs; the prompt's tokens and media say how long instances
         will take. A request that ``generates`` nothing has no first token to be late, and its time is not that of
         a run. ``priority`` None: the middle, 0, or the highest that the key may send.
 
-        Overloaded also where the request has to give its place in a full queue to another key's.
-
-        Raises Overloaded where the queue is full, the key's tokens are used up, or the SLO is out of reach, and
-        InvalidRequest for a priority above the key's.
+        Raises Overloaded where :meth:`admit` would, and InvalidRequest for a priority above the key's.
         """
         admission, client = self._admission, self.client
-        assert self._ticket is None and not self._left
         highest = client.limits.highest_priority
         if priority is None:
             priority = max(0, highest or 0)
-        self._generates = generates
         if highest is not None and priority < highest:
             raise InvalidRequest(
                 f"this API key may send priority {highest} or a greater number, which is less urgent; "
                 f"got {priority}",
                 param="priority",
             )
-        now_s = admission.clock()
+        self._priority = priority
+        self._generates = generates
         self._prompt = (num_prompt_tokens, has_media)
-        try:
-            if admission.shedding is not None and generates:
-                spent_s = now_s - self._entered_s + (admission.queue.estimated_wait_s() or 0.0)
-                admission.shedding.check(spent_s, *self._prompt)
+        now_s = admission.clock()
+        with self._refusing():
+            if has_media:
+                self._check_time(now_s)
+                admission.queue.check(client, priority)
             if num_tokens:  # else it waits for no debt of the key, either
                 client.charge(num_tokens, now_s)
             self._charged = num_tokens
+
+    def admit(self) -> asyncio.Future[None] | None:
+        """Ask to run. None: at once. Else a future to await: done when it may run, or Overloaded after the queue's
+        time limit. It may be cancelled, or simply left.
+
+        Overloaded also where the request has to give its place in a full queue to another key's.
+
+        Raises Overloaded where the queue is full or the SLO is out of reach.
+        """
+        admission = self._admission
+        assert self._ticket is None and not self._left
+        now_s = self._queued_s = admission.clock()
+        with self._refusing():
+            self._check_time(now_s)
             ticket = self._ticket = admission.queue.enter(
-                client, priority, now_s, self._on_admitted, self._on_displaced
+                self.client, self._priority, now_s, self._on_admitted, self._on_displaced
             )
-        except Overloaded as error:
-            self._refund()
-            admission.refused(error.code or "", client.name)
-            raise
         if ticket.state is TicketState.ADMITTED:
             return None
         loop = asyncio.get_running_loop()
         self._waiting = loop.create_future()
         self._timer = loop.call_later(admission.settings.now.gateway.queue_timeout_s, self._on_timeout)
         return self._waiting
+
+    @contextmanager
+    def _refusing(self) -> Iterator[None]:
+        try:
+            yield
+        except Overloaded as error:
+            self._refund()
+            self._admission.refused(error.code or "", self.client.name)
+            raise
+
+    def _check_time(self, now_s: float) -> None:
+        """Raises Overloaded where the SLO is out of reach."""
+        admission = self._admission
+        if admission.shedding is not None and self._generates:
+            spent_s = now_s - self._entered_s + (admission.queue.estimated_wait_s() or 0.0)
+            admission.shedding.check(spent_s, *self._prompt)
 
     def leave(self) -> None:
         """The request is over, however it went. Idempotent: gives back its place and its share of the key."""
@@ -189,11 +216,11 @@ class Visit:
 
     def _give_up_place(self, ran: bool = True) -> None:
         ticket, self._ticket = self._ticket, None
-        if ticket is not None:
-            try:
-                if ticket.state is TicketState.WAITING or not ran:
-                    self._refund()
-            finally:
+        try:
+            if ticket is None or ticket.state is TicketState.WAITING or not ran:
+                self._refund()
+        finally:
+            if ticket is not None:
                 self._admission.queue.leave(ticket, self._admission.clock(), ran=ran and self._generates)
 
     def _refund(self) -> None:
@@ -206,7 +233,7 @@ class Visit:
         admission, waiting = self._admission, self._waiting
         self._timer.cancel()
         now_s = admission.clock()
-        admission.waited(now_s - self._entered_s)
+        admission.waited(now_s - self._queued_s)
         if waiting.done():
             return  # cancelled: the request is on its way out, and leave() frees the place
         try:

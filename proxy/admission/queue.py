@@ -107,12 +107,11 @@ class AdmissionQueue:
             ticket.to(TicketState.ADMITTED)
             self.num_in_flight += 1
             return ticket
-        if self.num_waiting >= self._max_queue and not self._make_room(client, priority):
-            raise Overloaded(
-                f"{self.num_in_flight} requests are running here and {self.num_waiting} are waiting, which is all "
-                "that this gateway takes; try again later",
-                retry_after_s=self.estimated_wait_s(),
-            )
+        if (last := self._displaced_by(client, priority)) is not None:
+            last.to(TicketState.LEFT)
+            self._remove(last)
+            if last.on_displaced is not None:
+                last.on_displaced()
         level = self._levels.get(priority)
         if level is None:
             level = self._levels[priority] = OrderedDict()
@@ -121,6 +120,11 @@ class AdmissionQueue:
         self._waiting[client] += 1
         self.num_waiting += 1
         return ticket
+
+    def check(self, client: Client, priority: int) -> None:
+        """Raises Overloaded where :meth:`enter` would now."""
+        if self.num_in_flight >= self._max_in_flight:
+            self._displaced_by(client, priority)
 
     def leave(self, ticket: Ticket, now_s: float, *, ran: bool = True) -> None:
         """The request is over, or has given up waiting; in either case once. Admits who is next.
@@ -165,21 +169,25 @@ class AdmissionQueue:
         assert len(self._priorities) <= 2 * max(self._max_queue, self.num_waiting) + _MAX_STALE + 1
         assert self.num_in_flight >= self._max_in_flight or not waiting, "nobody waits while there is room"
 
-    def _make_room(self, client: Client, priority: int) -> bool:
-        """Displace the last request of the longest queue, unless ``client``'s own would be as long then, or what
-        there is to displace is more urgent than ``priority``."""
+    def _displaced_by(self, client: Client, priority: int) -> Ticket | None:
+        """The request that has to make room for one more in the queue: the last of the longest queue, unless
+        ``client``'s own would be as long then, or what there is to displace is more urgent than ``priority``.
+
+        None while there is room. Raises Overloaded where nobody gives way.
+        """
+        if self.num_waiting < self._max_queue:
+            return None
         own = self._waiting[client] + 1
         longer = [(number, other) for other, number in self._waiting.items() if number > own]
         for _, other in sorted(longer, key=itemgetter(0), reverse=True):
             last = max(level for level in self._levels if other in self._levels[level])
             if last >= priority:
-                ticket = next(reversed(self._levels[last][other]))
-                ticket.to(TicketState.LEFT)
-                self._remove(ticket)
-                if ticket.on_displaced is not None:
-                    ticket.on_displaced()
-                return True
-        return False
+                return next(reversed(self._levels[last][other]))
+        raise Overloaded(
+            f"{self.num_in_flight} requests are running here and {self.num_waiting} are waiting, which is all "
+            "that this gateway takes; try again later",
+            retry_after_s=self.estimated_wait_s(),
+        )
 
     def _admit(self, now_s: float) -> None:
         while self.num_waiting and self.num_in_flight < self._max_in_flight:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -33,6 +33,7 @@ from proxy.http.arrival import ArrivalLimits
 from proxy.http.client import AsgiClient, Client, ClientLeft, Outlet, headers_of
 from proxy.http.sink import EventSink, ResponseAborted, send_error, send_json
 from proxy.media.loader import MediaItem, MediaLoader
+from proxy.media.places import FetchPlace, FetchPlaces
 from proxy.observe.observer import Observer
 from proxy.observe.trail import Trail
 from proxy.settings import Current
@@ -112,11 +113,12 @@ class Endpoint:
             self._count(trail, error.status, error)
             return
         trail.key = visit.client.name
+        exchange = Exchange(client, headers, trail, visit)
         try:
-            await self._serve(Exchange(client, headers, trail, visit))
+            await self._serve(exchange)
         finally:
             client.close()
-            visit.leave()
+            exchange.leave()
 
     async def _serve(self, exchange: Exchange) -> None:
         client, trail = exchange.client, exchange.trail
@@ -194,6 +196,9 @@ class Endpoint:
     async def _media(self, exchange: Exchange, sources: list[MediaSource]) -> list[MediaItem]:
         info = self._table.models().get(exchange.trail.model)
         fingerprint = "" if info is None else info.media_fingerprint
+        if any(not source.is_inline for source in sources):
+            exchange.client.let_go()
+            await exchange.fetch(self._loader.places, self._settings.now.gateway.queue_timeout_s)
         items = await self._loader.load(sources, fingerprint, exchange.asker)
         exchange.trail.media([one.width * one.height for one in items], sum([len(item.data) for item in items]))
         self._metrics.media_bytes.add(exchange.trail.media_bytes, "image")
@@ -231,19 +236,17 @@ class GenerationEndpoint(Endpoint):
         model = exchange.trail.model = self._model(request.model)
         num_choices = (request.n or 1) * max(1, len(request.prompts()))
         num_tokens = estimate_tokens(parsed.text_bytes, request.token_limit(), num_choices)
-        waiting = exchange.visit.admit(
+        exchange.visit.check(
             priority=request.priority or 0,
             num_tokens=num_tokens,
             num_prompt_tokens=parsed.text_bytes // BYTES_PER_TOKEN,
             has_media=parsed.has_media,
         )
-        if waiting is not None:
-            exchange.client.let_go()
-            await exchange.wait(waiting)
         items: list[MediaItem] = []
         if parsed.has_media:
             items = await parsed.load(lambda sources: self._media(exchange, sources))
         exchange.client.let_go()
+        await exchange.admit()
         jobs = self._jobs(exchange, request, model, items)
         exchange.trail.streamed = bool(request.stream)
         if request.stream:
@@ -309,7 +312,7 @@ class Exchange:
         answered: the last word is on its way; a client that leaves from now on has left nothing.
     """
 
-    __slots__ = ("_left", "_task", "answered", "client", "headers", "trail", "visit")
+    __slots__ = ("_fetch_place", "_left", "_task", "answered", "client", "headers", "trail", "visit")
 
     def __init__(self, client: Client, headers: Mapping[bytes, bytes], trail: Trail, visit: Visit) -> None:
         self.client = client
@@ -317,6 +320,7 @@ class Exchange:
         self.trail = trail
         self.visit = visit
         self.answered = False
+        self._fetch_place: FetchPlace | None = None
         self._left = False
         self._task: asyncio.Task[object] | None = None
 
@@ -326,11 +330,31 @@ class Exchange:
         name = self.visit.client.name
         return name if name != ANONYMOUS else f"{name} {hash(self.client.address) % _NUM_STRANGERS}"
 
-    async def wait(self, waiting: Awaitable[None]) -> None:
-        """For its turn. Raises Overloaded where that does not come in time."""
+    async def fetch(self, places: FetchPlaces, timeout_s: float) -> None:
+        """Take a place for media that are fetched, which is given back when the request runs.
+
+        What has been fetched takes memory until then. Raises Overloaded where none is free in time.
+        """
+        if self._fetch_place is None:
+            self._fetch_place = await places.take(self.asker, timeout_s)
+
+    async def admit(self) -> None:
+        """Return when the request may run. Raises Overloaded where its turn does not come in time."""
         since_s = time.monotonic()
-        await waiting
-        self.trail.queued(since_s)
+        waiting = self.visit.admit()
+        if waiting is not None:
+            await waiting
+            self.trail.queued(since_s)
+        self._free_fetch_place()
+
+    def leave(self) -> None:
+        """The request is over, however it went. Idempotent."""
+        self._free_fetch_place()
+        self.visit.leave()
+
+    def _free_fetch_place(self) -> None:
+        if self._fetch_place is not None:
+            self._fetch_place.give_back()
 
     def watch(self) -> None:
         """Cancel the running task when the client leaves before it is answered."""

@@ -40,9 +40,10 @@ class TokenizingEndpoint(Endpoint):
         body.clear()
         await self._poller.started()
         model = self._model(request.model)
-        if (waiting := exchange.visit.admit(generates=False)) is not None:
-            await exchange.wait(waiting)
-        items = await self._media(exchange, request.media())
+        sources = request.media()
+        exchange.visit.check(generates=False, has_media=bool(sources))
+        items = await self._media(exchange, sources)
+        await exchange.admit()
         refs = [MediaRef(mm_hash="", width=item.width, height=item.height) for item in items]
         answer = await self._ask(request, refs, model, exchange.trail.request_id)
         exchange.answered = True

@@ -17,6 +17,7 @@ from epd_serve.media.picture import MediaLimits, low_detail_size, pixel_size
 from epd_serve.protocol.messages import MediaSource
 from epd_serve.protocol.wire import MediaRef
 from proxy.media.fetch import MediaFetcher
+from proxy.media.places import FetchPlaces
 from proxy.settings import Current
 
 #: Items of a request that are fetched at a time.
@@ -52,11 +53,16 @@ class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MediaLoader:
-    """``max_body_bytes`` bounds all media of a request together: fetched ones are no lighter than sent ones."""
+    """``max_body_bytes`` bounds all media of a request together: fetched ones are no lighter than sent ones.
+
+    Attributes:
+        places: of which a request takes one before it has anything fetched.
+    """
 
     def __init__(self, settings: Current, fetcher: MediaFetcher) -> None:
         self._settings = settings
         self._fetcher = fetcher
+        self.places = FetchPlaces()
 
     @property
     def _limits(self) -> MediaLimits:
@@ -118,7 +124,7 @@ class MediaLoader:
 
     def _load_small(self, source: MediaSource, fingerprint: str) -> MediaItem | None:
         """An item that is little work; None for one that needs a thread or the network."""
-        if not _is_inline(source) or _num_characters(source) > INLINE_BYTES:
+        if not source.is_inline or _num_characters(source) > INLINE_BYTES:
             return None
         with _telling_place(source):
             read = self._read(source, fingerprint)
@@ -128,7 +134,7 @@ class MediaLoader:
         self, source: MediaSource, fingerprint: str, fetch: Callable[[str], Awaitable[bytes]]
     ) -> MediaItem:
         with _telling_place(source):
-            if _is_inline(source):
+            if source.is_inline:
                 read = await _off_loop(_num_characters(source), self._read, source, fingerprint)
                 if isinstance(read, MediaItem):
                     return read
@@ -169,10 +175,6 @@ def _item(source: MediaSource, data: bytes, size: tuple[int, int], fingerprint: 
 
 def _kind(low_detail: bool) -> str:
     return "image/low" if low_detail else "image"
-
-
-def _is_inline(source: MediaSource) -> bool:
-    return source.url[:5].lower() == "data:"
 
 
 def _num_characters(source: MediaSource) -> int:

@@ -97,10 +97,12 @@ async def test_a_key_does_not_pay_for_what_never_ran():
         Authenticator([(hashed, client)]), AdmissionQueue(1, 1), settings=MINUTE, clock=lambda: 1.0
     )
     running, waiting, refused = (admission.enter(f"Bearer {secret}") for _ in range(3))
-    assert running.admit(num_tokens=100) is None
-    assert waiting.admit(num_tokens=200) is not None
+    for visit, num_tokens in ((running, 100), (waiting, 200), (refused, 300)):
+        visit.check(num_tokens=num_tokens)
+    assert running.admit() is None
+    assert waiting.admit() is not None
     with pytest.raises(Overloaded):
-        refused.admit(num_tokens=300)
+        refused.admit()
     assert client.num_tokens_left(1.0) == 300
     waiting.leave()
     refused.leave()
@@ -200,7 +202,9 @@ async def test_a_request_that_makes_room_is_told_so_and_pays_nothing():
         clock=lambda: 1.0,
     )
     visits = [admission.enter(f"Bearer {greedy_secret}") for _ in range(3)]
-    waiting = [visit.admit(num_tokens=100) for visit in visits]
+    for visit in visits:
+        visit.check(num_tokens=100)
+    waiting = [visit.admit() for visit in visits]
     assert greedy.num_tokens_left(1.0) == 700
     newcomer = admission.enter(f"Bearer {modest_secret}")
     assert newcomer.admit() is not None
