@@ -127,7 +127,7 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
     log_dir = Path(tempfile.mkdtemp(prefix="epd-serve-ring-"))
     files = files_of(arguments.ring, log_dir)
     async with (
-        LocalDeployment(load_config(files[0]), log_dir=log_dir, ready_timeout_s=180, control=True) as deployment,
+        LocalDeployment(load_config(files[0]), log_dir=log_dir, ready_timeout_s=180) as deployment,
         httpx.AsyncClient(base_url=deployment.gateway_url, timeout=None, limits=httpx.Limits()) as client,
     ):
         chaos = Chaos(deployment, client, random.Random(arguments.seed), 0.0)

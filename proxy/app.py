@@ -16,12 +16,10 @@ from starlette.routing import Route
 from epd_serve.backends.base import StageCalls
 from epd_serve.backends.native import NativeConnections
 from epd_serve.config.stealing import StealingConfig
-from epd_serve.elastic.controller import Order
 from epd_serve.protocol.openai import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from epd_serve.protocol.responses import InputTokensCall, ResponsesRequest
 from epd_serve.protocol.tokenizing import DetokenizeBody, TokenizeBody
 from epd_serve.protocol.vllm_requests import VllmChatRequest, VllmCompletionRequest
-from epd_serve.protocol.wire import RoleOrder
 from epd_serve.routing.choice import router_of
 from epd_serve.routing.policy import Policy
 from epd_serve.routing.stealing import StealRule
@@ -29,12 +27,11 @@ from epd_serve.routing.table import InstanceTable
 from epd_serve.telemetry.gateway import GatewayMetrics
 from epd_serve.telemetry.trace_file import TraceWriter
 from proxy.admin.control import Control
-from proxy.admin.elastic import ElasticLoop, elastic_router
 from proxy.admin.operations import operations_router
-from proxy.admin.orders import Departures, Hold, orders_router, running_orders, show_ready
+from proxy.admin.orders import Departures, orders_router, running_orders, show_ready
 from proxy.admin.plane import create_admin_app, running_admin
-from proxy.admin.redeploy import Redeployer, tokens_per_pixel
-from proxy.admin.switches import Switches, switches_router
+from proxy.admin.scaling import ServedRequests, scaling_router
+from proxy.admin.switches import Hold, Switches, switches_router
 from proxy.admission.control import new_admission
 from proxy.api.endpoint import Endpoint, GenerationEndpoint
 from proxy.api.openapi import openapi_router
@@ -91,10 +88,9 @@ def create_app(
     fetcher = MediaFetcher(current)
     trace = TraceWriter(config.trace, "gateway") if config.trace else None
     observer = new_observer(gateway, metrics, crew.ledger)
-    redeployer: Redeployer | None = None
-    if settings.controls and config.elastic.drift.enabled:
-        redeployer = Redeployer(config, lambda: tokens_per_pixel(table))
-        observer.on_finish = redeployer.put
+    served_requests = ServedRequests()
+    if config.elastic.drift.enabled and crew.leads:
+        observer.on_finish = served_requests.put
     poller = Poller(table, calls, settings.poll_interval_s, settings.startup_wait_s)
     health = Health(table, calls, current)
     poller.on_process, poller.on_silent, poller.on_gone = health.met, health.probe_now, health.losses.report
@@ -113,15 +109,7 @@ def create_app(
             trace=trace,
         )
     )
-    switches = Switches(table, calls, health)
-
-    hold = Hold()
-
-    async def give(order: Order, deadline_s: float) -> None:
-        hold.check()
-        await switches.order(order.instance, RoleOrder(role=str(order.role), deadline_s=deadline_s))
-
-    elastic = ElasticLoop(config, table, give) if settings.controls and config.elastic.enabled else None
+    switches, hold = Switches(table, calls, health), Hold()
     loader = MediaLoader(current, fetcher)
 
     @asynccontextmanager
@@ -131,26 +119,20 @@ def create_app(
             await stack.enter_async_context(fetcher)
             await crew.join()
             stack.push_async_callback(crew.leave)
+            shared_routers = [switches_router(switches, hold), scaling_router(table, served_requests)]
             if gateway.admin.port is not None and crew.leads:
-                routers = [operations_router(table, health, switches, crew)]
-                routers += [switches_router(switches), elastic_router(elastic)]
+                routers = [operations_router(table, health, switches, crew), *shared_routers]
                 joining = leases_router(leases, crew)
                 admin = create_admin_app(table, admission, settings.admin_key, crew, routers, joining)
                 running = running_admin(admin, gateway.admin, crew.admin_socket(), settings.cluster_key)
                 app.state.admin_url = await stack.enter_async_context(running)
             if app.state.orders is not None and crew.leads:
                 departures = Departures(switches, calls)
-                routers = [
-                    switches_router(switches),
-                    orders_router(table, departures, hold, app.state.orders, crew),
-                ]
+                routers = [*shared_routers, orders_router(table, departures, hold, app.state.orders, crew)]
                 orders = create_admin_app(table, admission, None, crew, routers)
                 await stack.enter_async_context(running_orders(orders, app.state.orders.path))
-                if redeployer is not None:
-                    redeployer.deployment = app.state.orders.path.parent.name
             reloading = [app.state.reloader.run()] if app.state.reloader is not None else []
-            loops = [one.run() for one in (elastic, redeployer) if one is not None]
-            loops += [poller.run(), health.run(), leases.run(), stealing.run(), give_back()]
+            loops = [poller.run(), health.run(), leases.run(), stealing.run(), give_back()]
             polling = asyncio.gather(*reloading, *loops)
             polling.add_done_callback(partial(_end_after, app))
             try:

@@ -37,8 +37,6 @@ KEEP_ALIVE_S = 75
 _COLLECT_EVERY = 10_000
 #: Of mallopt(3), and how much it may keep.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
-#: They change the deployment or want it changed, and say why; of the others, warnings are logged.
-_TALKATIVE = ("proxy.admin.elastic", "proxy.admin.redeploy")
 _KEPT_BYTES = 8 * 1024 * 1024
 
 
@@ -59,7 +57,6 @@ def run_gateway(
     port: int,
     reread: Reread | None = None,
     *,
-    controls: bool = False,
     place: WorkerPlace | None = None,
     orders: Path | None = None,
 ) -> int:
@@ -67,13 +64,11 @@ def run_gateway(
     exit code: 0, or 1 where a part of it has failed.
 
     Blocks; must run in the main thread, for the signals. ``instances`` are (name, control URL). With ``reread``,
-    SIGHUP or a change of the file makes the gateway take it over. ``controls``: as in GatewaySettings.of.
-    ``place``: it is one of several workers, and listens on the sockets that it has inherited. ``orders``: the
-    socket on which the launcher gives orders (proxy/admin/orders.py).
+    SIGHUP or a change of the file makes the gateway take it over. ``place``: it is one of several workers, and
+    listens on the sockets that it has inherited. ``orders``: the socket on which the launcher gives orders
+    (proxy/admin/orders.py).
     """
     logging.basicConfig(format="%(asctime)s gateway %(levelname)s %(message)s")
-    for name in _TALKATIVE:
-        logging.getLogger(name).setLevel(logging.INFO)
     most = raise_limit()
     if most < FEW:
         logger.warning(
@@ -81,14 +76,14 @@ def run_gateway(
         )
     crew = Crew(place)
     part = (0, 1) if place is None else (place.index, place.count)
-    settings = GatewaySettings.of(config, host, controls=controls and crew.leads, part=part)
+    settings = GatewaySettings.of(config, host, part=part)
     redaction = redact_logs(_secrets(settings))
     app = create_app(settings, instances, crew=crew)
     if reread is not None:
 
         def take_over(config: DeploymentConfig) -> list[tuple[str, str]]:
             nonlocal redaction
-            changed = GatewaySettings.of(config, host, controls=controls and crew.leads, part=part)
+            changed = GatewaySettings.of(config, host, part=part)
             instances = reread.instances(config)
             redaction()
             redaction = redact_logs(_secrets(changed) | _secrets(app.state.control.settings.now))
@@ -105,7 +100,7 @@ def run_gateway(
             take_over(DeploymentConfig.model_validate_json(text))
 
         def left_by(file: Path) -> list[str]:
-            changed = GatewaySettings.of(load_config(file), host, controls=controls and crew.leads, part=part)
+            changed = GatewaySettings.of(load_config(file), host, part=part)
             return app.state.control.left_by(changed)  # type: ignore[no-any-return]
 
         app.state.reloader = Reloader(reread.file, apply)

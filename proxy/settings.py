@@ -18,7 +18,6 @@ class GatewaySettings:
 
     Attributes:
         host: on which the gateway listens.
-        controls: it is the one gateway of the deployment that runs the controller, where that is enabled.
         part: (index, number) of the worker, among which requests at once are divided.
         api_key, admin_key, cluster_key: the secrets themselves.
         poll_interval_s: how often each instance is asked for its state.
@@ -27,7 +26,6 @@ class GatewaySettings:
 
     config: DeploymentConfig = field(default_factory=DeploymentConfig)
     host: str = "127.0.0.1"
-    controls: bool = False
     part: tuple[int, int] = (0, 1)
     api_key: str | None = field(default=None, repr=False)
     admin_key: str | None = field(default=None, repr=False)
@@ -36,9 +34,7 @@ class GatewaySettings:
     startup_wait_s: float = 60.0
 
     @classmethod
-    def of(
-        cls, config: DeploymentConfig, host: str, *, controls: bool = False, part: tuple[int, int] = (0, 1)
-    ) -> GatewaySettings:
+    def of(cls, config: DeploymentConfig, host: str, *, part: tuple[int, int] = (0, 1)) -> GatewaySettings:
         """With its secrets. Raises ValueError where one cannot be read, or the admin plane needs a key."""
         cluster_key = config.read_cluster_key()
         if cluster_key is not None:
@@ -46,7 +42,6 @@ class GatewaySettings:
         return cls(
             config=config,
             host=host,
-            controls=controls,
             part=part,
             api_key=read_secret(config.gateway.api_key, "gateway.api_key"),
             admin_key=read_secret(config.gateway.admin.key, "gateway.admin.key"),

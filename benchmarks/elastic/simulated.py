@@ -11,10 +11,10 @@ from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
+from epd_serve.autoscale.controller import Controller
+from epd_serve.autoscale.pressure import Limits
 from epd_serve.config.elastic import ElasticConfig
 from epd_serve.cost.profile import EncodeLine, Line, Profile
-from epd_serve.elastic.controller import Controller
-from epd_serve.elastic.options import Limits
 from epd_serve.sim.build import build
 from epd_serve.sim.request import SimRequest
 from epd_serve.sim.simulator import Outcome, check_books, simulate

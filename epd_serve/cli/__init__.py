@@ -9,6 +9,7 @@ import sys
 import typer
 
 from epd_serve.cli.apply import apply
+from epd_serve.cli.autoscale import autoscale
 from epd_serve.cli.bench import bench
 from epd_serve.cli.cost import cost
 from epd_serve.cli.devices import devices
@@ -33,7 +34,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 for _command in (
-    *(up, proxy, instance, topology, devices, apply, interference),
+    *(up, proxy, instance, topology, devices, apply, autoscale, interference),
     *(bench, cost, plan, profile, switch, trace, schema, version),
 ):
     app.command()(_command)

@@ -20,9 +20,6 @@ def proxy(
     ] = None,
     host: Host = None,
     port: Port = None,
-    control: Annotated[
-        bool, typer.Option("--control", help="Run the controller of 'elastic'; in one gateway of a deployment.")
-    ] = False,
     orders: Annotated[Path | None, typer.Option(help="Socket for the launcher's orders.", hidden=True)] = None,
     parent_pid: ParentPid = None,
     worker: Annotated[str | None, typer.Option(help="One of gateway.workers.", hidden=True)] = None,
@@ -53,6 +50,6 @@ def proxy(
     from proxy.main import Reread, run_gateway
 
     reread = Reread(lambda: load_config(config), config, instances_of) if config else None
-    code = run_gateway(deployment, instances, *address, reread, controls=control, place=place, orders=orders)
+    code = run_gateway(deployment, instances, *address, reread, place=place, orders=orders)
     if code:
         raise typer.Exit(code)

@@ -73,7 +73,7 @@ class DriftConfig(Section):
 class ElasticConfig(Section):
     """A controller that has instances change their roles when a stage is later than the SLO allows."""
 
-    enabled: Anew[bool] = Field(default=False, description="Whether the gateway of 'epd-serve up' runs it.")
+    enabled: Anew[bool] = Field(default=False, description="Whether 'epd-serve up' starts 'epd-serve autoscale'.")
     dry_run: Anew[bool] = Field(default=False, description="Decide and log, and change nothing.")
     interval_s: Anew[Seconds] = Field(default=1.0, description="Between two looks at the instances.")
     hold_s: Anew[Seconds] = Field(

@@ -205,8 +205,6 @@ def gateway_spec(
     command = [*PROGRAM, "proxy", "--config", str(config_file)]
     if orders is not None:
         command += ["--orders", str(orders)]
-    if config.elastic.enabled or config.elastic.drift.enabled:
-        command.append("--control")
     command += ["--host", config.gateway.host, "--port", str(ports.gateway), "--parent-pid", str(os.getpid())]
     return ProcessSpec(
         name="gateway",
@@ -218,6 +216,18 @@ def gateway_spec(
         first_health="/health?role=EPD" if any(one.role.encodes for one in config.placement()) else "/health",
         stops="first",
         grace_s=config.gateway.shutdown_delay_s + config.gateway.shutdown_grace_s + 1.5,
+    )
+
+
+def autoscale_spec(config_file: Path, environment: Mapping[str, str], orders: Path) -> ProcessSpec:
+    """The process of ``epd-serve autoscale``; arguments as of :func:`gateway_spec`."""
+    command = (*PROGRAM, "autoscale", str(config_file), "--socket", str(orders))
+    return ProcessSpec(
+        name="autoscale",
+        label="roles and plans by load",
+        command=(*command, "--parent-pid", str(os.getpid())),
+        environment=_common(environment),
+        stops="first",
     )
 
 

@@ -20,6 +20,7 @@ from epd_serve.launch.applying import DEFAULT_LIMITS, Applier, ApplyLimits
 from epd_serve.launch.backoff import Backoff
 from epd_serve.launch.commands import (
     PreparedInstance,
+    autoscale_spec,
     gateway_spec,
     master_spec,
     prepare_instances,
@@ -79,15 +80,12 @@ class LocalDeployment:
         *,
         log_dir: Path | None = None,
         ready_timeout_s: float | None = None,
-        control: bool = False,
         backoff: Callable[[], Backoff] = Backoff,
         on_change: Callable[[ManagedProcess], None] = lambda process: None,
         on_death: Callable[[ProcessDied, float], None] = lambda death, delay_s: None,
         on_apply: Callable[[str], None] = lambda text: None,
     ) -> None:
         """Choose ports and prepare all command lines; nothing is started yet.
-
-        With ``control`` it can be changed while it runs, by :meth:`apply` and by ``epd-serve apply``.
 
         Raises ValueError where a port is taken, by a gateway that is being started again too, or the model or a
         package is not there.
@@ -100,14 +98,14 @@ class LocalDeployment:
         self._claims = claim_ports(config, ports)
         environment = dict(os.environ)
         master = master_spec(config, ports, environment)
-        self.no_control = "" if control else "it was started without a way to change it"
+        self.no_control = ""
         self._runtime: RuntimeDirectory | None = None
         self._log_dir_is_ours = log_dir is None
         self.log_dir = log_dir or Path(tempfile.mkdtemp(prefix="epd-serve-"))
         self.log_dir.mkdir(parents=True, exist_ok=True)
         directory = self.log_dir.resolve()
         parts = shared_parts(config)
-        self._weight_files = open_weight_files(shared_parts(config, later=True) if control else parts)
+        self._weight_files = open_weight_files(shared_parts(config, later=True))
         live: dict[str, PreparedInstance] = {}
         try:
             if config.engine == "vllm":
@@ -118,8 +116,7 @@ class LocalDeployment:
                 prepared = prepare_instances(config, ports, environment, directory)
                 live = {one.options.name: one for one in prepared}
                 instances = tuple(spec_of(config, one, environment) for one in prepared)
-            if control:
-                self._runtime = self._make_runtime(config.gateway.host, ports.gateway)
+            self._runtime = self._make_runtime(config.gateway.host, ports.gateway)
         except BaseException:
             self._give_back(keep_logs=False)
             raise
@@ -141,7 +138,11 @@ class LocalDeployment:
         gateway = gateway_spec(config, ports, config_file, environment, self._holdings.orders)
         self.gateway_url = gateway.url
         self._ready_timeout_s = ready_timeout_s
-        specs = (*instances, gateway) if master is None else (master, *instances, gateway)
+        specs = [*instances, gateway] if master is None else [master, *instances, gateway]
+        if config.elastic.enabled or config.elastic.drift.enabled:
+            if self._holdings.orders is None:
+                raise ValueError(f"elastic needs the gateway's socket, which cannot be made: {self.no_control}")
+            specs.append(autoscale_spec(config_file, environment, self._holdings.orders))
 
         def died(death: ProcessDied, delay_s: float) -> None:
             self._holdings.restarts(death.name)
@@ -180,7 +181,8 @@ class LocalDeployment:
 
     @property
     def processes(self) -> tuple[ManagedProcess, ...]:
-        """A mooncake_master if it has one, instances in placement order, the gateway; none before the start."""
+        """A mooncake_master if it has one, instances in placement order, the gateway and, where it is enabled,
+        ``epd-serve autoscale``; none before the start."""
         return self._supervisor.processes
 
     @property
@@ -221,7 +223,7 @@ class LocalDeployment:
         limits: ApplyLimits = DEFAULT_LIMITS,
         tell: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """Change the deployment while it serves (docs/apply.md); needs ``control``.
+        """Change the deployment while it serves (docs/apply.md), as ``epd-serve apply`` does.
 
         ``tell`` is called with each step. Raises ValueError for a change that cannot be made, ApplyStopped for one
         that stopped midway: the deployment serves on with the instances that it has then.

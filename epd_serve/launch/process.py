@@ -55,7 +55,7 @@ class ProcessSpec:
         name: unique; also the name of the log file.
         label: a few words for the progress display.
         environment: all variables of the process.
-        url: base URL of its HTTP server.
+        url: base URL of its HTTP server; "": it has none, and is ready once it has started.
         first_health: path that is asked instead until it is ready for the first time.
         stops: its turn when the deployment ends; the processes of the turns before it have ended by then.
         grace_s: time that it may take to end; None: as others of its turn.
@@ -67,7 +67,7 @@ class ProcessSpec:
     label: str
     command: tuple[str, ...]
     environment: Mapping[str, str] = field(repr=False)
-    url: str
+    url: str = ""
     first_health: str = "/health"
     stops: Literal["first", "then", "last"] = "then"
     grace_s: float | None = None
@@ -297,6 +297,8 @@ class ManagedProcess:
 
     async def _ask(self, session: aiohttp.ClientSession, timeout_s: float) -> int | None:
         """The status of ``GET /health``; 0 where there is no answer, None where nobody listens."""
+        if not self.spec.url:
+            return 200
         try:
             timeout = aiohttp.ClientTimeout(total=timeout_s)
             async with session.get(f"{self.spec.url}{self._health}", timeout=timeout) as response:

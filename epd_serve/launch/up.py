@@ -31,7 +31,6 @@ async def run_up(config: DeploymentConfig, console: Console) -> int:
     with Progress(console) as progress:
         deployment = LocalDeployment(
             config,
-            control=True,
             on_change=progress.update,
             on_death=lambda death, delay_s: _say(console, _restart_text(death, delay_s)),
             on_apply=lambda text: _say(console, f"apply: {text}"),

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from epd_serve.elastic.controller import Controller, Decision, Order
-from epd_serve.elastic.seen import see
+from epd_serve.autoscale.controller import Controller, Decision, Order
+from epd_serve.autoscale.seen import see
 from epd_serve.sim.clock import Clock
 from epd_serve.sim.gateway import SimGateway
 from epd_serve.sim.instance import SimInstance

@@ -76,7 +76,6 @@ def _is_read(path: str, settings: GatewaySettings) -> bool:
     return (
         top in ("gateway", "trace", "cluster_key")
         or (top == "vllm" and settings.config.engine == "vllm")
-        or (top in ("elastic", "slo") and settings.controls)
         or (path == "slo.ttft_ms" and settings.gateway.shed)
     )
 

@@ -18,31 +18,15 @@ from fastapi.responses import JSONResponse
 
 from epd_serve.backends.base import StageCalls
 from epd_serve.backends.native import NativeInstance
-from epd_serve.errors import Conflict, InvalidRequest, StageTimeout
+from epd_serve.errors import InvalidRequest, StageTimeout
 from epd_serve.protocol.wire import LeaveOrder
 from epd_serve.routing.table import InstanceTable
 from proxy.admin.plane import serving
-from proxy.admin.switches import Switches
+from proxy.admin.switches import Hold, Switches
 from proxy.workers.crew import Crew
 
 #: Beyond its deadline, for the answer of an instance that has just become empty.
 _MARGIN_S = 10.0
-
-
-class Hold:
-    """While an operator changes the deployment, nobody else changes it.
-
-    Attributes:
-        until_s: on the event loop's clock; it ends by itself, in case that the operator is gone.
-    """
-
-    def __init__(self) -> None:
-        self.until_s = 0.0
-
-    def check(self) -> None:
-        """Raise Conflict while it is on."""
-        if asyncio.get_running_loop().time() < self.until_s:
-            raise Conflict("the deployment is being changed by 'epd-serve apply'")
 
 
 class Departures:

@@ -32,13 +32,34 @@ class NoSuchInstance(InvalidRequest):
 
 
 class RoleBody(BaseModel):
-    """The body of ``POST /instances/{name}/role``."""
+    """Body of ``POST /instances/{name}/role``.
+
+    Attributes:
+        automatic: no operator gave the order; it is refused while one changes the deployment.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
     role: str
+    automatic: bool = False
     deadline_s: float = Field(default=30.0, gt=0, le=3600)
     patience_s: float = Field(default=1.0, ge=0, le=3600)
+
+
+class Hold:
+    """While an operator changes the deployment, orders that no operator gave are refused.
+
+    Attributes:
+        until_s: on the event loop's clock; it ends by itself, in case that the operator is gone.
+    """
+
+    def __init__(self) -> None:
+        self.until_s = 0.0
+
+    def check(self) -> None:
+        """Raise Conflict while it is on."""
+        if asyncio.get_running_loop().time() < self.until_s:
+            raise Conflict("the deployment is being changed by 'epd-serve apply'")
 
 
 class Switches:
@@ -150,7 +171,7 @@ class Switches:
                 )
 
 
-def switches_router(switches: Switches) -> APIRouter:
+def switches_router(switches: Switches, hold: Hold) -> APIRouter:
     """``POST /instances/{name}/role``."""
     router = APIRouter()
 
@@ -159,6 +180,8 @@ def switches_router(switches: Switches) -> APIRouter:
         """Answers when the instance serves the role; the role that it has calls an order back."""
         switches.find(name)
         body = _read(await request.body())
+        if body.automatic:
+            hold.check()
         order = RoleOrder(role=body.role, deadline_s=body.deadline_s, patience_s=body.patience_s)
         changed = await switches.order(name, order)
         answer: dict[str, Any] = {"instance": name, "from": changed.old, "to": changed.new}

@@ -41,7 +41,6 @@ async def deployment(_runtime_directory: None, tmp_path: Path) -> AsyncIterator[
         topology("E-P-D"),
         log_dir=tmp_path / "logs",
         ready_timeout_s=300,
-        control=True,
         backoff=lambda: Backoff(first_s=0.1, limit_s=0.1),
     ) as deployment:
         yield deployment

@@ -117,7 +117,7 @@ async def test_a_late_decode_gets_an_encoder_and_no_answer_notices() -> None:
         assert first["reason"].startswith("decode is at "), first
         assert first["pressures"]["D"] > 1
         assert not more, "one encoder and one prefill instance must be left"
-        log = (here.deployment.log_dir / "gateway.log").read_text()
+        log = (here.deployment.log_dir / "autoscale.log").read_text()
         assert f"elastic: {first['reason']}" in log and f"elastic: {first['order']['instance']} serves D" in log
 
         enough = here.num_answers + 20

@@ -143,7 +143,7 @@ async def test_an_end_calls_a_change_off_and_does_not_wait_for_it(
         monkeypatch.setenv("EPD_SERVE_RUNTIME_DIR", f"{folder}/r")
         config = parse_config(CONFIG.replace("(E-P)-D", "E-P-D"))
         async with (
-            LocalDeployment(config, log_dir=tmp_path / "logs", ready_timeout_s=300, control=True) as running,
+            LocalDeployment(config, log_dir=tmp_path / "logs", ready_timeout_s=300) as running,
             taking_orders(Path(folder) / "r" / running.gateway_url.removeprefix("http://") / "orders"),
             asyncio.timeout(150),
         ):

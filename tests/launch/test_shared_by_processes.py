@@ -33,7 +33,7 @@ async def test_a_key_that_is_changed_in_its_file_stays_the_one_of_the_start(
     file, key = tmp_path / "key", "the-key-at-the-start"
     file.write_text(key)
     config = parse_config(f"cluster_key: {{file: {file}}}\ninstances: {{base_port: 0, preload: false}}\n{FREE}")
-    async with LocalDeployment(config, log_dir=tmp_path / "logs", ready_timeout_s=300, control=True) as deployment:
+    async with LocalDeployment(config, log_dir=tmp_path / "logs", ready_timeout_s=300) as deployment:
         file.write_text("another-key-since-then")
         *_, gateway = deployment.processes
         keys = {process.spec.environment[CLUSTER_KEY] for process in deployment.processes}
@@ -56,7 +56,7 @@ async def test_a_key_that_is_changed_in_its_file_stays_the_one_of_the_start(
 async def test_instances_that_are_added_share_what_none_had_twice_at_the_start(
     text: str, at_start: set[str], later: bool, tmp_path: Path
 ) -> None:
-    deployment = LocalDeployment(parse_config(f"{text}\n{FREE}"), log_dir=tmp_path / "logs", control=True)
+    deployment = LocalDeployment(parse_config(f"{text}\n{FREE}"), log_dir=tmp_path / "logs")
     try:
         first, held = deployment._supervisor._specs[0], deployment._holdings
         assert parts(first.environment) == at_start and len(first.descriptors) == len(at_start)
@@ -74,7 +74,7 @@ def parts(environment: Any) -> set[str]:
 
 async def test_a_deployment_serves_where_its_control_socket_cannot_be(tmp_path: Path, runtime: Path) -> None:
     config = parse_config(f"topology: EPD\ninstances: {{base_port: 0, preload: false}}\n{FREE}")
-    deployment = LocalDeployment(config, log_dir=tmp_path / "logs", ready_timeout_s=300, control=True)
+    deployment = LocalDeployment(config, log_dir=tmp_path / "logs", ready_timeout_s=300)
     assert deployment.no_control == ""
     shutil.rmtree(runtime)
     async with deployment:

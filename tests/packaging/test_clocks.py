@@ -10,14 +10,14 @@ ROOT = Path(__file__).parents[2]
 _OF_THE_DAY = {("time", "time"), ("time", "time_ns"), ("datetime", "now"), ("datetime", "utcnow")}
 #: Files that tell people when something was, by its functions.
 TOLD = {
+    "epd_serve/autoscale/role_loop.py",
     "epd_serve/bench/session.py",
     "epd_serve/telemetry/otel.py",
     "epd_serve/telemetry/trace_file.py",
     "epd_serve/vllm_plugin/kv_sending.py",
     "proxy/observe/access_log.py",
-    "proxy/admin/elastic.py",
     "proxy/api/endpoint.py",
-    "proxy/admin/redeploy.py",
+    "proxy/admin/scaling.py",
     "proxy/api/views.py",
 }
 

@@ -1,14 +1,19 @@
 """The admin plane: another address, another key, and nothing of it where clients are."""
 
 import asyncio
+import json
 import socket
 
 import pytest
 from fastapi import APIRouter, FastAPI
 from gateway_settings import admin_plane
 
+from epd_serve.autoscale.seen import from_json, see
 from epd_serve.config import parse_config
+from epd_serve.telemetry.trace_context import new_context
 from proxy.admin.plane import create_admin_app, running_admin
+from proxy.admin.scaling import ServedRequests
+from proxy.observe.trail import Trail
 from proxy.settings import GatewaySettings
 from proxy.workers.crew import Crew
 
@@ -45,12 +50,34 @@ async def test_operators_see_instances_and_requests_with_their_own_key(start, ki
         assert response.status == 404 and (await response.json())["error"]["type"] == "invalid_request_error"
 
 
-@pytest.mark.parametrize("controls", [True, False])
-async def test_one_gateway_of_a_deployment_runs_the_controller(start, controls):
-    options = {"elastic": {"enabled": True}, "slo": {"ttft_ms": 2000, "tpot_ms": 50}, "controls": controls}
-    gateway = await start("e0:E", "p0:P", "d0:D", admin=admin_plane(), **options)
-    async with gateway.session.get(f"{gateway.app.state.admin_url}/elastic") as answer:
-        assert ((await answer.json())["decisions"] is not None) is controls
+async def test_what_autoscale_asks_and_says(start):
+    gateway = await start("e0:E", "p0:P", "d0:D", admin=admin_plane(), elastic={"drift": {"enabled": True}})
+    url, session = gateway.app.state.admin_url, gateway.session
+    async with session.get(f"{url}/load") as answer:
+        seen = from_json((await answer.json())["instances"])
+    assert [(one.name, str(one.role), one.is_serving) for one in seen] == [
+        *(("e0", "E", True), ("p0", "P", True), ("d0", "D", True))
+    ]
+    assert seen == see(gateway.table)
+    for kind in ("starting", "calm"):
+        async with session.post(f"{url}/elastic", json={"kind": kind}) as answer:
+            assert answer.status == 200
+    async with session.get(f"{url}/elastic") as answer:
+        assert (await answer.json())["decisions"] == [{"kind": "starting"}, {"kind": "calm"}]
+    async with session.post(f"{url}/elastic", data=b"[]") as answer:
+        assert answer.status == 400
+
+
+def test_served_requests_are_numbered_and_those_of_another_gateway_are_all_new():
+    served = ServedRequests()
+    for number in range(3):
+        trail = Trail("chat", new_context(), str(number), 1000.0)
+        trail.finish(200)
+        served.put(trail)
+    last, lines = served.after(1)
+    assert last == 3 and [json.loads(line)["request_id"] for line in lines] == ["1", "2"]
+    assert served.after(3) == (3, [])
+    assert len(served.after(7)[1]) == 3, "the gateway was started again"
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.2"])

@@ -16,8 +16,9 @@ from epd_serve.launch.orders import Deadline, GatewayOrders, OrderRefused
 from epd_serve.protocol import wire
 from epd_serve.protocol.wire import Left
 from epd_serve.types import Stage
-from proxy.admin.orders import Departures, Hold, OrdersSettings, orders_router, running_orders
+from proxy.admin.orders import Departures, OrdersSettings, orders_router, running_orders
 from proxy.admin.plane import create_admin_app
+from proxy.admin.switches import Hold, switches_router
 from proxy.workers.crew import Crew
 
 
@@ -46,7 +47,8 @@ class Launched:
         state, crew = self.gateway.app.state, Crew()
         settings = OrdersSettings(self.path, self.reload, lambda file: [file.name])
         router = orders_router(state.table, self.departures, self.hold, settings, crew)
-        return create_admin_app(state.table, state.admission, None, crew, [router])
+        roles = switches_router(state.switches, self.hold)
+        return create_admin_app(state.table, state.admission, None, crew, [roles, router])
 
 
 def leaves(instance: Any, when: asyncio.Event | None = None) -> None:
@@ -178,6 +180,13 @@ async def test_files_and_the_controller(launched: Launched) -> None:
     await orders.give("POST", "/hold", {"seconds": 60}, Deadline(10))
     with pytest.raises(Conflict, match="epd-serve apply"):
         launched.hold.check()
+    p1 = launched.gateway["p1"]
+    p1.scripts["/role"] = lambda _: [(200, {}), wire.encode(wire.RoleChanged("P", "D", 0, 0.1))]
+    order = {"role": "D", "deadline_s": 5}
+    with pytest.raises(OrderRefused, match="epd-serve apply"):
+        await orders.give("POST", "/instances/p1/role", {**order, "automatic": True}, Deadline(0.3))
+    assert not p1.got("/role")
+    await orders.give("POST", "/instances/p1/role", order, Deadline(10))
     await orders.give("POST", "/hold", {"seconds": 0}, Deadline(10))
     launched.hold.check()
     await orders.is_ready("d0", Deadline(10))

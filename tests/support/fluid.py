@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from epd_serve.elastic.controller import Controller, Decision
-from epd_serve.elastic.seen import Seen
+from epd_serve.autoscale.controller import Controller, Decision
+from epd_serve.autoscale.seen import Seen
 from epd_serve.types import Role, Stage, StageRate
 
 STEP = StageRate(0.02, 0.001)

@@ -18,15 +18,12 @@ def gateway_settings(
     poll_interval_s: float = 0.05,
     startup_wait_s: float = 60.0,
     host: str = "127.0.0.1",
-    controls: bool = False,
     **options: Any,
 ) -> GatewaySettings:
     """``options``: keys of the section ``gateway``, and some of the whole file."""
     whole = {key: options.pop(key) for key in _OF_THE_FILE if key in options}
     options["media"] = {"allow_private": True, **options.get("media", {})}
-    settings = GatewaySettings.of(
-        DeploymentConfig.model_validate({**whole, "gateway": options}), host, controls=controls
-    )
+    settings = GatewaySettings.of(DeploymentConfig.model_validate({**whole, "gateway": options}), host)
     return replace(settings, poll_interval_s=poll_interval_s, startup_wait_s=startup_wait_s)
 
 

@@ -1,4 +1,4 @@
-"""Planning anew when the workload has drifted: TriInfer, section 4.4, "Redeploy"."""
+"""A new plan when the workload has drifted: TriInfer, section 4.4, "Redeploy"."""
 
 from __future__ import annotations
 
@@ -7,21 +7,18 @@ import json
 import logging
 import sys
 import tempfile
-import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 
 import msgspec
 import psutil
 
+from epd_serve.autoscale.drift import Drift, DriftDetector, Observed
+from epd_serve.autoscale.hook import tell
 from epd_serve.config import DeploymentConfig
-from epd_serve.elastic.drift import Drift, DriftDetector, Observed
-from epd_serve.elastic.hook import tell
-from epd_serve.routing.table import InstanceTable
-from proxy.observe.access_log import line_of
-from proxy.observe.trail import Trail
 
 logger = logging.getLogger(__name__)
 
@@ -32,13 +29,22 @@ _NICENESS = 10
 _SHOWN = 300
 
 
-class Redeployer:
+class _Served(msgspec.Struct):
+    """The fields of a line of the access log that a drift shows in."""
+
+    time: str
+    status: int
+    images: int
+    prompt_tokens: int | None
+    completion_tokens: int | None
+    duration_ms: float
+
+
+class Replanner:
     """Looks at each served request as the access log has it; a drift has 'epd-serve plan' look at the latest.
 
-    Args:
-        tokens_per_pixel: of images, as instances say it.
-
     Attributes:
+        tokens_per_pixel: of images, as instances say it.
         drifts: that were seen, in plain words.
         plan: the file of the last plan; directories of earlier ones are gone.
         deployment: by which 'epd-serve apply' finds the launcher of this gateway; None: there is none.
@@ -47,34 +53,33 @@ class Redeployer:
     def __init__(
         self,
         config: DeploymentConfig,
-        tokens_per_pixel: Callable[[], float],
         program: tuple[str, ...] = (sys.executable, "-P", "-m", "epd_serve.cli"),
     ) -> None:
         self._options, self._hook = config.elastic.drift, config.elastic.hook
         limits = {"ttft": config.slo.ttft_ms, "tpot": config.slo.tpot_ms}
         self._slo = ",".join(f"{name}={limit:g}" for name, limit in limits.items() if limit is not None)
         self._program = program
-        self._tokens_per_pixel = tokens_per_pixel
+        self.tokens_per_pixel = 0.0
         self._detector = DriftDetector(self._options)
         self._lines: deque[bytes] = deque(maxlen=self._options.num_requests)
         self._drifts: list[Drift] = []
         self._drifted = asyncio.Event()
-        self._wall_offset_s = time.time() - time.monotonic()
         self.drifts: list[str] = []
         self.plan: Path | None = None
         self.deployment: str | None = None
 
-    def put(self, trail: Trail) -> None:
-        """A request is over."""
-        if not trail.prompt_tokens or not trail.output_tokens or trail.status != 200:
+    def put(self, line: bytes) -> None:
+        """Take a line of the access log: a request is over. Raises ValueError for anything else."""
+        served = msgspec.json.decode(line, type=_Served)
+        if not served.prompt_tokens or not served.completion_tokens or served.status != 200:
             return
-        self._lines.append(msgspec.json.encode(line_of(trail, self._wall_offset_s)))
+        self._lines.append(line)
         drifts = self._detector.observe(
             Observed(
-                at_s=trail.arrived_s + trail.duration_s,
-                num_prompt_tokens=trail.prompt_tokens,
-                num_output_tokens=trail.output_tokens,
-                num_images=trail.num_images,
+                at_s=datetime.fromisoformat(served.time).timestamp() + served.duration_ms / 1e3,
+                num_prompt_tokens=served.prompt_tokens,
+                num_output_tokens=served.completion_tokens,
+                num_images=served.images,
             )
         )
         if drifts:
@@ -103,7 +108,7 @@ class Redeployer:
             return
         trace, plan = directory / "trace.jsonl", directory / "plan.yaml"
         trace.write_bytes(b"".join(line + b"\n" for line in self._lines))
-        tokens = round(self._tokens_per_pixel() * _IMAGE_PIXELS)
+        tokens = round(self.tokens_per_pixel * _IMAGE_PIXELS)
         slo = ("--slo", self._slo) if self._slo else ()
         answer = await self._run(
             *("plan", "--trace", str(trace), "--devices", str(options.devices), *slo),
@@ -142,8 +147,3 @@ class Redeployer:
             logger.warning("elastic: epd-serve %s failed: %s", arguments[0], problem)
             return None
         return output
-
-
-def tokens_per_pixel(table: InstanceTable) -> float:
-    """As the instances say it, for their model's images; 0 where none has said it yet."""
-    return max((one.info.tokens_per_pixel for one in table if one.info is not None), default=0.0)

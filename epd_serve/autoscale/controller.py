@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from math import sqrt
 
+from epd_serve.autoscale.pressure import Limits, Sample, StageLoad, capacities, load_of, sample
+from epd_serve.autoscale.seen import Seen
 from epd_serve.config.elastic import ElasticConfig
-from epd_serve.elastic.options import Limits
-from epd_serve.elastic.pressure import Sample, StageLoad, capacities, load_of, sample
-from epd_serve.elastic.seen import Seen
 from epd_serve.types import Role, Stage
 
 _NAMES = {Stage.ENCODE: "encode", Stage.PREFILL: "prefill", Stage.DECODE: "decode"}

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd_serve.elastic.options import Limits
-from epd_serve.elastic.pressure import Sample, StageLoad, load_of
+from epd_serve.autoscale.pressure import Limits, Sample, StageLoad, load_of
 from epd_serve.types import Stage, StageRate
 
 LIMITS = Limits(ttft_s=2.0, tpot_s=0.05)

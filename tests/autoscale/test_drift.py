@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from epd_serve.autoscale.drift import Drift, DriftDetector, Observed
 from epd_serve.config.elastic import DriftConfig
-from epd_serve.elastic.drift import Drift, DriftDetector, Observed
 
 OPTIONS = DriftConfig(num_requests=100)
 

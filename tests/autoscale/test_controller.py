@@ -10,10 +10,10 @@ from fluid import STEP, Fluid
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from epd_serve.autoscale.controller import Controller, Kind, Order
+from epd_serve.autoscale.pressure import Limits
+from epd_serve.autoscale.seen import Seen
 from epd_serve.config.elastic import ElasticConfig
-from epd_serve.elastic.controller import Controller, Kind, Order
-from epd_serve.elastic.options import Limits
-from epd_serve.elastic.seen import Seen
 from epd_serve.types import Role, Stage, StageRate
 
 LIMITS = Limits(ttft_s=2.0, tpot_s=0.05)

@@ -11,24 +11,26 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from epd_serve.autoscale.replanning import Replanner
 from epd_serve.config import DeploymentConfig
 from epd_serve.config.load import parse_config
 from epd_serve.telemetry.trace_context import new_context
 from epd_serve.topology import Topology
-from proxy.admin.redeploy import Redeployer
+from proxy.observe.access_log import line_of
 from proxy.observe.trail import Trail
 
 
-def served(number: int, *, output: int) -> Trail:
+def served(number: int, *, output: int, status: int = 200) -> bytes:
     draw = random.Random(number)
     made = Trail("chat", new_context(), str(number), 1000.0 + 0.5 * number)
     made.media([802 * 652], 1000)
     made.prompt_tokens, made.output_tokens = 600 + draw.randrange(200), output + draw.randrange(output)
-    made.finish(200)
+    made.finish(status)
     made.end_s = made.arrived_s + 1.0
-    return made
+    return msgspec.json.encode(line_of(made, 0.0))
 
 
 def drifting(**options: Any) -> DeploymentConfig:
@@ -48,40 +50,39 @@ async def test_longer_answers_are_said_and_planned_for(tmp_path: Path) -> None:
             },
         }
     )
-    redeployer = Redeployer(config, lambda: 1 / 784)
-    running = asyncio.create_task(redeployer.run())
+    replanner = Replanner(config)
+    replanner.tokens_per_pixel = 1 / 784
+    running = asyncio.create_task(replanner.run())
     try:
         for number in range(60):
-            redeployer.put(served(number, output=20))
-        failed = served(60, output=2000)
-        failed.finish(500)
-        redeployer.put(failed)
+            replanner.put(served(number, output=20))
+        replanner.put(served(60, output=2000, status=500))
         await asyncio.sleep(0)
-        assert redeployer.drifts == []
+        assert replanner.drifts == []
         for number in range(61, 90):
-            redeployer.put(served(number, output=200))
+            replanner.put(served(number, output=200))
         async with asyncio.timeout(300):
-            while redeployer.plan is None or len(told.read_text().splitlines()) < 2:
+            while replanner.plan is None or len(told.read_text().splitlines()) < 2:
                 assert not running.done(), running.exception()
                 await asyncio.sleep(0.02)
-        assert "tokens of an answer went from" in redeployer.drifts[0]
+        assert "tokens of an answer went from" in replanner.drifts[0]
         drift, plan = (json.loads(line) for line in told.read_text().splitlines())
         assert (drift["event"], plan["event"]) == ("drift", "plan")
-        assert plan["plan"] == redeployer.plan.read_text()
+        assert plan["plan"] == replanner.plan.read_text()
         planned = parse_config(plan["plan"])
         assert isinstance(planned.topology, Topology) and planned.topology.num_devices == 1
         assert planned.slo.tpot_ms == 100
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
-    assert not redeployer.plan.exists()
+    assert not replanner.plan.exists()
 
 
 async def test_a_plan_that_fails_is_said_and_nothing_else(tmp_path: Path, caplog: object) -> None:
-    redeployer = Redeployer(drifting(devices=tmp_path / "none.yaml"), lambda: 0.0)
+    replanner = Replanner(drifting(devices=tmp_path / "none.yaml"))
     for number in range(80):
-        redeployer.put(served(number, output=20 if number < 40 else 400))
-    running = asyncio.create_task(redeployer.run())
+        replanner.put(served(number, output=20 if number < 40 else 400))
+    running = asyncio.create_task(replanner.run())
     try:
         async with asyncio.timeout(300):
             while "none.yaml" not in caplog.text:  # type: ignore[attr-defined]
@@ -90,7 +91,7 @@ async def test_a_plan_that_fails_is_said_and_nothing_else(tmp_path: Path, caplog
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
-    assert redeployer.plan is None
+    assert replanner.plan is None
 
 
 async def test_a_plan_is_applied_where_that_is_enabled(tmp_path: Path) -> None:
@@ -107,18 +108,18 @@ async def test_a_plan_is_applied_where_that_is_enabled(tmp_path: Path) -> None:
         f"    part.rename({str(told)!r})\n"
     )
     config = drifting(devices=tmp_path / "fleet.yaml", apply=True)
-    redeployer = Redeployer(config, lambda: 0.0, (sys.executable, str(program)))
-    redeployer.deployment = "127.0.0.1:8000"
+    replanner = Replanner(config, (sys.executable, str(program)))
+    replanner.deployment = "127.0.0.1:8000"
     for number in range(80):
-        redeployer.put(served(number, output=20 if number < 40 else 400))
-    running = asyncio.create_task(redeployer.run())
+        replanner.put(served(number, output=20 if number < 40 else 400))
+    running = asyncio.create_task(replanner.run())
     try:
         async with asyncio.timeout(300):
             while not told.exists():
                 assert not running.done()
                 await asyncio.sleep(0.02)
-        assert redeployer.plan is not None
-        assert told.read_text() == f"apply {redeployer.plan} --topology-only --gateway 127.0.0.1:8000"
+        assert replanner.plan is not None
+        assert told.read_text() == f"apply {replanner.plan} --topology-only --gateway 127.0.0.1:8000"
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
@@ -129,8 +130,8 @@ async def test_a_full_disk_costs_one_plan_and_not_the_gateway(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     refuses = (sys.executable, "-c", "raise SystemExit('the second one got there')")
-    redeployer = Redeployer(drifting(devices=tmp_path / "none.yaml"), lambda: 0.0, refuses)
-    running = asyncio.create_task(redeployer.run())
+    replanner = Replanner(drifting(devices=tmp_path / "none.yaml"), refuses)
+    running = asyncio.create_task(replanner.run())
 
     async def until(condition: Callable[[], object]) -> None:
         async with asyncio.timeout(300):
@@ -140,7 +141,7 @@ async def test_a_full_disk_costs_one_plan_and_not_the_gateway(
 
     def serve(numbers: range, output: int) -> None:
         for number in numbers:
-            redeployer.put(served(number, output=output))
+            replanner.put(served(number, output=output))
 
     try:
         await until(lambda: any(tmp_path.iterdir()))

@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
 
 from epd_serve.cost.stages import PRIOR_DECODE, PRIOR_ENCODE, PRIOR_PREFILL
 from epd_serve.routing.estimates import PRIOR_TOKENS_PER_PIXEL
@@ -143,3 +146,13 @@ def _see(record: InstanceRecord, *, held_up: float, own: float, has_images: floa
         kv_used=_used(record),
         sent={Stage.ENCODE: record.sent_encode_s, Stage.DECODE: record.sent_sequences},
     )
+
+
+def to_json(instances: Sequence[Seen]) -> list[dict[str, Any]]:
+    """Instances as the admin API has them (``GET /load``)."""
+    return [{**msgspec.to_builtins(one), "role": str(one.role)} for one in instances]
+
+
+def from_json(instances: Sequence[Mapping[str, Any]]) -> list[Seen]:
+    """The reverse of :func:`to_json`. Raises ValueError for anything else."""
+    return [msgspec.convert({**one, "role": {"stages": list(str(one.get("role")))}}, Seen) for one in instances]

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
+from epd_serve.autoscale.hook import tell
 from epd_serve.config.elastic import HookConfig
-from epd_serve.elastic.hook import tell
 
 WISH = {"event": "more", "role": "D", "reason": "decode is at 3.0 times what the SLO allows"}
 

@@ -7,6 +7,7 @@ import json
 import logging
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +15,39 @@ import pytest
 from instance_info import instance_info
 from pydantic import ValidationError
 
+from epd_serve.autoscale.controller import Order
+from epd_serve.autoscale.role_loop import GiveOrder, Look, RoleLoop
+from epd_serve.autoscale.seen import Seen, from_json, see, to_json
 from epd_serve.config import DeploymentConfig
 from epd_serve.config.load import load_config
-from epd_serve.elastic.controller import Order
-from epd_serve.elastic.seen import see
-from epd_serve.errors import InvalidRequest, Unavailable
 from epd_serve.protocol.wire import InstanceInfo, Load
 from epd_serve.routing.table import InstanceTable
+from epd_serve.rpc.admin import AdminRefused, AdminUnreachable
 from epd_serve.types import StageRate
-from proxy.admin import elastic as elastic_module
-from proxy.admin.elastic import ElasticLoop, GiveOrder
 
 SLO = {"ttft_ms": 2000, "tpot_ms": 50}
 OPTIONS = {"enabled": True, "cooldown_s": 0.05, "hold_s": 0.02, "window_s": 0.1, "interval_s": 0.01}
 
 
-def looping(here: InstanceTable, give: GiveOrder, **options: Any) -> ElasticLoop:
+@dataclass
+class Looping:
+    """A loop with the decisions that it reported."""
+
+    loop: RoleLoop
+    decisions: list[dict[str, Any]]
+
+
+def looping(here: InstanceTable, give: GiveOrder, look: Look | None = None, **options: Any) -> Looping:
     config = DeploymentConfig.model_validate({"slo": SLO, "elastic": OPTIONS | options})
-    return ElasticLoop(config, here, give, calm_s=0.05)
+    decisions: list[dict[str, Any]] = []
+
+    async def look_here() -> list[Seen]:
+        return from_json(to_json(see(here)))
+
+    async def report(decision: dict[str, Any]) -> None:
+        decisions.append(decision)
+
+    return Looping(RoleLoop(config, look or look_here, give, report, calm_s=0.05), decisions)
 
 
 def info(name: str, role: str, num_running: int = 0) -> InstanceInfo:
@@ -45,8 +61,8 @@ def table(roles: dict[str, str], num_running: int) -> InstanceTable:
     return made
 
 
-async def run_until(loop: ElasticLoop, condition: Callable[[], bool]) -> None:
-    running = asyncio.create_task(loop.run())
+async def run_until(looping: Looping, condition: Callable[[], bool]) -> None:
+    running = asyncio.create_task(looping.loop.run())
     try:
         async with asyncio.timeout(300):
             while not condition():
@@ -80,8 +96,8 @@ async def test_a_late_stage_gets_an_instance_and_the_admin_plane_says_why() -> N
 @pytest.mark.parametrize(
     ("error", "said", "again"),
     [
-        (InvalidRequest("e0 has no weights"), "will not become D: e0 has no weights", False),
-        (Unavailable("it drains"), "did not become D: it drains", True),
+        (AdminRefused(400, "e0 has no weights"), "will not become D: e0 has no weights", False),
+        (AdminRefused(503, "it drains"), "did not become D: it drains", True),
     ],
 )
 async def test_an_order_that_fails_is_given_again_unless_it_cannot_be(
@@ -101,24 +117,31 @@ async def test_an_order_that_fails_is_given_again_unless_it_cannot_be(
     assert said in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("fault", "reason", "level"),
+    [
+        (ValueError("no table"), "ValueError: no table", logging.ERROR),
+        (AdminUnreachable("nothing answers"), "nothing answers", logging.WARNING),
+        (TimeoutError(), "the gateway does not answer", logging.WARNING),
+    ],
+)
 async def test_a_moment_that_cannot_be_judged_is_not_the_last_and_a_row_of_them_is_said_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    fault: Exception, reason: str, level: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    looks = 0
+    here, looks = table({"e0": "E", "p0": "P", "d0": "D"}, num_running=0), 0
 
-    def see_late(here: InstanceTable) -> Any:
+    async def look() -> list[Seen]:
         nonlocal looks
         looks += 1
         if looks <= 5:
-            raise ValueError(f"look {looks}")
+            raise fault
         return see(here)
 
-    monkeypatch.setattr(elastic_module, "see", see_late)
-    loop = looping(table({"e0": "E", "p0": "P", "d0": "D"}, num_running=0), never)
+    loop = looping(here, never, look)
     await run_until(loop, lambda: len(loop.decisions) > 1)
     assert [one["kind"] for one in loop.decisions] == ["undecided", "calm"]
-    assert loop.decisions[0]["reason"] == "ValueError: look 1"
-    assert [record.levelno for record in caplog.records].count(logging.ERROR) == 1
+    assert loop.decisions[0]["reason"] == reason
+    assert [record.levelno for record in caplog.records if record.levelno > logging.INFO] == [level]
 
 
 async def test_without_an_instance_to_move_a_command_is_told(tmp_path: Path) -> None:

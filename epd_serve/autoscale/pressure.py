@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from math import sqrt
 from statistics import fmean, pvariance
 
-from epd_serve.elastic.options import Limits
-from epd_serve.elastic.seen import Seen
+from epd_serve.autoscale.seen import Seen
 from epd_serve.types import Role, Stage, StageRate
 
 #: Of a stage without an instance.
@@ -28,6 +27,23 @@ _KV_FULL = 0.9
 _ENDLESS = 0.95
 #: Of what the SLO allows, from where on growing batches are looked ahead of.
 _SOON = 0.5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """The SLO: seconds to the first token, and between two of them.
+
+    Attributes:
+        share: part of ``ttft_s`` that the queue of one stage may take.
+    """
+
+    ttft_s: float
+    tpot_s: float
+    share: float = 0.5
+
+    @property
+    def queue_s(self) -> float:
+        return self.share * self.ttft_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

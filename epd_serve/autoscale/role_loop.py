@@ -1,0 +1,129 @@
+"""The controller at work: looks at the instances become decisions, and those become orders and wishes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from epd_serve.autoscale.controller import Controller, Decision, Kind, Order, Wish
+from epd_serve.autoscale.hook import tell
+from epd_serve.autoscale.pressure import Limits
+from epd_serve.autoscale.seen import Seen
+from epd_serve.config import DeploymentConfig
+from epd_serve.config.elastic import HookConfig
+from epd_serve.rpc.admin import AdminError, AdminRefused
+from epd_serve.types import Stage
+
+logger = logging.getLogger(__name__)
+
+#: Beyond its deadline, for an instance that makes its new stages.
+_REBUILD_S = 60.0
+
+#: HTTP statuses of refusals for good.
+_FOR_GOOD = (400, 404)
+
+#: Returns the instances as they are now. Raises AdminError or TimeoutError.
+Look = Callable[[], Awaitable[Sequence[Seen]]]
+#: Carries out an order. Raises AdminError or TimeoutError where it cannot.
+GiveOrder = Callable[[Order, float], Awaitable[Any]]
+#: Takes down a decision. Raises nothing.
+Report = Callable[[dict[str, Any]], Awaitable[None]]
+
+
+class RoleLoop:
+    """Decides each ``interval_s``; an order is carried out beside it, one at a time.
+
+    Args:
+        report: called with each decision that orders or wishes something, and with the first of each row of equal
+            ones.
+    """
+
+    def __init__(
+        self, config: DeploymentConfig, look: Look, give: GiveOrder, report: Report, *, calm_s: float = 60.0
+    ) -> None:
+        slo = config.slo
+        assert slo.ttft_ms is not None and slo.tpot_ms is not None
+        self._options = config.elastic
+        self._look = look
+        self._give = give
+        self._report = report
+        self._controller = Controller(
+            config.elastic,
+            Limits(ttft_s=slo.ttft_ms / 1e3, tpot_s=slo.tpot_ms / 1e3),
+            needed=tuple(stage for stage in Stage if stage in config.topology.stages),
+            rebuild_s=_REBUILD_S,
+            calm_s=calm_s,
+        )
+        self._last: Kind | None = None
+
+    async def run(self) -> None:
+        """Until cancelled; orders under way are given up then, which leaves them to their deadline."""
+        async with asyncio.TaskGroup() as group:
+            while True:
+                await asyncio.sleep(self._options.interval_s)
+                decision = await self._decide()
+                if (noted := self._note(decision)) is not None:
+                    await self._report(noted)
+                if decision.order is not None:
+                    group.create_task(self._carry_out(decision.order))
+                if decision.wish is not None and self._options.hook is not None:
+                    group.create_task(self._tell(self._options.hook, decision.wish))
+
+    async def _decide(self) -> Decision:
+        """The decision of this moment; a moment that cannot be judged is not the last one."""
+        try:
+            instances = await self._look()
+            return self._controller.decide(time.monotonic(), instances)
+        except (AdminError, TimeoutError) as error:
+            reason = str(error) or "the gateway does not answer"
+            level = logging.DEBUG if self._last is Kind.UNDECIDED else logging.WARNING
+            logger.log(level, "elastic: nothing is decided at this moment: %s", reason)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            if self._last is not Kind.UNDECIDED:
+                logger.exception("elastic: nothing is decided at this moment")
+        return Decision(at_s=time.monotonic(), kind=Kind.UNDECIDED, reason=reason)
+
+    def _note(self, decision: Decision) -> dict[str, Any] | None:
+        """Log a decision with its reason; return it for the report. A row of equal ones is noted once."""
+        wish, order = decision.wish, decision.order or decision.would
+        if decision.kind is self._last and order is None and wish is None:
+            return None
+        self._last = decision.kind
+        quiet = decision.kind in (Kind.CALM, Kind.UNDECIDED) and wish is None
+        logger.log(logging.DEBUG if quiet else logging.INFO, "elastic: %s", decision.reason)
+        if wish is not None:
+            logger.info("elastic: %s of role %s: %s", _event(wish), wish.role, wish.reason)
+        return {
+            "time": time.time(),
+            "kind": decision.kind.value,
+            "reason": decision.reason,
+            "order": None if order is None else {"instance": order.instance, "role": str(order.role)},
+            "wish": None if wish is None else {"event": _event(wish), "role": str(wish.role)},
+            "pressures": {stage.value: round(value, 3) for stage, value in decision.pressures.items()},
+        }
+
+    async def _carry_out(self, order: Order) -> None:
+        try:
+            await self._give(order, self._options.deadline_s)
+        except (AdminError, TimeoutError) as error:
+            is_final = isinstance(error, AdminRefused) and error.status in _FOR_GOOD
+            (self._controller.refused if is_final else self._controller.failed)(order)
+            words = "will not become" if is_final else "did not become"
+            reason = str(error) or "the gateway does not answer"
+            logger.warning("elastic: %s %s %s: %s", order.instance, words, order.role, reason)
+        except Exception:  # one order must not end the controller
+            self._controller.failed(order)
+            logger.exception("elastic: the order for %s failed", order.instance)
+        else:
+            logger.info("elastic: %s serves %s", order.instance, order.role)
+
+    async def _tell(self, hook: HookConfig, wish: Wish) -> None:
+        await tell(hook, {"event": _event(wish), "role": str(wish.role), "reason": wish.reason})
+
+
+def _event(wish: Wish) -> str:
+    return "more" if wish.change > 0 else "fewer"
