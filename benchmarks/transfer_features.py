@@ -17,8 +17,8 @@ from PIL import Image
 from benchmarks.deployed import Figures, ask, closed_loop, deployed, figures, growth
 from benchmarks.transfer_models import make_model
 from epd_serve.launch import LocalDeployment
-from epd_serve.media.naming import mm_hash
 from epd_serve.protocol import wire
+from proxy.media.loader import mm_hash
 
 HIDDEN = 3584
 PATH = "/v1/chat/completions"

@@ -16,10 +16,15 @@ from starlette.routing import Route
 from epd_serve.backends.base import StageCalls
 from epd_serve.backends.native import NativeConnections
 from epd_serve.config.stealing import StealingConfig
-from epd_serve.protocol.openai import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from epd_serve.protocol.openai import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationRequest,
+    VllmChatRequest,
+    VllmCompletionRequest,
+)
 from epd_serve.protocol.responses import InputTokensCall, ResponsesRequest
 from epd_serve.protocol.tokenizing import DetokenizeBody, TokenizeBody
-from epd_serve.protocol.vllm_requests import VllmChatRequest, VllmCompletionRequest
 from epd_serve.routing.choice import router_of
 from epd_serve.routing.policy import Policy
 from epd_serve.routing.stealing import StealRule

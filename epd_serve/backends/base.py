@@ -30,7 +30,7 @@ class Answer(Protocol):
 
     @property
     def prompt_note(self) -> str:
-        """P's note on the prompt (:mod:`epd_serve.protocol.prompt_note`); "" for none."""
+        """P's note on the prompt (:mod:`epd_serve.protocol.wire`); "" for none."""
 
     def chunks(self) -> AsyncIterator[bytes]:
         """Yield the body as it arrives, never empty pieces. Raises InstanceLost where it breaks off."""

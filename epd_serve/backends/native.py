@@ -10,12 +10,11 @@ from weakref import WeakSet
 
 import msgspec
 
-from epd_serve.backends.http_call import MAX_BODY_BYTES, MAX_NOTE_BYTES, HttpCall
-from epd_serve.backends.http_client import HttpPool
+from epd_serve.backends.http_client import MAX_BODY_BYTES, MAX_NOTE_BYTES, HttpCall, HttpPool
 from epd_serve.errors import InstanceLost, InstanceUntrusted, InvalidRequest, StageTimeout
-from epd_serve.protocol import frames, prompt_note, wire
-from epd_serve.protocol.media_message import encode_in_parts
+from epd_serve.protocol import frames, wire
 from epd_serve.protocol.prompt_calls import DetokenizeReply, DetokenizeRequest, TokenizeReply, TokenizeRequest
+from epd_serve.protocol.wire import encode_in_parts
 
 INFO_TIMEOUT_S = 10.0
 #: Beyond the time that a probe gives the instance.
@@ -24,7 +23,7 @@ _MAX_REPORT_BYTES = 1 << 20
 _HEADERS = f"content-type: {wire.CONTENT_TYPE}\r\n{wire.REQUEST_ID_HEADER}: "
 _NEXT = wire.NEXT_HEADER.encode()
 _FRAMES = frames.CONTENT_TYPE.encode()
-_NOTE = prompt_note.HEADER.lower().encode()
+_NOTE = wire.PROMPT_NOTE_HEADER.lower().encode()
 
 
 class NativeConnections:

@@ -1,10 +1,15 @@
-"""The blocks of a paged KV cache: reference counts, prefix reuse by content hash, LRU eviction."""
+"""The blocks of a paged KV cache: reference counts, content hashes, prefix reuse by them, LRU eviction."""
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+from blake3 import blake3
+
+from epd_serve.types import MediaSpan
 
 #: Requests for which a cached prefix that nobody asks for stays in the way of memory that was never used.
 IDLE_REQUESTS = 256
@@ -193,3 +198,29 @@ class BlockPool:
         assert {d: b for b, d in self._hash_of.items()} == self._by_hash, "hash tables disagree"
         assert all(block in self._hash_of for block in self._cached), "a cached block has no hash"
         assert not any(block in self._hash_of for block in self._blank), "a blank block has a hash"
+
+
+_ROOT = b"epd-serve kv block 1"
+
+
+def hash_blocks(token_ids: Sequence[int], block_size: int, spans: Sequence[MediaSpan] = ()) -> list[bytes]:
+    """Hash each *full* block of a prompt, chained to its predecessors.
+
+    Placeholder tokens are equal for all images, so a block that overlaps a span also hashes the span's mm_hash
+    and where in the span the block begins.
+
+    Returns:
+        One 32-byte digest for each of the ``len(token_ids) // block_size`` full blocks.
+    """
+    hashes: list[bytes] = []
+    parent = _ROOT
+    for start in range(0, len(token_ids) - block_size + 1, block_size):
+        end = start + block_size
+        hasher = blake3(parent)
+        hasher.update(array("q", token_ids[start:end]).tobytes())
+        for span in spans:
+            if span.start < end and start < span.end:
+                hasher.update(span.mm_hash.encode() + (start - span.start).to_bytes(8, "little", signed=True))
+        parent = hasher.digest()
+        hashes.append(parent)
+    return hashes

@@ -1,9 +1,15 @@
-"""Seconds of stages in closed form: linear in pixels, tokens and sequences, plus a part for each batch."""
+"""Amounts of work, and the seconds that they take.
+
+Stages are linear in pixels, tokens and sequences, plus a part for each batch; transfers depend on how far
+instances are apart.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+
+import msgspec
 
 from epd_serve.types import StageRate
 
@@ -81,3 +87,73 @@ def _batched_s(rate: StageRate, units: float, max_batch: float) -> float:
         return 0.0
     num_batches = 1 if units <= max_batch else math.ceil(units / max_batch)
     return rate.base_s * num_batches + rate.unit_s * units
+
+
+class Work(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """Work of some requests at one instance.
+
+    Attributes:
+        num_pixels: pixels to be encoded.
+        num_tokens: prompt tokens to be computed.
+        num_sequences: sequences that are, or will be, decoded.
+        num_kv_tokens: tokens whose KV has no room yet.
+    """
+
+    num_pixels: float = 0
+    num_tokens: float = 0
+    num_sequences: float = 0
+    num_kv_tokens: float = 0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            num_pixels=self.num_pixels + other.num_pixels,
+            num_tokens=self.num_tokens + other.num_tokens,
+            num_sequences=self.num_sequences + other.num_sequences,
+            num_kv_tokens=self.num_kv_tokens + other.num_kv_tokens,
+        )
+
+    def __sub__(self, other: Work) -> Work:
+        """The work that is left, nothing below zero: estimates may take away more than there was."""
+        num_pixels = self.num_pixels - other.num_pixels
+        num_tokens = self.num_tokens - other.num_tokens
+        num_sequences = self.num_sequences - other.num_sequences
+        num_kv_tokens = self.num_kv_tokens - other.num_kv_tokens
+        return Work(
+            num_pixels=num_pixels if num_pixels > 0 else 0,
+            num_tokens=num_tokens if num_tokens > 0 else 0,
+            num_sequences=num_sequences if num_sequences > 0 else 0,
+            num_kv_tokens=num_kv_tokens if num_kv_tokens > 0 else 0,
+        )
+
+
+NONE = Work()
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """The host and the device of an instance. Unknown hosts ("") count as different ones."""
+
+    host_id: str = ""
+    device: str = ""
+
+
+UNKNOWN = Place()
+
+
+class Link(msgspec.Struct, frozen=True, kw_only=True):
+    handshake_s: float
+    bytes_per_s: float
+
+    def seconds(self, nbytes: float) -> float:
+        return self.handshake_s + nbytes / self.bytes_per_s
+
+
+#: Orders of magnitude: memory of one device, shared memory of one host, a 10 Gbit/s network.
+SAME_DEVICE = Link(handshake_s=1e-4, bytes_per_s=2e10)
+SAME_HOST = Link(handshake_s=3e-4, bytes_per_s=4e9)
+NETWORK = Link(handshake_s=1e-3, bytes_per_s=1e9)
+
+
+def link_between(one: Place, other: Place) -> Link:
+    if not one.host_id or one.host_id != other.host_id:
+        return NETWORK
+    return SAME_DEVICE if one.device == other.device else SAME_HOST

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from epd_serve.cost.work import Work
+from epd_serve.cost.stages import Work
 from epd_serve.routing.policy import Route
 from epd_serve.routing.table import InstanceRecord
 

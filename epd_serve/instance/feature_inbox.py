@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
 import torch
@@ -13,7 +14,6 @@ from torch import Tensor
 from epd_serve.cache.feature_cache import IDLE_FEATURES, FeatureCache
 from epd_serve.cache.tombstones import Tombstones
 from epd_serve.errors import PEER_UNREACHABLE, InstanceFailed
-from epd_serve.instance.feature_form import FeatureForm
 from epd_serve.protocol.wire import FeatureEvent, MediaRef
 from epd_serve.transfer.transport import PeerGone, TransferError
 
@@ -184,3 +184,25 @@ class FeatureInbox:
             raise InstanceFailed(
                 f"feature {event.mm_hash[:12]} of {event.nbytes} bytes is no {event.shape} {event.dtype}: {error}"
             ) from error
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FeatureForm:
+    """[number of placeholder tokens of the image, ``width``] of ``dtype``.
+
+    Attributes:
+        num_tokens: placeholder tokens of an image of (width, height) pixels.
+    """
+
+    dtype: str
+    width: int
+    num_tokens: Callable[[tuple[int, int]], int]
+
+    def check(self, mm_hash: str, shape: Sequence[int], dtype: str, size: tuple[int, int]) -> None:
+        """Raise InstanceFailed for a feature that is none of this model's for an image of ``size`` pixels."""
+        expected = [self.num_tokens(size), self.width]
+        if list(shape) != expected or dtype != self.dtype:
+            raise InstanceFailed(
+                f"feature {mm_hash[:12]} is {list(shape)} {dtype}; an image of {size[0]}x{size[1]} pixels "
+                f"has {expected} {self.dtype} here"
+            )

@@ -9,8 +9,7 @@ from contextlib import suppress
 
 import msgspec
 
-from epd_serve.backends.http_call import HttpCall
-from epd_serve.backends.http_client import HttpPool
+from epd_serve.backends.http_client import HttpCall, HttpPool
 from epd_serve.errors import InstanceLost, ServeError
 
 logger = logging.getLogger(__name__)

@@ -16,8 +16,7 @@ from epd_serve.cache.block_pool import BlockPool
 from epd_serve.instance.context import InstanceContext
 from epd_serve.instance.decode import DecodeService
 from epd_serve.instance.encode import EncodeService
-from epd_serve.instance.feature_form import FeatureForm
-from epd_serve.instance.feature_inbox import FeatureInbox
+from epd_serve.instance.feature_inbox import FeatureForm, FeatureInbox
 from epd_serve.instance.feature_supply import FeatureSupply
 from epd_serve.instance.kv_delivery import Delivery, PullDelivery, PushDelivery
 from epd_serve.instance.language_weights import LanguageWeights

@@ -26,7 +26,7 @@ from epd_serve.config.role_files import remembered
 from epd_serve.instance.http import BrokenStream, ControlHttp, control_server_app
 from epd_serve.instance.instance import Instance
 from epd_serve.instance.joining import Joining
-from epd_serve.protocol.browsers import NoBrowsers
+from epd_serve.protocol.addresses import NoBrowsers
 from epd_serve.rpc.descriptors import raise_limit
 from epd_serve.rpc.sockets import watch_accepted
 

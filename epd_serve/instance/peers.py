@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from epd_serve.backends.http_call import HttpCall
-from epd_serve.backends.http_client import HttpPool
+from epd_serve.backends.http_client import HttpCall, HttpPool
 from epd_serve.config.keys import cluster_key
 from epd_serve.errors import PEER_UNREACHABLE, InstanceFailed, InstanceLost
 from epd_serve.protocol import wire

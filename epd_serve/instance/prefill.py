@@ -17,10 +17,9 @@ from epd_serve.instance.generation import Generation, check_constraint
 from epd_serve.instance.http import JSON, BrokenStream, Reply
 from epd_serve.instance.kv_delivery import Deliveries, Delivery
 from epd_serve.instance.prompt import Prompt, PromptProcessor
-from epd_serve.instance.prompt_sequence import sequence_of
 from epd_serve.instance.refusals import Refusals, moved
 from epd_serve.instance.request_processor import S_PER_CHARACTER, RequestProcessor, Wanted
-from epd_serve.protocol import chunks, frames, prompt_calls, prompt_note, wire
+from epd_serve.protocol import chunks, frames, prompt_calls, wire
 from epd_serve.request import Sequence, SequenceState
 from epd_serve.telemetry.timeline import Timeline
 from epd_serve.transfer.kv_sender import OutgoingTransfer
@@ -30,7 +29,7 @@ from epd_serve.worker.events import EngineEvent, FailureEvent, PromptEvent
 logger = logging.getLogger(__name__)
 
 _NEXT = wire.NEXT_HEADER.encode()
-_NOTE = prompt_note.HEADER.encode()
+_NOTE = wire.PROMPT_NOTE_HEADER.encode()
 NEXT_NONE = (_NEXT, b"none")
 NEXT_DECODE = (_NEXT, b"decode")
 
@@ -152,7 +151,7 @@ class PrefillService:
                     reply = await self._serve(request, prompt, answer, features)
                 else:
                     reply = await self._hand_over(request, prompt, answer, request.decode_url, features)
-                note = prompt_note.write_prompt_note(len(prompt.ids), had)
+                note = wire.write_prompt_note(len(prompt.ids), had)
                 return replace(reply, headers=(*reply.headers, (_NOTE, note.encode())))
             finally:
                 features.cancel()
@@ -392,3 +391,24 @@ class PrefillService:
         work.delivery.stop()
         self._engine.abort(work.request.request_id)
         self._spawn(asyncio.create_task(work.delivery.withdraw(reason)))
+
+
+def sequence_of(
+    request: wire.PrefillRequest, prompt: Prompt, *, hand_off: bool, wanted_logprobs: range = range(0)
+) -> Sequence:
+    """``hand_off``: another instance decodes it."""
+    return Sequence(
+        request_id=request.request_id,
+        prompt_ids=prompt.ids,
+        sampling=prompt.sampling,
+        max_tokens=prompt.max_tokens,
+        positions=prompt.positions,
+        position_delta=prompt.position_delta,
+        spans=prompt.spans,
+        block_hashes=prompt.block_hashes,
+        num_sequences=request.sampling.n,
+        hand_off=hand_off,
+        constraint=prompt.constraint,
+        output_ids=list(request.generated),
+        wanted_logprobs=wanted_logprobs,
+    )

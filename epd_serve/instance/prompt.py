@@ -11,11 +11,10 @@ import msgspec
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from epd_serve.cache.hashing import hash_blocks
+from epd_serve.cache.block_pool import hash_blocks
 from epd_serve.errors import InvalidRequest
 from epd_serve.instance.bounded_tokenizer import PIECE_CHARACTERS, BoundedTokenizer
-from epd_serve.instance.chat_template import ChatTemplate
-from epd_serve.instance.media_literals import MediaLiterals
+from epd_serve.instance.chat_template import ChatTemplate, MediaLiterals
 from epd_serve.instance.request_processor import S_PER_CHARACTER
 from epd_serve.instance.vocabulary import Vocabulary
 from epd_serve.models.family import Family

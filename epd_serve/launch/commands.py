@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from device.ascend_limits import parse_visible_devices
+from device.ascend_limits import InstanceUse, check_colocation, hccl_environment, parse_visible_devices
 from device.shares import share_environment
 from device.weight_files import COPIES, VARIABLE, to_variable
-from epd_serve.config import DeploymentConfig, InstanceOptions
+from epd_serve.config import DeploymentConfig, InstanceOptions, decode_graph_sizes
 from epd_serve.config.keys import CLUSTER_KEY
 from epd_serve.config.shares import DeviceShare
 from epd_serve.cost.interference import InterferenceMatrix
-from epd_serve.launch.npu import npu_environments
 from epd_serve.launch.ports import Ports
 from epd_serve.launch.process import ProcessSpec
 from epd_serve.protocol.addresses import url_of
@@ -296,3 +296,35 @@ def _shown(device: str, variable: str, allowed: str | None) -> str:
     if int(index) >= len(names):
         raise ValueError(f"device {device}: {variable}={allowed} shows only {len(names)} devices of this kind")
     return names[int(index)]
+
+
+def npu_environments(
+    instances: Sequence[tuple[InstancePlacement, InstanceOptions]],
+) -> list[dict[str, str]]:
+    """Variables for each instance's process; empty for those on other devices.
+
+    Raises ValueError where the instances on one NPU need more streams or graph tasks than it has.
+    """
+    sharing: dict[str, dict[str, InstanceUse]] = {}
+    environments: list[dict[str, str]] = []
+    for index, (placed, options) in enumerate(instances):
+        npus = [device for device in placed.devices if device.startswith("npu:")]
+        environments.append(hccl_environment(index) if npus else {})
+        for npu in npus:
+            sharing.setdefault(npu, {})[placed.name] = _use(options)
+    for uses in sharing.values():
+        check_colocation(uses)
+    return environments
+
+
+def _use(options: InstanceOptions) -> InstanceUse:
+    if not options.role.has_language_model:
+        return InstanceUse(num_streams=1)
+    config = json.loads((options.model / "config.json").read_text())
+    text = config.get("text_config", config)
+    return InstanceUse(
+        num_streams=2,  # the default one, and the one on which graphs are updated
+        num_graphs=len(decode_graph_sizes(options.max_num_seqs)) if options.role.decodes else 0,
+        num_layers=text["num_hidden_layers"],
+        num_groups=int(len(options.devices) > 1),
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Collection, Mapping, Sequence
@@ -18,7 +19,6 @@ from epd_serve.config.vllm import connectors
 from epd_serve.launch.commands import threads_each, visibility
 from epd_serve.launch.process import ProcessSpec
 from epd_serve.launch.vllm_hooks import CONNECTORS
-from epd_serve.launch.vllm_pixels import pixel_flags
 from epd_serve.launch.vllm_probe import VllmFound, check_flags, check_found, probe_vllm
 from epd_serve.protocol.addresses import is_loopback, url_of
 from epd_serve.topology import InstancePlacement
@@ -261,3 +261,27 @@ def link_plugin(directory: Path) -> str:
     (facts / "METADATA").write_text(f"Metadata-Version: 2.1\nName: epd-serve\nVersion: {epd_serve.__version__}\n")
     (facts / "entry_points.txt").write_text("[vllm.general_plugins]\nepd_serve = epd_serve.vllm_plugin:register\n")
     return str(directory)
+
+
+_FLAG = "mm_device_do_normalize"
+_KEYS = ("do_normalize", "do_rescale", "image_mean", "image_std")
+
+
+def pixel_flags(model: Path, flags: Collection[str]) -> dict[str, bool]:
+    """Flags of vllm serve with which transformers normalises, where the model's files leave it to it.
+
+    ``flags`` are those that the installed vLLM has.
+    """
+    image_processor = _read(model / "preprocessor_config.json")
+    processor = _read(model / "processor_config.json").get("image_processor") or {}
+    if _FLAG not in flags or not (image_processor or processor):
+        return {}
+    return {} if any(key in image_processor or key in processor for key in _KEYS) else {_FLAG: False}
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,16 +1,17 @@
-"""The value of a plan: its goodput in simulation."""
+"""The value of a plan: its goodput in simulation, and whether it keeps up with its requests."""
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 
 from epd_serve.bench.types import Share
 from epd_serve.plan.bound import Bound, MeanRequest, bound
 from epd_serve.plan.pools import Fleet, Pool
 from epd_serve.plan.space import Candidate
-from epd_serve.plan.steady import is_steady, served_per_s
 from epd_serve.sim.build import build
 from epd_serve.sim.gateway import Job
 from epd_serve.sim.records import attainment, attains
@@ -277,3 +278,39 @@ def _repeated(requests: Sequence[SimRequest], start: int, count: int) -> list[Si
             one = replace(one, at_s=one.at_s + lap * (span + step), images=images)
         found.append(one)
     return found
+
+
+def under_way(jobs: Sequence[Job]) -> list[int]:
+    """For each request, the number of earlier ones that had not ended when it arrived."""
+    ends = sorted(math.inf if job.finish_s is None else job.finish_s for job in jobs)
+    return [number - bisect_left(ends, job.sent_s) for number, job in enumerate(jobs)]
+
+
+def is_steady(jobs: Sequence[Job]) -> bool:
+    """Whether the last third of the requests met no more others than the first third did, but for chance. Requests
+    that came before the deployment was full, within 1.5 times the mean time of a request, do not count.
+
+    The number of independent requests under way that is ``n`` on average has the standard deviation √n at any
+    moment; twice that is taken for chance. A run of which nothing is left to compare passes.
+
+    Args:
+        jobs: jobs of a run that was not given up, by arrival.
+    """
+    stays = [job.finish_s - job.sent_s for job in jobs if job.finish_s is not None]
+    if not stays:
+        return False
+    full = bisect_left([job.sent_s for job in jobs], jobs[0].sent_s + 1.5 * fmean(stays))
+    numbers = under_way(jobs)[full:]
+    third = len(numbers) // 3
+    if not third:
+        return True
+    before, behind = fmean(numbers[:third]), fmean(numbers[-third:])
+    return behind <= before + 2 * math.sqrt(before) + 1
+
+
+def served_per_s(outcome: Outcome) -> float:
+    """Requests that ended in a second, from a quarter of the run on to its last arrival or its end."""
+    until = min(outcome.seconds, outcome.jobs[-1].sent_s)
+    since = until / 4
+    ended = sum(1 for job in outcome.jobs if job.finish_s is not None and since < job.finish_s <= until)
+    return ended / (until - since) if until > since else 0.0

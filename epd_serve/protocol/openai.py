@@ -14,12 +14,16 @@ from pydantic import BeforeValidator, Field, ValidationError
 
 from epd_serve.errors import InvalidRequest
 from epd_serve.protocol.fields import (
+    LABELS,
+    NEUTRAL,
     WIRE_INTEGERS,
     RequestModel,
     StopString,
     StopStrings,
     TokenIds,
     decode_object,
+    drop_message_neutral,
+    drop_neutral,
     explain,
 )
 from epd_serve.protocol.messages import MAX_MESSAGES, MediaSource, Message, check_messages, media_of, wire_messages
@@ -33,7 +37,6 @@ from epd_serve.protocol.tools import (
     make_grammar,
     tools_text,
 )
-from epd_serve.protocol.unsupported import LABELS, NEUTRAL, drop_message_neutral, drop_neutral
 from epd_serve.protocol.wire import ChatMessage, OutputOptions, PromptOptions
 from epd_serve.types import SAMPLING_DEFAULTS, Grammar, SamplingParams
 
@@ -409,3 +412,31 @@ def _gather_guided(fields: dict[str, Any]) -> dict[str, Any]:
             )
         fields["structured_outputs"] = given
     return fields
+
+
+class VllmFields(GenerationRequest):
+    """vLLM checks what these mean; an answer of a given structure may go on behind its end."""
+
+    ends_with_structure: ClassVar[bool] = False
+
+    return_token_ids: bool | None = None
+    prompt_logprobs: int | None = Field(None, ge=-1, le=1 << 20)
+
+    def _output(self, kind: Literal["chat", "completion"], id: str, created: int, model: str) -> OutputOptions:
+        options = super()._output(kind, id, created, model)
+        own = self.model_dump(include=self._own_fields, exclude_none=True)
+        return msgspec.structs.replace(options, for_vllm=msgspec.json.encode(own).decode()) if own else options
+
+    _own_fields: ClassVar[set[str]] = {"return_token_ids", "prompt_logprobs"}
+
+
+class VllmChatRequest(VllmFields, ChatCompletionRequest):
+    """Body of ``POST /v1/chat/completions``."""
+
+    reasoning_effort: str | None = None
+
+    _own_fields: ClassVar[set[str]] = {*VllmFields._own_fields, "reasoning_effort"}
+
+
+class VllmCompletionRequest(VllmFields, CompletionRequest):
+    """Body of ``POST /v1/completions``."""

@@ -11,7 +11,14 @@ import msgspec
 from pydantic import BeforeValidator, Field, ValidationError
 
 from epd_serve.errors import InvalidRequest
-from epd_serve.protocol.fields import WIRE_INTEGERS, RequestModel, decode_object, explain
+from epd_serve.protocol.fields import (
+    RESPONSES_NEUTRAL,
+    WIRE_INTEGERS,
+    RequestModel,
+    decode_object,
+    drop_neutral,
+    explain,
+)
 from epd_serve.protocol.messages import (
     MAX_MESSAGES,
     MAX_PARTS,
@@ -36,7 +43,6 @@ from epd_serve.protocol.tools import (
     Schema,
     Tool,
 )
-from epd_serve.protocol.unsupported import RESPONSES_NEUTRAL, drop_neutral
 from epd_serve.protocol.wire import MediaRef
 
 LOGPROBS = "message.output_text.logprobs"

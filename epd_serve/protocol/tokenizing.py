@@ -8,11 +8,19 @@ import msgspec
 from pydantic import Field, ValidationError
 
 from epd_serve.errors import InvalidRequest
-from epd_serve.protocol.fields import RequestModel, TokenIds, decode_object, explain
+from epd_serve.protocol.fields import (
+    LABELS,
+    NEUTRAL,
+    RequestModel,
+    TokenIds,
+    decode_object,
+    drop_message_neutral,
+    drop_neutral,
+    explain,
+)
 from epd_serve.protocol.messages import MAX_MESSAGES, MediaSource, Message, check_messages, media_of, wire_messages
 from epd_serve.protocol.prompt_calls import DetokenizeReply, DetokenizeRequest, TokenizeReply, TokenizeRequest
 from epd_serve.protocol.tools import MAX_TOOLS, Tool, json_text, tools_text
-from epd_serve.protocol.unsupported import LABELS, NEUTRAL, drop_message_neutral, drop_neutral
 from epd_serve.protocol.wire import MediaRef, PromptOptions
 
 

@@ -34,9 +34,11 @@ Errors of any call are OpenAI error objects as JSON with a 4xx or 5xx status (:m
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from epd_serve.protocol.codec import M as M
 from epd_serve.protocol.codec import Message as Message
@@ -44,17 +46,89 @@ from epd_serve.protocol.codec import decode as decode
 from epd_serve.protocol.codec import encode as encode
 from epd_serve.protocol.codec import from_json as from_json
 from epd_serve.protocol.codec import to_json as to_json
-from epd_serve.protocol.prompt_parts import CalledFunction as CalledFunction
-from epd_serve.protocol.prompt_parts import ChatMessage as ChatMessage
-from epd_serve.protocol.prompt_parts import MediaRef as MediaRef
-from epd_serve.protocol.prompt_parts import OutputOptions as OutputOptions
-from epd_serve.protocol.prompt_parts import Part as Part
-from epd_serve.protocol.prompt_parts import PromptOptions as PromptOptions
 from epd_serve.protocol.reports import AppliedShare as AppliedShare
 from epd_serve.protocol.reports import InstanceInfo as InstanceInfo
 from epd_serve.protocol.reports import Load as Load
 from epd_serve.protocol.reports import Report as Report
 from epd_serve.types import SamplingParams
+
+
+class MediaRef(Message, frozen=True):
+    """A media item without its bytes.
+
+    Attributes:
+        mm_hash: full-width blake3 hex over media bytes, modality and the model's ``media_fingerprint``.
+        width, height: pixels as displayed (EXIF orientation applied), read from the header alone.
+        low_detail: width and height are those to which the picture is scaled down before its encode.
+    """
+
+    mm_hash: str
+    width: int
+    height: int
+    modality: Literal["image"] = "image"
+    low_detail: bool = False
+
+
+class Part(Message, frozen=True):
+    """A piece of a message's content: text, or the next media item in order (``type == "image"``)."""
+
+    type: Literal["text", "image"]
+    text: str = ""
+
+
+class CalledFunction(Message, frozen=True):
+    """A call in a chat's history; ``arguments`` is the text of a JSON object."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+class ChatMessage(Message, frozen=True):
+    role: str
+    content: list[Part]
+    tool_calls: list[CalledFunction] = msgspec.field(default_factory=list)
+    tool_call_id: str = ""
+    name: str = ""
+    reasoning: str = ""
+
+
+class PromptOptions(Message, frozen=True):
+    """The options by which messages or a prompt become tokens.
+
+    Attributes:
+        add_special_tokens: None leaves it to the tokenizer for a prompt, and adds none to a rendered chat.
+        truncate: number of the last tokens to keep; None: all.
+        tools, template_kwargs: JSON for the chat template, or "".
+    """
+
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool | None = None
+    truncate: int | None = None
+    tools: str = ""
+    template_kwargs: str = ""
+
+
+class OutputOptions(Message, frozen=True):
+    """The shape in which the client wants its answer.
+
+    ``kind`` chooses between chat.completion and text_completion objects; ``id``, ``created`` and ``model``
+    appear in every object. ``first_index`` is that of the first choice; ``echo`` puts the prompt before each.
+    ``for_vllm`` is a JSON object of fields that only vLLM has (:mod:`epd_serve.protocol.openai`), or "".
+    """
+
+    kind: Literal["chat", "completion"]
+    id: str
+    created: int
+    model: str
+    stream: bool = False
+    include_usage: bool = False
+    continuous_usage: bool = False
+    first_index: int = 0
+    echo: bool = False
+    for_vllm: str = ""
+
 
 CONTENT_TYPE = "application/msgpack"
 REQUEST_ID_HEADER = "x-request-id"
@@ -331,3 +405,40 @@ class RoleChanged(Message, frozen=True):
     epoch: int
     seconds: float
     drain_s: float = 0.0
+
+
+_NO_MEDIA = b"\xa5media\xc4\x00"
+
+
+def encode_in_parts(request: EncodeRequest) -> list[bytes]:
+    """Encode as :func:`epd_serve.protocol.codec.encode` does, in parts: the media's bytes are not copied."""
+    size = len(request.media)
+    if size < 1 << 8:
+        return [encode(request)]
+    head, found, tail = encode(replace(request, media=b"")).partition(_NO_MEDIA)
+    assert found and _NO_MEDIA not in tail, "a media item has no text of its own in the message"
+    length = b"\xc5" + size.to_bytes(2) if size < 1 << 16 else b"\xc6" + size.to_bytes(4)
+    return [head + _NO_MEDIA[:-2] + length, request.media, tail]
+
+
+#: The header of P's note on a prompt beside its answer, for logs.
+PROMPT_NOTE_HEADER = "x-epd-prompt"
+
+
+def write_prompt_note(num_tokens: int, had: Iterable[int]) -> str:
+    """The header's value.
+
+    Args:
+        num_tokens: tokens of the prompt.
+        had: numbers, from 0, of the request's items whose features P had before it asked for them.
+    """
+    return f"{num_tokens};{','.join(map(str, had))}"
+
+
+def read_prompt_note(note: str) -> tuple[int | None, set[int]]:
+    """The arguments of :func:`write_prompt_note`; None and an empty set for a text that it has not written."""
+    number, _, had = note.partition(";")
+    return (
+        int(number) if number.isdecimal() else None,
+        {int(index) for index in had.split(",") if index.isdecimal()},
+    )

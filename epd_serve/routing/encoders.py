@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from epd_serve.cost.links import link_between
+from epd_serve.cost.stages import link_between
 from epd_serve.protocol.wire import MediaRef
 from epd_serve.routing.estimates import PRIOR_TOKENS_PER_PIXEL
 from epd_serve.routing.routes import weight

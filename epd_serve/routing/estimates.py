@@ -13,8 +13,8 @@ from epd_serve.cost.stages import (
     PRIOR_OUTPUT_TOKENS,
     PRIOR_PREFILL,
     StageCosts,
+    Work,
 )
-from epd_serve.cost.work import Work
 from epd_serve.protocol.wire import Load
 from epd_serve.types import Stage, StageRate
 

@@ -7,8 +7,7 @@ from typing import Protocol
 
 import msgspec
 
-from epd_serve.cost.links import link_between
-from epd_serve.cost.work import NONE, Work
+from epd_serve.cost.stages import NONE, Work, link_between
 from epd_serve.errors import Unavailable
 from epd_serve.protocol.wire import MediaRef
 from epd_serve.routing.estimates import PRIOR_TOKENS_PER_PIXEL, tokens_per_character

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
+from collections import Counter, OrderedDict
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Self
+from typing import Generic, Self, TypeVar
 
-from epd_serve.cost.links import UNKNOWN, Place
-from epd_serve.cost.stages import StageCosts
-from epd_serve.cost.work import NONE, Work
+from epd_serve.cost.stages import NONE, UNKNOWN, Place, StageCosts, Work
 from epd_serve.protocol.wire import InstanceInfo, Load
 from epd_serve.routing.estimates import work_of
-from epd_serve.routing.recent import Recent
 from epd_serve.types import Role, Stage
 
 
@@ -235,3 +232,39 @@ class Encoding:
         record.encoding[mm_hash] -= 1
         if not record.encoding[mm_hash]:
             del record.encoding[mm_hash]
+
+
+T = TypeVar("T", bound=Hashable)
+
+
+class Recent(Generic[T]):
+    """The last ``capacity`` keys that were added."""
+
+    __slots__ = ("_capacity", "_keys")
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._keys: OrderedDict[T, None] = OrderedDict()
+
+    def __contains__(self, key: T) -> bool:
+        return key in self._keys
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def add(self, key: T) -> None:
+        self._keys[key] = None
+        self._keys.move_to_end(key)
+        if len(self._keys) > self._capacity:
+            self._keys.popitem(last=False)
+
+    def discard(self, key: T) -> None:
+        self._keys.pop(key, None)
+
+    def forget_half(self) -> None:
+        """Remove the half of the keys that was added first."""
+        for _ in range(len(self._keys) // 2):
+            self._keys.popitem(last=False)
+
+    def clear(self) -> None:
+        self._keys.clear()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from epd_serve.cost.links import Place
-from epd_serve.cost.work import NONE, Work
+from epd_serve.cost.stages import NONE, Place, Work
 from epd_serve.protocol.wire import InstanceInfo, MediaRef, Report
 from epd_serve.routing.estimates import resolve_costs
 from epd_serve.routing.record import Encoding

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from epd_serve.cache.feature_cache import IDLE_FEATURES, FeatureCache
-from epd_serve.cost.links import Link
+from epd_serve.cost.stages import Link
 from epd_serve.protocol.wire import InstanceInfo, Load, Report
 from epd_serve.request import Sequence
 from epd_serve.sched.aligned import AlignedBatches

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from epd_serve.cost.links import NETWORK, SAME_DEVICE, Link
+from epd_serve.cost.stages import NETWORK, SAME_DEVICE, Link
 from epd_serve.routing.choice import router_of
 from epd_serve.routing.stealing import DEFAULT_RULE, StealRule
 from epd_serve.sim.clock import Clock

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import logging
+import queue
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from epd_serve.protocol.engine_notices import AnyNotice, KVUnwanted, KVWanted
 from epd_serve.transfer.grouping import GroupSizer
 from epd_serve.transfer.transport import TransferError, Transport
-from epd_serve.vllm_plugin.kv_lanes import Lanes
 from epd_serve.vllm_plugin.kv_layout import LayerMemory, remote_pieces, runs_of
 
 logger = logging.getLogger("vllm.epd_serve")
@@ -296,3 +297,47 @@ def _new_trace(directory: Path) -> Path:
     file = directory / f"vllm-kv-{time.time_ns()}.jsonl"
     file.touch()
     return file
+
+
+Work = TypeVar("Work")
+
+
+class Lanes(Generic[Work]):
+    """A thread for each lane that has work, or had some ``idle_s`` ago.
+
+    ``handle`` does a piece of work and must not raise.
+    """
+
+    def __init__(self, name: str, handle: Callable[[Work], None], idle_s: float = 10.0) -> None:
+        self._name = name
+        self._handle = handle
+        self._idle_s = idle_s
+        self._lock = threading.Lock()
+        self._queues: dict[str, queue.SimpleQueue[Work]] = {}
+
+    def put(self, lane: str, work: Work) -> None:
+        """It is done after all that was put into the same lane before. Returns at once."""
+        with self._lock:
+            waiting = self._queues.get(lane)
+            if waiting is None:
+                waiting = self._queues[lane] = queue.SimpleQueue()
+                thread = threading.Thread(target=self._run, args=(lane, waiting), name=self._name, daemon=True)
+                thread.start()
+            waiting.put(work)
+
+    @property
+    def num_threads(self) -> int:
+        with self._lock:
+            return len(self._queues)
+
+    def _run(self, lane: str, waiting: queue.SimpleQueue[Work]) -> None:
+        while True:
+            try:
+                work = waiting.get(timeout=self._idle_s)
+            except queue.Empty:
+                with self._lock:
+                    if waiting.empty():
+                        del self._queues[lane]
+                        return
+            else:
+                self._handle(work)

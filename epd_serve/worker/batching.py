@@ -18,8 +18,7 @@ from epd_serve.models.tower import Tower
 from epd_serve.request import Sequence
 from epd_serve.sched.budget import Found, StepCost, latency_limit_s, search_budget, work_done
 from epd_serve.sched.language import Budget, ScheduleOutput
-from epd_serve.sched.ordering import fcfs, sjf, slack
-from epd_serve.sched.queues import Order
+from epd_serve.sched.queues import Order, fcfs, sjf, slack
 from epd_serve.sched.sizing import Limits, size_steps
 from epd_serve.worker.profile import IMAGE_SIDE, Measurements, StepTimer, cache_dir, encode_seconds
 from epd_serve.worker.runner import LanguageRunner

@@ -18,9 +18,9 @@ from device.base import Device
 from epd_serve.config import InstanceOptions
 from epd_serve.sched.language import ScheduleOutput
 from epd_serve.sched.pace import PaceFigures, Slack, TokenTimeAccount, pause_s
+from epd_serve.sched.vision_first import VisionFirst
 from epd_serve.worker.device_board import DeviceBoard
 from epd_serve.worker.share import apply_share, rank_share
-from epd_serve.worker.vision_hold import VisionHold
 
 _SMOOTHING = 0.3
 #: A batch under a limit on the time per token is small enough for a layer to take no more than so many tokens.
@@ -291,3 +291,40 @@ def _parted(threads: int | None) -> tuple[int, int] | None:
 
 def _smooth(mean: float | None, value: float) -> float:
     return value if mean is None else mean + _SMOOTHING * (value - mean)
+
+
+_LOOK_AGAIN_S = 0.002
+
+
+class VisionHold:
+    """Called on the engine's thread before each step; returns when the step may be computed.
+
+    Args:
+        num_items: number of items that wait for the tower or are in it.
+        on_hold: called when a step has to wait; the tower need not wait for the language model then.
+    """
+
+    def __init__(
+        self,
+        num_items: Callable[[], int],
+        on_hold: Callable[[], None],
+        *,
+        rule: VisionFirst | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._num_items = num_items
+        self._on_hold = on_hold
+        self._rule = rule or VisionFirst()
+        self._clock = clock
+        self._sleep = sleep
+        self.held_s = 0.0
+
+    def __call__(self) -> None:
+        if self._rule.may_step(self._clock(), self._num_items()):
+            return
+        began_s = self._clock()
+        self._on_hold()
+        while not self._rule.may_step(self._clock(), self._num_items()):
+            self._sleep(_LOOK_AGAIN_S)
+        self.held_s += self._clock() - began_s

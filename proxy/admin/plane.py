@@ -18,13 +18,11 @@ from starlette.types import ASGIApp
 from epd_serve.config.gateway import AdminConfig
 from epd_serve.config.keys import CLUSTER_KEY, hash_key
 from epd_serve.errors import ServeError
-from epd_serve.protocol.addresses import url_of
-from epd_serve.protocol.browsers import NoBrowsers
+from epd_serve.protocol.addresses import NoBrowsers, url_of
 from epd_serve.routing.table import InstanceRecord, InstanceTable
 from epd_serve.rpc.cluster import ClusterLinks, is_proved, with_link
-from proxy.admission.auth import Authenticator
 from proxy.admission.control import AdmissionControl
-from proxy.admission.limits import Client
+from proxy.admission.keys import Authenticator, Client
 from proxy.api.views import key_required
 from proxy.http.errors import install_error_handlers
 from proxy.http.http1 import BoundedHttp

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from epd_serve.config.gateway import ApiKeyConfig
 from epd_serve.config.keys import hash_key
 from epd_serve.errors import InvalidRequest, Overloaded
-from epd_serve.routing.first_token import first_token_s
 from epd_serve.routing.table import InstanceTable
 from epd_serve.telemetry.gateway import GatewayMetrics
-from proxy.admission.auth import Authenticator
-from proxy.admission.limits import Client
+from epd_serve.types import Stage
+from proxy.admission.keys import Authenticator, Client
 from proxy.admission.queue import AdmissionQueue, Ticket, TicketState
 from proxy.settings import Current, GatewaySettings
 from proxy.workers.ledger import Ledger
@@ -315,3 +314,21 @@ def _shedding(settings: GatewaySettings, table: InstanceTable) -> Shedding | Non
         ttft_s=settings.shed_ttft_s,
         pending_s=lambda num_tokens, has_media: first_token_s(table, num_tokens, has_media=has_media),
     )
+
+
+def first_token_s(table: InstanceTable, num_prompt_tokens: int, *, has_media: bool) -> float:
+    """Estimated seconds until the least loaded instances could give a new request its first token.
+
+    Encoding and prefilling wait side by side, so the longer queue counts; the prompt's own computation and the
+    wait for KV room at D come behind. 0 where no instance is ready, or nothing is known: an estimate to refuse
+    requests by must not be too high.
+    """
+    prefills = table.ready(Stage.PREFILL)
+    decodes = table.ready(Stage.DECODE)
+    if not prefills or not decodes:
+        return 0.0
+    waiting = min(record.prefill_s for record in prefills)
+    if has_media and (encoders := table.ready(Stage.ENCODE)):
+        waiting = max(waiting, min(record.encode_s for record in encoders))
+    computing = min(record.costs.prefill_s(num_prompt_tokens) for record in prefills)
+    return waiting + computing + min(record.room_s(num_prompt_tokens) for record in decodes)

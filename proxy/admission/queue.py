@@ -9,7 +9,7 @@ from enum import Enum, auto
 from operator import itemgetter
 
 from epd_serve.errors import Overloaded
-from proxy.admission.limits import Client
+from proxy.admission.keys import Client
 
 #: Share of the latest request in the average time that requests run.
 _SMOOTHING = 0.05

@@ -20,9 +20,8 @@ from epd_serve.protocol.wire import REQUEST_ID_HEADER
 from epd_serve.randomness import random_block
 from epd_serve.routing.table import InstanceTable
 from epd_serve.telemetry.gateway import GatewayMetrics
-from proxy.admission.auth import ANONYMOUS
 from proxy.admission.control import AdmissionControl, Visit
-from proxy.admission.limits import BYTES_PER_TOKEN, estimate_tokens
+from proxy.admission.keys import ANONYMOUS, BYTES_PER_TOKEN, estimate_tokens
 from proxy.api.payloads import parsed_body
 from proxy.dispatch.dispatcher import Dispatcher
 from proxy.dispatch.interruption import Deadlines, TimeLimit

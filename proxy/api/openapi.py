@@ -15,10 +15,10 @@ from pydantic.json_schema import models_json_schema
 
 from epd_serve import __version__
 from epd_serve.protocol import answers
+from epd_serve.protocol.fields import LABELS, MESSAGE_NEUTRAL, NEUTRAL, RESPONSES_NEUTRAL
 from epd_serve.protocol.openai import ChatCompletionRequest, CompletionRequest
 from epd_serve.protocol.responses import ResponsesRequest
 from epd_serve.protocol.tokenizing import DetokenizeBody, TokenizeBody
-from epd_serve.protocol.unsupported import LABELS, MESSAGE_NEUTRAL, NEUTRAL, RESPONSES_NEUTRAL
 
 _REF = "#/components/schemas/{model}"
 _ERRORS = {

@@ -15,7 +15,7 @@ from epd_serve.protocol.wire import InstanceInfo
 from epd_serve.routing.table import InstanceRecord, InstanceTable
 from epd_serve.telemetry.gateway import CONTENT_TYPE, GatewayMetrics, InstanceFigures
 from epd_serve.types import Role, Stage
-from proxy.admission.auth import Authenticator, Unauthorized
+from proxy.admission.keys import Authenticator, Unauthorized
 from proxy.fleet.poller import Poller
 from proxy.workers.crew import Crew
 

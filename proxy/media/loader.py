@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import binascii
+import struct
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import ParamSpec, TypeVar
 
 import msgspec
+import pybase64
+from blake3 import blake3
 
 from epd_serve.errors import InvalidRequest, TooLarge
-from epd_serve.media.data_url import decode_data_url, parse_data_url
 from epd_serve.media.header import plain_size
-from epd_serve.media.naming import mm_hash
 from epd_serve.media.picture import MediaLimits, low_detail_size, pixel_size
 from epd_serve.protocol.messages import MediaSource
 from epd_serve.protocol.wire import MediaRef
@@ -201,3 +203,50 @@ async def _off_loop(nbytes: int, function: Callable[P, T], *args: P.args, **kwar
     if nbytes <= INLINE_BYTES:
         return function(*args, **kwargs)
     return await asyncio.to_thread(function, *args, **kwargs)
+
+
+def parse_data_url(url: str, max_bytes: int) -> tuple[str, bytes]:
+    """``data:image/png;base64,...`` → (media type in lower case, bytes).
+
+    The media type may be left out ("" then). Raises InvalidRequest with what is wrong, TooLarge before decoding
+    where the text is too long for ``max_bytes``.
+    """
+    header, comma, text = url.partition(",")
+    return decode_data_url(header + comma, text, max_bytes)
+
+
+def decode_data_url(header: str, text: str | memoryview, max_bytes: int) -> tuple[str, bytes]:
+    """The same for a data URL in two parts: up to its first comma, and the rest."""
+    if header[:5].lower() != "data:" or not header.endswith(","):
+        raise InvalidRequest(
+            f"{header[:40]!r} is no data URL; it should look like 'data:image/png;base64,iVBORw0...'"
+        )
+    media_type, *parameters = header[5:-1].split(";")
+    if not parameters or parameters[-1].strip().lower() != "base64":
+        raise InvalidRequest("the data URL is not base64; it should look like 'data:image/png;base64,iVBORw0...'")
+    media_type = media_type.strip().lower()
+    if media_type and not media_type.startswith("image/"):
+        raise InvalidRequest(f"the data URL has media type {media_type[:60]!r}; only image/... is supported")
+    if len(text) // 4 * 3 > max_bytes + 2:
+        raise TooLarge(f"the image has about {len(text) // 4 * 3} bytes; at most {max_bytes} are accepted")
+    try:
+        data = pybase64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise InvalidRequest(
+            f"the base64 text of the data URL cannot be decoded ({error}); use the standard alphabet (A-Z a-z 0-9 "
+            f"+ /) with '=' padding and without line breaks"
+        ) from error
+    return media_type, bytes(data)
+
+
+def mm_hash(data: bytes, modality: str, fingerprint: str) -> str:
+    """Name of a media item's feature: 64 hex digits of blake3.
+
+    Over the media bytes, the modality and the model's ``media_fingerprint``; each field is preceded by its
+    length, so that no two different triples give the same input.
+    """
+    hasher = blake3(b"epd-serve media 1")
+    for field in (modality.encode(), fingerprint.encode(), data):
+        hasher.update(struct.pack("<Q", len(field)))
+        hasher.update(field)
+    return hasher.hexdigest()

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 from fastapi import APIRouter, Depends, Request, Response
 
-from epd_serve.protocol.browsers import cross_site
+from epd_serve.protocol.addresses import cross_site
 from epd_serve.routing.table import InstanceRecord, InstanceTable
 from epd_serve.topology.draw import sends_features, sends_kv
 from epd_serve.topology.notation import Topology

@@ -6,8 +6,7 @@ import re
 import time
 from collections.abc import Callable, Iterable
 
-from epd_serve.protocol.prompt_note import read_prompt_note
-from epd_serve.protocol.wire import REQUEST_ID_HEADER
+from epd_serve.protocol.wire import REQUEST_ID_HEADER, read_prompt_note
 from epd_serve.telemetry.trace_context import TRACEPARENT_HEADER, TraceContext
 
 #: Stages as a gateway sees them: from the call to the answer, waiting included.
@@ -80,7 +79,7 @@ class Trail:
         error: code or type of what went wrong.
         first_s, end_s: of the first token of a streamed answer; of the whole.
         prompt_tokens, output_tokens: None where nobody has told.
-        prompt_note: what P said of the prompt (epd_serve/protocol/prompt_note.py).
+        prompt_note: what P said of the prompt (epd_serve/protocol/wire.py).
         items: mm_hashes of its media items.
         pace: times the events of a streamed answer; None: nobody wants to know.
         hops: its stages, over all attempts.

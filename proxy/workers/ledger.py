@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from hashlib import blake2b
 
 from epd_serve.config.gateway import KeyLimits
-from proxy.admission.limits import Client, TokenBucket
+from proxy.admission.keys import Client, TokenBucket
 
 #: Keys with limits, each with every change of these: far more than a gateway reads from a file.
 CAPACITY = 65536

@@ -8,8 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 import uvloop
 
-from epd_serve.backends.http_call import HttpCall
-from epd_serve.backends.http_client import HttpPool
+from epd_serve.backends.http_client import HttpCall, HttpPool
 from epd_serve.errors import InstanceLost, InvalidRequest, Unavailable
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi"

@@ -11,8 +11,13 @@ from epd_serve.backends.vllm_answer import error_of
 from epd_serve.backends.vllm_load import read_figures
 from epd_serve.backends.vllm_stream import can_be_replayed
 from epd_serve.errors import InstanceFailed, InvalidRequest, Unavailable
-from epd_serve.protocol.openai import ChatCompletionRequest, CompletionRequest, GenerationRequest
-from epd_serve.protocol.vllm_requests import VllmChatRequest, VllmCompletionRequest
+from epd_serve.protocol.openai import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationRequest,
+    VllmChatRequest,
+    VllmCompletionRequest,
+)
 from epd_serve.protocol.wire import MediaRef, PrefillRequest
 
 TOOLS = [

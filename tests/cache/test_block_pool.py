@@ -4,8 +4,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from epd_serve.cache.block_pool import BlockPool, RequestBlocks
-from epd_serve.cache.hashing import hash_blocks
+from epd_serve.cache.block_pool import BlockPool, RequestBlocks, hash_blocks
 from epd_serve.types import MediaSpan
 
 BLOCK_SIZE = 4

@@ -4,10 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd_serve.cost.fit import RateFit
-from epd_serve.cost.links import NETWORK, SAME_DEVICE, SAME_HOST, Place, link_between
-from epd_serve.cost.stages import StageCosts
-from epd_serve.cost.work import NONE, Work
+from epd_serve.cost.stages import NETWORK, NONE, SAME_DEVICE, SAME_HOST, Place, StageCosts, Work, link_between
+from epd_serve.instance.rates import RateFit
 from epd_serve.types import StageRate
 
 amounts = st.floats(0, 1e9)

@@ -16,8 +16,7 @@ import pytest
 from chat import chat
 from hosts import Hosts, hosts
 
-from epd_serve.backends.http_call import HttpCall
-from epd_serve.backends.http_client import HttpPool
+from epd_serve.backends.http_client import HttpCall, HttpPool
 from epd_serve.config.keys import ADMIN_KEY, CLUSTER_KEY
 
 _KEYS = {ADMIN_KEY: "admin-key-of-the-tests", CLUSTER_KEY: "cluster-key-of-the-tests"}

@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from servers import served
 
-from epd_serve.backends.http_call import HttpCall
-from epd_serve.backends.http_client import HttpPool
+from epd_serve.backends.http_client import HttpCall, HttpPool
 from epd_serve.backends.native import NativeConnections, NativeInstance
 from epd_serve.config.keys import CLUSTER_KEY
 from epd_serve.errors import InstanceFailed, InstanceLost, InstanceUntrusted, ServeError

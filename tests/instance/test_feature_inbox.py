@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from epd_serve.errors import InstanceFailed
-from epd_serve.instance.feature_form import FeatureForm
-from epd_serve.instance.feature_inbox import FeatureInbox
+from epd_serve.instance.feature_inbox import FeatureForm, FeatureInbox
 from epd_serve.protocol import wire
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.feature_store import EmbeddedFeatureStore

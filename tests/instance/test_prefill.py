@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from epd_serve.errors import InstanceFailed, InvalidRequest, ServeError, Unavailable
-from epd_serve.instance.feature_form import FeatureForm
-from epd_serve.instance.feature_inbox import FeatureInbox
+from epd_serve.instance.feature_inbox import FeatureForm, FeatureInbox
 from epd_serve.instance.http import BrokenStream
 from epd_serve.instance.kv_delivery import PushDelivery
 from epd_serve.instance.prefill import PrefillService

@@ -10,8 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from epd_serve.demo import weights_dir
-from epd_serve.instance.chat_template import ChatTemplate
-from epd_serve.instance.media_literals import MediaLiterals
+from epd_serve.instance.chat_template import ChatTemplate, MediaLiterals
 from epd_serve.protocol.wire import ChatMessage, Part, PromptOptions
 
 PARTS_ALONE = (

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from epd_serve.launch.hints import Questions, demo_questions, next_steps
+from epd_serve.launch.up import Questions, demo_questions, next_steps
 
 
 def commands(text: str) -> list[str]:

@@ -12,11 +12,9 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from epd_serve.errors import InvalidRequest, TooLarge
-from epd_serve.media.data_url import parse_data_url
-from epd_serve.media.exif import exif_orientation
 from epd_serve.media.header import plain_size
-from epd_serve.media.naming import mm_hash
-from epd_serve.media.picture import FORMATS, MediaLimits, open_image, pixel_size
+from epd_serve.media.picture import FORMATS, MediaLimits, exif_orientation, open_image, pixel_size
+from proxy.media.loader import mm_hash, parse_data_url
 
 LIMITS = MediaLimits()
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd_serve.protocol.prompt_note import read_prompt_note, write_prompt_note
+from epd_serve.protocol.wire import read_prompt_note, write_prompt_note
 from epd_serve.telemetry.trace_context import join, new_context, parse_traceparent
 from proxy.observe.access_log import AccessLog
 from proxy.observe.trail import ENCODED, STORED, Trail

@@ -16,11 +16,10 @@ from epd_serve.config import parse_config
 from epd_serve.cost.profile import DecodeLine, EncodeLine, Line, Profile
 from epd_serve.cost.shape import shape_of
 from epd_serve.plan.command import read_goal
-from epd_serve.plan.evaluate import Evaluator, Goal
+from epd_serve.plan.evaluate import Evaluator, Goal, is_steady, under_way
 from epd_serve.plan.explain import recommend
 from epd_serve.plan.pools import Fleet, Pool, read_fleet
 from epd_serve.plan.space import Candidate, all_methods, candidates, three_methods, with_batching, with_widths
-from epd_serve.plan.steady import is_steady, under_way
 from epd_serve.plan.strategies import algorithm_2, exhaustive, partition, race, tpe
 from epd_serve.sim.device import MeasuredSharing
 from epd_serve.sim.gateway import Job

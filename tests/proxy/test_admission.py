@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from epd_serve.errors import Overloaded
-from proxy.admission.limits import Client, KeyLimits, TokenBucket, estimate_tokens
+from proxy.admission.keys import Client, KeyLimits, TokenBucket, estimate_tokens
 from proxy.admission.queue import AdmissionQueue, TicketState
 
 

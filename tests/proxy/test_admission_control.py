@@ -13,9 +13,8 @@ from epd_serve.config.gateway import ApiKeyConfig
 from epd_serve.config.keys import hash_key, new_key
 from epd_serve.errors import Overloaded
 from epd_serve.protocol import wire
-from proxy.admission.auth import Authenticator, Unauthorized
 from proxy.admission.control import AdmissionControl, Shedding
-from proxy.admission.limits import Client, KeyLimits
+from proxy.admission.keys import Authenticator, Client, KeyLimits, Unauthorized
 from proxy.admission.queue import AdmissionQueue
 from proxy.settings import Current
 

@@ -11,8 +11,8 @@ import openai
 import pytest
 from PIL import Image
 
-from epd_serve.media.naming import mm_hash
 from epd_serve.protocol import wire
+from proxy.media.loader import mm_hash
 
 
 async def test_a_stream_is_the_bytes_of_p_then_of_d(start, kit):

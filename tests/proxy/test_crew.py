@@ -19,8 +19,8 @@ from epd_serve.telemetry.gateway import GatewayMetrics
 from proxy.admin.orders import Departures, Hold, OrdersSettings, orders_router, show_ready
 from proxy.admin.plane import create_admin_app
 from proxy.admin.switches import Switches
-from proxy.admission.auth import Authenticator
 from proxy.admission.control import AdmissionControl
+from proxy.admission.keys import Authenticator
 from proxy.admission.queue import AdmissionQueue
 from proxy.api.views import health_router
 from proxy.fleet.health import Health

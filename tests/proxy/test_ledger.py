@@ -19,9 +19,8 @@ from hypothesis import strategies as st
 
 from epd_serve.config.keys import hash_key
 from epd_serve.errors import Overloaded
-from proxy.admission.auth import Authenticator
 from proxy.admission.control import AdmissionControl
-from proxy.admission.limits import Client, KeyLimits
+from proxy.admission.keys import Authenticator, Client, KeyLimits
 from proxy.admission.queue import AdmissionQueue
 from proxy.settings import Current, GatewaySettings
 from proxy.workers import ledger as ledger_module

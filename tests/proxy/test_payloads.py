@@ -15,9 +15,9 @@ from PIL import Image
 
 from epd_serve.errors import InvalidRequest, ServeError
 from epd_serve.protocol import wire
-from epd_serve.protocol.media_message import encode_in_parts
 from epd_serve.protocol.messages import MediaSource
 from epd_serve.protocol.openai import ChatCompletionRequest
+from epd_serve.protocol.wire import encode_in_parts
 from proxy.api import payloads
 from proxy.api.payloads import ParsedBody
 from proxy.media.loader import MediaLoader

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from instance_info import instance_info
 
-from epd_serve.cost.work import NONE, Work
+from epd_serve.cost.stages import NONE, Work
 from epd_serve.protocol.wire import Load, Report
-from epd_serve.routing.recent import Recent
+from epd_serve.routing.record import Recent
 from epd_serve.routing.table import InstanceTable
 from epd_serve.types import Stage
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from epd_serve.vllm_plugin.kv_lanes import Lanes
+from epd_serve.vllm_plugin.kv_sending import Lanes
 
 
 def test_each_lane_keeps_its_order_and_waits_for_no_other() -> None:

@@ -16,8 +16,7 @@ from hypothesis import HealthCheck, event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from epd_serve.cache.block_pool import BlockPool, RequestBlocks
-from epd_serve.cache.hashing import hash_blocks
+from epd_serve.cache.block_pool import BlockPool, RequestBlocks, hash_blocks
 from epd_serve.errors import InvalidRequest
 from epd_serve.request import Sequence, SequenceState
 from epd_serve.sched.language import Budget, ScheduleOutput

@@ -12,8 +12,7 @@ import pytest
 
 from epd_serve.worker import follower as module
 from epd_serve.worker.commands import Channel, Command, Done, Land, Stage, decode_answer
-from epd_serve.worker.follower import Follower
-from epd_serve.worker.layer_progress import LayerProgress
+from epd_serve.worker.follower import Follower, LayerProgress
 
 
 class Mark:

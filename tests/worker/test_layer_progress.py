@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from epd_serve.worker.layer_progress import LayerProgress
+from epd_serve.worker.follower import LayerProgress
 
 
 @dataclass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from epd_serve.sched.vision_first import VisionFirst
-from epd_serve.worker.vision_hold import VisionHold
+from epd_serve.worker.dual_stream import VisionHold
 
 
 def test_a_step_waits_while_there_are_images_and_not_for_ever() -> None:
