@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import errno
+import fcntl
+import logging
 import os
 import random
 import socket
-import sys
-from collections.abc import Collection
-from contextlib import ExitStack, suppress
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from epd_serve.config import DeploymentConfig
 from epd_serve.config.vllm import PORTS_PER_INSTANCE
+from epd_serve.launch.runtime import private_root
 from epd_serve.protocol.addresses import url_of
 
+logger = logging.getLogger(__name__)
+
+#: Somebody listens there, or a deployment has claimed it.
+_TAKEN = (errno.EADDRINUSE, errno.EWOULDBLOCK)
 _TRIES = 50
 #: Above those of which Mooncake's transfer engines take two each at random, 15000 to 17000.
 _LOWEST = 17_001
@@ -68,7 +74,7 @@ def choose_ports(config: DeploymentConfig) -> Ports:
 
 
 def claim_ports(config: DeploymentConfig, ports: Ports) -> list[int]:
-    """Keep other deployments on this host from these ports: a server may need a minute until it listens.
+    """Keep this user's other deployments from these ports: a server may need a minute until it listens.
 
     They are claimed until the file descriptors that this returns are closed. Raises ValueError for a port that
     another deployment has claimed.
@@ -79,26 +85,75 @@ def claim_ports(config: DeploymentConfig, ports: Ports) -> list[int]:
         for instance, port in zip(config.placement(), ports.instances, strict=True)
     ]
     claims: list[int] = []
-    for user, host, key, port in users if sys.platform == "linux" else ():
-        try:
-            claims.append(_claim(host, port, user, key).detach())
-        except ValueError:
-            release(claims)
-            raise
+    with _claims_directory() as directory:
+        if directory is None:
+            return claims
+        for file in directory.iterdir():
+            with suppress(OSError):
+                os.close(_lock(file))
+                file.unlink()
+        for user, host, key, port in users:
+            try:
+                claims.append(_lock(_claim_file(directory, host, port), create=True))
+            except BlockingIOError as error:
+                release(claims)
+                raise _claimed(user, host, port, key) from error
+            except OSError as error:  # a full disk, say
+                logger.warning("%s port %d is kept for %s from its start on: %s", host, port, user, error)
     return claims
 
 
-def _claim(host: str, port: int, user: str, key: str) -> socket.socket:
-    claim = socket.socket(socket.AF_UNIX)
+@contextmanager
+def _claims_directory() -> Iterator[Path | None]:
+    """The directory of this user's claims, in which nobody else claims anything in the block; None where there is
+    none that is this user's alone: servers find out when they listen."""
     try:
-        claim.bind(f"\0epd-serve {host} {port}")  # a name without a file: it is gone with its owner
-    except OSError as error:
-        claim.close()
-        raise ValueError(
-            f"{user} cannot listen on {host} port {port}: another deployment has it, and is starting or "
-            f"stopping. Wait for it, or set {key} to another port, or to 0 for any free one"
-        ) from error
-    return claim
+        directory = private_root() / "ports"
+        directory.mkdir(mode=0o700, exist_ok=True)
+        lock = os.open(directory, os.O_RDONLY)
+    except (OSError, ValueError) as error:
+        logger.debug("ports are not claimed: %s", error)
+        yield None
+        return
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield directory
+    finally:
+        os.close(lock)
+
+
+def _claim_file(directory: Path, host: str, port: int) -> Path:
+    return directory / f"{host.replace('/', ' ')} {port}"
+
+
+def _lock(file: Path, *, create: bool = False) -> int:
+    """A descriptor that locks a file for as long as it is open. Raises BlockingIOError where another one does."""
+    descriptor = os.open(file, os.O_RDWR | (os.O_CREAT if create else 0), 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _check_unclaimed(host: str, port: int, user: str, key: str) -> None:
+    """Raises ValueError for a port that a deployment of this user has claimed."""
+    with _claims_directory() as directory:
+        if directory is not None:
+            try:
+                os.close(_lock(_claim_file(directory, host, port)))
+            except BlockingIOError as error:
+                raise _claimed(user, host, port, key) from error
+            except OSError:  # there is no such file
+                return
+
+
+def _claimed(user: str, host: str, port: int, key: str) -> ValueError:
+    return ValueError(
+        f"{user} cannot listen on {host} port {port}: another deployment has it, and is starting or "
+        f"stopping. Wait for it, or set {key} to another port, or to 0 for any free one"
+    )
 
 
 def release(claims: list[int]) -> None:
@@ -177,7 +232,7 @@ def _bind(held: ExitStack, host: str, port: int, user: str, key: str) -> int:
         try:
             return _bind_one(held, host, random.randint(_LOWEST, highest), user, key)
         except ValueError as error:
-            if not (isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EADDRINUSE):
+            if not (isinstance(error.__cause__, OSError) and error.__cause__.errno in _TAKEN):
                 break
     return _bind_one(held, host, port, user, key)
 
@@ -195,8 +250,7 @@ def _bind_one(held: ExitStack, host: str, port: int, user: str, key: str) -> int
             f"Set {key} to another port, or to 0 for any free one"
         ) from error
     chosen: int = bound.getsockname()[1]
-    if sys.platform == "linux":
-        _claim(host, chosen, user, key).close()  # one that is claimed is not listened on yet
+    _check_unclaimed(host, chosen, user, key)  # one that is claimed is not listened on yet
     return chosen
 
 

@@ -24,6 +24,17 @@ def runtime_root() -> Path:
     return Path("/tmp") / f"epd-serve-{os.getuid()}"
 
 
+def private_root() -> Path:
+    """:func:`runtime_root`, made. Raises ValueError where it cannot be, or other users could enter it."""
+    root = runtime_root()
+    try:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_private(root)
+    except OSError as error:
+        raise ValueError(f"{root}: {error.strerror}; set EPD_SERVE_RUNTIME_DIR to another directory") from error
+    return root
+
+
 class AddressTaken(ValueError):
     """Another running deployment has this address."""
 
@@ -48,8 +59,7 @@ class RuntimeDirectory:
                 f"{directory.control} is too long for a socket; set EPD_SERVE_RUNTIME_DIR to a shorter directory"
             )
         try:
-            root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _check_private(root)
+            private_root()
             if _listens(directory.control):
                 raise AddressTaken(
                     f"a deployment of this user has {host} port {port}, though its gateway is not up just now; "

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 from epd_serve.errors import Unavailable
 from proxy.http.arrival import HeadWatch
 from proxy.http.cors import Cors
-from proxy.http.http1 import MAX_HEADER_BYTES, PLAIN_HEAD, PLAIN_START, ReturningHttp, arrival_limits
+from proxy.http.http1 import MAX_HEADER_BYTES, PLAIN_HEAD, PLAIN_START, HalfClosed, ReturningHttp, arrival_limits
 from proxy.http.large_bodies import LARGE_BYTES, LowWater, Turns
 from proxy.http.raw_client import RawClient, RawEndpoint
 
@@ -80,6 +80,8 @@ class GatewayConnection(asyncio.BufferedProtocol):
         self._writing_paused = False
         self._stopping = False
         self._is_refused = False
+        #: The client has sent its last.
+        self._is_half_closed = False
         self._arrival = arrival_limits(config.app)
         self._head = HeadWatch(self._loop, self._arrival.header_s, self._close)
 
@@ -137,8 +139,14 @@ class GatewayConnection(asyncio.BufferedProtocol):
             self._reading_paused = True
             self._transport.pause_reading()
 
-    def eof_received(self) -> None:
-        pass
+    def eof_received(self) -> bool:
+        """A client that has sent all of its request, and no more to come, gets its answer."""
+        client = self._client
+        if client is None or client.unread_bytes or client.is_complete or self._is_refused:
+            return False
+        self._is_half_closed = True
+        HalfClosed(self._loop, self._transport, lambda: client.has_begun or client is not self._client)
+        return True
 
     def pause_writing(self) -> None:
         self._writing_paused = True
@@ -235,7 +243,7 @@ class GatewayConnection(asyncio.BufferedProtocol):
             if self._timer is not None:
                 self._timer.cancel()
                 self._timer = None
-        if self._stopping:
+        if self._stopping or (self._is_half_closed and not self._pending):
             self._close()
             return
         self._active_s = self._loop.time()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import re
+import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from epd_serve.config import GatewayConfig
@@ -65,7 +67,10 @@ class BoundedHttp(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         self._collected_bytes += len(data)
-        super().data_received(data)
+        self._unread = data
+        while self._unread:
+            self._data, self._unread = self._unread, b""
+            super().data_received(self._data)
         if self._collected_bytes > MAX_HEADER_BYTES and not self.transport.is_closing():
             self.send_400_response(f"The headers have more than {MAX_HEADER_BYTES} bytes.")
 
@@ -78,7 +83,8 @@ class BoundedHttp(HttpToolsProtocol):
         self._problem = head_problem(self.parser.get_http_version(), self.headers)
         if self._problem is not None:
             raise ValueError(self._problem)  # the parser stops, and uvicorn answers with a 400
-        super().on_headers_complete()
+        if not self.parser.should_upgrade():
+            super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         self._collected_bytes = 0
@@ -86,7 +92,43 @@ class BoundedHttp(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._collected_bytes = 0
-        super().on_message_complete()
+        if not self.parser.should_upgrade():
+            super().on_message_complete()
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """A client that has sent all of its request, and no more to come, gets its answer."""
+        cycle = self.cycle
+        if cycle is None or cycle.more_body or cycle.response_complete or self.pipeline:
+            return False
+        if self.scope.get("http_version") != "1.1":  # it may not be sent an interim answer
+            return False
+        cycle.keep_alive = False
+        HalfClosed(self.loop, self.transport, lambda: cycle.response_started)
+        return True
+
+    def _should_upgrade(self) -> bool:
+        return False
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Have the request read again without the offer of another protocol, which the parser takes as accepted.
+
+        It is ignored: what is behind the head is the request's body (RFC 9110, section 7.8).
+        """
+        method, offered = self.parser.get_method(), sys.exception()
+        assert isinstance(offered, httptools.HttpParserUpgrade)
+        if method == b"CONNECT":
+            self.send_400_response("CONNECT is not spoken here.")
+            return
+        head = [b"%b %b HTTP/%b\r\n" % (method, self.url, self.parser.get_http_version().encode())]
+        for name, value in self.headers:
+            if name == b"connection":
+                options = [option.strip() for option in value.split(b",")]
+                value = b", ".join(option for option in options if option.lower() != b"upgrade")
+            if name != b"upgrade":
+                head.append(b"%b: %b\r\n" % (name, value))
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        self._unread = b"".join((*head, b"\r\n", self._data[offered.args[0] :]))
 
     def send_400_response(self, msg: str) -> None:
         super().send_400_response(self._problem or msg)
@@ -94,6 +136,30 @@ class BoundedHttp(HttpToolsProtocol):
     def _head_is_late(self) -> None:
         if not self.transport.is_closing():
             self.transport.close()
+
+
+class HalfClosed:
+    """A connection whose client has sent its last: it waits for its answer, or is gone.
+
+    That is only seen where something is sent to it. An interim answer, which every client must be able to read
+    (RFC 9110, section 15.2), does so until the answer itself begins.
+    """
+
+    _INTERIM = b"HTTP/1.1 102 Processing\r\n\r\n"
+    _SOON_S, _LATER_S = 0.1, 1.0
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, transport: asyncio.Transport, has_begun: Callable[[], bool]
+    ) -> None:
+        self._loop = loop
+        self._transport = transport
+        self._has_begun = has_begun
+        self._ask(self._SOON_S)
+
+    def _ask(self, next_s: float) -> None:
+        if not self._transport.is_closing() and not self._has_begun():
+            self._transport.write(self._INTERIM)
+            self._loop.call_later(next_s, self._ask, self._LATER_S)
 
 
 class Owner(Protocol):

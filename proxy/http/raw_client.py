@@ -114,6 +114,11 @@ class RawClient:
             self.let_go()
 
     @property
+    def has_begun(self) -> bool:
+        """Whether something of the answer is out."""
+        return self._started
+
+    @property
     def address(self) -> str:
         name = self._transport.get_extra_info("peername")
         return name[0] if isinstance(name, tuple) else ""

@@ -73,6 +73,35 @@ def test_ports_are_taken_from_the_start_of_a_deployment_on() -> None:
     release(claim_ports(config, choose_ports(config)))
 
 
+def test_nobody_else_on_the_host_can_claim_a_port() -> None:
+    """Names without files are everybody's."""
+    port = free_port("127.0.0.1")
+    config = parse_config(f"topology: EPD\ngateway: {{port: 0}}\ninstances: {{base_port: {port}}}")
+    with socket.socket(socket.AF_UNIX) as squatter:
+        squatter.bind(f"\0epd-serve 127.0.0.1 {port}")
+        release(claim_ports(config, choose_ports(config)))
+
+
+def test_ports_are_chosen_without_a_directory_of_claims(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    (tmp_path / "file").write_text("")
+    for place in ("open", "file/below"):
+        monkeypatch.setenv("EPD_SERVE_RUNTIME_DIR", str(tmp_path / place))
+        config = parse_config("topology: EPD\ngateway: {port: 0}\ninstances: {base_port: 0}")
+        assert claim_ports(config, choose_ports(config)) == []
+
+
+def test_claims_of_the_past_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EPD_SERVE_RUNTIME_DIR", str(tmp_path / "r"))
+    first, second = free_port("127.0.0.1"), free_port("127.0.0.1")
+    config = parse_config("topology: EPD\ngateway: {port: 0}\ninstances: {base_port: 0}")
+    release(claim_ports(config, Ports(gateway=first, instances=(second,))))
+    claims = claim_ports(config, choose_ports(config))
+    assert len(list((tmp_path / "r" / "ports").iterdir())) == len(claims) == 2
+    release(claims)
+
+
 def test_a_port_that_is_claimed_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody listens on it for as long as its deployment starts."""
     first, second, third = (free_port("127.0.0.5") for _ in range(3))

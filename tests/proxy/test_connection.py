@@ -33,7 +33,7 @@ class Peer:
         """(status, headers, body) of the next answer; the body without chunk framing."""
         async with asyncio.timeout(300):
             head = (await self.reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
-            if head[0].split()[1] == "100":
+            if head[0].split()[1] in ("100", "102"):
                 return await self.answer()
             headers = dict(line.lower().split(": ", 1) for line in head[1:] if line)
             if "content-length" in headers:
@@ -212,6 +212,65 @@ async def test_unusual_heads_are_uvicorns(start, kit, connect):
     ):
         peer = await connect(gateway)
         assert (await peer.ask(wrong))[0] == 400
+
+
+UPGRADE = ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMAAABkAAQCAAAAAAIAAAAA")
+
+
+@pytest.mark.parametrize("num_pieces", [1, 2, 7])
+async def test_an_offer_of_another_protocol_is_ignored(start, kit, connect, num_pieces):
+    gateway = await start("pd0:PD")
+    chunked = b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY)
+    requests = [
+        post(BODY, *UPGRADE),
+        post(chunked, "Transfer-Encoding: chunked", *UPGRADE, length=-1),
+        post(BODY, "Connection: upgrade", "Upgrade: websocket", "Sec-WebSocket-Version: 13"),
+        post(BODY, "Connection: upgrade, close", "Upgrade: h2c"),
+    ]
+    for request in requests:
+        peer = await connect(gateway)
+        step = -(-len(request) // num_pieces)
+        pieces = [request[start : start + step] for start in range(0, len(request), step)]
+        assert (await peer.ask(*pieces))[::2] == (200, kit.WHOLE)
+    assert await peer.is_closed(), "what else the client asked for is kept to"
+    asked = [message.messages[0].content[0].text for message in gateway["pd0"].got("/stage/prefill")]
+    assert asked[-len(requests) :] == ["hello"] * len(requests)
+
+
+async def test_what_follows_an_offer_of_another_protocol_is_read(start, kit, connect):
+    gateway = await start("pd0:PD")
+    peer = await connect(gateway)
+    get = b"GET /health/live HTTP/1.1\r\nHost: test\r\nConnection: upgrade\r\nUpgrade: h2c\r\n\r\n"
+    assert (await peer.ask(get + get))[0] == 200
+    assert (await peer.answer())[0] == 200
+    assert (await peer.ask(post(BODY, *UPGRADE)))[::2] == (200, kit.WHOLE)
+    peer = await connect(gateway)
+    assert (await peer.ask(b"CONNECT a:1 HTTP/1.1\r\nHost: a:1\r\n\r\n"))[0] == 400
+
+
+@pytest.mark.parametrize("is_plain", [True, False])
+async def test_a_client_that_has_sent_its_last_gets_its_answer(start, kit, connect, is_plain):
+    gateway = await start("pd0:PD")
+    gateway["pd0"].scripts["/stage/prefill"] = lambda _: [0.3, kit.NONE, kit.WHOLE]
+    for number in (1, 2) if is_plain else (1,):
+        peer = await connect(gateway)
+        peer.writer.write(post(BODY, *([] if is_plain else ["Expect: nothing", *UPGRADE])) * number)
+        peer.writer.write_eof()
+        for _ in range(number):
+            assert (await peer.answer())[::2] == (200, kit.WHOLE)
+        assert await peer.is_closed()
+
+
+@pytest.mark.parametrize("headers", [(), UPGRADE])
+async def test_a_client_that_leaves_before_its_answer_is_noticed(start, kit, connect, headers):
+    gateway = await start("pd0:PD")
+    gateway["pd0"].scripts["/stage/prefill"] = lambda _: [kit.FOREVER]
+    peer = await connect(gateway)
+    peer.writer.write(post(BODY, *headers))
+    await gateway.until(lambda: gateway.admission.queue.num_in_flight == 1)
+    peer.writer.close()
+    async with asyncio.timeout(60):
+        await gateway.until(lambda: gateway.admission.queue.num_in_flight == 0)
 
 
 async def test_connection_close_is_kept_to(start, kit, connect):
