@@ -11,7 +11,7 @@ from typing import Any, Union, get_args, get_origin
 import typer
 from pydantic.fields import FieldInfo
 
-from epd_serve.cli import app
+from epd_serve.cli.app import app
 from epd_serve.config import DeploymentConfig, deployment_schema
 from epd_serve.config.applied import Section, applied
 
@@ -99,11 +99,11 @@ def options_page() -> str:
 
 def commands(command: Any, name: str) -> Iterator[tuple[str, Any]]:
     """(name, command) of each, groups of commands taken apart."""
-    if not hasattr(command, "commands"):
+    if not hasattr(command, "list_commands"):
         yield name, command
         return
-    for below, one in command.commands.items():
-        yield from commands(one, f"{name} {below}")
+    for below in command.list_commands(None):
+        yield from commands(command.get_command(None, below), f"{name} {below}")
 
 
 def cli_page() -> str:

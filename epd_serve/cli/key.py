@@ -9,15 +9,21 @@ import typer
 from epd_serve.config.gateway import ApiKeyConfig
 from epd_serve.config.keys import new_key
 
-key_app = typer.Typer(help="Make API keys for the gateway.", no_args_is_help=True)
+key = typer.Typer(
+    help="Make API keys for the gateway.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
 
 
-@key_app.callback()
-def key() -> None:
+@key.callback()
+def _keys() -> None:
     """Make API keys for the gateway."""
 
 
-@key_app.command("new")
+@key.command("new")
 def new(name: Annotated[str, typer.Argument(help="Of the key, for logs and metrics.")]) -> None:
     """Make an API key: the key for its holder, its hash for gateway.api_keys of the deployment file."""
     secret, hashed = new_key()

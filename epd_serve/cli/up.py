@@ -20,6 +20,10 @@ def up(
     host: Host = None,
     port: Port = None,
     topology: Annotated[str | None, typer.Option(help="Over the file's, as in '(E-P)-D'.")] = None,
+    base_port: Annotated[
+        int | None,
+        typer.Option(min=0, max=65535, help="Port of the first instance; the others follow. 0: free ones."),
+    ] = None,
     model: Annotated[
         str | None, typer.Option(help="Over the file's: 'demo' or a transformers model directory.")
     ] = None,
@@ -28,20 +32,26 @@ def up(
     ] = False,
 ) -> None:
     """Start a deployment on this machine and stay until Ctrl-C."""
-    from epd_serve.launch.progress import Terminal
-    from epd_serve.launch.up import run_up
-
     gateway = {key: value for key, value in (("host", host), ("port", port)) if value is not None}
     changes: dict[str, Any] = {"gateway": gateway} if gateway else {}
+    if base_port is not None:
+        changes["instances"] = {"base_port": base_port}
     if topology is not None:
         changes["topology"] = topology
     if model is not None:
         changes["model"] = model_of(model)
     config = change_config(load_config(file) if file else DeploymentConfig(), changes)
+    if config.engine == "native" or not dry:  # vLLM's command lines may be for another machine
+        from epd_serve.launch.preflight import check_deployment
+
+        check_deployment(config, os.environ)  # before the time that it takes to import what runs it
     if dry:
         from epd_serve.launch.dry_run import dry_run
 
         for line in dry_run(config, file, os.environ):
             typer.echo(line)
         return
+    from epd_serve.launch.progress import Terminal
+    from epd_serve.launch.up import run_up
+
     raise typer.Exit(asyncio.run(run_up(config, Terminal())))

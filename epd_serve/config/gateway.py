@@ -325,6 +325,14 @@ class GatewayConfig(Section):
         return self.api_key is not None or bool(self.api_keys)
 
     @model_validator(mode="after")
+    def _admin_has_a_port_of_its_own(self) -> GatewayConfig:
+        if self.port and self.admin.port == self.port:
+            raise ValueError(
+                f"port and admin.port are both {self.port}; the admin plane is another server: give it a port"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _room_for_each_worker(self) -> GatewayConfig:
         if self.max_in_flight < self.workers:
             raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args, get_origin
@@ -22,6 +23,28 @@ from epd_serve.config.vllm import VllmConfig
 Location = tuple[int | str, ...]
 #: Keys whose values no error may show.
 _SECRETS = frozenset({"api_key", "cluster_key", "key", "hash"})
+#: What pydantic puts into a location that stands in no file: a mapping's key, the member of a union.
+_MEMBER = re.compile(
+    r"\[key\]$|(constrained-)?(int|float|str|bool)$|(literal|function-|nullable|tuple|list|dict|is-)|lax-|[A-Z]\w+Config$"
+)
+#: Our words for pydantic's, by the beginnings of its types of errors.
+_WORDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "finite": "a number that is finite",
+    "bool": "true or false",
+    "string_too_short": "some text",
+    "string_pattern": "text of the form {pattern}",
+    "string": "text, in quotes if it looks like a number",
+    "path": "a path",
+    "none": "null",
+    "greater_than_equal": "{ge:g} or more",
+    "greater_than": "a number above {gt:g}",
+    "less_than_equal": "{le:g} or less",
+    "less_than": "a number below {lt:g}",
+    "too_short": "{min_length} or more of them",
+    "too_long": "{max_length} of them at most",
+}
 
 
 class ConfigError(ValueError):
@@ -84,9 +107,8 @@ def parse_config(text: str, *, source: str = "deployment") -> DeploymentConfig:
     try:
         return DeploymentConfig.model_validate(values or {})
     except ValidationError as error:
-        faults = sorted((_line(tree, fault["loc"]), _explain(fault)) for fault in error.errors())
-        lines = dict.fromkeys(f"{source}:{line}: {problem}" for line, problem in faults)
-        raise ConfigError("\n".join(lines)) from error
+        faults = sorted((_line(tree, location), text) for location, text in _explained(error))
+        raise ConfigError("\n".join(f"{source}:{line}: {text}" for line, text in faults)) from error
 
 
 def _gateway_paths(gateway: GatewayConfig, here: Path) -> dict[str, Any]:
@@ -118,7 +140,7 @@ def change_config(
     try:
         return DeploymentConfig.model_validate(overlay(config.model_dump(exclude_unset=True), changes))
     except ValidationError as error:
-        raise ConfigError("\n".join(f"{source}: {_explain(fault)}" for fault in error.errors())) from error
+        raise ConfigError("\n".join(f"{source}: {text}" for _, text in _explained(error))) from error
 
 
 def _line(tree: CommentedMap | CommentedSeq | None, location: Location) -> int:
@@ -138,27 +160,54 @@ def _line(tree: CommentedMap | CommentedSeq | None, location: Location) -> int:
     return line
 
 
-def _explain(fault: ErrorDetails) -> str:
-    where = ".".join(str(part) for part in fault["loc"] if part != "[key]")
-    return f"{where}: {_problem(fault, fault['loc'])}"
+def _explained(error: ValidationError) -> Iterator[tuple[Location, str]]:
+    """Location and sentence of each fault; one for all that the members of a union say of a value."""
+    faults: dict[Location, list[ErrorDetails]] = {}
+    for fault in error.errors():
+        location = tuple(part for part in fault["loc"] if not (isinstance(part, str) and _MEMBER.match(part)))
+        faults.setdefault(location, []).append(fault)
+    for location, same in faults.items():
+        where = ".".join(map(str, location))
+        worded = [words for fault in same if (words := _words(fault)) is not None]
+        if len(same) > 1 and len(worded) == len(same):
+            yield location, f"{where}: write {' or '.join(dict.fromkeys(worded))}{_not(same[0], location)}"
+            continue
+        for problem in dict.fromkeys(_problem(fault, location) for fault in same):
+            yield location, f"{where}: {problem}"
 
 
 def _problem(fault: ErrorDetails, location: Location) -> str:
-    kind, value = fault["type"], fault["input"]
-    if _SECRETS.intersection(location[-1:]):
-        value = "what stands there"
+    kind = fault["type"]
     if kind == "extra_forbidden":
         return _unknown_key(str(location[-1]), location[:-1])
     if kind == "value_error":
         return fault["msg"].removeprefix("Value error, ")
+    if kind == "missing":
+        return "this key is missing"
     if kind == "literal_error":
-        expected = fault["ctx"]["expected"]
-        return f"{value!r} is not possible here; write {expected.replace(chr(39), '')}"
+        return f"{fault['input']!r} is not possible here; write {_words(fault)}"
     if kind in ("tuple_type", "list_type"):
-        return f"expected a list, as in [{value}]"
+        return f"expected a list, as in [{fault['input']}]"
     if kind in ("model_type", "model_attributes_type", "dict_type"):
-        return f"expected keys and values below this, not {value!r}"
-    return f"{fault['msg'][0].lower()}{fault['msg'][1:]}, not {value!r}"
+        return f"expected keys and values below this{_not(fault, location)}"
+    if fault["input"] is None:
+        return "write a value, or leave the key out"
+    words = _words(fault)
+    return "this cannot be used" if words is None else f"write {words}{_not(fault, location)}"
+
+
+def _not(fault: ErrorDetails, location: Location) -> str:
+    """The value that was given, unless it is a secret."""
+    return "" if _SECRETS.intersection(location[-1:]) else f", not {fault['input']!r}"
+
+
+def _words(fault: ErrorDetails) -> str | None:
+    """Our words for what pydantic expects; None where it says more than that."""
+    kind, context = fault["type"], fault.get("ctx", {})
+    if kind == "literal_error":
+        return str(context["expected"]).replace("'", "")
+    words = next((words for name, words in _WORDS.items() if kind.startswith(name)), None)
+    return None if words is None else words.format(**context)
 
 
 def _unknown_key(key: str, parent: Location) -> str:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,18 +15,26 @@ import msgspec
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 _INDEX = "model.safetensors.index.json"
+#: In the names of the tower's weights and of its projector's.
+_TOWER = re.compile(r"visual|vision|projector")
 _LFS = b"version https://git-lfs"
 #: The longest header that the format allows.
 _MAX_HEADER_BYTES = 100_000_000
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
-def check_model_files(path: Path) -> None:
-    """Raise ValueError that names the file which is missing, cut short or no JSON. Reads headers alone.
+def read_model_config(path: Path) -> dict[str, Any]:
+    """The content of config.json. Raises ValueError where it cannot be read."""
+    return _read_json(path / "config.json")
 
-    The format of safetensors: eight bytes with the header's length, the header as JSON, the tensors' bytes.
+
+def check_model_files(path: Path) -> dict[str, int]:
+    """The number of weights of ``tower`` and ``language``, by the headers of the files.
+
+    Raises ValueError that names the file which is missing, cut short or no JSON. The format of
+    safetensors: eight bytes with the header's length, the header as JSON, the tensors' bytes.
     """
-    _read_json(path / "config.json")
+    read_model_config(path)
     for names, what in ((_TOKENIZERS, "tokenizer"), (_PROCESSORS, "image processor")):
         present = [path / name for name in names if (path / name).is_file()]
         if not present:
@@ -38,8 +49,41 @@ def check_model_files(path: Path) -> None:
         files = sorted({path / str(name) for name in weights.values()})
     else:
         files = sorted(path.glob("*.safetensors")) or [path / "model.safetensors"]
+    check_template(chat_template(path), path)
+    counts = {"tower": 0, "language": 0}
     for file in files:
-        _check_safetensors(file)
+        for name, num_weights in _check_safetensors(file):
+            counts["tower" if _TOWER.search(name) else "language"] += num_weights
+    return counts
+
+
+def chat_template(path: Path) -> str:
+    """The text of a model's chat template; "" where it has none, or several by name."""
+    if (file := path / "chat_template.jinja").is_file():
+        return file.read_text(encoding="utf-8", errors="replace")
+    for name in ("chat_template.json", "tokenizer_config.json"):
+        if (file := path / name).is_file() and isinstance(text := _read_json(file).get("chat_template"), str):
+            return text
+    return ""
+
+
+def check_template(source: str, path: Path) -> None:
+    """Raise ValueError where a chat template is no Jinja."""
+    if importlib.util.find_spec("jinja2") is None:  # the base install has no instance that renders it
+        return
+    from jinja2 import Environment, TemplateError
+
+    try:
+        parse_template(Environment(extensions=["jinja2.ext.loopcontrols"]), source)
+    except TemplateError as error:
+        line = getattr(error, "lineno", None)
+        where = f", line {line}" if line else ""
+        raise ValueError(f"{path}: its chat template{where} is broken: {error}; copy it from the model") from error
+
+
+def parse_template(environment: Any, source: str) -> Any:
+    """Parse a chat template; one block is transformers' own, and plain Jinja does not know it."""
+    return environment.parse(re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", source))
 
 
 def _read_json(file: Path, parse: Callable[[bytes], Any] = json.loads) -> dict[str, Any]:
@@ -55,7 +99,8 @@ def _read_json(file: Path, parse: Callable[[bytes], Any] = json.loads) -> dict[s
     return content
 
 
-def _check_safetensors(file: Path) -> None:
+def _check_safetensors(file: Path) -> list[tuple[str, int]]:
+    """(name, number of values) of each tensor."""
     again = "download the file again"
     if not file.is_file():
         raise ValueError(f"{file}: there is no such file; weights are read from safetensors files alone")
@@ -68,13 +113,14 @@ def _check_safetensors(file: Path) -> None:
             raise ValueError(f"{file}: it is no safetensors file, or was cut short; {again}")
         try:
             header = json.loads(stream.read(length))
-            end = max(
-                (one["data_offsets"][1] for name, one in header.items() if name != "__metadata__"), default=0
-            )
+            header.pop("__metadata__", None)
+            end = max((one["data_offsets"][1] for one in header.values()), default=0)
+            sizes = [(name, math.prod(one["shape"])) for name, one in header.items()]
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise ValueError(f"{file}: its header is none of a safetensors file; {again}") from error
     if size != 8 + length + end:
         raise ValueError(f"{file}: it has {size} bytes and by its header {8 + length + end}; {again}")
+    return sizes
 
 
 def _pointer(file: Path) -> str:

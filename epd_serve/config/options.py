@@ -8,6 +8,7 @@ from typing import Annotated
 
 from pydantic import PlainSerializer, PlainValidator
 
+from epd_serve.config.kv_size import tokens_per_block
 from epd_serve.config.sections import InstanceSettings, SharedConfig
 from epd_serve.config.shares import DeviceShare
 from epd_serve.types import Role
@@ -54,8 +55,7 @@ class InstanceOptions(SharedConfig, InstanceSettings):
 
     @property
     def tokens_per_block(self) -> int:
-        """``block_size``, or 128 on an NPU, whose paged prefill takes no less, and 16 elsewhere."""
-        return self.block_size or (128 if self.device.startswith("npu") else 16)
+        return tokens_per_block(self.block_size, self.device)
 
     @property
     def runs_ahead(self) -> bool:

@@ -335,7 +335,7 @@ class InstancesConfig(InstanceSettings):
 
     host: Anew[str] = Field(default="127.0.0.1", min_length=1, description="Address of their control servers.")
     base_port: Restart[Port] = Field(
-        default=8100, description="Port of the first; the others follow. 0 chooses free ports."
+        default=0, description="Port of the first; the others follow. 0 chooses free ports."
     )
     share_weights: Anew[bool] = Field(
         default=False,

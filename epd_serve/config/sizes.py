@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from decimal import Decimal
 from typing import Annotated
@@ -29,6 +30,15 @@ def parse_bytes(value: object) -> object:
     if match is None or factor is None:
         raise ValueError(f"{value!r} is no amount of memory; write bytes, or a unit as in '512MiB' or '2GiB'")
     return int(Decimal(match[1]) * factor)
+
+
+def in_binary_units(num_bytes: int) -> str:
+    """``536870912`` → ``"512MiB"``: the largest unit in which it is whole, else one decimal, rounded up."""
+    for power in range(len(_PREFIXES), 0, -1):
+        unit, name = 1024**power, f"{_PREFIXES[power - 1]}iB"
+        if num_bytes >= unit:
+            return f"{math.ceil(num_bytes * 10 / unit) / 10:g}{name}"
+    return f"{num_bytes} B"
 
 
 Bytes = Annotated[

@@ -12,6 +12,7 @@ from typing import Any
 
 from jinja2 import Environment, TemplateError, meta
 
+from epd_serve.config.model_files import check_template, parse_template
 from epd_serve.errors import InvalidRequest
 from epd_serve.protocol.tool_format import CALL_END, CALL_START
 from epd_serve.protocol.wire import CalledFunction, ChatMessage, PromptOptions
@@ -33,11 +34,13 @@ class ChatTemplate:
     """Renders chats of one model. Safe for use from several threads."""
 
     def __init__(self, tokenizer: Any, path: Path, literals: MediaLiterals) -> None:
-        """Raises ValueError for a template that shows no text of a chat."""
+        """Raises ValueError for a template that is no Jinja, or shows no text of a chat."""
         self._tokenizer = tokenizer
         self._literals = literals
         if not tokenizer.chat_template:
             tokenizer.chat_template = _processor_chat_template(path)
+        if isinstance(tokenizer.chat_template, str):
+            check_template(tokenizer.chat_template, path)
         shown, shown_of_parts = self._num_shown(as_parts=False), self._num_shown(as_parts=True)
         self._takes_parts = shown_of_parts > shown
         if shown == 0 and not self._takes_parts:
@@ -70,8 +73,7 @@ class ChatTemplate:
         source = self._tokenizer.get_chat_template()
         environment = Environment(extensions=["jinja2.ext.loopcontrols"])
         try:
-            # a block of transformers' own, which plain Jinja does not know
-            tree = environment.parse(source.replace("{% generation %}", "").replace("{% endgeneration %}", ""))
+            tree = parse_template(environment, source)
         except TemplateError:
             return frozenset(("tools",)) if "tools" in source else frozenset()
         return frozenset(meta.find_undeclared_variables(tree))

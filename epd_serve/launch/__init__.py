@@ -1,9 +1,26 @@
 """Starting a deployment's processes on this machine, and stopping all of them again."""
 
-from epd_serve.launch.backoff import Backoff
-from epd_serve.launch.deployment import InstanceHandle, LocalDeployment
-from epd_serve.launch.process import ManagedProcess, ProcessDied, ProcessSpec, ProcessState
-from epd_serve.launch.supervisor import Supervisor
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from epd_serve.launch.backoff import Backoff
+    from epd_serve.launch.deployment import InstanceHandle, LocalDeployment
+    from epd_serve.launch.process import ManagedProcess, ProcessDied, ProcessSpec, ProcessState
+    from epd_serve.launch.supervisor import Supervisor
+
+_MODULES = {
+    "Backoff": "backoff",
+    "InstanceHandle": "deployment",
+    "LocalDeployment": "deployment",
+    "ManagedProcess": "process",
+    "ProcessDied": "process",
+    "ProcessSpec": "process",
+    "ProcessState": "process",
+    "Supervisor": "supervisor",
+}
 
 __all__ = [
     "Backoff",
@@ -15,3 +32,10 @@ __all__ = [
     "ProcessState",
     "Supervisor",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is asked for: a deployment is checked before half a second goes into other modules."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

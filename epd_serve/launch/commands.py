@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from device.ascend_limits import InstanceUse, check_colocation, hccl_environment, parse_visible_devices
+from device.ascend_limits import InstanceUse, check_colocation, hccl_environment
+from device.present import visibility
 from device.shares import share_environment
 from device.weight_files import COPIES, VARIABLE, to_variable
 from epd_serve.config import DeploymentConfig, InstanceOptions, decode_graph_sizes
@@ -21,9 +22,6 @@ from epd_serve.launch.process import ProcessSpec
 from epd_serve.protocol.addresses import url_of
 from epd_serve.topology import InstancePlacement
 from epd_serve.transfer.mooncake import check_installed, master_command
-
-#: The variable that decides which devices of a kind a process sees.
-_VISIBLE_DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 
 #: How an instance's heap is kept: in huge pages (weights are read faster), one heap for all threads, and nothing
 #: given back between steps, which would only fault it in again. A user's own GLIBC_TUNABLES take its place.
@@ -265,37 +263,6 @@ def _device_boards(placement: Sequence[InstancePlacement], directory: Path) -> d
         if len(group) > 1 and encodes and any(member.role.has_language_model for member in members):
             boards[instance.name] = f"{directory / f'device-{group[0]}'}:{group.index(instance.name)}"
     return boards
-
-
-def visibility(devices: Sequence[str], environment: Mapping[str, str]) -> tuple[dict[str, str], str]:
-    """The variables that show a process these devices alone, and what they are called in there.
-
-    Raises ValueError for devices of several kinds and for one that is not visible here.
-    """
-    kinds = {device.partition(":")[0] for device in devices}
-    if len(kinds) > 1:
-        raise ValueError(f"{', '.join(devices)}: the devices of one instance must be of one kind")
-    (kind,) = kinds
-    if kind not in _VISIBLE_DEVICES:
-        return {}, ",".join(devices)
-    variable = _VISIBLE_DEVICES[kind]
-    allowed = environment.get(variable)
-    shown = [_shown(device, variable, allowed) for device in devices]
-    return {variable: ",".join(shown)}, ",".join(f"{kind}:{index}" for index in range(len(devices)))
-
-
-def _shown(device: str, variable: str, allowed: str | None) -> str:
-    """The device's name in the variable, where this process itself may see only the devices ``allowed``."""
-    index = device.partition(":")[2]
-    if allowed is None:
-        return index
-    if variable == "ASCEND_RT_VISIBLE_DEVICES":
-        names = [str(number) for number in parse_visible_devices(allowed)]
-    else:
-        names = [name.strip() for name in allowed.split(",") if name.strip()]
-    if int(index) >= len(names):
-        raise ValueError(f"device {device}: {variable}={allowed} shows only {len(names)} devices of this kind")
-    return names[int(index)]
 
 
 def npu_environments(

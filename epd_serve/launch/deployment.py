@@ -13,8 +13,7 @@ from types import TracebackType
 from typing import Self
 
 from device.weight_files import open_weight_files
-from epd_serve.config import DeploymentConfig, model_path
-from epd_serve.config.model_files import check_model_files
+from epd_serve.config import DeploymentConfig
 from epd_serve.config.role_files import write_role_settings
 from epd_serve.launch.applying import DEFAULT_LIMITS, Applier, ApplyLimits
 from epd_serve.launch.backoff import Backoff
@@ -33,6 +32,7 @@ from epd_serve.launch.control import ControlServer
 from epd_serve.launch.forking import ForkServer, ForkServerGone
 from epd_serve.launch.holdings import Holdings, resolved
 from epd_serve.launch.ports import choose_ports, claim_ports, release
+from epd_serve.launch.preflight import check_deployment
 from epd_serve.launch.process import (
     ManagedProcess,
     ProcessDied,
@@ -91,9 +91,7 @@ class LocalDeployment:
         package is not there.
         """
         config = resolved(config)
-        path = model_path(config.model)  # the first thing to get right, whichever ports are taken
-        if config.engine == "native":
-            check_model_files(path)
+        check_deployment(config, os.environ)
         ports = choose_ports(config)
         self._claims = claim_ports(config, ports)
         environment = dict(os.environ)

@@ -8,11 +8,13 @@ from pathlib import Path
 from epd_serve.backends.vllm_command import shell_line
 from epd_serve.config import DeploymentConfig, model_path
 from epd_serve.config.keys import CLUSTER_KEY
-from epd_serve.config.model_files import check_model_files
 from epd_serve.launch.commands import instance_specs
-from epd_serve.launch.ports import Ports, instance_urls
+from epd_serve.launch.holdings import resolved
+from epd_serve.launch.ports import Ports, choose_ports, instance_urls
+from epd_serve.launch.preflight import device_faults
 from epd_serve.launch.vllm import check_engine, vllm_processes
 from epd_serve.launch.vllm_probe import NoVllm
+from epd_serve.protocol.addresses import url_of
 
 _PARENT = "--parent-pid"
 
@@ -20,30 +22,52 @@ _PARENT = "--parent-pid"
 def dry_run(config: DeploymentConfig, file: Path | None, environment: Mapping[str, str]) -> Iterator[str]:
     """Lines: a comment and a command for each process. Nothing is started.
 
-    ``file`` is the deployment file, None for the default deployment. A model that is not there is a comment for
-    vLLM, whose lines do not depend on it. Raises ValueError where the native engine's is not there, the ports are
-    not fixed, or this machine's vLLM does not fit.
+    ``file`` is the deployment file, None for the default deployment. What this machine lacks for vLLM is a
+    comment: its lines may be for another machine. The native engine's deployment has been checked before.
+    Raises ValueError where this machine's vLLM does not fit, or a port is taken.
     """
-    ports = tuple(int(url.rpartition(":")[2]) for _, url in instance_urls(config))
+    config = resolved(config)
+    ports, note = _ports(config)
     shown = str(file) if file else "DEPLOYMENT.yaml"
     yield f"# {config.topology} on {', '.join(config.devices)}, engine: {config.engine}"
     if config.engine == "vllm":
-        yield from _vllm(config, ports, environment)
+        yield from note
+        yield from _vllm(config, ports.instances, environment)
     else:
-        check_model_files(model_path(config.model))
-        for spec in instance_specs(config, Ports(gateway=config.gateway.port, instances=ports), environment):
+        for spec in instance_specs(config, ports, environment):
             own = {name: value for name, value in spec.environment.items() if environment.get(name) != value}
             if own.pop(CLUSTER_KEY, None) is not None:
                 yield f"# {CLUSTER_KEY}: the deployment's cluster_key, in the environment"
             command = spec.command[: spec.command.index(_PARENT)] if _PARENT in spec.command else spec.command
             yield f"\n# {spec.name}: {spec.label}"
             yield shell_line(command, own)
-    yield f"\n# gateway: OpenAI API at http://{config.gateway.host}:{config.gateway.port}/v1"
-    yield shell_line(("epd-serve", "proxy", "--config", shown), {})
+    yield f"\n# gateway: OpenAI API at http://{config.gateway.host}:{ports.gateway}/v1"
+    yield shell_line(("epd-serve", "proxy", "--config", shown, *_instances(config, ports)), {})
+
+
+def _ports(config: DeploymentConfig) -> tuple[Ports, list[str]]:
+    """The ports, and a note on those of vLLM that this machine lacks: its lines may be for another one."""
+    try:
+        return choose_ports(config), []
+    except ValueError as error:
+        if config.engine == "native" or not config.instances.base_port:
+            raise
+        numbers = tuple(int(url.rpartition(":")[2]) for _, url in instance_urls(config))
+        return Ports(gateway=config.gateway.port, instances=numbers), [f"# not on this machine: {error}"]
+
+
+def _instances(config: DeploymentConfig, ports: Ports) -> Iterator[str]:
+    """The flags that name the instances to a gateway whose file does not say where they are."""
+    if config.instances.base_port or config.gateway.instances is not None:
+        return
+    for placed, port in zip(config.placement(), ports.instances, strict=True):
+        yield from ("--instance", f"{placed.name}={url_of(config.instances.host, port)}")
 
 
 def _vllm(config: DeploymentConfig, ports: tuple[int, ...], environment: Mapping[str, str]) -> Iterator[str]:
     path, flags = "", list[str]()
+    for fault in device_faults(config, environment):
+        yield f"# not on this machine: {fault}"
     try:
         found = check_engine(config)
         flags = found.flags

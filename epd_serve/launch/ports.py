@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 #: Somebody listens there, or a deployment has claimed it.
 _TAKEN = (errno.EADDRINUSE, errno.EWOULDBLOCK)
 _TRIES = 50
+_GATEWAY, _INSTANCES, _ADMIN = "gateway.port (--port)", "instances.base_port", "gateway.admin.port"
+_HOST_KEYS = {_GATEWAY: "gateway.host (--host)", _INSTANCES: "instances.host", _ADMIN: "gateway.admin.host"}
 #: Above those of which Mooncake's transfer engines take two each at random, 15000 to 17000.
 _LOWEST = 17_001
 #: The ports that a host gives to outgoing connections, of which any may be one.
@@ -46,7 +48,8 @@ def choose_ports(config: DeploymentConfig) -> Ports:
     """The gateway's port and one for each instance; free ones where the deployment says 0, and for a master.
 
     Raises:
-        ValueError: a port is taken or lies beyond 65535, or the gateway's is in the range of the instances.
+        ValueError: a port is taken or lies beyond 65535, the gateway's or the admin plane's is in the range of the
+            instances, or an address is none of this machine.
     """
     placement = config.placement()
     base, step = config.instances.base_port, ports_each(config)
@@ -55,20 +58,24 @@ def choose_ports(config: DeploymentConfig) -> Ports:
         raise ValueError(
             f"instances.base_port: {len(placement)} instances from port {base} pass 65535; choose a lower one"
         )
-    if base and base <= config.gateway.port <= last:
-        raise ValueError(
-            f"gateway.port {config.gateway.port} lies among the ports of the instances, {base} to {last}; "
-            "choose another, or another instances.base_port"
-        )
+    admin = config.gateway.admin
+    for key, port in (("gateway.port", config.gateway.port), ("gateway.admin.port", admin.port)):
+        if base and port and base <= port <= last:
+            raise ValueError(
+                f"{key} {port} lies among the ports of the instances, {base} to {last}; "
+                "choose another, or another instances.base_port"
+            )
     with ExitStack() as held:  # all stay bound until the last is chosen, so that none is chosen twice
-        gateway = _bind(held, config.gateway.host, config.gateway.port, "the gateway", "gateway.port (--port)")
+        gateway = _bind(held, config.gateway.host, config.gateway.port, "the gateway", _GATEWAY)
+        if admin.port is not None:
+            _bind(held, admin.host, admin.port, "the admin plane", _ADMIN)
         instances = tuple(
             _bind_block(held, config.instances.host, base + index * step if base else 0, step, instance.name)
             for index, instance in enumerate(placement)
         )
         master = None
         if config.starts_master:
-            rpc, http = (_bind(held, config.instances.host, 0, "mooncake_master", "its port") for _ in range(2))
+            rpc, http = (_bind(held, config.instances.host, 0, "mooncake_master", _INSTANCES) for _ in range(2))
             master = (rpc, http)
     return Ports(gateway=gateway, instances=instances, master=master)
 
@@ -79,9 +86,9 @@ def claim_ports(config: DeploymentConfig, ports: Ports) -> list[int]:
     They are claimed until the file descriptors that this returns are closed. Raises ValueError for a port that
     another deployment has claimed.
     """
-    users = [("the gateway", config.gateway.host, "gateway.port (--port)", ports.gateway)]
+    users = [("the gateway", config.gateway.host, _GATEWAY, ports.gateway)]
     users += [
-        (instance.name, config.instances.host, "instances.base_port", port)
+        (instance.name, config.instances.host, _INSTANCES, port)
         for instance, port in zip(config.placement(), ports.instances, strict=True)
     ]
     claims: list[int] = []
@@ -165,7 +172,7 @@ def release(claims: list[int]) -> None:
 def free_port(host: str) -> int:
     """A port that was free a moment ago."""
     with ExitStack() as held:
-        return _bind(held, host, 0, "a server", "its port")
+        return _bind(held, host, 0, "a server", _INSTANCES)
 
 
 def next_port(config: DeploymentConfig, taken: Collection[int], user: str) -> int:
@@ -178,7 +185,7 @@ def next_port(config: DeploymentConfig, taken: Collection[int], user: str) -> in
         if port and port in taken:
             continue
         with suppress(ValueError), ExitStack() as held:
-            chosen = _bind(held, host, port, user, "instances.base_port")
+            chosen = _bind(held, host, port, user, _INSTANCES)
             if chosen not in taken:
                 return chosen
     if not base:
@@ -203,9 +210,9 @@ def _bind_block(held: ExitStack, host: str, port: int, count: int, user: str) ->
         with ExitStack() as trying:
             chosen = port or (random.randint(_LOWEST, highest) if count > 1 and highest > _LOWEST else 0)
             try:
-                first = _bind(trying, host, chosen, user, "instances.base_port")
+                first = _bind(trying, host, chosen, user, _INSTANCES)
                 for offset in range(1, count):
-                    _bind(trying, host, first + offset, user, "instances.base_port")
+                    _bind(trying, host, first + offset, user, _INSTANCES)
             except ValueError:
                 if port or count == 1:
                     raise
@@ -244,14 +251,24 @@ def _bind_one(held: ExitStack, host: str, port: int, user: str, key: str) -> int
     try:
         bound.bind((host, port))
     except (OSError, OverflowError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise ValueError(
-            f"{user} cannot listen on {host} port {port}: {reason}. "
-            f"Set {key} to another port, or to 0 for any free one"
-        ) from error
+        raise ValueError(f"{user} cannot listen on {host} port {port}: {_remedy(error, key)}") from error
     chosen: int = bound.getsockname()[1]
     _check_unclaimed(host, chosen, user, key)  # one that is claimed is not listened on yet
     return chosen
+
+
+def _remedy(error: OSError | OverflowError, key: str) -> str:
+    """The reason why an address cannot be listened on, and what to write instead."""
+    number = error.errno if isinstance(error, OSError) else None
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    if isinstance(error, socket.gaierror) or number in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.ENODEV):
+        return (
+            f"{reason}. Set {_HOST_KEYS[key]} to an address of this machine: 127.0.0.1 is for clients on it, "
+            "0.0.0.0 for all that reach it"
+        )
+    if number in (errno.EACCES, errno.EPERM):
+        return f"{reason}. Set {key} to 1024 or above: lower ports are for root"
+    return f"{reason}. Set {key} to another port" + ("" if key == _ADMIN else ", or to 0 for any free one")
 
 
 def name_and_url(text: str) -> tuple[str, str]:
@@ -269,7 +286,7 @@ def instance_urls(deployment: DeploymentConfig) -> list[tuple[str, str]]:
     settings = deployment.instances
     if not settings.base_port:
         raise ValueError(
-            "instances.base_port is 0, so nobody can know the instances' ports; set it, "
+            "instances.base_port is 0, so nobody knows the instances' ports; set it in the file and for 'up', "
             "or add --instance NAME=URL for each, as in e0=http://127.0.0.1:8100"
         )
     return [

@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from device.present import visibility
 from device.shares import share_environment
 from epd_serve import lifeline
 from epd_serve.backends.vllm_command import Connectors, VllmOptions, command_of, environment_of
 from epd_serve.config import DeploymentConfig, InstanceSettings, model_path
 from epd_serve.config.shares import DeviceShare
 from epd_serve.config.vllm import connectors
-from epd_serve.launch.commands import threads_each, visibility
+from epd_serve.launch.commands import threads_each
 from epd_serve.launch.process import ProcessSpec
 from epd_serve.launch.vllm_hooks import CONNECTORS
 from epd_serve.launch.vllm_probe import VllmFound, check_flags, check_found, probe_vllm

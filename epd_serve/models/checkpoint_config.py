@@ -17,22 +17,26 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.activations import ACT2FN
 
 from epd_serve.models.config_readers import names_read
+from epd_serve.models.model_types import LLAVA, QWEN_VL
 
 _QWEN_FIELDS = frozenset(
     ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id", "tie_word_embeddings")
 )
 #: What the engine honours at the top level of each family's configuration.
 _FAMILIES: dict[str, frozenset[str]] = {
-    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), _QWEN_FIELDS),
-    "llava": frozenset(
-        (
-            "image_token_index",
-            "projector_hidden_act",
-            "vision_feature_select_strategy",
-            "vision_feature_layer",
-            "multimodal_projector_bias",
-            "tie_word_embeddings",
-        )
+    **dict.fromkeys(QWEN_VL, _QWEN_FIELDS),
+    **dict.fromkeys(
+        LLAVA,
+        frozenset(
+            (
+                "image_token_index",
+                "projector_hidden_act",
+                "vision_feature_select_strategy",
+                "vision_feature_layer",
+                "multimodal_projector_bias",
+                "tie_word_embeddings",
+            )
+        ),
     ),
 }
 #: Their heads are as wide as they fit into the hidden states.

@@ -15,6 +15,7 @@ from transformers import AutoImageProcessor
 
 from epd_serve.errors import InvalidRequest
 from epd_serve.models.checkpoint_config import read_config
+from epd_serve.models.model_types import LLAVA, QWEN_VL
 
 #: Tower inputs of one image by argument name; a batch concatenates them along dimension 0.
 TowerInputs = dict[str, Tensor]
@@ -57,7 +58,6 @@ class Family(Protocol):
 class QwenVL:
     """Qwen2-VL, Qwen2.5-VL, Qwen3-VL: any resolution, M-RoPE."""
 
-    model_types = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
     num_position_axes = 3
 
     def __init__(self, config: Any, image_processor: Any) -> None:
@@ -139,7 +139,6 @@ class QwenVL:
 class Llava:
     """LLaVA-1.5: every image is scaled and cropped to one size; plain rotary positions."""
 
-    model_types = ("llava",)
     num_position_axes = 1
 
     def __init__(self, config: Any, image_processor: Any) -> None:
@@ -177,8 +176,8 @@ class Llava:
 
 
 _FAMILIES: dict[str, Callable[[Any, Any], Family]] = {
-    **dict.fromkeys(QwenVL.model_types, QwenVL),
-    **dict.fromkeys(Llava.model_types, Llava),
+    **dict.fromkeys(QWEN_VL, QwenVL),
+    **dict.fromkeys(LLAVA, Llava),
 }
 
 

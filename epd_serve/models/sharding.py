@@ -7,8 +7,10 @@ those that lead back are split by columns, and their partial sums are added over
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from device.distributed import Group
+if TYPE_CHECKING:
+    from device.distributed import Group
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,11 +26,7 @@ class Heads:
     def of_rank(cls, num_query_heads: int, num_kv_heads: int, group: Group) -> Heads:
         """Raises ValueError where whole heads cannot be given to every rank."""
         size = group.size
-        if num_query_heads % size or (num_kv_heads % size and size % num_kv_heads):
-            raise ValueError(
-                f"{num_query_heads} query and {num_kv_heads} KV heads cannot be split over {size} devices: the "
-                "width must divide the query heads, and be a divisor or a multiple of the KV heads"
-            )
+        check_heads(num_query_heads, num_kv_heads, size)
         num_query, num_kv = num_query_heads // size, max(num_kv_heads // size, 1)
         return cls(
             first_query=group.rank * num_query,
@@ -48,10 +46,24 @@ class Heads:
 
 def split(width: int, group: Group) -> slice:
     """One rank's equal part of a width. Raises ValueError where it cannot be divided."""
-    if width % group.size:
-        raise ValueError(f"a width of {width} cannot be split over {group.size} devices")
+    check_width(width, group.size)
     part = width // group.size
     return _range(group.rank * part, part)
+
+
+def check_heads(num_query_heads: int, num_kv_heads: int, size: int) -> None:
+    """Raise ValueError where whole heads cannot be given to each of ``size`` ranks."""
+    if num_query_heads % size or (num_kv_heads % size and size % num_kv_heads):
+        raise ValueError(
+            f"{num_query_heads} query and {num_kv_heads} KV heads cannot be split over {size} devices: the "
+            "width must divide the query heads, and be a divisor or a multiple of the KV heads"
+        )
+
+
+def check_width(width: int, size: int) -> None:
+    """Raise ValueError where a width cannot be divided among ``size`` ranks."""
+    if width % size:
+        raise ValueError(f"a width of {width} cannot be split over {size} devices")
 
 
 def _range(start: int, length: int) -> slice:

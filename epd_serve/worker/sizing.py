@@ -8,26 +8,30 @@ import torch
 
 from device.base import Device
 from epd_serve.config import InstanceOptions
+from epd_serve.config.kv_size import MIN_BLOCKS, blocks_in
 from epd_serve.protocol.wire import KVLayout
 from epd_serve.worker.kv_memory import block_nbytes
 
 _DEFAULT_KV_BYTES = 1 << 28
 #: Of an accelerator's memory that is free once the weights are loaded; activations need the rest.
 _FREE_MEMORY_FOR_KV = 0.8
-_MIN_BLOCKS = 64
 
 
 def num_kv_blocks(options: InstanceOptions, layout: KVLayout, device_type: str, free_bytes: int) -> int:
-    """Blocks of the KV cache; ``free_bytes`` are left on the fullest of the instance's devices."""
+    """Blocks of the KV cache; ``free_bytes`` are left on the fullest of the instance's devices.
+
+    Raises ValueError for a ``kv_cache_bytes`` that is too small.
+    """
     if options.num_blocks is not None:
         return options.num_blocks
+    block_bytes = block_nbytes(layout)
     if options.kv_cache_bytes is not None:
-        size = options.kv_cache_bytes
-    elif device_type == "cpu":
+        return blocks_in(options.kv_cache_bytes, block_bytes=block_bytes, block_size=layout.block_size)
+    if device_type == "cpu":
         size = _DEFAULT_KV_BYTES
     else:
         size = int(free_bytes * _FREE_MEMORY_FOR_KV) * len(options.devices)
-    return max(size // block_nbytes(layout), _MIN_BLOCKS)
+    return max(size // block_bytes, MIN_BLOCKS)
 
 
 def resolve_dtype(name: str, config: Any) -> torch.dtype:

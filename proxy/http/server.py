@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 import signal
+import socket
 import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 import uvicorn
+
+from epd_serve.protocol.addresses import url_of
 
 
 class GatewayServer(uvicorn.Server):
@@ -34,6 +37,12 @@ class GatewayServer(uvicorn.Server):
         self._exit_at: float | None = None
         self.has_failed = False
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started and sockets is None:  # else the parent of the workers says it
+            [port, *_] = (one.getsockname()[1] for server in self.servers for one in server.sockets)
+            print(ready_text(self.config.host, port), flush=True)
+
     def give_up(self) -> None:
         """End as after a signal: what is in progress is finished, :attr:`has_failed` says that it was a fault."""
         self.has_failed = True
@@ -54,6 +63,11 @@ class GatewayServer(uvicorn.Server):
         if self._exit_at is not None and time.monotonic() >= self._exit_at:
             self.should_exit = True
         return await super().on_tick(counter)
+
+
+def ready_text(host: str, port: int) -> str:
+    """The line that says where a gateway listens."""
+    return f"Ready: {url_of(host, port)}/v1; Ctrl-C stops."
 
 
 class WorkerServer(GatewayServer):

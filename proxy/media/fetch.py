@@ -162,8 +162,8 @@ class MediaFetcher:
             reason = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else type(error).__name__
             logger.info("an image of %s cannot be fetched: %s", URL(url).host, reason)
             raise InvalidRequest(
-                f"{_short(url)} cannot be fetched: no picture came from it within {timeout_s:g} s; it must "
-                "be on a server that this gateway may reach and that speaks HTTP"
+                f"{_short(url)} cannot be fetched: it must be on a server that this gateway may reach, that "
+                f"speaks HTTP and that sends the picture within {timeout_s:g} s"
             ) from error
 
     async def _get(self, url: str, session: aiohttp.ClientSession) -> bytes:

@@ -14,6 +14,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 
 from epd_serve.config import DeploymentConfig
+from proxy.http.server import ready_text
 from proxy.workers.channel import Channel, ChannelClosed
 from proxy.workers.hub import Hub
 from proxy.workers.ledger import Ledger
@@ -114,6 +115,7 @@ class _Parent:
                 leader.kill()
                 code = await leader.wait()
                 return 0 if self._stopping.is_set() else abs(code) or 1
+            print(ready_text(self._listeners.host, self._listeners.port), flush=True)
             async with asyncio.TaskGroup() as keeping:
                 for index in range(self._count):
                     keeping.create_task(self._keep(index, leader if index == 0 else None))

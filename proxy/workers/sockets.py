@@ -19,6 +19,7 @@ class Listeners:
 
     def __init__(self, host: str, port: int, count: int) -> None:
         """Raises ValueError where the address cannot be used, or is in use."""
+        self.host = host
         self._addresses = _resolve(host, port)
         self._sockets: list[tuple[socket.socket, ...]] = []
         with ExitStack() as made:

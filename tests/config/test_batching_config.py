@@ -38,10 +38,10 @@ def test_batching_can_differ_by_role() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("slo: {ttft_ms: 0}", "greater than 0"),
+        ("slo: {ttft_ms: 0}", "write a number above 0"),
         ("slo: {tpot_ms: .inf}", "finite"),
         ("slo: {tpot: 5}", "did you mean 'tpot_ms'"),
-        ("instances: {batching: {alpha: 1.5}}", "less than or equal to 1"),
+        ("instances: {batching: {alpha: 1.5}}", "write 1 or less"),
         ("instances: {batching: {order: lifo}}", "fcfs, sjf or slack"),
         ("instances: {batching: {order: slack}}", "set slo.ttft_ms"),
         ("roles: {P: {batching: {order: slack}}}", "set slo.ttft_ms"),

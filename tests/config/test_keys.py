@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from epd_serve.cli import app
+from epd_serve.cli.app import app
 from epd_serve.config import ConfigError, load_config, parse_config
 from epd_serve.config.gateway import read_secret
 from epd_serve.config.keys import hash_key

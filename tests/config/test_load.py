@@ -29,7 +29,7 @@ def test_an_empty_file_is_the_default_deployment() -> None:
         ("engine: llama", 1, "engine: 'llama' is not possible here; write native or vllm"),
         ("engine: vllm\ninstances:\n  engine_args: {port: 1}", 3, "port is not set here; use instances.base_port"),
         ("dtype: fp32", 1, "dtype: 'fp32' is not possible here; write auto, float32, bfloat16 or float16"),
-        ("instances:\n  block_size: 0", 2, "instances.block_size: input should be greater than or equal to 1"),
+        ("instances:\n  block_size: 0", 2, "instances.block_size: write 1 or more, not 0"),
         ("instances:\n  num_blocks: 3\n  kv_cache_bytes: 2GiB", 1, "set the same thing; give one of them"),
         ("instances:\n  kv_transfer:\n    group_layers: 0", 3, "write auto or a number of layers"),
         ("instances: {kv_cache_bytes: 3 apples}", 1, "'3 apples' is no amount of memory"),

@@ -35,8 +35,8 @@ def test_thieves_and_their_rule_are_told() -> None:
         ("{topology: E-PD, roles: {E: {steals: true}}}", "lacks a stage"),
         ("{topology: EPD, instances: {steals: true}}", "nobody to steal from"),
         ("{topology: EPD-P, roles: {EPD: {steals: true}}}", "nobody to steal from"),
-        ("{gateway: {stealing: {batch: 1}}}", "greater than or equal to 2"),
-        ("{instances: {feature_batch: 0}}", "greater than or equal to 1"),
+        ("{gateway: {stealing: {batch: 1}}}", "write 2 or more"),
+        ("{instances: {feature_batch: 0}}", "write 1 or more"),
     ],
 )
 def test_what_cannot_steal_is_refused(text: str, words: str) -> None:

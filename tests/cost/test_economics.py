@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from epd_serve.cli import app
+from epd_serve.cli.app import app
 from epd_serve.cost import economics as eq
 from epd_serve.cost.report import price_of, read_prices
 from epd_serve.cost.shape import KNOWN_SHAPES, shape_from_config, shape_of

@@ -113,7 +113,7 @@ async def test_a_public_gateway_fetches_nothing_from_private_ranges(deployment: 
     ):
         answer = await client.post("/v1/chat/completions", json=body)
         assert answer.status_code == 400, answer.text
-        assert "no picture came from it" in answer.json()["error"]["message"]
+        assert "a server that this gateway may reach" in answer.json()["error"]["message"]
     server.close()
     await server.wait_closed()
 

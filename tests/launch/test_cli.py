@@ -134,7 +134,7 @@ def test_topology_draws_and_explains(monkeypatch: pytest.MonkeyPatch, capsys: py
 
 
 def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(monkeypatch, "version") == 0
+    assert run(monkeypatch, "--version") == 0
     assert capsys.readouterr().out == f"epd-serve {__version__}\n"
 
 
@@ -216,6 +216,6 @@ def test_instances_without_torch_say_what_to_install() -> None:
 
 def test_the_module_runs_as_a_program() -> None:
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "epd_serve.cli", "version"], capture_output=True, text=True, timeout=150
+        [sys.executable, "-P", "-m", "epd_serve.cli", "--version"], capture_output=True, text=True, timeout=150
     )
     assert done.stdout == f"epd-serve {__version__}\n"

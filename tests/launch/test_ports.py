@@ -112,7 +112,7 @@ def test_a_port_that_is_claimed_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -
     claims = claim_ports(config, Ports(gateway=second, instances=(first,)))
     monkeypatch.setattr(random, "randint", lambda *_: next(numbers))
     with ExitStack() as held:
-        assert bind(held, "127.0.0.5", 0, "a server", "its port") == third
+        assert bind(held, "127.0.0.5", 0, "a server", "instances.base_port") == third
     release(claims)
 
 
@@ -120,7 +120,7 @@ def test_ranges_that_cannot_work() -> None:
     with pytest.raises(
         ValueError, match=r"gateway\.port 8101 lies among the ports of the instances, 8100 to 8102"
     ):
-        choose_ports(parse_config("gateway: {port: 8101}"))
+        choose_ports(parse_config("{gateway: {port: 8101}, instances: {base_port: 8100}}"))
     with pytest.raises(ValueError, match="3 instances from port 65534 pass 65535"):
         choose_ports(parse_config("instances: {base_port: 65534}"))
     with pytest.raises(ValueError, match="the gateway cannot listen on no such host port 8000"):

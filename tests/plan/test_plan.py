@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from epd_serve.bench.run_directory import RunDirectory
-from epd_serve.cli import app
+from epd_serve.cli.app import app
 from epd_serve.config import parse_config
 from epd_serve.cost.profile import DecodeLine, EncodeLine, Line, Profile
 from epd_serve.cost.shape import shape_of

@@ -8,7 +8,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from epd_serve.cli import app
+from epd_serve.cli.app import app
 from epd_serve.config.schema import model_path
 from epd_serve.cost.devices import DEVICE_SPECS
 from epd_serve.cost.profile import DecodeLine, Profile

@@ -16,7 +16,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from device.registry import get_device
-from epd_serve.cli import app
+from epd_serve.cli.app import app
 from epd_serve.cost.interference import Clock, InterferenceMatrix
 from epd_serve.profiling import heat_map, workloads
 from epd_serve.profiling.interference import measure

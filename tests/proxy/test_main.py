@@ -50,7 +50,7 @@ def test_sigterm_ends_it_cleanly():
     finally:
         process.kill()
         process.wait()
-    assert (process.returncode, out, err) == (0, "ended\n", "")
+    assert (process.returncode, out, err) == (0, f"Ready: http://127.0.0.1:{port}/v1; Ctrl-C stops.\nended\n", "")
 
 
 def test_a_gateway_of_which_a_part_fails_ends_so_that_it_is_started_again():

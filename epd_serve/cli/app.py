@@ -1,0 +1,97 @@
+"""All commands in groups, each imported when it is called or listed."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+_SETTINGS: dict[str, Any] = {"pretty_exceptions_enable": False, "rich_markup_mode": None}
+#: The commands, and an example of each. The function of that name in the module of that name is the command.
+GROUPS: dict[str, dict[str, str]] = {
+    "Serve": {
+        "up": "epd-serve up deployment.yaml --topology '(E-P)-D'",
+        "instance": "epd-serve instance --name e0 --role E --port 8100",
+        "proxy": "epd-serve proxy --instance e0=http://127.0.0.1:8100",
+    },
+    "Operate": {
+        "apply": "epd-serve apply deployment.yaml --dry-run",
+        "switch": "epd-serve switch p0 D",
+        "autoscale": "epd-serve autoscale deployment.yaml --admin http://127.0.0.1:8001",
+        "trace": "epd-serve trace ./trace -o trace.json",
+        "key": "epd-serve key new alice",
+    },
+    "Measure": {
+        "bench": "epd-serve bench --base-url http://127.0.0.1:8000 --rates 1,2,4",
+        "profile": "epd-serve profile costs.json --model ./model --device cuda:0",
+        "interference": "epd-serve interference --device cuda:0 --out interference.json",
+    },
+    "Plan": {
+        "topology": "epd-serve topology '2(E-P)-D'",
+        "plan": "epd-serve plan trace.jsonl --devices devices.yaml --slo ttft=1000",
+        "cost": "epd-serve cost qwen2.5-vl-7b --encoder rtx-4090 --language a100",
+    },
+    "Look up": {
+        "devices": "epd-serve devices --check",
+        "schema": "epd-serve schema > schema.json",
+    },
+}
+
+
+class Commands(TyperGroup):
+    """The commands of :data:`GROUPS`."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [name for group in GROUPS.values() for name in group]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        example = next((group[cmd_name] for group in GROUPS.values() if cmd_name in group), None)
+        return None if example is None else _load(cmd_name, example)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        for title, group in GROUPS.items():
+            with formatter.section(title):
+                commands = [self.get_command(ctx, name) for name in group]
+                formatter.write_dl([(one.name, _first_sentence(one.help)) for one in commands])
+
+
+def _load(name: str, example: str) -> Any:
+    made = getattr(import_module(f"epd_serve.cli.{name}"), name)
+    app = made if isinstance(made, typer.Typer) else typer.Typer(add_completion=False, **_SETTINGS)
+    if app is not made:
+        app.command(name)(made)
+    command = typer.main.get_command(app)
+    command.name, command.epilog = name, f"\b\nExample:\n  {example}"
+    return command
+
+
+def _first_sentence(text: str) -> str:
+    return " ".join(text.split("\n\n")[0].split())
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from epd_serve import __version__
+
+        typer.echo(f"epd-serve {__version__}")
+        raise typer.Exit
+
+
+app = typer.Typer(
+    name="epd-serve",
+    cls=Commands,
+    no_args_is_help=True,
+    epilog="'epd-serve COMMAND --help' shows a command's options and an example.",
+    **_SETTINGS,
+)
+
+
+@app.callback()
+def epd_serve(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Serve multimodal LLMs as separate Encode, Prefill and Decode instances behind one OpenAI API."""

@@ -1,0 +1,223 @@
+"""Faults of a deployment that this machine shows before a process of it starts; without torch, in milliseconds."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from device.present import accelerators, torch_lacks, visibility
+from epd_serve.config import DeploymentConfig, InstanceSettings, model_path
+from epd_serve.config.kv_size import blocks_in, tokens_per_block
+from epd_serve.config.model_files import check_model_files, read_model_config
+from epd_serve.config.sizes import in_binary_units
+from epd_serve.cost.shape import LanguageShape, shape_from_config
+from epd_serve.launch.ports import choose_ports
+from epd_serve.models.model_types import MIXTURES_OF_EXPERTS, NATIVE
+from epd_serve.models.sharding import check_heads, check_width
+from epd_serve.topology import InstancePlacement
+
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_MAX_WIDTH = 64
+_CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+
+
+def check_deployment(config: DeploymentConfig, environment: Mapping[str, str]) -> None:
+    """Raise ValueError with a line for each fault of the model, and of this machine's devices, memory and ports.
+
+    vLLM itself is checked where its command lines are made.
+    """
+    faults: list[str] = []
+    try:
+        checkpoint = _check_model(config)
+    except ValueError as error:
+        faults.append(str(error))
+        checkpoint = None
+    faults += device_faults(config, environment)
+    if checkpoint is not None and not faults:
+        faults += _memory_faults(config, *checkpoint)
+    try:
+        choose_ports(config)
+    except ValueError as error:
+        faults.append(str(error))
+    if faults:
+        raise ValueError("\n".join(dict.fromkeys(faults)))
+
+
+def _check_model(config: DeploymentConfig) -> tuple[dict[str, int], LanguageShape | None, int] | None:
+    """(weights of each part, the language model's sizes, bytes of a number); None where vLLM reads the model.
+
+    Raises ValueError for a model that the engine cannot serve as the deployment has it.
+    """
+    path = model_path(config.model)
+    if config.engine != "native":
+        return None
+    content = read_model_config(path)
+    _check_family(path, content)
+    weights = check_model_files(path)
+    try:
+        language = shape_from_config(content, path.name).language
+    except ValueError:  # transformers has the sizes that are left out
+        return weights, None, _BYTES.get(config.dtype, 2)
+    number_bytes = _BYTES[_dtype(config, content)]
+    for instance in config.placement():
+        if instance.role.has_language_model:
+            _check_parallel(instance, content, language)
+            _check_kv(instance, config.settings_for(str(instance.role)), language, number_bytes)
+    return weights, language, number_bytes
+
+
+def _check_family(path: Path, content: Mapping[str, Any]) -> None:
+    family = content.get("model_type")
+    if family in NATIVE:
+        return
+    if not isinstance(family, str):
+        raise ValueError(f"{path / 'config.json'}: there is no model_type in it, so it is no transformers model's")
+    text_only = "" if "vision_config" in content else ", which has no vision tower"
+    raise ValueError(
+        f"{path}: engine: native does not run the family {family!r}{text_only}; it runs {', '.join(NATIVE)}. "
+        f"{_vllm_advice(content)}"
+    )
+
+
+def _vllm_advice(content: Mapping[str, Any]) -> str:
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:
+        return "With vLLM installed, engine: vllm serves many more (docs/vllm.md)"
+    names = [str(name) for name in content.get("architectures") or ()]
+    registry = Path(spec.origin).parent / "model_executor" / "models" / "registry.py"
+    known = registry.read_text(encoding="utf-8") if registry.is_file() else ""
+    if any(f'"{name}"' in known for name in names):
+        return "The vLLM that is installed here knows it: write engine: vllm"
+    return f"Nor does the vLLM that is installed here know {', '.join(names) or 'it'}"
+
+
+def _dtype(config: DeploymentConfig, content: Mapping[str, Any]) -> str:
+    """The dtype in which the model is computed."""
+    if config.dtype != "auto":
+        return config.dtype
+    text = content.get("text_config") or {}
+    saved = next((part[key] for part in (content, text) for key in ("dtype", "torch_dtype") if part.get(key)), "")
+    return saved if saved in _BYTES else "float32"
+
+
+def _check_parallel(instance: InstancePlacement, content: Mapping[str, Any], language: LanguageShape) -> None:
+    width = instance.tensor_parallel
+    if width == 1:
+        return
+    if content["model_type"] in MIXTURES_OF_EXPERTS:
+        raise ValueError(f"@tp{width} of {instance.name}: mixture-of-experts layers are not split; leave it out")
+    try:
+        _check_width(language, width)
+    except ValueError as error:
+        possible = [f"@tp{other}" for other in range(2, _MAX_WIDTH + 1) if _can_split(language, other)]
+        advice = f"this model takes {' or '.join(possible)}" if possible else "this model takes none"
+        raise ValueError(f"@tp{width} of {instance.name}: {error}; {advice}") from None
+
+
+def _check_width(language: LanguageShape, width: int) -> None:
+    check_heads(language.num_heads, language.num_kv_heads, width)
+    check_width(language.intermediate, width)
+
+
+def _can_split(language: LanguageShape, width: int) -> bool:
+    try:
+        _check_width(language, width)
+    except ValueError:
+        return False
+    return True
+
+
+def _check_kv(
+    instance: InstancePlacement, settings: InstanceSettings, language: LanguageShape, number_bytes: int
+) -> None:
+    if settings.kv_cache_bytes is None:
+        return
+    block_size = tokens_per_block(settings.block_size, instance.devices[0])
+    block_bytes = block_size * language.kv_values * number_bytes
+    try:
+        blocks_in(settings.kv_cache_bytes, block_bytes=block_bytes, block_size=block_size)
+    except ValueError as error:
+        raise ValueError(f"{instance.name}: {error}") from None
+
+
+def device_faults(config: DeploymentConfig, environment: Mapping[str, str]) -> Iterator[str]:
+    """A sentence for each kind of device, or device, that this machine or this Python does not have."""
+    devices = list(dict.fromkeys(device for placed in config.placement() for device in placed.devices))
+    for kind in dict.fromkeys(device.partition(":")[0] for device in devices):
+        own = [device for device in devices if device.partition(":")[0] == kind]
+        lack = torch_lacks(kind) if config.engine == "native" else ""
+        if kind != "cpu" and not lack and (reason := accelerators(kind).reason):
+            lack = f"{reason}; on this machine write devices: [cpu]"
+        if lack:
+            yield f"{', '.join(own)}: {lack}"
+        elif kind != "cpu":
+            yield from filter(None, (_absent(device, environment) for device in own))
+
+
+def _absent(device: str, environment: Mapping[str, str]) -> str:
+    """The reason why one device is not there though others of its kind are; "" where it is."""
+    try:
+        visibility([device], environment)
+    except ValueError as error:
+        return str(error)
+    kind, _, index = device.partition(":")
+    count = len(accelerators(kind).memory_bytes)
+    if int(index) < count:
+        return ""
+    there = f"{kind}:0" if count == 1 else f"{kind}:0 to {kind}:{count - 1}"
+    return f"{device}: this machine shows {there} alone; name one of these under devices"
+
+
+def _memory_faults(
+    config: DeploymentConfig, weights: Mapping[str, int], language: LanguageShape | None, number_bytes: int
+) -> Iterator[str]:
+    """A sentence for each device whose memory cannot hold what its instances keep, reckoned from below."""
+    for device in dict.fromkeys(one for placed in config.placement() for one in placed.devices):
+        room = _memory_of(device)
+        if room is None:
+            continue
+        parts, kv = 0, 0
+        shared: set[str] = set()
+        for placed in config.placement():
+            ranks = placed.devices.count(device)
+            if not ranks:
+                continue
+            for part, held in (("tower", placed.role.encodes), ("language", placed.role.has_language_model)):
+                if held and part not in shared:
+                    split = ranks / placed.tensor_parallel if part == "language" else 1.0
+                    parts += int(weights[part] * number_bytes * split)
+                    if config.instances.share_weights and device == "cpu":
+                        shared.add(part)
+            if language is not None and placed.role.has_language_model:
+                settings = config.settings_for(str(placed.role))
+                tokens = (settings.num_blocks or 0) * tokens_per_block(settings.block_size, device)
+                whole = settings.kv_cache_bytes or tokens * language.kv_values * number_bytes
+                kv += whole * ranks // placed.tensor_parallel
+        if parts + kv > room:
+            where = "this machine" if device == "cpu" else device
+            yield (
+                f"{device}: its instances keep {in_binary_units(parts + kv)} at least ({in_binary_units(parts)} "
+                f"of weights as {config.dtype}, {in_binary_units(kv)} of KV cache), and {where} has "
+                f"{in_binary_units(room)}; write {_memory_advice(config, kv > parts)}"
+            )
+
+
+def _memory_advice(config: DeploymentConfig, mostly_kv: bool) -> str:
+    if mostly_kv:
+        return "a smaller kv_cache_bytes or num_blocks"
+    return "dtype: auto, or a smaller model" if config.dtype == "float32" else "a smaller model, or more devices"
+
+
+def _memory_of(device: str) -> int | None:
+    kind, _, index = device.partition(":")
+    if kind != "cpu":
+        return accelerators(kind).memory_bytes[int(index)]
+    limits = [psutil.virtual_memory().total + psutil.swap_memory().total]
+    for file in _CGROUP_LIMITS:
+        if file.is_file() and (text := file.read_text().strip()).isdecimal():
+            limits.append(int(text))
+    return min(limits)

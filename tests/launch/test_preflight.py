@@ -1,0 +1,283 @@
+"""A mistake is one sentence before anything is started, and before torch or an HTTP client is imported."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from device import present
+from device.present import Accelerators, accelerators
+from epd_serve.config import DeploymentConfig
+from epd_serve.demo import weights_dir
+from epd_serve.launch import preflight
+from epd_serve.launch.preflight import check_deployment
+from epd_serve.models.checkpoint_config import _FAMILIES
+from epd_serve.models.model_types import NATIVE
+
+#: Ten times what it takes on a machine that does nothing else.
+LIMIT_S = 4.0
+#: The command with its modules told at its end, and with no way to start a process.
+PROGRAM = """
+import asyncio, os, subprocess, sys
+def started(*_, **__):
+    print("STARTED", file=sys.stderr)
+    os._exit(9)
+subprocess.Popen.__init__ = started
+os.fork = started
+from epd_serve.cli import main
+try:
+    main()
+finally:
+    print("IMPORTED", *sorted({"torch", "transformers", "aiohttp", "fastapi"} & set(sys.modules)), file=sys.stderr)
+"""
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(weights_dir(), tmp_path / "model"))
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+def change(model: Path, text: dict[str, Any] | None = None, **fields: Any) -> None:
+    config = json.loads((model / "config.json").read_text())
+    config["text_config"].update(text or {})
+    (model / "config.json").write_text(json.dumps({**config, **fields}))
+
+
+def cut(model: Path) -> None:
+    file = model / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def nothing(model: Path) -> None:
+    pass
+
+
+#: (deployment file, what is done to the model's directory, what is said); MODEL and TAKEN are put in.
+MISTAKES: dict[str, tuple[str, Callable[[Path], None], str]] = {
+    "no such model": ("model: ./nowhere", nothing, "there is no directory"),
+    "a family": (
+        "model: MODEL",
+        lambda model: change(model, model_type="internvl", architectures=["InternVLForConditionalGeneration"]),
+        "does not run the family 'internvl'; it runs qwen2_vl",
+    ),
+    "a family without pictures": (
+        "model: MODEL",
+        lambda model: (model / "config.json").write_text('{"model_type": "llama"}') and None,
+        "the family 'llama', which has no vision tower; it runs qwen2_vl",
+    ),
+    "cut weights": ("model: MODEL", cut, "model.safetensors: it has "),
+    "no tokenizer": (
+        "model: MODEL",
+        lambda model: (model / "tokenizer.json").unlink(),
+        "there is no tokenizer.json",
+    ),
+    "no processor": (
+        "model: MODEL",
+        lambda model: (model / "preprocessor_config.json").unlink(),
+        "there is no preprocessor_config.json",
+    ),
+    "a broken template": (
+        "model: MODEL",
+        lambda model: (model / "chat_template.jinja").write_text("{% for message in %}") and None,
+        "its chat template, line 1 is broken",
+    ),
+    "a width for heads": (
+        "{model: MODEL, topology: E-P@tp4-D}",
+        nothing,
+        "@tp4 of p0: 6 query and 2 KV heads cannot be split over 4 devices",
+    ),
+    "a width for the MLP": (
+        "{model: MODEL, topology: P@tp2-D}",
+        lambda model: change(model, {"intermediate_size": 513}),
+        "@tp2 of p0: a width of 513 cannot be split over 2 devices; this model takes none",
+    ),
+    "too little KV": (
+        "{model: MODEL, topology: PD, instances: {kv_cache_bytes: 100KiB}}",
+        nothing,
+        "kv_cache_bytes: 100KiB hold 3 blocks of 16 tokens of this model; write 2MiB or more",
+    ),
+    "too much KV": (
+        "{model: MODEL, topology: EPD, instances: {kv_cache_bytes: 900TiB}}",
+        nothing,
+        "write a smaller kv_cache_bytes or num_blocks",
+    ),
+    "no such GPU": ("{topology: EPD, devices: ['cuda:99']}", nothing, "cuda:99: "),
+    "no NPU": ("{topology: EPD, devices: ['npu:99']}", nothing, "npu:99: "),
+    "a foreign host": (
+        "gateway: {host: 192.0.2.1, port: 0}",
+        nothing,
+        "Set gateway.host (--host) to an address of this machine",
+    ),
+    "no host": (
+        "instances: {host: no-such-host.invalid}",
+        nothing,
+        "Set instances.host to an address of this machine",
+    ),
+    "a port that is taken": (
+        "gateway: {port: TAKEN}",
+        nothing,
+        "Address already in use. Set gateway.port (--port) to another port, or to 0 for any free one",
+    ),
+    "an admin port that is taken": (
+        "gateway: {port: 0, admin: {port: TAKEN}}",
+        nothing,
+        "the admin plane cannot listen on 127.0.0.1 port",
+    ),
+    "one port for two": (
+        "gateway: {port: 8000, admin: {port: 8000}}",
+        nothing,
+        "port and admin.port are both 8000",
+    ),
+    "an admin port among the instances": (
+        "{gateway: {port: 0, admin: {port: 8101}}, instances: {base_port: 8100}}",
+        nothing,
+        "gateway.admin.port 8101 lies among the ports of the instances",
+    ),
+    "a value": ("instances: {threads: many}", nothing, "instances.threads: write a whole number, not 'many'"),
+    "a union": ("instances: {share: most}", nothing, "instances.share: write a number or auto, not 'most'"),
+    "a key": ("topologie: EPD", nothing, "unknown key; did you mean 'topology'?"),
+}
+
+
+@pytest.mark.parametrize(
+    ("mistake", "dry"),
+    [*((one, False) for one in MISTAKES), *((one, True) for one in ("a width for heads", "a port that is taken"))],
+)
+def test_a_mistake_is_a_sentence_before_anything_starts(
+    mistake: str, dry: bool, model: Path, taken: int, tmp_path: Path
+) -> None:
+    text, spoil, words = MISTAKES[mistake]
+    spoil(model)
+    text = text.replace("MODEL", str(model)).replace("TAKEN", str(taken))
+    if "gateway" not in text:
+        text = f"{text[:-1]}, gateway: {{port: 0}}}}" if text.startswith("{") else f"{text}\ngateway: {{port: 0}}"
+    file = tmp_path / "deployment.yaml"
+    file.write_text(text)
+    command = [sys.executable, "-c", PROGRAM, "up", str(file), *(["--dry-run"] if dry else [])]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr and "Input should" not in done.stderr
+    assert done.stderr.endswith("IMPORTED\n")
+    assert done.returncode == 2
+
+
+def test_a_mistake_takes_no_second() -> None:
+    """CPU time, the lowest of three."""
+    figures = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, "-c", PROGRAM, "up", "--model", "./no"], capture_output=True, check=False)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        figures.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    assert min(figures) < LIMIT_S, figures
+
+
+def test_all_faults_are_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "torch_lacks", lambda kind: "")
+    monkeypatch.setattr(preflight, "accelerators", lambda kind: Accelerators(reason="there is none"))
+    config = DeploymentConfig(topology="E-PD", model="/nowhere", devices=["cuda:0", "cuda:5"])
+    with pytest.raises(ValueError, match=r"no directory /nowhere(.|\n)*cuda:0, cuda:5: there is none"):
+        check_deployment(config, {})
+
+
+@pytest.mark.parametrize(
+    ("devices", "variables", "words"),
+    [
+        (["cuda:0", "cuda:2"], {}, "cuda:2: this machine shows cuda:0 to cuda:1 alone"),
+        (
+            ["cuda:0", "cuda:1"],
+            {"CUDA_VISIBLE_DEVICES": "7"},
+            "device cuda:1: CUDA_VISIBLE_DEVICES=7 shows only 1",
+        ),
+    ],
+)
+def test_a_device_is_named_as_the_file_has_it(
+    devices: list[str], variables: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "torch_lacks", lambda kind: "")
+    monkeypatch.setattr(preflight, "accelerators", lambda kind: Accelerators(memory_bytes=(1 << 30, 1 << 30)))
+    with pytest.raises(ValueError, match=words):
+        check_deployment(DeploymentConfig(topology="E-PD", devices=devices), variables)
+
+
+def test_what_a_gpu_cannot_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "torch_lacks", lambda kind: "")
+    monkeypatch.setattr(preflight, "accelerators", lambda kind: Accelerators(memory_bytes=(1 << 20, None)))
+    config = DeploymentConfig(topology="E-PD", devices=["cuda:1", "cuda:0"])
+    with pytest.raises(ValueError, match=r"cuda:0: its instances keep .* of weights as float32.* cuda:0 has 1MiB"):
+        check_deployment(config, {})
+
+
+def test_npus_are_counted_by_their_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(present, "_DEVICE_FILES", tmp_path)
+    assert "there is no NPU" in present._npus().reason
+    for name in ("davinci0", "davinci3", "davinci_manager"):
+        (tmp_path / name).touch()
+    assert present._npus() == Accelerators(memory_bytes=(None, None))
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "3")
+    assert present._npus() == Accelerators(memory_bytes=(None,))
+
+
+def test_the_vllm_that_is_there_is_asked_for_a_family(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change(model, model_type="internvl", architectures=["InternVLForConditionalGeneration"])
+    package = tmp_path / "site" / "vllm"
+    registry = package / "model_executor" / "models" / "registry.py"
+    registry.parent.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    registry.write_text('_MULTIMODAL = {"InternVLForConditionalGeneration": ("internvl", "I")}')
+    monkeypatch.syspath_prepend(str(package.parent))
+    with pytest.raises(ValueError, match="knows it: write engine: vllm"):
+        check_deployment(DeploymentConfig(model=str(model)), {})
+    registry.write_text("")
+    with pytest.raises(ValueError, match="Nor does the vLLM that is installed here know InternVLForCond"):
+        check_deployment(DeploymentConfig(model=str(model)), {})
+
+
+def test_the_families_are_those_of_the_loader() -> None:
+    assert set(NATIVE) == set(_FAMILIES)
+
+
+def test_the_gpus_are_those_that_torch_sees() -> None:
+    torch = pytest.importorskip("torch")
+    assert len(accelerators("cuda").memory_bytes) == torch.cuda.device_count()
+
+
+@pytest.mark.parametrize("after_s", [0.05, 0.15, 0.3])
+def test_ctrl_c_at_once_is_no_traceback(after_s: float) -> None:
+    """From the first line of ours on; Python's own start is Python's."""
+    program = "print('go', flush=True)\nfrom epd_serve.cli import main\nmain()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, "up", "--port", "0"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler) and None,
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    time.sleep(after_s)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=300)
+    assert "Traceback" not in errors
+    assert process.returncode in (0, 1, 130)
