@@ -29,8 +29,6 @@ from epd_serve.routing.choice import router_of
 from epd_serve.routing.policy import Policy
 from epd_serve.routing.stealing import StealRule
 from epd_serve.routing.table import InstanceTable
-from epd_serve.telemetry.gateway import GatewayMetrics
-from epd_serve.telemetry.trace_file import TraceWriter
 from proxy.admin.control import Control
 from proxy.admin.operations import operations_router
 from proxy.admin.orders import Departures, orders_router, running_orders, show_ready
@@ -59,6 +57,7 @@ from proxy.http.large_bodies import Turns, give_back
 from proxy.media.fetch import MediaFetcher
 from proxy.media.loader import MediaLoader
 from proxy.observe.dashboard import dashboard_router
+from proxy.observe.metrics import GatewayMetrics
 from proxy.observe.observer import new_observer
 from proxy.settings import Current, GatewaySettings
 from proxy.workers.crew import Crew
@@ -91,11 +90,10 @@ def create_app(
     connect = connector(connections, vllm_targets(config) if for_vllm else None)
     calls: dict[str, StageCalls] = {name: connect(name, url) for name, url in instances}
     fetcher = MediaFetcher(current)
-    trace = TraceWriter(config.trace, "gateway") if config.trace else None
-    observer = new_observer(gateway, metrics, crew.ledger)
+    observer = new_observer(config, metrics, crew.ledger)
     served_requests = ServedRequests()
     if config.elastic.drift.enabled and crew.leads:
-        observer.on_finish = served_requests.put
+        observer.subscribe(served_requests.put)
     poller = Poller(table, calls, settings.poll_interval_s, settings.startup_wait_s)
     health = Health(table, calls, current)
     poller.on_process, poller.on_silent, poller.on_gone = health.met, health.probe_now, health.losses.report
@@ -111,7 +109,6 @@ def create_app(
             pairs=Pairs(),
             settings=current,
             stealing=stealing,
-            trace=trace,
         )
     )
     switches, hold = Switches(table, calls, health), Hold()
@@ -145,8 +142,6 @@ def create_app(
             finally:
                 polling.cancel()
                 await asyncio.gather(polling, return_exceptions=True)
-                if trace is not None:
-                    trace.close()
                 observer.take_account()
                 await asyncio.to_thread(observer.close)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from math import inf
 
@@ -17,8 +18,8 @@ class Span(msgspec.Struct, eq=False):
         name: of a request's stage, or of what a thread did.
         request_id: "" where the work was not one request's.
         end_s: infinite while it lasts.
-        attributes: ``track`` names the thread of work that was not one request's, ``item`` is the mm_hash of an
-            encode; others say what else there is to know.
+        attributes: ``track`` names the thread of work that was not one request's, ``instance`` who did a stage as
+            the gateway sees it, ``item`` is the mm_hash of an encode; others say what else there is to know.
     """
 
     name: str
@@ -30,6 +31,12 @@ class Span(msgspec.Struct, eq=False):
     @property
     def seconds(self) -> float:
         return self.end_s - self.start_s
+
+    def end(self, **attributes: Value) -> None:
+        """End now, unless that was done before."""
+        if self.end_s == inf:
+            self.end_s = time.monotonic()
+            self.attributes |= attributes
 
 
 class SpanStream:

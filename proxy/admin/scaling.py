@@ -14,7 +14,7 @@ from epd_serve.autoscale.seen import see, to_json
 from epd_serve.errors import InvalidRequest
 from epd_serve.routing.table import InstanceTable
 from proxy.observe.access_log import line_of
-from proxy.observe.trail import Trail
+from proxy.observe.record import RequestRecord
 
 _NUM_DECISIONS = 500
 #: More than are served between two looks.
@@ -29,10 +29,10 @@ class ServedRequests:
         self._last = 0
         self._wall_offset_s = time.time() - time.monotonic()
 
-    def put(self, trail: Trail) -> None:
+    def put(self, record: RequestRecord) -> None:
         """A request is over."""
         self._last += 1
-        self._lines.append(msgspec.json.encode(line_of(trail, self._wall_offset_s)))
+        self._lines.append(msgspec.json.encode(line_of(record, self._wall_offset_s)))
 
     def after(self, number: int) -> tuple[int, list[bytes]]:
         """The number of the last one, and those after ``number``; all of them for a number that none has yet."""

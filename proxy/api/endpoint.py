@@ -19,7 +19,6 @@ from epd_serve.protocol.openai import GenerationRequest
 from epd_serve.protocol.wire import REQUEST_ID_HEADER
 from epd_serve.randomness import random_block
 from epd_serve.routing.table import InstanceTable
-from epd_serve.telemetry.gateway import GatewayMetrics
 from proxy.admission.control import AdmissionControl, Visit
 from proxy.admission.keys import ANONYMOUS, BYTES_PER_TOKEN, estimate_tokens
 from proxy.api.payloads import parsed_body
@@ -33,8 +32,9 @@ from proxy.http.client import AsgiClient, Client, ClientLeft, Outlet, headers_of
 from proxy.http.sink import EventSink, ResponseAborted, send_error, send_json
 from proxy.media.loader import MediaItem, MediaLoader
 from proxy.media.places import FetchPlace, FetchPlaces
+from proxy.observe.metrics import GatewayMetrics
 from proxy.observe.observer import Observer
-from proxy.observe.trail import Trail
+from proxy.observe.record import RequestRecord
 from proxy.settings import Current
 
 logger = logging.getLogger(__name__)
@@ -104,15 +104,15 @@ class Endpoint:
         Raises ResponseAborted for a stream that broke off, so that the connection is closed, and whatever is a
         fault of the gateway's own.
         """
-        trail = self._observer.begin(self._kind, headers)
+        record = self._observer.begin(self._kind, headers)
         try:
             visit = self._admission.enter(headers.get(b"authorization"))
         except ServeError as error:
-            await send_error(client, error, trail)
-            self._count(trail, error.status, error)
+            await send_error(client, error, record)
+            self._count(record, error.status, error)
             return
-        trail.key = visit.client.name
-        exchange = Exchange(client, headers, trail, visit)
+        record.key = visit.client.name
+        exchange = Exchange(client, headers, record, visit)
         try:
             await self._serve(exchange)
         finally:
@@ -120,15 +120,15 @@ class Endpoint:
             exchange.leave()
 
     async def _serve(self, exchange: Exchange) -> None:
-        client, trail = exchange.client, exchange.trail
+        client, record = exchange.client, exchange.record
         try:
             body = await self._receive(exchange)
         except ServeError as error:
-            await send_error(client, error, trail)
-            self._count(trail, error.status, error)
+            await send_error(client, error, record)
+            self._count(record, error.status, error)
             return
         except ClientLeft:
-            self._count(trail, CLIENT_LEFT)
+            self._count(record, CLIENT_LEFT)
             return
         exchange.watch()
         try:
@@ -136,7 +136,7 @@ class Endpoint:
         except asyncio.CancelledError:
             if not exchange.is_left_alone():
                 raise
-            self._count(trail, CLIENT_LEFT)
+            self._count(record, CLIENT_LEFT)
 
     async def _receive(self, exchange: Exchange) -> bytearray:
         given = exchange.headers.get(_REQUEST_ID)
@@ -147,7 +147,7 @@ class Endpoint:
                     f"the header {REQUEST_ID_HEADER} takes 1 to 256 printable ASCII characters without spaces",
                     param=REQUEST_ID_HEADER,
                 )
-            exchange.trail.request_id = trace_id
+            exchange.record.request_id = trace_id
         client = exchange.client
         if client.has_body:
             return await client.body(self.max_body_bytes)
@@ -158,8 +158,8 @@ class Endpoint:
             return await client.body(self.max_body_bytes)
 
     async def _answer(self, exchange: Exchange, body: bytearray) -> None:
-        client, trail = exchange.client, exchange.trail
-        sink = EventSink(client, trail, self._observer.first_token)
+        client, record = exchange.client, exchange.record
+        sink = EventSink(client, record, self._observer.first_token)
         status, failure = 200, None
         try:
             with self._deadlines.limit(client.loop):
@@ -167,13 +167,13 @@ class Endpoint:
         except ServeError as error:
             status, failure = BROKEN_OFF if sink.started else error.status, error
             if error.status >= 500:
-                logger.warning("request %s: %s", trail.request_id, error.message)
+                logger.warning("request %s: %s", record.request_id, error.message)
             if exchange.answered or sink.ended:  # by now an error would be read as the next answer
                 exchange.answered = True
                 raise ResponseAborted(error.message) from error
             exchange.answered = True
             if not sink.started:
-                await send_error(client, error, trail)
+                await send_error(client, error, record)
                 return
             with suppress(TimeoutError):
                 async with asyncio.timeout(_LAST_WORDS_S):
@@ -186,21 +186,21 @@ class Endpoint:
             raise
         finally:
             if exchange.answered:
-                self._count(trail, status, failure)
+                self._count(record, status, failure)
 
     async def _generate(self, exchange: Exchange, body: bytearray, sink: EventSink) -> None:
         """Answer a request, through ``sink`` or in one piece. Raises ServeError, even after the first byte."""
         raise NotImplementedError
 
     async def _media(self, exchange: Exchange, sources: list[MediaSource]) -> list[MediaItem]:
-        info = self._table.models().get(exchange.trail.model)
+        info = self._table.models().get(exchange.record.model)
         fingerprint = "" if info is None else info.media_fingerprint
         if any(not source.is_inline for source in sources):
             exchange.client.let_go()
             await exchange.fetch(self._loader.places, self._settings.now.gateway.queue_timeout_s)
         items = await self._loader.load(sources, fingerprint, exchange.asker)
-        exchange.trail.media([one.width * one.height for one in items], sum([len(item.data) for item in items]))
-        self._metrics.media_bytes.add(exchange.trail.media_bytes, "image")
+        exchange.record.media([one.width * one.height for one in items], sum([len(item.data) for item in items]))
+        self._metrics.media_bytes.add(exchange.record.media_bytes, "image")
         return items
 
     def _model(self, wanted: str | None) -> str:
@@ -214,8 +214,8 @@ class Endpoint:
             raise ModelNotFound(f"there is no model {wanted[:100]!r}; served here: {known}", param="model")
         return wanted
 
-    def _count(self, trail: Trail, status: int, error: ServeError | None = None) -> None:
-        self._observer.finish(trail, status, "" if error is None else error.code or error.type)
+    def _count(self, record: RequestRecord, status: int, error: ServeError | None = None) -> None:
+        self._observer.finish(record, status, "" if error is None else error.code or error.type)
 
 
 class GenerationEndpoint(Endpoint):
@@ -232,7 +232,7 @@ class GenerationEndpoint(Endpoint):
         parsed = await parsed_body(self._parse, body, exchange.asker)
         request = parsed.request
         await self._poller.started()
-        model = exchange.trail.model = self._model(request.model)
+        model = exchange.record.model = self._model(request.model)
         num_choices = (request.n or 1) * max(1, len(request.prompts()))
         num_tokens = estimate_tokens(parsed.text_bytes, request.token_limit(), num_choices)
         exchange.visit.check(
@@ -247,7 +247,7 @@ class GenerationEndpoint(Endpoint):
         exchange.client.let_go()
         await exchange.admit()
         jobs = self._jobs(exchange, request, model, items)
-        exchange.trail.streamed = bool(request.stream)
+        exchange.record.streamed = bool(request.stream)
         if request.stream:
             sink.redirect(self._translation(request, jobs[0], exchange.client))
             if len(jobs) == 1:
@@ -261,10 +261,10 @@ class GenerationEndpoint(Endpoint):
                 answer = await self._dispatcher.whole(jobs[0])
             else:
                 answer = await whole_several(self._dispatcher, jobs)
-            exchange.trail.answered(answer)
+            exchange.record.answered(answer)
             answer = self._translate(request, jobs[0], answer)
             exchange.answered = True
-            await send_json(exchange.client, 200, answer, exchange.trail)
+            await send_json(exchange.client, 200, answer, exchange.record)
 
     def _jobs(
         self, exchange: Exchange, request: GenerationRequest, model: str, items: list[MediaItem]
@@ -277,8 +277,8 @@ class GenerationEndpoint(Endpoint):
         return [
             Job(
                 id=answer_id if index == 0 else new_id(),
-                trace_id=exchange.trail.request_id,
-                trail=exchange.trail,
+                trace_id=exchange.record.request_id,
+                record=exchange.record,
                 model=model,
                 output=output if index == 0 else replace(output, first_index=index * (request.n or 1)),
                 sampling=request.sampling(int.from_bytes(random_block()[:8]) >> 1),
@@ -287,7 +287,7 @@ class GenerationEndpoint(Endpoint):
                 messages=chat,
                 prompt=prompt,
                 items=items,
-                arrived_s=exchange.trail.arrived_s,
+                arrived_s=exchange.record.arrived_s,
             )
             for index, prompt in enumerate(prompts)
         ]
@@ -306,17 +306,19 @@ class Exchange:
 
     Attributes:
         headers: by their names in lower case.
-        trail: what is noted of it.
+        record: what is noted of it.
         visit: its place in the queue.
         answered: the last word is on its way; a client that leaves from now on has left nothing.
     """
 
-    __slots__ = ("_fetch_place", "_left", "_task", "answered", "client", "headers", "trail", "visit")
+    __slots__ = ("_fetch_place", "_left", "_task", "answered", "client", "headers", "record", "visit")
 
-    def __init__(self, client: Client, headers: Mapping[bytes, bytes], trail: Trail, visit: Visit) -> None:
+    def __init__(
+        self, client: Client, headers: Mapping[bytes, bytes], record: RequestRecord, visit: Visit
+    ) -> None:
         self.client = client
         self.headers = headers
-        self.trail = trail
+        self.record = record
         self.visit = visit
         self.answered = False
         self._fetch_place: FetchPlace | None = None
@@ -343,7 +345,7 @@ class Exchange:
         waiting = self.visit.admit()
         if waiting is not None:
             await waiting
-            self.trail.queued(since_s)
+            self.record.queued(since_s)
         self._free_fetch_place()
 
     def leave(self) -> None:

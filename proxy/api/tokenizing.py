@@ -45,9 +45,9 @@ class TokenizingEndpoint(Endpoint):
         items = await self._media(exchange, sources)
         await exchange.admit()
         refs = [MediaRef(mm_hash="", width=item.width, height=item.height) for item in items]
-        answer = await self._ask(request, refs, model, exchange.trail.request_id)
+        answer = await self._ask(request, refs, model, exchange.record.request_id)
         exchange.answered = True
-        await send_json(exchange.client, 200, answer, exchange.trail)
+        await send_json(exchange.client, 200, answer, exchange.record)
 
     async def _ask(self, request: TokenQuestion, refs: list[MediaRef], model: str, trace_id: str) -> bytes:
         """The answer of the least loaded instance; of the next where that one is lost."""

@@ -13,10 +13,10 @@ from epd_serve.config import GatewayConfig
 from epd_serve.errors import InvalidRequest, ModelNotFound, Unavailable
 from epd_serve.protocol.wire import InstanceInfo
 from epd_serve.routing.table import InstanceRecord, InstanceTable
-from epd_serve.telemetry.gateway import CONTENT_TYPE, GatewayMetrics, InstanceFigures
 from epd_serve.types import Role, Stage
 from proxy.admission.keys import Authenticator, Unauthorized
 from proxy.fleet.poller import Poller
+from proxy.observe.metrics import CONTENT_TYPE, GatewayMetrics, InstanceFigures
 from proxy.workers.crew import Crew
 
 _READ = ["GET", "HEAD"]

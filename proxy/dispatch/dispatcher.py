@@ -20,14 +20,13 @@ from epd_serve.protocol.wire import DecodeRequest, EncodeRequest, MoveRequest, P
 from epd_serve.routing.policy import Route
 from epd_serve.routing.table import InstanceRecord, OpenCall
 from epd_serve.telemetry.span import Span
-from epd_serve.telemetry.timeline import GATEWAY_RECEIVE, GATEWAY_SERVE
 from epd_serve.types import Stage
 from proxy.dispatch.forwarding import Forwarding, Streamed, Whole
 from proxy.dispatch.interruption import Interruption, TimeLimit
 from proxy.dispatch.job import Instances, Job, demand_of
 from proxy.dispatch.strands import stream_choices
 from proxy.http.sink import EventSink
-from proxy.observe.trail import ENCODED, RECOMPUTED, STORED, Hop
+from proxy.observe.record import DECODE, ENCODE, ENCODED, PREFILL, RECOMPUTED, STORED, TRANSFER
 
 _LOOK_AGAIN_S = 0.05
 
@@ -50,12 +49,12 @@ class Dispatcher:
         try:
             end = await self._run(job, answer, before, tried)
             if isinstance(end, do.SplitUp):
-                job.trail.again(continued=True)
+                job.record.again(continued=True)
                 self._instances.metrics.request_continuations.inc()
                 await stream_choices(self, job, end, sink)
         finally:
             progress = answer.progress
-            job.trail.streamed_all(progress.num_tokens if progress.framed else None)
+            job.record.streamed_all(progress.num_tokens if progress.framed else None)
 
     async def whole(self, job: Job) -> bytes:
         """The answer's JSON. Raises ServeError."""
@@ -131,11 +130,11 @@ class Dispatch:
     _is_forwarding: bool = field(default=False, init=False)
     _crash: Exception | None = field(default=None, init=False)
     _calls: dict[Stage, _Call] = field(default_factory=dict, init=False)
-    _encodes: dict[int, tuple[asyncio.Task[None], Hop]] = field(default_factory=dict, init=False)
+    _encodes: dict[int, tuple[asyncio.Task[None], Span]] = field(default_factory=dict, init=False)
     _cancelled: list[asyncio.Task[None]] = field(default_factory=list, init=False)
     _words: asyncio.TimerHandle | None = field(default=None, init=False)
     _request_id: str = field(default="", init=False)
-    _sent_s: float = field(default=0.0, init=False)
+    _stage: Span | None = field(default=None, init=False)  # of P and D, the one under way
 
     async def run(self) -> do.Done | do.SplitUp:
         """Until it is over. Raises ServeError."""
@@ -185,7 +184,9 @@ class Dispatch:
             elif isinstance(step, do.Fail):
                 raise step.failure
             else:
-                if isinstance(step, do.Done) and step.route is not None:
+                if isinstance(step, do.SplitUp):
+                    self._job.record.attempt_failed(self._request_id)
+                elif step.route is not None:
                     self._succeeded(step.route)
                 return step
 
@@ -218,15 +219,18 @@ class Dispatch:
 
     def _succeeded(self, route: Route) -> None:
         instances = self._instances
-        if (trace := instances.trace) is not None:
-            trace.put(Span(GATEWAY_RECEIVE, self._request_id, self._job.arrived_s, self._sent_s))
-            trace.put(Span(GATEWAY_SERVE, self._request_id, self._sent_s, time.monotonic()))
         instances.health.ended(route.names)
         instances.pairs.worked(route.prefill, route.decode)
 
     def _crashed(self, error: Exception) -> None:
         self._crash = self._crash or error
         self._later(do.Wait())
+
+    def _pass(self, stage: str, instance: str) -> None:
+        """The stage of P or D under way is over, and the next one begins."""
+        if self._stage is not None:
+            self._stage.end()
+        self._stage = self._job.record.begin(stage, self._request_id, instance)
 
     # ------------------------------------------------------------------ actions
 
@@ -247,20 +251,21 @@ class Dispatch:
             self._events.append(on.Refused(stage, failure))
 
     def _handed_over(self, action: do.HandOver) -> None:
-        self._job.trail.handed_over(action.route.decode.name)
+        self._pass(DECODE, action.route.decode.name)
         if action.moved:
             self._instances.metrics.migrations.add(1.0, "moved")
 
     def _start_encode(self, action: do.Encode) -> None:
-        hop = self._job.trail.encode(action.encoder.name, action.ref.mm_hash)
-        self._encodes[action.item] = self._job.loop.create_task(self._encode(action, hop)), hop
+        record = self._job.record
+        span = record.begin(ENCODE, action.request_id, action.encoder.name, action.ref.mm_hash)
+        self._encodes[action.item] = self._job.loop.create_task(self._encode(action, span)), span
 
     def _cancel_encode(self, action: do.CancelEncode) -> None:
-        task, hop = self._encodes.pop(action.item)
+        task, span = self._encodes.pop(action.item)
         task.cancel()
         self._cancelled.append(task)
         if action.failed:
-            hop.fail()
+            span.end(failed=True)
 
     def _note(self, action: do.Note) -> None:
         """Note what is to be told of instances."""
@@ -283,13 +288,13 @@ class Dispatch:
         self._words = self._job.loop.call_later(action.seconds, self.feed, on.Silent())
 
     def _begin(self, action: do.Try) -> None:
-        trail, metrics = self._job.trail, self._instances.metrics
+        record, metrics = self._job.record, self._instances.metrics
+        record.attempt_failed(self._request_id)
         if action.kind == "stolen":
-            trail.attempt_failed()
             metrics.requests_stolen.inc()
         else:
             continued = action.kind == "continued"
-            trail.again(continued=continued)
+            record.again(continued=continued)
             (metrics.request_continuations if continued else metrics.request_retries).inc()
 
     def _call(self, action: do.CallPrefill | do.CallMove | do.CallDecode) -> None:
@@ -303,7 +308,7 @@ class Dispatch:
             )
             self._open(Stage.DECODE, call, counted)
             return
-        self._request_id, self._sent_s = request_id, time.monotonic()
+        self._request_id = request_id
         decode = None if route.fused else instances.calls.get(route.decode.name)
         if decode is None and not route.fused:
             return  # the call to D, which comes next, says so
@@ -326,7 +331,8 @@ class Dispatch:
 
     def _prefill_call(self, action: do.CallPrefill, calls: StageCalls, decode_url: str | None) -> StageCall:
         job, refs = self._job, action.refs
-        hop = job.trail.sent(calls.name, [ref.mm_hash for ref in refs] if refs else [])
+        job.record.items = [ref.mm_hash for ref in refs] if refs else []
+        span = self._stage = job.record.begin(PREFILL, action.request_id, calls.name)
         request = PrefillRequest(
             request_id=action.request_id,
             output=job.output,
@@ -338,13 +344,12 @@ class Dispatch:
             decode_url=decode_url,
             max_model_len=action.route.max_model_len,
             generated=action.generated,
-            traceparent=job.trail.traceparent(hop),
+            traceparent=job.record.traceparent(span),
         )
         return calls.prefill(request, trace_id=job.trace_id, media=[item.data for item in job.items])
 
     def _move_call(self, action: do.CallMove, calls: StageCalls, decode_url: str) -> StageCall:
         assert isinstance(calls, NativeInstance), "no other keeps KV"
-        self._job.trail.moving()
         request = MoveRequest(
             request_id=action.request_id,
             held_id=action.held.request_id,
@@ -356,7 +361,7 @@ class Dispatch:
 
     def _decode_call(self, calls: StageCalls, request_id: str) -> StageCall:
         job = self._job
-        traceparent = job.trail.traceparent()
+        traceparent = job.record.traceparent()
         request = DecodeRequest(request_id=request_id, stream=job.output.stream, traceparent=traceparent)
         return calls.decode(request, trace_id=job.trace_id)
 
@@ -383,7 +388,9 @@ class Dispatch:
                 route = self.flow.route
                 has_next = follows and not route.fused
                 next_one = route.decode if has_next else route.prefill
-                self._job.trail.prefilled(answer.prompt_note, next_one.name, follows=has_next)
+                record = self._job.record
+                record.prompt_note = answer.prompt_note or record.prompt_note
+                self._pass(TRANSFER if has_next else DECODE, next_one.name)
             self.feed(on.Opened(stage, follows))
         elif isinstance(error, ServeError):
             self.feed(on.Refused(stage, error))
@@ -397,11 +404,11 @@ class Dispatch:
         if (call := self._calls.pop(action.stage, None)) is not None:  # else it was refused at once
             call.close()
 
-    async def _encode(self, action: do.Encode, hop: Hop) -> None:
-        instances, trail, item = self._instances, self._job.trail, self._job.items[action.item]
+    async def _encode(self, action: do.Encode, span: Span) -> None:
+        instances, record, item = self._instances, self._job.record, self._job.items[action.item]
         encoder, prefill = action.encoder, action.prefill
         if action.again:
-            trail.encode_retries += 1
+            record.encode_retries += 1
             instances.metrics.encode_retries.inc()
         try:
             announce_to = self._calls_to(prefill).url
@@ -413,7 +420,7 @@ class Dispatch:
             ref=action.ref,
             media=item.data,
             announce_to=announce_to,
-            traceparent=trail.traceparent(hop),
+            traceparent=record.traceparent(span),
         )
         event: on.Event = on.Encoded(action.item)
         try:
@@ -421,7 +428,8 @@ class Dispatch:
                 with TimeLimit(self._job.loop, action.patience_s, TimeoutError()):
                     reply = await self._calls_to(encoder).encode(request, trace_id=self._job.trace_id)
                 encoding.was_cached = reply.cached
-            hop.end(STORED if reply.cached else ENCODED if encoder.covers(Stage.ENCODE) else RECOMPUTED)
+            computed = ENCODED if encoder.covers(Stage.ENCODE) else RECOMPUTED
+            span.end(feature=STORED if reply.cached else computed)
             instances.health.ended((encoder.name,))
             instances.pairs.worked(encoder, prefill)
         except TimeoutError:
@@ -432,7 +440,7 @@ class Dispatch:
             self._crashed(error)
             return
         if not isinstance(event, on.Encoded):
-            hop.fail()
+            span.end(failed=True)
         self.feed(event)
 
 

@@ -56,7 +56,7 @@ class Streamed:
         return self.progress.tokens_of_each() if self.progress.known else None
 
     async def forward(self, stage: Stage, route: Route, answer: Answer) -> on.Ended | on.Broke:
-        progress, sink, trail = self.progress, self._sink, self._job.trail
+        progress, sink, record = self.progress, self._sink, self._job.record
         reader = progress.reader(framed=answer.framed)
         read, write = reader.read, sink.outlet.write
         failure: InstanceFailed | None = None
@@ -79,7 +79,7 @@ class Streamed:
                 failure = broke(reader.error)
             if not events:
                 return failure is None
-            trail.forwarded(events)
+            record.forwarded(events)
             if ended or not sink.started:
                 return sink.write(events, last=ended) and failure is None
             return write(events) and failure is None

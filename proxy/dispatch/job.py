@@ -14,15 +14,14 @@ from epd_serve.backends.base import StageCalls
 from epd_serve.protocol.wire import ChatMessage, OutputOptions, PromptOptions
 from epd_serve.routing.policy import Demand, Policy
 from epd_serve.routing.table import InstanceTable
-from epd_serve.telemetry.gateway import GatewayMetrics
-from epd_serve.telemetry.trace_file import TraceWriter
 from epd_serve.types import SamplingParams
 from proxy.dispatch.stealing import Stealing
 from proxy.fleet.health import Health
 from proxy.fleet.pairs import Pairs
 from proxy.fleet.poller import Poller
 from proxy.media.loader import MediaItem
-from proxy.observe.trail import Trail
+from proxy.observe.metrics import GatewayMetrics
+from proxy.observe.record import RequestRecord
 from proxy.settings import Current
 
 if TYPE_CHECKING:
@@ -45,7 +44,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     prompt: str | list[int] | None
     items: list[MediaItem]
     arrived_s: float
-    trail: Trail
+    record: RequestRecord
     prompting: PromptOptions
     loop: asyncio.AbstractEventLoop
 
@@ -63,7 +62,6 @@ class Instances:
     pairs: Pairs
     settings: Current
     stealing: Stealing[Dispatch]
-    trace: TraceWriter | None = None
 
 
 #: Beginnings of a prompt are hashed at this many characters and at each doubling: a match is at least half of

@@ -99,7 +99,7 @@ class _Strand:
 
     def __init__(self, job: Job, into: EventSink) -> None:
         self.job = job
-        self.sink = EventSink(self, job.trail)
+        self.sink = EventSink(self, job.record)
         self.usage = (0, 0)
         self._into = into
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from epd_serve.errors import ServeError
 from proxy.http.client import Client, Outlet
-from proxy.observe.trail import Trail
+from proxy.observe.record import RequestRecord
 
 
 class ResponseAborted(Exception):
@@ -31,16 +31,16 @@ def retry_headers(status: int, retry_after_s: float | None = None) -> dict[str, 
     return {"retry-after": str(max(1, seconds))}
 
 
-async def send_error(client: Client, error: ServeError, trail: Trail) -> None:
+async def send_error(client: Client, error: ServeError, record: RequestRecord) -> None:
     """An error as the whole answer."""
-    await send_json(client, error.status, error.to_json(), trail, error.retry_after_s)
+    await send_json(client, error.status, error.to_json(), record, error.retry_after_s)
 
 
 async def send_json(
-    client: Client, status: int, body: bytes, trail: Trail, retry_after_s: float | None = None
+    client: Client, status: int, body: bytes, record: RequestRecord, retry_after_s: float | None = None
 ) -> None:
     """A whole answer in JSON."""
-    headers = [(b"content-type", b"application/json"), *trail.headers]
+    headers = [(b"content-type", b"application/json"), *record.headers]
     headers += [(name.encode(), value.encode()) for name, value in retry_headers(status, retry_after_s).items()]
     if status == 408:  # the rest of the body may still come, and is no request
         headers.append((b"connection", b"close"))
@@ -57,12 +57,14 @@ class EventSink:
         outlet: where they go; once it has started, what is not the last may be written there.
     """
 
-    __slots__ = ("_on_start", "_trail", "ended", "outlet", "started")
+    __slots__ = ("_on_start", "_record", "ended", "outlet", "started")
 
-    def __init__(self, outlet: Outlet, trail: Trail, on_start: Callable[[Trail], None] = lambda _: None) -> None:
+    def __init__(
+        self, outlet: Outlet, record: RequestRecord, on_start: Callable[[RequestRecord], None] = lambda _: None
+    ) -> None:
         """``on_start`` is called with the first event."""
         self.outlet = outlet
-        self._trail = trail
+        self._record = record
         self._on_start = on_start
         self.started = self.ended = False
 
@@ -74,8 +76,8 @@ class EventSink:
         """Returns False where :meth:`drain` has to come before the next events. ``last``: these are all."""
         if not self.started:
             self.started = True
-            self._on_start(self._trail)
-            self.outlet.start((*_HEADERS, *self._trail.headers))
+            self._on_start(self._record)
+            self.outlet.start((*_HEADERS, *self._record.headers))
         self.ended = last
         return self.outlet.write(events, last=last)
 

@@ -15,8 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from proxy.observe.access_line import Line, StageLine
-from proxy.observe.trail import Trail
+from proxy.observe.record import DECODE, PREFILL, TRANSFER, RequestRecord
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +25,49 @@ _INTERVAL_S = 0.2
 _BATCH = 512
 STDOUT = "-"
 _encoder = msgspec.json.Encoder()
+
+
+class StageLine(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One stage at one instance; ``start_ms`` counts from the request's arrival."""
+
+    stage: str
+    start_ms: float
+    ms: float
+    instance: str = ""
+    item: str = ""
+    feature: str = ""
+    failed: bool = False
+
+
+class Line(msgspec.Struct, frozen=True):
+    """A request, as it is logged. Times are in milliseconds. What is not known is null."""
+
+    time: str
+    request_id: str
+    trace_id: str
+    key: str | None
+    endpoint: str
+    model: str | None
+    modality: str
+    images: int
+    pixels: tuple[int, ...]
+    media_bytes: int
+    stream: bool
+    status: int
+    error: str | None
+    finish_reason: str | None
+    prompt_tokens: int | None
+    completion_tokens: int | None
+    ttft_ms: float | None
+    tpot_ms: float | None
+    duration_ms: float
+    queue_ms: float
+    prefill: str | None
+    decode: str | None
+    stages: list[StageLine]
+    retries: int
+    continuations: int
+    encode_retries: int
 
 
 class AccessLog:
@@ -73,11 +115,11 @@ class AccessLog:
         self._writer = threading.Thread(target=self._run, name="access-log", daemon=True)
         self._writer.start()
 
-    def put(self, trail: Trail) -> None:
+    def put(self, record: RequestRecord) -> None:
         if len(self._waiting) >= self._max_waiting:
             self.num_dropped += 1
         else:
-            self._waiting.append(_encoder.encode(line_of(trail, self._offset_s)) + b"\n")
+            self._waiting.append(_encoder.encode(line_of(record, self._offset_s)) + b"\n")
 
     def close(self) -> None:
         """Write what is waiting. Idempotent."""
@@ -136,52 +178,49 @@ def _second(second: int) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(second))
 
 
-def line_of(trail: Trail, wall_offset_s: float) -> Line:
+def line_of(record: RequestRecord, wall_offset_s: float) -> Line:
     """``wall_offset_s`` leads from the monotonic clock to that of the wall."""
-    arrived_ms = int((trail.arrived_s + wall_offset_s) * 1e3)
-    ttft_s, tpot_s = trail.ttft_s, trail.tpot_s
+    arrived_ms = int((record.arrived_s + wall_offset_s) * 1e3)
+    ttft_s, tpot_s = record.ttft_s, record.tpot_s
     return Line(
         f"{_second(arrived_ms // 1000)}.{arrived_ms % 1000:03d}Z",
-        trail.request_id,
-        trail.context.trace_id,
-        trail.key or None,
-        trail.endpoint,
-        trail.model or None,
-        trail.modality,
-        trail.num_images,
-        trail.pixels,
-        trail.media_bytes,
-        trail.streamed,
-        trail.status,
-        trail.error or None,
-        trail.finish_reason or None,
-        trail.prompt_tokens,
-        trail.output_tokens,
+        record.request_id,
+        record.context.trace_id,
+        record.key or None,
+        record.endpoint,
+        record.model or None,
+        record.modality,
+        record.num_images,
+        record.pixels,
+        record.media_bytes,
+        record.streamed,
+        record.status,
+        record.error or None,
+        record.finish_reason or None,
+        record.prompt_tokens,
+        record.output_tokens,
         None if ttft_s is None else round(1e3 * ttft_s, 3),
         None if tpot_s is None else round(1e3 * tpot_s, 3),
-        round(1e3 * trail.duration_s, 3),
-        round(1e3 * trail.queue_s, 3),
-        trail.instance_of("prefill"),
-        trail.instance_of("decode", "kv_transfer"),
-        stages(trail),
-        trail.retries,
-        trail.continuations,
-        trail.encode_retries,
+        round(1e3 * record.duration_s, 3),
+        round(1e3 * record.queue_s, 3),
+        record.instance_of(PREFILL),
+        record.instance_of(DECODE, TRANSFER),
+        stages(record),
+        record.retries,
+        record.continuations,
+        record.encode_retries,
     )
 
 
-def stages(trail: Trail) -> list[StageLine]:
+def stages(record: RequestRecord) -> list[StageLine]:
     """Return what was done where, in the order in which it began."""
-    arrived_s = trail.arrived_s
+    arrived_s = record.arrived_s
     return [
         StageLine(
-            hop.stage,
-            round(1e3 * (hop.start_s - arrived_s), 3),
-            round(1e3 * ((hop.end_s or hop.start_s) - hop.start_s), 3),
-            hop.instance,
-            hop.item,
-            hop.source,
-            hop.failed,
+            span.name,
+            round(1e3 * (span.start_s - arrived_s), 3),
+            round(1e3 * span.seconds, 3),
+            **span.attributes,  # type: ignore[arg-type]
         )
-        for hop in trail.hops
+        for span in record.spans
     ]

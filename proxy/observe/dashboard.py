@@ -25,7 +25,7 @@ from proxy.api.views import key_required, kv_usage, pending_s
 from proxy.observe.access_log import stages
 from proxy.observe.figures import Second
 from proxy.observe.observer import Observer
-from proxy.observe.trail import Trail
+from proxy.observe.record import RequestRecord
 from proxy.workers.crew import Crew
 
 _NUM_REQUESTS = 30
@@ -111,7 +111,7 @@ def part_of(table: InstanceTable, observer: Observer, admission: AdmissionContro
         waiting=admission.queue.num_waiting,
         in_flight={record.name: sum(record.in_flight.values()) for record in table},
         seconds=list(figures.seconds),
-        requests=[_request(trail, now_s) for trail in figures.latest(_NUM_REQUESTS)],
+        requests=[_request(record, now_s) for record in figures.latest(_NUM_REQUESTS)],
     )
 
 
@@ -178,26 +178,26 @@ def _state(record: InstanceRecord) -> str:
     return "held" if not record.accepting else "stale" if record.is_stale else "ready"
 
 
-def _request(trail: Trail, now_s: float) -> dict[str, Any]:
+def _request(record: RequestRecord, now_s: float) -> dict[str, Any]:
     """Without what other clients should not see of it: whole ids and names of keys."""
 
     def ms(seconds: float | None) -> float | None:
         return None if seconds is None else round(1e3 * seconds, 2)
 
     return {
-        "id": trail.context.trace_id[:8],
-        "endpoint": trail.endpoint,
-        "modality": trail.modality,
-        "images": trail.num_images,
-        "status": trail.status,
-        "ended_ms_ago": ms(now_s - (trail.end_s or now_s)),
-        "ms": ms(trail.duration_s),
-        "ttft_ms": ms(trail.ttft_s),
-        "tpot_ms": ms(trail.tpot_s),
-        "prompt_tokens": trail.prompt_tokens,
-        "tokens": trail.output_tokens,
-        "retries": trail.retries + trail.continuations,
-        "stages": [msgspec.structs.replace(stage, item="") for stage in stages(trail)],
+        "id": record.context.trace_id[:8],
+        "endpoint": record.endpoint,
+        "modality": record.modality,
+        "images": record.num_images,
+        "status": record.status,
+        "ended_ms_ago": ms(now_s - (record.end_s or now_s)),
+        "ms": ms(record.duration_s),
+        "ttft_ms": ms(record.ttft_s),
+        "tpot_ms": ms(record.tpot_s),
+        "prompt_tokens": record.prompt_tokens,
+        "tokens": record.output_tokens,
+        "retries": record.retries + record.continuations,
+        "stages": [msgspec.structs.replace(stage, item="") for stage in stages(record)],
     }
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from proxy.observe.trail import Trail
+from proxy.observe.record import ENCODE, PREFILL, TRANSFER, RequestRecord
 
 SPAN_S = 120
 #: Times that are kept of one second: enough for its percentiles, however many requests end in it.
@@ -40,37 +40,39 @@ class Figures:
     """
 
     def __init__(self) -> None:
-        self.requests: deque[Trail] = deque(maxlen=_NUM_REQUESTS)
+        self.requests: deque[RequestRecord] = deque(maxlen=_NUM_REQUESTS)
         self.seconds: deque[Second] = deque(maxlen=SPAN_S + 2)
 
-    def add(self, trail: Trail) -> None:
+    def add(self, record: RequestRecord) -> None:
         """A finished request."""
-        assert trail.end_s is not None
-        self.requests.append(trail)
-        second = int(trail.end_s)
+        assert record.end_s is not None
+        self.requests.append(record)
+        second = int(record.end_s)
         if not self.seconds or self.seconds[-1].second != second:
             self.seconds.append(Second(second))
         now = self.seconds[-1]
         now.num_requests += 1
-        now.num_failed += trail.status >= 500
-        now.num_tokens += trail.output_tokens or 0
-        ttft_s, tpot_s = trail.ttft_s, trail.tpot_s
+        now.num_failed += record.status >= 500
+        now.num_tokens += record.output_tokens or 0
+        ttft_s, tpot_s = record.ttft_s, record.tpot_s
         if ttft_s is not None and len(now.ttft_s) < _MAX_SAMPLES:
             now.ttft_s.append(ttft_s)
         if tpot_s is not None and len(now.tpot_s) < _MAX_SAMPLES:
             now.tpot_s.append(tpot_s)
-        prefill = trail.instance_of("prefill") or ""
-        for hop in trail.hops:
-            if hop.instance:
-                now.stages[hop.instance] = now.stages.get(hop.instance, 0) + (hop.stage != "kv_transfer")
-            if hop.source:
-                now.sources[hop.source] = now.sources.get(hop.source, 0) + 1
+        prefill = record.instance_of(PREFILL) or ""
+        for span in record.spans:
+            about = span.attributes
+            instance, source = str(about.get("instance", "")), str(about.get("feature", ""))
+            if instance:
+                now.stages[instance] = now.stages.get(instance, 0) + (span.name != TRANSFER)
+            if source:
+                now.sources[source] = now.sources.get(source, 0) + 1
             flow = None
-            if hop.stage == "encode" and hop.instance != prefill:
-                flow = ("features", hop.instance, prefill)
-            elif hop.stage == "kv_transfer":
-                flow = ("kv", prefill, hop.instance)
-            if flow is not None and not hop.failed:
+            if span.name == ENCODE and instance != prefill:
+                flow = ("features", instance, prefill)
+            elif span.name == TRANSFER:
+                flow = ("kv", prefill, instance)
+            if flow is not None and "failed" not in about:
                 now.flows[flow] = now.flows.get(flow, 0) + 1
 
     def with_others(self, others: Iterable[Iterable[Second]]) -> Figures:
@@ -94,7 +96,7 @@ class Figures:
         figures.seconds.extend(together[second] for second in sorted(together))
         return figures
 
-    def latest(self, number: int) -> list[Trail]:
+    def latest(self, number: int) -> list[RequestRecord]:
         """The last ``number`` requests, newest first."""
         return list(islice(reversed(self.requests), number))
 

@@ -6,18 +6,20 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import partial
 
 from msgspec.structs import replace
 
-from epd_serve.config import GatewayConfig
+from epd_serve.config import DeploymentConfig
 from epd_serve.randomness import random_block
-from epd_serve.telemetry.gateway import GatewayMetrics
 from epd_serve.telemetry.otel import span_export
 from epd_serve.telemetry.trace_context import TRACEPARENT_HEADER, TRACESTATE_HEADER, join
+from epd_serve.telemetry.trace_file import TraceWriter
 from proxy.observe.access_log import AccessLog
 from proxy.observe.figures import Figures
-from proxy.observe.tracing import RequestExport
-from proxy.observe.trail import Pace, Trail
+from proxy.observe.metrics import GatewayMetrics
+from proxy.observe.record import Pace, RequestRecord
+from proxy.observe.tracing import RequestExport, write_attempts
 from proxy.workers.ledger import Ledger
 
 #: A clock read at every token of every answer would cost more than the rest of what is observed.
@@ -33,10 +35,8 @@ class Observer:
 
     Args:
         access_log: None: there is none.
-        tracing: None: no spans are recorded here; trace contexts are passed on all the same.
-
-    Attributes:
-        on_finish: told of each request that is over.
+        export: None: OpenTelemetry gets no spans; trace contexts are passed on all the same.
+        trace: the trace file; None: there is none.
     """
 
     def __init__(
@@ -44,43 +44,54 @@ class Observer:
         metrics: GatewayMetrics,
         *,
         access_log: AccessLog | None = None,
-        tracing: RequestExport | None = None,
+        export: RequestExport | None = None,
+        trace: TraceWriter | None = None,
     ) -> None:
         self.metrics = metrics
         self._figures = Figures()
-        self._finished: list[Trail] = []
-        self.access_log = access_log
-        self.tracing = tracing
+        self._finished: list[RequestRecord] = []
+        self._access_log = access_log
+        self._export = export
+        self._trace = trace
         self._num_begun = 0
-        self.on_finish: Callable[[Trail], None] | None = None
         self.started_s = time.monotonic()
+        self._subscribers: list[Callable[[RequestRecord], None]] = [metrics.finished, self._figures.add]
         metrics.before_render = self.take_account
         if access_log is not None:
+            self.subscribe(access_log.put)
             metrics.watch_access_log(lambda: access_log.num_written, lambda: access_log.num_dropped)
+        if export is not None:
+            self.subscribe(export.put)
+        if trace is not None:
+            self.subscribe(partial(write_attempts, trace))
 
-    def begin(self, endpoint: str, headers: Mapping[bytes, bytes]) -> Trail:
+    def subscribe(self, subscriber: Callable[[RequestRecord], None]) -> None:
+        """Have a function called with each request that is over."""
+        self._subscribers.append(subscriber)
+
+    def begin(self, endpoint: str, headers: Mapping[bytes, bytes]) -> RequestRecord:
         """A request has come; ``headers`` by their names in lower case."""
         parent, state = headers.get(_TRACEPARENT, b""), headers.get(_TRACESTATE, b"")
         context = join(parent.decode("latin-1"), state.decode("latin-1"))
-        if self.tracing is not None and self.tracing.samples(context, endpoint) != context.sampled:
+        if self._export is not None and self._export.samples(context, endpoint) != context.sampled:
             context = replace(context, sampled=not context.sampled)
-        trail = Trail(endpoint, context, random_block().hex(), time.monotonic())
+        record = RequestRecord(endpoint, context, random_block().hex(), time.monotonic())
         if not self._num_begun % _PACED_EVERY:  # the first of all is one of them
-            trail.pace = Pace(self.metrics.inter_token.observe)
+            record.pace = Pace(self.metrics.inter_token.observe)
         self._num_begun += 1
-        return trail
+        return record
 
-    def first_token(self, trail: Trail) -> None:
+    def first_token(self, record: RequestRecord) -> None:
         """A streamed answer begins."""
-        trail.first_s = time.monotonic()
-        self.metrics.first_token(trail.endpoint, trail.modality, trail.first_s - trail.arrived_s)
+        record.first_s = time.monotonic()
+        self.metrics.first_token(record.endpoint, record.modality, record.first_s - record.arrived_s)
 
-    def finish(self, trail: Trail, status: int, error: str = "") -> None:
+    def finish(self, record: RequestRecord, status: int, error: str = "") -> None:
         """It is over, however it went."""
-        trail.finish(status, error)
+        record.finish(status, error)
         if not self._finished:
             asyncio.get_running_loop().call_later(_LATER_S, self.take_account)
-        self._finished.append(trail)
+        self._finished.append(record)
 
     @property
     def figures(self) -> Figures:
@@ -91,47 +102,31 @@ class Observer:
     def take_account(self) -> None:
         """Take account of all requests that are over by now."""
         finished, self._finished = self._finished, []
-        for trail in finished:
-            trail.complete()
-            self.metrics.finished(
-                endpoint=trail.endpoint,
-                modality=trail.modality,
-                status=trail.status,
-                finish_reason=trail.finish_reason,
-                duration_s=trail.duration_s,
-                tpot_s=trail.tpot_s,
-                prompt_tokens=trail.prompt_tokens,
-                output_tokens=trail.output_tokens,
-                stages=[(hop.stage, (hop.end_s or hop.start_s) - hop.start_s, hop.source) for hop in trail.hops],
-            )
-            self._figures.add(trail)
-            if self.on_finish is not None:
-                self.on_finish(trail)
-            if self.access_log is not None:
-                self.access_log.put(trail)
-            if self.tracing is not None and trail.context.sampled:
-                self.tracing.put(trail)
+        for record in finished:
+            record.complete()
+            for subscriber in self._subscribers:
+                subscriber(record)
 
     def close(self) -> None:
         """Write what is waiting, after :meth:`take_account`.
 
         Blocks, for some seconds where a collector of spans does not answer.
         """
-        if self.access_log is not None:
-            self.access_log.close()
-        if self.tracing is not None:
-            self.tracing.close()
+        for subscriber in (self._access_log, self._export, self._trace):
+            if subscriber is not None:
+                subscriber.close()
 
 
-def new_observer(gateway: GatewayConfig, metrics: GatewayMetrics, ledger: Ledger | None = None) -> Observer:
+def new_observer(config: DeploymentConfig, metrics: GatewayMetrics, ledger: Ledger | None = None) -> Observer:
     """As the configuration, and for spans the environment (:mod:`epd_serve.telemetry.otel`), have it.
 
     ``ledger``: where several workers write one access log.
     """
-    export = span_export("gateway")
+    target, export = config.gateway.access_log, span_export("gateway")
     writing = nullcontext if ledger is None else ledger.writing
     return Observer(
         metrics,
-        access_log=AccessLog(gateway.access_log, writing=writing) if gateway.access_log else None,
-        tracing=None if export is None else RequestExport(export),
+        access_log=AccessLog(target, writing=writing) if target else None,
+        export=None if export is None else RequestExport(export),
+        trace=TraceWriter(config.trace, "gateway") if config.trace else None,
     )

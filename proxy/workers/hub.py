@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
-from epd_serve.telemetry.gateway import GROWING_GAUGES, SUMMED_GAUGES
 from epd_serve.telemetry.merged import Family, cumulative, exposition, merge
+from proxy.observe.metrics import GROWING_GAUGES, SUMMED_GAUGES
 from proxy.workers.channel import CallFailed, Channel, ChannelClosed
 from proxy.workers.crew import ANSWER_S
 from proxy.workers.messages import Asked, Change, Shared, TakenOver

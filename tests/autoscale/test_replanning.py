@@ -20,12 +20,12 @@ from epd_serve.config.load import parse_config
 from epd_serve.telemetry.trace_context import new_context
 from epd_serve.topology import Topology
 from proxy.observe.access_log import line_of
-from proxy.observe.trail import Trail
+from proxy.observe.record import RequestRecord
 
 
 def served(number: int, *, output: int, status: int = 200) -> bytes:
     draw = random.Random(number)
-    made = Trail("chat", new_context(), str(number), 1000.0 + 0.5 * number)
+    made = RequestRecord("chat", new_context(), str(number), 1000.0 + 0.5 * number)
     made.media([802 * 652], 1000)
     made.prompt_tokens, made.output_tokens = 600 + draw.randrange(200), output + draw.randrange(output)
     made.finish(status)

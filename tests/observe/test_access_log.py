@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from epd_serve.protocol.wire import read_prompt_note, write_prompt_note
 from epd_serve.telemetry.trace_context import join, new_context, parse_traceparent
 from proxy.observe.access_log import AccessLog
-from proxy.observe.trail import ENCODED, STORED, Trail
+from proxy.observe.record import ENCODE, ENCODED, STORED, RequestRecord
 
 
-def trail(name: str) -> Trail:
-    made = Trail("chat", new_context(), name, time.monotonic())
+def record(name: str) -> RequestRecord:
+    made = RequestRecord("chat", new_context(), name, time.monotonic())
     made.finish(200)
     made.complete()
     return made
@@ -39,13 +39,13 @@ def until_written(log: AccessLog, number: int) -> None:
 def test_a_file_that_is_moved_away_is_opened_anew(tmp_path: Path) -> None:
     path = tmp_path / "access.jsonl"
     log = AccessLog(path)
-    log.put(trail("one"))
+    log.put(record("one"))
     until_written(log, 1)
     path.rename(tmp_path / "access.jsonl.1")
-    log.put(trail("two"))
+    log.put(record("two"))
     until_written(log, 2)
     path.unlink()
-    log.put(trail("three"))
+    log.put(record("three"))
     log.close()
     log.close()
     assert names(tmp_path / "access.jsonl.1") == ["one"]
@@ -59,7 +59,7 @@ def test_what_does_not_fit_is_counted(tmp_path: Path) -> None:
     write = log._write
     log._write = lambda data: (held.wait(), write(data))[1]  # type: ignore[method-assign]
     for number in range(3):
-        log.put(trail(str(number)))
+        log.put(record(str(number)))
     dropped = log.num_dropped
     held.set()
     log.close()
@@ -72,11 +72,11 @@ def test_a_full_disk_costs_lines_and_nothing_else(tmp_path: Path, caplog: pytest
     resource.setrlimit(resource.RLIMIT_FSIZE, (10, before[1]))
     try:
         for number in range(3):
-            log.put(trail(str(number)))
+            log.put(record(str(number)))
             until_written(log, number + 1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    log.put(trail("after"))
+    log.put(record("after"))
     log.close()
     assert (log.num_dropped, log.num_written) == (3, 1)
     assert caplog.text.count("the access log") == 1
@@ -89,7 +89,7 @@ def test_a_place_that_is_none_is_said(tmp_path: Path) -> None:
 
 def test_the_standard_output(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     log = AccessLog("-")
-    log.put(trail("shown"))
+    log.put(record("shown"))
     log.close()
     assert json.loads(capfdbinary.readouterr().out)["request_id"] == "shown"
 
@@ -146,7 +146,7 @@ def test_children_of_a_span_have_ids_of_their_own() -> None:
 
 
 def test_events_of_a_stream_tell_its_end() -> None:
-    made = Trail("chat", new_context(), "r", time.monotonic())
+    made = RequestRecord("chat", new_context(), "r", time.monotonic())
     made.forwarded(b'data: {"choices":[{"delta":{"content":"a"},"finish_reason":null}]}\n\n')
     made.forwarded(b'data: {"choices":[{"delta":{},"finish_reason":"stop"}]}\n\n')
     made.forwarded(b'data: {"choices":[],"usage":{"prompt_tokens":7,"completion_tokens":2}}\n\ndata: [DONE]\n\n')
@@ -158,15 +158,15 @@ def test_events_of_a_stream_tell_its_end() -> None:
 
 def test_an_item_whose_encoder_was_overtaken_by_the_answer_is_counted() -> None:
     """P hears of a feature by an event; the encoder's own answer may come when all is over."""
-    made = Trail("chat", new_context(), "r", time.monotonic())
-    heard, overtaken, failed = (made.encode("e0", item) for item in ("a", "b", "c"))
-    heard.end(STORED)
-    failed.fail()
+    made = RequestRecord("chat", new_context(), "r", time.monotonic())
+    heard, overtaken, failed = (made.begin(ENCODE, "r-1", "e0", item) for item in ("a", "b", "c"))
+    heard.end(feature=STORED)
+    failed.end(failed=True)
     made.finish(200)
     made.complete()
-    assert [hop.source for hop in (heard, overtaken, failed)] == [STORED, ENCODED, ""]
-    left = Trail("chat", new_context(), "r", time.monotonic())
-    hop = left.encode("e0", "a")
+    assert [span.attributes.get("feature") for span in (heard, overtaken, failed)] == [STORED, ENCODED, None]
+    left = RequestRecord("chat", new_context(), "r", time.monotonic())
+    span = left.begin(ENCODE, "r-1", "e0", "a")
     left.finish(499)
     left.complete()
-    assert hop.failed and not hop.source
+    assert span.attributes == {"instance": "e0", "item": "a", "failed": True}

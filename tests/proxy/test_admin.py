@@ -13,7 +13,7 @@ from epd_serve.config import parse_config
 from epd_serve.telemetry.trace_context import new_context
 from proxy.admin.plane import create_admin_app, running_admin
 from proxy.admin.scaling import ServedRequests
-from proxy.observe.trail import Trail
+from proxy.observe.record import RequestRecord
 from proxy.settings import GatewaySettings
 from proxy.workers.crew import Crew
 
@@ -71,9 +71,9 @@ async def test_what_autoscale_asks_and_says(start):
 def test_served_requests_are_numbered_and_those_of_another_gateway_are_all_new():
     served = ServedRequests()
     for number in range(3):
-        trail = Trail("chat", new_context(), str(number), 1000.0)
-        trail.finish(200)
-        served.put(trail)
+        record = RequestRecord("chat", new_context(), str(number), 1000.0)
+        record.finish(200)
+        served.put(record)
     last, lines = served.after(1)
     assert last == 3 and [json.loads(line)["request_id"] for line in lines] == ["1", "2"]
     assert served.after(3) == (3, [])

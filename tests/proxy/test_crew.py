@@ -15,7 +15,6 @@ from instance_info import instance_info
 
 from epd_serve.config import GatewayConfig
 from epd_serve.routing.table import InstanceTable
-from epd_serve.telemetry.gateway import GatewayMetrics
 from proxy.admin.orders import Departures, Hold, OrdersSettings, orders_router, show_ready
 from proxy.admin.plane import create_admin_app
 from proxy.admin.switches import Switches
@@ -25,6 +24,7 @@ from proxy.admission.queue import AdmissionQueue
 from proxy.api.views import health_router
 from proxy.fleet.health import Health
 from proxy.http.errors import install_error_handlers
+from proxy.observe.metrics import GatewayMetrics
 from proxy.settings import Current, GatewaySettings
 from proxy.workers import crew as crew_module
 from proxy.workers import hub as hub_module

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from epd_serve.sim.traces import IMAGE_PIXELS, read_requests
-from proxy.observe.access_line import Line, StageLine
+from proxy.observe.access_log import Line, StageLine
 
 
 def written(path: Path, *lines: object) -> str:

@@ -3,8 +3,8 @@
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.parser import text_string_to_metric_families
 
-from epd_serve.telemetry.gateway import GROWING_GAUGES, SUMMED_GAUGES, GatewayMetrics, InstanceFigures
 from epd_serve.telemetry.merged import cumulative, exposition, families_of, merge
+from proxy.observe.metrics import GROWING_GAUGES, SUMMED_GAUGES, GatewayMetrics, InstanceFigures
 
 
 def samples(text: bytes) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:

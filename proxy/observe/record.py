@@ -1,12 +1,14 @@
-"""The record of one request: noted while it runs, read when it is over."""
+"""The record of one request: its spans and what else is known of it, written while it runs and read afterwards."""
 
 from __future__ import annotations
 
 import re
 import time
 from collections.abc import Callable, Iterable
+from math import inf
 
 from epd_serve.protocol.wire import REQUEST_ID_HEADER, read_prompt_note
+from epd_serve.telemetry.span import Span, Value
 from epd_serve.telemetry.trace_context import TRACEPARENT_HEADER, TraceContext
 
 #: Stages as a gateway sees them: from the call to the answer, waiting included.
@@ -14,6 +16,7 @@ QUEUE, ENCODE, PREFILL, TRANSFER, DECODE = "queue", "encode", "prefill", "kv_tra
 #: Where a feature came from: computed by the encoder; found in its store; computed at P, in place of an encoder;
 #: there already at P.
 ENCODED, STORED, RECOMPUTED, AT_PREFILL = "encoded", "store", "recomputed", "prefill"
+STAGES, SOURCES = (QUEUE, ENCODE, PREFILL, TRANSFER, DECODE), (ENCODED, STORED, RECOMPUTED, AT_PREFILL)
 
 _USAGE = re.compile(rb'"usage": ?\{"prompt_tokens": ?(\d+), ?"completion_tokens": ?(\d+)')
 _REASON = re.compile(rb'"finish_reason": ?"([a-z_]+)"')
@@ -22,34 +25,6 @@ _USAGE_AT, _REASONS_AT = b'"usage"', (b'"finish_reason":"', b'"finish_reason": "
 #: More than one event with its finish reason, usage and end.
 _TAIL_BYTES = 2048
 _REQUEST_ID, _TRACEPARENT = REQUEST_ID_HEADER.encode(), TRACEPARENT_HEADER.encode()
-
-
-class Hop:
-    """One stage of a request at one instance, in monotonic seconds; ``end_s`` is None while it lasts.
-
-    ``item`` is an encode's mm_hash, ``source`` where its feature came from; ``number`` that of its span.
-    """
-
-    __slots__ = ("end_s", "failed", "instance", "item", "number", "source", "stage", "start_s")
-
-    def __init__(self, stage: str, instance: str, number: int, start_s: float, item: str = "") -> None:
-        self.stage = stage
-        self.instance = instance
-        self.number = number
-        self.start_s = start_s
-        self.end_s: float | None = None
-        self.item = item
-        self.source = ""
-        self.failed = False
-
-    def end(self, source: str = "") -> None:
-        if self.end_s is None:
-            self.end_s = time.monotonic()
-            self.source = source
-
-    def fail(self) -> None:
-        self.end()
-        self.failed = True
 
 
 class Pace:
@@ -68,7 +43,7 @@ class Pace:
         self._since_s = now_s
 
 
-class Trail:
+class RequestRecord:
     """One request from its arrival to its end. All times are monotonic seconds.
 
     Attributes:
@@ -82,15 +57,13 @@ class Trail:
         prompt_note: what P said of the prompt (epd_serve/protocol/wire.py).
         items: mm_hashes of its media items.
         pace: times the events of a streamed answer; None: nobody wants to know.
-        hops: its stages, over all attempts.
+        spans: its stages, over all attempts, each under its attempt's request id.
         retries, continuations: attempts after the first, before or after the first token.
     """
 
     __slots__ = (
-        "_after_first",
         "_before_last",
         "_last",
-        "_prefill",
         "_streams",
         "arrived_s",
         "context",
@@ -101,7 +74,6 @@ class Trail:
         "error",
         "finish_reason",
         "first_s",
-        "hops",
         "items",
         "key",
         "media_bytes",
@@ -116,6 +88,7 @@ class Trail:
         "queue_s",
         "request_id",
         "retries",
+        "spans",
         "status",
         "streamed",
     )
@@ -142,12 +115,10 @@ class Trail:
         self.prompt_note = ""
         self.items: list[str] = []
         self.finish_reason = ""
-        self.hops: list[Hop] = []
+        self.spans: list[Span] = []
         self.retries = 0
         self.continuations = 0
         self.encode_retries = 0
-        self._prefill: Hop | None = None
-        self._after_first: Hop | None = None
         self.pace: Pace | None = None
         self._last: bytes | memoryview = b""
         self._before_last: bytes | memoryview = b""
@@ -167,9 +138,7 @@ class Trail:
         """The request has waited for its turn until now."""
         now_s = time.monotonic()
         self.queue_s = now_s - since_s
-        hop = Hop(QUEUE, "", len(self.hops) + 1, since_s)
-        hop.end_s = now_s
-        self.hops.append(hop)
+        self.spans.append(Span(QUEUE, self.request_id, since_s, now_s))
 
     def media(self, pixels: Iterable[int], nbytes: int) -> None:
         """``pixels`` of each image, in the request's order."""
@@ -177,47 +146,27 @@ class Trail:
         self.num_images = len(self.pixels)
         self.modality = "image" if self.pixels else "text"
 
-    def sent(self, prefill: str, items: list[str]) -> Hop:
-        """An attempt has begun: its prompt is on its way to P."""
-        self.items = items
-        self._prefill = hop = self._hop(PREFILL, prefill)
-        self._after_first = None
-        return hop
+    def begin(self, stage: str, request_id: str, instance: str, item: str = "") -> Span:
+        """A stage begins at an instance; ``request_id`` is the attempt's, ``item`` an encode's mm_hash."""
+        about: dict[str, Value] = {"instance": instance, "item": item} if item else {"instance": instance}
+        span = Span(stage, request_id, time.monotonic(), attributes=about)
+        self.spans.append(span)
+        return span
 
-    def moving(self) -> None:
-        """An attempt has begun that computes no prompt: its KV is on its way from one D to another."""
-        self._prefill = self._after_first = None
-
-    def encode(self, encoder: str, item: str) -> Hop:
-        """An item has been sent to an encoder."""
-        return self._hop(ENCODE, encoder, item)
-
-    def traceparent(self, hop: Hop | None = None) -> str:
+    def traceparent(self, span: Span | None = None) -> str:
         """For the instance that is asked for a stage."""
         context = self.context
-        return (context.child(hop.number) if hop is not None and context.sampled else context).traceparent
+        if span is not None and context.sampled:
+            context = context.child(1 + self.spans.index(span))
+        return context.traceparent
 
-    def prefilled(self, note: str, decode: str, *, follows: bool) -> None:
-        """P has answered; ``decode`` goes on, after a transfer of the KV where it ``follows``."""
-        if self._prefill is not None:
-            self._prefill.end()
-        self.prompt_note = note or self.prompt_note
-        self._after_first = self._hop(TRANSFER if follows else DECODE, decode)
-
-    def handed_over(self, decode: str) -> None:
-        """P's answer is complete: D has the KV."""
-        if self._after_first is not None and self._after_first.stage == TRANSFER:
-            self._after_first.end()
-            self._after_first = self._hop(DECODE, decode)
-
-    def attempt_failed(self) -> None:
-        """Close what the attempt has not finished."""
-        for hop in self.hops:
-            if hop.end_s is None:
-                hop.fail()
+    def attempt_failed(self, request_id: str) -> None:
+        """What the attempt has not finished will not be."""
+        for span in self.spans:
+            if span.request_id == request_id:
+                span.end(failed=True)
 
     def again(self, *, continued: bool) -> None:
-        self.attempt_failed()
         if continued:
             self.continuations += 1
         else:
@@ -249,11 +198,6 @@ class Trail:
         usage = _USAGE.match(tail, max(0, tail.rfind(_USAGE_AT)))
         return None if usage is None else (int(usage[1]), int(usage[2]))
 
-    def _hop(self, stage: str, instance: str, item: str = "") -> Hop:
-        hop = Hop(stage, instance, len(self.hops) + 1, time.monotonic(), item)
-        self.hops.append(hop)
-        return hop
-
     # ------------------------------------------------------------------ what is read when it is over
 
     def finish(self, status: int, error: str = "", *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -273,20 +217,22 @@ class Trail:
             if usage is not None:
                 self.prompt_tokens = usage[0]
         self._streams.clear()
-        for hop in self.hops:
-            if hop.end_s is None:
-                hop.end_s = self.end_s
-                hop.failed = self.status != 200
-                if hop.item and not hop.failed:
-                    hop.source = ENCODED  # came faster than the answer that tells whether it was stored
+        assert self.end_s is not None
+        for span in self.spans:
+            if span.end_s == inf:
+                span.end_s = self.end_s
+                if self.status != 200:
+                    span.attributes["failed"] = True
+                elif span.name == ENCODE:
+                    span.attributes["feature"] = ENCODED  # faster than the answer that tells whether it was stored
         if self.prompt_note:
             num_tokens, indexes = read_prompt_note(self.prompt_note)
             had = {item for index, item in enumerate(self.items) if index in indexes}
             if self.prompt_tokens is None:
                 self.prompt_tokens = num_tokens
-            for hop in self.hops:
-                if hop.source == STORED and hop.item in had:
-                    hop.source = AT_PREFILL
+            for span in self.spans:
+                if span.attributes.get("feature") == STORED and span.attributes["item"] in had:
+                    span.attributes["feature"] = AT_PREFILL
 
     @property
     def duration_s(self) -> float:
@@ -306,7 +252,7 @@ class Trail:
 
     def instance_of(self, *stages: str) -> str | None:
         """The instance that did a stage last."""
-        for hop in reversed(self.hops):
-            if hop.stage in stages:
-                return hop.instance
+        for span in reversed(self.spans):
+            if span.name in stages:
+                return str(span.attributes["instance"])
         return None

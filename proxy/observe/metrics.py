@@ -14,14 +14,13 @@ from prometheus_client.registry import Collector
 
 from epd_serve.telemetry.merged import Family, families_of
 from epd_serve.telemetry.tally import Counter, Histogram
+from proxy.observe.record import SOURCES, STAGES, RequestRecord
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 #: Seconds; from a cached answer of a tiny model to a long generation on a busy device.
 _BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 _TOKEN_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0)
 _TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 131072)
-_STAGES = ("queue", "encode", "prefill", "kv_transfer", "decode")
-_SOURCES = ("encoded", "store", "recomputed", "prefill")
 _REASONS = ("stop", "length", "tool_calls", "abort", "error")
 #: Gauges that only grow: those of a process that has ended stay in the sum.
 GROWING_GAUGES = frozenset({"epd_serve_access_log_lines", "epd_serve_access_log_dropped_lines"})
@@ -117,7 +116,7 @@ class GatewayMetrics:
             _BUCKETS,
             ("stage",),
         )
-        for stage in _STAGES:
+        for stage in STAGES:
             self._stages.series(stage)
         self._prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts, media included")
         self._generation_tokens = self._counter("generation_tokens", "Tokens of answers")
@@ -128,7 +127,7 @@ class GatewayMetrics:
             "Media items by where their features came from: encoded, store (of the encoder), prefill (it had "
             "them), recomputed (at P, for want of an encoder)",
             ("source",),
-            [(source,) for source in _SOURCES],
+            [(source,) for source in SOURCES],
         )
         self._mm_queries = self._counter("mm_cache_queries", "Media items asked for")
         self._mm_hits = self._counter("mm_cache_hits", "Those whose features were in some cache")
@@ -185,25 +184,15 @@ class GatewayMetrics:
     def first_token(self, endpoint: str, modality: str, seconds: float) -> None:
         self._ttft.observe(seconds, endpoint, modality)
 
-    def finished(
-        self,
-        *,
-        endpoint: str,
-        modality: str,
-        status: int,
-        finish_reason: str,
-        duration_s: float,
-        tpot_s: float | None,
-        prompt_tokens: int | None,
-        output_tokens: int | None,
-        stages: Iterable[tuple[str, float, str]],
-    ) -> None:
-        """Count a request that is over. ``stages``: (name, seconds, source of the feature or "")."""
+    def finished(self, record: RequestRecord) -> None:
+        """Count a request that is over."""
+        endpoint, modality, status = record.endpoint, record.modality, record.status
+        tpot_s, prompt_tokens, output_tokens = record.tpot_s, record.prompt_tokens, record.output_tokens
         self.requests.add(1.0, endpoint, str(status), modality)
         if status == 200:
-            self._e2e.observe(duration_s, endpoint, modality)
-            if finish_reason:
-                self._success.add(1.0, finish_reason)
+            self._e2e.observe(record.duration_s, endpoint, modality)
+            if record.finish_reason:
+                self._success.add(1.0, record.finish_reason)
         elif status == _CLIENT_LEFT:
             self._success.add(1.0, "abort")
         elif status >= 500:
@@ -216,10 +205,10 @@ class GatewayMetrics:
         if output_tokens is not None:
             self._generation_tokens.add(output_tokens)
             self._request_generation_tokens.observe(output_tokens)
-        for stage, seconds, source in stages:
-            self._stages.observe(seconds, stage)
-            if source:
-                self._features.add(1.0, source)
+        for span in record.spans:
+            self._stages.observe(span.seconds, span.name)
+            if source := span.attributes.get("feature"):
+                self._features.add(1.0, str(source))
                 self._mm_queries.add(1.0)
                 if source in ("store", "prefill"):
                     self._mm_hits.add(1.0)
