@@ -31,13 +31,14 @@ import httpx
 import numpy as np
 from PIL import Image
 
+from benchmarks.ablations.routing import RandomOfTwoEncoders, RoundRobinEncoders
 from benchmarks.deployed import Figures, ask, deployed, figures, growth, machine
 from benchmarks.routing_simulator import Request, SimulatedInstance, simulate
 from benchmarks.transfer_models import make_model
 from epd_serve.launch import LocalDeployment
 from epd_serve.launch.ports import free_port
 from epd_serve.routing.choice import EncoderChoice, Router
-from epd_serve.routing.encoders import BoundedHash, RandomOfTwoEncoders, RoundRobinEncoders
+from epd_serve.routing.encoders import BoundedHash
 from epd_serve.types import StageRate
 
 RESULT = Path(__file__).parent / "results" / "affinity-cpu.json"

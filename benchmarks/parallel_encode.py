@@ -124,7 +124,7 @@ def ttft_s(
     )
     seconds: list[float] = []
     for seed in seeds:
-        outcome = simulate(deployment, requests_of(num_images, num_requests, seed, size), seed=seed)
+        outcome = simulate(deployment, requests_of(num_images, num_requests, seed, size))
         check_books(outcome)
         seconds += [one.first_token_s - one.sent_s for one in outcome.jobs if one.first_token_s is not None]
     assert len(seconds) == num_requests * len(seeds), "every request has a first token"

@@ -100,7 +100,7 @@ def table_5(
         )
         rate = factor * RATES[line] if per_npu is None else per_npu * topology.num_devices
         requests = SHAREGPT_4O.requests(num_requests, rate, seed)
-        outcome = simulate(deployment, requests, seed=seed)
+        outcome = simulate(deployment, requests)
         measured[line] = figures(outcome, topology.num_devices, 2.0, 0.05)
     return measured
 

@@ -16,7 +16,7 @@ KVMode = Literal["grouped", "layerwise", "oneshot", "pull"]
 
 #: How P and D are chosen: the pair that costs the fewest seconds; in turn; the cheaper of two at random; the
 #: cheapest where the beginning of a prompt that P knows costs nothing.
-Routing = Literal["least_loaded", "round_robin", "random_of_two", "prefix_affinity"]
+Routing = Literal["least_loaded", "round_robin", "prefix_affinity"]
 
 
 class Stage(StrEnum):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
@@ -102,7 +101,7 @@ def create_app(
         Instances(
             table=table,
             calls=calls,
-            policy=policy or router_of(gateway.routing, random.random, parallel_encode=gateway.parallel_encode),
+            policy=policy or router_of(gateway.routing, parallel_encode=gateway.parallel_encode),
             poller=poller,
             metrics=metrics,
             health=health,

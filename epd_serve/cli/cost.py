@@ -12,7 +12,7 @@ from rich.console import Console
 from epd_serve.config.sizes import parse_rate
 from epd_serve.cost import economics as eq
 from epd_serve.cost.devices import spec_of
-from epd_serve.cost.estimate import RequestSize, estimate_latency
+from epd_serve.cost.economics import RequestSize, estimate_latency
 from epd_serve.cost.report import cost_figures, price_of, read_prices, show_cost
 from epd_serve.cost.shape import shape_of
 

@@ -37,8 +37,8 @@ def profile(
     from rich.console import Console
 
     from epd_serve.config.schema import model_path
+    from epd_serve.profiling.device_profile import show_profile
     from epd_serve.profiling.overheads import OverheadOptions, with_overheads
-    from epd_serve.profiling.report import show_profile
 
     options = GridOptions(
         model=model_path(model),

@@ -266,7 +266,7 @@ class GatewayConfig(Section):
     routing: Anew[Routing] = Field(
         default="least_loaded",
         description="How P and D of a request are chosen. least_loaded: the pair that costs it the fewest seconds "
-        "of waiting, computing and transfer. random_of_two: the cheaper of two pairs drawn at random. "
+        "of waiting, computing and transfer. "
         "prefix_affinity: the cheapest, where a beginning of the prompt that P has computed before costs nothing. "
         "round_robin: in turn. Images always go where equal ones went, unless that encoder has too much to do.",
     )

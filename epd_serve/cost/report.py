@@ -12,7 +12,7 @@ from ruamel.yaml.error import YAMLError
 
 from epd_serve.cost import economics as eq
 from epd_serve.cost.devices import DEVICE_SPECS, spec_of
-from epd_serve.cost.estimate import RequestSize
+from epd_serve.cost.economics import RequestSize
 from epd_serve.cost.shape import ModelShape
 
 

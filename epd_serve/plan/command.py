@@ -65,7 +65,6 @@ def run_plan(wanted: Wanted, *, output: Path | None, report: Path | None, explai
                 wanted.trace, count=wanted.num_requests, seed=wanted.seed, tokens_of_image=wanted.image_tokens
             ),
             most=wanted.most,
-            seed=wanted.seed,
             rated=lambda: status.update(f"simulating: {evaluator.num_simulations} runs"),
         )
         found = search(evaluator, wanted)

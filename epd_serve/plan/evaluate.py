@@ -83,7 +83,6 @@ class Evaluator:
         horizon_s: float | None = None,
         least: int = 100,
         most: int = 1500,
-        seed: int = 0,
         rated: Callable[[], None] = lambda: None,
     ) -> None:
         if not requests:
@@ -94,7 +93,6 @@ class Evaluator:
         self.mean = MeanRequest.of(requests)
         self.horizon_s = horizon_s or 2.5 * (goal.ttft_s or 2.0)
         self._least, self.most = least, most
-        self._seed = seed
         self._rated = rated
         self._deployments: dict[Candidate, SimDeployment] = {}
         self.num_simulations = 0
@@ -152,9 +150,7 @@ class Evaluator:
 
         self.num_simulations += 1
         self.num_requests += count
-        outcome = simulate(
-            self.deployment(candidate), requests, seed=self._seed, gaps=gaps, give_up=hopeless if early else None
-        )
+        outcome = simulate(self.deployment(candidate), requests, gaps=gaps, give_up=hopeless if early else None)
         self._rated()
         return outcome
 

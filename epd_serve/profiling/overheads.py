@@ -21,25 +21,25 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from io import StringIO
+from math import sqrt
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
+from typing import Any, Literal
 from urllib.request import ProxyHandler, build_opener
 
 import msgspec
+import psutil
 from rich.console import Console
 
 from epd_serve.bench.deployed import Candidate, deployed
 from epd_serve.bench.progress import Progress
 from epd_serve.bench.run_directory import RunDirectory
 from epd_serve.bench.session import Session
-from epd_serve.bench.types import Record, RunSettings
+from epd_serve.bench.types import Record, RunSettings, Sample
 from epd_serve.bench.workloads import load_workload
 from epd_serve.config import change_config, parse_config
 from epd_serve.cost.least_squares import fit
 from epd_serve.cost.profile import Profile, Transport
-from epd_serve.profiling.cpu_time import Spent, talk_cpu_s
-from epd_serve.profiling.fairness import Sharer, cores_go_by
 
 #: Requests of each kind, one after the other, in each deployment.
 NUM_REQUESTS = 12
@@ -382,3 +382,101 @@ def beside_steps(measured: Sequence[tuple[int, Sequence[Record]]], profile: Prof
         beyond.append(gap_s - profile.step_s(count, count, count * context))
     loop_s, stream_s = fit([[1.0, count] for count, _ in measured], beyond)
     return loop_s, stream_s
+
+
+_PROCESS, _GATEWAY = "cpu_s:", "cpu_s:proxy"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spent:
+    """CPU time spent on some requests; ``cpu_s``: of all processes of the deployment but the gateway."""
+
+    num_requests: int
+    num_prompt_tokens: int
+    num_images: int
+    cpu_s: float
+
+    @classmethod
+    def on(cls, run: RunDirectory, records: Sequence[Record], num_images: int) -> Spent:
+        at = {one.phase: _cpu_s(one) for one in run.samples()}
+        return cls(
+            num_requests=len(records),
+            num_prompt_tokens=sum(one.num_prompt_tokens or 0 for one in records),
+            num_images=num_images,
+            cpu_s=at["after"] - at["before"],
+        )
+
+
+def _cpu_s(sample: Sample) -> float:
+    found = sample.devices.get("cpu", {})
+    return sum(seconds for name, seconds in found.items() if name.startswith(_PROCESS) and name != _GATEWAY)
+
+
+def talk_cpu_s(measured: Sequence[Spent], base: Sequence[Spent]) -> tuple[float, float, float]:
+    """CPU seconds of ``measured`` beyond ``base``, at equal loads, for each request, prompt token and image."""
+    rows = [[one.num_requests, one.num_prompt_tokens, one.num_images] for one in measured]
+    more = [one.cpu_s - other.cpu_s for one, other in zip(measured, base, strict=True)]
+    request_s, token_s, image_s = fit(rows, more)
+    return request_s, token_s, image_s
+
+
+#: CPU seconds of each core before the parts are compared: many of the scheduler's slices.
+_CPU_S = 2.0
+#: Threads of the process that has many, for each core.
+_THREADS = 3
+#: A thread computes without the interpreter's lock.
+_SPIN = """
+import hashlib, sys, threading
+def spin():
+    while True:
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 100_000)
+threads = [threading.Thread(target=spin, daemon=True) for _ in range(int(sys.argv[1]))]
+for one in threads:
+    one.start()
+print(flush=True)
+sys.stdin.read()
+"""
+
+Sharer = Literal["thread", "instance"]
+
+
+def cores_go_by() -> Sharer:
+    """Measure the unit with a process of many threads and one of a single thread, started as instances are.
+
+    Raises OSError where these cannot run.
+    """
+    cores = len(os.sched_getaffinity(0))
+    many = _THREADS * cores
+    started = [_start(count) for count in (many, 1)]
+    try:
+        for one in started:
+            assert one.stdout is not None
+            one.stdout.readline()
+        before = _used_cpu_s(started)
+        while (
+            sum(spent := [now - then for now, then in zip(_used_cpu_s(started), before, strict=True)])
+            < _CPU_S * cores
+        ):
+            if any(one.poll() is not None for one in started):
+                raise OSError("a process that was to keep the cores busy has ended")
+            time.sleep(0.05)
+    finally:
+        for one in started:
+            one.kill()
+            one.communicate()
+    return told_by(spent[1] / spent[0], many, cores)
+
+
+def told_by(ratio: float, many: int, cores: int) -> Sharer:
+    """The unit that a ratio of CPU times shows: that of one thread to that of a process of ``many`` threads."""
+    by_thread, by_instance = 1 / many, 1 / max(cores - 1, 1)
+    return "instance" if ratio > sqrt(by_thread * by_instance) else "thread"
+
+
+def _start(num_threads: int) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-c", _SPIN, str(num_threads)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+
+
+def _used_cpu_s(processes: Sequence[subprocess.Popen[bytes]]) -> list[float]:
+    return [times.user + times.system for times in (psutil.Process(one.pid).cpu_times() for one in processes)]

@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from epd_serve.protocol.wire import MediaRef
-from epd_serve.routing.encoders import BoundedHash
+from epd_serve.routing.encoders import BoundedHash, EncoderChoice, Together
 from epd_serve.routing.policy import ANY, Demand, Route
-from epd_serve.routing.routes import LeastLoaded, PrefixAffinity, RandomOfTwo, RoundRobin
+from epd_serve.routing.routes import LeastLoaded, PrefixAffinity, RoundRobin
 from epd_serve.routing.table import InstanceRecord, InstanceTable
-from epd_serve.routing.together import EncoderChoice, Together
 from epd_serve.types import Routing
 
 
@@ -51,15 +50,15 @@ class Router:
         return self.encoders.choose_encoders(table, prefill, items, exclude=exclude)
 
 
-def router_of(name: Routing, draw: Callable[[], float], *, parallel_encode: bool = True) -> Router:
-    """The policy of a deployment; ``draw`` gives numbers in [0, 1). Items always go by :class:`BoundedHash`: each
-    by itself, or unless ``parallel_encode`` those of a request to one encoder.
+_ROUTES: dict[Routing, Callable[[], RouteChoice]] = {
+    "least_loaded": LeastLoaded,
+    "round_robin": RoundRobin,
+    "prefix_affinity": PrefixAffinity,
+}
+
+
+def router_of(name: Routing, *, parallel_encode: bool = True) -> Router:
+    """The policy of a deployment. Items always go by :class:`BoundedHash`: each by itself, or unless
+    ``parallel_encode`` those of a request to one encoder.
     """
-    routes: dict[Routing, Callable[[], RouteChoice]] = {
-        "least_loaded": LeastLoaded,
-        "round_robin": RoundRobin,
-        "random_of_two": lambda: RandomOfTwo(draw),
-        "prefix_affinity": PrefixAffinity,
-    }
-    encoders: EncoderChoice = BoundedHash()
-    return Router(routes[name](), encoders if parallel_encode else Together(encoders))
+    return Router(_ROUTES[name](), BoundedHash() if parallel_encode else Together(BoundedHash()))

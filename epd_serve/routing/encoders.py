@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from epd_serve.cost.stages import link_between
 from epd_serve.protocol.wire import MediaRef
@@ -93,51 +94,6 @@ class BoundedHash:
         )
 
 
-class RoundRobinEncoders:
-    """The encoder that was chosen least often."""
-
-    def choose_encoders(
-        self,
-        table: InstanceTable,
-        prefill: InstanceRecord,
-        items: Sequence[MediaRef],
-        *,
-        exclude: Collection[str] = (),
-    ) -> list[InstanceRecord]:
-        candidates = encoders(table, prefill, exclude) or [prefill]
-        counts = {one.name: one.num_chosen[Stage.ENCODE] for one in candidates}
-        chosen: list[InstanceRecord] = []
-        for _ in items:
-            chosen.append(min(candidates, key=lambda one: counts[one.name]))
-            counts[chosen[-1].name] += 1
-        return chosen
-
-
-@dataclass(frozen=True)
-class RandomOfTwoEncoders:
-    """The one with less to do of two drawn at random; ``draw`` gives numbers in [0, 1)."""
-
-    draw: Callable[[], float]
-
-    def choose_encoders(
-        self,
-        table: InstanceTable,
-        prefill: InstanceRecord,
-        items: Sequence[MediaRef],
-        *,
-        exclude: Collection[str] = (),
-    ) -> list[InstanceRecord]:
-        candidates = encoders(table, prefill, exclude) or [prefill]
-        pending = {one.name: one.pending.num_pixels for one in candidates}
-        chosen: list[InstanceRecord] = []
-        for item in items:
-            left = list(candidates)
-            drawn = [left.pop(int(self.draw() * len(left))) for _ in range(min(2, len(left)))]
-            chosen.append(min(drawn, key=lambda one: one.costs.encode_s(pending[one.name])))
-            pending[chosen[-1].name] += item.width * item.height
-        return chosen
-
-
 def encoders(table: InstanceTable, prefill: InstanceRecord, exclude: Collection[str]) -> list[InstanceRecord]:
     """The ready encoders that can reach P and make features that it can use.
 
@@ -182,3 +138,38 @@ def _limit(seconds: dict[str, float], own_s: float, bound: float) -> float:
     mean_s = (sum(seconds.values()) + own_s) / len(seconds)
     limit = max(bound * mean_s, math.ceil(mean_s / own_s - _ROUNDING) * own_s, min(seconds.values()) + own_s)
     return limit * (1 + _ROUNDING)
+
+
+class EncoderChoice(Protocol):
+    """The part of a :class:`~epd_serve.routing.policy.Policy` that is about encoders."""
+
+    def choose_encoders(
+        self,
+        table: InstanceTable,
+        prefill: InstanceRecord,
+        items: Sequence[MediaRef],
+        *,
+        exclude: Collection[str] = (),
+    ) -> list[InstanceRecord]: ...
+
+
+@dataclass(frozen=True)
+class Together:
+    """Takes a request's items for one item as large as all of them, which goes where ``encoders`` say."""
+
+    encoders: EncoderChoice
+
+    def choose_encoders(
+        self,
+        table: InstanceTable,
+        prefill: InstanceRecord,
+        items: Sequence[MediaRef],
+        *,
+        exclude: Collection[str] = (),
+    ) -> list[InstanceRecord]:
+        if not items:
+            return []
+        num_pixels = sum(item.width * item.height for item in items)
+        whole = MediaRef(mm_hash=items[0].mm_hash, width=num_pixels, height=1)
+        [encoder] = self.encoders.choose_encoders(table, prefill, [whole], exclude=exclude)
+        return [encoder] * len(items)

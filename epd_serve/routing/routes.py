@@ -7,8 +7,7 @@ So each instance is looked at once, and for each P the best D of each distance. 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -23,7 +22,6 @@ from epd_serve.routing.policy import (
     near_best,
     possible_routes,
     route_parts,
-    route_s,
 )
 from epd_serve.routing.table import InstanceRecord, InstanceTable
 from epd_serve.types import Stage
@@ -224,27 +222,6 @@ class RoundRobin:
         self, table: InstanceTable, model: str, *, exclude: Collection[str] = (), demand: Demand = ANY
     ) -> Route:
         return min(possible_routes(table, model, exclude, demand), key=lambda route: route.num_chosen)
-
-
-@dataclass(frozen=True)
-class RandomOfTwo:
-    """The cheaper one of two pairs drawn at random (Mitzenmacher 2001): gateways that know the same do not all run
-    to the same instance.
-
-    Args:
-        draw: a number in [0, 1) each time it is called.
-    """
-
-    draw: Callable[[], float]
-
-    uses_prefix = False
-
-    def choose_route(
-        self, table: InstanceTable, model: str, *, exclude: Collection[str] = (), demand: Demand = ANY
-    ) -> Route:
-        routes = possible_routes(table, model, exclude, demand)
-        drawn = [routes.pop(int(self.draw() * len(routes))) for _ in range(min(2, len(routes)))]
-        return min(drawn, key=lambda route: sum(route_s(route, demand)))
 
 
 class PrefixAffinity:

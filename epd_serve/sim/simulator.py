@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -104,7 +103,6 @@ def simulate(
     deployment: SimDeployment,
     requests: Sequence[SimRequest],
     *,
-    seed: int = 0,
     gaps: bool = False,
     faults: Sequence[Fault] = (),
     give_up: Callable[[list[Job]], bool] | None = None,
@@ -155,8 +153,7 @@ def simulate(
 
     for spec in deployment.instances:
         start(spec)
-    draw = random.Random(seed).random
-    router = router_of(deployment.routing, draw, parallel_encode=deployment.parallel_encode)
+    router = router_of(deployment.routing, parallel_encode=deployment.parallel_encode)
     gateway = SimGateway(clock, instances, router, link=link, on_done=lambda job: end(job), steal=deployment.steal)
     jobs = [
         Job(number=number, request=request, num_tokens=0, sent_s=request.at_s)

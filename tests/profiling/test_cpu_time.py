@@ -6,7 +6,7 @@ import pytest
 
 from epd_serve.bench.run_directory import RunDirectory, RunWriter
 from epd_serve.bench.types import Record, RunSettings, Sample
-from epd_serve.profiling.cpu_time import Spent, talk_cpu_s
+from epd_serve.profiling.overheads import Spent, talk_cpu_s
 
 
 def spent(path: Path, num_tokens: int, cpu_s: float, num_images: int = 0) -> Spent:

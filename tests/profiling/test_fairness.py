@@ -2,7 +2,7 @@
 
 import pytest
 
-from epd_serve.profiling.fairness import cores_go_by, told_by
+from epd_serve.profiling.overheads import cores_go_by, told_by
 
 
 @pytest.mark.parametrize("cores", [1, 2, 4, 64])

@@ -4,11 +4,12 @@ import random
 
 import pytest
 
+from benchmarks.ablations.routing import RandomOfTwo
 from epd_serve.errors import Unavailable
 from epd_serve.protocol.wire import Load
 from epd_serve.routing.choice import router_of
 from epd_serve.routing.policy import Demand
-from epd_serve.routing.routes import LeastLoaded, PrefixAffinity, RandomOfTwo, RoundRobin
+from epd_serve.routing.routes import LeastLoaded, PrefixAffinity, RoundRobin
 from epd_serve.routing.table import InstanceTable
 from epd_serve.types import Stage, StageRate
 
@@ -194,9 +195,9 @@ def test_a_prompt_follows_its_beginning_until_that_costs_more_than_it_saves(buil
 
 
 def test_policies_by_name():
-    kinds = {"least_loaded": LeastLoaded, "round_robin": RoundRobin, "random_of_two": RandomOfTwo}
+    kinds = {"least_loaded": LeastLoaded, "round_robin": RoundRobin}
     for name, kind in (kinds | {"prefix_affinity": PrefixAffinity}).items():
-        router = router_of(name, lambda: 0.5)
+        router = router_of(name)
         assert isinstance(router.routes, kind)
         assert router.uses_prefix == (name == "prefix_affinity")
 

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.ablations.routing import RandomOfTwo, RandomOfTwoEncoders, RoundRobinEncoders
 from benchmarks.routing_simulator import Gateway, Request, SimulatedInstance, simulate
 from epd_serve.routing.choice import EncoderChoice, RouteChoice, Router
-from epd_serve.routing.encoders import BoundedHash, RandomOfTwoEncoders, RoundRobinEncoders
-from epd_serve.routing.routes import LeastLoaded, PrefixAffinity, RandomOfTwo, RoundRobin
+from epd_serve.routing.encoders import BoundedHash
+from epd_serve.routing.routes import LeastLoaded, PrefixAffinity, RoundRobin
 from epd_serve.types import StageRate
 
 RATES = {"E": StageRate(0.002, 1e-7), "P": StageRate(0.002, 2e-5), "D": StageRate(0.01, 2e-4)}
