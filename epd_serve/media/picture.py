@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from PIL import Image, UnidentifiedImageError
 
 from epd_serve.errors import InvalidRequest, TooLarge
+from epd_serve.media.essentials import Essentials, essentials
 from epd_serve.media.structure import check_structure
 
 #: Width and height that a picture has at most when it is read with ``detail: "low"``, as in OpenAI's API.
@@ -24,6 +25,8 @@ LOW_DETAIL_PIXELS = 512
 #: What Pillow may try; a file of any other format is refused before a decoder sees it.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 _XMP_ORIENTATION = re.compile(rb'tiff:Orientation(?:="|>)([0-9])')
+#: A tag behind that is not looked for.
+_MAX_XMP_BYTES = 1 << 20
 _TRANSPOSE = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -63,9 +66,9 @@ def pixel_size(data: bytes, limits: MediaLimits) -> tuple[int, int]:
     Raises InvalidRequest for a file that is no supported image or has too many pixels, TooLarge for one with
     too many bytes.
     """
-    with _readable(data, limits) as image:
+    with _readable(data, limits, head_only=True) as (image, orientation):
         width, height = image.size
-        return (height, width) if _orientation(image) in _QUARTER_TURNS else (width, height)
+        return (height, width) if orientation in _QUARTER_TURNS else (width, height)
 
 
 def low_detail_size(size: tuple[int, int]) -> tuple[int, int]:
@@ -82,10 +85,8 @@ def open_image(
     Its ``size`` equals ``pixel_size`` of the same bytes. ``before`` is told of the pixels before any is decoded.
     Raises as ``pixel_size`` does, and InvalidRequest for a truncated or damaged picture.
     """
-    with _readable(data, limits) as image:
+    with _readable(data, limits) as (image, orientation):
         before(image.size[0] * image.size[1])
-        # Before load(): a decoder may find more EXIF behind the pixels, which the header alone does not show.
-        orientation = _orientation(image)
         image.load()
         picture = _to_rgb(image)
     transpose = _TRANSPOSE.get(orientation)
@@ -93,19 +94,23 @@ def open_image(
 
 
 @contextmanager
-def _readable(data: bytes, limits: MediaLimits) -> Iterator[Image.Image]:
-    """The opened, not yet decoded file; whatever Pillow raises inside becomes InvalidRequest."""
+def _readable(data: bytes, limits: MediaLimits, *, head_only: bool = False) -> Iterator[tuple[Image.Image, int]]:
+    """The opened, not yet decoded file and its orientation; whatever Pillow raises inside becomes InvalidRequest.
+
+    The orientation is what stands before the pixels: a decoder may find more EXIF behind them.
+    """
     if not data:
         raise InvalidRequest("the image is empty (0 bytes)")
     if len(data) > limits.max_bytes:
         raise TooLarge(f"the image has {len(data)} bytes; at most {limits.max_bytes} are accepted")
     check_structure(data)
+    file = essentials(data, head_only=head_only)
     try:
-        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+        with Image.open(io.BytesIO(file.data), formats=FORMATS) as image:
             width, height = image.size
             if width * height > limits.max_pixels:
                 raise _too_many_pixels(f"{width}×{height} = {width * height}", limits)
-            yield image
+            yield image, _orientation(image, file)
     except UnidentifiedImageError as error:
         raise InvalidRequest(
             f"the data is no image that can be read (it starts with {bytes(data[:8])!r}); "
@@ -123,17 +128,15 @@ def _too_many_pixels(found: str, limits: MediaLimits) -> InvalidRequest:
     )
 
 
-def _orientation(image: Image.Image) -> int:
+def _orientation(image: Image.Image, file: Essentials) -> int:
     """Orientation 1..8 that the header gives in EXIF, else in XMP; 1 (upright) where it says nothing sensible."""
     value = None
-    if isinstance(exif := image.info.get("exif"), bytes):
+    exif, xmp = file.exif or image.info.get("exif"), file.xmp or image.info.get("xmp")
+    if isinstance(exif, bytes):
         value = exif_orientation(exif)
-    elif image.format == "PNG":
-        return 1
-    if value is None and (xmp := image.info.get("xmp") or image.info.get("XML:com.adobe.xmp")):
-        text = xmp if isinstance(xmp, bytes) else xmp.encode("utf-8", "replace")
-        if (found := _XMP_ORIENTATION.search(text)) is not None:
-            value = int(found[1])
+    if value is None and isinstance(xmp, bytes):
+        found = _XMP_ORIENTATION.search(xmp, 0, _MAX_XMP_BYTES)
+        value = None if found is None else int(found[1])
     return value if value is not None and 1 <= value <= 8 else 1
 
 

@@ -13,13 +13,9 @@ can have one of its own. Whatever is refused, is refused for what the body as it
 
 from __future__ import annotations
 
-import asyncio
 import secrets
-from collections import deque
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from threading import Lock
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Generic, ParamSpec, TypeVar
 
 from msgspec.structs import replace
 
@@ -27,6 +23,7 @@ from epd_serve.errors import InvalidRequest
 from epd_serve.protocol.messages import MediaSource
 from epd_serve.protocol.openai import GenerationRequest
 from epd_serve.protocol.strict_json import MAX_TEXT_BYTES
+from proxy.fair_threads import FairThreads
 
 _MARK = b";base64,"
 #: Shorter ones are left in: they are parsed as fast as they are cut out.
@@ -49,38 +46,7 @@ T = TypeVar("T")
 Parse = Callable[[bytes | bytearray], R]
 
 
-class _Thread:
-    """One thread, on which the askers take turns: nobody waits for more than one call of each other one."""
-
-    def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(1, thread_name_prefix="bodies")
-        self._lock = Lock()
-        self._calls: dict[str, deque[tuple[Future[Any], Callable[[], Any]]]] = {}  # whose turn is next comes first
-
-    async def run(self, asker: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call ``function``; return or raise what it does."""
-        future: Future[T] = Future()
-        with self._lock:
-            self._calls.setdefault(asker, deque()).append((future, lambda: function(*args, **kwargs)))
-        self._threads.submit(self._run_next)
-        return await asyncio.wrap_future(future)
-
-    def _run_next(self) -> None:
-        with self._lock:
-            asker = next(iter(self._calls))
-            calls = self._calls.pop(asker)
-            future, call = calls.popleft()
-            if calls:
-                self._calls[asker] = calls
-        if not future.set_running_or_notify_cancel():  # who asked has left
-            return
-        try:
-            future.set_result(call())
-        except Exception as error:  # noqa: BLE001 - raised where it is waited for
-            future.set_exception(error)
-
-
-_thread = _Thread()
+_thread = FairThreads("bodies", 1)
 
 
 async def parsed(parse: Callable[[bytes | bytearray], T], text: bytearray, asker: str) -> T:

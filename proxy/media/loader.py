@@ -18,6 +18,7 @@ from epd_serve.media.header import plain_size
 from epd_serve.media.picture import MediaLimits, low_detail_size, pixel_size
 from epd_serve.protocol.messages import MediaSource
 from epd_serve.protocol.wire import MediaRef
+from proxy.fair_threads import FairThreads
 from proxy.media.fetch import MediaFetcher
 from proxy.media.places import FetchPlaces
 from proxy.settings import Current
@@ -26,9 +27,13 @@ from proxy.settings import Current
 MAX_FETCHES = 8
 #: Larger items are decoded and hashed in a thread; a smaller one takes less time than the thread switch is worth.
 INLINE_BYTES = 512 * 1024
+_NUM_THREADS = 4
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+_threads = FairThreads("media", _NUM_THREADS)
 
 
 class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,7 +55,7 @@ class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
         """The item as P knows it, under a model's ``media_fingerprint``."""
         name = self.mm_hash
         if not name or fingerprint != self.fingerprint:
-            name = await _off_loop(len(self.data), mm_hash, self.data, _kind(self.low_detail), fingerprint)
+            name = await _off_loop("", len(self.data), mm_hash, self.data, _kind(self.low_detail), fingerprint)
         return MediaRef(mm_hash=name, width=self.width, height=self.height, low_detail=self.low_detail)
 
 
@@ -105,7 +110,7 @@ class MediaLoader:
             return item
 
         async def load_one(source: MediaSource) -> MediaItem:
-            return checked(await self._load(source, fingerprint, fetch))
+            return checked(await self._load(source, fingerprint, fetch, asker))
 
         items: dict[int, MediaItem] = {}
         for index, source in enumerate(sources):
@@ -133,11 +138,11 @@ class MediaLoader:
         return read if isinstance(read, MediaItem) else None
 
     async def _load(
-        self, source: MediaSource, fingerprint: str, fetch: Callable[[str], Awaitable[bytes]]
+        self, source: MediaSource, fingerprint: str, fetch: Callable[[str], Awaitable[bytes]], asker: str
     ) -> MediaItem:
         with _telling_place(source):
             if source.is_inline:
-                read = await _off_loop(_num_characters(source), self._read, source, fingerprint)
+                read = await _off_loop(asker, _num_characters(source), self._read, source, fingerprint)
                 if isinstance(read, MediaItem):
                     return read
                 data = read
@@ -145,8 +150,8 @@ class MediaLoader:
                 data = await fetch(source.url)
             size = self._plain_size(data)
             if size is None:
-                # Always in a thread: a small file can have megabytes of compressed text before its pixels.
-                size = await asyncio.to_thread(pixel_size, data, self._limits)
+                # Always in a thread: a small file can have thousands of parts.
+                size = await _threads.run(asker, pixel_size, data, self._limits)
         return _item(source, data, size)
 
     def _read(self, source: MediaSource, fingerprint: str) -> MediaItem | bytes:
@@ -198,11 +203,11 @@ def _telling_place(source: MediaSource) -> Iterator[None]:
         raise
 
 
-async def _off_loop(nbytes: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+async def _off_loop(asker: str, nbytes: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Call ``function`` here for little work, in a thread for much."""
     if nbytes <= INLINE_BYTES:
         return function(*args, **kwargs)
-    return await asyncio.to_thread(function, *args, **kwargs)
+    return await _threads.run(asker, function, *args, **kwargs)
 
 
 def parse_data_url(url: str, max_bytes: int) -> tuple[str, bytes]:

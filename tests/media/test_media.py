@@ -5,6 +5,7 @@ import time
 import tracemalloc
 import zlib
 
+import numpy as np
 import pytest
 from blake3 import blake3
 from hypothesis import given
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from epd_serve.errors import InvalidRequest, TooLarge
+from epd_serve.media.essentials import essentials
 from epd_serve.media.header import plain_size
 from epd_serve.media.picture import FORMATS, MediaLimits, exif_orientation, open_image, pixel_size
 from proxy.media.loader import mm_hash, parse_data_url
@@ -210,6 +212,55 @@ def test_exif_whose_entries_share_its_data_takes_no_memory():
         assert tracemalloc.get_traced_memory()[1] < 8 * len(data)
     finally:
         tracemalloc.stop()
+
+
+def with_segment(kind: int, content: bytes, count: int) -> bytes:
+    segment = b"\xff" + bytes([kind]) + struct.pack(">H", 2 + len(content)) + content
+    return with_segments(segment, count)
+
+
+def shared_entries(tag: int) -> bytes:
+    """Entries of EXIF or the like that share all of its data."""
+    entries = b"".join(struct.pack("<HHII", tag + index % 4096, 1, 60_000, 8) for index in range(5000))
+    return b"II*\0" + struct.pack("<IH", 8, 5000) + entries + bytes(4)
+
+
+#: A megabyte of text.
+DEFLATED = b"k\0\0" + zlib.compress(bytes(1_000_000))
+#: Of a few kilobytes to megabytes each; a general reader takes 0.2 to 0.6 s for most of them.
+BESIDE_THE_PIXELS = {
+    "comments that inflate": lambda: with_chunks(b"zTXt", DEFLATED, 60, behind=False),
+    "comments behind": lambda: with_chunks(b"zTXt", DEFLATED, 60, behind=True),
+    "profiles that inflate": lambda: with_chunks(b"iCCP", DEFLATED, 60, behind=False),
+    "resources": lambda: with_segment(0xED, b"Photoshop 3.0\0" + b"8BIM\x04\x04\0\0\0\0\0\0" * 5000, 90),
+    "pictures in one file": lambda: with_segment(0xE2, b"MPF\0" + shared_entries(0xB100), 1),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE_THE_PIXELS)
+@pytest.mark.parametrize("read", [pixel_size, open_image])
+def test_what_stands_beside_the_pixels_is_not_read(name, read, recwarn):
+    data, seconds = BESIDE_THE_PIXELS[name](), []
+    for _ in range(3):
+        start_s = time.process_time()
+        read(data, LIMITS)
+        seconds.append(time.process_time() - start_s)
+    assert min(seconds) < 0.05
+    assert not recwarn.list, "nor is anything said of it"
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
+def test_what_is_left_of_a_file_shows_the_same_picture(kind):
+    rng = np.random.default_rng(7)
+    for mode, channels in (("RGB", 3), ("L", 1), ("CMYK" if kind == "JPEG" else "RGBA", 4)):
+        pixels = rng.integers(0, 255, (31, 17, channels), np.uint8)
+        picture = Image.fromarray(pixels.squeeze(), mode)
+        data = encode(picture, kind, exif=b"Exif\0\0II*\0" + bytes(500), icc_profile=b"x" * 99_000)
+        left = essentials(data).data
+        assert len(left) < len(data) - 99_000 * (kind == "JPEG")
+        assert Image.open(io.BytesIO(left)).tobytes() == Image.open(io.BytesIO(data)).tobytes()
+        assert essentials(left).data == left
+        assert left.startswith(essentials(data, head_only=True).data)
 
 
 def chunk(kind: bytes, data: bytes = b"") -> bytes:
