@@ -19,6 +19,7 @@ from epd_serve.cost.devices import spec_of
 from epd_serve.cost.profile import EncodeLine, Line, Profile
 from epd_serve.cost.roofline import analytic_profile
 from epd_serve.cost.shape import shape_of
+from epd_serve.flow.stealing import DEFAULT_RULE
 from epd_serve.routing.stealing import StealRule
 from epd_serve.sim.build import build
 from epd_serve.sim.request import SimRequest
@@ -35,7 +36,7 @@ ENCODE_S, TRANSFER_S, PREFILL_S, DECODE_S, BATCH = 6.82, 0.45, 1.24, 9.35, 128
 #: Section 5.3.4: seconds in language mode, and tokens of each sequence in them.
 EPISODE_S, EPISODE_TOKENS = 0.1, 7
 NUM_REQUESTS = 2048
-NEVER = StealRule(threshold=1 << 30)
+NEVER = replace(DEFAULT_RULE, threshold=1 << 30)
 
 
 def data_sheet() -> dict[str, Profile]:
@@ -66,7 +67,7 @@ def paper() -> dict[str, Profile]:
         "rtx-4090": msgspec.structs.replace(
             profiles["rtx-4090"],
             kind="measured",
-            step=(slower("rtx-4090", StealRule().half, EPISODE_S / EPISODE_TOKENS),),
+            step=(slower("rtx-4090", DEFAULT_RULE.half, EPISODE_S / EPISODE_TOKENS),),
             encode=(EncodeLine(image_s=ENCODE_S / BATCH),),
         ),
         "a100": msgspec.structs.replace(
@@ -118,7 +119,7 @@ def main() -> None:
     for name, profiles, batch in (("data sheets", data_sheet(), 64), ("times of Table 6", paper(), BATCH)):
         for concurrency in (None, 2 * batch + 64, 4 * batch, 8 * batch):
             without, stealing = (
-                run(profiles, rule, batch=batch, concurrency=concurrency) for rule in (NEVER, StealRule())
+                run(profiles, rule, batch=batch, concurrency=concurrency) for rule in (NEVER, DEFAULT_RULE)
             )
             ratio = stealing["tokens_per_s"] / without["tokens_per_s"]
             rows.append(

@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from epd_serve.backends.base import StageCalls
 from epd_serve.backends.native import NativeConnections
-from epd_serve.config.stealing import StealingConfig
+from epd_serve.flow.stealing import steal_rule
 from epd_serve.protocol.openai import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -26,7 +26,6 @@ from epd_serve.protocol.responses import InputTokensCall, ResponsesRequest
 from epd_serve.protocol.tokenizing import DetokenizeBody, TokenizeBody
 from epd_serve.routing.choice import router_of
 from epd_serve.routing.policy import Policy
-from epd_serve.routing.stealing import StealRule
 from epd_serve.routing.table import InstanceTable
 from proxy.admin.control import Control
 from proxy.admin.operations import operations_router
@@ -96,7 +95,7 @@ def create_app(
     poller = Poller(table, calls, settings.poll_interval_s, settings.startup_wait_s)
     health = Health(table, calls, current)
     poller.on_process, poller.on_silent, poller.on_gone = health.met, health.probe_now, health.losses.report
-    stealing = Stealing[Dispatch](table, _steal_rule(gateway.stealing))
+    stealing = Stealing[Dispatch](table, steal_rule(gateway.stealing))
     dispatcher = Dispatcher(
         Instances(
             table=table,
@@ -192,10 +191,6 @@ def create_app(
     install_cors(app, gateway.cors)
     install_error_handlers(app)
     return app
-
-
-def _steal_rule(options: StealingConfig) -> StealRule:
-    return StealRule(threshold=options.threshold, batch=options.batch, collect_s=options.collect_ms / 1000)
 
 
 def _end_after(app: FastAPI, polling: asyncio.Future[Any]) -> None:

@@ -87,11 +87,6 @@ class BlockPool:
         return len(self._blank) + len(self._cached) + self.num_blocks - self._untouched
 
     @property
-    def num_touched(self) -> int:
-        """Blocks that were ever held: those whose memory is in use on a host that gives it at the first write."""
-        return self._untouched - 1
-
-    @property
     def capacity(self) -> int:
         return self.num_blocks - 1
 

@@ -10,9 +10,18 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Generic, Protocol, TypeVar
 
+from epd_serve.config.stealing import StealingConfig
 from epd_serve.flow.request import RequestFlow
 from epd_serve.routing.stealing import StealRule, Thieves
 from epd_serve.routing.table import InstanceRecord, InstanceTable
+
+
+def steal_rule(options: StealingConfig) -> StealRule:
+    """The rule that a deployment's options describe."""
+    return StealRule(threshold=options.threshold, batch=options.batch, collect_s=options.collect_ms / 1000)
+
+
+DEFAULT_RULE = steal_rule(StealingConfig())
 
 
 class Run(Protocol):

@@ -56,8 +56,8 @@ _DECODE_ERRORS = (
 class MediaLimits:
     """Limits of one media item: pixels (width × height) and bytes of its file."""
 
-    max_pixels: int = 32 * 1024 * 1024
-    max_bytes: int = 32 * 1024 * 1024
+    max_pixels: int
+    max_bytes: int
 
 
 def pixel_size(data: bytes, limits: MediaLimits) -> tuple[int, int]:

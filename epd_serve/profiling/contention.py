@@ -33,6 +33,9 @@ PROMPT, DECODES, CONTEXT, SENT_SIDE = 256, 4, 256, 1024
 #: Those that run at once: one step loop computes P and D. "host" prepares images.
 PAIRS = (("D", "E"), ("P", "E"), ("E", "P"), ("E", "D"), ("D", "host"), ("P", "host"), ("E", "host"))
 
+#: The measured picture is one of its own.
+_LIMITS = MediaLimits(max_pixels=SENT_SIDE**2, max_bytes=1 << 30)
+
 Work = Callable[[], object]
 
 
@@ -87,7 +90,7 @@ def _stages(options: GridOptions) -> Iterator[dict[str, Work]]:
             "E": lambda: tower.encode([inputs]),
             "P": timer.step(StepShape(chunks=((0, min(PROMPT, longest)),))),
             "D": timer.step(StepShape(num_decodes=DECODES, context=min(CONTEXT, longest))),
-            "host": lambda: family.preprocess(np.array(open_image(sent.getvalue(), MediaLimits()))),
+            "host": lambda: family.preprocess(np.array(open_image(sent.getvalue(), _LIMITS))),
         }
 
 

@@ -54,10 +54,6 @@ class FrameReader:
         self.ended = False
         self.error: bytes | None = None
 
-    @property
-    def is_between_frames(self) -> bool:
-        return not self._rest
-
     def read(self, chunk: bytes) -> bytes:
         """The events of the frames that are whole now. Raises FrameError for what cannot be a frame."""
         rest = self._rest
@@ -137,8 +133,3 @@ def whole_frames(body: bytes) -> list[tuple[int, list[int], bytes]]:
         choice, *tokens = map(int, label.split(b","))
         found.append((choice, tokens, events))
     return found
-
-
-def events_of(frames: Iterable[bytes]) -> bytes:
-    """The server-sent events of an answer, for those that do not care about tokens."""
-    return b"".join(events for _, _, events in whole_frames(b"".join(frames)))

@@ -24,9 +24,9 @@ class StealRule:
         collect_s: time in which it may fill such a half, whatever is left in the queue.
     """
 
-    threshold: int = 16
-    batch: int = 16
-    collect_s: float = 0.1
+    threshold: int
+    batch: int
+    collect_s: float
 
     def __post_init__(self) -> None:
         if self.threshold < 0 or self.batch < 2 or not self.collect_s >= 0:
@@ -38,9 +38,6 @@ class StealRule:
     @property
     def half(self) -> int:
         return self.batch // 2
-
-
-DEFAULT_RULE = StealRule()
 
 
 class Mode(Enum):

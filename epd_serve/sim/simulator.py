@@ -8,8 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from epd_serve.cost.stages import NETWORK, SAME_DEVICE, Link
+from epd_serve.flow.stealing import DEFAULT_RULE
 from epd_serve.routing.choice import router_of
-from epd_serve.routing.stealing import DEFAULT_RULE, StealRule
+from epd_serve.routing.stealing import StealRule
 from epd_serve.sim.clock import Clock
 from epd_serve.sim.device import FluidSharing, Sharing, SimDevice
 from epd_serve.sim.gateway import Job, SimGateway

@@ -35,11 +35,6 @@ class Stealing(StealQueue[R]):
         self._clock = clock
         self._look = asyncio.Event()
 
-    @property
-    def is_looking(self) -> bool:
-        """Whether it looks at its queue again and again."""
-        return self._look.is_set()
-
     def see(self, run: R) -> None:
         super().see(run)
         self._wake()

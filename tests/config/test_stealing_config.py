@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from epd_serve.config import ConfigError, parse_config
-from epd_serve.config.stealing import StealingConfig
+from epd_serve.flow.stealing import steal_rule
 from epd_serve.routing.stealing import StealRule
-from proxy.app import _steal_rule
 
 TIERS = """
 topology: 2EPD-2PD
@@ -24,9 +23,8 @@ def test_thieves_and_their_rule_are_told() -> None:
     assert options["epd0"].steals and not options["pd0"].steals
     assert options["epd0"].feature_batch == 32 and options["epd0"].feature_batch_ms == 500
     assert options["pd0"].feature_batch_ms == 200
-    assert _steal_rule(config.gateway.stealing) == StealRule(threshold=4, batch=8, collect_s=0.05)
+    assert steal_rule(config.gateway.stealing) == StealRule(threshold=4, batch=8, collect_s=0.05)
     assert not config.gateway.parallel_encode
-    assert _steal_rule(StealingConfig()) == StealRule()
 
 
 @pytest.mark.parametrize(

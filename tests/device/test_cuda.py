@@ -23,7 +23,7 @@ sys.modules["triton"] = None
 import importlib.util
 found = importlib.util.find_spec
 importlib.util.find_spec = lambda name, package=None: None if name == "triton" else found(name, package)
-import device.cuda, device.cuda_ipc, device.registry
+import device.cuda, device.registry
 print(device.cuda.make_ops(132, (9, 0)).name)
 print(device.cuda.make_ops(132, (7, 5)).name)
 """

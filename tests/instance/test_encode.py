@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from pictures import noise, png
+from pictures import LIMITS, noise, png
 from torch import Tensor
 
 from device.registry import get_device
@@ -21,7 +21,6 @@ from epd_serve.errors import InstanceFailed, InvalidRequest, Unavailable
 from epd_serve.instance.encode import EncodeService
 from epd_serve.instance.request_processor import RequestProcessor
 from epd_serve.media.decoder_pool import DecoderPool
-from epd_serve.media.picture import MediaLimits
 from epd_serve.models.family import TowerInputs
 from epd_serve.protocol import wire
 from epd_serve.sched.aligned import AlignedBatches
@@ -139,7 +138,7 @@ class Bench:
         parts: list[Any] = [lambda: tower, family or Family(), peers]
         service = EncodeService(
             *parts,
-            decoders=DecoderPool(2, cpu_s=2.0, limits=MediaLimits()),
+            decoders=DecoderPool(2, cpu_s=2.0, limits=LIMITS),
             processor=RequestProcessor(num_threads, queue_timeout_s=60),
             feature_timeout_s=feature_timeout_s,
             url=HERE,

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
-from pictures import noise
+from pictures import LIMITS, noise
 from torch import Tensor
 from transformers import AutoTokenizer
 
@@ -27,7 +27,6 @@ from epd_serve.instance.prompt import PromptProcessor
 from epd_serve.instance.request_processor import RequestProcessor
 from epd_serve.instance.vocabulary import Vocabulary
 from epd_serve.media.decoder_pool import DecoderPool
-from epd_serve.media.picture import MediaLimits
 from epd_serve.models.family import TowerInputs, load_family
 from epd_serve.models.language import LanguageModel
 from epd_serve.protocol import wire
@@ -136,7 +135,7 @@ async def test_a_4k_image(model: Path) -> None:
     stream = TowerStream(get_device("cpu"), DeviceBoard(None, 0, time.monotonic))
     service = EncodeService(
         *parts,
-        decoders=DecoderPool(2, cpu_s=2.0, limits=MediaLimits()),
+        decoders=DecoderPool(2, cpu_s=2.0, limits=LIMITS),
         processor=processor,
         feature_timeout_s=300,
         stream=stream,

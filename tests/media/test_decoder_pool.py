@@ -10,21 +10,22 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from pictures import noise
+from pictures import LIMITS, noise
 from PIL import Image
 
 from epd_serve.errors import InvalidRequest, ServeError, Unavailable
 from epd_serve.media import decoder_pool
 from epd_serve.media.decoder import Ended, Started
 from epd_serve.media.decoder_pool import DecoderPool, _Worker
-from epd_serve.media.picture import FORMATS, MediaLimits, low_detail_size, open_image
+from epd_serve.media.picture import FORMATS, low_detail_size, open_image
 
-LIMITS = MediaLimits(max_pixels=1 << 28)
+WIDE = replace(LIMITS, max_pixels=1 << 28)
 
 
 class Room:
@@ -64,7 +65,7 @@ ENDLESS = endless()
 
 @pytest.fixture
 async def pool() -> AsyncIterator[DecoderPool]:
-    pool = DecoderPool(1, cpu_s=0.3, limits=LIMITS)
+    pool = DecoderPool(1, cpu_s=0.3, limits=WIDE)
     yield pool
     pool.close()
 
@@ -72,7 +73,7 @@ async def pool() -> AsyncIterator[DecoderPool]:
 @pytest.fixture
 async def patient_pool(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[DecoderPool]:
     monkeypatch.setattr(decoder_pool, "_FAIR_S", 60.0)  # a worker that gives way ends after its picture
-    pool = DecoderPool(1, cpu_s=60.0, limits=LIMITS)
+    pool = DecoderPool(1, cpu_s=60.0, limits=WIDE)
     yield pool
     pool.close()
 
@@ -105,11 +106,11 @@ async def test_pixels_are_those_of_this_process(patient_pool: DecoderPool, kind:
     for size in ((120, 90), (1, 7), (2500, 2100) if kind == "BMP" else (500, 400)):
         data = saved(noise(3, size), kind)
         picture = await decode(patient_pool, data, size)
-        assert picture.size == size and picture.tobytes() == open_image(data, LIMITS).tobytes()
+        assert picture.size == size and picture.tobytes() == open_image(data, WIDE).tobytes()
     data = saved(noise(3, (700, 300)), kind)
     small = low_detail_size((700, 300))
     picture = await decode(patient_pool, data, small, low_detail=True)
-    expected = open_image(data, LIMITS).resize(small, Image.Resampling.BICUBIC)
+    expected = open_image(data, WIDE).resize(small, Image.Resampling.BICUBIC)
     assert picture.tobytes() == expected.tobytes()
 
 
@@ -165,7 +166,7 @@ async def test_a_worker_that_a_file_has_taken_over_harms_itself_alone() -> None:
     ours.setblocking(False)
     worker = _Worker(ours)
     with theirs:
-        await worker.give(b"file", (2, 1), low_detail=False, cpu_s=1.0, limits=LIMITS)
+        await worker.give(b"file", (2, 1), low_detail=False, cpu_s=1.0, limits=WIDE)
         with pytest.raises(PermissionError):
             os.ftruncate(worker.descriptor, 0)  # whoever reads the pixels would get a SIGBUS
         theirs.send(msgspec.msgpack.encode(Started(7)))
@@ -242,7 +243,7 @@ async def test_a_slow_picture_without_room_beside_the_others_begins_again_later(
     assert not workers(patient_pool), "it is ended meanwhile"
     room.has_room.set()
     picture = await slow
-    assert picture.tobytes() == open_image(data, LIMITS).tobytes()
+    assert picture.tobytes() == open_image(data, WIDE).tobytes()
 
 
 async def test_who_leaves_ends_the_decoding(patient_pool: DecoderPool) -> None:
@@ -292,7 +293,7 @@ class Place:
     async def wait_aside(self): pass
 
 async def main():
-    pool = DecoderPool(1, cpu_s=60, limits=MediaLimits())
+    pool = DecoderPool(1, cpu_s=60, limits=LIMITS)
     pool.start()
     print(pool._server.pid, flush=True)
     async with pool.decoded(sys.stdin.buffer.read(), (4000, 3000), Place()):

@@ -4,21 +4,21 @@ import struct
 import time
 import tracemalloc
 import zlib
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
+from pictures import LIMITS
 from PIL import Image
 
 from epd_serve.errors import InvalidRequest, TooLarge
 from epd_serve.media.essentials import essentials
 from epd_serve.media.header import plain_size
-from epd_serve.media.picture import FORMATS, MediaLimits, exif_orientation, open_image, pixel_size
+from epd_serve.media.picture import FORMATS, exif_orientation, open_image, pixel_size
 from proxy.media.loader import mm_hash, parse_data_url
-
-LIMITS = MediaLimits()
 
 
 def encode(image: Image.Image, kind: str, **options) -> bytes:
@@ -91,12 +91,12 @@ def test_the_first_frame_of_an_animation():
 
 def test_limits():
     data = encode(Image.new("RGB", (100, 50)), "PNG")
-    assert pixel_size(data, MediaLimits(max_pixels=5000)) == (100, 50)
+    assert pixel_size(data, replace(LIMITS, max_pixels=5000)) == (100, 50)
     for reader in (pixel_size, open_image):
         with pytest.raises(InvalidRequest, match="100×50 = 5000 pixels; at most 4999"):
-            reader(data, MediaLimits(max_pixels=4999))
+            reader(data, replace(LIMITS, max_pixels=4999))
         with pytest.raises(TooLarge):
-            reader(data, MediaLimits(max_bytes=len(data) - 1))
+            reader(data, replace(LIMITS, max_bytes=len(data) - 1))
 
 
 def test_a_bomb_beyond_pillows_own_limit_is_refused_too():
@@ -104,7 +104,7 @@ def test_a_bomb_beyond_pillows_own_limit_is_refused_too():
     header = struct.pack(">4sII", b"IHDR", 60000, 60000) + data[24:29]
     data = data[:12] + header + struct.pack(">I", zlib.crc32(header)) + data[33:]
     with pytest.raises(InvalidRequest, match="pixels"):
-        pixel_size(data, MediaLimits(max_pixels=10**12))
+        pixel_size(data, replace(LIMITS, max_pixels=10**12))
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_damaged_files_give_a_picture_or_a_refusal(sample, data):
     for _ in range(data.draw(st.integers(1, 6))):
         damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
     damaged = bytes(damaged[: data.draw(st.integers(1, len(damaged)))])
-    limits = MediaLimits(max_pixels=10_000)
+    limits = replace(LIMITS, max_pixels=10_000)
     try:
         size = pixel_size(damaged, limits)
         picture = open_image(damaged, limits)

@@ -31,14 +31,13 @@ def test_frames_survive_any_cutting(
     tokens = [token for _, tokens, _ in wanted for token in tokens]
     assert frames.token_ids(reader.labels) == tokens
     assert frames.num_tokens(reader.labels) == len(tokens)
-    assert reader.is_between_frames
+    assert not reader._rest
     assert reader.ended == ends and reader.error is None
 
 
 @given(FRAMES)
 def test_frames_are_what_was_packed(wanted: list[tuple[int, list[int], bytes]]) -> None:
     assert frames.whole_frames(packed(wanted)) == wanted
-    assert frames.events_of([packed(wanted)]) == b"".join(events for *_, events in wanted)
 
 
 @given(FRAMES, FRAMES)
@@ -75,5 +74,5 @@ def test_an_endless_frame_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_piece_of_a_frame_is_kept_back() -> None:
     reader = frames.FrameReader()
     assert reader.read(frames.pack(0, (5,), b"data: {}\n\n")[:-1]) == b""
-    assert not reader.is_between_frames and not reader.labels
+    assert reader._rest and not reader.labels
     assert reader.read(b"\x1e") == b"data: {}\n\n"

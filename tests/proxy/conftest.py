@@ -42,6 +42,11 @@ def frame(number: int, *, end: bool = False) -> bytes:
     return frames.pack(0, (number,), b'data: {"token":%d}\n\n' % number)
 
 
+def events_of(body: bytes) -> bytes:
+    """The server-sent events of an answer's frames."""
+    return b"".join(events for *_, events in frames.whole_frames(body))
+
+
 FIRST = b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":"a"}}]}\n\n'
 REST = b'data: {"choices":[{"index":0,"delta":{"content":"b"}}]}\n\n'
 DONE = b"data: [DONE]\n\n"
@@ -317,6 +322,7 @@ def kit() -> SimpleNamespace:
         NONE=(200, {wire.NEXT_HEADER: "none"}),
         fail=fail,
         frame=frame,
+        events_of=events_of,
         FRAMES=(200, {"content-type": frames.CONTENT_TYPE}),
         FRAMES_THEN_DECODE=(200, {"content-type": frames.CONTENT_TYPE, wire.NEXT_HEADER: "decode"}),
         picture=picture,

@@ -10,7 +10,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from epd_serve.protocol import frames
 from proxy.fleet.breaker import Breaker, BreakerLimits, BreakerState
 
 LIMITS = BreakerLimits(
@@ -131,7 +130,7 @@ async def test_a_stream_leaves_a_stopped_instance(start, kit):
     await gateway.until(lambda: any(gateway[name].got("/stage/prefill") for name in ("a0", "a1")))
     [stopped] = [name for name in ("a0", "a1") if gateway[name].got("/stage/prefill")]
     gateway[stopped].scripts["/probe"] = lambda _: [kit.FOREVER]
-    assert await asking == (200, frames.events_of([kit.frame(1), kit.frame(2)]) + kit.DONE)
+    assert await asking == (200, kit.events_of(kit.frame(1) + kit.frame(2)) + kit.DONE)
     await gateway.settle()
 
 

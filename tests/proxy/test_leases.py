@@ -16,7 +16,6 @@ from servers import served
 from epd_serve.errors import Conflict
 from epd_serve.instance.http import ControlHttp
 from epd_serve.instance.joining import Joining
-from epd_serve.protocol import frames
 from epd_serve.rpc.cluster import ClusterLinks
 from proxy.fleet.leases import Leases
 
@@ -209,4 +208,4 @@ async def test_what_computes_nothing_when_its_lease_ends_loses_its_stream(start:
     await gateway.until(lambda: late.got("/stage/prefill"))
     control.apply(control.settings.now, [("a0", gateway["a0"].url)])
     await gateway.until(lambda: gateway.table.get("late") is None)
-    assert await stream == (200, frames.events_of([kit.frame(1), kit.frame(2)]) + kit.DONE)
+    assert await stream == (200, kit.events_of(kit.frame(1) + kit.frame(2)) + kit.DONE)

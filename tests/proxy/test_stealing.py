@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,11 +11,12 @@ import pytest
 from instance_info import instance_info
 
 from epd_serve.flow.events import Event, Stolen
+from epd_serve.flow.stealing import DEFAULT_RULE
 from epd_serve.routing.stealing import StealRule
 from epd_serve.routing.table import InstanceTable
 from proxy.dispatch.stealing import Stealing
 
-RULE = StealRule(threshold=2, batch=4)
+RULE = replace(DEFAULT_RULE, threshold=2, batch=4)
 
 
 @pytest.fixture
@@ -140,12 +142,12 @@ async def test_the_gateway_looks_at_its_queue_no_longer_than_a_thief_collects(le
         async with asyncio.timeout(300):
             while not all(one.flow.thief for one in requests):  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
-        assert stealing.is_looking and not stealing.queued
+        assert stealing._look.is_set() and not stealing.queued
         if leaves:
             table.remove("epd0")
         now[0] = 0.2
         async with asyncio.timeout(300):
-            while stealing.is_looking:  # noqa: ASYNC110
+            while stealing._look.is_set():  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
     finally:
         running.cancel()

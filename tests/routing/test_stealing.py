@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from epd_serve.errors import Unavailable
+from epd_serve.flow.stealing import DEFAULT_RULE
 from epd_serve.routing.policy import ANY
 from epd_serve.routing.routes import LeastLoaded
 from epd_serve.routing.stealing import Mode, StealRule, Thief, Thieves
 from epd_serve.types import Stage
 
-RULE = StealRule()
+RULE = DEFAULT_RULE
 
 
 def take(thief: Thief, now: float = 0.0, *, items: int = 0, queued: int = 0, held: int = 0) -> int:
@@ -115,7 +116,7 @@ def test_several_thieves_share_the_queue_and_do_not_take_twice(build):
     for name in ("epd0", "epd1"):
         table.add(name, "")
         build.update(table, f"{name}:EPD", steals=True)
-    thieves = Thieves(StealRule(threshold=4, batch=8))
+    thieves = Thieves(replace(DEFAULT_RULE, threshold=4, batch=8))
     assert [one.name for one in thieves.take(table, "m", 4, 0.0)] == []
     takers = [one.name for one in thieves.take(table, "m", 8, 0.0)]
     assert takers == ["epd0"] * 4, "what the first left is no longer than the threshold"
@@ -133,4 +134,4 @@ def test_several_thieves_share_the_queue_and_do_not_take_twice(build):
 @pytest.mark.parametrize("wrong", [{"threshold": -1}, {"batch": 1}, {"collect_s": -1.0}])
 def test_a_rule_without_sense_is_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="stealing needs"):
-        StealRule(**wrong)
+        replace(DEFAULT_RULE, **wrong)

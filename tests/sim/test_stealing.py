@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from epd_serve.cost.devices import spec_of
 from epd_serve.cost.roofline import analytic_profile
 from epd_serve.cost.shape import shape_of
+from epd_serve.flow.stealing import DEFAULT_RULE
 from epd_serve.routing.stealing import Mode, StealRule
 from epd_serve.sim.build import build
 from epd_serve.sim.request import SimRequest
@@ -19,7 +20,7 @@ from epd_serve.sim.spec import Batching
 from epd_serve.topology import parse_topology, place
 
 PROFILES = {name: analytic_profile(shape_of("llava-1.5-7b"), spec_of(name)) for name in ("rtx-4090", "a100")}
-NEVER = StealRule(threshold=1 << 30)
+NEVER = replace(DEFAULT_RULE, threshold=1 << 30)
 
 
 def tiers(line: str = "2EPD-2PD", rule: StealRule | None = None) -> SimDeployment:
@@ -33,7 +34,7 @@ def tiers(line: str = "2EPD-2PD", rule: StealRule | None = None) -> SimDeploymen
         batching=lambda role: Batching(policy="unlimited", max_num_seqs=16 if role.encodes else 64),
         steals=True,
     )
-    return replace(deployment, steal=rule or StealRule())
+    return replace(deployment, steal=rule or DEFAULT_RULE)
 
 
 def requests_of(gaps: list[float], num_output_tokens: int = 40) -> list[SimRequest]:

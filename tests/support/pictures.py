@@ -7,6 +7,10 @@ import io
 import numpy as np
 from PIL import Image
 
+from epd_serve.media.picture import MediaLimits
+
+LIMITS = MediaLimits(max_pixels=32 << 20, max_bytes=32 << 20)
+
 
 def noise(seed: int, size: tuple[int, int] = (120, 90)) -> Image.Image:
     """Random pixels: no two seeds look alike to a model."""
