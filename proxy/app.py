@@ -29,8 +29,8 @@ from epd_serve.routing.policy import Policy
 from epd_serve.routing.table import InstanceTable
 from proxy.admin.control import Control
 from proxy.admin.operations import operations_router
-from proxy.admin.orders import Departures, orders_router, running_orders, show_ready
-from proxy.admin.plane import create_admin_app, running_admin
+from proxy.admin.plane import create_admin_app, running_admin, running_on_path
+from proxy.admin.rollout import Departures, files_router, rollout_router, show_ready
 from proxy.admin.scaling import ServedRequests, scaling_router
 from proxy.admin.switches import Hold, Switches, switches_router
 from proxy.admission.control import new_admission
@@ -119,18 +119,18 @@ def create_app(
             await stack.enter_async_context(fetcher)
             await crew.join()
             stack.push_async_callback(crew.leave)
-            shared_routers = [switches_router(switches, hold), scaling_router(table, served_requests)]
+            routers = [operations_router(table, health, switches, crew), switches_router(switches, hold)]
+            routers += [scaling_router(table, served_requests)]
+            routers += [rollout_router(table, Departures(switches, calls), hold, crew)]
+            joining = leases_router(leases, crew)
             if gateway.admin.port is not None and crew.leads:
-                routers = [operations_router(table, health, switches, crew), *shared_routers]
-                joining = leases_router(leases, crew)
                 admin = create_admin_app(table, admission, settings.admin_key, crew, routers, joining)
                 running = running_admin(admin, gateway.admin, crew.admin_socket(), settings.cluster_key)
                 app.state.admin_url = await stack.enter_async_context(running)
-            if app.state.orders is not None and crew.leads:
-                departures = Departures(switches, calls)
-                routers = [*shared_routers, orders_router(table, departures, hold, app.state.orders, crew)]
-                orders = create_admin_app(table, admission, None, crew, routers)
-                await stack.enter_async_context(running_orders(orders, app.state.orders.path))
+            if app.state.admin_path is not None and crew.leads:
+                routers += [joining] if app.state.files is None else [joining, files_router(app.state.files)]
+                admin = create_admin_app(table, admission, None, crew, routers)
+                await stack.enter_async_context(running_on_path(admin, app.state.admin_path))
             reloading = [app.state.reloader.run()] if app.state.reloader is not None else []
             loops = [poller.run(), health.run(), leases.run(), stealing.run(), give_back()]
             polling = asyncio.gather(*reloading, *loops)
@@ -170,7 +170,8 @@ def create_app(
     leases = Leases(members)
     app.state.control = Control(current, members, admission, crew.ledger)
     app.state.reloader = None
-    app.state.orders = None
+    app.state.files = None
+    app.state.admin_path = None
     app.state.give_up = lambda: None
     app.include_router(models_router(table, poller, admission.authenticator))
     app.include_router(health_router(table, metrics, admission.authenticator, gateway, crew))

@@ -15,10 +15,10 @@ from typing import Any, cast
 import uvicorn
 from fastapi import FastAPI
 
-from epd_serve.config import DeploymentConfig, load_config
+from epd_serve.config import DeploymentConfig
 from epd_serve.rpc.descriptors import FEW, raise_limit
-from proxy.admin.orders import OrdersSettings
 from proxy.admin.reload import Reloader
+from proxy.admin.rollout import GatewayFiles
 from proxy.app import create_app
 from proxy.http.connection import GatewayConnection
 from proxy.http.server import GatewayServer, WorkerServer, mark_stopping
@@ -58,15 +58,15 @@ def run_gateway(
     reread: Reread | None = None,
     *,
     place: WorkerPlace | None = None,
-    orders: Path | None = None,
+    admin_path: Path | None = None,
 ) -> int:
     """Serve until SIGTERM or SIGINT, then finish what is in progress (``gateway.shutdown_grace_s``) and return the
     exit code: 0, or 1 where a part of it has failed.
 
     Blocks; must run in the main thread, for the signals. ``instances`` are (name, control URL). With ``reread``,
     SIGHUP or a change of the file makes the gateway take it over. ``place``: it is one of several workers, and
-    listens on the sockets that it has inherited. ``orders``: the socket on which the launcher gives orders
-    (proxy/admin/orders.py).
+    listens on the sockets that it has inherited. ``admin_path``: of the Unix socket of its
+    admin API.
     """
     logging.basicConfig(format="%(asctime)s gateway %(levelname)s %(message)s")
     most = raise_limit()
@@ -79,6 +79,7 @@ def run_gateway(
     settings = GatewaySettings.of(config, host, part=part)
     redaction = redact_logs(_secrets(settings))
     app = create_app(settings, instances, crew=crew)
+    app.state.admin_path = admin_path
     if reread is not None:
 
         def take_over(config: DeploymentConfig) -> list[tuple[str, str]]:
@@ -99,15 +100,14 @@ def run_gateway(
         def catch_up(text: str) -> None:
             take_over(DeploymentConfig.model_validate_json(text))
 
-        def left_by(file: Path) -> list[str]:
-            changed = GatewaySettings.of(load_config(file), host, part=part)
+        def left_by(config: DeploymentConfig) -> list[str]:
+            changed = GatewaySettings.of(config, host, part=part)
             return app.state.control.left_by(changed)  # type: ignore[no-any-return]
 
         app.state.reloader = Reloader(reread.file, apply)
         crew.on_reload = app.state.reloader.ask
         crew.on_config = catch_up
-        if orders is not None:
-            app.state.orders = OrdersSettings(orders, app.state.reloader.take, left_by)
+        app.state.files = GatewayFiles(app.state.reloader.take, left_by)
     gateway = config.gateway
     server = new_server(
         app,

@@ -18,6 +18,7 @@ GROUPS: dict[str, dict[str, str]] = {
     },
     "Operate": {
         "apply": "epd-serve apply deployment.yaml --dry-run",
+        "status": "epd-serve status",
         "switch": "epd-serve switch p0 D",
         "autoscale": "epd-serve autoscale deployment.yaml --admin http://127.0.0.1:8001",
         "trace": "epd-serve trace ./trace -o trace.json",

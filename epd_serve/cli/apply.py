@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from epd_serve.config import DeploymentConfig, load_config
+from epd_serve.rpc.admin import AdminClient, AdminError
 
 
 def apply(
     file: Annotated[
         Path | None, typer.Argument(help="The new deployment file; without one: what runs, with --topology.")
     ] = None,
-    gateway: Annotated[
+    deployment: Annotated[
         str | None,
-        typer.Option(metavar="HOST:PORT", help="Of the deployment, where several run; the port alone will do."),
+        typer.Option(
+            *("--deployment", "--gateway"),
+            metavar="HOST:PORT",
+            help="Where several run: its gateway's address, port or file.",
+        ),
     ] = None,
     topology: Annotated[str | None, typer.Option(help="Over the file's, as in '2E-P-D'.")] = None,
     topology_only: Annotated[
@@ -43,7 +49,7 @@ def apply(
     config = None if file is None else load_config(file)
     changes: dict[str, Any] = {} if topology is None else {"topology": topology}
     port = (config or DeploymentConfig()).gateway.port
-    address, path = find_deployment(gateway, port)
+    address, directory = find_deployment(deployment, port)
     steps: list[str] = []
 
     def say(text: str) -> None:
@@ -58,7 +64,10 @@ def apply(
         deadline_s=deadline,
         patience_s=patience,
     )
-    ask_launcher(path, request, say)
+    try:
+        asyncio.run(ask_launcher(AdminClient(directory.control), request, say))
+    except AdminError as error:
+        raise ValueError(str(error)) from error
     if all(text.startswith("note: ") for text in steps):
         typer.echo("no instance has to change")
     if not dry:

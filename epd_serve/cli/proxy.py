@@ -20,7 +20,9 @@ def proxy(
     ] = None,
     host: Host = None,
     port: Port = None,
-    orders: Annotated[Path | None, typer.Option(help="Socket for the launcher's orders.", hidden=True)] = None,
+    admin_path: Annotated[
+        Path | None, typer.Option(help="Path of the admin API's Unix socket.", hidden=True)
+    ] = None,
     parent_pid: ParentPid = None,
     worker: Annotated[str | None, typer.Option(help="One of gateway.workers.", hidden=True)] = None,
 ) -> None:
@@ -50,6 +52,6 @@ def proxy(
     from proxy.main import Reread, run_gateway
 
     reread = Reread(lambda: load_config(config), config, instances_of) if config else None
-    code = run_gateway(deployment, instances, *address, reread, place=place, orders=orders)
+    code = run_gateway(deployment, instances, *address, reread, place=place, admin_path=admin_path)
     if code:
         raise typer.Exit(code)

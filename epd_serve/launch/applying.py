@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +73,6 @@ class Applier:
         self._before_start = before_start
         self._told = told
         self._under_way = ""
-        self._checks = count()
         self._task: asyncio.Task[None] | None = None
         self._is_called_off = False
         self._say = told
@@ -125,16 +124,14 @@ class Applier:
         address = {"host": old.gateway.host, "port": old.gateway.port}
         config = change_config(resolved(config), {"gateway": address})
         check_same_deployment(old, config)
-        if self._holdings.orders is None:
+        if self._holdings.admin is None:
             raise ValueError("this deployment was started without a way to change it")
         found = difference(self._holdings, config)
-        file = self._holdings.write_gateway_file(config, f"deployment.checked-{next(self._checks)}.yaml")
+        body = json.loads(self._holdings.gateway_config(config))
         try:
-            left = (await self._order("POST", "/check", {"file": str(file)}, Deadline(_GATEWAY_S)))["left"]
+            left = (await self._order("POST", "/check", body, Deadline(_GATEWAY_S)))["left"]
         except OrderRefused as error:
             raise ValueError(f"the gateway does not take the file: {error}") from error
-        finally:
-            file.unlink(missing_ok=True)
         if left:
             raise ValueError(
                 f"the gateway would need another start for {', '.join(left)}: stop the deployment and start it "
@@ -262,8 +259,8 @@ class Applier:
 
     @property
     def _socket(self) -> Path:
-        assert self._holdings.orders is not None
-        return self._holdings.orders
+        assert self._holdings.admin is not None
+        return self._holdings.admin
 
     async def _order(
         self, method: str, path: str, body: dict[str, Any], deadline: Deadline

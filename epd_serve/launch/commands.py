@@ -193,16 +193,16 @@ def gateway_spec(
     ports: Ports,
     config_file: Path,
     environment: Mapping[str, str],
-    orders: Path | None = None,
+    admin: Path | None = None,
 ) -> ProcessSpec:
     """The gateway's process; ``environment`` as of :func:`with_cluster_key`.
 
-    ``config_file`` holds ``config``, command-line changes included, with the instances by name; ``orders`` is the
-    socket on which the gateway takes the launcher's orders.
+    ``config_file`` holds ``config``, command-line changes included, with the instances by name; ``admin`` is the
+    socket of the gateway's admin API.
     """
     command = [*PROGRAM, "proxy", "--config", str(config_file)]
-    if orders is not None:
-        command += ["--orders", str(orders)]
+    if admin is not None:
+        command += ["--admin-path", str(admin)]
     command += ["--host", config.gateway.host, "--port", str(ports.gateway), "--parent-pid", str(os.getpid())]
     return ProcessSpec(
         name="gateway",
@@ -217,9 +217,9 @@ def gateway_spec(
     )
 
 
-def autoscale_spec(config_file: Path, environment: Mapping[str, str], orders: Path) -> ProcessSpec:
+def autoscale_spec(config_file: Path, environment: Mapping[str, str], admin: Path) -> ProcessSpec:
     """The process of ``epd-serve autoscale``; arguments as of :func:`gateway_spec`."""
-    command = (*PROGRAM, "autoscale", str(config_file), "--socket", str(orders))
+    command = (*PROGRAM, "autoscale", str(config_file), "--socket", str(admin))
     return ProcessSpec(
         name="autoscale",
         label="roles and plans by load",

@@ -1,28 +1,30 @@
-"""The launcher's control socket, for ``epd-serve apply``: one line of JSON there, lines of JSON back."""
+"""The launcher's part of the admin API, ``POST /apply``, on a Unix socket."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import logging
-import socket
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from aiohttp import web
 
 from epd_serve.config import DeploymentConfig, change_config
 from epd_serve.launch.applying import Applier, ApplyLimits
+from epd_serve.rpc.admin import AdminClient
 
 logger = logging.getLogger(__name__)
 
-_MAX_LINE_BYTES = 1 << 24
+_MAX_BODY_BYTES = 1 << 24
+#: For answers that are being written when the deployment ends.
+_CLOSE_S = 1.0
 
 
 class ApplyRequest(msgspec.Struct, kw_only=True):
-    """A request to change the deployment.
+    """A request to change the deployment: the body of ``POST /apply``.
 
     Attributes:
         config: a deployment as JSON has it; None: the one that runs.
@@ -46,56 +48,68 @@ class News(msgspec.Struct, kw_only=True, omit_defaults=True):
     error: str = ""
     done: bool = False
 
+    @property
+    def is_last(self) -> bool:
+        return self.done or bool(self.error)
+
 
 class ControlServer:
-    """The launcher's side of the control socket."""
+    """The server of the launcher's socket."""
 
-    def __init__(self, server: asyncio.Server) -> None:
-        self._server = server
+    def __init__(self, runner: web.AppRunner) -> None:
+        self._runner = runner
 
     @classmethod
     async def start(cls, path: Path, applier: Applier) -> ControlServer:
         """Listen at ``path``; any user who can enter its directory may change the deployment."""
 
-        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            def say(news: News) -> None:
-                if not writer.is_closing():
-                    writer.write(msgspec.json.encode(news) + b"\n")
-
+        async def apply(request: web.Request) -> web.StreamResponse:
+            body = await request.read()
+            answer = web.StreamResponse(headers={"content-type": "application/x-ndjson"})
+            await answer.prepare(request)
+            said: asyncio.Queue[News] = asyncio.Queue()
+            work = asyncio.create_task(_carry_out(body, applier, said.put_nowait))
             try:
-                with suppress(ConnectionError, asyncio.CancelledError):
-                    if line := await reader.readline():
-                        say(await _carry_out(line, applier, lambda text: say(News(say=text))))
-                    await writer.drain()
+                while not (news := await said.get()).is_last:
+                    await answer.write(msgspec.json.encode(news) + b"\n")
+                await answer.write(msgspec.json.encode(news) + b"\n")
+                return answer
             finally:
-                writer.close()
+                work.cancel()  # the change itself goes on
+                await asyncio.gather(work, return_exceptions=True)
 
-        return cls(await asyncio.start_unix_server(answer, path, limit=_MAX_LINE_BYTES))
+        app = web.Application(client_max_size=_MAX_BODY_BYTES)
+        app.router.add_post("/apply", apply)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=_CLOSE_S)
+        await runner.setup()
+        await web.UnixSite(runner, str(path)).start()
+        return cls(runner)
 
     async def close(self) -> None:
-        self._server.close()
+        await self._runner.cleanup()
 
 
-async def _carry_out(line: bytes, applier: Applier, say: Callable[[str], None]) -> News:
-    """Carry a request out; return the last line of the answer."""
+async def _carry_out(body: bytes, applier: Applier, say: Callable[[News], None]) -> None:
+    """Carry a request out; the last of what is said has ``done`` or ``error``."""
     try:
-        request = msgspec.json.decode(line, type=ApplyRequest)
+        request = msgspec.json.decode(body, type=ApplyRequest)
         config = config_of(request, applier.config)
         if request.dry_run:
             found = await applier.plan(config)
             for text in (*(f"note: {note}" for note in found.notes), *map(str, found.steps)):
-                say(text)
+                say(News(say=text))
         else:
             limits = ApplyLimits(deadline_s=request.deadline_s, patience_s=request.patience_s)
-            await applier.apply(config, limits, say)
+            await applier.apply(config, limits, lambda text: say(News(say=text)))
     except ValueError as error:
-        return News(error=str(error))
+        say(News(error=str(error)))
     except asyncio.CancelledError:
-        return News(error="the deployment is being stopped")
+        say(News(error="the deployment is being stopped"))
     except Exception as error:
         logger.exception("apply failed")
-        return News(error=f"the launcher failed: {error!r}")
-    return News(done=True)
+        say(News(error=f"the launcher failed: {error!r}"))
+    else:
+        say(News(done=True))
 
 
 def config_of(request: ApplyRequest, running: DeploymentConfig) -> DeploymentConfig:
@@ -110,25 +124,18 @@ def config_of(request: ApplyRequest, running: DeploymentConfig) -> DeploymentCon
     return change_config(base, request.changes)
 
 
-def ask_launcher(path: Path, request: ApplyRequest, say: Callable[[str], None]) -> None:
+async def ask_launcher(launcher: AdminClient, request: ApplyRequest, say: Callable[[str], None]) -> None:
     """Have a request carried out; return when it is.
 
-    Raises ValueError with the launcher's reason for a refusal.
+    Raises ValueError with the launcher's reason for a refusal, and AdminUnreachable.
     """
-    with socket.socket(socket.AF_UNIX) as connection:
-        try:
-            connection.connect(str(path))
-            connection.sendall(msgspec.json.encode(request) + b"\n")
-            with connection.makefile("rb") as answer:
-                for line in answer:
-                    news = msgspec.json.decode(line, type=News)
-                    if news.error:
-                        raise ValueError(news.error)
-                    if news.done:
-                        return
-                    say(news.say)
-        except OSError as error:
-            raise ValueError(f"the deployment cannot be reached at {path}: {error}") from error
+    async for line in launcher.lines("POST", "/apply", msgspec.to_builtins(request)):
+        news = msgspec.json.decode(line, type=News)
+        if news.error:
+            raise ValueError(news.error)
+        if news.done:
+            return
+        say(news.say)
     raise ValueError("the deployment has ended")
 
 

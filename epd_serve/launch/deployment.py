@@ -130,17 +130,17 @@ class LocalDeployment:
             urls={spec.name: spec.url for spec in instances},
             live=live,
             weight_files=self._weight_files,
-            orders=None if self._runtime is None else self._runtime.orders,
+            admin=None if self._runtime is None else self._runtime.admin,
         )
         config_file = self._holdings.write_gateway_file(config)
-        gateway = gateway_spec(config, ports, config_file, environment, self._holdings.orders)
+        gateway = gateway_spec(config, ports, config_file, environment, self._holdings.admin)
         self.gateway_url = gateway.url
         self._ready_timeout_s = ready_timeout_s
         specs = [*instances, gateway] if master is None else [master, *instances, gateway]
         if config.elastic.enabled or config.elastic.drift.enabled:
-            if self._holdings.orders is None:
+            if self._holdings.admin is None:
                 raise ValueError(f"elastic needs the gateway's socket, which cannot be made: {self.no_control}")
-            specs.append(autoscale_spec(config_file, environment, self._holdings.orders))
+            specs.append(autoscale_spec(config_file, environment, self._holdings.admin))
 
         def died(death: ProcessDied, delay_s: float) -> None:
             self._holdings.restarts(death.name)
@@ -230,9 +230,9 @@ class LocalDeployment:
 
     async def stop(self) -> None:
         """End all processes within 10 s, the gateway first and a mooncake_master last."""
+        self._applier.call_off()  # it ends what it was starting, while the others end
         if self._control is not None:
             await self._control.close()
-        self._applier.call_off()  # it ends what it was starting, while the others end
         await self._supervisor.stop()
         await self._applier.close()
         if self._fork_server is not None:

@@ -29,7 +29,7 @@ class Holdings:
         directory: of the launcher, with the files that the processes share.
         urls: of all instances by name, whatever their engine.
         live: instances of the native engine, with the settings that their processes have.
-        orders: the socket on which the gateway takes orders; None: it takes none.
+        admin: the socket of the gateway's admin API; None: it has none.
     """
 
     config: DeploymentConfig
@@ -40,7 +40,7 @@ class Holdings:
     urls: dict[str, str]
     live: dict[str, PreparedInstance] = field(default_factory=dict)
     weight_files: Mapping[str, int] = field(default_factory=dict)
-    orders: Path | None = None
+    admin: Path | None = None
     _of_roles: dict[str, InstanceSettings] = field(default_factory=dict)
 
     def spec(self, name: str) -> ProcessSpec:
@@ -97,21 +97,25 @@ class Holdings:
                 found = True
         return found
 
-    def write_gateway_file(self, config: DeploymentConfig, name: str = GATEWAY_FILE) -> Path:
-        """Write the gateway's file: ``config`` with the present instances. The file is replaced in one step.
+    def gateway_config(self, config: DeploymentConfig) -> str:
+        """The gateway's configuration as JSON: ``config`` with the present instances.
 
         The cluster key stays in the gateway's environment.
         """
-        file = self.directory / name
         whole = change_config(config, {"gateway": {"instances": None}})
         if config.cluster_key is not None:
             whole = change_config(whole, {"cluster_key": None})
         whole = change_config(whole, {"gateway": {"instances": self.urls}})
+        return whole.model_dump_json(exclude_unset=True)
+
+    def write_gateway_file(self, config: DeploymentConfig) -> Path:
+        """Write the gateway's file, replacing it in one step."""
+        file = self.directory / GATEWAY_FILE
         new = file.with_suffix(".part")
         new.unlink(missing_ok=True)
         try:
             new.touch(mode=0o600)  # it may hold the API key
-            new.write_text(whole.model_dump_json(exclude_unset=True), encoding="utf-8")  # JSON is YAML
+            new.write_text(self.gateway_config(config), encoding="utf-8")  # JSON is YAML
             new.replace(file)
         finally:
             new.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Orders to a deployment's gateway, over the socket that it has for its launcher (``proxy/admin/orders.py``)."""
+"""Orders to the gateway of a deployment, over its admin API: each is repeated while its obstacle may pass."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-import msgspec
+from epd_serve.rpc.admin import AdminClient, AdminRefused, AdminUnreachable
 
 _AGAIN_S = 0.1
 #: A reason that stays for so long is worth a word.
@@ -51,7 +50,7 @@ class GatewayOrders:
     """
 
     def __init__(self, path: Path, waits: Callable[[str], None] = lambda reason: None) -> None:
-        self._path = path
+        self.client = AdminClient(path)
         self._waits = waits
 
     async def give(self, method: str, path: str, body: dict[str, Any] | None, deadline: Deadline) -> Any:
@@ -63,18 +62,15 @@ class GatewayOrders:
         to_tell: dict[str, float] = {}
         while (left_s := deadline.left_s) > 0:
             try:
-                async with asyncio.timeout(left_s):
-                    status, content = await self._ask(method, path, _within(body, left_s))
-            except TimeoutError:  # an OSError, too
+                return await self.client.ask(method, path, _within(body, left_s), left_s)
+            except TimeoutError:
                 break
-            except (aiohttp.ClientError, OSError, msgspec.DecodeError) as error:  # it is starting again
-                reason = f"the gateway does not answer ({error})"
-            else:
-                if status < 400:
-                    return content
-                reason = str(content.get("error", {}).get("message") or content)
-                if status not in _PASSING:
-                    raise OrderRefused(reason)
+            except AdminUnreachable as error:  # it is starting again
+                reason = f"the gateway does not answer: {error}"
+            except AdminRefused as refusal:
+                reason = str(refusal)
+                if refusal.status not in _PASSING:
+                    raise OrderRefused(reason) from refusal
             if left_s < to_tell.setdefault(reason, left_s - _LONG_S):
                 self._waits(reason)
                 to_tell[reason] = -math.inf
@@ -89,14 +85,6 @@ class GatewayOrders:
                     return
             await asyncio.sleep(_AGAIN_S)
         raise OrderRefused(f"the gateway has not found {name} ready in {deadline.seconds:g} s")
-
-    async def _ask(self, method: str, path: str, body: dict[str, Any] | None) -> tuple[int, Any]:
-        connector = aiohttp.UnixConnector(path=str(self._path))
-        async with (
-            aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None)) as session,
-            session.request(method, f"http://gateway{path}", json=body) as answer,
-        ):
-            return answer.status, msgspec.json.decode(await answer.read())
 
 
 def _within(body: dict[str, Any] | None, left_s: float) -> dict[str, Any] | None:

@@ -9,9 +9,11 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
+from epd_serve.config import load_config
+
 #: What the path of a Unix socket may have (unix(7)), with its end.
 _MAX_PATH = 107
-_CONTROL, _ORDERS = "control", "orders"
+_CONTROL, _ADMIN = "control", "admin"
 
 
 def runtime_root() -> Path:
@@ -82,35 +84,37 @@ class RuntimeDirectory:
         return self.path / _CONTROL
 
     @property
-    def orders(self) -> Path:
-        """The gateway's socket (proxy/admin/orders.py)."""
-        return self.path / _ORDERS
+    def admin(self) -> Path:
+        """The socket of the gateway's admin API (proxy/admin/plane.py)."""
+        return self.path / _ADMIN
 
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
 
 
-def running_deployments() -> dict[str, Path]:
-    """The launchers' sockets by the addresses of their gateways; those of launchers that are gone are left out."""
+def running_deployments() -> dict[str, RuntimeDirectory]:
+    """The deployments by the addresses of their gateways; those of launchers that are gone are left out."""
     root = runtime_root()
     if root.exists():
         _check_private(root)
     found = sorted(root.iterdir()) if root.is_dir() else []
-    return {one.name: one / _CONTROL for one in found if _listens(one / _CONTROL)}
+    return {one.name: RuntimeDirectory(one) for one in found if _listens(one / _CONTROL)}
 
 
-def find_deployment(wanted: str | None, preferred_port: int) -> tuple[str, Path]:
-    """Address and socket of a deployment: ``wanted`` is ``HOST:PORT`` or a port.
+def find_deployment(wanted: str | None, preferred_port: int | None = None) -> tuple[str, RuntimeDirectory]:
+    """Address and directory of a deployment: ``wanted`` is ``HOST:PORT``, a port or a deployment file.
 
     Without it the only one that runs, or the one with ``preferred_port``. Raises ValueError where none is meant.
     """
+    if wanted is not None and Path(wanted).is_file():
+        wanted = str(load_config(Path(wanted)).gateway.port)
     running = running_deployments()
     ports = {name: name.rpartition(":")[2] for name in running}
     names = ", ".join(running) or "none"
     if wanted is not None:
         chosen = [name for name in running if wanted in (name, ports[name])]
         if len(chosen) != 1:
-            raise ValueError(f"--gateway {wanted}: running deployments of this user: {names}")
+            raise ValueError(f"no deployment of this user runs at {wanted}; those that run: {names}")
     elif len(running) == 1:
         chosen = list(running)
     else:
@@ -118,7 +122,7 @@ def find_deployment(wanted: str | None, preferred_port: int) -> tuple[str, Path]
         if not running:
             raise ValueError("no deployment of this user is running; start one with 'epd-serve up'")
         if len(chosen) != 1:
-            raise ValueError(f"several deployments are running; choose one with --gateway: {names}")
+            raise ValueError(f"several deployments are running; choose one with --deployment: {names}")
     return chosen[0], running[chosen[0]]
 
 

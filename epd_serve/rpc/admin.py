@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,13 @@ class AdminRefused(AdminError):
 
     Attributes:
         status: of the HTTP answer.
+        code: of the error, where it has one.
     """
 
-    def __init__(self, status: int, message: str) -> None:
+    def __init__(self, status: int, message: str, code: str | None = None) -> None:
         super().__init__(message)
         self.status = status
+        self.code = code
 
 
 class AdminClient:
@@ -54,13 +57,28 @@ class AdminClient:
             raise AdminUnreachable(f"{self.where} answered {status}, and no JSON") from None
         if status >= 400:
             error = content.get("error") if isinstance(content, dict) else None
-            message = error.get("message") if isinstance(error, dict) else None
-            raise AdminRefused(status, str(message or content))
+            found = error if isinstance(error, dict) else {}
+            raise AdminRefused(status, str(found.get("message") or content), found.get("code"))
         return content
+
+    async def lines(self, method: str, path: str, body: Mapping[str, Any]) -> AsyncGenerator[bytes, None]:
+        """The lines of an answer while they come. Raises AdminRefused and AdminUnreachable."""
+        async with self._answer(method, path, body, None) as answer:
+            if answer.status >= 400:
+                raise AdminRefused(answer.status, (await answer.read()).decode(errors="replace"))
+            async for line in answer.content:
+                yield line
 
     async def _call(
         self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float | None
     ) -> tuple[int, bytes]:
+        async with self._answer(method, path, body, timeout_s) as answer:
+            return answer.status, await answer.read()
+
+    @asynccontextmanager
+    async def _answer(
+        self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float | None
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
         connector = aiohttp.UnixConnector(path=str(self.where)) if isinstance(self.where, Path) else None
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
@@ -70,8 +88,8 @@ class AdminClient:
                 ) as session,
                 session.request(method, self._base + path, json=body) as answer,
             ):
-                return answer.status, await answer.read()
+                yield answer
         except TimeoutError:
             raise
-        except (aiohttp.ClientError, OSError, ValueError) as error:
+        except (aiohttp.ClientError, OSError) as error:
             raise AdminUnreachable(f"nothing answers at {self.where} ({error or type(error).__name__})") from error

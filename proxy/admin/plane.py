@@ -7,6 +7,7 @@ import logging
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
 from typing import Any, ClassVar
 
 import msgspec
@@ -118,13 +119,35 @@ async def running_admin(
     listener = listener or admin_socket(place.host, place.port or 0)
     url = url_of(place.host, listener.getsockname()[1])
     linked = app if cluster_key is None else ClusterLinks(app, cluster_key)
-    async with serving(NoBrowsers(linked, place.host), listener):
+    async with _serving(NoBrowsers(linked, place.host), listener):
         logger.info("the admin plane is at %s", url)
         yield url
 
 
 @asynccontextmanager
-async def serving(app: ASGIApp, listener: socket.socket) -> AsyncIterator[None]:
+async def running_on_path(app: FastAPI, path: Path) -> AsyncIterator[None]:
+    """Serve ``app`` on a Unix socket while the context lasts; a file at ``path`` is replaced.
+
+    Whoever can enter the socket's directory can give orders. Raises ValueError where it cannot listen there.
+    """
+    async with _serving(app, await asyncio.to_thread(_listen, path)):
+        yield
+
+
+def _listen(path: Path) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        path.unlink(missing_ok=True)
+        listener.bind(str(path))
+        listener.listen()
+    except OSError as error:
+        listener.close()
+        raise ValueError(f"the admin API cannot listen at {path}: {error.strerror or error}") from error
+    return listener
+
+
+@asynccontextmanager
+async def _serving(app: ASGIApp, listener: socket.socket) -> AsyncIterator[None]:
     """Serve ``app`` while the context lasts, on a socket that listens and is closed then. Signals are for the
     gateway's own server."""
     config = uvicorn.Config(

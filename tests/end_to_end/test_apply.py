@@ -106,6 +106,11 @@ async def test_the_command_says_its_steps_and_what_is_wrong(deployment: LocalDep
         assert process.returncode is not None
         return process.returncode, output.decode()
 
+    status = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "epd_serve.cli", "status"), stdout=asyncio.subprocess.PIPE
+    )
+    said, _ = await status.communicate()
+    assert status.returncode == 0 and said.count(b" ready ") == 3, said.decode()
     assert await apply(f"topology: 2E-P-D\n{PORTS}", "--dry-run") == (0, "start e1 (E)\n")
     assert set(deployment.instances) == {"e0", "p0", "d0"}
     code, said = await apply(f"topology: EP-D\n{PORTS}", "--topology-only")

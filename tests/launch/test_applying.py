@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -44,8 +43,7 @@ class Gateway:
     busy: bool = False
     changed: str = ""
     switches: int = 0
-    files: list[Path] = field(default_factory=list)
-    two_checks: asyncio.Barrier | None = None
+    checked: list[str] = field(default_factory=list)
     slow_s: float = 0.0
     began_s: float = 0.0
 
@@ -54,11 +52,7 @@ class Gateway:
         if request.path == "/check":
             if self.changed:
                 remember(in_role(self.held.live[self.changed].options, Role.parse("D")))
-            file = Path((await request.json())["file"])
-            self.files.append(file)
-            if self.two_checks is not None:
-                await self.two_checks.wait()
-            json.loads(await asyncio.to_thread(file.read_text, encoding="utf-8"))
+            self.checked.append((await request.json())["topology"])
             return web.json_response({"left": []})
         loop = asyncio.get_running_loop()
         if request.path == "/hold":
@@ -102,7 +96,7 @@ async def launcher(fakes: Any, tmp_path: Path) -> AsyncIterator[Launcher]:
             environment={},
             directory=tmp_path,
             urls={},
-            orders=orders,
+            admin=orders,
         )
         for one in prepare_instances(CONFIG, ports, {}, tmp_path):
             held.joined(one)
@@ -129,7 +123,7 @@ async def test_nothing_is_applied_before_all_processes_have_been_started(fakes: 
         for refused in (own.applier.plan(OTHER), own.applier.apply(OTHER, ApplyLimits())):
             with pytest.raises(ValueError, match="the deployment is still starting"):
                 await refused
-        assert own.gateway.files == [] and own.gateway.switches == 0
+        assert own.gateway.checked == [] and own.gateway.switches == 0
 
 
 async def test_what_others_undo_each_time_is_not_said_to_be_done(fakes: Any, tmp_path: Path) -> None:
@@ -142,15 +136,16 @@ async def test_what_others_undo_each_time_is_not_said_to_be_done(fakes: Any, tmp
         assert own.held.config == CONFIG
 
 
-async def test_plans_at_once_have_files_of_their_own_that_go_again(fakes: Any, tmp_path: Path) -> None:
+async def test_a_plan_has_the_gateway_look_at_the_new_configuration_and_leaves_no_file(
+    fakes: Any, tmp_path: Path
+) -> None:
     async with launcher(fakes, tmp_path) as own:
         await own.supervisor.start()
         await own.supervisor.wait_ready(300)
         before = files(tmp_path)
-        own.gateway.two_checks = asyncio.Barrier(2)
         plans = await asyncio.gather(*(own.applier.plan(OTHER) for _ in range(2)))
         assert plans[0].steps == plans[1].steps and len(plans[0].steps) == 1
-        assert len(set(own.gateway.files)) == 2
+        assert own.gateway.checked == ["E-2P-D"] * 2
         assert files(tmp_path) == before
 
 

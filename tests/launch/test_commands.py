@@ -40,8 +40,8 @@ def test_each_instance_gets_its_name_role_port_and_device() -> None:
 
 def test_the_gateway_is_told_its_file_and_stops_first() -> None:
     config, _ = specs("gateway: {host: 0.0.0.0}")
-    spec = gateway_spec(config, Ports(gateway=80, instances=()), Path("/run/d.yaml"), {}, Path("/run/orders"))
-    assert flag(spec, "--orders") == "/run/orders"
+    spec = gateway_spec(config, Ports(gateway=80, instances=()), Path("/run/d.yaml"), {}, Path("/run/admin"))
+    assert flag(spec, "--admin-path") == "/run/admin"
     assert (flag(spec, "--config"), flag(spec, "--host"), flag(spec, "--port")) == ("/run/d.yaml", "0.0.0.0", "80")
     assert spec.url == "http://127.0.0.1:80"
     assert spec.stops == "first"

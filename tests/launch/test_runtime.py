@@ -23,12 +23,12 @@ def root(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @contextmanager
-def launcher(host: str, port: int) -> Iterator[Path]:
+def launcher(host: str, port: int) -> Iterator[RuntimeDirectory]:
     directory = RuntimeDirectory.make(host, port)
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(directory.control))
         listener.listen()
-        yield directory.control
+        yield directory
     directory.remove()
 
 
@@ -40,10 +40,16 @@ def test_the_only_one_is_meant_and_of_several_the_one_of_the_port(root: Path) ->
         with launcher("::1", 8000) as second:
             assert find_deployment(None, 8000) == ("::1:8000", second)
             assert find_deployment("8123", 8000) == find_deployment("127.0.0.1:8123", 1)
-            with pytest.raises(ValueError, match=r"choose one with --gateway: 127\.0\.0\.1:8123, ::1:8000"):
+            with pytest.raises(ValueError, match=r"choose one with --deployment: 127\.0\.0\.1:8123, ::1:8000"):
                 find_deployment(None, 9000)
-            with pytest.raises(ValueError, match="--gateway 9000"):
+            with pytest.raises(ValueError, match="no deployment of this user runs at 9000; those that run: 127"):
                 find_deployment("9000", 8000)
+            with pytest.raises(ValueError, match="choose one with --deployment"):
+                find_deployment(None)
+            file = root / "d.yaml"
+            file.write_text("gateway: {port: 8123}")
+            assert find_deployment(str(file)) == ("127.0.0.1:8123", first)
+            file.unlink()
 
 
 def test_one_that_was_killed_is_not_found_and_its_place_can_be_taken(root: Path) -> None:

@@ -1,4 +1,4 @@
-"""The launcher's socket: departures, a file taken over or looked at, and a controller that keeps still."""
+"""The launcher's part of the admin API: departures, files that are taken over or checked, a controller held up."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 
 from epd_serve.errors import Conflict
 from epd_serve.launch.orders import Deadline, GatewayOrders, OrderRefused
 from epd_serve.protocol import wire
 from epd_serve.protocol.wire import Left
+from epd_serve.rpc.admin import AdminUnreachable
 from epd_serve.types import Stage
-from proxy.admin.orders import Departures, OrdersSettings, orders_router, running_orders
-from proxy.admin.plane import create_admin_app
+from proxy.admin.plane import create_admin_app, running_on_path
+from proxy.admin.rollout import Departures, GatewayFiles, files_router, rollout_router
 from proxy.admin.switches import Hold, switches_router
 from proxy.workers.crew import Crew
 
@@ -45,10 +45,10 @@ class Launched:
 
     def app(self) -> Any:
         state, crew = self.gateway.app.state, Crew()
-        settings = OrdersSettings(self.path, self.reload, lambda file: [file.name])
-        router = orders_router(state.table, self.departures, self.hold, settings, crew)
+        files = GatewayFiles(self.reload, lambda config: [config.model_name])
+        router = rollout_router(state.table, self.departures, self.hold, crew)
         roles = switches_router(state.switches, self.hold)
-        return create_admin_app(state.table, state.admission, None, crew, [roles, router])
+        return create_admin_app(state.table, state.admission, None, crew, [roles, router, files_router(files)])
 
 
 def leaves(instance: Any, when: asyncio.Event | None = None) -> None:
@@ -71,7 +71,7 @@ async def launched(start: Any) -> AsyncIterator[Launched]:
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         launched = Launched(gateway, Path(folder) / "orders")
         launched.path.touch()  # of a gateway that was killed
-        async with running_orders(launched.app(), launched.path):
+        async with running_on_path(launched.app(), launched.path):
             yield launched
 
 
@@ -175,7 +175,12 @@ async def test_files_and_the_controller(launched: Launched) -> None:
     launched.refusal = "line 1: no such key"
     with pytest.raises(OrderRefused, match="no such key"):
         await orders.give("POST", "/reload", {}, Deadline(10))
-    assert (await orders.give("POST", "/check", {"file": "/x/new.yaml"}, Deadline(10))) == {"left": ["new.yaml"]}
+    answer = await orders.give("POST", "/check", {"served_model_name": "new"}, Deadline(10))
+    assert answer == {"left": ["new"]}
+    with pytest.raises(OrderRefused, match="no_such_key"):
+        await orders.give("POST", "/check", {"no_such_key": 1}, Deadline(10))
+    with pytest.raises(OrderRefused, match="the body is no HoldBody"):
+        await orders.give("POST", "/hold", {"seconds": "long"}, Deadline(10))
     launched.hold.check()
     await orders.give("POST", "/hold", {"seconds": 60}, Deadline(10))
     with pytest.raises(Conflict, match="epd-serve apply"):
@@ -200,7 +205,7 @@ async def test_a_gateway_that_is_starting_is_asked_again(start: Any) -> None:
         launched = Launched(gateway, Path(folder) / "orders")
         with pytest.raises(OrderRefused, match="the gateway does not answer"):
             await launched.orders.give("POST", "/reload", {}, Deadline(0.3))
-        ask, refused_once = launched.orders._ask, asyncio.Event()
+        ask, refused_once = launched.orders.client.ask, asyncio.Event()
 
         async def asked(*arguments: Any) -> Any:
             try:
@@ -208,18 +213,18 @@ async def test_a_gateway_that_is_starting_is_asked_again(start: Any) -> None:
             finally:
                 refused_once.set()
 
-        launched.orders._ask = asked  # type: ignore[method-assign]
+        launched.orders.client.ask = asked  # type: ignore[method-assign]
         asking = asyncio.create_task(launched.orders.give("POST", "/reload", {}, Deadline(60)))
         await refused_once.wait()
-        async with running_orders(launched.app(), launched.path):
+        async with running_on_path(launched.app(), launched.path):
             await asking
         assert launched.reloads == 1
-        with pytest.raises(aiohttp.ClientError):
-            await launched.orders._ask("POST", "/reload", {})
+        with pytest.raises(AdminUnreachable):
+            await ask("POST", "/reload", {})
 
 
 async def test_a_socket_that_cannot_be_is_said_before_anything_is_served(start: Any, tmp_path: Path) -> None:
     launched = Launched(await start("a0:EPD"), tmp_path / "nowhere" / "orders")
-    with pytest.raises(ValueError, match=r"cannot take orders at .*/nowhere/orders: No such file"):
-        async with running_orders(launched.app(), launched.path):
+    with pytest.raises(ValueError, match=r"cannot listen at .*/nowhere/orders: No such file"):
+        async with running_on_path(launched.app(), launched.path):
             pass

@@ -1,27 +1,22 @@
-"""The launcher's orders, on a socket that its owner alone can reach: the admin plane and departures.
-
-``epd-serve apply`` changes a deployment through these; ``epd_serve/launch/orders.py`` is the other side.
-"""
+"""The part of the admin API with which the launcher changes a deployment (epd_serve/launch/applying.py)."""
 
 from __future__ import annotations
 
 import asyncio
-import socket
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from fastapi import APIRouter, FastAPI, Request
+import msgspec
+from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
 from epd_serve.backends.base import StageCalls
 from epd_serve.backends.native import NativeInstance
+from epd_serve.config import DeploymentConfig
 from epd_serve.errors import InvalidRequest, StageTimeout
 from epd_serve.protocol.wire import LeaveOrder
 from epd_serve.routing.table import InstanceTable
-from proxy.admin.plane import serving
 from proxy.admin.switches import Hold, Switches
 from proxy.workers.crew import Crew
 
@@ -75,23 +70,31 @@ async def _gone(request: Request) -> None:
         pass
 
 
+_Body = TypeVar("_Body")
+
+
+class HoldBody(msgspec.Struct, frozen=True):
+    """Body of ``POST /hold``."""
+
+    seconds: float
+
+
 @dataclass(frozen=True)
-class OrdersSettings:
-    """The place and the manner in which orders are taken.
+class GatewayFiles:
+    """The gateway's file, and other configurations that it may get.
 
     Attributes:
-        path: of the socket.
         reload: takes the gateway's file over. Raises ValueError or OSError.
-        left_by: the settings of another file that a running gateway does not take over. Likewise.
+        left_by: lists the settings of another configuration that a running gateway does not take over. Raises
+            ValueError.
     """
 
-    path: Path
     reload: Callable[[], None]
-    left_by: Callable[[Path], list[str]]
+    left_by: Callable[[DeploymentConfig], list[str]]
 
 
 def show_ready(crew: Crew, table: InstanceTable) -> None:
-    """Show, for each worker, the instances that it gives work; for :func:`orders_router`."""
+    """Show, for each worker, the instances that it gives work; for :func:`rollout_router`."""
     crew.shown["ready"] = lambda: _ready(table)
 
 
@@ -99,10 +102,8 @@ def _ready(table: InstanceTable) -> list[str]:
     return [record.name for record in table if record.ready and record.accepting]
 
 
-def orders_router(
-    table: InstanceTable, departures: Departures, hold: Hold, settings: OrdersSettings, crew: Crew
-) -> APIRouter:
-    """``POST /instances/{name}/leave``, ``/reload``, ``/check`` and ``/hold``; ``GET /ready``."""
+def rollout_router(table: InstanceTable, departures: Departures, hold: Hold, crew: Crew) -> APIRouter:
+    """``GET /ready``, ``POST /instances/{name}/leave`` and ``/hold``."""
     router = APIRouter()
 
     @router.get("/ready")
@@ -115,29 +116,45 @@ def orders_router(
     @router.post("/instances/{name}/leave")
     async def leave(name: str, request: Request) -> JSONResponse:
         """Answers when nothing is left of what it had; if the caller does not wait for that, it serves on."""
-        order = LeaveOrder(**await request.json())
+        order = _decoded(await request.body(), LeaveOrder)
         seconds = await _while_asked(request, departures.leave(name, order))
         return JSONResponse({"instance": name, "seconds": seconds})
+
+    @router.post("/hold")
+    async def hold_now(request: Request) -> JSONResponse:
+        """For so many ``seconds`` the orders that no operator gave are refused."""
+        seconds = _decoded(await request.body(), HoldBody).seconds
+        hold.until_s = asyncio.get_running_loop().time() + seconds
+        return JSONResponse({})
+
+    return router
+
+
+def files_router(files: GatewayFiles) -> APIRouter:
+    """``POST /reload`` and ``/check``, for the socket alone: a configuration names files that are read."""
+    router = APIRouter()
 
     @router.post("/reload")
     async def reload_now() -> JSONResponse:
         """Take the gateway's file over now."""
-        _read(settings.reload)
+        _read(files.reload)
         return JSONResponse({})
 
     @router.post("/check")
     async def check(request: Request) -> JSONResponse:
-        """``left``: what of another file would need another start."""
-        file = Path((await request.json())["file"])
-        return JSONResponse({"left": _read(lambda: settings.left_by(file))})
-
-    @router.post("/hold")
-    async def hold_now(request: Request) -> JSONResponse:
-        """For so many ``seconds`` the controller gives no orders."""
-        hold.until_s = asyncio.get_running_loop().time() + float((await request.json())["seconds"])
-        return JSONResponse({})
+        """``left``: the options of another configuration, the body, that would need another start."""
+        text = await request.body()
+        left = _read(lambda: files.left_by(DeploymentConfig.model_validate_json(text)))
+        return JSONResponse({"left": left})
 
     return router
+
+
+def _decoded(body: bytes, kind: type[_Body]) -> _Body:
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.DecodeError as error:
+        raise InvalidRequest(f"the body is no {kind.__name__}: {error}") from error
 
 
 def _read(read: Callable[[], Any]) -> Any:
@@ -145,25 +162,3 @@ def _read(read: Callable[[], Any]) -> Any:
         return read()
     except (ValueError, OSError) as error:
         raise InvalidRequest(str(error)) from error
-
-
-@asynccontextmanager
-async def running_orders(app: FastAPI, path: Path) -> AsyncIterator[None]:
-    """Serve ``app`` on a Unix socket while the context lasts; what lay at ``path`` before is taken away.
-
-    Whoever can enter the socket's directory can give orders. Raises ValueError where it cannot listen there.
-    """
-    async with serving(app, await asyncio.to_thread(_listen, path)):
-        yield
-
-
-def _listen(path: Path) -> socket.socket:
-    listener = socket.socket(socket.AF_UNIX)
-    try:
-        path.unlink(missing_ok=True)
-        listener.bind(str(path))
-        listener.listen()
-    except OSError as error:
-        listener.close()
-        raise ValueError(f"the gateway cannot take orders at {path}: {error.strerror or error}") from error
-    return listener

@@ -1,0 +1,65 @@
+"""The deployment that a command is for, and calls to its admin API."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import typer
+
+from epd_serve.config.keys import ADMIN_KEY, admin_headers
+from epd_serve.rpc.admin import AdminClient, AdminRefused, AdminUnreachable
+
+Deployment = Annotated[
+    str | None,
+    typer.Option(
+        "--deployment", metavar="HOST:PORT", help="Where several run: its gateway's address, port or file."
+    ),
+]
+AdminUrl = Annotated[
+    str | None,
+    typer.Option("--admin", metavar="URL", help="Admin API of a gateway elsewhere: gateway.admin in its file."),
+]
+
+
+def choose_gateway(deployment: str | None, url: str | None) -> tuple[str, AdminClient]:
+    """The name and the admin API of a gateway: at ``url``, or of a deployment of this user on this machine.
+
+    Raises ValueError where there is none, or several.
+    """
+    from epd_serve.launch.runtime import find_deployment
+
+    if url is None:
+        address, directory = find_deployment(deployment)
+        return address, AdminClient(directory.admin)
+    if deployment is not None:
+        raise ValueError("--deployment is for this machine and --admin for another one; give one of them")
+    if not url.startswith(("http://", "https://")):
+        raise ValueError(f"--admin {url} is no URL; write --admin http://{url}")
+    return url, AdminClient(url, admin_headers())
+
+
+def ask_admin(
+    gateway: AdminClient, method: str, path: str, body: Mapping[str, Any] | None = None, timeout_s: float = 30.0
+) -> Any:
+    """The JSON of an admin API's answer. Raises ValueError where it refuses, or is not there."""
+    try:
+        return asyncio.run(gateway.ask(method, path, body, timeout_s))
+    except AdminRefused as refusal:
+        hint = f"; its key is read from {ADMIN_KEY}" if refusal.status == 401 else ""
+        if refusal.status in (404, 405) and refusal.code is None:
+            hint = (
+                f"; {gateway.where} is no admin API. Where it is the gateway's own port, give that of "
+                "gateway.admin.port, or on the deployment's machine leave --admin out"
+            )
+        raise ValueError(f"{refusal}{hint}") from refusal
+    except TimeoutError as error:
+        raise ValueError(f"{gateway.where} has not answered in {timeout_s:g} s") from error
+    except AdminUnreachable as error:
+        hint = (
+            "set gateway.admin.port in the deployment file and give it in --admin"
+            if isinstance(gateway.where, str)
+            else "the gateway may be starting again; try once more"
+        )
+        raise ValueError(f"{error}; {hint}") from error

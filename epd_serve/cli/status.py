@@ -1,0 +1,40 @@
+"""``epd-serve status``: the instances and requests of a running deployment."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+
+from epd_serve.cli.admin import AdminUrl, Deployment, ask_admin, choose_gateway
+
+_COLUMNS = ("instance", "role", "state", "device", "in flight", "waiting")
+
+
+def status(deployment: Deployment = None, admin: AdminUrl = None) -> None:
+    """Show each instance of a running deployment, and the number of requests.
+
+    It is the deployment that runs on this machine, or the gateway at --admin, whose key is read from
+    EPD_SERVE_ADMIN_KEY.
+    """
+    name, gateway = choose_gateway(deployment, admin)
+    instances = ask_admin(gateway, "GET", "/instances")["instances"]
+    requests = ask_admin(gateway, "GET", "/requests")
+    typer.echo(f"{name}: {requests['running']} requests running, {requests['waiting']} waiting")
+    rows = [_COLUMNS, *(_row(one) for one in instances)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        typer.echo("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _row(instance: dict[str, Any]) -> tuple[str, ...]:
+    load = instance["load"] or {}
+    waiting = load.get("num_waiting", 0) + load.get("num_waiting_encodes", 0)
+    return (
+        instance["name"],
+        instance["role"] or "?",
+        "ready" if instance["ready"] else "not ready",
+        instance["device"] or "?",
+        str(sum(instance["in_flight"].values())),
+        str(waiting),
+    )

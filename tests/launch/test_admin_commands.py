@@ -1,0 +1,157 @@
+"""``epd-serve status`` and ``switch``: which gateway they ask, and what they say where there is none."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from socketserver import BaseServer, ThreadingMixIn, UnixStreamServer
+from typing import Any
+
+import msgspec
+import pytest
+
+from epd_serve import cli
+from epd_serve.launch.runtime import RuntimeDirectory
+
+LOAD = {"num_waiting": 2, "num_waiting_encodes": 1}
+INSTANCES = [
+    {"name": "e0", "role": "E", "ready": True, "in_flight": {"E": 1}, "device": "cpu", "load": LOAD},
+    {"name": "p0", "role": None, "ready": False, "in_flight": {}, "device": None, "load": None},
+]
+ANSWERS: dict[str, Any] = {
+    "/instances": {"instances": INSTANCES},
+    "/requests": {"running": 3, "waiting": 4},
+    "/instances/e0/role": {"from": "E", "to": "D", "seconds": 0.25, "drain_s": 0.125},
+}
+
+
+class Answers(BaseHTTPRequestHandler):
+    """An admin API that knows these paths; below ``/v1``, the gateway's own."""
+
+    def do_GET(self) -> None:
+        self.rfile.read(int(self.headers.get("content-length", 0)))
+        found = ANSWERS.get(self.path)
+        content = msgspec.json.encode(found or {"error": {"message": f"no route {self.path}", "code": None}})
+        if self.path.startswith("/text"):
+            content = b"hello"
+        if self.path.startswith("/locked"):
+            content = msgspec.json.encode({"error": {"message": "wrong key", "code": "invalid_api_key"}})
+        self.send_response(401 if self.path.startswith("/locked") else 404 if found is None else 200)
+        self.send_header("content-length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    do_POST = do_GET
+
+    def address_string(self) -> str:
+        return "a client"
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+class UnixServer(ThreadingMixIn, UnixStreamServer):
+    daemon_threads = True
+
+
+def serve(server: BaseServer) -> None:
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+
+
+@pytest.fixture
+def root(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        monkeypatch.setenv("EPD_SERVE_RUNTIME_DIR", f"{folder}/r")
+        yield Path(folder)
+
+
+@pytest.fixture
+def deployment(root: Path) -> Iterator[RuntimeDirectory]:
+    """One that runs, with the sockets of launcher and gateway."""
+    directory = RuntimeDirectory.make("127.0.0.1", 8123)
+    with socket.socket(socket.AF_UNIX) as launcher, UnixServer(str(directory.admin), Answers) as server:
+        launcher.bind(str(directory.control))
+        launcher.listen()
+        serve(server)
+        yield directory
+        server.shutdown()
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
+        serve(server)
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+
+
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """All that it says; an error behind "epd-serve: "."""
+    monkeypatch.setattr(sys, "argv", ["epd-serve", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    said = capsys.readouterr()
+    assert (ended.value.code == 0) is (said.err == ""), said.err
+    return said.out + said.err
+
+
+TABLE = """\
+{name}: 3 requests running, 4 waiting
+instance  role  state      device  in flight  waiting
+e0        E     ready      cpu     1          3
+p0        ?     not ready  ?       0          0
+"""
+
+
+def test_the_deployment_of_this_machine_needs_no_port(
+    deployment: RuntimeDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, capsys, "status") == TABLE.format(name="127.0.0.1:8123")
+    assert run(monkeypatch, capsys, "status", "--deployment", "8123") == TABLE.format(name="127.0.0.1:8123")
+    assert run(monkeypatch, capsys, "switch", "e0", "D").startswith("e0: E → D in 0.250 s")
+    said = run(monkeypatch, capsys, "status", "--deployment", "9000")
+    assert said == "epd-serve: no deployment of this user runs at 9000; those that run: 127.0.0.1:8123\n"
+
+
+def test_a_gateway_elsewhere_has_a_url(
+    url: str, root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, capsys, "status", "--admin", url) == TABLE.format(name=url)
+    assert run(monkeypatch, capsys, "switch", "e0", "D", "--admin", url).startswith("e0: E → D")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "start one with 'epd-serve up'"),
+        (("--admin", "127.0.0.1:8001"), "is no URL; write --admin http://127.0.0.1:8001"),
+        (("--admin", "URL/v1"), "Where it is the gateway's own port, give that of gateway.admin.port"),
+        (("--admin", "URL/text"), "answered 404, and no JSON; set gateway.admin.port"),
+        (("--admin", "URL/locked"), "wrong key; its key is read from EPD_SERVE_ADMIN_KEY"),
+        (("--admin", "http://127.0.0.1:1"), "nothing answers at http://127.0.0.1:1"),
+        (("--admin", "URL", "--deployment", "8000"), "give one of them"),
+    ],
+)
+def test_what_is_wrong_is_said_with_what_would_be_right(
+    arguments: tuple[str, ...],
+    said: str,
+    url: str,
+    root: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    given = [argument.replace("URL", url) for argument in arguments]
+    text = run(monkeypatch, capsys, "status", *given)
+    assert said in text and text.startswith("epd-serve: ") and text.count("\n") == 1
+
+
+def test_a_gateway_that_is_away_is_not_said_to_be_no_deployment(
+    deployment: RuntimeDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    deployment.admin.unlink()
+    assert "the gateway may be starting again" in run(monkeypatch, capsys, "status")
