@@ -28,7 +28,7 @@ from epd_serve.instance.feature_supply import FeatureSupply
 from epd_serve.instance.kv_delivery import Pulls
 from epd_serve.instance.language_engine import LanguageEngine, end_process
 from epd_serve.instance.language_weights import LanguageWeights
-from epd_serve.instance.lifecycle import Lifecycle
+from epd_serve.instance.lifecycle import DrainReason, Lifecycle
 from epd_serve.instance.metrics import InstanceMetrics
 from epd_serve.instance.peers import Peers
 from epd_serve.instance.prefill import PrefillService
@@ -91,7 +91,6 @@ class Instance:
         self.rates = StageRates(time.monotonic)
         self.refusals = Refusals(options.name)
         self.lifecycle = Lifecycle(self, options.role)
-        self._is_ending = False
         self.reports = Reporter(self.load, self.check_started, state=self._state)
         self._weights: LanguageWeights | None = None
 
@@ -218,7 +217,7 @@ class Instance:
     @property
     def draining(self) -> bool:
         """Whether it takes nothing new, as its process is to end."""
-        return self._is_ending or self.lifecycle.is_leaving
+        return self.lifecycle.is_leaving
 
     def check_started(self) -> None:
         """Raise Unavailable until the model is loaded."""
@@ -241,10 +240,8 @@ class Instance:
 
     async def drained(self) -> None:
         """Take no new requests; return when those that are here have ended."""
-        self._is_ending = True
         self.reports.close()
-        while any(self.in_use().values()):  # noqa: ASYNC110 - many parts would have to tell
-            await asyncio.sleep(_ASK_AGAIN_S)
+        await self.lifecycle.drain(DrainReason.END)
 
     async def probe(self, timeout_s: float) -> None:
         """Compute something with each part. Raises ServeError with code ``wedged`` where one does not."""

@@ -1,11 +1,13 @@
-"""An instance takes another role, or leaves: it drains, and then it is rebuilt or ends."""
+"""An instance drains: to take another role, to leave the deployment, or because its process ends."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable
+from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 from epd_serve.config.role_files import in_role
@@ -25,25 +27,36 @@ _TICK_S = 0.005
 _EMPTY_S = 30.0
 
 
+class DrainReason(Enum):
+    """The reasons for which an instance takes nothing new."""
+
+    SWITCH = auto()  # it is to serve another role
+    LEAVE = auto()  # it is to be ended once it is empty; whoever ordered it may change his mind
+    END = auto()  # its process ends (SIGTERM): answers end here
+
+
 class Lifecycle:
     """Carries orders to switch and to leave out, one at a time; it belongs to the event loop.
 
     Attributes:
         machine: the role, and where the instance is on its way to another.
-        is_leaving: whether it drains before its process ends (SIGTERM), or is empty; it takes nothing new.
     """
 
     def __init__(self, instance: Instance, role: Role, clock: Callable[[], float] = time.monotonic) -> None:
         self.machine = RoleSwitch(role)
-        self.is_leaving = False
         self._instance = instance
         self._clock = clock
         self._called_back = asyncio.Event()
         self._settled = asyncio.Event()
         self._settled.set()
         self._rebuilding: asyncio.Task[None] | None = None
-        self._is_draining_to_leave = False
+        self._draining: set[DrainReason] = set()
         self._empty: asyncio.TimerHandle | None = None
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether it takes nothing new because its process is to end."""
+        return self._empty is not None or not self._draining <= {DrainReason.SWITCH}
 
     def routes(self) -> list[tuple[str, str, Handler]]:
         """(method, path, handler)."""
@@ -91,8 +104,7 @@ class Lifecycle:
         self._settled.clear()
         self._called_back.clear()
         try:
-            self._instance.state_changed()
-            drain_s = await self._drain(order, began)
+            drain_s = await self.drain(DrainReason.SWITCH, order.deadline_s, order.patience_s)
             machine.drained()
             self._instance.state_changed()
             self._rebuilding = asyncio.create_task(self._rebuild(role))
@@ -118,52 +130,61 @@ class Lifecycle:
         self._instance.check_started()
         if not self.machine.is_serving:
             raise Conflict("it is on its way to another role")
-        if self._is_draining_to_leave:
+        if DrainReason.LEAVE in self._draining:
             raise Conflict("it is leaving already")
         if self._empty is not None:
             self._empty.cancel()
-        self._is_draining_to_leave = self.is_leaving = True
-        self._called_back.clear()
         logger.info("leaving: draining")
         try:
-            self._instance.state_changed()
-            seconds = await self._drain(order, self._clock())
+            seconds = await self.drain(DrainReason.LEAVE, order.deadline_s, order.patience_s)
         except BaseException:
             self._stay()
             raise
-        finally:
-            self._is_draining_to_leave = False
         self._empty = asyncio.get_running_loop().call_later(_EMPTY_S, self._stay)
         logger.info("leaving: empty after %.3f s", seconds)
         return wire.Left(seconds)
 
     def _stay(self) -> None:
         logger.info("leaving: it stays")
-        self.is_leaving = False
+        self._empty = None
         self._instance.state_changed()
 
-    async def _drain(self, order: wire.RoleOrder | wire.LeaveOrder, began: float) -> float:
-        """Send work away, more of it as the deadline comes nearer; the seconds until nothing was left."""
-        deadline, patience = began + order.deadline_s, began + min(order.patience_s, order.deadline_s / 2)
-        while True:
-            if self._called_back.is_set():
-                raise Conflict(f"it was called back to role {self.machine.role}")
-            now = self._clock()
-            self._instance.send_away(begun=now >= patience, late=now >= (patience + deadline) / 2)
-            in_use = {what: count for what, count in self._instance.in_use().items() if count}
-            if not in_use:
-                return now - began
-            if now >= deadline:
-                left = ", ".join(f"{count} {what}" for what, count in in_use.items())
-                raise StageTimeout(
-                    f"after {order.deadline_s:g} s there is still something to do ({left}); role "
-                    f"{self.machine.role} is served on"
-                )
-            try:
-                async with asyncio.timeout(_TICK_S):
-                    await self._called_back.wait()
-            except TimeoutError:
-                continue
+    async def drain(
+        self, reason: DrainReason, deadline_s: float = math.inf, patience_s: float = math.inf
+    ) -> float:
+        """Take nothing new; return the seconds until nothing was left.
+
+        Unless the process ends, work is sent away: what has not begun at once, the rest after ``patience_s``, more
+        of it as the deadline comes nearer.
+
+        Raises:
+            Conflict: it was called back to its role.
+            StageTimeout: something was still there at the deadline.
+        """
+        began = self._clock()
+        deadline, patience = began + deadline_s, began + min(patience_s, deadline_s / 2)
+        self._draining.add(reason)
+        self._instance.state_changed()
+        try:
+            while True:
+                if reason is DrainReason.SWITCH and self._called_back.is_set():
+                    raise Conflict(f"it was called back to role {self.machine.role}")
+                now = self._clock()
+                if reason is not DrainReason.END:
+                    self._instance.send_away(begun=now >= patience, late=now >= (patience + deadline) / 2)
+                in_use = {what: count for what, count in self._instance.in_use().items() if count}
+                if not in_use:
+                    return now - began
+                if now >= deadline:
+                    left = ", ".join(f"{count} {what}" for what, count in in_use.items())
+                    raise StageTimeout(
+                        f"after {deadline_s:g} s there is still something to do ({left}); role "
+                        f"{self.machine.role} is served on"
+                    )
+                await asyncio.sleep(_TICK_S)
+        finally:
+            if reason is not DrainReason.END:
+                self._draining.discard(reason)
 
     async def _rebuild(self, role: Role) -> None:
         machine, old = self.machine, self.machine.role

@@ -109,7 +109,7 @@ async def test_one_that_nobody_ends_serves_again(tmp_path: Path, monkeypatch: py
         instance.check_accepting()
         await instance.lifecycle.leave(wire.LeaveOrder())
         await instance.drained()
-        while instance.lifecycle.is_leaving:  # noqa: ASYNC110
+        while instance.lifecycle._empty is not None:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         with pytest.raises(ServeError, match="being shut down"):
             instance.check_accepting()

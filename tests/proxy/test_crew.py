@@ -15,9 +15,9 @@ from instance_info import instance_info
 
 from epd_serve.config import GatewayConfig
 from epd_serve.routing.table import InstanceTable
-from proxy.admin.orders import Departures, Hold, OrdersSettings, orders_router, show_ready
 from proxy.admin.plane import create_admin_app
-from proxy.admin.switches import Switches
+from proxy.admin.rollout import Departures, rollout_router, show_ready
+from proxy.admin.switches import Hold, Switches
 from proxy.admission.control import AdmissionControl
 from proxy.admission.keys import Authenticator
 from proxy.admission.queue import AdmissionQueue
@@ -139,14 +139,13 @@ async def test_a_change_that_fails_on_its_way_is_confirmed_by_nobody(crews, monk
     assert await first.ask_all("worker", dict) is None
 
 
-async def test_an_instance_is_ready_where_every_worker_says_so(crews, monkeypatch, tmp_path):
+async def test_an_instance_is_ready_where_every_worker_says_so(crews, monkeypatch):
     hub, (first, second) = await crews(2)
     tables = [InstanceTable([("d0", D0.url)]) for _ in "12"]
     health = Health(tables[0], {}, Current(GatewaySettings()))
     departures = Departures(Switches(tables[0], {}, health), {})
-    settings = OrdersSettings(tmp_path, lambda: None, lambda file: [])
     app = FastAPI()
-    app.include_router(orders_router(tables[0], departures, Hold(), settings, first))
+    app.include_router(rollout_router(tables[0], departures, Hold(), first))
     show_ready(second, tables[1])
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
