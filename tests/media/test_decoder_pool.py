@@ -293,7 +293,7 @@ class Place:
     async def wait_aside(self): pass
 
 async def main():
-    pool = DecoderPool(1, cpu_s=60, limits=LIMITS)
+    pool = DecoderPool(1, cpu_s=60, limits=MediaLimits(max_pixels=1 << 28, max_bytes=1 << 30))
     pool.start()
     print(pool._server.pid, flush=True)
     async with pool.decoded(sys.stdin.buffer.read(), (4000, 3000), Place()):
