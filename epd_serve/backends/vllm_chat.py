@@ -138,6 +138,8 @@ def _prompting(options: PromptOptions, *, is_chat: bool) -> Body:
         body["add_special_tokens"] = options.add_special_tokens
     if options.truncate is not None:
         body["truncate_prompt_tokens"] = options.truncate
+    if options.cache_salt:
+        body["cache_salt"] = options.cache_salt
     if not is_chat:
         return body
     if not options.add_generation_prompt:

@@ -198,17 +198,19 @@ class BlockPool:
 _ROOT = b"epd-serve kv block 1"
 
 
-def hash_blocks(token_ids: Sequence[int], block_size: int, spans: Sequence[MediaSpan] = ()) -> list[bytes]:
+def hash_blocks(
+    token_ids: Sequence[int], block_size: int, spans: Sequence[MediaSpan] = (), salt: str = ""
+) -> list[bytes]:
     """Hash each *full* block of a prompt, chained to its predecessors.
 
     Placeholder tokens are equal for all images, so a block that overlaps a span also hashes the span's mm_hash
-    and where in the span the block begins.
+    and where in the span the block begins. A ``salt`` is part of the first block, and so of all.
 
     Returns:
         One 32-byte digest for each of the ``len(token_ids) // block_size`` full blocks.
     """
     hashes: list[bytes] = []
-    parent = _ROOT
+    parent = blake3(_ROOT + salt.encode("utf-8", "surrogatepass")).digest() if salt else _ROOT
     for start in range(0, len(token_ids) - block_size + 1, block_size):
         end = start + block_size
         hasher = blake3(parent)

@@ -144,7 +144,7 @@ class PromptProcessor:
             spans=spans,
             positions=positions,
             position_delta=delta,
-            block_hashes=hash_blocks(ids, self._block_size, spans),
+            block_hashes=hash_blocks(ids, self._block_size, spans, request.prompting.cache_salt),
             max_tokens=max_tokens,
             sampling=sampling,
             constraint=None if sampling.grammar is None else self.grammars.constraint(sampling.grammar),

@@ -34,6 +34,8 @@ def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+#: As in vLLM: requests of another salt share no cached prefix and no encoded picture.
+CacheSalt = Annotated[str, Field(min_length=1, max_length=4096)]
 StopString = Annotated[str, Field(min_length=1)]
 StopStrings = Annotated[
     list[StopString],
@@ -156,7 +158,7 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
         "arguments; leave the field out (with engine: vllm they are set in instances.engine_args)",
     ),
     "guided_grammar": ((), "grammars differ between engines; send a JSON schema, a regular expression or choices"),
-    "cache_salt": ((), "the prefix cache cannot be salted; leave the field out"),
+    "cache_salt": ((), "nothing is cached here; leave the field out"),
 }
 
 #: The same for ``/v1/responses``.

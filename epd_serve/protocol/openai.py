@@ -17,6 +17,7 @@ from epd_serve.protocol.fields import (
     LABELS,
     NEUTRAL,
     WIRE_INTEGERS,
+    CacheSalt,
     RequestModel,
     StopString,
     StopStrings,
@@ -111,6 +112,7 @@ class GenerationRequest(RequestModel):
     skip_special_tokens: bool | None = None
     n: int | None = Field(None, ge=1, le=128)
     priority: int | None = Field(None, ge=-(2**31), lt=2**31)
+    cache_salt: CacheSalt | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -188,7 +190,11 @@ class GenerationRequest(RequestModel):
 
     def prompting(self) -> PromptOptions:
         """The options by which the prompt is turned into tokens."""
-        return PromptOptions(add_special_tokens=self.add_special_tokens, truncate=self.truncate_prompt_tokens)
+        return PromptOptions(
+            add_special_tokens=self.add_special_tokens,
+            truncate=self.truncate_prompt_tokens,
+            cache_salt=self.cache_salt or "",
+        )
 
     def sampling(self, seed: int) -> SamplingParams:
         """Sampling parameters with the API's defaults filled in; ``seed`` is used where the request has none."""

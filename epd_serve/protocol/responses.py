@@ -14,6 +14,7 @@ from epd_serve.errors import InvalidRequest
 from epd_serve.protocol.fields import (
     RESPONSES_NEUTRAL,
     WIRE_INTEGERS,
+    CacheSalt,
     RequestModel,
     decode_object,
     drop_neutral,
@@ -161,6 +162,7 @@ class ResponsesRequest(RequestModel):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     priority: int | None = Field(None, ge=-(2**31), lt=2**31)
+    cache_salt: CacheSalt | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -234,6 +236,7 @@ class ResponsesCall(ChatCompletionRequest):
                     "parallel_tool_calls": asked.parallel_tool_calls,
                     "response_format": _format(asked.text),
                     "priority": asked.priority,
+                    "cache_salt": asked.cache_salt,
                     "stream": asked.stream,
                     "stream_options": StreamOptions(include_usage=True) if asked.stream else None,
                 }

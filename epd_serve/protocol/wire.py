@@ -100,6 +100,7 @@ class PromptOptions(Message, frozen=True):
         add_special_tokens: None leaves it to the tokenizer for a prompt, and adds none to a rendered chat.
         truncate: number of the last tokens to keep; None: all.
         tools, template_kwargs: JSON for the chat template, or "".
+        cache_salt: requests with another one share no cached prefix with this one; "": all that have none.
     """
 
     add_generation_prompt: bool = True
@@ -108,6 +109,7 @@ class PromptOptions(Message, frozen=True):
     truncate: int | None = None
     tools: str = ""
     template_kwargs: str = ""
+    cache_salt: str = ""
 
 
 class OutputOptions(Message, frozen=True):

@@ -192,13 +192,13 @@ class Endpoint:
         """Answer a request, through ``sink`` or in one piece. Raises ServeError, even after the first byte."""
         raise NotImplementedError
 
-    async def _media(self, exchange: Exchange, sources: list[MediaSource]) -> list[MediaItem]:
+    async def _media(self, exchange: Exchange, sources: list[MediaSource], salt: str = "") -> list[MediaItem]:
         info = self._table.models().get(exchange.record.model)
         fingerprint = "" if info is None else info.media_fingerprint
         if any(not source.is_inline for source in sources):
             exchange.client.let_go()
             await exchange.fetch(self._loader.places, self._settings.now.gateway.queue_timeout_s)
-        items = await self._loader.load(sources, fingerprint, exchange.asker)
+        items = await self._loader.load(sources, fingerprint, exchange.asker, salt)
         exchange.record.media([one.width * one.height for one in items], sum([len(item.data) for item in items]))
         self._metrics.media_bytes.add(exchange.record.media_bytes, "image")
         return items
@@ -243,7 +243,8 @@ class GenerationEndpoint(Endpoint):
         )
         items: list[MediaItem] = []
         if parsed.has_media:
-            items = await parsed.load(lambda sources: self._media(exchange, sources))
+            salt = request.prompting().cache_salt
+            items = await parsed.load(lambda sources: self._media(exchange, sources, salt))
         exchange.client.let_go()
         await exchange.admit()
         jobs = self._jobs(exchange, request, model, items)

@@ -80,6 +80,7 @@ async def demand_of(job: Job, instances: Instances) -> Demand:
         pieces = [next(names) if text is None else text for text in texts]
         if isinstance(job.prompt, list):
             pieces = [f"{token} " for token in job.prompt]
+        pieces.insert(0, job.prompting.cache_salt)
     return Demand(
         num_characters=_num_characters(job),
         num_tokens=len(job.prompt) if isinstance(job.prompt, list) else 0,

@@ -40,7 +40,7 @@ class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
     """A checked media item; ``param`` is its place in the request.
 
     ``low_detail``: width and height are those to which it is scaled down. ``mm_hash`` is its name under
-    ``fingerprint``, where it has one already.
+    ``fingerprint`` and with the request's ``salt``, where it has one already.
     """
 
     data: bytes
@@ -50,12 +50,15 @@ class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
     low_detail: bool = False
     fingerprint: str = ""
     mm_hash: str = ""
+    salt: str = ""
 
     async def name(self, fingerprint: str) -> MediaRef:
         """The item as P knows it, under a model's ``media_fingerprint``."""
         name = self.mm_hash
         if not name or fingerprint != self.fingerprint:
-            name = await _off_loop("", len(self.data), mm_hash, self.data, _kind(self.low_detail), fingerprint)
+            name = await _off_loop(
+                "", len(self.data), mm_hash, self.data, _kind(self.low_detail), fingerprint, self.salt
+            )
         return MediaRef(mm_hash=name, width=self.width, height=self.height, low_detail=self.low_detail)
 
 
@@ -76,12 +79,13 @@ class MediaLoader:
         return self._settings.now.media_limits
 
     async def load(
-        self, sources: Sequence[MediaSource], fingerprint: str = "", asker: str = ""
+        self, sources: Sequence[MediaSource], fingerprint: str = "", asker: str = "", salt: str = ""
     ) -> list[MediaItem]:
         """All items of a request, in order. Raises InvalidRequest with ``param`` for the first that is no good.
 
         Those that the request holds are named at once under the ``fingerprint`` of the model that they are most
-        likely for, while their bytes are at hand; "": not yet. Those by URL are fetched with the connections of
+        likely for, while their bytes are at hand; "": not yet.
+        Items of another ``salt`` have other names. Those by URL are fetched with the connections of
         the ``asker``.
         """
         gateway = self._settings.now.gateway
@@ -100,6 +104,8 @@ class MediaLoader:
 
         def checked(item: MediaItem) -> MediaItem:
             nonlocal total
+            if salt:
+                item = msgspec.structs.replace(item, salt=salt, mm_hash="")
             total += len(item.data)
             if total > gateway.max_body_bytes:
                 raise TooLarge(
@@ -244,14 +250,15 @@ def decode_data_url(header: str, text: str | memoryview, max_bytes: int) -> tupl
     return media_type, bytes(data)
 
 
-def mm_hash(data: bytes, modality: str, fingerprint: str) -> str:
+def mm_hash(data: bytes, modality: str, fingerprint: str, salt: str = "") -> str:
     """Name of a media item's feature: 64 hex digits of blake3.
 
-    Over the media bytes, the modality and the model's ``media_fingerprint``; each field is preceded by its
-    length, so that no two different triples give the same input.
+    Over the media bytes, the modality, the model's ``media_fingerprint`` and the request's salt, if it has one;
+    each field is preceded by its length, so that no two different ones give the same input.
     """
     hasher = blake3(b"epd-serve media 1")
-    for field in (modality.encode(), fingerprint.encode(), data):
+    salts = (salt.encode("utf-8", "surrogatepass"),) if salt else ()
+    for field in (modality.encode(), fingerprint.encode(), data, *salts):
         hasher.update(struct.pack("<Q", len(field)))
         hasher.update(field)
     return hasher.hexdigest()

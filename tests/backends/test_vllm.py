@@ -80,6 +80,13 @@ def test_p_and_d_are_given_the_same_prompt() -> None:
     assert "stop" not in body
 
 
+def test_p_and_d_are_given_the_salt() -> None:
+    asked = request(chat(cache_salt="mine"))
+    for body in (vllm_chat.prefill_body(asked, ()), vllm_chat.answer_body(asked, ())):
+        assert body["cache_salt"] == "mine"
+    assert "cache_salt" not in vllm_chat.answer_body(request(chat()), ())
+
+
 @pytest.mark.parametrize(
     ("fields", "sent"),
     [

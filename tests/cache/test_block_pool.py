@@ -158,3 +158,10 @@ def test_hashes_tell_images_apart_and_chain() -> None:
     assert hash_blocks(tokens[:8], 4, [MediaSpan(2, 6, "a" * 64)]) == one[:2]
     shifted = hash_blocks(tokens, 4, [MediaSpan(3, 6, "a" * 64)])
     assert shifted[0] != one[0], "another part of the same image"
+
+
+def test_prompts_of_another_salt_share_no_block() -> None:
+    tokens = list(range(12))
+    plain, one, two = (hash_blocks(tokens, 4, salt=salt) for salt in ("", "a", "b"))
+    assert plain == hash_blocks(tokens, 4) and one == hash_blocks(tokens, 4, salt="a")
+    assert not set(plain) & set(one) and not set(one) & set(two)
