@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from epd_serve.config import DEMO_MODEL
+from epd_serve.config.hub import beside
 
 ParentPid = Annotated[
     int | None, typer.Option(help="End when this process, the starter of this one, ends.", hidden=True)
@@ -20,7 +21,7 @@ Port = Annotated[
 
 def model_of(name: str) -> str:
     """Relative to where the user stands, not to the file."""
-    return name if name == DEMO_MODEL else str(Path(name).expanduser().resolve())
+    return name if name == DEMO_MODEL else beside(name, Path.cwd())
 
 
 def tie_to(parent_pid: int | None) -> None:

@@ -25,7 +25,7 @@ def up(
         typer.Option(min=0, max=65535, help="Port of the first instance; the others follow. 0: free ones."),
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help="Over the file's: 'demo' or a transformers model directory.")
+        str | None, typer.Option(help="Over the file's: 'demo', a model's directory, or its name on the hub.")
     ] = None,
     dry: Annotated[
         bool, typer.Option("--dry-run", help="Print every command line and its environment; start nothing.")
@@ -41,6 +41,10 @@ def up(
     if model is not None:
         changes["model"] = model_of(model)
     config = change_config(load_config(file) if file else DeploymentConfig(), changes)
+    if not dry:
+        from epd_serve.launch.download import download
+
+        download(config.model)
     if config.engine == "native" or not dry:  # vLLM's command lines may be for another machine
         from epd_serve.launch.preflight import check_deployment
 

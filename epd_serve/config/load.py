@@ -16,6 +16,7 @@ from ruamel.yaml.error import MarkedYAMLError
 from ruamel.yaml.reader import ReaderError
 
 from epd_serve.config.gateway import GatewayConfig, SecretSource
+from epd_serve.config.hub import beside
 from epd_serve.config.schema import DEMO_MODEL, DeploymentConfig
 from epd_serve.config.sections import overlay
 from epd_serve.config.vllm import VllmConfig
@@ -68,7 +69,7 @@ def load_config(path: Path) -> DeploymentConfig:
     changes: dict[str, Any] = {}
     try:
         if config.model != DEMO_MODEL:
-            changes["model"] = str(here / Path(config.model).expanduser())
+            changes["model"] = beside(config.model, here)
         if config.interference is not None:
             changes["interference"] = str(here / config.interference.expanduser())
         if config.generation_config not in ("auto", "off"):

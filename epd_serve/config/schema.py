@@ -20,6 +20,7 @@ from pydantic import (
 from epd_serve.config.applied import Anew, Hot, Rebuild, Restart
 from epd_serve.config.elastic import ElasticConfig, RoleName
 from epd_serve.config.gateway import GatewayConfig, Secret, check_admin_key, read_secret
+from epd_serve.config.hub import HubModel
 from epd_serve.config.keys import check_cluster_key, cluster_key
 from epd_serve.config.options import InstanceOptions
 from epd_serve.config.sections import (
@@ -78,13 +79,13 @@ class DeploymentConfig(SharedConfig):
     model: Anew[str] = Field(
         default=DEMO_MODEL,
         min_length=1,
-        description="'demo' is the built-in model; else the directory of a transformers model, "
-        "relative to this file.",
+        description="'demo' is the built-in model; else the directory of a transformers model, relative to this "
+        "file, or its name on the Hugging Face hub, as in Qwen/Qwen2.5-VL-3B-Instruct, or with @REVISION.",
     )
     served_model_name: Anew[str | None] = Field(
         default=None,
         min_length=1,
-        description="What clients call the model; null: 'demo', or the directory's name.",
+        description="What clients call the model; null: 'demo', the directory's name, or the hub's.",
     )
     engine: Anew[Literal["native", "vllm"]] = Field(
         default="native",
@@ -278,9 +279,10 @@ class DeploymentConfig(SharedConfig):
     @property
     def model_name(self) -> str:
         """The name by which clients call the model."""
-        return self.served_model_name or (
-            DEMO_MODEL if self.model == DEMO_MODEL else Path(self.model).resolve().name
-        )
+        if self.served_model_name or self.model == DEMO_MODEL:
+            return self.served_model_name or DEMO_MODEL
+        path, named = Path(self.model), HubModel.parse(self.model)
+        return path.resolve().name if named is None or path.is_dir() else named.repo
 
     def options_for(
         self,
@@ -349,13 +351,20 @@ class DeploymentConfig(SharedConfig):
 
 
 def model_path(model: str) -> Path:
-    """The directory of a model: the built-in one for ``demo``, else the directory that is named.
+    """The directory of a model: the built-in one for ``demo``, the one that is named, or the hub's cache has.
 
     Raises ValueError that says what is missing.
     """
     if model == DEMO_MODEL:
         return weights_dir()
     path = Path(model).expanduser().resolve()
+    if not path.is_dir() and (named := HubModel.parse(model)) is not None:
+        if (found := named.cached()) is None:
+            raise ValueError(
+                f"model {model!r}: there is no directory {path}, and the Hugging Face cache has no model of that "
+                f"name; download it with '{named.command}', as 'epd-serve up' does"
+            )
+        path = found
     if not path.is_dir():
         hint = "; download a model from the Hugging Face hub first, as in 'hf download NAME --local-dir DIR'"
         raise ValueError(f"model {model!r}: there is no directory {path}{hint}")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from epd_serve.backends.vllm_command import shell_line
 from epd_serve.config import DeploymentConfig, model_path
+from epd_serve.config.hub import beside
 from epd_serve.config.keys import CLUSTER_KEY
 from epd_serve.launch.commands import instance_specs
 from epd_serve.launch.holdings import resolved
@@ -80,7 +81,7 @@ def _vllm(config: DeploymentConfig, ports: tuple[int, ...], environment: Mapping
     try:
         model = str(model_path(config.model))
     except ValueError as error:
-        model = str(Path(config.model).expanduser().resolve())
+        model = beside(config.model, Path.cwd())
         yield f"# not on this machine: {error}"
     for process in vllm_processes(config, ports, environment, path, flags=flags, model=model):
         placed = process.placement
