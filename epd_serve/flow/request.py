@@ -9,6 +9,7 @@ from enum import StrEnum
 from typing import Any
 
 from msgspec import Struct
+from msgspec import field as struct_field
 
 from epd_serve.errors import (
     DRAINING,
@@ -105,8 +106,7 @@ class Asked(Struct, frozen=True, kw_only=True):
     generated: list[int] = []
 
 
-@dataclass(slots=True, eq=False)
-class _Attempt:
+class _Attempt(Struct, eq=False):
     """One try: its calls, and what has become of them.
 
     Attributes:
@@ -123,13 +123,13 @@ class _Attempt:
     request_id: str
     held: HeldKV | None = None
     is_moved: bool = False
-    suspects: set[str] = field(default_factory=set)
+    suspects: set[str] = struct_field(default_factory=set)
     is_cut: bool = False
     follows: bool = False
     decode: ServeError | bool = False
     explained: on.Refused | on.Broke | None = None
-    encodes: dict[int, ItemEncode] = field(default_factory=dict)
-    open: list[Stage] = field(default_factory=list)
+    encodes: dict[int, ItemEncode] = {}
+    open: list[Stage] = []
 
     @property
     def is_moving(self) -> bool:
@@ -201,7 +201,7 @@ class RequestFlow:
         """The actions that follow from an event. One that comes too late has none."""
         actions = self._actions = []
         kind = type(event)
-        if self.state not in _UNSENT or kind in _BEFORE:
+        if kind in _BEFORE or self.state not in _UNSENT:
             _EVENTS[kind](self, event)
         return actions
 
@@ -533,8 +533,9 @@ class RequestFlow:
 
     def _close_all(self) -> None:
         attempt = self._attempt
-        self._actions += [do.CancelEncode(item) for item in attempt.encodes]
-        attempt.encodes.clear()
+        if attempt.encodes:
+            self._actions += [do.CancelEncode(item) for item in attempt.encodes]
+            attempt.encodes.clear()
         self._close(_P)
         self._close(_D)
 

@@ -105,7 +105,7 @@ def check_parts(number: int, param: str) -> None:
 
 def check_messages(messages: Sequence[Message]) -> None:
     """Rules that join several fields. Raises InvalidRequest."""
-    check_parts(sum(len(message.content or ()) for message in messages), "messages")
+    check_parts(sum([len(message.content or ()) for message in messages]), "messages")
     for i, message in enumerate(messages):
         if (
             message.role != "user"

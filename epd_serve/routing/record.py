@@ -75,7 +75,8 @@ class InstanceRecord:
     def pending(self) -> Work:
         """The instance's work: its last report, and this gateway's calls that the report does not contain."""
         if self._pending is None:
-            self._pending = self._reported - self._ended + self._own
+            left = self._reported if self._ended is NONE else self._reported - self._ended
+            self._pending = left if self._own is NONE else left + self._own
         return self._pending
 
     @property
@@ -162,8 +163,10 @@ class OpenCall:
         self._key = key = stage + request_id
         record.in_flight[stage] += 1
         record.num_chosen[stage] += 1
-        record.sent_encode_s += record.costs.encode_s(work.num_pixels)
-        record._own += work
+        if work.num_pixels:
+            record.sent_encode_s += record.costs.encode_s(work.num_pixels)
+        if work is not NONE:
+            record._own += work
         record._changed()
         calls = record._unreported.get(key)
         if calls is None:
@@ -183,7 +186,8 @@ class OpenCall:
         calls.remove(self)
         if not calls:
             del record._unreported[key]
-        record._own -= self.work
+        if self.work is not NONE:
+            record._own -= self.work
 
     def __enter__(self) -> Self:
         return self

@@ -155,16 +155,10 @@ class InstanceTable:
             ]
             if covering:  # names of models that there are not could be any number
                 self._covering[stage, model] = covering
-        found: list[InstanceRecord] = []
-        stale: list[InstanceRecord] = []
-        thieves: list[InstanceRecord] = []
-        for record in covering:
-            if record.ready and record.accepting:
-                if stage is not Stage.ENCODE and record.info is not None and record.info.steals:
-                    thieves.append(record)
-                else:
-                    (stale if record.is_stale else found).append(record)
-        return found or stale or thieves
+        up = [one for one in covering if one.ready and one.accepting]
+        if self.has_thieves and stage is not Stage.ENCODE:
+            up = [one for one in up if not one.steals] or up
+        return [one for one in up if not one.is_stale] or up
 
     def wait_s(self, model: str) -> float:
         """Estimate of what a small request of a model would wait now before it is computed; 0 where it cannot be

@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from epd_serve.config.gateway import ApiKeyConfig
@@ -149,13 +148,16 @@ class Visit:
         self._generates = generates
         self._prompt = (num_prompt_tokens, has_media)
         now_s = admission.clock()
-        with self._refusing():
+        try:
             if has_media:
                 self._check_time(now_s)
                 admission.queue.check(client, priority)
             if num_tokens:  # else it waits for no debt of the key, either
                 client.charge(num_tokens, now_s)
             self._charged = num_tokens
+        except Overloaded as error:
+            self._refused(error)
+            raise
 
     def admit(self) -> asyncio.Future[None] | None:
         """Ask to run. None: at once. Else a future to await: done when it may run, or Overloaded after the queue's
@@ -168,11 +170,14 @@ class Visit:
         admission = self._admission
         assert self._ticket is None and not self._left
         now_s = self._queued_s = admission.clock()
-        with self._refusing():
+        try:
             self._check_time(now_s)
             ticket = self._ticket = admission.queue.enter(
                 self.client, self._priority, now_s, self._on_admitted, self._on_displaced
             )
+        except Overloaded as error:
+            self._refused(error)
+            raise
         if ticket.state is TicketState.ADMITTED:
             return None
         loop = asyncio.get_running_loop()
@@ -180,14 +185,9 @@ class Visit:
         self._timer = loop.call_later(admission.settings.now.gateway.queue_timeout_s, self._on_timeout)
         return self._waiting
 
-    @contextmanager
-    def _refusing(self) -> Iterator[None]:
-        try:
-            yield
-        except Overloaded as error:
-            self._refund()
-            self._admission.refused(error.code or "", self.client.name)
-            raise
+    def _refused(self, error: Overloaded) -> None:
+        self._refund()
+        self._admission.refused(error.code or "", self.client.name)
 
     def _check_time(self, now_s: float) -> None:
         """Raises Overloaded where the SLO is out of reach."""

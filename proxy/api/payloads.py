@@ -36,6 +36,8 @@ _PLACEHOLDER = f"payload-{secrets.token_hex(16)}-"
 _LITTLE_BODY = 4 << 20
 _LITTLE_TEXT = 64 << 10
 _FEW_BRACKETS = 500
+#: Characters of base64 among which there are slashes, as every 64th is one.
+_MANY_SLASHES = 4096
 #: Bytes that are searched at once.
 _PIECE = 2 << 20
 
@@ -178,8 +180,12 @@ def _find(body: bytearray, start: int) -> int:
 
 
 def _unescaped(body: bytearray, view: memoryview, start: int, end: int) -> memoryview:
-    r"""A payload with ``\/`` as ``/``: some languages write it so."""
-    if body.find(b"\\", start, end) < 0:
+    r"""A payload with ``\/`` as ``/``: some languages write it so.
+
+    They do from its beginning on, so no more is searched of a body that can be parsed as it is if that is wrong.
+    """
+    looked_at = end if len(body) > MAX_TEXT_BYTES else min(end, start + _MANY_SLASHES)
+    if body.find(b"\\", start, looked_at) < 0:
         return view[start:end]
     return memoryview(bytes(view[start:end]).replace(rb"\/", b"/"))
 

@@ -191,15 +191,19 @@ class Dispatch:
                 return step
 
     def feed(self, event: on.Event) -> None:
-        """Do what follows from an event."""
-        self._events.append(event)
+        """Do what follows from an event, and from those that come of that."""
+        events = self._events
         if self._is_feeding:
+            events.append(event)
             return
         self._is_feeding = True
         try:
-            while self._events:
-                for action in self.flow.tell(self._events.pop(0)):
+            while True:
+                for action in self.flow.tell(event):
                     _ACTIONS[type(action)](self, action)
+                if not events:
+                    break
+                event = events.pop(0)
         except Exception as error:  # noqa: BLE001 - a fault of the gateway's own, raised in the request's task
             self._crashed(error)
         finally:

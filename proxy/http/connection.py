@@ -174,14 +174,12 @@ class GatewayConnection(asyncio.BufferedProtocol):
             ):
                 self._hand_over()
             return
-        headers: dict[bytes, bytes] = {}
+        lines = _HEADER.findall(head[2])
+        headers = {name.lower(): value for name, value in reversed(lines)}  # of several values, the first
         repeated: set[bytes] = set()
-        for name, value in _HEADER.findall(head[2]):
-            name = name.lower()
-            if name in headers:
-                repeated.add(name)
-            else:
-                headers[name] = value
+        if len(headers) < len(lines):
+            names = [name.lower() for name, _ in lines]
+            repeated = {name for name in headers if names.count(name) > 1}
         length = headers.get(b"content-length")
         connection = headers.get(b"connection", b"keep-alive").lower()
         endpoint: RawEndpoint | None = self._endpoints.get(head[1])

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from proxy.observe.record import DECODE, PREFILL, TRANSFER, RequestRecord
+from proxy.observe.record import RequestRecord
 
 logger = logging.getLogger(__name__)
 
@@ -203,8 +203,8 @@ def line_of(record: RequestRecord, wall_offset_s: float) -> Line:
         None if tpot_s is None else round(1e3 * tpot_s, 3),
         round(1e3 * record.duration_s, 3),
         round(1e3 * record.queue_s, 3),
-        record.instance_of(PREFILL),
-        record.instance_of(DECODE, TRANSFER),
+        record.prefill,
+        record.decode,
         stages(record),
         record.retries,
         record.continuations,
@@ -219,7 +219,7 @@ def stages(record: RequestRecord) -> list[StageLine]:
         StageLine(
             span.name,
             round(1e3 * (span.start_s - arrived_s), 3),
-            round(1e3 * span.seconds, 3),
+            round(1e3 * (span.end_s - span.start_s), 3),
             **span.attributes,  # type: ignore[arg-type]
         )
         for span in record.spans

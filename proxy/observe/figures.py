@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from proxy.observe.record import ENCODE, PREFILL, TRANSFER, RequestRecord
+from proxy.observe.record import ENCODE, QUEUE, TRANSFER, RequestRecord
 
 SPAN_S = 120
 #: Times that are kept of one second: enough for its percentiles, however many requests end in it.
@@ -59,20 +59,22 @@ class Figures:
             now.ttft_s.append(ttft_s)
         if tpot_s is not None and len(now.tpot_s) < _MAX_SAMPLES:
             now.tpot_s.append(tpot_s)
-        prefill = record.instance_of(PREFILL) or ""
+        prefill = record.prefill or ""
         for span in record.spans:
-            about = span.attributes
-            instance, source = str(about.get("instance", "")), str(about.get("feature", ""))
-            if instance:
-                now.stages[instance] = now.stages.get(instance, 0) + (span.name != TRANSFER)
-            if source:
-                now.sources[source] = now.sources.get(source, 0) + 1
-            flow = None
-            if span.name == ENCODE and instance != prefill:
+            name, about = span.name, span.attributes
+            if name == QUEUE:
+                continue
+            instance = str(about["instance"])
+            now.stages[instance] = now.stages.get(instance, 0) + (name != TRANSFER)
+            if name == ENCODE:
+                if source := str(about.get("feature", "")):
+                    now.sources[source] = now.sources.get(source, 0) + 1
                 flow = ("features", instance, prefill)
-            elif span.name == TRANSFER:
+            elif name == TRANSFER:
                 flow = ("kv", prefill, instance)
-            if flow is not None and "failed" not in about:
+            else:
+                continue
+            if instance != prefill and "failed" not in about:
                 now.flows[flow] = now.flows.get(flow, 0) + 1
 
     def with_others(self, others: Iterable[Iterable[Second]]) -> Figures:

@@ -206,7 +206,7 @@ class GatewayMetrics:
             self._generation_tokens.add(output_tokens)
             self._request_generation_tokens.observe(output_tokens)
         for span in record.spans:
-            self._stages.observe(span.seconds, span.name)
+            self._stages.observe(span.end_s - span.start_s, span.name)
             if source := span.attributes.get("feature"):
                 self._features.add(1.0, str(source))
                 self._mm_queries.add(1.0)

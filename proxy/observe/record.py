@@ -58,6 +58,8 @@ class RequestRecord:
         items: mm_hashes of its media items.
         pace: times the events of a streamed answer; None: nobody wants to know.
         spans: its stages, over all attempts, each under its attempt's request id.
+        prefill, decode: the instances that did these stages last; None where none did.
+        tpot_s: mean time of each output token after the first, of a streamed answer with more than one.
         retries, continuations: attempts after the first, before or after the first token.
     """
 
@@ -68,6 +70,7 @@ class RequestRecord:
         "arrived_s",
         "context",
         "continuations",
+        "decode",
         "encode_retries",
         "end_s",
         "endpoint",
@@ -83,6 +86,7 @@ class RequestRecord:
         "output_tokens",
         "pace",
         "pixels",
+        "prefill",
         "prompt_note",
         "prompt_tokens",
         "queue_s",
@@ -91,6 +95,7 @@ class RequestRecord:
         "spans",
         "status",
         "streamed",
+        "tpot_s",
     )
 
     def __init__(self, endpoint: str, context: TraceContext, request_id: str, arrived_s: float) -> None:
@@ -116,6 +121,9 @@ class RequestRecord:
         self.items: list[str] = []
         self.finish_reason = ""
         self.spans: list[Span] = []
+        self.prefill: str | None = None
+        self.decode: str | None = None
+        self.tpot_s: float | None = None
         self.retries = 0
         self.continuations = 0
         self.encode_retries = 0
@@ -218,12 +226,19 @@ class RequestRecord:
                 self.prompt_tokens = usage[0]
         self._streams.clear()
         assert self.end_s is not None
+        if self.first_s is not None and self.output_tokens is not None and self.output_tokens > 1:
+            self.tpot_s = (self.end_s - self.first_s) / (self.output_tokens - 1)
         for span in self.spans:
+            name = span.name
+            if name == PREFILL:
+                self.prefill = str(span.attributes["instance"])
+            elif name in (TRANSFER, DECODE):
+                self.decode = str(span.attributes["instance"])
             if span.end_s == inf:
                 span.end_s = self.end_s
                 if self.status != 200:
                     span.attributes["failed"] = True
-                elif span.name == ENCODE:
+                elif name == ENCODE:
                     span.attributes["feature"] = ENCODED  # faster than the answer that tells whether it was stored
         if self.prompt_note:
             num_tokens, indexes = read_prompt_note(self.prompt_note)
@@ -241,18 +256,3 @@ class RequestRecord:
     @property
     def ttft_s(self) -> float | None:
         return None if self.first_s is None else self.first_s - self.arrived_s
-
-    @property
-    def tpot_s(self) -> float | None:
-        """Mean time of each output token after the first, of a streamed answer with more than one."""
-        if self.first_s is None or self.end_s is None or (self.output_tokens or 0) < 2:
-            return None
-        assert self.output_tokens is not None
-        return (self.end_s - self.first_s) / (self.output_tokens - 1)
-
-    def instance_of(self, *stages: str) -> str | None:
-        """The instance that did a stage last."""
-        for span in reversed(self.spans):
-            if span.name in stages:
-                return str(span.attributes["instance"])
-        return None

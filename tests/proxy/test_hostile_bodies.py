@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import threading
 import time
@@ -11,10 +12,12 @@ import pytest
 
 from benchmarks.hostile_bodies import HOSTILE
 from epd_serve.errors import InvalidRequest
+from epd_serve.protocol.messages import MediaSource
 from epd_serve.protocol.openai import ChatCompletionRequest, CompletionRequest
 from epd_serve.protocol.responses import ResponsesRequest
 from epd_serve.protocol.tokenizing import DetokenizeBody, TokenizeBody
 from proxy.api import payloads
+from proxy.media.loader import decode_data_url
 
 PARSERS = {
     "/v1/chat/completions": ChatCompletionRequest.parse,
@@ -104,6 +107,22 @@ async def test_slashes_may_be_escaped_in_a_picture():
         [source] = parsed._sources
         assert source.payload == b"AB/+" * 1000
         assert parsed.text_bytes < 200
+
+
+@pytest.mark.parametrize("limit", [payloads.MAX_TEXT_BYTES, 1000])
+async def test_slashes_that_are_escaped_late_in_a_picture(monkeypatch, limit):
+    """A body that can be parsed as it is is, if need be; of one that is too long for that all is searched."""
+    monkeypatch.setattr(payloads, "MAX_TEXT_BYTES", limit)
+    plain = "A" * 8000 + "AB/+" * 1000
+    text = json.dumps(_chat("data:image/png;base64," + plain)).replace(plain, plain.replace("/", "\\/"))
+    parsed = payloads.ParsedBody(ChatCompletionRequest.parse, bytearray(text.encode()))
+
+    async def load(sources: list[MediaSource]) -> list[bytes]:
+        [source] = sources
+        header, _, text = source.url.partition(",")
+        return [decode_data_url(f"{header},", text if source.payload is None else source.payload, 1 << 20)[1]]
+
+    assert await parsed.load(load) == [base64.b64decode(plain)]
 
 
 def _chat(url: str) -> dict[str, object]:
