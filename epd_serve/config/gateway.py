@@ -133,7 +133,9 @@ class KeyLimits(Section):
         default=None,
         description="Of the prompt, estimated from its length, and max_tokens together. null: no limit.",
     )
-    max_concurrent: int | None = Field(default=None, ge=1, description="Requests at once; null: no limit.")
+    max_concurrent: int | None = Field(
+        default=None, ge=1, description="Choices of requests at once; null: no limit."
+    )
     highest_priority: int | None = Field(
         default=None, description="Lowest number that the key's requests may send as priority; null: any."
     )
@@ -253,7 +255,9 @@ class GatewayConfig(Section):
     )
     request_timeout_s: Hot[Seconds] = Field(default=600.0, description="Longest time for one request.")
     max_in_flight: Hot[int] = Field(
-        default=1024, ge=1, description="Requests that run on the instances at once; others wait in a queue."
+        default=1024,
+        ge=1,
+        description="Choices of requests that run on the instances at once; other requests wait in a queue.",
     )
     max_queue: Hot[int] = Field(default=4096, ge=0, description="Requests that may wait; others get a 429.")
     queue_timeout_s: Hot[Seconds] = Field(

@@ -6,6 +6,7 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 from epd_serve.cache.block_pool import num_blocks_for
 from epd_serve.cache.tombstones import Tombstones
@@ -26,6 +27,7 @@ from epd_serve.instance.peers import Peers
 from epd_serve.instance.vocabulary import Vocabulary
 from epd_serve.protocol import wire
 from epd_serve.request import Sequence
+from epd_serve.sched.turns import Asker
 from epd_serve.telemetry.timeline import Timeline
 from epd_serve.transfer.reservation import Reservation, ReservationState, ReservationTable
 from epd_serve.transfer.transport import PeerGone, TransferError, Transport
@@ -35,6 +37,29 @@ from epd_serve.worker.constraints import Constraint
 from epd_serve.worker.engine import Engine
 from epd_serve.worker.events import EngineEvent
 from epd_serve.worker.kv_memory import KVMemory
+
+
+@dataclass(eq=False, slots=True)
+class _Waiting:
+    """A reservation that waits for blocks."""
+
+    reservation: Reservation
+    request: wire.ReserveRequest
+    arrival_s: float
+    turn: asyncio.Future[None]
+
+    @property
+    def asker(self) -> Asker:
+        request = self.request
+        return Asker(request.key, request.group or request.request_id, request.priority)
+
+    def end(self, error: Exception | None) -> None:
+        if self.turn.done():
+            return
+        if error is None:
+            self.turn.set_result(None)
+        else:
+            self.turn.set_exception(error)
 
 
 class DecodeService:
@@ -85,8 +110,7 @@ class DecodeService:
             is_being_written=lambda block: is_being_written(memory.region, block),
             gate=transport.gate,
         )
-        self._admission = asyncio.Lock()
-        self._freed = asyncio.Event()
+        self._waiting: list[_Waiting] = []  # in the order in which they came
         self._expected: dict[str, asyncio.Future[Generation]] = {}
         self._unclaimed: dict[str, tuple[Generation, float]] = {}
         self.generations: dict[str, Generation] = {}
@@ -114,7 +138,8 @@ class DecodeService:
 
     def blocks_freed(self) -> None:
         """Blocks came back to the pool; call it on the event loop."""
-        self._freed.set()
+        if self._waiting:
+            self._grant()
 
     # ------------------------------------------------------------------ from the gateway
 
@@ -142,13 +167,13 @@ class DecodeService:
         self._engine.abort(request_id)
         self._timeline.drop(request_id)
         self._reservations.abandon(request_id)
-        self._freed.set()  # the one at the head of the queue for blocks may be this one
         self._ended.add(request_id, True)
+        self._grant()  # the first that waits for blocks may be this one
 
     # ------------------------------------------------------------------ from the prefill instance
 
     async def reserve(self, request: wire.ReserveRequest) -> wire.ReserveReply:
-        """Blocks for a request, as soon as there are enough; requests are served in the order they came.
+        """Blocks for a request, as soon as there are enough. Requests are served in turn (sched/turns.py).
 
         Raises InvalidRequest for KV of another shape or a request that can never fit, Unavailable for one that was
         cancelled here or waited for ``queue_timeout_s``.
@@ -166,7 +191,7 @@ class DecodeService:
         if reservation.state is ReservationState.PENDING:
             try:
                 async with asyncio.timeout(self._queue_timeout_s):
-                    await self._grant(reservation, request)
+                    await self._granted(reservation, request)
             except TimeoutError as error:
                 self._reservations.stop_writing(request.transfer_id)
                 raise Unavailable(
@@ -186,21 +211,55 @@ class DecodeService:
             num_blocks=self._memory.num_blocks,
         )
 
-    async def _grant(self, reservation: Reservation, request: wire.ReserveRequest) -> None:
-        arrival_s = time.monotonic()
-        async with self._admission:  # its queue is first come, first served
+    async def _granted(self, reservation: Reservation, request: wire.ReserveRequest) -> None:
+        """Return when it is no longer PENDING."""
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        waiting = _Waiting(reservation, request, time.monotonic(), turn)
+        self._waiting.append(waiting)
+        self._grant()
+        try:
+            await turn
+        finally:
+            if waiting in self._waiting:
+                self._waiting.remove(waiting)
+                self._grant()  # it may have stood before others
+
+    def _grant(self) -> None:
+        """Give blocks to what waits for them, in turn, as long as there are some."""
+        while self._waiting and self._grant_next():
+            pass
+        if not self._waiting:
+            self._engine.stop_reserving()
+
+    def _grant_next(self) -> bool:
+        """Whether one waits less."""
+        passed_over = False
+        for waiting in self._engine.in_turn([(one.asker, one) for one in self._waiting]):
+            request, reservation = waiting.request, waiting.reservation
+            if passed_over and request.num_sequences > 1:
+                continue
             try:
-                while reservation.state is ReservationState.PENDING:
-                    self._freed.clear()
+                if reservation.state is ReservationState.PENDING:
                     blocks = self._engine.reserve(
-                        request.num_prompt_tokens, request.num_sequences, request.block_hashes, arrival_s
+                        request.num_prompt_tokens,
+                        request.num_sequences,
+                        request.block_hashes,
+                        waiting.arrival_s,
+                        waiting.asker,
                     )
-                    if blocks is not None:
-                        self._reservations.grant(reservation, blocks, time.monotonic())
-                        return
-                    await self._freed.wait()
-            finally:
-                self._engine.stop_reserving()
+                    if blocks is None and (self._engine.lacks_blocks or request.num_sequences == 1):
+                        return False
+                    if blocks is None:
+                        passed_over = True  # several choices need more places than others behind them
+                        continue
+                    self._reservations.grant(reservation, blocks, time.monotonic())
+            except Exception as error:  # noqa: BLE001 - the fault of one is not to hold up the others
+                waiting.end(error)
+            else:
+                waiting.end(None)
+            self._waiting.remove(waiting)
+            return True
+        return False
 
     def renew(self, ref: wire.TransferRef) -> None:
         if not self._reservations.renew(ref.transfer_id, time.monotonic()):
@@ -281,6 +340,9 @@ class DecodeService:
                 num_prompt_tokens=handoff.num_tokens,
                 max_tokens=handoff.max_tokens - len(handoff.generated),
                 num_sequences=request.num_sequences,
+                priority=handoff.sampling.priority,
+                key=handoff.sampling.key,
+                group=handoff.sampling.group,
                 block_hashes=request.block_hashes,
                 layout=request.layout,
                 lease_s=math.inf,  # the writer is this instance, so it ends by itself

@@ -178,6 +178,9 @@ class Migrations:
             block_hashes=sequence.block_hashes,
             layout=self._layout,
             lease_s=self._lease_s,
+            priority=handoff.sampling.priority,
+            key=handoff.sampling.key,
+            group=handoff.sampling.group,
         )
 
     def _push(self, move: _Move) -> None:

@@ -374,6 +374,9 @@ class PrefillService:
             block_hashes=prompt.block_hashes,
             layout=self._layout,
             lease_s=self._lease_s,
+            priority=request.sampling.priority,
+            key=request.sampling.key,
+            group=request.sampling.group,
         )
 
     def _close_handover(self, work: _Handover) -> None:

@@ -271,7 +271,8 @@ class KVLayout(Message, frozen=True):
 class ReserveRequest(Message, frozen=True):
     """Ask D for the blocks of one request (reserve → write → complete; idempotent by ``transfer_id``).
 
-    ``num_prompt_tokens`` counts the tokens whose KV will be written, ``max_tokens`` those that may come after.
+    ``num_prompt_tokens`` counts the tokens whose KV will be written, ``max_tokens`` those that may come after;
+    ``priority``, ``key`` and ``group`` are those of the request's SamplingParams.
     """
 
     transfer_id: str
@@ -282,6 +283,9 @@ class ReserveRequest(Message, frozen=True):
     block_hashes: list[bytes]
     layout: KVLayout
     lease_s: float
+    priority: int = 0
+    key: str = ""
+    group: str = ""
 
 
 class ReserveReply(Message, frozen=True):

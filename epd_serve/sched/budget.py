@@ -146,6 +146,17 @@ class StepPace:
         """Return the meter of one step."""
         return StepMeter(self.cost, self.limit_s / self.correction)
 
+    def num_decodes(self, contexts: Iterable[int]) -> int:
+        """The number of decodes with these contexts, in this order, that leave a prefill its share of a step."""
+        left_s = (1 - PREFILL_SHARE) * self.limit_s / self.correction - self.cost.base_s
+        count = 0
+        for context in contexts:
+            left_s -= self.cost.decode_s(context)
+            if left_s < 0:
+                break
+            count += 1
+        return max(count, 1)
+
     def has_room(self, running: Iterable[Sequence], num_tokens: int, reserved: Iterable[int] = ()) -> bool:
         """Whether one more sequence of ``num_tokens`` may join those that decode here, or will.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from epd_serve.request import Sequence
 from epd_serve.sched.budget import Meter, StepPace, Unmetered
@@ -65,27 +66,29 @@ def schedule(
     blocks_freed: Callable[[Sequence], int],
     free_blocks: int,
     watermark: int = 0,
+    resting: AbstractSequence[Sequence] = (),
 ) -> ScheduleOutput:
     """Choose the next step. Pure: reads its arguments, changes nothing.
 
-    A decode that lacks a block takes it from the youngest. So the oldest always goes on, unless all other blocks
-    are held by what does not run; a decode without anything younger keeps its own and waits.
+    A decode that lacks a block takes it from the last. So the first always goes on, unless all other blocks are
+    held by what does not run; a decode without anything behind it keeps its own and waits.
 
     Args:
-        running: sequences that hold blocks, oldest first.
+        running: sequences that hold blocks, in the order in which they may keep them.
         waiting: sequences without blocks, in the order in which they are to be admitted.
         ready_tokens: number of leading tokens of a sequence that could be computed now (features are here).
         blocks_needed: blocks that a decode lacks, or that admitting a sequence takes.
         blocks_freed: blocks that are free again when a sequence is preempted, at least one.
         free_blocks: blocks that growing and admission may take in all.
         watermark: blocks that admission leaves for those that run already, if there are any.
+        resting: sequences behind ``running`` that hold blocks and have no place in this step.
     """
     tokens, seqs = budget.max_num_tokens, budget.max_num_seqs
     pace = budget.pace
     meter: Meter = pace.meter() if pace else Unmetered()
     output = ScheduleOutput()
     unfinished: list[Sequence] = []
-    youngest = reversed(running)
+    last = chain(reversed(resting), reversed(running))
     for sequence in running:
         if sequence.is_complete or (output.preempted and sequence in output.preempted):
             continue
@@ -93,7 +96,7 @@ def schedule(
             unfinished.append(sequence)
         elif tokens and seqs:
             needed = blocks_needed(sequence)
-            while needed > free_blocks and (victim := next(youngest, sequence)) is not sequence:
+            while needed > free_blocks and (victim := next(last, sequence)) is not sequence:
                 if not victim.hand_off:  # its blocks are being copied from
                     output.preempted.append(victim)
                     free_blocks += blocks_freed(victim)

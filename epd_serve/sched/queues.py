@@ -8,19 +8,28 @@ beginning of their answers. Among equals the order of the queue stays.
 from __future__ import annotations
 
 import logging
+import math
 from bisect import insort
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as AbstractSequence
+from dataclasses import replace
+from functools import partial
 from itertools import chain
+from operator import itemgetter
+from typing import TypeVar
 
 from epd_serve.cache.block_pool import BlockPool, RequestBlocks
 from epd_serve.protocol.wire import Load
 from epd_serve.request import Sequence, SequenceState
 from epd_serve.sched.block_tables import BlockMemory, BlockTables
 from epd_serve.sched.language import Budget, ScheduleOutput, missing_span, possible_prefills, schedule
+from epd_serve.sched.turns import Asker, Claim, in_turn, waiting_in_turn
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+ANYBODY = Asker()
 
 #: The waiting sequences in the order in which they are to be admitted, at a time (monotonic seconds). Pure.
 Order = Callable[[AbstractSequence[Sequence], float], list[Sequence]]
@@ -29,11 +38,16 @@ Order = Callable[[AbstractSequence[Sequence], float], list[Sequence]]
 class Queues:
     """Waiting, preempted and running sequences, and the blocks of the latter. Not thread-safe.
 
-    A sequence is admitted with blocks for its prompt and takes more as it decodes. Where there are none, the
-    youngest gives its own to an older one and goes on later. Blocks are given out in this order: to running
-    sequences, oldest first; to preempted ones; to new prompts and to reservations by the time at which they came.
-    A lower number as priority, as in vLLM, makes a sequence older among those that run, and among those that wait;
-    a waiting one takes nothing from a running one, however urgent it is. Reservations have no priority.
+    A sequence is admitted with blocks for its prompt and takes more as it decodes. Where there are none, the last
+    in turn gives its own to an earlier one and goes on later. Blocks are given out in this order: to running
+    sequences; to preempted ones; to new prompts and to reservations by the time at which they came. A lower number
+    as priority, as in vLLM, makes a sequence older among those that run, and among those that wait, reservations
+    included; however urgent, a waiting one takes nothing from a running one for that.
+
+    Where there is too little for all, API keys take turns, the requests of a key take turns, and then the choices
+    of a request (:mod:`epd_serve.sched.turns`). A reservation whose turn has come gets a place beside a full step:
+    then the last in turn rest, and keep what they have, while others are computed. Where it lacks blocks, the last
+    in turn behind it give theirs.
 
     Args:
         has_feature: whether media could be computed now.
@@ -64,8 +78,10 @@ class Queues:
         self._preempted: list[Sequence] = []  # oldest first, likewise the running ones
         self._running: list[Sequence] = []
         self._held: dict[Sequence, Callable[[Sequence], None]] = {}  # no step begins with them any more
-        self._reserving_since: float | None = None
-        self._reserved: dict[int, list[int]] = {}  # contexts that are on their way, by id() of their blocks
+        self._turns: list[Sequence] | None = None  # the running ones in turn, while they are the same
+        self._num_over = 0  # those that have come beside a full step, whose places others gave up
+        self._reserving: tuple[Asker, float, int] | None = None  # and when it came, and the blocks that it lacks
+        self._reserved: dict[int, list[Claim]] = {}  # claims of what is on its way, by id() of its blocks
 
     @property
     def num_running(self) -> int:
@@ -96,12 +112,14 @@ class Queues:
     def run(self, sequence: Sequence) -> None:
         """Let a RUNNING sequence, which has its blocks, take part in steps."""
         insort(self._running, sequence, key=_age)
+        self._turns = None
 
     def stop(self, sequence: Sequence) -> bool:
         """Take a sequence that has output out of its queue; False if it is in none."""
         for queue in (self._running, self._preempted):
             if sequence in queue:
                 queue.remove(sequence)
+                self._left()
                 return True
         return self._held.pop(sequence, None) is not None
 
@@ -112,6 +130,7 @@ class Queues:
             found = [s for s in queue if s.request_id == request_id]
             for sequence in found:
                 queue.remove(sequence)
+                self._left()
             removed += found
         held = [s for s in self._held if s.request_id == request_id]
         for sequence in held:
@@ -127,6 +146,7 @@ class Queues:
         if len(found) != 1 or not found[0].blocks or not found[0].output_ids or found[0].num_uncomputed > 1:
             return False
         self._running.remove(found[0])
+        self._left()
         self._held[found[0]] = held
         return True
 
@@ -137,30 +157,84 @@ class Queues:
             self._held.pop(sequence)(sequence)
 
     def reserve(
-        self, num_prompt_tokens: int, num_sequences: int, hashes: list[bytes], arrival_s: float
+        self,
+        num_prompt_tokens: int,
+        num_sequences: int,
+        hashes: list[bytes],
+        arrival_s: float,
+        asker: Asker = ANYBODY,
     ) -> RequestBlocks | None:
         """Blocks for a prompt whose KV comes from elsewhere, and for the token after it; None: not now.
 
-        Then prompts that come after ``arrival_s`` wait behind it until :meth:`stop_reserving`. What would not fit
-        into a step beside the others has no room either.
+        Then prompts whose turn comes after it wait behind it until :meth:`stop_reserving`. What would not fit into
+        a step beside the others has no room either, unless it is its turn to have a place there.
         """
-        pace = self._budget.pace
-        here, reserved = (*self._running, *self._preempted), list(chain.from_iterable(self._reserved.values()))
-        num_before = len(here) + len(reserved)
-        if (num_before and num_before + num_sequences > self._budget.max_num_seqs) or (
-            pace is not None and not pace.has_room(here, num_prompt_tokens, reserved)
-        ):
-            self._reserving_since = arrival_s
+        claims = [Claim(asker, (math.inf, index), num_prompt_tokens) for index in range(num_sequences)]
+        has_place = self._has_place(claims[:1])
+        if not has_place and not self._has_turn(claims):
+            self._reserving = asker, arrival_s, 0
             return None
-        ahead = [s for s in self._waiting if s.arrival_s < arrival_s and self._ready_tokens(s)]
         needed = self._pool.num_missing(num_prompt_tokens, 1, num_sequences, hashes)
-        needed += sum(map(self.tables.num_needed, (*self._preempted, *ahead)))
-        if needed + (self._watermark if self._running else 0) > self._pool.num_free:
-            self._reserving_since = arrival_s
+        needed += sum(map(self.tables.num_needed, self._waiting_before(asker, arrival_s)))
+        needed += self._watermark if self._running else 0
+        if needed > self._pool.num_free:
+            self._reserving = asker, arrival_s, needed
             return None
         blocks = self._pool.allocate_request(num_prompt_tokens, 1, num_sequences, hashes)
-        self._reserved[id(blocks)] = [num_prompt_tokens] * num_sequences
+        self._reserved[id(blocks)] = [replace(claim, age=(arrival_s, claim.age[1])) for claim in claims]
+        self._num_over += 0 if has_place else num_sequences
         return blocks
+
+    @property
+    def lacks_blocks(self) -> bool:
+        """Whether the last reservation was refused for want of blocks, not of a place."""
+        return self._reserving is not None and self._reserving[2] > 0
+
+    def in_turn(self, reservations: Iterable[tuple[Asker, T]]) -> list[T]:
+        """Reservations that wait, given in the order in which they came, in that of their turns."""
+        return [one for one in self._waiting_in_turn(reservations) if not isinstance(one, Sequence)]
+
+    def _has_place(self, claims: list[Claim]) -> bool:
+        """Whether these may decode beside those that are here."""
+        here = self._claims()
+        return self._num_places([*here, *claims]) >= len(here) + len(claims)
+
+    def _has_turn(self, claims: list[Claim]) -> bool:
+        """Whether these may decode in place of others that are here."""
+        places = in_turn([*self._claims(), *claims])
+        return set(map(id, claims)) <= set(map(id, places[: self._num_places(places)]))
+
+    def _num_places(self, claims: AbstractSequence[Claim]) -> int:
+        """How many of these, in this order, a step takes."""
+        pace, most = self._budget.pace, min(len(claims), self._budget.max_num_seqs)
+        return most if pace is None else min(most, pace.num_decodes([claim.num_tokens for claim in claims]))
+
+    def _claims(self) -> list[Claim]:
+        """Of all that decode here, or will."""
+        here = (s for s in chain(self._running, self._preempted) if not s.hand_off)
+        return [*map(_claim, here), *chain.from_iterable(self._reserved.values())]
+
+    def _waiting_in_turn(self, new: Iterable[tuple[Asker, T]]) -> list[T | Sequence]:
+        """What was preempted and what is new, which is given in the order in which it came."""
+        begun = [*map(_asker, self._running), *(claims[0].asker for claims in self._reserved.values())]
+        num_requests = Counter(key for key, _ in {(asker.key, asker.request_id) for asker in begun})
+        num_choices = Counter((asker.key, asker.request_id) for asker in begun)
+        waiting: list[tuple[int, Asker, T | Sequence]] = []
+        for sequence in self._preempted:
+            asker = _asker(sequence)
+            waiting.append((num_choices[asker.key, asker.request_id], asker, sequence))
+            num_choices[asker.key, asker.request_id] += 1
+        waiting += [(0, asker, one) for asker, one in new]
+        waiting.sort(key=itemgetter(0))  # the first choice of a request goes before the second of others
+        return waiting_in_turn([(asker, one) for _, asker, one in waiting], num_requests)
+
+    def _waiting_before(self, asker: Asker, arrival_s: float) -> list[Sequence]:
+        """What waits for blocks and comes before a reservation."""
+        new: list[tuple[float, Asker, Sequence | None]] = [(arrival_s, asker, None)]
+        new += [(s.arrival_s, _asker(s), s) for s in self._waiting if self._ready_tokens(s)]
+        new.sort(key=itemgetter(0))
+        turns = self._waiting_in_turn([(asker, one) for _, asker, one in new])
+        return [one for one in turns[: turns.index(None)] if one is not None]
 
     def settle(self, blocks: RequestBlocks) -> None:
         """Forget a reservation that has become sequences, or was given back."""
@@ -168,22 +242,25 @@ class Queues:
 
     def stop_reserving(self) -> None:
         """Note that no reservation waits any more: new prompts may take blocks again."""
-        self._reserving_since = None
+        self._reserving = None
 
     def plan(self, now: float) -> ScheduleOutput:
         """The next step; its sequences have the blocks that it needs, and the preempted none any more."""
         admitted: list[Sequence] = []
-        preempted: list[Sequence] = []
+        preempted = self._give_way()
         while True:
+            waiting = self._admissible(now)
+            running, resting = self._places(waiting)
             output = schedule(
-                self._running,
-                self._admissible(now),
+                running,
+                waiting,
                 self._budget,
                 ready_tokens=self._ready_tokens,
                 blocks_needed=self.tables.num_needed,
                 blocks_freed=self.tables.num_freed,
                 free_blocks=self._pool.num_free,
                 watermark=self._watermark,
+                resting=resting,
             )
             for sequence in output.preempted:
                 self._guard(self._preempt, sequence)
@@ -194,18 +271,71 @@ class Queues:
             here = [s for s in output.decodes if s.state is SequenceState.RUNNING]
             # One that was to give its blocks and was lost keeps them as long as a launched step uses them.
             decodes = [s for s in here if self.tables.grow(s)]
-            running = [(s, count) for s, count in output.prefills if s.state is SequenceState.RUNNING]
-            prefills = possible_prefills(running, self._has_feature)
+            chunks = [(s, count) for s, count in output.prefills if s.state is SequenceState.RUNNING]
+            prefills = possible_prefills(chunks, self._has_feature)
             if prefills or here or not (output.admitted or output.preempted):
                 return ScheduleOutput(decodes=decodes, prefills=prefills, admitted=admitted, preempted=preempted)
             # all of the budget went to a cached prefix or to what was lost: there may be work behind it
 
     def _admissible(self, now: float) -> list[Sequence]:
         """The sequences that wait for blocks, in the order in which they may take them."""
-        new: Iterable[Sequence] = self._order(self._waiting, now) if self._waiting else ()
-        if self._reserving_since is not None:
-            new = [s for s in new if s.arrival_s < self._reserving_since]
-        return sorted((*self._preempted, *new), key=_priority)
+        new = self._order(self._waiting, now) if self._waiting else []
+        if self._reserving is not None:
+            before = set(self._waiting_before(*self._reserving[:2]))
+            turns = self._waiting_in_turn([(_asker(s), s) for s in new])
+            return [s for s in turns if s in before]
+        if not self._preempted and len({s.sampling.key for s in new}) < 2:
+            return sorted(new, key=_priority)
+        return self._waiting_in_turn([(_asker(s), s) for s in new])
+
+    def _places(self, waiting: AbstractSequence[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
+        """The running sequences that have a place in the next step, and the others; the last ones in turn last."""
+        if self._turns is None:
+            claims = in_turn(map(_claim, self._running))
+            self._turns = sorted((claim.item for claim in claims), key=_priority)
+        most, turns = self._budget.max_num_seqs, self._turns
+        if len(turns) + len(waiting) <= most and not self._num_over:
+            return turns, []
+        coming: list[Sequence] = []
+        free = self._pool.num_free - self._watermark
+        for sequence in waiting[:most]:
+            free -= self.tables.num_needed(sequence)
+            if free < 0:
+                break
+            coming.append(sequence)
+        places = [claim.item for claim in in_turn(map(_claim, (*turns, *coming)))]
+        decoding = [s for s in places if s.is_decoding and s.state is SequenceState.RUNNING]
+        most -= sum(1 for s in places[:most] if not s.is_decoding)  # prompts, and preempted ones that come back
+        resting = decoding[max(1, min(most, len(decoding) - self._num_over)) :]
+        out = set(resting)
+        return [s for s in turns if s not in out], resting
+
+    def _give_way(self) -> list[Sequence]:
+        """Take blocks of the last in turn for a reservation that lacks them and comes before these."""
+        if self._reserving is None or not self._reserving[2]:
+            return []
+        asker, _, needed = self._reserving
+        claims = in_turn([*map(_claim, self._running), Claim(asker, (math.inf, 0), 0)])
+        victims: list[Sequence] = []
+        free = self._pool.num_free
+        for claim in reversed(claims):
+            if claim.item is None or free >= needed:
+                break
+            sequence: Sequence = claim.item
+            if sequence.is_decoding and sequence.sampling.priority >= asker.priority:
+                victims.append(sequence)
+                free += self.tables.num_freed(sequence)
+        if free < needed:
+            return []  # it would be of no use
+        for sequence in victims:
+            # a peer writes into its blocks, so that what the device does to them has to be over
+            self._guard(partial(self._preempt, saves=True), sequence)
+        return victims
+
+    def _left(self) -> None:
+        """Count out one that took part in steps, or was to."""
+        self._turns = None
+        self._num_over = max(0, self._num_over - 1)
 
     def _admit(self, sequence: Sequence) -> None:
         (self._preempted if sequence in self._preempted else self._waiting).remove(sequence)
@@ -213,9 +343,10 @@ class Queues:
         self.run(sequence)
         self.tables.admit(sequence)
 
-    def _preempt(self, sequence: Sequence) -> None:
-        self.tables.preempt(sequence)
+    def _preempt(self, sequence: Sequence, *, saves: bool = False) -> None:
+        self.tables.preempt(sequence, saves=saves)
         self._running.remove(sequence)
+        self._turns = None
         sequence.move_to(SequenceState.WAITING)
         insort(self._preempted, sequence, key=_age)
 
@@ -247,6 +378,15 @@ class Queues:
         if span.start <= computed:
             self._on_starved(span.mm_hash)
         return max(span.start, computed)
+
+
+def _asker(sequence: Sequence) -> Asker:
+    sampling = sequence.sampling
+    return Asker(sampling.key, sampling.group or sequence.request_id, sampling.priority)
+
+
+def _claim(sequence: Sequence) -> Claim:
+    return Claim(_asker(sequence), (sequence.arrival_s, sequence.index), sequence.num_tokens, sequence)
 
 
 def _priority(sequence: Sequence) -> int:

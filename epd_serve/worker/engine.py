@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 from epd_serve.cache.block_pool import BlockPool, RequestBlocks
 from epd_serve.errors import ServeError
@@ -12,12 +13,15 @@ from epd_serve.protocol.wire import Load
 from epd_serve.request import PLACEHOLDER, Sequence, SequenceState
 from epd_serve.sched.block_tables import BlockMemory
 from epd_serve.sched.language import Budget, ScheduleOutput
-from epd_serve.sched.queues import Order, Queues
+from epd_serve.sched.queues import ANYBODY, Order, Queues
+from epd_serve.sched.turns import Asker
 from epd_serve.transfer.kv_sender import KVSender, OutgoingTransfer
 from epd_serve.worker.events import EngineEvent, FailureEvent, PromptEvent, TokenEvent
 from epd_serve.worker.hooks import EngineHooks
 from epd_serve.worker.runner import StepResult
 from epd_serve.worker.sampler import SampledToken
+
+T = TypeVar("T")
 
 
 class Engine:
@@ -149,11 +153,26 @@ class Engine:
     # ------------------------------------------------------------------ blocks for others
 
     def reserve(
-        self, num_prompt_tokens: int, num_sequences: int, hashes: list[bytes], arrival_s: float
+        self,
+        num_prompt_tokens: int,
+        num_sequences: int,
+        hashes: list[bytes],
+        arrival_s: float,
+        asker: Asker = ANYBODY,
     ) -> RequestBlocks | None:
         """Blocks for a prompt whose KV a peer will write: see :meth:`~epd_serve.sched.queues.Queues.reserve`."""
         with self._changed:
-            return self._queues.reserve(num_prompt_tokens, num_sequences, hashes, arrival_s)
+            return self._queues.reserve(num_prompt_tokens, num_sequences, hashes, arrival_s, asker)
+
+    @property
+    def lacks_blocks(self) -> bool:
+        """Whether the last reservation was refused for want of blocks, not of a place."""
+        return self._queues.lacks_blocks
+
+    def in_turn(self, reservations: Iterable[tuple[Asker, T]]) -> list[T]:
+        """Reservations that wait, given in the order in which they came, in that of their turns."""
+        with self._changed:
+            return self._queues.in_turn(reservations)
 
     def stop_reserving(self) -> None:
         """Note that no reservation waits any more: new prompts may take blocks again."""
@@ -199,8 +218,8 @@ class Engine:
             output = self._queues.plan(self._clock())
             self._stepping = frozenset((*output.sequences, *in_flight.sequences))
             self.is_prefilling = bool(output.prefills or in_flight.prefills)
-            if output.admitted:
-                self._hooks.freed()  # no block, but a place in the queue for them
+            if output.admitted or output.preempted:
+                self._hooks.freed()  # a place in the queue for blocks, or blocks
         return output
 
     def sampled(self, output: ScheduleOutput, *, placeholders: bool) -> None:

@@ -94,6 +94,7 @@ class Visit:
         "_entered_s",
         "_generates",
         "_left",
+        "_num_choices",
         "_priority",
         "_prompt",
         "_queued_s",
@@ -112,6 +113,7 @@ class Visit:
         self._timer: asyncio.TimerHandle | None = None
         self._left = False
         self._generates = True
+        self._num_choices = 1
         self._priority = 0
         self._prompt = (0, False)
         self._queued_s = entered_s
@@ -125,14 +127,17 @@ class Visit:
         num_prompt_tokens: int = 0,
         has_media: bool = False,
         generates: bool = True,
+        num_choices: int = 1,
     ) -> None:
         """Say what the request is, once that is known and before anything is fetched for it; :meth:`admit` next.
 
         ``num_tokens`` is what the key is charged if it runs; the prompt's tokens and media say how long instances
-        will take. A request that ``generates`` nothing has no first token to be late, and its time is not that of
-        a run. ``priority`` None: the middle, 0, or the highest that the key may send.
+        will take, ``num_choices`` how many sequences they compute. A request that ``generates`` nothing has no
+        first token to be late, and its time is not that of a run. ``priority`` None: the middle, 0, or the
+        highest that the key may send.
 
-        Raises Overloaded where :meth:`admit` would, and InvalidRequest for a priority above the key's.
+        Raises Overloaded where :meth:`admit` would or over the key's limits, and InvalidRequest for a priority
+        above the key's or more choices than it may have.
         """
         admission, client = self._admission, self.client
         highest = client.limits.highest_priority
@@ -152,6 +157,9 @@ class Visit:
             if has_media:
                 self._check_time(now_s)
                 admission.queue.check(client, priority)
+            if num_choices > 1:
+                client.widen(num_choices)
+                self._num_choices = num_choices
             if num_tokens:  # else it waits for no debt of the key, either
                 client.charge(num_tokens, now_s)
             self._charged = num_tokens
@@ -173,7 +181,7 @@ class Visit:
         try:
             self._check_time(now_s)
             ticket = self._ticket = admission.queue.enter(
-                self.client, self._priority, now_s, self._on_admitted, self._on_displaced
+                self.client, self._priority, now_s, self._on_admitted, self._on_displaced, self._num_choices
             )
         except Overloaded as error:
             self._refused(error)
@@ -204,7 +212,7 @@ class Visit:
         if self._timer is not None:
             self._timer.cancel()
         try:
-            self.client.leave()
+            self.client.leave(self._num_choices)
         finally:
             self._leave_queue()
 
@@ -284,7 +292,7 @@ def new_admission(
     ``ledger``: where several workers count what keys have used."""
     settings = current.now
     queue = AdmissionQueue(settings.max_in_flight, settings.max_queue)
-    metrics.watch_admission(lambda: queue.num_in_flight, lambda: queue.num_waiting)
+    metrics.watch_admission(lambda: queue.num_running, lambda: queue.num_waiting)
     return AdmissionControl(
         Authenticator(key_holders(settings, ledger)),
         queue,

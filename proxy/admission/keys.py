@@ -5,15 +5,17 @@ from __future__ import annotations
 import hmac
 import math
 from collections.abc import Iterable
-from hashlib import sha256
+from hashlib import blake2b, sha256
 from typing import ClassVar
 
 from epd_serve.config.gateway import KeyLimits
 from epd_serve.config.keys import HASH_PREFIX
-from epd_serve.errors import Overloaded, ServeError
+from epd_serve.errors import InvalidRequest, Overloaded, ServeError
 
 #: Bytes of text that make about one token, for the estimate that is charged before anything is tokenised.
 BYTES_PER_TOKEN = 4
+#: Everybody's name where there are no keys.
+ANONYMOUS = "anonymous"
 
 
 class TokenBucket:
@@ -69,17 +71,19 @@ class Client:
     """The holder of an API key, or all callers together where there are no keys.
 
     Attributes:
-        num_active: requests that have entered and not left.
+        id: stands for the key where instances let keys take turns, the same at all gateways; "" without keys.
+        num_active: choices of requests that have entered and not left.
         num_refused: requests that a limit of the key has turned away.
     """
 
-    __slots__ = ("_requests", "_tokens", "limits", "name", "num_active", "num_refused")
+    __slots__ = ("_requests", "_tokens", "id", "limits", "name", "num_active", "num_refused")
 
     def __init__(self, name: str, limits: KeyLimits | None = None) -> None:
         self.name = name
         self.limits = limits or KeyLimits()
         self.num_active = 0
         self.num_refused = 0
+        self.id = "" if name == ANONYMOUS else blake2b(name.encode(), digest_size=8).hexdigest()
         rate, tokens = self.limits.requests_per_s, self.limits.tokens_per_min
         self._requests = TokenBucket(rate, self.limits.burst or max(1.0, rate)) if rate else None
         self._tokens = TokenBucket(tokens / 60, tokens) if tokens else None
@@ -90,7 +94,7 @@ class Client:
         if limits.max_concurrent is not None and (active := self.num_everywhere()) >= limits.max_concurrent:
             self.num_refused += 1
             raise Overloaded(
-                f"this API key has {active} requests in progress, which is its limit",
+                f"this API key has {active} requests in progress (each choice counts as one), which is its limit",
                 code="rate_limit_exceeded",
             )
         if self._requests is not None:
@@ -106,13 +110,31 @@ class Client:
             self._requests.take(1.0)
         self.num_active += 1
 
+    def widen(self, num_choices: int) -> None:
+        """Count a request that has entered as so many. Raises Overloaded over the key's limit, and InvalidRequest
+        where it would be over it alone."""
+        most = self.limits.max_concurrent
+        if most is not None and num_choices > most:
+            raise InvalidRequest(
+                f"this API key may have {most} choices in progress at once, and this request is for {num_choices}",
+                param="n",
+            )
+        if most is not None and (others := self.num_everywhere() - 1) + num_choices > most:
+            self.num_refused += 1
+            raise Overloaded(
+                f"this API key has {others} requests in progress (each choice counts as one); "
+                f"it may have {most}, the {num_choices} of this one included",
+                code="rate_limit_exceeded",
+            )
+        self.num_active += num_choices - 1
+
     def num_everywhere(self) -> int:
-        """Requests that count against ``max_concurrent``."""
+        """Choices that count against ``max_concurrent``."""
         return self.num_active
 
-    def leave(self) -> None:
-        assert self.num_active > 0
-        self.num_active -= 1
+    def leave(self, num_choices: int = 1) -> None:
+        assert self.num_active >= num_choices
+        self.num_active -= num_choices
 
     def charge(self, num_tokens: float, now_s: float) -> None:
         """Take a request's tokens off the key's minute. Raises Overloaded where they are not there yet."""
@@ -153,8 +175,6 @@ def estimate_tokens(text_bytes: int, max_tokens: int | None, num_choices: int = 
 #: Longer ones are refused unhashed.
 MAX_TOKEN_BYTES = 4096
 _NOBODY = bytes(32)
-#: Everybody's name where there are no keys.
-ANONYMOUS = "anonymous"
 
 
 class Unauthorized(ServeError):

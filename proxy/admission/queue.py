@@ -36,7 +36,16 @@ class Ticket:
     """One request's place. ``on_admitted`` is called when it may run, unless it may at once, ``on_displaced`` when
     it has to make room for another client's."""
 
-    __slots__ = ("admitted_s", "client", "entered_s", "on_admitted", "on_displaced", "priority", "state")
+    __slots__ = (
+        "admitted_s",
+        "client",
+        "entered_s",
+        "num_choices",
+        "on_admitted",
+        "on_displaced",
+        "priority",
+        "state",
+    )
 
     def __init__(
         self,
@@ -45,8 +54,10 @@ class Ticket:
         entered_s: float,
         on_admitted: Callable[[], None] | None,
         on_displaced: Callable[[], None] | None,
+        num_choices: int,
     ) -> None:
         self.client = client
+        self.num_choices = num_choices
         self.priority = priority
         self.entered_s = entered_s
         self.admitted_s = entered_s
@@ -60,10 +71,14 @@ class Ticket:
 
 
 class AdmissionQueue:
-    """At most ``max_in_flight`` requests run and ``max_queue`` wait.
+    """Requests begin to run while fewer than ``max_in_flight`` choices do; ``max_queue`` requests wait.
 
-    The lowest priority number goes first, as in vLLM; among equals the clients take turns, so that one that sends
-    a thousand requests delays another's first by one only; a client's own go in the order of arrival. A high
+    The last request to begin may be more choices than there is room for, so that it need not wait for a moment in
+    which nothing else runs.
+
+    The lowest priority number goes first, as in vLLM; among equals, the client of which the fewest choices run, so
+    that neither a thousand requests nor long ones delay another client's by more than the next that ends; a
+    client's own go in the order of arrival. A high
     number waits for as long as lower ones come: time limits are the caller's. Where all places to wait are taken,
     the client that has the most of them gives its last for a client that has fewer, so that nobody is kept out by
     another's number of requests.
@@ -85,7 +100,9 @@ class AdmissionQueue:
         self._priorities: list[int] = []  # a heap; may hold priorities without a level
         self._waiting: Counter[Client] = Counter()
         self._mean_run_s: float | None = None
+        self._running: Counter[Client] = Counter()
         self.num_in_flight = 0
+        self.num_running = 0
         self.num_waiting = 0
 
     def enter(
@@ -95,17 +112,17 @@ class AdmissionQueue:
         now_s: float,
         on_admitted: Callable[[], None] | None = None,
         on_displaced: Callable[[], None] | None = None,
+        num_choices: int = 1,
     ) -> Ticket:
         """A place for a request, ADMITTED or WAITING. Every ticket must be given to :meth:`leave` in the end, but
         for one that was displaced.
 
         Raises Overloaded, with the estimated wait, where the queue is full and no other client gives way.
         """
-        ticket = Ticket(client, priority, now_s, on_admitted, on_displaced)
+        ticket = Ticket(client, priority, now_s, on_admitted, on_displaced, num_choices)
         if self.num_in_flight < self._max_in_flight:
             assert not self.num_waiting, "nobody waits while there is room"
-            ticket.to(TicketState.ADMITTED)
-            self.num_in_flight += 1
+            self._run(ticket, now_s)
             return ticket
         if (last := self._displaced_by(client, priority)) is not None:
             last.to(TicketState.LEFT)
@@ -136,7 +153,11 @@ class AdmissionQueue:
         if waited:
             self._remove(ticket)
             return
-        self.num_in_flight -= 1
+        self.num_running -= 1
+        self.num_in_flight -= ticket.num_choices
+        self._running[ticket.client] -= ticket.num_choices
+        if not self._running[ticket.client]:
+            del self._running[ticket.client]
         if ran:
             ran_s = max(0.0, now_s - ticket.admitted_s)
             mean = self._mean_run_s
@@ -155,7 +176,7 @@ class AdmissionQueue:
             return 0.0
         if self._mean_run_s is None:
             return None
-        return (self.num_waiting + 1) * self._mean_run_s / self._max_in_flight
+        return (self.num_waiting + 1) * self._mean_run_s / max(1, self.num_running)
 
     def check_integrity(self) -> None:
         """Raises AssertionError where the books do not agree."""
@@ -163,6 +184,8 @@ class AdmissionQueue:
         assert len(waiting) == self.num_waiting
         assert Counter(ticket.client for ticket in waiting) == self._waiting
         assert all(self._waiting.values())
+        assert sum(self._running.values()) == self.num_in_flight and all(self._running.values())
+        assert self.num_running <= self.num_in_flight
         assert all(ticket.state is TicketState.WAITING for ticket in waiting)
         assert all(level and all(level.values()) for level in self._levels.values()), "no empty place is kept"
         assert set(self._levels) <= set(self._priorities)
@@ -184,7 +207,7 @@ class AdmissionQueue:
             if last >= priority:
                 return next(reversed(self._levels[last][other]))
         raise Overloaded(
-            f"{self.num_in_flight} requests are running here and {self.num_waiting} are waiting, which is all "
+            f"{self.num_running} requests are running here and {self.num_waiting} are waiting, which is all "
             "that this gateway takes; try again later",
             retry_after_s=self.estimated_wait_s(),
         )
@@ -193,18 +216,23 @@ class AdmissionQueue:
         while self.num_waiting and self.num_in_flight < self._max_in_flight:
             ticket = self._next()
             self._remove(ticket)
-            ticket.to(TicketState.ADMITTED)
-            ticket.admitted_s = now_s
-            self.num_in_flight += 1
+            self._run(ticket, now_s)
             if ticket.on_admitted is not None:
                 ticket.on_admitted()
+
+    def _run(self, ticket: Ticket, now_s: float) -> None:
+        ticket.to(TicketState.ADMITTED)
+        ticket.admitted_s = now_s
+        self.num_running += 1
+        self.num_in_flight += ticket.num_choices
+        self._running[ticket.client] += ticket.num_choices
 
     def _next(self) -> Ticket:
         while self._priorities[0] not in self._levels:
             heapq.heappop(self._priorities)
         level = self._levels[self._priorities[0]]
-        client = next(iter(level))
-        level.move_to_end(client)  # the others' turn is next
+        client = min(level, key=self._running.__getitem__)  # of several, whose turn was longest ago
+        level.move_to_end(client)
         return next(iter(level[client]))
 
     def _remove(self, ticket: Ticket) -> None:

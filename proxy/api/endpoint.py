@@ -240,6 +240,7 @@ class GenerationEndpoint(Endpoint):
             num_tokens=num_tokens,
             num_prompt_tokens=parsed.text_bytes // BYTES_PER_TOKEN,
             has_media=parsed.has_media,
+            num_choices=num_choices,
         )
         items: list[MediaItem] = []
         if parsed.has_media:
@@ -282,7 +283,11 @@ class GenerationEndpoint(Endpoint):
                 record=exchange.record,
                 model=model,
                 output=output if index == 0 else replace(output, first_index=index * (request.n or 1)),
-                sampling=request.sampling(int.from_bytes(random_block()[:8]) >> 1),
+                sampling=replace(
+                    request.sampling(int.from_bytes(random_block()[:8]) >> 1),
+                    key=exchange.visit.client.id,
+                    group=answer_id if len(prompts) > 1 else "",
+                ),
                 prompting=request.prompting(),
                 loop=exchange.client.loop,
                 messages=chat,

@@ -43,7 +43,12 @@ async def stream_choices(dispatcher: Dispatcher, job: Job, split: SplitUp, sink:
             replace(
                 job,
                 id=f"{job.id}-{choice}",
-                sampling=replace(sampling, n=1, first_choice=sampling.first_choice + choice),
+                sampling=replace(
+                    sampling,
+                    n=1,
+                    first_choice=sampling.first_choice + choice,
+                    group=sampling.group or job.id,
+                ),
                 output=replace(output, first_index=output.first_index + choice),
             ),
             sink,

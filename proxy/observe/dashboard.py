@@ -107,7 +107,7 @@ def part_of(table: InstanceTable, observer: Observer, admission: AdmissionContro
     """As of now."""
     now_s, figures = time.monotonic(), observer.figures
     return Part(
-        running=admission.queue.num_in_flight,
+        running=admission.queue.num_running,
         waiting=admission.queue.num_waiting,
         in_flight={record.name: sum(record.in_flight.values()) for record in table},
         seconds=list(figures.seconds),

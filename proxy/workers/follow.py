@@ -44,7 +44,7 @@ def follow(crew: Crew, table: InstanceTable, admission: AdmissionControl, health
 def worker(crew: Crew, admission: AdmissionControl) -> dict[str, int]:
     """This one, for people."""
     index = 0 if crew.place is None else crew.place.index
-    return {"worker": index, "pid": os.getpid(), "running": admission.queue.num_in_flight}
+    return {"worker": index, "pid": os.getpid(), "running": admission.queue.num_running}
 
 
 async def workers_everywhere(crew: Crew, admission: AdmissionControl) -> list[dict[str, int]]:
@@ -74,7 +74,7 @@ def requests(admission: AdmissionControl) -> dict[str, Any]:
     """Count who runs and who waits at this worker, in all and for each API key."""
     queue = admission.queue
     return {
-        "running": queue.num_in_flight,
+        "running": queue.num_running,
         "waiting": queue.num_waiting,
         "estimated_wait_s": queue.estimated_wait_s(),
         "keys": [

@@ -132,7 +132,7 @@ class Ledger:
         _BUCKETS.pack_into(self._memory, self._at(number) + _TAG_BYTES, *levels)
 
     def num_active(self, number: int) -> int:
-        """Requests in progress at all workers."""
+        """Choices in progress at all workers."""
         at = self._at(number) + _TAG_BYTES + _BUCKETS.size
         return sum(struct.unpack_from(f"={self._num_workers}I", self._memory, at))
 
@@ -179,10 +179,16 @@ class SharedClient(Client):
             super().enter(now_s)
             self._ledger.add_active(self._account, 1)
 
-    def leave(self) -> None:
-        super().leave()
+    def widen(self, num_choices: int) -> None:
+        if num_choices > 1:
+            with self._ledger.locked(self._account):
+                super().widen(num_choices)
+                self._ledger.add_active(self._account, num_choices - 1)
+
+    def leave(self, num_choices: int = 1) -> None:
+        super().leave(num_choices)
         with self._ledger.locked(self._account):
-            self._ledger.add_active(self._account, -1)
+            self._ledger.add_active(self._account, -num_choices)
 
     def charge(self, num_tokens: float, now_s: float) -> None:
         with self._open():

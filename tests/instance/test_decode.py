@@ -6,12 +6,14 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import pytest
 
 from epd_serve.cache.block_pool import BlockPool, RequestBlocks
 from epd_serve.errors import InstanceFailed, InvalidRequest, Unavailable
 from epd_serve.instance.decode import DecodeService
 from epd_serve.protocol import wire
+from epd_serve.sched.turns import Asker
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.types import SamplingParams
 
@@ -38,11 +40,18 @@ class Engine:
         self.pool.release(blocks.all())
 
     def reserve(
-        self, num_prompt_tokens: int, num_sequences: int, hashes: list[bytes], arrival_s: float
+        self, num_prompt_tokens: int, num_sequences: int, hashes: list[bytes], arrival_s: float, asker: Asker
     ) -> RequestBlocks | None:
         request = (num_prompt_tokens, 0, num_sequences, hashes)
         self.reserving = self.pool.num_missing(*request) > self.pool.num_free
         return None if self.reserving else self.pool.allocate_request(*request)
+
+    @property
+    def lacks_blocks(self) -> bool:
+        return self.reserving
+
+    def in_turn(self, reservations: list[Any]) -> list[Any]:
+        return [one for _, one in reservations]
 
     def stop_reserving(self) -> None:
         self.reserving = False
@@ -242,3 +251,41 @@ async def test_blocks_of_a_prompt_that_cannot_be_landed_go_back() -> None:
     assert engine.pool.num_free == engine.pool.capacity
     assert engine.num_resumed == 0
     decode.check_integrity()
+
+
+class Taken(Engine):
+    """There are blocks for all, and a place for one; keys take turns by their names."""
+
+    num_places = 0
+
+    def in_turn(self, reservations: list[Any]) -> list[Any]:
+        return [one for _, one in sorted(reservations, key=lambda waiting: waiting[0].key)]
+
+    def reserve(
+        self, num_prompt_tokens: int, num_sequences: int, hashes: list[bytes], arrival_s: float, asker: Asker
+    ) -> RequestBlocks | None:
+        if self.num_places < num_sequences:
+            return None
+        self.num_places -= num_sequences
+        return self.pool.allocate_request(num_prompt_tokens, 0, num_sequences, hashes)
+
+
+async def test_reservations_that_wait_take_turns_and_many_choices_let_others_by() -> None:
+    engine = Taken()
+    decode = service(engine, Memory())
+    waiting = {
+        name: asyncio.create_task(
+            decode.reserve(msgspec.structs.replace(reserve(name, 4), key=key, num_sequences=number))
+        )
+        for name, key, number in (("b", "b", 1), ("wide", "a", 3), ("c", "c", 1))
+    }
+    order = []
+    for num_places in (1, 1, 3):
+        await asyncio.sleep(0)
+        engine.num_places = num_places
+        decode.blocks_freed()
+        done, _ = await asyncio.wait(waiting.values(), timeout=60, return_when=asyncio.FIRST_COMPLETED)
+        [name] = [name for name, task in waiting.items() if task in done]
+        order.append(name)
+        await waiting.pop(name)
+    assert order == ["b", "c", "wide"]

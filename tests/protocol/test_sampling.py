@@ -32,7 +32,7 @@ FIELDS = {
     "structured_outputs": ({"regex": "a+"}, "grammar", None),
 }
 #: Set behind the request: by the instance, and for choices that go on by themselves.
-OTHERS = {"bad_word_ids", "first_choice", "neutral"}
+OTHERS = {"bad_word_ids", "first_choice", "group", "key", "neutral"}
 
 
 def sampling(fields):

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from epd_serve.errors import Overloaded
+from epd_serve.errors import InvalidRequest, Overloaded
 from proxy.admission.keys import Client, KeyLimits, TokenBucket, estimate_tokens
 from proxy.admission.queue import AdmissionQueue, TicketState
 
@@ -24,7 +24,7 @@ class AdmissionMachine(RuleBasedStateMachine):
         self.tickets = []
         self.told, self.displaced = [], []
 
-    def new(self, client, priority):
+    def new(self, client, priority, num_choices=1):
         holder = []
         ticket = self.queue.enter(
             client,
@@ -32,17 +32,24 @@ class AdmissionMachine(RuleBasedStateMachine):
             self.now,
             lambda: self.told.append(holder[0]),
             lambda: self.displaced.append(holder[0]),
+            num_choices,
         )
         holder.append(ticket)
         return ticket
 
+    def num_in_flight(self, client=None):
+        running = self.having(TicketState.ADMITTED)
+        return sum(ticket.num_choices for ticket in running if client in (None, ticket.client))
+
     def having(self, state):
         return [ticket for ticket in self.tickets if ticket.state is state]
 
-    @rule(client=st.integers(0, 2), priority=st.integers(-1, 1), later=st.floats(0, 3))
-    def enter(self, client, priority, later):
+    @rule(
+        client=st.integers(0, 2), priority=st.integers(-1, 1), later=st.floats(0, 3), num_choices=st.integers(1, 3)
+    )
+    def enter(self, client, priority, later, num_choices):
         self.now += later
-        full = len(self.having(TicketState.ADMITTED)) >= self.limit
+        full = self.num_in_flight() >= self.limit
         waiting = self.having(TicketState.WAITING)
         self.displaced.clear()
         lengths = [sum(ticket.client is other for ticket in waiting) for other in self.clients]
@@ -55,11 +62,11 @@ class AdmissionMachine(RuleBasedStateMachine):
             ]
             if not givers:
                 with pytest.raises(Overloaded) as refusal:
-                    self.new(self.clients[client], priority)
+                    self.new(self.clients[client], priority, num_choices)
                 assert (refusal.value.retry_after_s or 0) >= 0
                 assert not self.displaced
                 return
-            ticket = self.new(self.clients[client], priority)
+            ticket = self.new(self.clients[client], priority, num_choices)
             [displaced] = self.displaced
             assert displaced.state is TicketState.LEFT
             longest = max(length for length, _ in givers)
@@ -68,7 +75,7 @@ class AdmissionMachine(RuleBasedStateMachine):
             least_urgent = max(one.priority for one in own)
             assert displaced is [one for one in own if one.priority == least_urgent][-1]
         else:
-            ticket = self.new(self.clients[client], priority)
+            ticket = self.new(self.clients[client], priority, num_choices)
             assert not self.displaced
         assert ticket.state is (TicketState.WAITING if full else TicketState.ADMITTED)
         self.tickets.append(ticket)
@@ -82,13 +89,24 @@ class AdmissionMachine(RuleBasedStateMachine):
         ticket = data.draw(st.sampled_from(running + waiting))
         self.told.clear()
         self.queue.leave(ticket, self.now)
-        if ticket in waiting or len(running) > self.limit or not waiting:
+        if ticket in waiting:
             assert not self.told
             return
-        (admitted,) = self.told
-        assert admitted.priority == min(one.priority for one in waiting)
-        own = [one for one in waiting if (one.client, one.priority) == (admitted.client, admitted.priority)]
-        assert admitted is own[0], "a client's own requests go in the order of arrival"
+        running.remove(ticket)
+        for admitted in self.told:
+            assert sum(one.num_choices for one in running) < self.limit
+            assert admitted.priority == min(one.priority for one in waiting)
+            level = [one for one in waiting if one.priority == admitted.priority]
+            held = {
+                one.client: sum(other.num_choices for other in running if other.client is one.client)
+                for one in level
+            }
+            assert held[admitted.client] == min(held.values()), "who has the fewest choices that run is next"
+            own = [one for one in level if one.client is admitted.client]
+            assert admitted is own[0], "a client's own requests go in the order of arrival"
+            waiting.remove(admitted)
+            running.append(admitted)
+        assert not waiting or sum(one.num_choices for one in running) >= self.limit
 
     @rule(limit=st.integers(1, 4))
     def resize(self, limit):
@@ -98,7 +116,8 @@ class AdmissionMachine(RuleBasedStateMachine):
     @invariant()
     def the_books_agree(self):
         self.queue.check_integrity()
-        assert self.queue.num_in_flight == len(self.having(TicketState.ADMITTED))
+        assert self.queue.num_in_flight == self.num_in_flight()
+        assert self.queue.num_running == len(self.having(TicketState.ADMITTED))
         assert self.queue.num_waiting == len(self.having(TicketState.WAITING))
 
     def teardown(self):
@@ -124,6 +143,20 @@ def test_clients_take_turns_however_many_requests_one_has_sent():
         [running] = [ticket for ticket in (urgent, *waiting) if ticket.state is TicketState.ADMITTED]
         order.append("urgent" if running is urgent else running.client.name)
     assert order == ["urgent", "greedy", "modest", "greedy", "modest", "greedy"]
+
+
+def test_who_has_few_choices_running_waits_for_the_next_place_only():
+    queue = AdmissionQueue(4, 100)
+    greedy, modest = Client("greedy"), Client("modest")
+    running = [queue.enter(greedy, 0, 0.0, num_choices=128)]
+    assert running[0].state is TicketState.ADMITTED, "a request may be more choices than there is room for"
+    waiting = [queue.enter(greedy, 0, 0.0) for _ in range(9)]
+    own = [queue.enter(modest, 0, 0.0) for _ in range(3)]
+    queue.leave(running[0], 1.0)
+    assert [ticket.state is TicketState.ADMITTED for ticket in own] == [True, True, False]
+    queue.leave(waiting[0], 2.0)
+    assert own[2].state is TicketState.WAITING, "each has as many as the other now"
+    assert sum(ticket.state is TicketState.ADMITTED for ticket in waiting) == 2
 
 
 def test_a_full_queue_has_room_for_who_has_few_in_it():
@@ -215,3 +248,26 @@ def test_the_estimate_counts_prompt_and_answers():
     assert estimate_tokens(400, 100, 2) == 300
     assert estimate_tokens(400, None) == 116
     assert math.isfinite(estimate_tokens(10**9, 2**62))
+
+
+def test_limits_of_a_key_count_choices():
+    client = Client("a", KeyLimits(max_concurrent=4))
+    client.enter(0.0)
+    with pytest.raises(InvalidRequest, match="4 choices"):
+        client.widen(5)
+    client.widen(3)
+    client.enter(0.0)
+    with pytest.raises(Overloaded):
+        client.widen(2)
+    client.leave()
+    with pytest.raises(Overloaded):
+        [client.enter(0.0) for _ in range(2)]
+    client.leave()
+    client.leave(3)
+    assert client.num_active == 0
+
+
+def test_a_key_is_known_to_instances_by_what_says_nothing_of_it():
+    assert Client("anonymous").id == ""
+    assert len({Client("a").id, Client("b").id}) == 2 and Client("a").id == Client("a").id
+    assert "alice" not in Client("alice").id

@@ -38,7 +38,7 @@ def of_workers(count: int) -> tuple[Ledger, list[Ledger]]:
     st.lists(
         st.tuples(
             st.integers(0, 2),
-            st.sampled_from(["enter", "leave", "charge", "refund"]),
+            st.sampled_from(["enter", "leave", "charge", "refund", "widen"]),
             st.floats(0, 2),
             st.integers(0, 400),
         ),
@@ -51,12 +51,14 @@ def test_three_workers_allow_what_one_process_would(steps):
     alone, now_s = Client("k", LIMITS), 100.0
     for worker, what, later_s, tokens in steps:
         now_s += later_s
-        if what == "leave" and not shared[worker].num_active:
+        if what in ("leave", "widen") and not shared[worker].num_active:
             continue
         outcomes = []
         for client in (shared[worker], alone):
             try:
-                if what in ("enter", "charge"):
+                if what == "widen":
+                    client.widen(1 + tokens % 4)
+                elif what in ("enter", "charge"):
                     client.enter(now_s) if what == "enter" else client.charge(tokens, now_s)
                 else:
                     client.leave() if what == "leave" else client.refund(tokens)

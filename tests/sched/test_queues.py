@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Sequence as AbstractSequence
 from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
 
 from epd_serve.cache.block_pool import BlockPool
 from epd_serve.request import Sequence, SequenceState
 from epd_serve.sched.budget import StepCost, StepPace
 from epd_serve.sched.language import Budget
 from epd_serve.sched.queues import Queues
+from epd_serve.sched.turns import Asker, Claim, in_turn
 from epd_serve.types import SamplingParams
 
 
@@ -57,12 +63,12 @@ class Bench:
             self.queues.tables.release(sequence)
 
     def submit(
-        self, name: str, arrival_s: float, num_tokens: int, *, here: bool = True, priority: int = 0
+        self, name: str, arrival_s: float, num_tokens: int, *, here: bool = True, priority: int = 0, key: str = ""
     ) -> Sequence:
         sequence = Sequence(
             request_id=name,
             prompt_ids=[1] * num_tokens,
-            sampling=SamplingParams(seed=0, priority=priority),
+            sampling=SamplingParams(seed=0, priority=priority, key=key),
             max_tokens=10,
             positions=() if here else None,
             arrival_s=arrival_s,
@@ -207,3 +213,111 @@ def test_what_the_cache_holds_of_a_waiting_prompt_is_no_work() -> None:
     assert bench.queues.num_waiting_tokens == 12
     bench.pool.register(block[0], hashes[0])
     assert bench.queues.num_waiting_tokens == 11
+
+
+def asker(name: str, key: str = "", priority: int = 0) -> Asker:
+    return Asker(key, name, priority)
+
+
+def resume(bench: Bench, name: str, num_choices: int, key: str = "") -> list[Sequence]:
+    """Choices of a prompt of one token that was computed elsewhere, as they decode here."""
+    blocks = bench.queues.reserve(1, num_choices, [], 0.0, asker(name, key))
+    assert blocks is not None
+    bench.queues.settle(blocks)
+    choices = []
+    for index, own in enumerate([blocks.root, *blocks.forks]):
+        sequence = Sequence(
+            request_id=name,
+            prompt_ids=[1],
+            sampling=SamplingParams(seed=0, key=key),
+            max_tokens=100,
+            positions=None,
+            index=index,
+            arrival_s=float(next(ARRIVALS)),
+            output_ids=[5],
+            num_computed=1,
+            blocks=own if index == 0 else [*bench.pool.allocate(1), *own],
+            state=SequenceState.RUNNING,
+        )
+        bench.queues.run(sequence)
+        choices.append(sequence)
+    return choices
+
+
+ARRIVALS = itertools.count(1)
+
+
+def test_a_request_of_more_choices_than_a_step_takes_leaves_places_to_others() -> None:
+    bench = Bench(1000)
+    resume(bench, "few", 1)
+    resume(bench, "wide", 30)
+    assert bench.step()[0] == ["few", *["wide"] * 9], "it need not wait until all others are gone"
+    for number in range(8):
+        resume(bench, str(number), 1)
+    assert sorted(bench.step()[0]) == [*map(str, range(8)), "few", "wide"], "one of each, then a second of any"
+    assert bench.queues.reserve(1, 1, [], 0.0, asker("last")) is None, "all places are taken by others like it"
+    assert bench.queues.reserve(1, 20, [], 0.0, asker("wide too")) is None
+
+
+def test_keys_take_turns_at_places() -> None:
+    bench = Bench(1000)
+    greedy = [resume(bench, f"greedy {number}", 1, "greedy")[0] for number in range(10)]
+    assert bench.queues.reserve(1, 1, [], 0.0, asker("more", "greedy")) is None
+    for number in range(5):
+        resume(bench, f"modest {number}", 1, "modest")
+    assert bench.queues.reserve(1, 1, [], 0.0, asker("more", "modest")) is None, "half of the places"
+    computed, preempted = bench.step()
+    assert sorted(computed) == [*(f"greedy {n}" for n in range(5)), *(f"modest {n}" for n in range(5))]
+    assert not preempted, "who rests keeps what it has"
+    bench.finish(greedy[0])
+    assert len(bench.step()[0]) == 10 and "greedy 5" in bench.step()[0], "the next one goes on where it stood"
+
+
+def test_a_reservation_of_a_key_that_has_less_gets_the_blocks_of_the_last_of_another() -> None:
+    for key, gives_way in (("greedy", []), ("modest", ["greedy 3"])):
+        bench = Bench(9)
+        greedy = [resume(bench, f"greedy {number}", 1, "greedy")[0] for number in range(4)]
+        assert bench.queues.reserve(1, 1, [], 0.0, asker("new", key)) is None
+        assert bench.queues.lacks_blocks
+        assert bench.step()[1] == gives_way
+    assert greedy[3].saved is not None, "no token is lost"
+    assert greedy[3].state is SequenceState.WAITING, "it does not take them back"
+    assert bench.queues.reserve(1, 1, [], 0.0, asker("new", "modest")) is not None
+    bench.queues.stop_reserving()
+    bench.finish(greedy[0])
+    bench.finish(greedy[1])
+    assert bench.step()[0] == ["greedy 2", "greedy 3"] and bench.memory.restored
+
+
+def test_prompts_of_keys_take_turns() -> None:
+    bench = Bench(12)
+    for number in range(5):
+        bench.submit(f"greedy {number}", number, 4, key="greedy")
+    bench.submit("modest", 9.0, 4, key="modest")
+    assert bench.step()[0] == ["greedy 0", "modest"]
+
+
+def test_reservations_that_wait_take_turns() -> None:
+    bench = Bench(100)
+    resume(bench, "a 0", 1, "a")
+    waiting = [(asker("a 1", "a"), 1), (asker("a 2", "a"), 2), (asker("b 0", "b"), 3), (asker("b 1", "b"), 4)]
+    assert bench.queues.in_turn([*waiting, (asker("c", "c", -1), 5)]) == [5, 3, 1, 4, 2]
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 3), st.integers(1, 4)), min_size=1, max_size=8),
+    st.integers(1, 12),
+)
+def test_places_are_shared_evenly(requests: list[tuple[str, int, int]], num_places: int) -> None:
+    claims = [
+        Claim(Asker(key, f"{key} {name}"), (float(place), index), 1)
+        for place, (key, name, num_choices) in enumerate(requests)
+        for index in range(num_choices)
+    ]
+    placed, left = in_turn(claims)[:num_places], in_turn(claims)[num_places:]
+    assert len(placed) + len(left) == len(claims)
+    for party in (lambda claim: claim.asker.key, lambda claim: (claim.asker.key, claim.asker.request_id)):
+        held = Counter(map(party, placed))
+        for claim in left:
+            others = [held[other] for other in held if other[0] == claim.asker.key or isinstance(other, str)]
+            assert held[party(claim)] + 1 >= max(others, default=0), "who could use more has no less than others"

@@ -20,6 +20,7 @@ from epd_serve.cache.block_pool import BlockPool, RequestBlocks, hash_blocks
 from epd_serve.errors import InvalidRequest
 from epd_serve.request import Sequence, SequenceState
 from epd_serve.sched.language import Budget, ScheduleOutput
+from epd_serve.sched.turns import Asker
 from epd_serve.types import MediaSpan, SamplingParams
 from epd_serve.worker.engine import Engine
 from epd_serve.worker.events import EngineEvent, FailureEvent, PromptEvent, TokenEvent
@@ -28,6 +29,11 @@ from epd_serve.worker.step_loop import StepLoop
 
 EOS = 0
 IMAGE = 50
+
+
+def _key(name: str) -> str:
+    """Requests of three API keys."""
+    return str(int(name[1:]) % 3)
 
 
 @dataclass
@@ -175,7 +181,7 @@ class EngineMachine(RuleBasedStateMachine):
         return Sequence(
             request_id=name,
             prompt_ids=request.prompt,
-            sampling=SamplingParams(seed=0, n=request.num_sequences),
+            sampling=SamplingParams(seed=0, n=request.num_sequences, key=_key(name)),
             max_tokens=request.max_tokens,
             positions=range(len(request.prompt)) if prompt_is_here else None,
             spans=request.spans if prompt_is_here else (),
@@ -226,7 +232,11 @@ class EngineMachine(RuleBasedStateMachine):
         assert request.root is not None
         if not request.over:
             request.reserved = self.engine.reserve(
-                len(request.prompt), request.num_sequences, request.root.block_hashes, request.arrival_s
+                len(request.prompt),
+                request.num_sequences,
+                request.root.block_hashes,
+                request.arrival_s,
+                Asker(_key(self.reserving), self.reserving),
             )
         if request.reserved is not None or request.over:
             self.reserving = None
@@ -371,5 +381,5 @@ def test_a_lost_sequence_in_flight_keeps_its_blocks_from_the_others_for_a_step()
     machine.take_over("r0")
     machine.take_over("r1")
     machine.steps(count=20)
-    assert machine.requests["r1"].over and machine.requests["r0"].finished == {0, 1, 2}
+    assert machine.requests["r0"].over and machine.requests["r1"].finished == {0}
     assert machine.pool.num_free == machine.pool.capacity
