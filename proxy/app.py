@@ -43,10 +43,9 @@ from proxy.dispatch.dispatcher import Dispatch, Dispatcher
 from proxy.dispatch.job import Instances
 from proxy.dispatch.stealing import Stealing
 from proxy.fleet.engines import connector, vllm_targets
-from proxy.fleet.health import Health
+from proxy.fleet.health import Health, Pairs
 from proxy.fleet.leases import Leases, leases_router
 from proxy.fleet.members import Members
-from proxy.fleet.pairs import Pairs
 from proxy.fleet.poller import Poller
 from proxy.http.arrival import ArrivalLimits
 from proxy.http.cors import install_cors

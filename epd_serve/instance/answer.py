@@ -6,8 +6,7 @@ import codecs
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from epd_serve.instance.detokenizer import Detokenizer
-from epd_serve.instance.vocabulary import Vocabulary
+from epd_serve.instance.detokenizer import Detokenizer, Vocabulary
 from epd_serve.patterns import Patterns
 from epd_serve.protocol import chunks, frames
 from epd_serve.protocol.tool_format import Call, CallDelta, ToolCallReader

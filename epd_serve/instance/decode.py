@@ -21,10 +21,10 @@ from epd_serve.errors import (
     Unavailable,
 )
 from epd_serve.instance.answer import Answer
+from epd_serve.instance.detokenizer import Vocabulary
 from epd_serve.instance.generation import Generation
 from epd_serve.instance.http import Reply
 from epd_serve.instance.peers import Peers
-from epd_serve.instance.vocabulary import Vocabulary
 from epd_serve.protocol import wire
 from epd_serve.request import Sequence
 from epd_serve.sched.turns import Asker

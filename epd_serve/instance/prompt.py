@@ -15,8 +15,8 @@ from epd_serve.cache.block_pool import hash_blocks
 from epd_serve.errors import InvalidRequest
 from epd_serve.instance.bounded_tokenizer import PIECE_CHARACTERS, BoundedTokenizer
 from epd_serve.instance.chat_template import ChatTemplate, MediaLiterals
+from epd_serve.instance.detokenizer import Vocabulary
 from epd_serve.instance.request_processor import S_PER_CHARACTER
-from epd_serve.instance.vocabulary import Vocabulary
 from epd_serve.models.family import Family
 from epd_serve.models.generation_config import GenerationConfig
 from epd_serve.protocol.prompt_calls import TokenizeReply, TokenizeRequest

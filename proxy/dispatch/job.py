@@ -16,8 +16,7 @@ from epd_serve.routing.policy import Demand, Policy
 from epd_serve.routing.table import InstanceTable
 from epd_serve.types import SamplingParams
 from proxy.dispatch.stealing import Stealing
-from proxy.fleet.health import Health
-from proxy.fleet.pairs import Pairs
+from proxy.fleet.health import Health, Pairs
 from proxy.fleet.poller import Poller
 from proxy.media.loader import MediaItem
 from proxy.observe.metrics import GatewayMetrics

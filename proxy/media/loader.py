@@ -14,8 +14,7 @@ import pybase64
 from blake3 import blake3
 
 from epd_serve.errors import InvalidRequest, TooLarge
-from epd_serve.media.header import plain_size
-from epd_serve.media.picture import MediaLimits, low_detail_size, pixel_size
+from epd_serve.media.picture import MediaLimits, low_detail_size, pixel_size, plain_size
 from epd_serve.protocol.messages import MediaSource
 from epd_serve.protocol.wire import MediaRef
 from proxy.fair_threads import FairThreads

@@ -20,12 +20,12 @@ from transformers import AutoTokenizer
 
 from device.registry import get_device
 from epd_serve.instance.answer import Answer
+from epd_serve.instance.detokenizer import Vocabulary
 from epd_serve.instance.encode import EncodeService
 from epd_serve.instance.generation import Generation
 from epd_serve.instance.http import ControlApp, Event, Reply
 from epd_serve.instance.prompt import PromptProcessor
 from epd_serve.instance.request_processor import RequestProcessor
-from epd_serve.instance.vocabulary import Vocabulary
 from epd_serve.media.decoder_pool import DecoderPool
 from epd_serve.models.family import TowerInputs, load_family
 from epd_serve.models.language import LanguageModel

@@ -6,7 +6,7 @@ import pytest
 
 from epd_serve.errors import PEER_UNREACHABLE, InstanceFailed
 from epd_serve.protocol import frames
-from proxy.fleet import pairs
+from proxy.fleet import health as pairs
 
 STREAMS = pytest.mark.parametrize("stream", [True, False])
 UNREACHABLE = InstanceFailed("http://d0 does not answer", code=PEER_UNREACHABLE)
