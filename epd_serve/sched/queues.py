@@ -170,7 +170,7 @@ class Queues:
         a step beside the others has no room either, unless it is its turn to have a place there.
         """
         claims = [Claim(asker, (math.inf, index), num_prompt_tokens) for index in range(num_sequences)]
-        has_place = self._has_place(claims[:1])
+        has_place = self._has_place(num_prompt_tokens)
         if not has_place and not self._has_turn(claims):
             self._reserving = asker, arrival_s, 0
             return None
@@ -194,10 +194,14 @@ class Queues:
         """Reservations that wait, given in the order in which they came, in that of their turns."""
         return [one for one in self._waiting_in_turn(reservations) if not isinstance(one, Sequence)]
 
-    def _has_place(self, claims: list[Claim]) -> bool:
-        """Whether these may decode beside those that are here."""
-        here = self._claims()
-        return self._num_places([*here, *claims]) >= len(here) + len(claims)
+    def _has_place(self, num_tokens: int) -> bool:
+        """Whether one more may decode beside those that are here; the other choices of a request take turns."""
+        contexts = [s.num_tokens for s in chain(self._running, self._preempted) if not s.hand_off]
+        contexts += [claim.num_tokens for claim in chain.from_iterable(self._reserved.values())]
+        if len(contexts) >= self._budget.max_num_seqs:
+            return False
+        pace = self._budget.pace
+        return pace is None or pace.num_decodes([*contexts, num_tokens]) > len(contexts)
 
     def _has_turn(self, claims: list[Claim]) -> bool:
         """Whether these may decode in place of others that are here."""
@@ -279,6 +283,8 @@ class Queues:
 
     def _admissible(self, now: float) -> list[Sequence]:
         """The sequences that wait for blocks, in the order in which they may take them."""
+        if not self._waiting and not self._preempted:
+            return []
         new = self._order(self._waiting, now) if self._waiting else []
         if self._reserving is not None:
             before = set(self._waiting_before(*self._reserving[:2]))
@@ -315,6 +321,9 @@ class Queues:
         if self._reserving is None or not self._reserving[2]:
             return []
         asker, _, needed = self._reserving
+        parties = {(s.sampling.key, s.sampling.group or s.request_id) for s in self._running}
+        if len(parties) == len(self._running) and all(key == asker.key for key, _ in parties):
+            return []  # all have had one turn, and it has none before theirs
         claims = in_turn([*map(_claim, self._running), Claim(asker, (math.inf, 0), 0)])
         victims: list[Sequence] = []
         free = self._pool.num_free
