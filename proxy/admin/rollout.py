@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from fastapi import APIRouter, Request
@@ -71,12 +71,14 @@ async def _gone(request: Request) -> None:
 
 
 _Body = TypeVar("_Body")
+#: A step of an apply may take an hour (epd_serve/cli/apply.py).
+_LONGEST_HOLD_S = 7200.0
 
 
 class HoldBody(msgspec.Struct, frozen=True):
     """Body of ``POST /hold``."""
 
-    seconds: float
+    seconds: Annotated[float, msgspec.Meta(ge=0, le=_LONGEST_HOLD_S)]
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from proxy.observe.access_log import line_of
 from proxy.observe.record import RequestRecord
 
 _NUM_DECISIONS = 500
+_MAX_DECISION_BYTES = 64 * 1024
 #: More than are served between two looks.
 _NUM_REQUESTS = 4096
 
@@ -71,6 +72,8 @@ def scaling_router(table: InstanceTable, served: ServedRequests) -> APIRouter:
     @router.post("/elastic")
     async def report(request: Request) -> JSONResponse:
         """Take down a decision."""
+        if len(await request.body()) > _MAX_DECISION_BYTES:
+            raise InvalidRequest(f"a decision has at most {_MAX_DECISION_BYTES} bytes")
         try:
             decisions.append(msgspec.json.decode(await request.body(), type=dict[str, Any]))
         except msgspec.DecodeError as error:

@@ -64,8 +64,9 @@ async def test_what_autoscale_asks_and_says(start):
             assert answer.status == 200
     async with session.get(f"{url}/elastic") as answer:
         assert (await answer.json())["decisions"] == [{"kind": "starting"}, {"kind": "calm"}]
-    async with session.post(f"{url}/elastic", data=b"[]") as answer:
-        assert answer.status == 400
+    for wrong in (b"[]", b'{"reason": "' + 65536 * b"x" + b'"}'):
+        async with session.post(f"{url}/elastic", data=wrong) as answer:
+            assert answer.status == 400
 
 
 def test_served_requests_are_numbered_and_those_of_another_gateway_are_all_new():

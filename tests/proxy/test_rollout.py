@@ -179,8 +179,9 @@ async def test_files_and_the_controller(launched: Launched) -> None:
     assert answer == {"left": ["new"]}
     with pytest.raises(OrderRefused, match="no_such_key"):
         await orders.give("POST", "/check", {"no_such_key": 1}, Deadline(10))
-    with pytest.raises(OrderRefused, match="the body is no HoldBody"):
-        await orders.give("POST", "/hold", {"seconds": "long"}, Deadline(10))
+    for seconds in ("long", -1, 1e9):
+        with pytest.raises(OrderRefused, match="the body is no HoldBody"):
+            await orders.give("POST", "/hold", {"seconds": seconds}, Deadline(10))
     launched.hold.check()
     await orders.give("POST", "/hold", {"seconds": 60}, Deadline(10))
     with pytest.raises(Conflict, match="epd-serve apply"):
