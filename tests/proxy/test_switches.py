@@ -183,7 +183,7 @@ async def test_the_command_says_what_the_admin_plane_says(
     ):
         monkeypatch.setenv("EPD_SERVE_ADMIN_KEY", key) if key else monkeypatch.delenv("EPD_SERVE_ADMIN_KEY", False)
         with pytest.raises(ValueError) as refused:
-            await asyncio.to_thread(switch, name, "P", where)
+            await asyncio.to_thread(switch, name, "P", admin=where)
         assert message in str(refused.value)
     for old, said in (
         ("D", "p1: D → P in 0.250 s, 0.125 s of it to finish what it had\n"),
@@ -191,5 +191,5 @@ async def test_the_command_says_what_the_admin_plane_says(
     ):
         changed = wire.encode(RoleChanged(old, "P", 1, 0.25, 0.125))
         gateway["p1"].scripts["/role"] = lambda _, changed=changed: [(200, {}), changed]
-        await asyncio.to_thread(switch, "p1", "P", address)
+        await asyncio.to_thread(switch, "p1", "P", admin=address)
         assert capsys.readouterr().out == said
