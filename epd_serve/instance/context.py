@@ -17,6 +17,7 @@ from epd_serve.instance.peers import Peers
 from epd_serve.instance.rates import StageRates
 from epd_serve.instance.refusals import Refusals
 from epd_serve.instance.request_processor import RequestProcessor
+from epd_serve.media.decoder_pool import DecoderPool
 from epd_serve.models.family import Family
 from epd_serve.telemetry.span import SpanStream
 from epd_serve.telemetry.timeline import Timeline
@@ -50,6 +51,7 @@ class InstanceContext:
     pulls: Pulls
     refusals: Refusals
     processor: RequestProcessor
+    decoders: DecoderPool
     streams: DualStream
     batching: Batching
     metrics: InstanceMetrics

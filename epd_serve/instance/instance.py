@@ -114,13 +114,14 @@ class Instance:
             queue_timeout_s=options.queue_timeout_s,
             put=self.spans.put,
         )
+        self._decoders = DecoderPool(
+            num_media_threads(options.threads), cpu_s=options.media_cpu_s, limits=_MEDIA_LIMITS
+        )
         self._encode = EncodeService(
             partial(Tower, self._path, self._dtype, self._device, self._streams.tower.between_layers),
             self._family,
             self._peers,
-            decoders=DecoderPool(
-                num_media_threads(options.threads), cpu_s=options.media_cpu_s, limits=_MEDIA_LIMITS
-            ),
+            decoders=self._decoders,
             processor=self._processor,
             feature_timeout_s=options.feature_timeout_s,
             on_delivered=self.timeline.encoded,
@@ -176,6 +177,7 @@ class Instance:
             pulls=self.pulls,
             refusals=self.refusals,
             processor=self._processor,
+            decoders=self._decoders,
             streams=self._streams,
             batching=self._batching,
             metrics=self.metrics,

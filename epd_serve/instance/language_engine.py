@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -18,6 +19,7 @@ from epd_serve.instance.decode import DecodeService
 from epd_serve.instance.encode import EncodeService
 from epd_serve.instance.feature_inbox import FeatureForm, FeatureInbox
 from epd_serve.instance.feature_supply import FeatureSupply
+from epd_serve.instance.grammar_compiler import GrammarCompiler
 from epd_serve.instance.kv_delivery import Delivery, PullDelivery, PushDelivery
 from epd_serve.instance.language_weights import LanguageWeights
 from epd_serve.instance.migration import Migrations
@@ -122,6 +124,7 @@ class LanguageEngine(EngineHooks):
     def _start_services(self) -> None:
         context, options, engine = self._context, self._context.options, self.engine
         prompts = self.weights.prompts
+        compiler = GrammarCompiler(prompts.grammars, context.processor, context.decoders)
         self.prefill = PrefillService(
             engine,
             prompts,
@@ -137,6 +140,7 @@ class LanguageEngine(EngineHooks):
             delivered=context.metrics.kv_delivered,
             tokens_per_character=lambda: context.rates.tokens_per_character,
             refusals=context.refusals,
+            compile=compiler.compile,
         )
         self.migrations = Migrations(
             options.name,
@@ -161,7 +165,7 @@ class LanguageEngine(EngineHooks):
             listen=self.listeners.listen,
             on_read=context.metrics.kv_read,
             timeline=context.timeline,
-            compile=lambda grammar: context.processor.run("text", 0.0, prompts.grammars.constraint, grammar),
+            compile=partial(compiler.compile, is_tried=True),
         )
 
     @property

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -23,8 +23,10 @@ from epd_serve.protocol import chunks, frames, prompt_calls, wire
 from epd_serve.request import Sequence, SequenceState
 from epd_serve.telemetry.timeline import Timeline
 from epd_serve.transfer.kv_sender import OutgoingTransfer
+from epd_serve.types import Grammar
 from epd_serve.worker.engine import Engine
 from epd_serve.worker.events import EngineEvent, FailureEvent, PromptEvent
+from epd_serve.worker.grammar import MatcherConstraint
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +69,7 @@ class PrefillService:
         spawn: runs a clean-up in the background, owned by the instance.
         tokens_per_character: of prompts, for the load.
         refusals: what hands a request over may be refused by.
+        compile: a grammar, for the sequences that follow it.
 
     Attributes:
         generations: of the answers that are decoded here, by request.
@@ -89,7 +92,9 @@ class PrefillService:
         timeline: Timeline | None = None,
         tokens_per_character: Callable[[], float] = lambda: 0.0,
         refusals: Refusals | None = None,
+        compile: Callable[[Grammar], Awaitable[MatcherConstraint]] | None = None,
     ) -> None:
+        self._compile = compile
         self._refusals = refusals or Refusals("")
         self._engine = engine
         self._prompts = prompts
@@ -145,6 +150,9 @@ class PrefillService:
                     prompt, answer = await self._processor.run(
                         "text", self._prompts.cost_s(request), self._prepare, request, wanted
                     )
+                if prompt.sampling.grammar is not None:
+                    assert self._compile is not None, "nothing compiles grammars here"
+                    prompt = replace(prompt, constraint=await self._compile(prompt.sampling.grammar))
                 if answer.finished:  # the client lacks nothing but the end
                     reply = self._ended(request, answer)
                 elif request.decode_url is None:

@@ -38,7 +38,7 @@ class Prompt:
         positions: [axes, tokens]. position_delta: see :class:`epd_serve.request.Sequence`.
         max_tokens: output tokens that the client asked for or the context leaves.
         sampling: of the request, with what takes the tokenizer filled in.
-        constraint: the compiled grammar, where the answer must follow one.
+        constraint: the compiled grammar, where the answer must follow one; it is not made here.
     """
 
     ids: list[int]
@@ -147,7 +147,6 @@ class PromptProcessor:
             block_hashes=hash_blocks(ids, self._block_size, spans, request.prompting.cache_salt),
             max_tokens=max_tokens,
             sampling=sampling,
-            constraint=None if sampling.grammar is None else self.grammars.constraint(sampling.grammar),
         )
 
     def tokenize(self, request: TokenizeRequest, check: Callable[[], None] = lambda: None) -> TokenizeReply:

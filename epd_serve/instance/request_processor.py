@@ -17,7 +17,7 @@ from epd_serve.turns import Turns
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Kind = Literal["text", "media"]
+Kind = Literal["text", "media", "grammar"]
 
 #: Estimates, in seconds: for the order in which items get their turn, nothing more.
 S_PER_PIXEL = 5e-8
@@ -62,7 +62,7 @@ class RequestProcessor:
     the end of a long one; one that turns out to be long steps aside.
 
     Args:
-        num_threads: for media; text has one.
+        num_threads: for media; text has one, as have grammars.
         max_waiting: items of one kind that may wait; more are refused.
         queue_timeout_s: how long an item may wait for its turn.
         put: takes a span for each item that was processed.
@@ -85,10 +85,11 @@ class RequestProcessor:
             "media": _Lane(
                 "media", (num_threads, max(num_threads, _MIN_MEDIA_ASIDE)), queue_timeout_s, max_waiting, clock
             ),
+            "grammar": _Lane("grammar", (1, 1), queue_timeout_s, max_waiting, clock),
         }
         self._clock = clock
         self._put = put
-        self.num_done: dict[Kind, int] = {"text": 0, "media": 0}
+        self.num_done: dict[Kind, int] = {"text": 0, "media": 0, "grammar": 0}
 
     @property
     def num_waiting(self) -> int:

@@ -1,4 +1,4 @@
-"""The processes that decode media files: one that forks, and its workers, of which each has one file at a time.
+"""The processes that decode media files and try grammars: one that forks, and its workers, each with one job.
 
 ``python -P -m epd_serve.media.decoder FD PARENT_PID`` loads the decoders, and then forks a worker for each pair of
 descriptors that arrives on the inherited socket: the worker's own socket, and the memory through which files come
@@ -19,9 +19,11 @@ import select
 import signal
 import socket
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 
+import llguidance
 import msgspec
 from PIL import Image
 
@@ -34,11 +36,14 @@ CHANNELS = 3
 #: Memory for a picture's decoder: coefficients, frames, copies in other modes; and for what has no pixels.
 _BYTES_PER_PIXEL = 32
 _ROOM_BYTES = 64 * 1024**2
+#: The same for a grammar.
+_BYTES_PER_CHARACTER = 1024
+_GRAMMAR_ROOM_BYTES = 256 * 1024**2
 #: Pixels are copied out so many at a time, through memory that the process has already.
 _STRIP_PIXELS = 1 << 15
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True):
+class Job(msgspec.Struct, frozen=True, kw_only=True, tag="picture"):
     """A picture to decode to RGB, ``width`` × ``height`` pixels as displayed.
 
     Attributes:
@@ -57,12 +62,26 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     limits: MediaLimits
 
 
+class GrammarJob(msgspec.Struct, frozen=True, kw_only=True, tag="grammar"):
+    """A grammar to compile, which takes as long for any tokenizer, and to forget; the rest as in :class:`Job`."""
+
+    num_bytes: int
+    area_bytes: int
+    cpu_s: float
+
+
 class Started(msgspec.Struct, frozen=True, tag="started"):
     pid: int
 
 
 class Decoded(msgspec.Struct, frozen=True, tag="decoded"):
     """The pixels are there."""
+
+
+class Compiled(msgspec.Struct, frozen=True, tag="compiled"):
+    """The grammar is good; seconds of CPU time that it took."""
+
+    cpu_s: float
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
@@ -78,8 +97,8 @@ class Ended(msgspec.Struct, frozen=True, tag="ended"):
     code: int
 
 
-Told = Started | Decoded | Refused | Ended
-_jobs = msgspec.msgpack.Decoder(Job)
+Told = Started | Decoded | Compiled | Refused | Ended
+_jobs: msgspec.msgpack.Decoder[Job | GrammarJob] = msgspec.msgpack.Decoder(Job | GrammarJob)
 
 
 def serve(control: socket.socket) -> None:
@@ -170,11 +189,14 @@ def _work(connection: socket.socket, area: int) -> None:
         signal.setitimer(signal.ITIMER_PROF, job.cpu_s)
         answer: Told = Decoded()
         try:
-            _decode(job, memory)
+            if isinstance(job, GrammarJob):
+                answer = _compile(memory[: job.num_bytes].decode())
+            else:
+                _decode(job, memory)
         except InvalidRequest as error:
             answer = Refused(error.message, error.code)
         except MemoryError:
-            answer = Refused("the image takes far more memory than its pixels", "image_too_complex")
+            answer = Refused("it takes far more memory than its size explains", "too_complex")
         signal.setitimer(signal.ITIMER_PROF, 0)
         _limit_memory(None)
         _tell(connection, answer)
@@ -200,6 +222,18 @@ def _decode(job: Job, memory: mmap.mmap) -> None:
         bottom = min(top + rows, job.height)
         strip = image if rows >= job.height else image.crop((0, top, job.width, bottom))
         memory[CHANNELS * job.width * top : CHANNELS * job.width * bottom] = strip.tobytes()
+
+
+def _compile(grammar: str) -> Compiled:
+    """Raises InvalidRequest. The first step's mask is part of it, as some grammars leave all work to that."""
+    start_s = time.process_time()
+    _limit_memory(_GRAMMAR_ROOM_BYTES + _BYTES_PER_CHARACTER * len(grammar))
+    matcher = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), grammar, log_level=0)
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    if matcher.is_error():
+        raise InvalidRequest(matcher.get_error().strip().partition("\n")[0][:300])
+    return Compiled(time.process_time() - start_s)
 
 
 def _limit_memory(num_bytes: int | None) -> None:

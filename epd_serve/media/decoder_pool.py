@@ -1,4 +1,5 @@
-"""The decoding of media files in processes that may be ended, as an instance sees it."""
+"""The decoding of media files, and the first compiling of grammars, in processes that may be ended, as an instance
+sees it."""
 
 from __future__ import annotations
 
@@ -12,8 +13,9 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
@@ -21,7 +23,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from epd_serve.errors import InvalidRequest, StageTimeout, Unavailable
-from epd_serve.media.decoder import CHANNELS, MESSAGE_BYTES, Decoded, Ended, Job, Refused, Started, Told
+from epd_serve.media.decoder import (
+    CHANNELS,
+    MESSAGE_BYTES,
+    Compiled,
+    Decoded,
+    Ended,
+    GrammarJob,
+    Job,
+    Refused,
+    Started,
+    Told,
+)
 from epd_serve.media.picture import MediaLimits
 
 logger = logging.getLogger(__name__)
@@ -31,6 +44,8 @@ _QUICK_S = 0.1
 #: A file that takes longer than its pixels explain goes on with what processor time nobody else wants.
 _FAIR_S, _S_PER_PIXEL = 0.5, 1e-7
 _NICENESS = 10
+#: Seconds of CPU time that a grammar may take to compile.
+GRAMMAR_CPU_S = 0.5
 #: A worker that has had its CPU time for so many times as long stands still.
 _MAX_STRETCH = 15
 #: Memory that a worker keeps between two files.
@@ -53,7 +68,7 @@ class Place(Protocol):
 
 
 class DecoderPool:
-    """Workers, each a process that decodes one file at a time. It belongs to one event loop.
+    """Workers, each a process that decodes a file or compiles a grammar at a time. It belongs to one event loop.
 
     The processes are started with the first file, or by :meth:`start`. The thread of the event loop must live as
     long as they shall. How many are at work is up to the places of those who ask.
@@ -97,11 +112,41 @@ class DecoderPool:
             Unavailable: the worker was ended by somebody else.
             StageTimeout: the worker stood still.
         """
-        worker = await self._decode(data, size, place, low_detail=low_detail)
+        if size[0] * size[1] > self._limits.max_pixels:
+            raise InvalidRequest(
+                f"the image has {size[0]}x{size[1]} pixels; at most {self._limits.max_pixels} are taken"
+            )
+        num_bytes = CHANNELS * size[0] * size[1]
+
+        def job(worker: _Worker) -> Job:
+            return Job(
+                num_bytes=len(data),
+                area_bytes=len(worker.area),
+                width=size[0],
+                height=size[1],
+                low_detail=low_detail,
+                cpu_s=self._cpu_s,
+                limits=self._limits,
+            )
+
+        fair_s = _FAIR_S + _S_PER_PIXEL * size[0] * size[1]
+        worker, _ = await self._run(_Task("image", "decoder", data, num_bytes, job, self._cpu_s, fair_s), place)
         try:
             yield worker.pixels(size)
         finally:
             self._put_back(worker)
+
+    async def compiled(self, grammar: str, place: Place) -> float:
+        """Seconds of CPU time that a grammar takes to compile; it is good then. Raises as :meth:`decoded`."""
+        data = grammar.encode()
+
+        def job(worker: _Worker) -> GrammarJob:
+            return GrammarJob(num_bytes=len(data), area_bytes=len(worker.area), cpu_s=GRAMMAR_CPU_S)
+
+        task = _Task("structure", "compiler", data, 0, job, GRAMMAR_CPU_S, GRAMMAR_CPU_S)
+        worker, told = await self._run(task, place)
+        self._put_back(worker)
+        return told.cpu_s if isinstance(told, Compiled) else 0.0
 
     def close(self) -> None:
         """End all processes. Blocks for a moment."""
@@ -121,55 +166,27 @@ class DecoderPool:
 
     # ------------------------------------------------------------------ inside
 
-    async def _decode(self, data: bytes, size: tuple[int, int], place: Place, *, low_detail: bool) -> _Worker:
-        if size[0] * size[1] > self._limits.max_pixels:
-            raise InvalidRequest(
-                f"the image has {size[0]}x{size[1]} pixels; at most {self._limits.max_pixels} are taken"
-            )
+    async def _run(self, task: _Task, place: Place) -> tuple[_Worker, Told]:
+        """The worker that has done it, which must be put back, and its answer."""
         worker = self._take()
         try:
-            await worker.give(data, size, low_detail=low_detail, cpu_s=self._cpu_s, limits=self._limits)
+            await worker.give(task)
             told = await worker.answer(_QUICK_S)
             if told is None and not place.step_aside():
                 self._drop(worker)  # it begins again when there is room beside the others
                 await place.wait_aside()
-                return await self._decode(data, size, place, low_detail=low_detail)
-            told = told or await worker.answer(_FAIR_S + _S_PER_PIXEL * size[0] * size[1])
+                return await self._run(task, place)
+            told = told or await worker.answer(task.fair_s)
             if told is None:
                 worker.give_way()
-                told = await worker.answer(_MAX_STRETCH * self._cpu_s)
-            self._check(told)
+                told = await worker.answer(_MAX_STRETCH * task.cpu_s)
+            return worker, _checked(told, task)
         except BaseException as error:
             if isinstance(error, InvalidRequest) and not worker.has_ended:
                 self._put_back(worker)
             else:
                 self._drop(worker)
             raise
-        return worker
-
-    def _check(self, told: Told | None) -> None:
-        """Raises what became of the file, where it is not decoded."""
-        if told is None:
-            raise StageTimeout(
-                f"the decoder did not come to an end in {_MAX_STRETCH * self._cpu_s:g} s", code="decoder_stalled"
-            )
-        if isinstance(told, Refused):
-            raise InvalidRequest(told.message, code=told.code)
-        if not isinstance(told, Ended):
-            return
-        if told.code == -signal.SIGPROF:
-            raise InvalidRequest(
-                f"the image took more than {self._cpu_s:g} s of processor time to decode: save it anew with any "
-                "program, or scale it down",
-                code="image_too_complex",
-            )
-        if told.code in (-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT, -signal.SIGFPE, -signal.SIGILL):
-            raise InvalidRequest(
-                f"the image crashes its decoder ({signal.Signals(-told.code).name}): save it with another program",
-                code="image_crashes_decoder",
-            )
-        how = signal.Signals(-told.code).name if told.code < 0 else f"exit code {told.code}"
-        raise Unavailable(f"the process that decoded the image was ended ({how}); try again", code="decoder_lost")
 
     def _take(self) -> _Worker:
         """A worker that is alive, as far as can be seen."""
@@ -235,6 +252,54 @@ class DecoderPool:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """Work for a worker.
+
+    Attributes:
+        what, who: the thing that is worked on and who works, for errors.
+        data, num_bytes: what it is given in its memory, and what it puts there.
+        job: what it is told.
+        cpu_s: seconds of CPU time that it may take. fair_s: behind so many it gives way to all others.
+    """
+
+    what: str
+    who: str
+    data: bytes
+    num_bytes: int
+    job: Callable[[_Worker], Job | GrammarJob]
+    cpu_s: float
+    fair_s: float
+
+
+def _checked(told: Told | None, task: _Task) -> Told:
+    """The answer. Raises what became of the task, where it is not done."""
+    if told is None:
+        raise StageTimeout(
+            f"the {task.who} did not come to an end in {_MAX_STRETCH * task.cpu_s:g} s", code=f"{task.who}_stalled"
+        )
+    if isinstance(told, Refused):
+        code = f"{task.what}_too_complex" if told.code == "too_complex" else told.code
+        raise InvalidRequest(told.message, code=code)
+    if not isinstance(told, Ended):
+        return told
+    if told.code == -signal.SIGPROF:
+        remedy = "save it anew with any program, or scale it down" if task.what == "image" else "make it simpler"
+        raise InvalidRequest(
+            f"the {task.what} took more than {task.cpu_s:g} s of processor time: {remedy}",
+            code=f"{task.what}_too_complex",
+        )
+    if told.code in (-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT, -signal.SIGFPE, -signal.SIGILL):
+        raise InvalidRequest(
+            f"the {task.what} crashes its {task.who} ({signal.Signals(-told.code).name}): send another one",
+            code=f"{task.what}_crashes_{task.who}",
+        )
+    how = signal.Signals(-told.code).name if told.code < 0 else f"exit code {told.code}"
+    raise Unavailable(
+        f"the process that had the {task.what} was ended ({how}); try again", code=f"{task.who}_lost"
+    )
+
+
 class _Worker:
     """One process, its socket, and the memory that it shares with this one.
 
@@ -260,26 +325,15 @@ class _Worker:
         assert self._area is not None, "nothing was given"
         return self._area
 
-    async def give(
-        self, data: bytes, size: tuple[int, int], *, low_detail: bool, cpu_s: float, limits: MediaLimits
-    ) -> None:
-        """Have it decode a file."""
-        num_bytes = max(len(data), CHANNELS * size[0] * size[1])
-        if len(data) > _KEPT_BYTES // 16:
-            await asyncio.to_thread(self._write, data, num_bytes)
+    async def give(self, task: _Task) -> None:
+        """Have it do something."""
+        num_bytes = max(len(task.data), task.num_bytes)
+        if len(task.data) > _KEPT_BYTES // 16:
+            await asyncio.to_thread(self._write, task.data, num_bytes)
         else:
-            self._write(data, num_bytes)
-        job = Job(
-            num_bytes=len(data),
-            area_bytes=len(self.area),
-            width=size[0],
-            height=size[1],
-            low_detail=low_detail,
-            cpu_s=cpu_s,
-            limits=limits,
-        )
+            self._write(task.data, num_bytes)
         with suppress(OSError):  # it has ended, and its answer says how
-            self._connection.send(msgspec.msgpack.encode(job))
+            self._connection.send(msgspec.msgpack.encode(task.job(self)))
 
     async def answer(self, timeout_s: float) -> Told | None:
         """Return what it tells of its file; None where it says nothing in that time."""
@@ -321,7 +375,7 @@ class _Worker:
             pass
         return True
 
-    def _heard(self, message: bytes) -> Decoded | Refused | Ended | None:
+    def _heard(self, message: bytes) -> Decoded | Compiled | Refused | Ended | None:
         """The answer in a message; None for the first one, which tells the pid before any file can do harm."""
         try:
             told = _told.decode(message) if message else Ended(1)

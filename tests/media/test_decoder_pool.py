@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import mmap
 import os
 import signal
 import socket
@@ -21,8 +22,8 @@ from PIL import Image
 
 from epd_serve.errors import InvalidRequest, ServeError, Unavailable
 from epd_serve.media import decoder_pool
-from epd_serve.media.decoder import Ended, Started
-from epd_serve.media.decoder_pool import DecoderPool, _Worker
+from epd_serve.media.decoder import Ended, GrammarJob, Started
+from epd_serve.media.decoder_pool import DecoderPool, _Task, _Worker
 from epd_serve.media.picture import FORMATS, low_detail_size, open_image
 
 WIDE = replace(LIMITS, max_pixels=1 << 28)
@@ -166,7 +167,8 @@ async def test_a_worker_that_a_file_has_taken_over_harms_itself_alone() -> None:
     ours.setblocking(False)
     worker = _Worker(ours)
     with theirs:
-        await worker.give(b"file", (2, 1), low_detail=False, cpu_s=1.0, limits=WIDE)
+        job = GrammarJob(num_bytes=4, area_bytes=mmap.PAGESIZE, cpu_s=1.0)
+        await worker.give(_Task("image", "decoder", b"file", 6, lambda _: job, cpu_s=1.0, fair_s=1.0))
         with pytest.raises(PermissionError):
             os.ftruncate(worker.descriptor, 0)  # whoever reads the pixels would get a SIGBUS
         theirs.send(msgspec.msgpack.encode(Started(7)))
@@ -284,7 +286,7 @@ async def test_random_ends_leave_the_pool_whole(pool: DecoderPool) -> None:
 PROGRAM = """
 import asyncio, sys
 from epd_serve.media import decoder_pool
-from epd_serve.media.decoder_pool import DecoderPool
+from epd_serve.media.decoder_pool import DecoderPool, _Task
 from epd_serve.media.picture import MediaLimits
 
 class Place:
