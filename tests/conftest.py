@@ -38,6 +38,14 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _logs_of_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Deployments of tests leave no logs in the directory of whoever runs them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EPD_SERVE_LOG_DIR", str(tmp_path_factory.mktemp("logs")))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
     """Tests run beside the processes that they start; more threads would only make them wait for each other."""
     torch.set_num_threads(1)

@@ -13,6 +13,7 @@ _SETTINGS: dict[str, Any] = {"pretty_exceptions_enable": False, "rich_markup_mod
 GROUPS: dict[str, dict[str, str]] = {
     "Serve": {
         "up": "epd-serve up deployment.yaml --topology '(E-P)-D'",
+        "chat": "epd-serve chat --image photo.jpg",
         "instance": "epd-serve instance --name e0 --role E --port 8100",
         "proxy": "epd-serve proxy --instance e0=http://127.0.0.1:8100",
     },
@@ -21,6 +22,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "status": "epd-serve status",
         "switch": "epd-serve switch p0 D",
         "autoscale": "epd-serve autoscale deployment.yaml --admin http://127.0.0.1:8001",
+        "logs": "epd-serve logs p0 --follow",
         "trace": "epd-serve trace ./trace -o trace.json",
         "key": "epd-serve key new alice",
     },

@@ -23,7 +23,7 @@ def _keys() -> None:
     """Make API keys for the gateway."""
 
 
-@key.command("new")
+@key.command("new", short_help="Make an API key, and its hash.")
 def new(name: Annotated[str, typer.Argument(help="Of the key, for logs and metrics.")]) -> None:
     """Make an API key: the key for its holder, its hash for gateway.api_keys of the deployment file."""
     secret, hashed = new_key()

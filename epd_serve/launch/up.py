@@ -17,6 +17,7 @@ from rich.console import Console
 
 from epd_serve.config import DEMO_MODEL, DeploymentConfig
 from epd_serve.launch.deployment import LocalDeployment
+from epd_serve.launch.log_runs import new_run
 from epd_serve.launch.process import ProcessDied
 from epd_serve.launch.progress import Progress
 
@@ -32,9 +33,10 @@ async def run_up(config: DeploymentConfig, console: Console) -> int:
     for note in _notes(config):
         _say(console, f"note: {note}")
     stop = asyncio.Event()
-    with Progress(console) as progress:
+    with Progress(console) as progress, new_run() as log_dir:
         deployment = LocalDeployment(
             config,
+            log_dir=log_dir,
             on_change=progress.update,
             on_death=lambda death, delay_s: _say(console, _restart_text(death, delay_s)),
             on_apply=lambda text: _say(console, f"apply: {text}"),

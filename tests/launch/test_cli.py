@@ -11,6 +11,7 @@ from device import cpu, registry
 from device.cpu import CpuDevice
 from device.ops.cpu import CpuOps
 from epd_serve import __version__, cli
+from epd_serve.cli.app import GROUPS
 from epd_serve.config import InstanceOptions
 from epd_serve.config.shares import DeviceShare
 from epd_serve.demo import weights_dir
@@ -136,6 +137,23 @@ def test_topology_draws_and_explains(monkeypatch: pytest.MonkeyPatch, capsys: py
 def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(monkeypatch, "--version") == 0
     assert capsys.readouterr().out == f"epd-serve {__version__}\n"
+
+
+def test_every_help_fits_80_columns_and_has_an_example(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    names = [name for group in GROUPS.values() for name in group]
+    assert set(names) | {"app", "admin", "flags"} == {
+        file.stem for file in Path(cli.__file__).parent.glob("[a-z]*.py")
+    }
+    for arguments in ((), *((name,) for name in names)):
+        assert run(monkeypatch, *arguments, "--help") == 0
+        text, _, example = capsys.readouterr().out.partition("Example:")
+        assert max(map(len, text.splitlines())) <= 80, arguments
+        listed = text.partition("Commands:")[2] if arguments else text.partition("Serve:")[2]
+        assert "..." not in listed, arguments
+        assert not arguments or f"epd-serve {arguments[0]}" in example
 
 
 def test_devices_shows_the_cpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

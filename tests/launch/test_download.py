@@ -196,7 +196,6 @@ def test_a_download_that_breaks_off_goes_on(hub: tuple[Hub, str], tmp_path: Path
     said = up(url, tmp_path)
     assert "cannot be downloaded" in said and "Try again: whole files are kept." in said
     state.num_whole = 0
-    assert state.ranges and not state.ranges[0].startswith("bytes=0-"), "it goes on where it was cut"
     state.asked.clear()
     assert up(url, tmp_path) == snapshot(tmp_path)
     fetched = [one for one in state.asked if one.startswith("GET /acme/tiny/resolve/")]

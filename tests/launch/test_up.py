@@ -51,6 +51,7 @@ def up(
             **os.environ,
             "FAKE_DIR": str(fakes.folder),
             "TMPDIR": str(fakes.folder),
+            "EPD_SERVE_LOG_DIR": str(fakes.folder / "logs"),
             **{f"FAKE_{name.upper()}": behaviour for name, behaviour in behaviours.items()},
         },
     )
@@ -83,7 +84,8 @@ def test_ready_says_what_to_type_and_a_signal_stops_everything(fakes: Any, numbe
         assert (process.returncode, errors) == (0, "")
         assert "Stopping." in output
     assert fakes.alive == set()
-    assert not list(fakes.folder.glob("epd-serve-*")), "the temporary logs stay behind"
+    [run] = (fakes.folder / "logs").iterdir()
+    assert {file.name for file in run.iterdir()} == {f"{name}.log" for name in NAMES}, "logs alone stay"
 
 
 def test_it_runs_on_when_nobody_reads_its_news(fakes: Any) -> None:
@@ -157,7 +159,7 @@ def test_a_dying_instance_is_named_with_its_log_and_the_others_stop(fakes: Any) 
         assert process.returncode == 1
     assert "p0 died: exit code 3" in output
     assert "    no memory for the tower" in output
-    (log,) = fakes.folder.glob("epd-serve-*/p0.log")
+    (log,) = fakes.folder.glob("logs/*/p0.log")
     assert str(log) in output
     assert fakes.alive == set()
 
@@ -187,7 +189,7 @@ def test_what_dies_after_ready_is_started_again_and_that_is_said(fakes: Any, vic
         process.communicate(timeout=300)
         assert process.returncode == 0
     assert fakes.alive == set()
-    assert list(fakes.folder.glob(f"epd-serve-*/{victim}.log")), "the log of the death is lost"
+    assert list(fakes.folder.glob(f"logs/*/{victim}.log")), "the log of the death is lost"
 
 
 def test_killing_the_supervisor_takes_its_processes_along(fakes: Any) -> None:

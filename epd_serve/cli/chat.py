@@ -1,0 +1,52 @@
+"""``epd-serve chat``: a chat in the terminal."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def chat(
+    image: Annotated[
+        list[Path] | None, typer.Option(help="A picture for the first question; once for each.")
+    ] = None,
+    url: Annotated[
+        str | None, typer.Option(help="Of any OpenAI API; by default the deployment that runs here.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="Where the server has several.")] = None,
+) -> None:
+    """Chat with a model; answers are shown while they come. '/image FILE' adds a picture to a question.
+
+    Questions are read from the standard input where that is no terminal. OPENAI_API_KEY is sent where it is set.
+    """
+    from epd_serve.chat import Chat, picture, talk
+
+    pictures = [picture(str(file)) for file in image or ()]
+    conversation = Chat(url or _running(), model=model, key=os.environ.get("OPENAI_API_KEY") or None)
+    is_terminal = sys.stdin.isatty()
+    if is_terminal:
+        import readline  # noqa: F401  # arrow keys and history
+
+        typer.echo(f"{conversation.model} at {conversation.url}. /help lists commands, Ctrl-D ends.")
+
+    def write(text: str) -> None:
+        typer.echo(text, nl=False)
+
+    talk(conversation, lambda prompt: input(prompt if is_terminal else ""), write, pictures)
+    if is_terminal:
+        typer.echo()
+
+
+def _running() -> str:
+    """The URL of the deployment that runs on this machine, or the one that it would have."""
+    from epd_serve.launch.runtime import find_deployment, running_deployments
+    from epd_serve.protocol.addresses import url_of
+
+    if not running_deployments():
+        return "http://127.0.0.1:8000"
+    host, _, port = find_deployment(None, 8000)[0].rpartition(":")
+    return url_of(host, int(port))

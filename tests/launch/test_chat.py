@@ -1,0 +1,145 @@
+"""``epd-serve chat`` against a scripted server, and where there is none."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from epd_serve.chat import Chat
+
+COMMAND = [sys.executable, "-P", "-m", "epd_serve.cli", "chat"]
+
+
+class Server(ThreadingHTTPServer):
+    key: str | None = None
+    cut = False
+    bodies: list[dict[str, Any]]
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def send(self, status: int, data: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data) + (9 if self.server.cut else 0)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def allowed(self) -> bool:
+        if self.server.key is None or self.headers["authorization"] == f"Bearer {self.server.key}":
+            return True
+        self.send(401, json.dumps({"error": {"message": "the API key is missing"}}).encode())
+        return False
+
+    def do_GET(self) -> None:
+        if self.allowed():
+            self.send(200, json.dumps({"data": [{"id": "tiny"}]}).encode())
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.server.bodies.append(body)
+        number = len(self.server.bodies)
+        if body["messages"][-1]["content"] == "fail":
+            return self.send(400, json.dumps({"error": {"message": "max_tokens is too large"}}).encode())
+        chunks = [{"choices": [{"delta": {"content": text}}]} for text in ("answer ", f"{number}\x1b[2J")]
+        events = [f"data: {json.dumps(chunk)}\n\n" for chunk in chunks]
+        events += [] if self.server.cut else ["data: [DONE]\n\n"]
+        return self.send(200, "".join(events).encode())
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[Server, str]]:
+    made = Server(("127.0.0.1", 0), Handler)
+    made.bodies = []
+    thread = threading.Thread(target=made.serve_forever)
+    thread.start()
+    try:
+        yield made, f"http://127.0.0.1:{made.server_port}"
+    finally:
+        made.shutdown()
+        thread.join()
+        made.server_close()
+
+
+def chat(*arguments: str, typed: str = "", **variables: str) -> tuple[int, str, str]:
+    environment = {name: value for name, value in os.environ.items() if name != "OPENAI_API_KEY"}
+    done = subprocess.run(
+        [*COMMAND, *arguments],
+        input=typed,
+        capture_output=True,
+        text=True,
+        env={**environment, **variables},
+        check=False,
+    )
+    assert "Traceback" not in done.stderr
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_a_conversation(server: tuple[Server, str], tmp_path: Path) -> None:
+    made, url = server
+    (tmp_path / "a.png").write_bytes(b"png")
+    typed = f"hello\n/image {tmp_path}/a.png\nlook\n/image /nowhere.png\nfail\n/clear\nanew\n"
+    code, out, _ = chat("--url", f"{url}/v1", "--image", str(tmp_path / "a.png"), typed=typed)
+    assert code == 0
+    assert out.splitlines() == [
+        "answer 1[2J",
+        "The picture goes with your next question.",
+        "answer 2[2J",
+        "/nowhere.png: No such file or directory",
+        f"{url} answered 400: max_tokens is too large",
+        "answer 4[2J",
+    ]
+    first, second, third, fourth = (body["messages"] for body in made.bodies)
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,cG5n"}}
+    assert first == [{"role": "user", "content": [picture, {"type": "text", "text": "hello"}]}]
+    assert [one["role"] for one in second] == ["user", "assistant", "user"]
+    assert second[2]["content"][0] == picture
+    assert len(third) == 5 and fourth == [{"role": "user", "content": "anew"}]
+    assert {body["model"] for body in made.bodies} == {"tiny"}
+
+
+def test_a_key_is_asked_for_and_sent(server: tuple[Server, str]) -> None:
+    made, url = server
+    made.key = "right"
+    code, _, err = chat("--url", url, typed="hello\n")
+    assert (code, err) == (
+        2,
+        f"epd-serve: {url} answered 401: the API key is missing; set OPENAI_API_KEY to a key of it\n",
+    )
+    assert chat("--url", url, typed="hello\n", OPENAI_API_KEY="right")[1] == "answer 1[2J\n"
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("http://127.0.0.1:9", "nothing answers at http://127.0.0.1:9 ([Errno 111] Connection refused); start a"),
+        ("http://no-such-host.invalid", "nothing answers at http://no-such-host.invalid"),
+        ("127.0.0.1:8000", "write it as in http://127.0.0.1:8000"),
+    ],
+)
+def test_a_server_that_is_not_there(url: str, words: str) -> None:
+    code, _, err = chat("--url", url)
+    assert code == 2 and words in err
+
+
+def test_an_answer_that_is_cut_is_no_part_of_the_conversation(server: tuple[Server, str]) -> None:
+    made, url = server
+    conversation = Chat(url, model="tiny", key=None)
+    made.cut = True
+    with pytest.raises(ValueError, match="broke the answer off"):
+        list(conversation.ask("hello"))
+    made.cut = False
+    assert "".join(conversation.ask("again")) == "answer 2[2J"
+    assert [one["content"] for one in made.bodies[1]["messages"]] == ["again"]

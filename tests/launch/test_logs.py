@@ -1,0 +1,95 @@
+"""The logs of runs stay, and ``epd-serve logs`` shows them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from program import read_until
+
+from epd_serve.launch import log_runs
+
+COMMAND = [sys.executable, "-P", "-m", "epd_serve.cli", "logs"]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("EPD_SERVE_LOG_DIR", str(tmp_path / "logs"))
+    return tmp_path / "logs"
+
+
+def make(folder: Path, name: str, **logs: str) -> Path:
+    directory = folder / name
+    directory.mkdir(parents=True)
+    for process, text in logs.items():
+        (directory / f"{process}.log").write_text(text)
+    return directory
+
+
+def show(*arguments: str) -> tuple[int, str]:
+    done = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, check=False)
+    assert "Traceback" not in done.stderr
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_the_last_runs_stay_with_their_logs_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_runs, "NUM_KEPT", 2)
+    for number in range(3):
+        make(folder, f"20260101-00000{number}-1", p0="old")
+    with log_runs.new_run() as directory:
+        assert directory is not None
+        assert [one.name for one in log_runs.runs()] == [directory.name, "20260101-000002-1"]
+        (directory / "p0.log").write_text("said")
+        (directory / "gateway.yaml").write_text("api_key: secret")
+        (directory / "roles").mkdir()
+        make(folder, "20990101-000000-1"), make(folder, "20990101-000001-1")
+        with log_runs.new_run():
+            assert directory.is_dir(), "it still runs"
+    assert [file.name for file in directory.iterdir()] == ["p0.log"]
+    assert directory.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_run_that_said_nothing_leaves_nothing(folder: Path) -> None:
+    with log_runs.new_run() as directory:
+        assert directory is not None
+    assert list(folder.iterdir()) == []
+
+
+def test_without_a_place_for_logs_it_runs_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("EPD_SERVE_LOG_DIR", str(tmp_path / "file" / "logs"))
+    with log_runs.new_run() as directory:
+        assert directory is None
+
+
+def test_what_is_shown(folder: Path) -> None:
+    assert show() == (2, f"epd-serve: {folder} has the logs of 0 runs; 'epd-serve up' writes them\n")
+    make(folder, "20260101-000000-1", d0="before\n")
+    lines = "".join(f"line {number}\n" for number in range(30))
+    latest = make(folder, "20260102-000000-1", d0="crashed\n", p0=lines)
+    code, text = show()
+    assert code == 0
+    assert f"==> {latest}/d0.log <==\ncrashed\n" in text and "line 10\n" in text and "line 9\n" not in text
+    assert show("p0") == (0, lines)
+    assert show("d0", "--run", "2") == (0, "before\n")
+    code, text = show("e0")
+    assert (code, text) == (2, f"epd-serve: {latest} has no log of 'e0'; it has those of d0, p0\n")
+    assert [line.split()[0] for line in show("--list")[1].splitlines()] == ["1", "2"]
+
+
+def test_following_shows_whole_lines_as_they_come(folder: Path) -> None:
+    latest = make(folder, "20260102-000000-1", p0="first\n")
+    process = subprocess.Popen([*COMMAND, "p0", "-f"], stdout=subprocess.PIPE, text=True)
+    try:
+        read_until(process, "first")
+        with (latest / "p0.log").open("a") as log:
+            log.write("second\nthi")
+            log.flush()
+            read_until(process, "second")
+            log.write("rd\n")
+        assert read_until(process, "third").endswith("third\n")
+    finally:
+        process.kill()
+        process.communicate()
