@@ -16,7 +16,8 @@ from itertools import count
 from typing import Any
 
 from epd_serve.protocol.wire import InstanceInfo, Load, MediaRef, Report
-from epd_serve.routing.policy import Demand, Policy
+from epd_serve.routing.choice import Router
+from epd_serve.routing.policy import Demand
 from epd_serve.routing.table import InstanceRecord, InstanceTable
 from epd_serve.types import Role, Stage, StageRate
 
@@ -192,7 +193,7 @@ class SimulatedInstance:
 class Gateway:
     """One gateway: a table of its own, fed by reports, and a policy."""
 
-    def __init__(self, number: int, instances: Iterable[SimulatedInstance], policy: Policy) -> None:
+    def __init__(self, number: int, instances: Iterable[SimulatedInstance], policy: Router) -> None:
         self.number = number
         self.instances = {one.name: one for one in instances}
         self.policy = policy
@@ -215,9 +216,9 @@ class Gateway:
         """Encodes and prefill start at once; the prompt is computed when its features are there."""
         request_id = f"{self.number}-{next(self._numbers)}"
         demand = Demand(num_tokens=request.num_tokens, num_pixels=sum(pixels for _, pixels in request.images))
-        route = self.policy.choose_route(self.table, "m", demand=demand)
+        route = self.policy.routes.choose_route(self.table, "m", demand=demand)
         refs = [MediaRef(mm_hash=name, width=pixels, height=1) for name, pixels in dict(request.images).items()]
-        encoders = self.policy.choose_encoders(self.table, route.prefill, refs)
+        encoders = self.policy.encoders.choose_encoders(self.table, route.prefill, refs)
         prefill, decode = self.instances[route.prefill.name], self.instances[route.decode.name]
         stack = ExitStack()
         stack.enter_context(
@@ -285,7 +286,7 @@ class Outcome:
 
 def simulate(
     instances: list[SimulatedInstance],
-    policies: list[Policy],
+    policies: list[Router],
     requests: Iterable[Request],
     *,
     report_s: float = 0.1,

@@ -24,8 +24,7 @@ from epd_serve.protocol.openai import (
 )
 from epd_serve.protocol.responses import InputTokensCall, ResponsesRequest
 from epd_serve.protocol.tokenizing import DetokenizeBody, TokenizeBody
-from epd_serve.routing.choice import router_of
-from epd_serve.routing.policy import Policy
+from epd_serve.routing.choice import Router, router_of
 from epd_serve.routing.table import InstanceTable
 from proxy.admin.control import Control
 from proxy.admin.operations import operations_router
@@ -67,7 +66,7 @@ def create_app(
     settings: GatewaySettings,
     instances: list[tuple[str, str]],
     *,
-    policy: Policy | None = None,
+    router: Router | None = None,
     crew: Crew | None = None,
 ) -> FastAPI:
     """The gateway for ``instances``, given as (name, control URL), as one of a crew of workers or alone.
@@ -99,7 +98,7 @@ def create_app(
         Instances(
             table=table,
             calls=calls,
-            policy=policy or router_of(gateway.routing, parallel_encode=gateway.parallel_encode),
+            router=router or router_of(gateway.routing, parallel_encode=gateway.parallel_encode),
             poller=poller,
             metrics=metrics,
             health=health,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from epd_serve.errors import PREPARATION_FULL, InstanceFailed, InvalidRequest, ServeError
 from epd_serve.flow.failures import is_planned
 from epd_serve.protocol.wire import MediaRef
-from epd_serve.routing.policy import Policy
+from epd_serve.routing.choice import Router
 from epd_serve.routing.table import InstanceRecord, InstanceTable
 from epd_serve.types import Stage
 
@@ -35,7 +35,7 @@ class ItemEncode:
         self.patience_s /= 2
 
     def next_encoder(
-        self, policy: Policy, table: InstanceTable, prefill: InstanceRecord, failure: ServeError
+        self, router: Router, table: InstanceTable, prefill: InstanceRecord, failure: ServeError
     ) -> None:
         """Another one after a failure, at last P itself, which loads the tower for it.
 
@@ -48,7 +48,7 @@ class ItemEncode:
         self.tried.add(self.encoder.name)
         encoder = prefill
         if self.num_stalled < _MAX_STALLED:
-            [encoder] = policy.choose_encoders(table, prefill, [self.ref], exclude=self.tried)
+            [encoder] = router.encoders.choose_encoders(table, prefill, [self.ref], exclude=self.tried)
         is_tried = encoder.name in self.tried
         if failure.code == PREPARATION_FULL and (is_tried or not encoder.covers(Stage.ENCODE)):
             raise failure

@@ -31,7 +31,8 @@ from epd_serve.flow.events import Progress
 from epd_serve.flow.failures import blamed, is_planned, leaver, may_help
 from epd_serve.flow.held import HeldKV
 from epd_serve.flow.tried import Suspects, Tried
-from epd_serve.routing.policy import Demand, Policy, Route
+from epd_serve.routing.choice import Router
+from epd_serve.routing.policy import Demand, Route
 from epd_serve.routing.table import InstanceRecord, InstanceTable
 from epd_serve.types import Stage
 
@@ -81,7 +82,7 @@ class Fleet(Struct, frozen=True, kw_only=True):
     """
 
     table: InstanceTable
-    policy: Policy
+    router: Router
     max_attempts: int
     wait_s: float
     encode_timeout_s: float
@@ -238,7 +239,7 @@ class RequestFlow:
     def _choose(self, event: on.Look) -> Route | None:
         """Instances that have not failed; None where it waits for them, or has ended."""
         fleet, model, demand, tried = self.fleet, self.asked.model, self.asked.demand, self._tried
-        table, choose = fleet.table, fleet.policy.choose_route
+        table, choose = fleet.table, fleet.router.routes.choose_route
         if self._waits_for is None:
             wait_s, expected_s = fleet.wait_s, 0.0
             if event.complete_at_s is not None:
@@ -294,7 +295,7 @@ class RequestFlow:
         again = self._number > 1 or self.tried is not None
         distinct = {ref.mm_hash: item for item, ref in enumerate(refs)} if refs else {}
         items = [refs[item] for item in distinct.values()]
-        encoders = fleet.policy.choose_encoders(fleet.table, route.prefill, items) if items else []
+        encoders = fleet.router.encoders.choose_encoders(fleet.table, route.prefill, items) if items else []
         if attempt.held is None:
             act(do.CallPrefill(request_id, route, refs, self._generated, again))
         else:
@@ -475,7 +476,7 @@ class RequestFlow:
         elif not isinstance(failure, Unavailable | InvalidRequest):
             self._actions.append(do.Judge((encoder.name,), (encoder.name,)))
         try:
-            encode.next_encoder(self.fleet.policy, self.fleet.table, prefill, failure)
+            encode.next_encoder(self.fleet.router, self.fleet.table, prefill, failure)
         except ServeError as nobody:
             if is_planned(nobody):  # P leaves its role; else it would encode the item itself
                 self._attempt.suspects.add(prefill.name)

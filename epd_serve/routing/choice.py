@@ -2,52 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from epd_serve.protocol.wire import MediaRef
 from epd_serve.routing.encoders import BoundedHash, EncoderChoice, Together
 from epd_serve.routing.policy import ANY, Demand, Route
 from epd_serve.routing.routes import LeastLoaded, PrefixAffinity, RoundRobin
-from epd_serve.routing.table import InstanceRecord, InstanceTable
+from epd_serve.routing.table import InstanceTable
 from epd_serve.types import Routing
 
 
 class RouteChoice(Protocol):
-    @property
-    def uses_prefix(self) -> bool: ...
-
-    def choose_route(
-        self, table: InstanceTable, model: str, *, exclude: Collection[str] = (), demand: Demand = ANY
-    ) -> Route: ...
-
-
-@dataclass(frozen=True)
-class Router:
-    """A :class:`~epd_serve.routing.policy.Policy` of two parts."""
-
-    routes: RouteChoice = field(default_factory=LeastLoaded)
-    encoders: EncoderChoice = field(default_factory=BoundedHash)
+    """Chooses P and D; changes nothing."""
 
     @property
     def uses_prefix(self) -> bool:
-        return self.routes.uses_prefix
+        """Whether it looks at :attr:`Demand.prefix`."""
 
     def choose_route(
         self, table: InstanceTable, model: str, *, exclude: Collection[str] = (), demand: Demand = ANY
     ) -> Route:
-        return self.routes.choose_route(table, model, exclude=exclude, demand=demand)
+        """P and D for one request of a model, none of them in ``exclude``.
 
-    def choose_encoders(
-        self,
-        table: InstanceTable,
-        prefill: InstanceRecord,
-        items: Sequence[MediaRef],
-        *,
-        exclude: Collection[str] = (),
-    ) -> list[InstanceRecord]:
-        return self.encoders.choose_encoders(table, prefill, items, exclude=exclude)
+        Raises Unavailable that names the stage without a ready instance.
+        """
+
+
+@dataclass(frozen=True)
+class Router:
+    """The choice of a request's P and D, and that of its encoders."""
+
+    routes: RouteChoice = field(default_factory=LeastLoaded)
+    encoders: EncoderChoice = field(default_factory=BoundedHash)
 
 
 _ROUTES: dict[Routing, Callable[[], RouteChoice]] = {

@@ -141,7 +141,7 @@ def _limit(seconds: dict[str, float], own_s: float, bound: float) -> float:
 
 
 class EncoderChoice(Protocol):
-    """The part of a :class:`~epd_serve.routing.policy.Policy` that is about encoders."""
+    """Chooses encoders; changes nothing."""
 
     def choose_encoders(
         self,
@@ -150,7 +150,8 @@ class EncoderChoice(Protocol):
         items: Sequence[MediaRef],
         *,
         exclude: Collection[str] = (),
-    ) -> list[InstanceRecord]: ...
+    ) -> list[InstanceRecord]:
+        """An instance for each of a request's distinct items; ``prefill`` itself where no other is left."""
 
 
 @dataclass(frozen=True)

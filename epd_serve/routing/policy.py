@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Protocol
 
 import msgspec
 
 from epd_serve.cost.stages import NONE, Work, link_between
 from epd_serve.errors import Unavailable
-from epd_serve.protocol.wire import MediaRef
 from epd_serve.routing.estimates import PRIOR_TOKENS_PER_PIXEL, tokens_per_character
 from epd_serve.routing.table import InstanceRecord, InstanceTable
 from epd_serve.types import Stage
@@ -72,32 +70,6 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     def max_model_len(self) -> int | None:
         """The decode instance's max_model_len; None where it has sent no info."""
         return None if self.decode.info is None else self.decode.info.max_model_len
-
-
-class Policy(Protocol):
-    """Chooses instances; changes nothing."""
-
-    @property
-    def uses_prefix(self) -> bool:
-        """Whether it looks at :attr:`Demand.prefix`."""
-
-    def choose_route(
-        self, table: InstanceTable, model: str, *, exclude: Collection[str] = (), demand: Demand = ...
-    ) -> Route:
-        """P and D for one request of a model, none of them in ``exclude``.
-
-        Raises Unavailable that names the stage without a ready instance.
-        """
-
-    def choose_encoders(
-        self,
-        table: InstanceTable,
-        prefill: InstanceRecord,
-        items: Sequence[MediaRef],
-        *,
-        exclude: Collection[str] = (),
-    ) -> list[InstanceRecord]:
-        """An instance for each of a request's distinct items; ``prefill`` itself where no other is left."""
 
 
 ANY = Demand()

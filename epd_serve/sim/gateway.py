@@ -17,7 +17,8 @@ from epd_serve.flow.request import Asked, Fleet, RequestFlow
 from epd_serve.flow.stealing import StealQueue
 from epd_serve.protocol.wire import MediaRef
 from epd_serve.request import Sequence, SequenceState
-from epd_serve.routing.policy import Demand, Policy, Route
+from epd_serve.routing.choice import Router
+from epd_serve.routing.policy import Demand, Route
 from epd_serve.routing.record import Encoding, OpenCall
 from epd_serve.routing.stealing import StealRule
 from epd_serve.routing.table import InstanceTable
@@ -100,7 +101,7 @@ class SimGateway:
         self,
         clock: Clock,
         instances: dict[str, SimInstance],
-        policy: Policy,
+        router: Router,
         *,
         link: Callable[[SimInstance, SimInstance], Link],
         on_done: Callable[[Job], None],
@@ -115,7 +116,7 @@ class SimGateway:
             self.table.update(name, instance.info(), contains=0)
         self._fleet = Fleet(
             table=self.table,
-            policy=policy,
+            router=router,
             max_attempts=_MAX_ATTEMPTS,
             wait_s=0.0,  # nobody comes up for what has died but itself
             encode_timeout_s=float("inf"),
@@ -150,7 +151,7 @@ class SimGateway:
             num_characters=4 * request.num_text_tokens,
             num_pixels=request.num_pixels,
             max_tokens=request.max_tokens,
-            prefix=self._prefix(request) if self._fleet.policy.uses_prefix else (),
+            prefix=self._prefix(request) if self._fleet.router.routes.uses_prefix else (),
             prefix_characters=4 * request.num_text_tokens,
         )
         asked = Asked(id=f"{job.number}", model=_MODEL, demand=demand, has_media=bool(request.images))

@@ -67,7 +67,7 @@ class Dispatcher:
         settings = instances.settings.now
         fleet = Fleet(
             table=instances.table,
-            policy=instances.policy,
+            router=instances.router,
             max_attempts=settings.gateway.failover.max_attempts,
             wait_s=settings.failover_wait_s,
             encode_timeout_s=settings.encode_timeout_s,

@@ -12,7 +12,8 @@ import msgspec
 
 from epd_serve.backends.base import StageCalls
 from epd_serve.protocol.wire import ChatMessage, OutputOptions, PromptOptions
-from epd_serve.routing.policy import Demand, Policy
+from epd_serve.routing.choice import Router
+from epd_serve.routing.policy import Demand
 from epd_serve.routing.table import InstanceTable
 from epd_serve.types import SamplingParams
 from proxy.dispatch.stealing import Stealing
@@ -54,7 +55,7 @@ class Instances:
 
     table: InstanceTable
     calls: Mapping[str, StageCalls]
-    policy: Policy
+    router: Router
     poller: Poller
     metrics: GatewayMetrics
     health: Health
@@ -69,9 +70,9 @@ _FIRST_BEGINNING = 256
 
 
 async def demand_of(job: Job, instances: Instances) -> Demand:
-    """Sizes, and where the policy looks at it, the prompt's beginnings."""
+    """Sizes, and where the router looks at it, the prompt's beginnings."""
     pieces: list[str] = []
-    if instances.policy.uses_prefix:
+    if instances.router.routes.uses_prefix:
         texts = _texts(job)
         infos = instances.table.models()
         fingerprint = infos[job.model].media_fingerprint if job.model in infos else ""

@@ -75,7 +75,7 @@ class World:
             self.table.update(name, instance_info(name, role), contains=0)
         self.fleet = Fleet(
             table=self.table,
-            policy=Router(),
+            router=Router(),
             max_attempts=self.pick(1, 2, 3, 4),
             wait_s=self.pick(0.0, 10.0),
             encode_timeout_s=15.0,

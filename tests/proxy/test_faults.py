@@ -8,6 +8,7 @@ import pytest
 from instance_info import instance_info
 
 from epd_serve.errors import InvalidRequest
+from epd_serve.routing.choice import Router
 from epd_serve.routing.table import InstanceTable
 from proxy.fleet.poller import Poller
 
@@ -205,7 +206,7 @@ async def test_a_fault_of_the_gateway_is_a_counted_500_that_ends_the_connection(
         def choose_route(self, *_, **__):
             raise LookupError("a bug")
 
-    gateway = await start("pd0:PD", policy=Broken())
+    gateway = await start("pd0:PD", router=Router(Broken()))
     async with gateway.post(kit.chat(stream=stream)) as response:
         assert (response.status, response.headers["connection"]) == (500, "close")
         assert "LookupError" in json.loads(await response.read())["error"]["message"]

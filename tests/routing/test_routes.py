@@ -199,7 +199,7 @@ def test_policies_by_name():
     for name, kind in (kinds | {"prefix_affinity": PrefixAffinity}).items():
         router = router_of(name)
         assert isinstance(router.routes, kind)
-        assert router.uses_prefix == (name == "prefix_affinity")
+        assert router.routes.uses_prefix == (name == "prefix_affinity")
 
 
 def test_the_wait_of_a_request(build):

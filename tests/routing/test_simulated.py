@@ -58,16 +58,16 @@ class Watched:
         self._router = router
         self._lost = lost
         self.chosen: list[str] = []
-        self.uses_prefix = router.uses_prefix
+        self.uses_prefix = router.routes.uses_prefix
 
     def choose_route(self, table, model, **more):
-        route = self._router.choose_route(table, model, **more)
+        route = self._router.routes.choose_route(table, model, **more)
         self._check(route.prefill, "P", more.get("exclude", ()))
         self._check(route.decode, "D", more.get("exclude", ()))
         return route
 
     def choose_encoders(self, table, prefill, items, **more):
-        records = self._router.choose_encoders(table, prefill, items, **more)
+        records = self._router.encoders.choose_encoders(table, prefill, items, **more)
         assert len(records) == len(items)
         for record in records:
             self._check(record, "E" if record is not prefill else "P", more.get("exclude", ()))
@@ -94,7 +94,7 @@ def test_only_instances_that_are_ready_are_chosen_and_all_requests_end(name, see
             one.ready = False
             lost.add(one.name)
     policy = Watched(Router(ROUTES[name](seed)), lost)
-    outcome = simulate(instances, [policy], workload(seed, 60, 30.0))
+    outcome = simulate(instances, [Router(policy, policy)], workload(seed, 60, 30.0))
     assert outcome.mean_wait_s > 0
     assert all(one.num_served == 0 for one in instances if one.name in lost)
 
