@@ -224,11 +224,11 @@ class Queues:
         num_requests = Counter(key for key, _ in {(asker.key, asker.request_id) for asker in begun})
         num_choices = Counter((asker.key, asker.request_id) for asker in begun)
         waiting: list[tuple[int, Asker, T | Sequence]] = []
-        for sequence in self._preempted:
-            asker = _asker(sequence)
-            waiting.append((num_choices[asker.key, asker.request_id], asker, sequence))
+        all_waiting: list[tuple[Asker, T | Sequence]] = [(_asker(s), s) for s in self._preempted]
+        all_waiting += new
+        for asker, one in all_waiting:
+            waiting.append((num_choices[asker.key, asker.request_id], asker, one))
             num_choices[asker.key, asker.request_id] += 1
-        waiting += [(0, asker, one) for asker, one in new]
         waiting.sort(key=itemgetter(0))  # the first choice of a request goes before the second of others
         return waiting_in_turn([(asker, one) for _, asker, one in waiting], num_requests)
 
@@ -290,7 +290,8 @@ class Queues:
             before = set(self._waiting_before(*self._reserving[:2]))
             turns = self._waiting_in_turn([(_asker(s), s) for s in new])
             return [s for s in turns if s in before]
-        if not self._preempted and len({s.sampling.key for s in new}) < 2:
+        keys, is_grouped = {s.sampling.key for s in new}, any(s.sampling.group for s in new)
+        if not self._preempted and not is_grouped and len(keys) < 2:
             return sorted(new, key=_priority)
         return self._waiting_in_turn([(_asker(s), s) for s in new])
 

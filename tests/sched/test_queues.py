@@ -297,6 +297,11 @@ def test_prompts_of_keys_take_turns() -> None:
     assert bench.step()[0] == ["greedy 0", "modest"]
 
 
+def test_prompts_of_one_request_wait_for_each_other_before_others_do() -> None:
+    waiting = [*((asker("several"), number) for number in range(3)), (asker("one"), 3), (asker("other"), 4)]
+    assert Bench(10).queues.in_turn(waiting) == [0, 3, 4, 1, 2]
+
+
 def test_reservations_that_wait_take_turns() -> None:
     bench = Bench(100)
     resume(bench, "a 0", 1, "a")
