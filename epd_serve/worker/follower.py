@@ -136,10 +136,6 @@ def _stage(follower: Follower, stagings: queue.SimpleQueue[tuple[Stage, int]]) -
             os._exit(1)
 
 
-if __name__ == "__main__":
-    main(int(sys.argv[1]))
-
-
 class LayerProgress:
     """Commands are counted from 1, in the order in which they are executed; some are steps, layer by layer.
 
@@ -178,3 +174,7 @@ class LayerProgress:
             event = self._event
         if event is not None:
             event.synchronize()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
