@@ -144,13 +144,14 @@ async def test_an_end_calls_a_change_off_and_does_not_wait_for_it(
         config = parse_config(CONFIG.replace("(E-P)-D", "E-P-D"))
         async with (
             LocalDeployment(config, log_dir=tmp_path / "logs", ready_timeout_s=300) as running,
-            taking_orders(Path(folder) / "r" / running.gateway_url.removeprefix("http://") / "orders"),
+            taking_orders(Path(folder) / "r" / running.gateway_url.removeprefix("http://") / "admin"),
             asyncio.timeout(150),
         ):
             applying = asyncio.create_task(running.apply(change_config(config, {"topology": "2E-P-D"})))
-            while not any(  # noqa: ASYNC110
+            while not any(
                 one.spec.name == "e1" and one.state is ProcessState.LOADING for one in running.processes
             ):
+                assert not applying.done(), applying.exception()
                 await asyncio.sleep(0.02)
             stopping = asyncio.create_task(running.stop())
             while "gateway" in fakes.alive:  # noqa: ASYNC110
