@@ -142,7 +142,7 @@ class GatewayConnection(asyncio.BufferedProtocol):
     def eof_received(self) -> bool:
         """A client that has sent all of its request, and no more to come, gets its answer."""
         client = self._client
-        if client is None or client.unread_bytes or client.is_complete or self._is_refused:
+        if client is None or client.unread_bytes or client.is_complete or client.has_begun or self._is_refused:
             return False
         self._is_half_closed = True
         HalfClosed(self._loop, self._transport, lambda: client.has_begun or client is not self._client)

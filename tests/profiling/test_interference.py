@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from device.registry import get_device
 from epd_serve.cli.app import app
 from epd_serve.cost.interference import Clock, InterferenceMatrix
-from epd_serve.profiling import heat_map, workloads
+from epd_serve.profiling import interference, workloads
 from epd_serve.profiling.interference import measure
 from epd_serve.profiling.sides import Run, Setting, StreamSide
 from epd_serve.profiling.workloads import WORKLOADS, Factory, Sizes
@@ -99,14 +99,14 @@ def test_what_cannot_be_measured_is_refused() -> None:
 def test_without_matplotlib_the_heat_map_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="pip install matplotlib"):
-        heat_map.check_can_draw()
+        interference.check_can_draw()
 
 
 def test_the_table_fits_eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Sizes, "for_device", lambda device_type: SMALL)
     matrix = measure("cpu", isolation="stream", dtype="float32", seconds=0.05, names=["matmul", "copy", "D"])
     console = Console(width=80, record=True)
-    heat_map.show(matrix, console)
+    interference.show(matrix, console)
     text = console.export_text()
     assert "matmul: compute" in text and "D: bandwidth" in text
     assert max(map(len, text.splitlines())) <= 80
