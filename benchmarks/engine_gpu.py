@@ -31,11 +31,11 @@ from benchmarks.engine_native import image_inputs
 from benchmarks.engine_shapes import make_model
 from device.base import Device
 from device.registry import get_device
+from epd_serve.engine.step import StepExecutor
+from epd_serve.engine.step_inputs import StepInputs
 from epd_serve.models.family import load_family
 from epd_serve.models.language import LanguageModel
 from epd_serve.models.tower import Tower
-from epd_serve.worker.step import StepExecutor
-from epd_serve.worker.step_inputs import StepInputs
 
 SHAPES = ("Qwen2.5-VL-7B", "Qwen3-VL-8B")
 BLOCK_SIZE = 16

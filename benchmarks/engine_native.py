@@ -20,6 +20,15 @@ from torch import Tensor
 from device.base import Device
 from device.registry import get_device
 from epd_serve.cache.block_pool import BlockPool
+from epd_serve.engine.engine import Engine
+from epd_serve.engine.events import EngineEvent, FailureEvent, TokenEvent
+from epd_serve.engine.hooks import EngineHooks
+from epd_serve.engine.kv_memory import KVMemory
+from epd_serve.engine.prompt_logprobs import PromptLogprobs
+from epd_serve.engine.runner import LanguageRunner
+from epd_serve.engine.step import StepExecutor
+from epd_serve.engine.step_inputs import Fed, StepInputs
+from epd_serve.engine.step_loop import StepLoop
 from epd_serve.models.family import load_family
 from epd_serve.models.language import LanguageModel
 from epd_serve.models.tower import Tower
@@ -28,15 +37,6 @@ from epd_serve.request import Sequence
 from epd_serve.sched.language import Budget
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.types import SamplingParams
-from epd_serve.worker.engine import Engine
-from epd_serve.worker.events import EngineEvent, FailureEvent, TokenEvent
-from epd_serve.worker.hooks import EngineHooks
-from epd_serve.worker.kv_memory import KVMemory
-from epd_serve.worker.prompt_logprobs import PromptLogprobs
-from epd_serve.worker.runner import LanguageRunner
-from epd_serve.worker.step import StepExecutor
-from epd_serve.worker.step_inputs import Fed, StepInputs
-from epd_serve.worker.step_loop import StepLoop
 
 BLOCK_SIZE = 16
 MAX_TOKENS_PER_STEP = 4096

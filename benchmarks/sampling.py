@@ -29,10 +29,10 @@ from benchmarks.engine_native import NativeEngine, random_prompts
 from benchmarks.engine_shapes import make_model
 from device.host import processor_name
 from device.registry import get_device
+from epd_serve.engine.prompt_logprobs import PromptLogprobs
+from epd_serve.engine.step import StepExecutor
+from epd_serve.engine.step_inputs import Fed, StepInputs
 from epd_serve.types import SamplingParams
-from epd_serve.worker.prompt_logprobs import PromptLogprobs
-from epd_serve.worker.step import StepExecutor
-from epd_serve.worker.step_inputs import Fed, StepInputs
 
 RESULT = Path(__file__).parent / "results" / "sampling-cpu.json"
 PROMPT = 64

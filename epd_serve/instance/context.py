@@ -11,6 +11,8 @@ import torch
 
 from device.base import Device
 from epd_serve.config import InstanceOptions
+from epd_serve.engine.batching import Batching
+from epd_serve.engine.dual_stream import DualStream
 from epd_serve.instance.kv_delivery import Pulls
 from epd_serve.instance.metrics import InstanceMetrics
 from epd_serve.instance.peers import Peers
@@ -23,8 +25,6 @@ from epd_serve.telemetry.span import SpanStream
 from epd_serve.telemetry.timeline import Timeline
 from epd_serve.transfer.feature_store import FeatureStore
 from epd_serve.transfer.transport import Transport
-from epd_serve.worker.batching import Batching
-from epd_serve.worker.dual_stream import DualStream
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

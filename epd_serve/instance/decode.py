@@ -10,6 +10,10 @@ from dataclasses import dataclass
 
 from epd_serve.cache.block_pool import num_blocks_for
 from epd_serve.cache.tombstones import Tombstones
+from epd_serve.engine.constraints import Constraint
+from epd_serve.engine.engine import Engine
+from epd_serve.engine.events import EngineEvent
+from epd_serve.engine.kv_memory import KVMemory
 from epd_serve.errors import (
     NO_ROOM,
     PEER_UNREACHABLE,
@@ -33,10 +37,6 @@ from epd_serve.transfer.reservation import Reservation, ReservationState, Reserv
 from epd_serve.transfer.transport import PeerGone, TransferError, Transport
 from epd_serve.transfer.write_locks import is_being_written
 from epd_serve.types import Grammar
-from epd_serve.worker.constraints import Constraint
-from epd_serve.worker.engine import Engine
-from epd_serve.worker.events import EngineEvent
-from epd_serve.worker.kv_memory import KVMemory
 
 
 @dataclass(eq=False, slots=True)

@@ -17,6 +17,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from epd_serve.engine.dual_stream import TowerStream
 from epd_serve.errors import PREPARATION_FULL, WEDGED, InstanceFailed, InvalidRequest, ServeError
 from epd_serve.instance.peers import Peers
 from epd_serve.instance.request_processor import S_PER_PIXEL, RequestProcessor
@@ -24,11 +25,10 @@ from epd_serve.media.decoder_pool import DecoderPool
 from epd_serve.models.family import Family, TowerInputs, blank
 from epd_serve.models.tower import Tower
 from epd_serve.protocol.wire import EncodeReply, EncodeRequest, MediaRef
-from epd_serve.sched.aligned import AlignedBatches
 from epd_serve.sched.encode import schedule_encodes
+from epd_serve.sched.handoff_batcher import HandoffBatcher
 from epd_serve.telemetry.span import Span, Value
 from epd_serve.transfer.feature_store import FeatureStore, StoredFeature
-from epd_serve.worker.dual_stream import TowerStream
 
 logger = logging.getLogger(__name__)
 
@@ -162,7 +162,7 @@ class EncodeService:
         """
         assert not self._waiters, "something is being encoded"
         self._store, self._deliver_here, self._budget = store, deliver_here, image_budget_pixels
-        self.aligned = AlignedBatches(*feature_batch, self._loop.call_later)
+        self.aligned = HandoffBatcher(*feature_batch, self._loop.call_later)
 
     def unload(self) -> None:
         """Give the tower's memory back; it is loaded again when it is needed."""

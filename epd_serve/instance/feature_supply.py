@@ -16,8 +16,8 @@ from epd_serve.protocol.wire import FeatureEvent
 _MAX_UNUSED = 4096
 
 
-class Inbox(Protocol):
-    """The part of :class:`~epd_serve.instance.feature_inbox.FeatureInbox` that is used here."""
+class Features(Protocol):
+    """The part of :class:`~epd_serve.instance.feature_receiver.FeatureReceiver` that is used here."""
 
     def get(self, mm_hash: str) -> Tensor | None: ...
 
@@ -69,7 +69,7 @@ class _Announcement:
 
 
 class FeatureSupply:
-    """Between the events of encoders, the inbox that fetches, and the engine that needs features.
+    """Between the events of encoders, the receiver that fetches, and the engine that needs features.
 
     With ``async`` prefetch an announced feature is fetched at once; with ``sync`` the engine's thread fetches it
     when a step is to be computed with it, and waits.
@@ -81,7 +81,7 @@ class FeatureSupply:
 
     def __init__(
         self,
-        inbox: Inbox,
+        receiver: Features,
         loop: asyncio.AbstractEventLoop,
         prefetch: FeaturePrefetch,
         *,
@@ -89,7 +89,7 @@ class FeatureSupply:
         wake: Callable[[], None],
         observe: Callable[[FetchTiming], None],
     ) -> None:
-        self._inbox = inbox
+        self._receiver = receiver
         self._loop = loop
         self._is_sync = prefetch == "sync"
         self._clock = clock
@@ -103,8 +103,8 @@ class FeatureSupply:
     async def receive(self, event: FeatureEvent) -> None:
         """Have an announced feature fetched; return once it is here. Raises ServeError where it cannot be had."""
         mm_hash = event.mm_hash
-        if self._inbox.get(mm_hash) is not None:
-            await self._inbox.receive(event)
+        if self._receiver.get(mm_hash) is not None:
+            await self._receiver.receive(event)
             return
         with self._lock:
             while len(self._fetches) >= _MAX_UNUSED:  # of requests that have ended without using theirs
@@ -116,10 +116,10 @@ class FeatureSupply:
             if self._is_sync:
                 await self._receive_when_due(event)
             else:
-                await self._inbox.receive(event)
+                await self._receiver.receive(event)
         finally:
             with self._lock:
-                if fetch.arrived_at is None and self._inbox.get(mm_hash) is not None:
+                if fetch.arrived_at is None and self._receiver.get(mm_hash) is not None:
                     fetch.arrived_at = self._clock()
                 elif fetch.arrived_at is None and self._fetches.get(mm_hash) is fetch:
                     del self._fetches[mm_hash]  # failed, or its request has ended
@@ -128,16 +128,16 @@ class FeatureSupply:
 
     def has(self, mm_hash: str) -> bool:
         """Whether :meth:`take` is worth calling."""
-        return self._inbox.get(mm_hash) is not None or mm_hash in self._announced
+        return self._receiver.get(mm_hash) is not None or mm_hash in self._announced
 
     def take(self, mm_hash: str) -> Tensor | None:
         """The feature for a step; None where it is not here and did not come. Blocks while it is fetched."""
-        feature = self._inbox.get(mm_hash)
+        feature = self._receiver.get(mm_hash)
         announcement = self._announced.get(mm_hash)
         if feature is None and announcement is not None:
             self.starved(mm_hash)
             asyncio.run_coroutine_threadsafe(announcement.fetched(), self._loop).result()
-            feature = self._inbox.get(mm_hash)
+            feature = self._receiver.get(mm_hash)
         if feature is not None and (self._fetches or self._starved):
             self._used(mm_hash)
         return feature
@@ -157,7 +157,7 @@ class FeatureSupply:
         self._wake()
         try:
             await announcement.due.wait()
-            await self._inbox.receive(event)
+            await self._receiver.receive(event)
         finally:
             announcement.num_waiting -= 1
             if announcement.due.is_set() or not announcement.num_waiting:  # else others still wait to be asked

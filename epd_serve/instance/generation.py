@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 
+from epd_serve.engine.engine import Engine
+from epd_serve.engine.events import EngineEvent, FailureEvent, TokenEvent
 from epd_serve.errors import ServeError
 from epd_serve.instance.answer import Answer
 from epd_serve.instance.http import JSON, BrokenStream, Header, Reply
 from epd_serve.protocol import chunks, frames
 from epd_serve.request import Sequence
-from epd_serve.worker.engine import Engine
-from epd_serve.worker.events import EngineEvent, FailureEvent, TokenEvent
 
 
 class Generation:

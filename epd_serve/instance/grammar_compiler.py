@@ -7,11 +7,11 @@ from collections import OrderedDict
 
 from blake3 import blake3
 
+from epd_serve.engine.grammar import Grammars, MatcherConstraint, as_lark
 from epd_serve.errors import InvalidRequest
 from epd_serve.instance.request_processor import Place, RequestProcessor
 from epd_serve.media.decoder_pool import DecoderPool
 from epd_serve.types import Grammar
-from epd_serve.worker.grammar import Grammars, MatcherConstraint, as_lark
 
 #: An estimate, for the order in which grammars get their turn.
 _S_PER_CHARACTER = 1e-5

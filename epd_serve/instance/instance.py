@@ -18,6 +18,9 @@ from device.registry import get_device
 from epd_serve.config import InstanceOptions
 from epd_serve.config.model_files import check_model_files
 from epd_serve.config.role_files import in_role, remember
+from epd_serve.engine.batching import Batching, measurements
+from epd_serve.engine.dual_stream import DualStream
+from epd_serve.engine.kv_capacity import check_dtype, resolve_dtype
 from epd_serve.errors import DRAINING, Unavailable
 from epd_serve.instance.calls import ControlCalls
 from epd_serve.instance.context import InstanceContext
@@ -52,9 +55,6 @@ from epd_serve.telemetry.trace_file import TraceWriter
 from epd_serve.topology import SwitchState
 from epd_serve.transfer.feature_store import FeatureStore
 from epd_serve.types import Role
-from epd_serve.worker.batching import Batching, measurements
-from epd_serve.worker.dual_stream import DualStream
-from epd_serve.worker.sizing import check_dtype, resolve_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -383,7 +383,7 @@ class Instance:
 
     async def _deliver_here(self, request_id: str, item: wire.MediaRef, feature: Tensor) -> None:
         assert self.language is not None
-        await self.language.inbox.take(request_id, item, feature)
+        await self.language.receiver.take(request_id, item, feature)
 
     def _may_encode(self) -> bool:
         if self.options.batching.encodes == "concurrent" or self._gate.may_start():

@@ -14,10 +14,16 @@ import msgspec
 from torch import Tensor
 
 from epd_serve.cache.block_pool import BlockPool
+from epd_serve.engine.engine import Engine
+from epd_serve.engine.events import EngineEvent, Listeners
+from epd_serve.engine.hooks import EngineHooks
+from epd_serve.engine.kv_memory import block_nbytes
+from epd_serve.engine.runner import LanguageRunner
+from epd_serve.engine.step_loop import KVPush, StepLoop
 from epd_serve.instance.context import InstanceContext
 from epd_serve.instance.decode import DecodeService
 from epd_serve.instance.encode import EncodeService
-from epd_serve.instance.feature_inbox import FeatureForm, FeatureInbox
+from epd_serve.instance.feature_receiver import FeatureForm, FeatureReceiver
 from epd_serve.instance.feature_supply import FeatureSupply
 from epd_serve.instance.grammar_compiler import GrammarCompiler
 from epd_serve.instance.kv_delivery import Delivery, PullDelivery, PushDelivery
@@ -31,12 +37,6 @@ from epd_serve.sched.language import ScheduleOutput
 from epd_serve.telemetry.span import Span, Value
 from epd_serve.transfer.grouping import GroupSizer
 from epd_serve.transfer.kv_sender import KVSender
-from epd_serve.worker.engine import Engine
-from epd_serve.worker.events import EngineEvent, Listeners
-from epd_serve.worker.hooks import EngineHooks
-from epd_serve.worker.kv_memory import block_nbytes
-from epd_serve.worker.runner import LanguageRunner
-from epd_serve.worker.step_loop import KVPush, StepLoop
 
 _ORPHAN_S = 10.0
 
@@ -69,7 +69,7 @@ class LanguageEngine(EngineHooks):
 
     def _start_features(self) -> None:
         context = self._context
-        self.inbox = FeatureInbox(
+        self.receiver = FeatureReceiver(
             context.options.feature_cache_bytes,
             context.store.fetch,
             lambda: self.engine.wake(),
@@ -82,7 +82,7 @@ class LanguageEngine(EngineHooks):
             clock=time.monotonic,
         )
         self.supply = FeatureSupply(
-            self.inbox,
+            self.receiver,
             context.loop,
             context.options.feature_prefetch,
             clock=time.monotonic,
@@ -128,7 +128,7 @@ class LanguageEngine(EngineHooks):
         self.prefill = PrefillService(
             engine,
             prompts,
-            self.inbox,
+            self.receiver,
             self._deliver,
             self._layout,
             processor=context.processor,
@@ -191,7 +191,7 @@ class LanguageEngine(EngineHooks):
 
     def close(self) -> None:
         """Stop the engine; the weights stay. Blocks."""
-        self.inbox.close()
+        self.receiver.close()
         self._loop.close()
         self.sender.close()
 
@@ -205,12 +205,12 @@ class LanguageEngine(EngineHooks):
         """End what has waited for too long; to be called now and then, on the event loop."""
         self.decode.expire()
         self.migrations.expire()
-        self.inbox.expire()
+        self.receiver.expire()
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the books of all caches balance."""
         self.engine.check_integrity()
-        self.inbox.check_integrity()
+        self.receiver.check_integrity()
         self.decode.check_integrity()
 
     def in_use(self) -> dict[str, int]:
@@ -220,7 +220,7 @@ class LanguageEngine(EngineHooks):
             "blocks": load.total_blocks - load.free_blocks,
             "sequences": load.num_running + load.num_waiting,
             "reservations": self.decode.num_reservations,
-            "feature_owners": self.inbox.num_owners,
+            "feature_owners": self.receiver.num_owners,
             "listeners": len(self.listeners),
         }
 

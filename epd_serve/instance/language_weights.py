@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from epd_serve.config import decode_graph_sizes
+from epd_serve.engine.commands import CreateCache
+from epd_serve.engine.followers import Followers
+from epd_serve.engine.kv_capacity import num_kv_blocks
+from epd_serve.engine.kv_memory import KVMemory
+from epd_serve.engine.runner import LanguageRunner
+from epd_serve.engine.step import StepExecutor
 from epd_serve.instance.context import InstanceContext
 from epd_serve.instance.prompt import PromptProcessor
 from epd_serve.models.generation_config import read_generation_config
 from epd_serve.models.language import LanguageModel
 from epd_serve.protocol import wire
 from epd_serve.transfer.transport import Transport
-from epd_serve.worker.commands import CreateCache
-from epd_serve.worker.followers import Followers
-from epd_serve.worker.kv_memory import KVMemory
-from epd_serve.worker.runner import LanguageRunner
-from epd_serve.worker.sizing import num_kv_blocks
-from epd_serve.worker.step import StepExecutor
 
 
 class LanguageWeights:

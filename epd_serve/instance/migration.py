@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from epd_serve.cache.block_pool import num_blocks_for
+from epd_serve.engine.engine import Engine
 from epd_serve.errors import DRAINING, KV_HELD, InstanceFailed, InvalidRequest, ServeError, Unavailable
 from epd_serve.instance.answer import Answer
 from epd_serve.instance.generation import Generation
@@ -26,7 +27,6 @@ from epd_serve.instance.refusals import Refusals, left, moved
 from epd_serve.protocol import chunks, frames, wire
 from epd_serve.request import Sequence
 from epd_serve.transfer.kv_sender import KVSender, Part
-from epd_serve.worker.engine import Engine
 
 #: A gateway asks at once, if it still wants the answer.
 _UNCLAIMED_S = 5.0

@@ -10,9 +10,12 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
+from epd_serve.engine.engine import Engine
+from epd_serve.engine.events import EngineEvent, FailureEvent, PromptEvent
+from epd_serve.engine.grammar import MatcherConstraint
 from epd_serve.errors import DECODE_DRAINING, DRAINING, PEER_UNREACHABLE, InvalidRequest, ServeError, StageTimeout
 from epd_serve.instance.answer import Answer
-from epd_serve.instance.feature_inbox import FeatureInbox
+from epd_serve.instance.feature_receiver import FeatureReceiver
 from epd_serve.instance.generation import Generation, check_constraint
 from epd_serve.instance.http import JSON, BrokenStream, Reply
 from epd_serve.instance.kv_delivery import Deliveries, Delivery
@@ -24,9 +27,6 @@ from epd_serve.request import Sequence, SequenceState
 from epd_serve.telemetry.timeline import Timeline
 from epd_serve.transfer.kv_sender import OutgoingTransfer
 from epd_serve.types import Grammar
-from epd_serve.worker.engine import Engine
-from epd_serve.worker.events import EngineEvent, FailureEvent, PromptEvent
-from epd_serve.worker.grammar import MatcherConstraint
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class PrefillService:
         self,
         engine: Engine,
         prompts: PromptProcessor,
-        inbox: FeatureInbox,
+        receiver: FeatureReceiver,
         deliver: Deliveries,
         layout: wire.KVLayout,
         *,
@@ -100,7 +100,7 @@ class PrefillService:
         self._prompts = prompts
         self._processor = processor
         self._timeline = Timeline(time.monotonic, lambda span: None) if timeline is None else timeline
-        self._inbox = inbox
+        self._receiver = receiver
         self._deliver = deliver
         self._tokens_per_character = tokens_per_character
         self._delivered = delivered
@@ -139,8 +139,8 @@ class PrefillService:
         self._active.add(request_id)
         self._preparing[request_id] = self._prompts.estimate(request, self._tokens_per_character())
         try:
-            self._inbox.expect(request_id, request.items)  # before all else: features may be here already
-            had = [i for i, item in enumerate(request.items) if self._inbox.get(item.mm_hash) is not None]
+            self._receiver.expect(request_id, request.items)  # before all else: features may be here already
+            had = [i for i, item in enumerate(request.items) if self._receiver.get(item.mm_hash) is not None]
             self._timeline.prefill_received(
                 request_id, hand_off=request.decode_url is not None, lacks_features=len(had) < len(request.items)
             )
@@ -200,7 +200,7 @@ class PrefillService:
 
     async def _features(self, request: wire.PrefillRequest) -> None:
         """Return when all features of the request are here."""
-        await self._inbox.complete(request.request_id, request.items)
+        await self._receiver.complete(request.request_id, request.items)
         self._timeline.features_here(request.request_id)
 
     def _end(self, request_id: str) -> None:
@@ -213,7 +213,7 @@ class PrefillService:
         self._listen(request_id, None)
         self._engine.abort(request_id)
         self._timeline.drop(request_id)
-        self._inbox.release(request_id)
+        self._receiver.release(request_id)
 
     def _sequence(
         self, request: wire.PrefillRequest, prompt: Prompt, answer: Answer, *, hand_off: bool
@@ -265,7 +265,7 @@ class PrefillService:
                 code="feature_timeout",
             )
         await asyncio.shield(started)
-        self._inbox.release(request.request_id)
+        self._receiver.release(request.request_id)
 
     # ------------------------------------------------------------------ decoded elsewhere
 

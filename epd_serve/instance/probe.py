@@ -9,11 +9,11 @@ from itertools import count
 
 import torch
 
+from epd_serve.engine.engine import Engine
+from epd_serve.engine.events import EngineEvent, FailureEvent
 from epd_serve.errors import WEDGED, ServeError
 from epd_serve.request import Sequence, SequenceState
 from epd_serve.types import SamplingParams
-from epd_serve.worker.engine import Engine
-from epd_serve.worker.events import EngineEvent, FailureEvent
 
 _LOOK_AGAIN_S = 0.05
 #: An engine with work of its own shows within so long that it steps; only an idle one is given a token to compute.

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from epd_serve.cache.block_pool import hash_blocks
+from epd_serve.engine.grammar import Grammars, MatcherConstraint
 from epd_serve.errors import InvalidRequest
 from epd_serve.instance.bounded_tokenizer import PIECE_CHARACTERS, BoundedTokenizer
 from epd_serve.instance.chat_template import ChatTemplate, MediaLiterals
@@ -22,7 +23,6 @@ from epd_serve.models.generation_config import GenerationConfig
 from epd_serve.protocol.prompt_calls import TokenizeReply, TokenizeRequest
 from epd_serve.protocol.wire import MediaRef, PrefillRequest
 from epd_serve.types import MediaSpan, SamplingParams
-from epd_serve.worker.grammar import Grammars, MatcherConstraint
 
 #: Tokens that a question about a text's tokens may have, where the context holds fewer.
 MAX_COUNTED_TOKENS = 1 << 17

@@ -13,7 +13,7 @@ import msgspec
 from aiohttp import web
 
 from epd_serve.config import DeploymentConfig, change_config
-from epd_serve.launch.applying import Applier, ApplyLimits
+from epd_serve.launch.rollout import ApplyLimits, Rollout
 from epd_serve.rpc.admin import AdminClient
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class ControlServer:
         self._runner = runner
 
     @classmethod
-    async def start(cls, path: Path, applier: Applier) -> ControlServer:
+    async def start(cls, path: Path, applier: Rollout) -> ControlServer:
         """Listen at ``path``; any user who can enter its directory may change the deployment."""
 
         async def apply(request: web.Request) -> web.StreamResponse:
@@ -89,7 +89,7 @@ class ControlServer:
         await self._runner.cleanup()
 
 
-async def _carry_out(body: bytes, applier: Applier, say: Callable[[News], None]) -> None:
+async def _carry_out(body: bytes, applier: Rollout, say: Callable[[News], None]) -> None:
     """Carry a request out; the last of what is said has ``done`` or ``error``."""
     try:
         request = msgspec.json.decode(body, type=ApplyRequest)

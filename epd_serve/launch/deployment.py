@@ -15,7 +15,6 @@ from typing import Self
 from device.weight_files import open_weight_files
 from epd_serve.config import DeploymentConfig
 from epd_serve.config.role_files import write_role_settings
-from epd_serve.launch.applying import DEFAULT_LIMITS, Applier, ApplyLimits
 from epd_serve.launch.backoff import Backoff
 from epd_serve.launch.commands import (
     PreparedInstance,
@@ -41,6 +40,7 @@ from epd_serve.launch.process import (
     RunningProcess,
     spawn,
 )
+from epd_serve.launch.rollout import DEFAULT_LIMITS, ApplyLimits, Rollout
 from epd_serve.launch.runtime import AddressTaken, RuntimeDirectory
 from epd_serve.launch.supervisor import Supervisor
 from epd_serve.launch.vllm import vllm_instance_specs
@@ -156,7 +156,7 @@ class LocalDeployment:
             on_death=died,
             start=self._start,
         )
-        self._applier = Applier(self._holdings, self._supervisor, self._make_forkable, on_apply)
+        self._applier = Rollout(self._holdings, self._supervisor, self._make_forkable, on_apply)
         self._control: ControlServer | None = None
 
     async def __aenter__(self) -> Self:

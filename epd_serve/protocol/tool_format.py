@@ -34,7 +34,7 @@ class Call:
 class ToolCallReader:
     """Splits an answer's text into content and calls.
 
-    The text follows the grammar of :mod:`epd_serve.worker.grammar`, perhaps cut short. The state follows from the
+    The text follows the grammar of :mod:`epd_serve.engine.grammar`, perhaps cut short. The state follows from the
     text alone, so an instance that goes on with an answer stands where the one before it stood.
     """
 

@@ -11,7 +11,7 @@ from epd_serve.request import Sequence
 
 
 class BlockMemory(Protocol):
-    """The KV behind the blocks (:class:`~epd_serve.worker.kv_memory.KVMemory`)."""
+    """The KV behind the blocks (:class:`~epd_serve.engine.kv_memory.KVMemory`)."""
 
     def copy_block(self, source: int, target: int) -> None: ...
 

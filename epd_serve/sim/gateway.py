@@ -278,7 +278,7 @@ class SimGateway:
                     prefill.spec.name, lambda: instance.host(seconds, profile.feature_cpu_s, arrived)
                 )
 
-        if prefill.inbox.acquire(ref.mm_hash, attempt.id) is None:
+        if prefill.features.acquire(ref.mm_hash, attempt.id) is None:
             instance.tower.encode(ref.mm_hash, ref.width, encoded)
         else:
             encoded(True)
@@ -320,7 +320,7 @@ class SimGateway:
             instance = self._instances[name]
             if not instance.ready:
                 continue
-            instance.inbox.release(attempt.id)
+            instance.features.release(attempt.id)
             instance.is_changed = True
             if name == attempt.route.decode.name and attempt.is_expected:
                 instance.num_expected -= 1
@@ -373,7 +373,7 @@ class SimGateway:
             job.first_token_s = now
         job.last_token_s = now
         job.token_times_s.append(now)
-        instance.inbox.release(attempt.id)
+        instance.features.release(attempt.id)
         if attempt.route.fused:
             return
         decode = self._instances[attempt.route.decode.name]

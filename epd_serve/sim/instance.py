@@ -11,7 +11,7 @@ from epd_serve.cache.feature_cache import IDLE_FEATURES, FeatureCache
 from epd_serve.cost.stages import Link
 from epd_serve.protocol.wire import InstanceInfo, Load, Report
 from epd_serve.request import Sequence
-from epd_serve.sched.aligned import AlignedBatches
+from epd_serve.sched.handoff_batcher import HandoffBatcher
 from epd_serve.sched.vision_first import VisionFirst
 from epd_serve.sim.clock import Clock
 from epd_serve.sim.device import Activity, SimDevice
@@ -57,7 +57,7 @@ class SimInstance:
         self._on_end = on_end
         self.ready = True
         self.pid = 1
-        self.inbox: FeatureCache[int] = FeatureCache(spec.feature_bytes, IDLE_FEATURES)
+        self.features: FeatureCache[int] = FeatureCache(spec.feature_bytes, IDLE_FEATURES)
         self.language: LanguageSide | None = None
         self._takes_turns = takes_turns = not spec.dual_stream or spec.steals
         first = VisionFirst()
@@ -73,7 +73,7 @@ class SimInstance:
                 clock,
                 device,
                 spec,
-                has_feature=self.inbox_has,
+                has_feature=self.holds_feature,
                 on_prompt=lambda sequence: on_prompt(self, sequence),
                 on_end=self._ended,
                 on_tokens=on_tokens,
@@ -84,7 +84,7 @@ class SimInstance:
                 ),
                 on_step=self.tower.kick if takes_turns else lambda: None,
             )
-        self.handed = AlignedBatches(spec.feature_batch, spec.feature_batch_s, clock.after)
+        self.handed = HandoffBatcher(spec.feature_batch, spec.feature_batch_s, clock.after)
         self._waiting: deque[Reservation] = deque()
         self._granting = False
         self.num_expected = 0
@@ -185,12 +185,12 @@ class SimInstance:
         else:
             self._clock.after(seconds, then)
 
-    def inbox_has(self, key: str) -> bool:
-        return key in self.inbox
+    def holds_feature(self, key: str) -> bool:
+        return key in self.features
 
     def take_feature(self, key: str, owner: str, nbytes: int) -> None:
         """A feature has come for a request."""
-        self.inbox.put(key, nbytes, nbytes, owner, beyond=True)
+        self.features.put(key, nbytes, nbytes, owner, beyond=True)
         if self.language is not None:
             self.language.wake()
 
@@ -229,7 +229,7 @@ class SimInstance:
         if self.language is not None:
             self.language.drop_all()
         self._waiting.clear()
-        self.inbox = FeatureCache(self.spec.feature_bytes, IDLE_FEATURES)
+        self.features = FeatureCache(self.spec.feature_bytes, IDLE_FEATURES)
         self.num_expected = 0
         self.received.clear()
         self._link_free_s = 0.0

@@ -240,8 +240,8 @@ def check_books(outcome: Outcome) -> None:
     assert not outcome.gateway.num_open, "requests are open"
     for instance in outcome.instances.values():
         instance.tower.store.check_integrity()
-        instance.inbox.check_integrity()
-        assert not instance.inbox.num_owners, f"{instance.spec.name}: features are held"
+        instance.features.check_integrity()
+        assert not instance.features.num_owners, f"{instance.spec.name}: features are held"
         if instance.language is not None:
             pool = instance.language.pool
             pool.check_integrity()

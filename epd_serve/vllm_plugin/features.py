@@ -29,8 +29,8 @@ from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.shaped import ShapedTransport
 from epd_serve.transfer.shared_memory import SharedMemoryPeers
 from epd_serve.transfer.transport import Transport
+from epd_serve.vllm_plugin.announced_features import AnnouncedFeatures
 from epd_serve.vllm_plugin.feature_figures import CountingConnector
-from epd_serve.vllm_plugin.feature_inbox import FeatureInbox
 from epd_serve.vllm_plugin.feature_memory import FeatureMemory, KeptFeature
 from epd_serve.vllm_plugin.notices import Conversation, NoticeRefused, NoticeServer
 
@@ -85,8 +85,8 @@ class StoreFeatureConnector(CountingConnector):
                 self._side = _SchedulerOfE(config.ec_ip, config.ec_port, describes)
             else:
                 transport = shaped(EmbeddedTransport(config.ec_ip), extra)
-                inbox = FeatureInbox(transport, capacity, float(extra.get("timeout_s", 30.0)))
-                self._side = _SchedulerOfP(inbox, config.ec_ip, config.ec_port)
+                announced = AnnouncedFeatures(transport, capacity, float(extra.get("timeout_s", 30.0)))
+                self._side = _SchedulerOfP(announced, config.ec_ip, config.ec_port)
         elif self.is_producer:
             memory = FeatureMemory(EmbeddedTransport(config.ec_ip), capacity)
             self._side = _WorkerOfE(memory, f"{config.ec_ip}:{config.ec_port}")
@@ -239,15 +239,15 @@ class _SchedulerOfE(_Side):
 class _SchedulerOfP(_Side):
     """Lets a request run when its features are here, or are not to be had."""
 
-    def __init__(self, inbox: FeatureInbox, host: str, port: int) -> None:
+    def __init__(self, announced: AnnouncedFeatures, host: str, port: int) -> None:
         super().__init__()
-        self._inbox = inbox
-        self._server = NoticeServer(host, port, inbox.handle)
+        self._announced = announced
+        self._server = NoticeServer(host, port, announced.handle)
         self._load: dict[str, tuple[Region, KeptFeature]] = {}
         self._waiting = False
 
     def has(self, mm_hash: str) -> bool:
-        return self._inbox.has(mm_hash)
+        return self._announced.has(mm_hash)
 
     def may_run(self, request: Request, num_computed_tokens: int) -> bool:
         params = request.ec_transfer_params
@@ -257,15 +257,17 @@ class _SchedulerOfP(_Side):
             position = feature.mm_position
             if position.offset + position.length <= num_computed_tokens:
                 continue
-            if not self._inbox.is_settled(request.request_id, params.get("request_id", ""), feature.identifier):
+            if not self._announced.is_settled(
+                request.request_id, params.get("request_id", ""), feature.identifier
+            ):
                 self._waiting = True
                 return False
-            self._inbox.hold(request.request_id, feature.identifier)
+            self._announced.hold(request.request_id, feature.identifier)
         return True
 
     def allocated(self, request: Request, index: int) -> None:
         mm_hash = request.mm_features[index].identifier
-        if (found := self._inbox.locate(mm_hash, request.request_id)) is not None:
+        if (found := self._announced.locate(mm_hash, request.request_id)) is not None:
             self._load[mm_hash] = found
 
     def step(self, scheduler_output: SchedulerOutput) -> StepFeatures:
@@ -273,12 +275,12 @@ class _SchedulerOfP(_Side):
         self.count_encoded(scheduler_output)
         self.counts["fetched"] += len(step.load)
         if self._waiting and not scheduler_output.total_num_scheduled_tokens:
-            self._inbox.wait(_IDLE_STEP_S)
+            self._announced.wait(_IDLE_STEP_S)
         self._waiting = False
         return step
 
     def finished(self, request: Request) -> dict[str, Any] | None:
-        self._inbox.forget(request.request_id)
+        self._announced.forget(request.request_id)
         return super().finished(request)
 
 

@@ -1,4 +1,4 @@
-"""The part of the admin API with which the launcher changes a deployment (epd_serve/launch/applying.py)."""
+"""The part of the admin API with which the launcher changes a deployment (epd_serve/launch/rollout.py)."""
 
 from __future__ import annotations
 

@@ -26,10 +26,10 @@ from transformers import (  # noqa: E402
 from device.ascend import AscendDevice  # noqa: E402
 from device.base import GraphRunner  # noqa: E402
 from device.graphs import EagerRunner  # noqa: E402
+from epd_serve.engine.step import StepExecutor  # noqa: E402
+from epd_serve.engine.step_inputs import StepInputs  # noqa: E402
 from epd_serve.models import language  # noqa: E402
 from epd_serve.models.language import LanguageModel  # noqa: E402
-from epd_serve.worker.step import StepExecutor  # noqa: E402
-from epd_serve.worker.step_inputs import StepInputs  # noqa: E402
 
 LAYERS, BLOCK_SIZE, NUM_BLOCKS, VOCAB = 2, 128, 32, 1000
 SMALL_TOWER = {"depth": 1, "hidden_size": 64, "intermediate_size": 64, "num_heads": 2}

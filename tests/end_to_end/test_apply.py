@@ -17,7 +17,7 @@ import pytest
 from benchmarks import apply_ring, chaos
 from epd_serve.config import DeploymentConfig, change_config, parse_config
 from epd_serve.launch import Backoff, LocalDeployment
-from epd_serve.launch.applying import ApplyLimits, ApplyStopped
+from epd_serve.launch.rollout import ApplyLimits, ApplyStopped
 
 PORTS = "gateway: {port: 0}\ninstances: {base_port: 0}\n"
 BODY = {"model": "demo", "prompt": "Count to 9.", "max_tokens": 16, "temperature": 0}

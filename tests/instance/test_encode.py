@@ -17,18 +17,18 @@ from pictures import LIMITS, noise, png
 from torch import Tensor
 
 from device.registry import get_device
+from epd_serve.engine.device_board import DeviceBoard
+from epd_serve.engine.dual_stream import TowerStream
 from epd_serve.errors import InstanceFailed, InvalidRequest, Unavailable
 from epd_serve.instance.encode import EncodeService
 from epd_serve.instance.request_processor import RequestProcessor
 from epd_serve.media.decoder_pool import DecoderPool
 from epd_serve.models.family import TowerInputs
 from epd_serve.protocol import wire
-from epd_serve.sched.aligned import AlignedBatches
+from epd_serve.sched.handoff_batcher import HandoffBatcher
 from epd_serve.telemetry.span import Span
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.feature_store import EmbeddedFeatureStore
-from epd_serve.worker.device_board import DeviceBoard
-from epd_serve.worker.dual_stream import TowerStream
 
 
 class Family:
@@ -332,7 +332,7 @@ async def test_features_are_announced_in_aligned_batches(bench: Bench) -> None:
     """Each consumer's when there are as many, or when the time is over; who gives up is not waited for."""
     peers, late = Peers(), []
     service, store = bench.service(ReadyTower(), peers)
-    aligned = service.aligned = AlignedBatches(2, 0.5, lambda seconds, run: late.append(run))
+    aligned = service.aligned = HandoffBatcher(2, 0.5, lambda seconds, run: late.append(run))
 
     async def encode(name: str, announce_to: str) -> None:
         ref = wire.MediaRef(name * 64, *PICTURE.size)

@@ -19,6 +19,10 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from device.registry import get_device
+from epd_serve.engine.device_board import DeviceBoard
+from epd_serve.engine.dual_stream import TowerStream
+from epd_serve.engine.events import Listeners, TokenEvent
+from epd_serve.engine.sampler import SampledToken
 from epd_serve.instance.answer import Answer
 from epd_serve.instance.detokenizer import Vocabulary
 from epd_serve.instance.encode import EncodeService
@@ -34,10 +38,6 @@ from epd_serve.request import Sequence
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.feature_store import EmbeddedFeatureStore
 from epd_serve.types import SamplingParams
-from epd_serve.worker.device_board import DeviceBoard
-from epd_serve.worker.dual_stream import TowerStream
-from epd_serve.worker.events import Listeners, TokenEvent
-from epd_serve.worker.sampler import SampledToken
 
 #: Far above what is measured (below 5 ms), far below what the work would take on the loop.
 BOUND_S = 0.03

@@ -40,10 +40,10 @@ class Inbox:
 class Bench:
     def __init__(self, prefetch: Any) -> None:
         self.now = 0.0
-        self.inbox = Inbox()
+        self.receiver = Inbox()
         self.timings: list[FetchTiming] = []
         self.supply = FeatureSupply(
-            self.inbox,
+            self.receiver,
             asyncio.get_running_loop(),
             prefetch,
             clock=lambda: self.now,
@@ -57,7 +57,7 @@ class Bench:
         return task
 
     async def arrive(self, task: asyncio.Task[None]) -> None:
-        self.inbox.let_through.set()
+        self.receiver.let_through.set()
         await task
 
 
@@ -100,7 +100,7 @@ async def test_what_is_exposed_is_what_the_engine_waited(
 
 async def test_a_feature_that_is_here_is_not_fetched_again() -> None:
     bench = Bench("async")
-    bench.inbox.features["a"] = torch.zeros(1)
+    bench.receiver.features["a"] = torch.zeros(1)
     await bench.arrive(await bench.announce())
     bench.supply.take("a")
     assert not bench.timings
@@ -109,7 +109,7 @@ async def test_a_feature_that_is_here_is_not_fetched_again() -> None:
 async def test_what_was_fetched_and_went_unused_does_not_count_for_the_next_time() -> None:
     bench = Bench("async")
     await bench.arrive(await bench.announce())
-    del bench.inbox.features["a"]  # evicted; its request has ended
+    del bench.receiver.features["a"]  # evicted; its request has ended
     bench.now = 100.0
     await bench.arrive(await bench.announce())
     bench.now = 103.0
@@ -121,9 +121,9 @@ async def test_what_was_fetched_and_went_unused_does_not_count_for_the_next_time
 async def test_a_wait_for_a_feature_that_was_encoded_here_is_not_held_against_the_next_fetch() -> None:
     bench = Bench("async")
     starve_at(bench, 1.0)
-    bench.inbox.features["a"] = torch.zeros(1)  # not by an event
+    bench.receiver.features["a"] = torch.zeros(1)  # not by an event
     assert bench.supply.take("a") is not None
-    del bench.inbox.features["a"]
+    del bench.receiver.features["a"]
     bench.now = 5.0
     await bench.arrive(await bench.announce())
     bench.now = 6.0
@@ -134,7 +134,7 @@ async def test_a_wait_for_a_feature_that_was_encoded_here_is_not_held_against_th
 
 async def test_an_event_of_a_request_that_has_ended_leaves_nothing_to_be_timed() -> None:
     bench = Bench("async")
-    bench.inbox.takes_in = False
+    bench.receiver.takes_in = False
     await bench.arrive(await bench.announce())
     assert not bench.supply._fetches
 
@@ -142,14 +142,14 @@ async def test_an_event_of_a_request_that_has_ended_leaves_nothing_to_be_timed()
 async def test_sync_fetches_when_the_engine_asks() -> None:
     bench = Bench("sync")
     tasks = [await bench.announce(), await bench.announce()]
-    assert bench.inbox.asked == 0
+    assert bench.receiver.asked == 0
     assert bench.supply.has("a"), "the engine may count on it"
     taking = asyncio.create_task(asyncio.to_thread(bench.supply.take, "a"))
     async with asyncio.timeout(300):
-        while bench.inbox.asked < 2:  # noqa: ASYNC110
+        while bench.receiver.asked < 2:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
     bench.now = 3.0
-    bench.inbox.let_through.set()
+    bench.receiver.let_through.set()
     assert await taking is not None
     await asyncio.gather(*tasks)
     (timing,) = bench.timings
@@ -159,12 +159,12 @@ async def test_sync_fetches_when_the_engine_asks() -> None:
 @pytest.mark.parametrize("end", ["fails", "cancelled"])
 async def test_sync_does_not_wait_for_what_will_not_come(end: str) -> None:
     bench = Bench("sync")
-    bench.inbox.fails = end == "fails"
+    bench.receiver.fails = end == "fails"
     task = await bench.announce()
     taking = asyncio.create_task(asyncio.to_thread(bench.supply.take, "a"))
     await asyncio.sleep(0.05)
     if end == "fails":
-        bench.inbox.let_through.set()
+        bench.receiver.let_through.set()
     else:
         task.cancel()
     assert await asyncio.wait_for(taking, 300) is None
@@ -178,7 +178,7 @@ async def test_a_request_that_leaves_does_not_strand_others_with_the_same_image(
     leaving.cancel()
     await asyncio.sleep(0.01)
     assert bench.supply.has("a"), "nobody would ask for it any more"
-    bench.inbox.let_through.set()
+    bench.receiver.let_through.set()
     feature = await asyncio.to_thread(bench.supply.take, "a")
     assert feature is not None
     await asyncio.wait_for(staying, 300)

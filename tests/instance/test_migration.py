@@ -18,6 +18,7 @@ from fleet import Books
 from services import language_of, serving
 from stage_requests import Frame, request, without_logprobs
 
+from epd_serve.engine.events import EngineEvent, TokenEvent
 from epd_serve.errors import DECODE_DRAINING, DRAINING, KV_HELD, ServeError, Unavailable
 from epd_serve.instance import migration as migration_module
 from epd_serve.instance.http import BrokenStream, Reply
@@ -25,7 +26,6 @@ from epd_serve.instance.instance import Instance
 from epd_serve.launch.ports import free_port
 from epd_serve.protocol import frames, wire
 from epd_serve.types import Grammar
-from epd_serve.worker.events import EngineEvent, TokenEvent
 
 
 async def read(reply: Reply) -> list[Frame]:

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from epd_serve.engine.events import EngineEvent, PromptEvent
+from epd_serve.engine.sampler import SampledToken
 from epd_serve.errors import InstanceFailed, InvalidRequest, ServeError, Unavailable
-from epd_serve.instance.feature_inbox import FeatureForm, FeatureInbox
+from epd_serve.instance.feature_receiver import FeatureForm, FeatureReceiver
 from epd_serve.instance.http import BrokenStream
 from epd_serve.instance.kv_delivery import PushDelivery
 from epd_serve.instance.prefill import PrefillService
@@ -24,8 +26,6 @@ from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.feature_store import EmbeddedFeatureStore
 from epd_serve.transfer.kv_sender import OutgoingTransfer
 from epd_serve.types import SamplingParams
-from epd_serve.worker.events import EngineEvent, PromptEvent
-from epd_serve.worker.sampler import SampledToken
 
 LAYOUT = wire.KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=4, dtype="float32", model="m")
 REGION = wire.Region(name="kv", nbytes=1, host_id="h", pid=1, fd=1, host="", port=0)
@@ -115,7 +115,7 @@ class Bench:
         self.transport = EmbeddedTransport(path="shm")
         self.store = EmbeddedFeatureStore(self.transport, 4096)
         form = FeatureForm(dtype="float32", width=1, num_tokens=lambda size: 1)
-        self.inbox = FeatureInbox(
+        self.receiver = FeatureReceiver(
             4096, self.store.fetch, lambda: None, form=form, orphan_s=orphan_s, clock=time.monotonic
         )
         self.listeners: dict[str, Callable[[EngineEvent], None] | None] = {}
@@ -125,7 +125,7 @@ class Bench:
         def deliver(reserve: wire.ReserveRequest, sequence: Sequence, decode_url: str) -> PushDelivery:
             return PushDelivery(reserve, decode_url, *sender, abort=self.engine.abort, spawn=self.tasks.add)
 
-        parts: list[Any] = [self.engine, self.prompts, self.inbox, deliver, LAYOUT]
+        parts: list[Any] = [self.engine, self.prompts, self.receiver, deliver, LAYOUT]
         self.service = PrefillService(
             *parts,
             processor=RequestProcessor(1, queue_timeout_s=60),
@@ -256,14 +256,14 @@ async def test_features_that_come_before_a_slow_tokenizer_is_done_are_kept() -> 
     for item in items:
         feature = await store.put(item.mm_hash, memoryview(bytes(4)), [1, 1], "float32", "r")
         assert feature is not None
-        await bench.inbox.receive(store.event(item.mm_hash, feature, "r"))
+        await bench.receiver.receive(store.event(item.mm_hash, feature, "r"))
         await asyncio.sleep(0.15)
-        bench.inbox.expire()
-    assert bench.inbox.num_owners == 1
-    assert all(bench.inbox.get(item.mm_hash) is not None for item in items)
+        bench.receiver.expire()
+    assert bench.receiver.num_owners == 1
+    assert all(bench.receiver.get(item.mm_hash) is not None for item in items)
     working.cancel()
     await asyncio.gather(working, return_exceptions=True)
-    assert bench.inbox.num_owners == 0
+    assert bench.receiver.num_owners == 0
     bench.prompts.go_on.set()
     await bench.close()
 

@@ -220,7 +220,7 @@ async def test_an_encoder_has_the_settings_of_its_new_role(tmp_path: Path) -> No
         assert capacity(instance) == 1 << 16
         assert other.language is not None
         for number in "0123":  # requests that never come
-            other.language.inbox.release(number * 64)
+            other.language.receiver.release(number * 64)
         await Books({"i": instance.url, "other": other.url}).check()
     await peers.close()
 

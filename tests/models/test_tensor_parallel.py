@@ -17,12 +17,12 @@ from torch import Tensor
 
 from device.distributed import Alone, Group
 from device.registry import get_device
+from epd_serve.engine.kv_memory import KVCache, block_nbytes
+from epd_serve.engine.step import StepExecutor
+from epd_serve.engine.step_inputs import StepInputs
 from epd_serve.models.family import load_family
 from epd_serve.models.language import LanguageModel
 from epd_serve.protocol.wire import KVLayout
-from epd_serve.worker.kv_memory import KVCache, block_nbytes
-from epd_serve.worker.step import StepExecutor
-from epd_serve.worker.step_inputs import StepInputs
 
 BLOCK_SIZE, NUM_BLOCKS, CHUNK, NUM_TOKENS = 4, 6, 7, 14
 #: The prompt's first chunk, its second, and a token after it.

@@ -16,6 +16,13 @@ from device.base import Device
 from device.registry import get_device
 from epd_serve.cache.block_pool import BlockPool
 from epd_serve.config import decode_graph_sizes
+from epd_serve.engine.engine import Engine
+from epd_serve.engine.events import EngineEvent, TokenEvent
+from epd_serve.engine.hooks import EngineHooks
+from epd_serve.engine.kv_memory import KVMemory
+from epd_serve.engine.runner import LanguageRunner
+from epd_serve.engine.step import StepExecutor
+from epd_serve.engine.step_loop import StepLoop
 from epd_serve.instance.prompt import PromptProcessor
 from epd_serve.models.family import load_family
 from epd_serve.models.language import LanguageModel
@@ -25,13 +32,6 @@ from epd_serve.request import Sequence
 from epd_serve.sched.language import Budget, ScheduleOutput
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.types import SamplingParams
-from epd_serve.worker.engine import Engine
-from epd_serve.worker.events import EngineEvent, TokenEvent
-from epd_serve.worker.hooks import EngineHooks
-from epd_serve.worker.kv_memory import KVMemory
-from epd_serve.worker.runner import LanguageRunner
-from epd_serve.worker.step import StepExecutor
-from epd_serve.worker.step_loop import StepLoop
 
 BLOCK_SIZE = 8
 

@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as AbstractSequence
 from typing import Any
 
+from epd_serve.engine.runner import StepResult
+from epd_serve.engine.sampler import SampledToken
 from epd_serve.request import PLACEHOLDER, Sequence
 from epd_serve.sched.language import ScheduleOutput
 from epd_serve.types import MediaSpan
-from epd_serve.worker.runner import StepResult
-from epd_serve.worker.sampler import SampledToken
 
 BLOCK_SIZE = 2
 

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from epd_serve.protocol.engine_notices import FeatureAnnounced, FeatureWithdrawn, KVUnwanted
 from epd_serve.transfer.embedded import EmbeddedTransport
-from epd_serve.vllm_plugin.feature_inbox import FeatureInbox
+from epd_serve.vllm_plugin.announced_features import AnnouncedFeatures
 from epd_serve.vllm_plugin.feature_memory import FeatureMemory
 
 CAPACITY = 1024
@@ -74,18 +74,18 @@ TestMemory.settings = settings(max_examples=25, stateful_step_count=25, deadline
 
 
 class Peers:
-    """E's memory and P's inbox, over one transport each."""
+    """E's memory and P's announced, over one transport each."""
 
     def __init__(self, clock: Callable[[], float], capacity: int = CAPACITY) -> None:
         self.transports = [EmbeddedTransport(path="shm"), EmbeddedTransport(path="shm")]
         self.memory = FeatureMemory(self.transports[0], CAPACITY)
-        self.inbox = FeatureInbox(self.transports[1], capacity, timeout_s=10, clock=clock)
+        self.announced = AnnouncedFeatures(self.transports[1], capacity, timeout_s=10, clock=clock)
 
     def announce(self, mm_hash: str, data: bytes = b"feature", checksum: str = "") -> str:
         kept = self.memory.put(mm_hash, memoryview(data), [len(data)], "uint8", "e", checksum)
         assert kept is not None
         try:
-            return self.inbox.handle(FeatureAnnounced(event=self.memory.event(mm_hash, kept, "r")), never)
+            return self.announced.handle(FeatureAnnounced(event=self.memory.event(mm_hash, kept, "r")), never)
         finally:
             self.memory.release("e", mm_hash)
 
@@ -101,89 +101,89 @@ def peers(now: list[float]) -> Peers:
 
 
 def test_a_request_waits_until_its_feature_is_here(peers: Peers) -> None:
-    assert not peers.inbox.is_settled("engine-r", "r", "a")
+    assert not peers.announced.is_settled("engine-r", "r", "a")
     assert peers.announce("a") == ""
-    assert peers.inbox.is_settled("engine-r", "r", "a")
-    assert peers.inbox.hold("engine-r", "a")
-    found = peers.inbox.locate("a", "engine-r")
+    assert peers.announced.is_settled("engine-r", "r", "a")
+    assert peers.announced.hold("engine-r", "a")
+    found = peers.announced.locate("a", "engine-r")
     assert found is not None
     data = bytearray(found[1].nbytes)
     peers.transports[1].read(found[0], [(found[1].offset, memoryview(data))])
     assert data == b"feature"
-    peers.inbox.forget("engine-r")
-    peers.inbox.check_integrity()
+    peers.announced.forget("engine-r")
+    peers.announced.check_integrity()
 
 
 def test_what_is_withdrawn_is_not_waited_for_by_that_request_alone(peers: Peers) -> None:
-    assert peers.inbox.handle(FeatureWithdrawn(request_id="r", mm_hash="a"), never) == ""
-    assert peers.inbox.is_settled("engine-r", "r", "a")
-    assert not peers.inbox.hold("engine-r", "a")
-    assert not peers.inbox.is_settled("engine-s", "s", "a")
+    assert peers.announced.handle(FeatureWithdrawn(request_id="r", mm_hash="a"), never) == ""
+    assert peers.announced.is_settled("engine-r", "r", "a")
+    assert not peers.announced.hold("engine-r", "a")
+    assert not peers.announced.is_settled("engine-s", "s", "a")
 
 
 def test_a_feature_that_is_late_is_given_up(peers: Peers, now: list[float]) -> None:
-    assert not peers.inbox.is_settled("engine-r", "r", "a")
+    assert not peers.announced.is_settled("engine-r", "r", "a")
     now[0] = 9.9
-    assert not peers.inbox.is_settled("engine-r", "r", "a")
+    assert not peers.announced.is_settled("engine-r", "r", "a")
     now[0] = 10.0
-    assert peers.inbox.is_settled("engine-r", "r", "a")
-    assert peers.inbox.num_given_up == 1
+    assert peers.announced.is_settled("engine-r", "r", "a")
+    assert peers.announced.num_given_up == 1
 
 
 def test_a_feature_that_is_not_what_it_should_be_is_encoded_here(peers: Peers) -> None:
     assert "fails its checksum" in peers.announce("a", checksum="0" * 64)
-    assert peers.inbox.is_settled("engine-r", "r", "a")
-    assert not peers.inbox.has("a")
+    assert peers.announced.is_settled("engine-r", "r", "a")
+    assert not peers.announced.has("a")
 
 
 def test_a_feature_larger_than_the_cache_is_encoded_here(now: list[float]) -> None:
     peers = Peers(lambda: now[0], capacity=64)
     assert "finds no room" in peers.announce("a", bytes(100))
-    assert peers.inbox.is_settled("engine-r", "r", "a")
+    assert peers.announced.is_settled("engine-r", "r", "a")
 
 
 def test_an_arrival_outlives_others_until_its_request_has_had_its_time(peers: Peers, now: list[float]) -> None:
     peers.announce("taken", bytes(400))
-    assert peers.inbox.hold("engine-r", "taken")
-    peers.inbox.forget("engine-r")
+    assert peers.announced.hold("engine-r", "taken")
+    peers.announced.forget("engine-r")
     peers.announce("first", bytes(500))
     assert "finds no room" in peers.announce("second", bytes(800)), "the first is still waited for"
     now[0] = 11.0
-    peers.inbox.forget("any")
+    peers.announced.forget("any")
     assert peers.announce("third", bytes(900)) == ""
-    assert not peers.inbox.has("first")
+    assert not peers.announced.has("first")
 
 
 def test_what_is_here_already_stays_for_the_request_that_it_was_announced_for(peers: Peers) -> None:
     peers.announce("a", bytes(400))
-    assert peers.inbox.hold("engine-r", "a")
-    peers.inbox.forget("engine-r")
+    assert peers.announced.hold("engine-r", "a")
+    peers.announced.forget("engine-r")
     assert peers.announce("a", bytes(400)) == ""
     assert "finds no room" in peers.announce("large", bytes(800))
-    assert peers.inbox.hold("engine-s", "a")
-    peers.inbox.forget("engine-s")
-    peers.inbox.check_integrity()
+    assert peers.announced.hold("engine-s", "a")
+    peers.announced.forget("engine-s")
+    peers.announced.check_integrity()
 
 
 def test_who_waits_for_features_wakes_up_with_them(peers: Peers) -> None:
     """So that vLLM need not step again and again for nothing."""
     for arrive in (
         lambda: peers.announce("a"),
-        lambda: peers.inbox.handle(FeatureWithdrawn(request_id="r", mm_hash="b"), never),
+        lambda: peers.announced.handle(FeatureWithdrawn(request_id="r", mm_hash="b"), never),
     ):
         thread = threading.Timer(0.05, arrive)
         began = time.monotonic()
         thread.start()
-        peers.inbox.wait(60)
+        peers.announced.wait(60)
         assert time.monotonic() - began < 30
         thread.join()
     began = time.monotonic()
-    peers.inbox.wait(0.05)  # nothing new
+    peers.announced.wait(0.05)  # nothing new
     assert time.monotonic() - began >= 0.05
 
 
 def test_notices_for_others_are_refused(peers: Peers) -> None:
-    assert "knows no KVUnwanted" in peers.inbox.handle(KVUnwanted(transfer_id="t"), never)
+    assert "knows no KVUnwanted" in peers.announced.handle(KVUnwanted(transfer_id="t"), never)
 
 
 def test_threads_may_announce_at_once(peers: Peers) -> None:
@@ -192,5 +192,5 @@ def test_threads_may_announce_at_once(peers: Peers) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert all(peers.inbox.has(f"f{n}") for n in range(8))
-    peers.inbox.check_integrity()
+    assert all(peers.announced.has(f"f{n}") for n in range(8))
+    peers.announced.check_integrity()

@@ -1,0 +1,330 @@
+"""The two streams of an instance: the tower's and the language model's (TriInfer, section 4.2), kept in step.
+
+On an accelerator the tower's work goes to a stream of its own. Its features pass through the host, whose copy
+waits for that stream alone; the language model's stream takes them up from there, so neither stream waits for the
+other. On a CPU each side is a thread, and the threads of the instance are parted between them while both run: two
+teams of all threads would wait for each other at every barrier.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+from device.base import Device
+from epd_serve.config import InstanceOptions
+from epd_serve.engine.device_board import DeviceBoard
+from epd_serve.engine.device_share import apply_share, rank_share
+from epd_serve.sched.language import ScheduleOutput
+from epd_serve.sched.pace import PaceFigures, Slack, TokenTimeAccount, pause_s
+from epd_serve.sched.vision_first import VisionFirst
+
+_SMOOTHING = 0.3
+#: A batch under a limit on the time per token is small enough for a layer to take no more than so many tokens.
+_TOKENS_PER_LAYER = 2
+
+
+class TowerStream:
+    """The tower's side. The methods up to ``between_layers`` belong to the tower's thread.
+
+    Args:
+        threads: numbers on a CPU while this instance's language model computes too, and while it does not.
+        is_busy: whether that language model has work; False where there is none.
+        sleep: lets the tower's thread sleep.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        board: DeviceBoard,
+        *,
+        priority: int = 0,
+        threads: tuple[int, int] | None = None,
+        is_busy: Callable[[], bool] = lambda: False,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._device = device
+        self._board = board
+        self._stream = device.stream(priority)
+        self._threads = threads if device.type == "cpu" else None
+        self._is_busy = is_busy
+        self._clock = clock
+        self._sleep = sleep
+        self._resumed_s = self._paused_s = 0.0
+        self._num_layers = 0
+        self._is_encoding = self._hurries = False
+        self._pixel_bytes: float | None = None
+        self._pixel_layer_s: float | None = None
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """A context in which the tower is loaded.
+
+        Its memory belongs to the tower's stream, and others may use it at the end.
+        """
+        self._device.activate()
+        with self._stream:
+            yield
+        self._stream.synchronize()
+
+    @contextmanager
+    def encoding(self, num_pixels: int) -> Iterator[None]:
+        """A context in which a batch is encoded; its features are on the host at the end."""
+        self._device.activate()
+        in_use = self._device.reset_peak_memory()
+        self._num_layers, paused_s = 0, self._paused_s
+        began_s = self._resumed_s = self._clock()
+        self._part_threads()
+        self._board.encode_begins()
+        self._is_encoding = True
+        try:
+            with self._stream:
+                yield
+        finally:
+            self._is_encoding = False
+            self._board.encode_ends()
+        seconds = self._clock() - began_s - (self._paused_s - paused_s)
+        self._pixel_bytes = _smooth(self._pixel_bytes, (self._device.peak_memory() - in_use) / num_pixels)
+        self._pixel_layer_s = _smooth(self._pixel_layer_s, seconds / max(self._num_layers, 1) / num_pixels)
+
+    def between_layers(self) -> None:
+        """Wait, before a layer of the tower, while decodes have no time to spare. Does nothing outside a batch."""
+        if not self._is_encoding:
+            return
+        self._num_layers += 1
+        self._part_threads()
+        if self._board.slack() is None:
+            self._resumed_s = self._clock()
+            return
+        self._stream.synchronize()  # else the layers before would still be running
+        begun = now = self._clock()
+        piece_s = begun - self._resumed_s
+        while (
+            not self._hurries
+            and (wait_s := pause_s(self._board.slack(), piece_s=piece_s, paused_s=now - begun)) > 0
+        ):
+            self._board.encode_ends()
+            self._sleep(wait_s)
+            now = self._clock()
+        self._paused_s += now - begun
+        self._resumed_s = now
+        if not self._board.encodes_here:
+            self._board.encode_begins()
+
+    def hurry(self) -> None:
+        """Pause no more, whatever decodes: the instance ends. Any thread."""
+        self._hurries = True
+
+    def _part_threads(self) -> None:
+        if self._threads is not None:
+            self._device.set_threads(self._threads[0 if self._is_busy() else 1])
+
+    # ------------------------------------------------------------------ asked on the event loop
+
+    @property
+    def paused_s(self) -> float:
+        """Seconds for which encodes have waited in their middle for decodes."""
+        return self._paused_s
+
+    def max_pixels(self) -> int:
+        """The largest batch that fits the free memory, and under a limit also the time, as far as was measured."""
+        if self._pixel_bytes is None or self._pixel_layer_s is None:
+            return 0  # one item, to measure
+        limit = float("inf")
+        if self._pixel_bytes > 0:
+            limit = self._device.headroom() / self._pixel_bytes
+        if (slack := self._board.slack()) is not None and self._pixel_layer_s > 0:
+            limit = min(limit, _TOKENS_PER_LAYER * slack.limit_s / self._pixel_layer_s)
+        return int(min(max(limit, 0), 1 << 62))
+
+    def may_start(self, num_pixels: int) -> bool:
+        """Whether the free memory holds the activations of an item, as far as was measured.
+
+        An item that does not fit goes when the language model is idle: nothing would be freed any more.
+        """
+        return (
+            self._pixel_bytes is None
+            or not self._is_busy()
+            or num_pixels * self._pixel_bytes <= self._device.headroom()
+        )
+
+
+class LanguageStream:
+    """The language model's side; its methods belong to the engine's thread.
+
+    Attributes:
+        is_busy: whether a step runs, or one that ran just now has decodes to go on with.
+        on_pause: called when no step follows, after all: one has failed, or nothing can be computed.
+        hold: returns when a step may be computed; None: at once.
+
+    Args:
+        limit_s: limit on the time per token; None: encodes run as they like.
+        threads: numbers on a CPU while this instance encodes too, and while it does not.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        board: DeviceBoard,
+        *,
+        limit_s: float | None,
+        threads: tuple[int, int] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._device = device
+        self._board = board
+        self._account = TokenTimeAccount(limit_s=limit_s) if limit_s is not None else None
+        self._threads = threads if device.type == "cpu" else None
+        self._clock = clock
+        self._last_s: float | None = None  # end of the last step, where its decodes go on
+        self._encoded_s = 0.0
+        self.is_busy = False
+        self.on_pause: Callable[[], None] = lambda: None
+        self.hold: Callable[[], None] | None = None
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """A context in which a step is computed; :meth:`stepped` follows unless it fails."""
+        if self.hold is not None:
+            self.is_busy = False
+            self.hold()
+        self.is_busy = True
+        if self._threads is not None:
+            self._device.set_threads(self._threads[0 if self._board.encodes_here else 1])
+        if self._account is not None and self._last_s is None:
+            self._encoded_s = self._board.encoded_s()
+        try:
+            yield
+        except BaseException:
+            self.is_busy, self._last_s = False, None
+            self._board.decodes_end()
+            self.on_pause()
+            raise
+
+    def stepped(self, output: ScheduleOutput, seconds: float, num_running: int) -> None:
+        """Book a step that took ``seconds``; ``num_running`` sequences go on."""
+        goes_on = bool(output.decodes) and num_running > 0
+        self.is_busy = goes_on
+        if self._account is None:
+            return
+        now, encoded_s = self._clock(), self._board.encoded_s()
+        if output.decodes:
+            since_last = seconds if self._last_s is None else now - self._last_s
+            self._account.decoded(since_last, encoded_s - self._encoded_s)
+        self._encoded_s = encoded_s
+        if goes_on:
+            self._last_s = now
+            self._board.decodes(self._account.slack)
+        else:
+            self._last_s = None
+            self._board.decodes_end()
+
+    @property
+    def slack(self) -> Slack | None:
+        """The time that the decodes leave to encodes; None without a limit."""
+        return None if self._account is None else self._account.slack
+
+    def idle(self) -> None:
+        """Note that nothing can be computed for now: sequences wait for features or blocks, or are gone."""
+        if self.is_busy:
+            self.is_busy, self._last_s = False, None
+            self._board.decodes_end()
+            self.on_pause()
+
+
+class Encodes(Protocol):
+    """The part of :class:`~epd_serve.instance.encode.EncodeService` that the streams call."""
+
+    @property
+    def num_waiting(self) -> int: ...
+
+    def reconsider(self) -> None: ...
+
+
+class DualStream:
+    """Both streams of one instance, made from its options and its device.
+
+    Attributes:
+        share: part of the device that was applied to this process; None: no limit.
+    """
+
+    def __init__(
+        self, options: InstanceOptions, device: Device, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.share = apply_share(device, rank_share(options, 0), options.memory_share, options.threads)
+        threads = _parted(options.threads) if options.role.has_language_model else None
+        limit_s = None if options.slo.tpot_ms is None else options.slo.tpot_ms / 1000
+        board, slot = options.device_board.rsplit(":", 1) if options.device_board else (None, "0")
+        self.board = DeviceBoard(None if board is None else Path(board), int(slot), clock)
+        self.language = LanguageStream(device, self.board, limit_s=limit_s, threads=threads, clock=clock)
+        self.tower = TowerStream(
+            device,
+            self.board,
+            priority=options.stream_priority,
+            threads=threads,
+            is_busy=lambda: self.language.is_busy,
+            clock=clock,
+        )
+
+    def put_vision_first(self, encodes: Encodes | None) -> None:
+        """Let steps of the language model wait for these encodes; None: for nothing."""
+        if encodes is None:
+            self.language.hold = None
+        else:
+            self.language.hold = VisionHold(lambda: encodes.num_waiting, encodes.reconsider)
+
+    def figures(self) -> PaceFigures:
+        return PaceFigures(paused_s=self.tower.paused_s, slack=self.language.slack)
+
+
+def _parted(threads: int | None) -> tuple[int, int] | None:
+    """CPU threads of each side, while the other computes too and while it does not; None: nothing to part.
+
+    Equal halves, since MKL knows one number for the whole process: the one that was set last.
+    """
+    return None if threads is None or threads < 2 else (threads // 2, threads)
+
+
+def _smooth(mean: float | None, value: float) -> float:
+    return value if mean is None else mean + _SMOOTHING * (value - mean)
+
+
+_LOOK_AGAIN_S = 0.002
+
+
+class VisionHold:
+    """Called on the engine's thread before each step; returns when the step may be computed.
+
+    Args:
+        num_items: number of items that wait for the tower or are in it.
+        on_hold: called when a step has to wait; the tower need not wait for the language model then.
+    """
+
+    def __init__(
+        self,
+        num_items: Callable[[], int],
+        on_hold: Callable[[], None],
+        *,
+        rule: VisionFirst | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._num_items = num_items
+        self._on_hold = on_hold
+        self._rule = rule or VisionFirst()
+        self._clock = clock
+        self._sleep = sleep
+        self.held_s = 0.0
+
+    def __call__(self) -> None:
+        if self._rule.may_step(self._clock(), self._num_items()):
+            return
+        began_s = self._clock()
+        self._on_hold()
+        while not self._rule.may_step(self._clock(), self._num_items()):
+            self._sleep(_LOOK_AGAIN_S)
+        self.held_s += self._clock() - began_s

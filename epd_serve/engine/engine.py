@@ -1,0 +1,321 @@
+"""The engine's books: sequences and their blocks, from one step to the next."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+from epd_serve.cache.block_pool import BlockPool, RequestBlocks
+from epd_serve.engine.events import EngineEvent, FailureEvent, PromptEvent, TokenEvent
+from epd_serve.engine.hooks import EngineHooks
+from epd_serve.engine.runner import StepResult
+from epd_serve.engine.sampler import SampledToken
+from epd_serve.errors import ServeError
+from epd_serve.protocol.wire import Load
+from epd_serve.request import PLACEHOLDER, Sequence, SequenceState
+from epd_serve.sched.block_tables import BlockMemory
+from epd_serve.sched.language import Budget, ScheduleOutput
+from epd_serve.sched.queues import ANYBODY, Order, Queues
+from epd_serve.sched.turns import Asker
+from epd_serve.transfer.kv_sender import KVSender, OutgoingTransfer
+
+T = TypeVar("T")
+
+
+class Engine:
+    """Owns the block pool and all sequences of an instance.
+
+    A :class:`~epd_serve.engine.step_loop.StepLoop` asks it for steps and gives it their tokens. All methods may be
+    called from any thread. A token of a step that was launched before an earlier token ended its sequence is
+    dropped. Blocks stay with a sequence until no launched step uses them.
+
+    Args:
+        sender: writes the KV of prompts that are handed on; their blocks stay until its last copy.
+        order: order of admission; by default first come, first served.
+        clock: monotonic seconds, the sender's clock.
+
+    Attributes:
+        transfers: targets of the KV of sequences that are handed on.
+        num_steps: steps that have ended.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        memory: BlockMemory,
+        budget: Budget,
+        hooks: EngineHooks,
+        *,
+        eos_token_ids: frozenset[int],
+        sender: KVSender | None = None,
+        order: Order = lambda waiting, now: list(waiting),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._pool = pool
+        self._hooks = hooks
+        self._sender = sender
+        self._clock = clock
+        self.eos_token_ids = eos_token_ids
+        self._queues = Queues(
+            pool,
+            memory,
+            budget,
+            order,
+            has_feature=hooks.has_feature,
+            on_starved=hooks.feature_starved,
+            on_lost=self._lose,
+        )
+        self._tables = self._queues.tables
+        self.check_fits, self.prefix_lookups = self._tables.check_fits, self._tables.prefix_lookups
+        self._changed = threading.Condition()
+        self._leaving: dict[Sequence, None] = {}  # ABORTED, but a step or a copy may still use their blocks
+        self.transfers: dict[Sequence, OutgoingTransfer] = {}
+        self._stepping: frozenset[Sequence] = frozenset()
+        self.num_steps, self.is_prefilling, self._closing = 0, False, False
+
+    def close(self) -> None:
+        """Let no further step begin."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+
+    # ------------------------------------------------------------------ requests in
+
+    def submit(self, sequence: Sequence, transfer: OutgoingTransfer | None = None) -> None:
+        """Queue a prompt, as of now if it has no time; ``transfer``: where its KV goes to be decoded elsewhere."""
+        with self._changed:
+            sequence.arrival_s = sequence.arrival_s or self._clock()
+            if transfer is not None:
+                self.transfers[sequence] = transfer
+            self._queues.submit(sequence)
+            self._changed.notify_all()
+
+    def resume(self, sequence: Sequence, blocks: RequestBlocks, tokens: list[tuple[int, bool]]) -> None:
+        """Go on with a prompt whose KV another instance wrote into ``blocks``.
+
+        Args:
+            sequence: the first choice, WAITING; the KV of its output, if it has any, was written too.
+            tokens: each choice's next token, and whether that was its last.
+        """
+        with self._changed:
+            self._queues.settle(blocks)
+            sequence.arrival_s = self._clock()
+            sequence.blocks, sequence.forks = blocks.root, blocks.forks
+            sequence.num_computed = sequence.num_tokens
+            sequence.move_to(SequenceState.RUNNING)
+            self._tables.register(sequence)
+            choices = self._tables.fork(sequence)
+            for choice, (token_id, finished) in zip(choices, tokens, strict=True):
+                choice.output_ids.append(token_id)
+                if finished:
+                    self._retire(choice)
+                else:
+                    self._queues.run(choice)
+            self._changed.notify_all()
+
+    def abort(self, request_id: str) -> None:
+        """Stop all sequences of a request; their blocks go back as soon as nothing uses them. Idempotent."""
+        with self._changed:
+            for sequence in self._queues.remove(request_id):
+                self._leave(sequence)
+            for sequence in [s for s in self.transfers if s.request_id == request_id]:
+                if sequence.state is SequenceState.TRANSFERRING:
+                    self._leave(sequence)
+
+    def stop_sequence(self, sequence: Sequence) -> None:
+        """End one choice early: a stop string was found in its text."""
+        with self._changed:
+            if self._queues.stop(sequence):
+                self._leave(sequence)
+
+    def hold(self, request_id: str, held: Callable[[Sequence], None]) -> bool:
+        """See :meth:`~epd_serve.sched.queues.Queues.hold`; tells ``held`` on its thread, after all tokens."""
+        with self._changed:
+            self._changed.notify_all()
+            return self._queues.hold(request_id, held)
+
+    def transferred(self, sequence: Sequence) -> None:
+        """Free a sequence's source blocks: the decode instance has confirmed, or the request is gone.
+
+        Idempotent.
+        """
+        with self._changed:
+            if sequence.state is SequenceState.TRANSFERRING:
+                self._retire(sequence)
+
+    def wake(self) -> None:
+        """Look again for something to compute: a feature, say, has come that a sequence may wait for."""
+        with self._changed:
+            self._changed.notify_all()
+
+    # ------------------------------------------------------------------ blocks for others
+
+    def reserve(
+        self,
+        num_prompt_tokens: int,
+        num_sequences: int,
+        hashes: list[bytes],
+        arrival_s: float,
+        asker: Asker = ANYBODY,
+    ) -> RequestBlocks | None:
+        """Blocks for a prompt whose KV a peer will write: see :meth:`~epd_serve.sched.queues.Queues.reserve`."""
+        with self._changed:
+            return self._queues.reserve(num_prompt_tokens, num_sequences, hashes, arrival_s, asker)
+
+    @property
+    def lacks_blocks(self) -> bool:
+        """Whether the last reservation was refused for want of blocks, not of a place."""
+        return self._queues.lacks_blocks
+
+    def in_turn(self, reservations: Iterable[tuple[Asker, T]]) -> list[T]:
+        """Reservations that wait, given in the order in which they came, in that of their turns."""
+        with self._changed:
+            return self._queues.in_turn(reservations)
+
+    def stop_reserving(self) -> None:
+        """Note that no reservation waits any more: new prompts may take blocks again."""
+        with self._changed:
+            self._queues.stop_reserving()
+            self._changed.notify_all()
+
+    def unreserve(self, blocks: RequestBlocks) -> None:
+        with self._changed:
+            self._queues.settle(blocks)
+            self._pool.release(blocks.all())
+            self._tell_free()
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that hold blocks and are computed."""
+        return self._queues.num_running
+
+    def load(self) -> Load:
+        with self._changed:
+            return self._queues.load()
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the books of the pool balance."""
+        with self._changed:
+            self._pool.check_integrity()
+
+    # ------------------------------------------------------------------ steps
+
+    def next_step(self, in_flight: ScheduleOutput | None) -> ScheduleOutput | None:
+        """Wait for something to compute, or for nothing where a step is in flight. None: the engine is closed."""
+        with self._changed:
+            while not self._closing and not (output := self.plan(in_flight)) and in_flight is None:
+                self._hooks.idle()
+                self._changed.wait()
+            return None if self._closing else output
+
+    def plan(self, in_flight: ScheduleOutput | None) -> ScheduleOutput:
+        """The next step, which may be empty; its sequences keep their blocks until it has ended."""
+        in_flight = in_flight or ScheduleOutput()
+        with self._changed:
+            self._queues.let_out(in_flight.sequences)
+            output = self._queues.plan(self._clock())
+            self._stepping = frozenset((*output.sequences, *in_flight.sequences))
+            self.is_prefilling = bool(output.prefills or in_flight.prefills)
+            if output.admitted or output.preempted:
+                self._hooks.freed()  # a place in the queue for blocks, or blocks
+        return output
+
+    def sampled(self, output: ScheduleOutput, *, placeholders: bool) -> None:
+        """Count the tokens of a launched step as computed.
+
+        With ``placeholders``, a placeholder stands for each sampled token in the step after it.
+        """
+        with self._changed:
+            for sequence, count in (*((s, 1) for s in output.decodes), *output.prefills):
+                sequence.num_computed += count
+                if placeholders and sequence.yields_one_token:
+                    sequence.output_ids.append(PLACEHOLDER)
+
+    def finish(
+        self, result: StepResult, output: ScheduleOutput, after: ScheduleOutput | None
+    ) -> list[EngineEvent]:
+        """Take the tokens of a step; ``after`` is the step that was launched since."""
+        with self._changed:
+            self._stepping = frozenset(after.sequences if after else ())
+            for sequence, _ in output.prefills:
+                if sequence.blocks:  # it may have lost them to an older one since
+                    self._tables.register(sequence)
+            events: list[EngineEvent] = []
+            for sequence, tokens in (*((s, [token]) for s, token in result.decoded), *result.first):
+                if sequence.goes_on:
+                    events += self._hand_out(sequence, tokens)
+            self._let_go()
+        return events
+
+    def fail(self, output: ScheduleOutput, other: ScheduleOutput | None, error: Exception) -> None:
+        """A step failed: its requests end. ``other`` is a step that is still in flight."""
+        with self._changed:
+            failed = {sequence.request_id for sequence in output.sequences}
+            self._stepping = frozenset(other.sequences if other else ())
+            self._let_go()
+        for request_id in failed:
+            self.abort(request_id)
+        failure = ServeError(f"the engine failed in the middle of a step: {error}")
+        self._hooks.emit([FailureEvent(request_id, failure) for request_id in failed])
+
+    def _hand_out(self, sequence: Sequence, tokens: list[SampledToken]) -> list[EngineEvent]:
+        """The events of a sequence's next token, or of the first token of each choice."""
+        if sequence.hand_off:
+            self._queues.stop(sequence)
+            sequence.move_to(SequenceState.TRANSFERRING)
+            count = len(sequence.output_ids) + 1
+            ends = [(t, sequence.finish_reason(t.token_id, count, self.eos_token_ids)) for t in tokens]
+            return [PromptEvent(sequence, ends)]
+        if sequence.output_ids:
+            return [self._append(sequence, *tokens)]
+        if sequence.num_uncomputed:
+            return []  # it was preempted since, and its prompt is computed again
+        choices = self._tables.fork(sequence)
+        for choice in choices[1:]:
+            self._queues.run(choice)
+        return [self._append(choice, token) for choice, token in zip(choices, tokens, strict=True)]
+
+    def _append(self, sequence: Sequence, token: SampledToken) -> TokenEvent:
+        sequence.take(token.token_id)
+        reason = sequence.finish_reason(token.token_id, len(sequence.output_ids), self.eos_token_ids)
+        if reason is not None:
+            self._queues.stop(sequence)
+            self._leave(sequence)
+        return TokenEvent(sequence, token, reason, sequence.take_logprobs())
+
+    # ------------------------------------------------------------------ leaving
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Give a sequence up; its blocks follow in :meth:`_let_go`, when the current step and copies are done."""
+        sequence.move_to(SequenceState.ABORTED)
+        self._leaving[sequence] = None
+        if sequence not in self._stepping:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        for sequence in [s for s in self._leaving if s not in self._stepping]:
+            del self._leaving[sequence]
+            transfer = self.transfers.get(sequence)
+            if transfer is None or self._sender is None:
+                self._retire(sequence)
+            else:
+                transfer.cancelled = True
+                self._sender.fence(transfer, lambda _, s=sequence: self._retire(s))  # type: ignore[misc]
+
+    def _retire(self, sequence: Sequence) -> None:
+        with self._changed:
+            sequence.move_to(SequenceState.FINISHED)
+            self.transfers.pop(sequence, None)
+            sequence.saved = None
+            self._tables.release(sequence)
+            self._tell_free()
+
+    def _tell_free(self) -> None:
+        self._changed.notify_all()
+        self._hooks.freed()
+
+    def _lose(self, request_id: str, error: Exception) -> None:
+        self.abort(request_id)
+        self._hooks.emit([FailureEvent(request_id, ServeError(f"the request's KV is lost: {error}"))])

@@ -1,0 +1,180 @@
+"""A rank of a tensor-parallel instance that is not its first: ``python -m epd_serve.engine.follower FD``.
+
+It computes its share of each step that the leader sends over the inherited socket, and ends with the leader.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import assert_never
+
+import torch
+import transformers
+
+from device.base import Device, Event
+from device.distributed import ProcessGroup
+from device.registry import get_device
+from epd_serve.engine.commands import (
+    Channel,
+    Command,
+    CopyBlock,
+    CreateCache,
+    Done,
+    Join,
+    Joined,
+    Land,
+    Stage,
+    decode_command,
+)
+from epd_serve.engine.device_share import apply_share
+from epd_serve.engine.kv_memory import KVCache
+from epd_serve.engine.step import StepExecutor
+from epd_serve.engine.step_inputs import StepInputs
+from epd_serve.models.language import LanguageModel
+from epd_serve.transfer.shared_memory import map_region
+
+logger = logging.getLogger(__name__)
+
+
+class Follower:
+    """Carries the leader's commands out, one after the other; the cache is created before it is used.
+
+    Staging alone goes on beside the steps, on a thread of its own: the KV of the first layers is sent while the
+    next ones are computed.
+    """
+
+    def __init__(self, join: Join, channel: Channel) -> None:
+        self._channel = channel
+        if join.threads is not None:
+            get_device("cpu").set_threads(join.threads)
+        self._device: Device = get_device(join.device)
+        apply_share(self._device, join.share, join.memory_share, join.threads)
+        self._progress = LayerProgress(self._device.record_event)
+        group = ProcessGroup(self._device, join.rank, join.size, Path(join.rendezvous), join.timeout_s)
+        self._model = LanguageModel(Path(join.model), getattr(torch, join.dtype), self._device, group)
+        channel.send(Joined(self._device.headroom()))
+
+    def execute(self, command: Command) -> None:
+        match command:
+            case Join():
+                raise ValueError("this rank has joined already")
+            case CreateCache():
+                self._create(command)
+            case StepInputs():
+                self._executor.compute(command, self._progress.passed)
+            case CopyBlock():
+                self._cache.copy_block(command.source, command.target)
+            case Land():
+                self._cache.land(command.blocks)
+            case Stage():
+                raise ValueError("a staging has a thread of its own")
+            case _:
+                assert_never(command)
+        self._progress.finished()
+
+    def stage(self, command: Stage, number: int) -> None:
+        """Carry a staging out that came after ``number`` other commands: it reads what any of them wrote."""
+        self._progress.wait(number, command.end_layer - 1)
+        self._cache.stage(range(command.first_layer, command.end_layer), command.blocks)
+        self._channel.send(Done(command.number))
+
+    def _create(self, command: CreateCache) -> None:
+        heads, slab = self._model.kv_heads, map_region(command.slab)
+        self._cache = KVCache(command.layout, command.num_blocks, self._device, slab, heads)
+        self._executor = StepExecutor.for_cache(self._model, self._device, self._cache.tensor, command)
+
+
+def main(fd: int) -> None:
+    """Serve the leader at the other end of ``fd``; does not return."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    channel = Channel(socket.socket(fileno=fd))
+    join = decode_command(channel.receive())
+    assert isinstance(join, Join), "the first command is to join"
+    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {join.name} %(levelname)s %(message)s")
+    commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+    stagings: queue.SimpleQueue[tuple[Stage, int]] = queue.SimpleQueue()
+    threading.Thread(target=_receive, args=(channel, commands, stagings), daemon=True).start()
+    follower = Follower(join, channel)
+    threading.Thread(target=_stage, args=(follower, stagings), name="stage", daemon=True).start()
+    while True:
+        follower.execute(commands.get())
+
+
+def _receive(
+    channel: Channel, commands: queue.SimpleQueue[Command], stagings: queue.SimpleQueue[tuple[Stage, int]]
+) -> None:
+    """Receive on a thread of its own: the leader's end is noticed even while a collective waits for it."""
+    num_commands = 0
+    while True:
+        try:
+            data = channel.receive()
+        except EOFError:
+            os._exit(0)
+        command = decode_command(data)
+        if isinstance(command, Stage):
+            stagings.put((command, num_commands))
+            continue
+        num_commands += 1
+        commands.put(command)
+
+
+def _stage(follower: Follower, stagings: queue.SimpleQueue[tuple[Stage, int]]) -> None:
+    while True:
+        try:
+            follower.stage(*stagings.get())
+        except Exception:  # the leader waits for it: the instance is whole or gone
+            logger.exception("staging failed")
+            logging.shutdown()
+            os._exit(1)
+
+
+class LayerProgress:
+    """Commands are counted from 1, in the order in which they are executed; some are steps, layer by layer.
+
+    Args:
+        record_event: marks the device's work so far.
+    """
+
+    def __init__(self, record_event: Callable[[], Event]) -> None:
+        self._record_event = record_event
+        self._changed = threading.Condition()
+        self._commands = 0
+        self._layer = -1
+        self._event: Event | None = None
+
+    def passed(self, layer: int) -> None:
+        """Note that the current step has given the device all work up to a layer's KV; the model's hook."""
+        event = self._record_event()
+        with self._changed:
+            self._layer, self._event = layer, event
+            self._changed.notify_all()
+
+    def finished(self) -> None:
+        """Note that the current command has given the device all of its work."""
+        event = self._record_event()
+        with self._changed:
+            self._commands += 1
+            self._layer, self._event = -1, event
+            self._changed.notify_all()
+
+    def wait(self, command: int, layer: int) -> None:
+        """Block until the device has done ``command``, or, where that is a step, written the KV of ``layer``."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._commands >= command or (self._commands == command - 1 and self._layer >= layer)
+            )
+            event = self._event
+        if event is not None:
+            event.synchronize()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

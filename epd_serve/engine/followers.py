@@ -1,0 +1,180 @@
+"""The leader's side of a tensor-parallel instance: starts the processes of the other ranks and leads them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NoReturn, TypeVar
+
+import torch
+
+from device.base import Device
+from device.distributed import ProcessGroup
+from epd_serve.config import InstanceOptions
+from epd_serve.engine.commands import (
+    Answer,
+    Channel,
+    Command,
+    Done,
+    Join,
+    Joined,
+    Stage,
+    decode_answer,
+    encode,
+)
+from epd_serve.engine.device_share import rank_share
+from epd_serve.engine.step_inputs import StepInputs
+
+logger = logging.getLogger(__name__)
+
+#: A rank that does not come to a collective for this long is taken for dead.
+COLLECTIVE_TIMEOUT_S = 60.0
+#: Nor does one live that has not copied some blocks by then; it may have to end a step first.
+STAGING_TIMEOUT_S = 180.0
+_EXIT_GRACE_S = 3.0
+
+_A = TypeVar("_A", Joined, Done)
+
+
+class Followers:
+    """Ranks 1 ... size - 1 of an instance whose rank 0 is this process.
+
+    They end with this process, and this process with any of them: the instance is whole or gone.
+    """
+
+    def __init__(self, options: InstanceOptions, dtype: torch.dtype) -> None:
+        """Start them; they load while this process does."""
+        self._directory = tempfile.TemporaryDirectory(prefix="epd-serve-")
+        self._rendezvous = Path(self._directory.name) / "rendezvous"
+        self._size = len(options.devices)
+        self._channels: list[Channel] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._answers: list[queue.SimpleQueue[Answer]] = []
+        self._staging = threading.Lock()
+        self._num_stagings = 0
+        self._closing = False
+        for rank, device in enumerate(options.devices[1:], start=1):
+            self._start(
+                Join(
+                    name=f"{options.name}.{rank}",
+                    model=str(options.model),
+                    dtype=str(dtype).removeprefix("torch."),
+                    device=device,
+                    threads=options.threads,
+                    share=rank_share(options, rank),
+                    memory_share=options.memory_share,
+                    rank=rank,
+                    size=self._size,
+                    rendezvous=str(self._rendezvous),
+                    timeout_s=COLLECTIVE_TIMEOUT_S,
+                )
+            )
+
+    def join(self, device: Device) -> ProcessGroup:
+        """Meet them as rank 0."""
+        return ProcessGroup(device, 0, self._size, self._rendezvous, COLLECTIVE_TIMEOUT_S)
+
+    def wait_joined(self) -> int:
+        """Wait until all have loaded their share; the least free memory of a device among them, in bytes."""
+        return min(self._answer(answers, Joined).free_bytes for answers in self._answers)
+
+    def send(self, command: Command) -> None:
+        """Give all of them a command; returns before they carry it out."""
+        data = encode(command)
+        for channel in self._channels:
+            try:
+                channel.send_bytes(data)
+            except OSError as error:
+                self._end(f"a follower is gone: {error}")
+
+    @contextlib.contextmanager
+    def together(self, inputs: StepInputs) -> Iterator[None]:
+        """A context for this rank's share of a step.
+
+        A failure in it ends all ranks, which would wait for each other.
+        """
+        self.send(inputs)
+        try:
+            yield
+        except Exception:
+            logger.exception("a step failed on rank 0")
+            self._end("its ranks are out of step")
+
+    @contextlib.contextmanager
+    def staging(self, layers: range, blocks: Sequence[int]) -> Iterator[None]:
+        """A context for this rank's share of a staging; all ranks are done at its end."""
+        with self._staging:
+            self._num_stagings += 1
+            self.send(Stage(self._num_stagings, layers.start, layers.stop, list(blocks)))
+            try:
+                yield
+            finally:  # also after a failure here: the blocks may be another's as soon as this returns
+                for answers in self._answers:
+                    self._wait_staged(answers)
+
+    def _wait_staged(self, answers: queue.SimpleQueue[Answer]) -> None:
+        try:
+            while self._answer(answers, Done, STAGING_TIMEOUT_S).number != self._num_stagings:
+                pass
+        except queue.Empty:
+            self._end(f"a follower has not staged KV within {STAGING_TIMEOUT_S:g} s")
+
+    def close(self) -> None:
+        """End them."""
+        self._closing = True
+        for channel in self._channels:
+            channel.close()
+        for process in self._processes:
+            try:
+                process.wait(_EXIT_GRACE_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._directory.cleanup()
+
+    def _start(self, join: Join) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "epd_serve.engine.follower", str(theirs.fileno())],
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+            )
+        channel, answers = Channel(ours), queue.SimpleQueue[Answer]()
+        channel.send(join)
+        self._channels.append(channel)
+        self._processes.append(process)
+        self._answers.append(answers)
+        threading.Thread(
+            target=self._listen, args=(channel, answers, join.name), name=f"listen-{join.rank}", daemon=True
+        ).start()
+
+    def _listen(self, channel: Channel, answers: queue.SimpleQueue[Answer], name: str) -> None:
+        while True:
+            try:
+                answers.put(decode_answer(channel.receive()))
+            except EOFError:
+                if not self._closing:
+                    self._end(f"follower {name} has ended")
+                return
+
+    @staticmethod
+    def _answer(answers: queue.SimpleQueue[Answer], kind: type[_A], timeout_s: float | None = None) -> _A:
+        answer = answers.get(timeout=timeout_s)
+        assert isinstance(answer, kind), f"{answer} where {kind.__name__} was due"
+        return answer
+
+    def _end(self, reason: str) -> NoReturn:
+        """End this process at once: a rank is missing, and threads wait in collectives that never come."""
+        logger.error("the instance ends: %s", reason)
+        logging.shutdown()
+        os._exit(1)

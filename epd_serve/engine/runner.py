@@ -1,0 +1,240 @@
+"""One step: pack the scheduled tokens, let the language model compute them, sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import islice
+
+import msgspec
+import torch
+from torch import Tensor
+
+from device.base import AttentionOps
+from epd_serve.engine.followers import Followers
+from epd_serve.engine.prompt_logprobs import PromptLogprobs
+from epd_serve.engine.sampler import SampledToken, Sampler, Sampling
+from epd_serve.engine.sampling_kernels import Row
+from epd_serve.engine.step import StepExecutor
+from epd_serve.engine.step_inputs import Fed, StepInputs, on_device
+from epd_serve.request import PLACEHOLDER, Sequence
+from epd_serve.sched.language import ScheduleOutput
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """The tokens that a step sampled.
+
+    ``first`` has the ``n`` first tokens of each sequence whose prompt ended in this step, ``decoded`` the next one
+    of each other.
+    """
+
+    decoded: list[tuple[Sequence, SampledToken]]
+    first: list[tuple[Sequence, list[SampledToken]]]
+
+
+class LanguageRunner:
+    """Turns a schedule into a step and its logits into tokens. Holds no state of any request."""
+
+    def __init__(
+        self,
+        executor: StepExecutor,
+        ops: AttentionOps,
+        *,
+        block_size: int,
+        num_position_axes: int,
+        eos_token_ids: frozenset[int],
+        followers: Followers | None = None,
+    ) -> None:
+        self._executor = executor
+        self._sampler = Sampler(ops, eos_token_ids)
+        self._block_size = block_size
+        self._num_position_axes = num_position_axes
+        self._followers = followers
+
+    def step(self, output: ScheduleOutput, features_by_hash: Mapping[str, Tensor]) -> StepResult:
+        """Compute a step from its launch to its tokens."""
+        step = self.launch(output, features_by_hash)
+        step.sample()
+        return step.read()
+
+    def launch(
+        self,
+        output: ScheduleOutput,
+        features_by_hash: Mapping[str, Tensor],
+        on_layer: Callable[[int], None] | None = None,
+        before: LaunchedStep | None = None,
+    ) -> LaunchedStep:
+        """Let the device compute the scheduled tokens; does not wait for it.
+
+        Args:
+            features_by_hash: the features of all media that the chunks overlap.
+            on_layer: called on this thread when a layer's KV is in the cache.
+            before: has chosen the tokens for which placeholders stand.
+        """
+        batch = _Batch(self._block_size)
+        for sequence in output.decodes:
+            batch.add_decode(sequence)
+        for sequence, count in output.prefills:
+            batch.add_prefill(sequence, count, features_by_hash)
+        inputs = batch.inputs(self._num_position_axes)
+        fed = None
+        if batch.fed:
+            assert before is not None and self._followers is None, "nobody can feed the other ranks"
+            fed = Fed(rows=list(batch.fed), tokens=before.tokens_of(list(batch.fed.values())))
+        logprobs = PromptLogprobs(inputs, self._executor.device) if inputs.scored_rows else None
+        with self._followers.together(inputs) if self._followers else nullcontext():
+            logits = self._executor.compute(inputs, on_layer, fed, logprobs)
+        finished = [s for s, count in output.prefills if s.num_computed + count == s.num_tokens]
+        scored = None if logprobs is None else Scored(logprobs, batch.scored)
+        return LaunchedStep(self._sampler, logits, [*output.decodes, *finished], scored)
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """Log-probabilities on their way to the host, and the tokens that they belong to: (sequence, index)."""
+
+    logprobs: PromptLogprobs
+    tokens: list[tuple[Sequence, int]]
+
+    def hand_out(self) -> None:
+        for (sequence, index), logprob in zip(self.tokens, self.logprobs.read(), strict=True):
+            wanted = sequence.sampling.logprobs or 0
+            sequence.logprobs[index] = msgspec.structs.replace(logprob, top=logprob.top[:wanted])
+
+
+class LaunchedStep:
+    """A step that the device computes: :meth:`sample`, then :meth:`read`."""
+
+    def __init__(
+        self, sampler: Sampler, logits: Tensor, sampled: list[Sequence], scored: Scored | None = None
+    ) -> None:
+        self._scored = scored
+        self._sampler = sampler
+        self._logits = logits
+        self._decoding = [bool(sequence.output_ids) for sequence in sampled]
+        self._sampled = sampled
+        self._rows = [Row(s, index) for s in sampled for index in range(s.index, s.index + s.num_sampled)]
+        self._places = {row.sequence: place for place, row in enumerate(self._rows)}
+        self._sampling: Sampling | None = None
+
+    def sample(self) -> None:
+        """Let the device choose the tokens; those before them must be known."""
+        if self._scored is not None:
+            self._scored.logprobs.send()
+        if not self._rows:
+            return
+        logits = self._logits
+        if len(self._rows) > len(self._sampled):
+            place = {sequence: i for i, sequence in enumerate(self._sampled)}
+            logits = logits[on_device(logits, [place[row.sequence] for row in self._rows])]
+        self._sampling = self._sampler.sample(logits, self._rows)
+
+    def tokens_of(self, sequences: list[Sequence]) -> Tensor:
+        """[len(sequences)] on the device, which may not have chosen them yet."""
+        assert self._sampling is not None, "sample() comes first"
+        tokens = self._sampling.tokens
+        return tokens.index_select(0, on_device(tokens, [self._places[sequence] for sequence in sequences]))
+
+    def read(self) -> StepResult:
+        """Wait for the tokens, and hand each sequence the log-probabilities of its known ones."""
+        if self._scored is not None:
+            self._scored.hand_out()
+        tokens = iter([] if self._sampling is None else self._sampling.read())
+        result = StepResult([], [])
+        for sequence, is_decoding in zip(self._sampled, self._decoding, strict=True):
+            if is_decoding:
+                result.decoded.append((sequence, next(tokens)))
+            else:
+                result.first.append((sequence, list(islice(tokens, sequence.num_sequences))))
+        return result
+
+
+class _Batch:
+    """The packed tokens of one step: decodes first, then prefill chunks."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self.ids: list[int] = []
+        self.fed: dict[int, Sequence] = {}  # rows whose tokens the host does not know
+        self.rows: list[int] = []
+        self._slots: list[int] = []
+        self._decode_positions: list[int] = []
+        self._prompt_positions: list[Tensor] = []
+        self._decodes: list[Sequence] = []
+        self._prefills: list[tuple[Sequence, int]] = []
+        self._features: list[Tensor] = []
+        self.scored: list[tuple[Sequence, int]] = []
+        self._scored_rows: list[int] = []
+        self._scored_ids: list[int] = []
+        self._feature_rows: list[int] = []
+
+    def add_decode(self, sequence: Sequence) -> None:
+        index = sequence.num_tokens - 1
+        self.rows.append(len(self.ids))
+        self.ids.append(sequence.output_ids[-1])
+        self._mark_fed(sequence)
+        self._decode_positions.append(index + sequence.position_delta)
+        self._add_slots(sequence, index, index + 1)
+        self._decodes.append(sequence)
+
+    def add_prefill(self, sequence: Sequence, count: int, features: Mapping[str, Tensor]) -> None:
+        start, end = sequence.num_computed, sequence.num_computed + count
+        first_row = len(self.ids) - start
+        for span in sequence.spans:
+            low, high = max(span.start, start), min(span.end, end)
+            if low < high:
+                self._features.append(features[span.mm_hash][low - span.start : high - span.start])
+                self._feature_rows += range(first_row + low, first_row + high)
+        length = sequence.num_prompt_tokens
+        self.ids += sequence.prompt_ids[start:end]
+        self._prompt_positions.append(sequence.positions[:, start:end])
+        if end > length:  # output that is computed again
+            self.ids += sequence.output_ids[max(start - length, 0) : end - length]
+            index = torch.arange(max(start, length), end) + sequence.position_delta
+            self._prompt_positions.append(index.expand(len(sequence.positions), -1))
+            self._mark_fed(sequence)
+        self._add_slots(sequence, start, end)
+        self._prefills.append((sequence, end))
+        if end == sequence.num_tokens:
+            self.rows.append(len(self.ids) - 1)
+        wanted = sequence.wanted_logprobs
+        for place in range(max(start + 1, wanted.start), min(end + 1, wanted.stop)):
+            self.scored.append((sequence, place))
+            self._scored_rows.append(first_row + place - 1)
+            is_prompt = place < length
+            self._scored_ids.append(
+                sequence.prompt_ids[place] if is_prompt else sequence.output_ids[place - length]
+            )
+
+    def inputs(self, num_axes: int) -> StepInputs:
+        decode_positions = torch.tensor(self._decode_positions, dtype=torch.long).expand(num_axes, -1)
+        return StepInputs(
+            ids=self.ids,
+            positions=torch.cat([decode_positions, *self._prompt_positions], dim=1),
+            slots=self._slots,
+            rows=self.rows,
+            decode_context_lens=[sequence.num_tokens for sequence in self._decodes],
+            decode_blocks=[self._used(sequence, sequence.num_tokens) for sequence in self._decodes],
+            prefill_query_lens=[end - sequence.num_computed for sequence, end in self._prefills],
+            prefill_context_lens=[end for _, end in self._prefills],
+            prefill_blocks=[self._used(sequence, end) for sequence, end in self._prefills],
+            features=torch.cat(self._features) if self._features else None,
+            feature_rows=self._feature_rows,
+            scored_rows=self._scored_rows,
+            scored_ids=self._scored_ids,
+            num_top=max((s.sampling.logprobs or 0 for s, _ in self.scored), default=0),
+        )
+
+    def _used(self, sequence: Sequence, num_tokens: int) -> list[int]:
+        return sequence.blocks[: -(-num_tokens // self._block_size)]
+
+    def _mark_fed(self, sequence: Sequence) -> None:
+        if self.ids[-1] == PLACEHOLDER:
+            self.ids[-1] = 0
+            self.fed[len(self.ids) - 1] = sequence
+
+    def _add_slots(self, sequence: Sequence, start: int, end: int) -> None:
+        size = self._block_size
+        self._slots += [sequence.blocks[i // size] * size + i % size for i in range(start, end)]

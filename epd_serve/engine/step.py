@@ -1,0 +1,183 @@
+"""Computing a step on one rank: eagerly, or where it is decodes alone as a captured graph of padded size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from device.base import AttnMeta, Device, GraphRunner
+from epd_serve.engine.commands import CreateCache
+from epd_serve.engine.prompt_logprobs import PromptLogprobs
+from epd_serve.engine.step_inputs import Fed, StepInputs, integers, move
+from epd_serve.models.decoder import StepContext
+from epd_serve.models.language import LanguageModel
+
+
+class StepExecutor:
+    """A rank's share of the language model over its share of the KV.
+
+    Args:
+        kv: [layers, 2, num_blocks, block_size, kv_heads, head_dim].
+        graph_sizes: decode batch sizes to capture, where the device can; empty: none.
+        max_model_len: longest context of a captured step.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        device: Device,
+        kv: Tensor,
+        *,
+        num_position_axes: int,
+        graph_sizes: Sequence[int],
+        max_model_len: int,
+    ) -> None:
+        self._model = model
+        self._device = device
+        self.device = device.torch_device
+        self._kv = kv
+        self._graphs: DecodeGraphs | None = None
+        graphs = device.graph_runner()
+        if graph_sizes and graphs.captures and model.capturable:
+            self._graphs = DecodeGraphs(
+                model,
+                device,
+                graphs,
+                kv,
+                num_position_axes=num_position_axes,
+                sizes=graph_sizes,
+                max_blocks=-(-max_model_len // kv.shape[3]),
+            )
+
+    @classmethod
+    def for_cache(cls, model: LanguageModel, device: Device, kv: Tensor, cache: CreateCache) -> StepExecutor:
+        """Make the executor from the command that the leader sends to all ranks."""
+        return cls(
+            model,
+            device,
+            kv,
+            num_position_axes=cache.num_position_axes,
+            graph_sizes=cache.graph_sizes,
+            max_model_len=cache.max_model_len,
+        )
+
+    def compute(
+        self,
+        inputs: StepInputs,
+        on_layer: Callable[[int], None] | None = None,
+        fed: Fed | None = None,
+        logprobs: PromptLogprobs | None = None,
+    ) -> Tensor:
+        """Logits [len(rows), vocab]; the step's K and V are in the cache afterwards.
+
+        Args:
+            on_layer: called when a layer's K and V are in the cache, in steps with prefills.
+            logprobs: takes those of the inputs' ``scored_rows``, which all ranks compute.
+        """
+        if self._graphs is not None and self._graphs.fits(inputs):
+            return self._graphs.run(inputs, fed)
+        target = self.device
+        plan = self._device.ops.prepare(inputs.meta(self._kv.shape[3], target), self._model.dtype)
+        features, ids = inputs.features, integers(inputs.ids, target)
+        if fed is not None:
+            fed.put(ids)
+        if inputs.scored_rows and logprobs is None:
+            logprobs = PromptLogprobs(inputs, target)
+        return self._model.forward(
+            ids,
+            move(inputs.positions, target),
+            StepContext(plan=plan, kv=self._kv, on_layer=on_layer),
+            integers(inputs.rows, target),
+            None if features is None else features.to(target),
+            None if features is None else integers(inputs.feature_rows, target),
+            logprobs,
+        )
+
+
+class DecodeGraphs:
+    """Captures the model's decode step at its making; the steps read their inputs from buffers that stay.
+
+    Rows beyond a batch write into block 0, which belongs to no sequence, and see one token.
+
+    Args:
+        kv: [layers, 2, num_blocks, block_size, kv_heads, head_dim].
+        num_position_axes: rows of the rotary positions.
+        sizes: sizes of the batches to capture, ascending; larger ones do not run here.
+        max_blocks: longest context, in blocks.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        device: Device,
+        graphs: GraphRunner,
+        kv: Tensor,
+        *,
+        num_position_axes: int,
+        sizes: Sequence[int],
+        max_blocks: int,
+    ) -> None:
+        self._model = model
+        self._device = device
+        self._graphs = graphs
+        self._kv = kv
+        self._max_blocks = max_blocks
+        self._sizes = sizes
+        max_size = sizes[-1]
+        target = device.torch_device
+        self._ids = torch.zeros(max_size, dtype=torch.long, device=target)
+        self._positions = torch.zeros(num_position_axes, max_size, dtype=torch.long, device=target)
+        self._slots = torch.zeros(max_size, dtype=torch.long, device=target)
+        self._table = torch.zeros(max_size, max_blocks, dtype=torch.long, device=target)
+        self._context_lens = torch.ones(max_size, dtype=torch.long, device=target)
+        for size in reversed(self._sizes):  # the largest first: its memory pool serves the others
+            graphs.capture(size, lambda size=size: self._step(size))  # type: ignore[misc]
+
+    def fits(self, inputs: StepInputs) -> bool:
+        """Whether the step consists of decodes alone and is not too large."""
+        return (
+            not inputs.prefill_query_lens
+            and 0 < len(inputs.ids) <= self._sizes[-1]
+            and max(map(len, inputs.decode_blocks)) <= self._max_blocks
+        )
+
+    def run(self, inputs: StepInputs, fed: Fed | None = None) -> Tensor:
+        """Logits [decodes, vocab]; overwritten by the next run."""
+        count = len(inputs.ids)
+        size = next(size for size in self._sizes if size >= count)
+        padding = [0] * (size - count)
+        context_lens = inputs.decode_context_lens + [1] * (size - count)
+        self._fill(self._ids[:size], inputs.ids + padding)
+        if fed is not None:
+            fed.put(self._ids)
+        self._fill(self._slots[:size], inputs.slots + padding)
+        self._fill(self._context_lens[:size], context_lens)
+        self._positions[:, :count].copy_(inputs.positions, non_blocking=True)
+        width = max(map(len, inputs.decode_blocks))
+        rows = [blocks + [0] * (width - len(blocks)) for blocks in inputs.decode_blocks]
+        rows += [[0] * width] * (size - count)
+        self._fill(self._table[:size, :width], rows)
+        self._graphs.update(size, context_lens)
+        return self._graphs.replay(size)[:count]
+
+    def _fill(self, buffer: Tensor, values: list[int] | list[list[int]]) -> None:
+        buffer.copy_(self._device.pin_memory(torch.tensor(values, dtype=torch.long)), non_blocking=True)
+
+    def _step(self, size: int) -> Tensor:
+        empty = torch.empty(0, self._max_blocks, dtype=torch.long, device=self._device.torch_device)
+        meta = AttnMeta(
+            block_size=self._kv.shape[3],
+            slot_mapping=self._slots[:size],
+            num_decodes=size,
+            decode_block_table=self._table[:size],
+            decode_context_lens=self._context_lens[:size],
+            decode_context_lens_host=[1] * size,
+            prefill_query_lens=[],
+            prefill_context_lens=[],
+            prefill_block_table=empty,
+        )
+        plan = self._device.ops.prepare(meta, self._model.dtype)
+        context = StepContext(plan=plan, kv=self._kv)
+        return self._model.forward(self._ids[:size], self._positions[:, :size], context)

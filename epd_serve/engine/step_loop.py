@@ -1,0 +1,263 @@
+"""The step loop: launch a step, send its KV as layers end, read its tokens, give them to the engine."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from epd_serve.engine.engine import Engine
+from epd_serve.engine.events import EngineEvent
+from epd_serve.engine.hooks import EngineHooks
+from epd_serve.engine.runner import LanguageRunner, LaunchedStep, StepResult
+from epd_serve.request import Sequence
+from epd_serve.sched.language import ScheduleOutput, possible_prefills
+from epd_serve.transfer.grouping import group_ends
+from epd_serve.transfer.kv_sender import KVSender, OutgoingTransfer, Part
+from epd_serve.types import KVMode
+
+logger = logging.getLogger(__name__)
+
+
+class StepLoop:
+    """Runs the steps of an engine on a thread of its own.
+
+    A loop that runs ahead launches a step before it knows the tokens of the one before: the device feeds them from
+    one to the other, and placeholders stand for them in the engine.
+
+    Args:
+        push: sends KV to decode instances while it is computed; None where no prompt is handed on.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        runner: LanguageRunner,
+        hooks: EngineHooks,
+        *,
+        push: KVPush | None = None,
+        runs_ahead: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._engine = engine
+        self._runner = runner
+        self._hooks = hooks
+        self._push = push
+        self._runs_ahead = runs_ahead
+        self._clock = clock
+        self._in_flight: InFlightStep | None = None  # launched, its tokens unknown
+        self._landed_s = 0.0
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop after the current step."""
+        self._engine.close()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def step(self) -> bool:
+        """Make one step where no thread runs, for tests. False if there was nothing to compute or to wait for."""
+        in_flight = self._output_in_flight
+        output = self._engine.plan(in_flight)
+        self._advance(output)
+        return bool(output) or in_flight is not None
+
+    @property
+    def _output_in_flight(self) -> ScheduleOutput | None:
+        return self._in_flight.output if self._in_flight else None
+
+    def _run(self) -> None:
+        try:
+            while (output := self._engine.next_step(self._output_in_flight)) is not None:
+                self._advance(output)
+        except BaseException:  # nothing would be computed any more, and nobody would know
+            logger.critical("the engine's thread has ended", exc_info=True)
+            self._hooks.died()
+
+    def _advance(self, output: ScheduleOutput) -> None:
+        """Launch a step and end the one in flight before it; end both unless the loop runs ahead."""
+        before, self._in_flight = self._in_flight, None
+        step: InFlightStep | None = None
+        if output:
+            with self._failing(output, before):
+                step = self._launch(output, before)
+        if before is not None:
+            self._land(before, step)
+        if step is not None:
+            with self._failing(step.output, None):
+                if step.launched is not None:
+                    step.launched.sample()
+                self._engine.sampled(step.output, placeholders=self._runs_ahead)
+                self._in_flight = step
+        if not self._runs_ahead and (step := self._in_flight) is not None:
+            self._in_flight = None
+            self._land(step, None)
+
+    def _launch(self, output: ScheduleOutput, before: InFlightStep | None) -> InFlightStep:
+        """Give a step to the device, as far as its features can be had."""
+        features: dict[str, Tensor] = {}
+
+        def take(mm_hash: str) -> bool:
+            feature = features.get(mm_hash)
+            if feature is None:
+                feature = self._hooks.feature(mm_hash)
+            if feature is not None:
+                features[mm_hash] = feature
+            return feature is not None
+
+        output = replace(output, prefills=possible_prefills(output.prefills, take))
+        groups = self._push.groups(output, self._engine.transfers) if self._push else None
+        launched_s, launched = self._clock(), None
+        if output:
+            with self._hooks.turn():
+                on_layer = groups.on_layer if groups else None
+                launched = self._runner.launch(output, features, on_layer, before.launched if before else None)
+        return InFlightStep(output, launched, groups, launched_s)
+
+    def _land(self, step: InFlightStep, after: InFlightStep | None) -> None:
+        """Wait for a step's tokens and give them to the engine; ``after`` is the step that was launched since."""
+        events: list[EngineEvent] = []
+        with self._failing(step.output, after):
+            result = StepResult([], []) if step.launched is None else step.launched.read()
+            if step.groups is not None:
+                step.groups.on_computed()
+            events = self._engine.finish(result, step.output, after.output if after else None)
+            self._account(step)
+        self._engine.num_steps += 1
+        if events:
+            self._hooks.emit(events)
+
+    def _account(self, step: InFlightStep) -> None:
+        """Tell of the time that a step took. A failure here must not take the step's tokens along."""
+        now = self._clock()
+        seconds, self._landed_s = now - max(step.launched_s, self._landed_s), now
+        try:
+            if step.output.prefills and self._push is not None:
+                self._push.sender.sizer.observe_compute(step.output.num_tokens, seconds)
+            if step.output:
+                self._hooks.stepped(step.output, seconds)
+        except Exception:
+            logger.exception("a step could not be accounted for")
+
+    @contextmanager
+    def _failing(self, output: ScheduleOutput, other: InFlightStep | None) -> Iterator[None]:
+        """A failed step must fail its requests, not the instance. ``other`` is one that is still in flight."""
+        try:
+            yield
+        except Exception as error:
+            logger.exception("a step of %d tokens failed", output.num_tokens)
+            self._hooks.idle()
+            self._engine.fail(output, other.output if other else None, error)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class InFlightStep:
+    """A step and its launch. ``launched`` is None where no feature could be had: nothing is computed."""
+
+    output: ScheduleOutput
+    launched: LaunchedStep | None
+    groups: LayerGroups | None
+    launched_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KVPush:
+    """Sends the KV of prompts to decode instances, a group of layers at a time (EPD-Serve 3.3).
+
+    Args:
+        layer_bytes: of one block in one layer, K and V.
+        record_event: marks the device's work so far; what it returns waits for that work.
+        clock: the sender's.
+    """
+
+    sender: KVSender
+    mode: KVMode
+    num_layers: int
+    block_size: int
+    layer_bytes: int
+    record_event: Callable[[], Callable[[], None]]
+    clock: Callable[[], float] = time.monotonic
+
+    def groups(self, output: ScheduleOutput, transfers: dict[Sequence, OutgoingTransfer]) -> LayerGroups:
+        """The KV that a step adds to prompts which are handed on."""
+        return LayerGroups(self, output, transfers)
+
+
+class LayerGroups:
+    """The outgoing KV of one step. ``on_layer`` is the model's hook; ``on_computed`` ends the step."""
+
+    def __init__(self, push: KVPush, output: ScheduleOutput, transfers: dict[Sequence, OutgoingTransfer]) -> None:
+        self._push = push
+        self._finished: list[OutgoingTransfer] = []
+        parts: defaultdict[str, list[Part]] = defaultdict(list)
+        for sequence, count in output.prefills:
+            transfer = transfers.get(sequence)
+            if transfer is None:
+                continue
+            end = sequence.num_computed + count
+            if end == sequence.num_tokens:
+                self._finished.append(transfer)
+            elif push.mode == "oneshot":
+                continue
+            first, stop = transfer.next_block, -(-end // push.block_size)
+            if transfer.target is not None and first < stop:
+                part = Part(transfer, sequence.blocks[first:stop], transfer.target.block_ids[first:stop])
+                parts[transfer.target.region.name].append(part)
+                # a block that the chunk fills in part is sent again with the next chunk
+                transfer.next_block = max(first, end // push.block_size)
+        self._lanes = [
+            _Lane(of_lane, self._ends(region_name, of_lane, output.num_tokens))
+            for region_name, of_lane in parts.items()
+        ]
+
+    def on_layer(self, layer: int) -> None:
+        """The layer's K and V are in the cache, or will be when the device's work so far is done."""
+        if self._push.mode == "oneshot":
+            return
+        ending = [lane for lane in self._lanes if layer in lane.ends]
+        if ending:
+            wait = self._push.record_event()
+            for lane in ending:
+                self._send(lane, range(lane.next_layer, layer + 1), wait)
+                lane.next_layer = layer + 1
+
+    def on_computed(self) -> None:
+        """All of the step is computed, first tokens included."""
+        now = self._push.clock()
+        for transfer in self._finished:
+            transfer.computed_at = now
+        if self._push.mode == "oneshot":
+            for lane in self._lanes:
+                self._send(lane, range(self._push.num_layers), lambda: None)
+
+    def _send(self, lane: _Lane, layers: range, wait: Callable[[], None]) -> None:
+        if self._push.mode == "layerwise":
+            for part in lane.parts:
+                self._push.sender.push(layers, [part], wait)
+        else:
+            self._push.sender.push(layers, lane.parts, wait)
+
+    def _ends(self, region_name: str, parts: list[Part], num_tokens: int) -> frozenset[int]:
+        push = self._push
+        if push.mode != "grouped":
+            return group_ends(push.num_layers, 1)
+        nbytes = push.layer_bytes * sum(len(part.local) for part in parts)
+        return group_ends(push.num_layers, push.sender.sizer.group_size(region_name, num_tokens, nbytes))
+
+
+class _Lane:
+    """Parts of prompts that go to one decode instance, and the layers after which they go."""
+
+    def __init__(self, parts: list[Part], ends: frozenset[int]) -> None:
+        self.parts = parts
+        self.ends = ends
+        self.next_layer = 0

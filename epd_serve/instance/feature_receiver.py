@@ -1,0 +1,208 @@
+"""The consumer's side of the feature path: fetches on a hash event, verifies, caches, tells who waits."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from epd_serve.cache.feature_cache import IDLE_FEATURES, FeatureCache
+from epd_serve.cache.tombstones import Tombstones
+from epd_serve.errors import PEER_UNREACHABLE, InstanceFailed
+from epd_serve.protocol.wire import FeatureEvent, MediaRef
+from epd_serve.transfer.transport import PeerGone, TransferError
+
+_RETRY_ROOM_S = 0.02
+_ROOM_PATIENCE_S = 0.5
+_NUM_FETCHES = 4
+
+
+class FeatureReceiver:
+    """Features that this instance's requests need, by mm_hash.
+
+    Events may come before or after the request that they are for. A feature that came early is held for its
+    request until ``orphan_s`` have passed; one for a request that has ended is not fetched at all.
+
+    ``capacity_bytes`` bounds what is kept beyond need, and so does the number of features that nobody needs: their
+    encoder has them, too. Requests that hold some of their features and wait for room for the others, or hold them
+    all and wait for blocks of each other's, would wait for ever: so after a moment that slows encoders down, a
+    feature is taken in beyond the capacity.
+
+    Args:
+        fetch: the verified bytes of an announced feature; called on threads
+            (:meth:`epd_serve.transfer.feature_store.FeatureStore.fetch`).
+        form: what a feature must look like; another is refused, as if it had not come.
+        arrived: called after each new feature.
+    """
+
+    def __init__(
+        self,
+        capacity_bytes: int,
+        fetch: Callable[[FeatureEvent], bytearray],
+        arrived: Callable[[], None],
+        *,
+        form: FeatureForm,
+        orphan_s: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self._cache: FeatureCache[Tensor] = FeatureCache(capacity_bytes, IDLE_FEATURES)
+        self._fetch_bytes = fetch
+        self._form = form
+        self._arrived = arrived
+        self._orphan_s = orphan_s
+        self._clock = clock
+        self._wanted: dict[str, asyncio.Event] = {}
+        self._sizes: dict[str, dict[str, tuple[int, int]]] = {}
+        self._early: dict[str, float] = {}
+        self._ended: Tombstones[bool] = Tombstones()
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        # of its own: fetches that hang must not hold up the tokenising of other requests
+        self._threads = ThreadPoolExecutor(_NUM_FETCHES, thread_name_prefix="fetch")
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def num_owners(self) -> int:
+        return self._cache.num_owners
+
+    def get(self, mm_hash: str) -> Tensor | None:
+        """The feature if it is here. The one method that other threads may call."""
+        return self._cache.get(mm_hash)
+
+    def expect(self, request_id: str, items: list[MediaRef]) -> None:
+        """Hold what is here of a request's features and take note of the rest.
+
+        Raises InstanceFailed for one that is here and is not of the item's length.
+        """
+        self._early.pop(request_id, None)
+        self._wanted[request_id] = asyncio.Event()
+        self._sizes[request_id] = {item.mm_hash: (item.width, item.height) for item in items}
+        for mm_hash, size in self._sizes[request_id].items():
+            feature = self._cache.acquire(mm_hash, request_id)
+            if feature is not None:
+                self._check(mm_hash, feature, size)
+
+    async def complete(self, request_id: str, items: list[MediaRef]) -> None:
+        """Wait until all of a request's features are here."""
+        changed = self._wanted[request_id]
+        while any(item.mm_hash not in self._cache for item in items):
+            await changed.wait()
+            changed.clear()
+
+    def release(self, request_id: str) -> None:
+        """The request needs its features no more; later events for it are ignored. Idempotent."""
+        self._wanted.pop(request_id, None)
+        self._sizes.pop(request_id, None)
+        self._early.pop(request_id, None)
+        self._cache.release(request_id)
+        self._ended.add(request_id, True)
+
+    def expire(self) -> None:
+        """Let go of features whose request never came."""
+        now = self._clock()
+        for request_id in [r for r, deadline in self._early.items() if deadline <= now]:
+            self.release(request_id)
+
+    async def receive(self, event: FeatureEvent) -> None:
+        """Fetch the feature of an event. Raises InstanceFailed where it cannot be had as described."""
+        if self._is_over(event.request_id):
+            return
+        # what the gateway told us of the item, if we know that already, goes over what the encoder says
+        size = self._sizes.get(event.request_id, {}).get(event.mm_hash, (event.width, event.height))
+        self._form.check(event.mm_hash, event.shape, event.dtype, size)
+        # requests that need one feature at once share one fetch; where it fails, the next tries its own event
+        async with self._turns.setdefault(event.mm_hash, asyncio.Lock()):
+            if event.mm_hash not in self._cache:
+                if event.nbytes > self._cache.capacity_bytes:
+                    raise InstanceFailed(
+                        f"a feature of {event.nbytes} bytes does not fit a cache of {self._cache.capacity_bytes}; "
+                        "raise feature_cache_bytes"
+                    )
+                feature = await asyncio.get_running_loop().run_in_executor(self._threads, self._fetch, event)
+                await self._take_in(event.request_id, event.mm_hash, feature)
+            elif not self._is_over(event.request_id):
+                self._hold(event.mm_hash, event.request_id)
+
+    async def take(self, request_id: str, item: MediaRef, feature: Tensor) -> None:
+        """Take in a feature that this instance has encoded itself. Raises InstanceFailed for one that is wrong."""
+        self._check(item.mm_hash, feature, (item.width, item.height))
+        await self._take_in(request_id, item.mm_hash, feature)
+
+    async def _take_in(self, request_id: str, mm_hash: str, feature: Tensor) -> None:
+        await self._wait_for_room(mm_hash, feature.nbytes)
+        if self._is_over(request_id):
+            return
+        for sizes in self._sizes.values():  # requests may have become known since the event was looked at
+            if mm_hash in sizes:
+                self._check(mm_hash, feature, sizes[mm_hash])
+        self._cache.put(mm_hash, feature, feature.nbytes, request_id, beyond=True)
+        self._hold(mm_hash, request_id)
+
+    def _is_over(self, request_id: str) -> bool:
+        """Whether a request has ended; one that came after its early features were let go has not."""
+        return request_id in self._ended and request_id not in self._wanted
+
+    def _hold(self, mm_hash: str, request_id: str) -> None:
+        """For the request, and for all others that wait for this feature: else it might go before they hold it."""
+        self._cache.acquire(mm_hash, request_id)
+        if request_id not in self._wanted:
+            self._early[request_id] = self._clock() + self._orphan_s
+        for other, sizes in self._sizes.items():
+            if mm_hash in sizes:
+                self._cache.acquire(mm_hash, other)
+                self._wanted[other].set()
+        self._arrived()
+
+    def _check(self, mm_hash: str, feature: Tensor, size: tuple[int, int]) -> None:
+        self._form.check(mm_hash, feature.shape, str(feature.dtype).removeprefix("torch."), size)
+
+    def check_integrity(self) -> None:
+        self._cache.check_integrity()
+
+    async def _wait_for_room(self, mm_hash: str, nbytes: int) -> None:
+        deadline = self._clock() + _ROOM_PATIENCE_S
+        while mm_hash not in self._cache and not self._cache.can_put(nbytes):
+            if self._clock() >= deadline:
+                return
+            await asyncio.sleep(_RETRY_ROOM_S)
+
+    def _fetch(self, event: FeatureEvent) -> Tensor:
+        try:
+            data = self._fetch_bytes(event)
+        except TransferError as error:
+            code = PEER_UNREACHABLE if isinstance(error, PeerGone) else None
+            raise InstanceFailed(f"feature {event.mm_hash[:12]} cannot be fetched: {error}", code=code) from error
+        try:
+            return torch.frombuffer(data, dtype=getattr(torch, event.dtype)).view(event.shape)
+        except (RuntimeError, ValueError, AttributeError, TypeError) as error:
+            raise InstanceFailed(
+                f"feature {event.mm_hash[:12]} of {event.nbytes} bytes is no {event.shape} {event.dtype}: {error}"
+            ) from error
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FeatureForm:
+    """[number of placeholder tokens of the image, ``width``] of ``dtype``.
+
+    Attributes:
+        num_tokens: placeholder tokens of an image of (width, height) pixels.
+    """
+
+    dtype: str
+    width: int
+    num_tokens: Callable[[tuple[int, int]], int]
+
+    def check(self, mm_hash: str, shape: Sequence[int], dtype: str, size: tuple[int, int]) -> None:
+        """Raise InstanceFailed for a feature that is none of this model's for an image of ``size`` pixels."""
+        expected = [self.num_tokens(size), self.width]
+        if list(shape) != expected or dtype != self.dtype:
+            raise InstanceFailed(
+                f"feature {mm_hash[:12]} is {list(shape)} {dtype}; an image of {size[0]}x{size[1]} pixels "
+                f"has {expected} {self.dtype} here"
+            )

@@ -1,0 +1,288 @@
+"""Carrying a change of the deployment out, step by step, while it serves."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from epd_serve.config import DeploymentConfig, change_config
+from epd_serve.config.role_files import remembered_role, role_file
+from epd_serve.launch.config_diff import Difference, check_same_deployment, difference
+from epd_serve.launch.holdings import Holdings, resolved
+from epd_serve.launch.orders import Deadline, GatewayOrders, OrderRefused
+from epd_serve.launch.process import ProcessDied, ProcessSpec, ProcessState
+from epd_serve.launch.supervisor import Supervisor
+from epd_serve.topology.change import Step, StepKind
+
+logger = logging.getLogger(__name__)
+
+_STARTING = (ProcessState.STARTING, ProcessState.LOADING)
+#: So often others may change roles meanwhile, and the rest is planned anew.
+_MOST_PLANS = 5
+#: How long a gateway that is starting may take to answer what is asked first.
+_GATEWAY_S = 30.0
+#: Beyond a step's deadline the controller keeps still, so that no other change comes between two steps.
+_HOLD_MARGIN_S = 30.0
+_RELEASE_S = 2.0
+_TAIL_LINES = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ApplyLimits:
+    """The time limits of each step of a change.
+
+    Attributes:
+        deadline_s: time after which a step has failed; a process that it ends gets its time to end beyond that.
+        patience_s: time in which answers may end where they are; then they go on at other instances.
+    """
+
+    deadline_s: float = 300.0
+    patience_s: float = 1.0
+
+
+DEFAULT_LIMITS = ApplyLimits()
+
+
+class ApplyStopped(ValueError):
+    """A step failed. The steps before it stay, the deployment serves, and another apply goes on from there."""
+
+
+class Rollout:
+    """Carries out one change of the deployment at a time.
+
+    Args:
+        before_start: called with each process that will be added.
+        told: called with each step and note, besides the function that the caller of ``apply`` gives.
+    """
+
+    def __init__(
+        self,
+        holdings: Holdings,
+        supervisor: Supervisor,
+        before_start: Callable[[ProcessSpec], Awaitable[None]],
+        told: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self._holdings = holdings
+        self._supervisor = supervisor
+        self._before_start = before_start
+        self._told = told
+        self._under_way = ""
+        self._task: asyncio.Task[None] | None = None
+        self._is_called_off = False
+        self._say = told
+
+    @property
+    def config(self) -> DeploymentConfig:
+        """The deployment that was applied last."""
+        return self._holdings.config
+
+    async def plan(self, config: DeploymentConfig) -> Difference:
+        """The change that :meth:`apply` would make. Raises ValueError for a change that is impossible."""
+        return (await self._checked(config))[1]
+
+    async def apply(
+        self, config: DeploymentConfig, limits: ApplyLimits, tell: Callable[[str], None] = lambda text: None
+    ) -> None:
+        """Return when the deployment is as ``config`` describes it; ``tell`` is called with each step and note.
+
+        The change goes on to its end even if the caller is cancelled. Raises ValueError for a change that is
+        impossible, also while another change is under way, and ApplyStopped where a step failed.
+        """
+        if self._is_called_off:
+            raise ValueError("the deployment is being stopped")
+        if self._under_way:
+            raise ValueError(f"another apply is under way ({self._under_way}); wait for its end")
+        self._under_way = "it is being planned"
+        self._task = asyncio.create_task(self._apply(config, limits, tell))
+        await asyncio.shield(self._task)
+
+    def call_off(self) -> None:
+        """Give up the change under way: the deployment is about to end. :meth:`close` must still be awaited."""
+        self._is_called_off = True
+        if self._task is not None:
+            self._task.cancel()
+
+    async def close(self) -> None:
+        """Return when no change is under way."""
+        if self._task is not None:
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    # ------------------------------------------------------------------ before the first step
+
+    async def _checked(self, config: DeploymentConfig) -> tuple[DeploymentConfig, Difference]:
+        self._check_started()
+        old, port = self._holdings.config, self._holdings.ports.gateway
+        notes = []
+        if config.gateway.host != old.gateway.host or config.gateway.port not in (old.gateway.port, port):
+            notes.append(f"the gateway stays at {old.gateway.host} port {port} until another start")
+        address = {"host": old.gateway.host, "port": old.gateway.port}
+        config = change_config(resolved(config), {"gateway": address})
+        check_same_deployment(old, config)
+        if self._holdings.admin is None:
+            raise ValueError("this deployment was started without a way to change it")
+        found = difference(self._holdings, config)
+        body = json.loads(self._holdings.gateway_config(config))
+        try:
+            left = (await self._order("POST", "/check", body, Deadline(_GATEWAY_S)))["left"]
+        except OrderRefused as error:
+            raise ValueError(f"the gateway does not take the file: {error}") from error
+        if left:
+            raise ValueError(
+                f"the gateway would need another start for {', '.join(left)}: stop the deployment and start it "
+                "from the new file"
+            )
+        return config, Difference(steps=found.steps, to_start=found.to_start, notes=(*notes, *found.notes))
+
+    def _check_started(self) -> None:
+        processes = self._supervisor.processes  # none before all have been started
+        if not processes or any(one.num_restarts == 0 and one.state in _STARTING for one in processes):
+            raise ValueError("the deployment is still starting; wait until it is ready")
+
+    # ------------------------------------------------------------------ the steps
+
+    async def _apply(self, config: DeploymentConfig, limits: ApplyLimits, tell: Callable[[str], None]) -> None:
+        def say(text: str) -> None:
+            tell(text)
+            self._told(text)
+
+        self._say = say
+        try:
+            config, found = await self._checked(config)
+            for note in found.notes:
+                say(f"note: {note}")
+            try:
+                await self._hold(limits.deadline_s + _HOLD_MARGIN_S, Deadline(_GATEWAY_S))
+            except OrderRefused as error:
+                raise ValueError(f"the gateway takes no orders: {error}") from error
+            await self._carry_out(config, found, limits)
+        finally:
+            self._under_way, self._say = "", self._told
+
+    async def _carry_out(self, config: DeploymentConfig, found: Difference, limits: ApplyLimits) -> None:
+        holdings = self._holdings
+        try:
+            while holdings.look():  # until a moment ago others changed roles, to the settings of before
+                found = difference(holdings, config)
+            for name in holdings.live:  # what they are now, whatever the settings of their roles will be
+                self._supervisor.respecify(holdings.spec(name))
+            holdings.replace_role_settings(config)
+            for _ in range(_MOST_PLANS):
+                if not found.steps:
+                    break
+                await self._take_all(found, limits)
+                found = difference(holdings, config)
+            if found.steps:
+                raise ApplyStopped(
+                    f"roles were changed by others meanwhile; after {_MOST_PLANS} plans there is still to do: "
+                    f"{', '.join(map(str, found.steps))}\n{self._serves_on()}"
+                )
+            holdings.config = config
+            await self._tell_gateway(Deadline(limits.deadline_s))
+        except OrderRefused as error:
+            raise ApplyStopped(f"all steps are done; the gateway does not take the new file: {error}") from error
+        finally:
+            if not self._is_called_off:  # else the gateway is about to end as well
+                with suppress(OrderRefused):
+                    await self._hold(0.0, Deadline(_RELEASE_S))
+
+    async def _take_all(self, found: Difference, limits: ApplyLimits) -> None:
+        steps = found.steps
+        for number, step in enumerate(steps):
+            self._under_way = f"step {number + 1} of {len(steps)}: {step}"
+            self._say(self._under_way)
+            deadline = Deadline(limits.deadline_s)
+            try:
+                await self._hold(limits.deadline_s + _HOLD_MARGIN_S, deadline)
+                await self._take(step, found, deadline, limits.patience_s)
+            except (OrderRefused, ProcessDied, TimeoutError, OSError) as error:
+                raise ApplyStopped(self._stopped(steps, number, error)) from error
+
+    async def _hold(self, seconds: float, deadline: Deadline) -> None:
+        """Let the controller give no orders for this time."""
+        await self._order("POST", "/hold", {"seconds": seconds}, deadline)
+
+    async def _take(self, step: Step, found: Difference, deadline: Deadline, patience_s: float) -> None:
+        body = {"deadline_s": deadline.seconds, "patience_s": patience_s}
+        if step.kind is StepKind.START:
+            await self._start(step.name, found, deadline)
+        elif step.kind is StepKind.SWITCH:
+            await self._switch(step, body, deadline)
+        else:
+            await self._stop(step.name, body, deadline)
+
+    async def _start(self, name: str, found: Difference, deadline: Deadline) -> None:
+        holdings, instance = self._holdings, found.to_start[name]
+        role_file(holdings.directory, name).unlink(missing_ok=True)  # of another that had the name
+        spec = holdings.spec_of(instance)
+        async with asyncio.timeout(deadline.left_s):
+            await self._before_start(spec)
+        await self._supervisor.add(spec, deadline.left_s)
+        holdings.joined(instance)
+        await self._tell_gateway(deadline)
+        await GatewayOrders(self._socket).is_ready(name, deadline)
+
+    async def _switch(self, step: Step, body: dict[str, Any], deadline: Deadline) -> None:
+        holdings = self._holdings
+        try:
+            await self._order("POST", f"/instances/{step.name}/role", body | {"role": str(step.role)}, deadline)
+        except OrderRefused:
+            role = remembered_role(holdings.directory, step.name)
+            if role is not None:  # its stages may have been made anew, of either role
+                holdings.switched(step.name, role)
+                self._supervisor.respecify(holdings.spec(step.name))
+            raise
+        holdings.switched(step.name, step.role)
+        self._supervisor.respecify(holdings.spec(step.name))
+
+    async def _stop(self, name: str, body: dict[str, Any], deadline: Deadline) -> None:
+        process = next(one for one in self._supervisor.processes if one.spec.name == name)
+        if process.state is ProcessState.READY:
+            try:
+                await self._order("POST", f"/instances/{name}/leave", body, deadline)
+            except OrderRefused:
+                if process.state is ProcessState.READY:
+                    raise
+        self._holdings.left(name)
+        try:
+            await self._tell_gateway(deadline)  # one that is starting reads the file by itself
+        finally:
+            await self._supervisor.remove(name)
+            role_file(self._holdings.directory, name).unlink(missing_ok=True)
+
+    # ------------------------------------------------------------------ the gateway
+
+    @property
+    def _socket(self) -> Path:
+        assert self._holdings.admin is not None
+        return self._holdings.admin
+
+    async def _order(
+        self, method: str, path: str, body: dict[str, Any], deadline: Deadline
+    ) -> dict[str, list[str]]:
+        orders = GatewayOrders(self._socket, lambda reason: self._say(f"waiting: {reason}"))
+        answer: dict[str, list[str]] = await orders.give(method, path, body, deadline)
+        return answer
+
+    async def _tell_gateway(self, deadline: Deadline) -> None:
+        """Have the gateway take over the present instances."""
+        self._holdings.write_gateway_file(self._holdings.config)
+        await self._order("POST", "/reload", {}, deadline)
+
+    def _stopped(self, steps: Sequence[Step], number: int, error: Exception) -> str:
+        reason = str(error) or f"it took longer than it may ({type(error).__name__})"
+        if isinstance(error, ProcessDied):
+            tail = "; ".join(line.strip() for line in error.log_tail[-_TAIL_LINES:])
+            reason = f"it died: {error.how} ({tail}); its log is {error.log_file}"
+        return f"step {number + 1} of {len(steps)} failed: {steps[number]}: {reason}\n{self._serves_on()}"
+
+    def _serves_on(self) -> str:
+        with suppress(ValueError, OSError):
+            self._holdings.look()
+        now = ", ".join(f"{name} ({one.options.role})" for name, one in self._holdings.live.items())
+        return f"The deployment serves on with {now}; apply a file again to go on from there"

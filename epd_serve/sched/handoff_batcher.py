@@ -1,0 +1,60 @@
+"""Features that are handed on in batches (HeteroServe, section 5.2: aligned batch hand-off)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+
+class HandoffBatcher:
+    """Holds the ready items of each receiver until there are ``size``, or ``timeout_s`` after the first.
+
+    So prompts that wait for features come to the language model together and fill its steps. For one thread.
+
+    Args:
+        call_later: runs a function after a number of seconds.
+    """
+
+    def __init__(
+        self, size: int, timeout_s: float, call_later: Callable[[float, Callable[[], None]], object]
+    ) -> None:
+        if size < 1 or not timeout_s > 0:
+            raise ValueError(
+                f"{size} features within {timeout_s} s are no batch; it has one, and more time than 0"
+            )
+        self._size = size
+        self._timeout_s = timeout_s
+        self._call_later = call_later
+        self._open: dict[str, dict[object, Callable[[], None]]] = {}
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(map(len, self._open.values()))
+
+    def join(self, receiver: str, go: Callable[[], None]) -> object:
+        """Add an item; ``go`` is called with its batch, at once if the item completes it.
+
+        Returns a ticket for :meth:`leave`.
+        """
+        ticket = object()
+        if self._size == 1:
+            go()
+            return ticket
+        batch = self._open.get(receiver)
+        if batch is None:
+            batch = self._open[receiver] = {}
+            self._call_later(self._timeout_s, lambda: self._send(receiver, batch))
+        batch[ticket] = go
+        if len(batch) == self._size:
+            self._send(receiver, batch)
+        return ticket
+
+    def leave(self, receiver: str, ticket: object) -> None:
+        """Drop an item that is wanted no more. Idempotent."""
+        self._open.get(receiver, {}).pop(ticket, None)
+
+    def _send(self, receiver: str, batch: dict[object, Callable[[], None]]) -> None:
+        if self._open.get(receiver) is not batch:
+            return  # it was full before its time
+        del self._open[receiver]
+        for go in batch.values():
+            go()

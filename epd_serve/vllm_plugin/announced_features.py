@@ -1,0 +1,149 @@
+"""P's knowledge of the features that its requests need: here, on their way, or not to be had."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+
+from epd_serve.protocol.engine_notices import AnyNotice, FeatureAnnounced, FeatureWithdrawn
+from epd_serve.protocol.wire import FeatureEvent, Region
+from epd_serve.transfer.feature_store import verify
+from epd_serve.transfer.transport import TransferError, Transport
+from epd_serve.vllm_plugin.feature_memory import FeatureMemory, KeptFeature
+
+_MAX_WITHDRAWN = 4096
+#: Holder of what has arrived for a request that has not asked for it yet.
+_ARRIVED = "arrived:"
+
+
+class AnnouncedFeatures:
+    """Fetches announced features at once, on the threads that the announcements come on.
+
+    A feature that nobody announces within ``timeout_s`` of a request's first question, or that is withdrawn or
+    cannot be fetched as described, is not to be had: P encodes it itself.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        capacity_bytes: int,
+        timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._transport = transport
+        self._memory = FeatureMemory(transport, capacity_bytes)
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._withdrawn: OrderedDict[tuple[str, str], None] = OrderedDict()
+        self._asked_at: dict[str, float] = {}
+        self._arrivals: OrderedDict[str, float] = OrderedDict()
+        self._news = threading.Event()
+        self.num_given_up = 0
+
+    def handle(self, notice: AnyNotice, has_left: Callable[[], bool]) -> str:
+        """For a :class:`~epd_serve.vllm_plugin.notices.NoticeServer`."""
+        if isinstance(notice, FeatureAnnounced):
+            told = self._fetch(notice.event)
+            self._news.set()
+            return told
+        if isinstance(notice, FeatureWithdrawn):
+            self._withdraw(notice.request_id, notice.mm_hash)
+            self._news.set()
+            return ""
+        return f"an instance that takes features knows no {type(notice).__name__}"
+
+    def is_settled(self, request_id: str, trace_id: str, mm_hash: str) -> bool:
+        """Whether a request need not wait for a feature: it is here, or not to be had.
+
+        ``request_id`` is the engine's name of the request, ``trace_id`` the one that announcements give.
+        """
+        if mm_hash in self._memory:
+            return True
+        now = self._clock()
+        with self._lock:
+            if (trace_id, mm_hash) in self._withdrawn:
+                return True
+            waited_s = now - self._asked_at.setdefault(request_id, now)
+        if waited_s < self._timeout_s:
+            return False
+        self._withdraw(trace_id, mm_hash)
+        return True
+
+    def hold(self, request_id: str, mm_hash: str) -> bool:
+        """Whether the feature is here; then it stays until :meth:`forget`."""
+        is_here = self._memory.acquire(mm_hash, request_id) is not None
+        owner = _ARRIVED + mm_hash
+        with self._lock:
+            if self._arrivals.pop(owner, None) is None:
+                return is_here
+        self._memory.release(owner)
+        return is_here
+
+    def wait(self, timeout_s: float) -> None:
+        """Until a feature has come or will not come since the last call; at most ``timeout_s``."""
+        if self._news.wait(timeout_s):
+            self._news.clear()
+
+    def has(self, mm_hash: str) -> bool:
+        return mm_hash in self._memory
+
+    def locate(self, mm_hash: str, request_id: str) -> tuple[Region, KeptFeature] | None:
+        kept = self._memory.acquire(mm_hash, request_id)
+        return None if kept is None else (self._memory.region, kept)
+
+    def forget(self, request_id: str) -> None:
+        """The request is over."""
+        self._memory.release(request_id)
+        with self._lock:
+            self._asked_at.pop(request_id, None)
+        self._let_go()
+
+    def check_integrity(self) -> None:
+        self._memory.check_integrity()
+
+    def _fetch(self, event: FeatureEvent) -> str:
+        # Held for a while by nobody in particular: its request may still be on its way.
+        owner = _ARRIVED + event.mm_hash
+        if self._memory.acquire(event.mm_hash, owner) is not None:
+            with self._lock:
+                self._arrivals[owner] = self._clock()
+            return ""
+        if event.region is None:
+            return f"feature {event.mm_hash[:12]} lies in {event.store}, which this instance does not use"
+        data = bytearray(event.nbytes)
+        try:
+            self._transport.read(event.region, [(event.offset, memoryview(data))])
+            verify(event, data)
+        except TransferError as error:
+            self._withdraw(event.request_id, event.mm_hash)
+            return str(error)
+        self._let_go()
+        kept = self._memory.put(
+            event.mm_hash, memoryview(data), event.shape, event.dtype, owner, digest=event.checksum
+        )
+        if kept is None:
+            self._withdraw(event.request_id, event.mm_hash)
+            return f"feature {event.mm_hash[:12]} of {event.nbytes} bytes finds no room; raise feature_cache_bytes"
+        with self._lock:
+            self._arrivals[owner] = self._clock()
+        return ""
+
+    def _withdraw(self, request_id: str, mm_hash: str) -> None:
+        with self._lock:
+            self._withdrawn[request_id, mm_hash] = None
+            self.num_given_up += 1
+            if len(self._withdrawn) > _MAX_WITHDRAWN:
+                self._withdrawn.popitem(last=False)
+
+    def _let_go(self) -> None:
+        """Let go of features that arrived so long ago that their requests must have come."""
+        latest = self._clock() - self._timeout_s
+        with self._lock:
+            old = [owner for owner, at in self._arrivals.items() if at < latest]
+            for owner in old:
+                del self._arrivals[owner]
+        for owner in old:
+            self._memory.release(owner)

@@ -1,0 +1,271 @@
+"""Budgets of a real instance: measured before it serves, kept on disk, without a trace in its caches."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+from pictures import noise, png
+
+from epd_serve.config import InstanceOptions
+from epd_serve.config.sections import BatchingConfig, SLOConfig
+from epd_serve.engine import profile
+from epd_serve.engine.profile import Measurements, cache_dir
+from epd_serve.instance.instance import Instance
+from epd_serve.protocol import wire
+from epd_serve.sched.encode import EncodeGate
+from epd_serve.types import Role, SamplingParams
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_models.make_tiny_model("qwen2_5_vl", tmp_path_factory.mktemp("models") / "qwen2_5_vl")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("EPD_SERVE_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+#: What the test model's processor leaves of an image of 448 x 448 pixels.
+IMAGE_PIXELS = 140 * 140
+
+
+def options(model: Path, role: str, **changes: Any) -> InstanceOptions:
+    defaults: dict[str, Any] = {"num_blocks": 64, "max_num_seqs": 8, "max_num_batched_tokens": 256}
+    return InstanceOptions(
+        name="i0",
+        role=Role.parse(role),
+        model=model,
+        served_model_name="m",
+        dtype="float32",
+        image_budget_pixels=4 * IMAGE_PIXELS,
+        **(defaults | changes),
+    )
+
+
+@asynccontextmanager
+async def started(options: InstanceOptions) -> AsyncIterator[Instance]:
+    instance = Instance(options)
+    await instance.start()
+    try:
+        yield instance
+    finally:
+        await instance.close()
+
+
+async def budgets(instance: Instance) -> dict[str, float]:
+    route = next(handler for method, path, handler in instance.routes() if path == "/info")
+    found: dict[str, float] = json.loads((await route(b"")).body)["budgets"]
+    return found
+
+
+async def integrity(instance: Instance) -> dict[str, int]:
+    route = next(handler for method, path, handler in instance.routes() if path == "/integrity")
+    in_use: dict[str, int] = json.loads((await route(b"")).body)
+    return in_use
+
+
+async def answer(instance: Instance, name: str, length: int) -> bytes:
+    request = wire.PrefillRequest(
+        request_id=name,
+        output=wire.OutputOptions(kind="completion", id="c", created=0, model="m"),
+        prompt=[300 + i % 97 for i in range(length)],
+        sampling=SamplingParams(seed=0, temperature=0.0, max_tokens=6, ignore_eos=True),
+        items=[],
+    )
+    reply = await instance.prefills().prefill(request)
+    assert reply.on_close is not None
+    reply.on_close()
+    return reply.body
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, name: str) -> list[Any]:
+    """Remembers the calls of a measurement, which goes on."""
+    calls: list[Any] = []
+    owner = profile.StepTimer if name == "seconds" else profile
+    original: Callable[..., float] = getattr(owner, name)
+
+    def measure(*arguments: Any) -> float:
+        calls.append(arguments[-1])
+        return original(*arguments)
+
+    monkeypatch.setattr(owner, name, measure)
+    return calls
+
+
+def read_seconds(cache: Path) -> dict[str, float]:
+    (file,) = cache.rglob("*.json")
+    seconds: dict[str, float] = json.loads(file.read_text())["seconds"]
+    return seconds
+
+
+def write_seconds(cache: Path, seconds: dict[str, float]) -> None:
+    (file,) = cache.rglob("*.json")
+    file.write_text(json.dumps({**json.loads(file.read_text()), "seconds": seconds}))
+
+
+async def test_without_an_slo_nothing_is_measured(
+    model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = counted(monkeypatch, "seconds")
+    for changes in (
+        {},
+        {"slo": SLOConfig(ttft_ms=50.0)},
+        {"slo": SLOConfig(tpot_ms=50.0), "batching": BatchingConfig(policy="unlimited")},
+    ):
+        async with started(options(model, "PD", **changes)) as instance:
+            assert await budgets(instance) == {
+                "max_num_batched_tokens": 256,
+                "max_num_seqs": 8,
+                "image_budget_pixels": 4 * IMAGE_PIXELS,
+            }
+    assert measured == []
+    assert not any(cache.parent.glob("*"))
+
+
+async def test_budgets_come_from_the_slo_and_answers_stay(
+    model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = counted(monkeypatch, "seconds")
+    async with started(options(model, "EPD", slo=SLOConfig(tpot_ms=10_000.0))) as instance:
+        loose = await budgets(instance)
+        expected = [await answer(instance, f"a{length}", length) for length in (5, 200)]
+        idle = await integrity(instance)
+    assert (loose["max_num_batched_tokens"], loose["max_num_seqs"], loose["limit_ms"]) == (256, 8, 10_000)
+    assert loose["image_budget_pixels"] == 4 * IMAGE_PIXELS
+    assert set(idle.values()) == {0}, "the profile left something behind"
+    assert measured
+    measured.clear()
+    known = {key: 100 * seconds for key, seconds in read_seconds(cache).items() if key.startswith("step ")}
+    write_seconds(cache, known | {f"encode {count}": 0.1 * count for count in range(1, 5)})
+    async with started(options(model, "EPD", slo=SLOConfig(tpot_ms=250.0))) as instance:
+        assert [await answer(instance, f"a{length}", length) for length in (5, 200)] == expected
+        tight = await budgets(instance)
+    assert all(f"step {shape}" not in known for shape in measured), "what is on disk was measured again"
+    assert tight["image_budget_pixels"] == 2 * IMAGE_PIXELS
+    assert tight["correction"] != 1, "nothing was learnt from real steps"
+
+
+@pytest.mark.parametrize(("role", "slo"), [("PD", "tpot"), ("P", "ttft"), ("E", "ttft")])
+async def test_a_limit_that_cannot_be_met_gives_the_smallest_and_says_what_could(
+    model: Path, caplog: pytest.LogCaptureFixture, role: str, slo: str
+) -> None:
+    caplog.set_level(logging.WARNING)
+    async with started(options(model, role, slo={f"{slo}_ms": 0.001})) as instance:
+        found = await budgets(instance)
+        if role == "PD":
+            assert found["max_num_seqs"] == 1
+            assert b'"completion_tokens":6' in await answer(instance, "a", 40), "it serves all the same"
+        if role == "E":
+            assert found["image_budget_pixels"] == IMAGE_PIXELS
+        else:
+            assert found["max_num_batched_tokens"] == 16
+    assert f"slo.{slo}_ms" in caplog.text
+    assert "the least limit that could be met is" in caplog.text
+
+
+async def test_orders_serve_all(model: Path) -> None:
+    for order in ("sjf", "slack"):
+        async with started(
+            options(model, "PD", batching=BatchingConfig(order=order), slo=SLOConfig(ttft_ms=500.0))
+        ) as instance:
+            first = await answer(instance, "a", 100)
+            assert await answer(instance, "b", 100) == first, "with its prefix cached"
+
+
+async def test_encodes_can_wait_for_prefills(model: Path) -> None:
+    request = wire.EncodeRequest(
+        request_id="a",
+        ref=wire.MediaRef(mm_hash="0" * 64, width=64, height=48),
+        media=png(noise(1, (64, 48))),
+        announce_to="",
+    )
+    async with started(options(model, "EPD", batching=BatchingConfig(encodes="after-prefill"))) as instance:
+        assert instance.language is not None
+        instance.language.engine.is_prefilling = True
+        encode = asyncio.create_task(instance.encodes()._encoded(request))
+        done, _ = await asyncio.wait([encode], timeout=0.3)
+        assert not done, "it did not wait"
+        instance.language.engine.is_prefilling = False
+        assert (await asyncio.wait_for(encode, 300)).feature.shape[0] > 0
+        assert b'"completion_tokens":6' in await answer(instance, "b", 40)
+        assert not instance.language.engine.is_prefilling
+
+
+# ---------------------------------------------------------------------- the file
+
+
+def test_measurements_are_kept_per_combination(tmp_path: Path) -> None:
+    known = Measurements(tmp_path, {"model": "a", "threads": None})
+    assert known.get("x", lambda: 1.5) == 1.5
+    assert not known.file.exists()
+    known.save()
+    assert Measurements(tmp_path, {"model": "a", "threads": None}).get("x", lambda: 9.0) == 1.5
+    assert Measurements(tmp_path, {"model": "a", "threads": 1}).get("x", lambda: 9.0) == 9.0
+    assert [file.suffix for file in known.file.parent.iterdir()] == [".json"], "no temporary file stays"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\xff\xfe",
+        b"[1]",
+        b'{"about": {}, "seconds": {"x": 1.5}}',
+        b'{"about": {"model": "a"}, "seconds": {"x": -1.5}}',
+        b'{"about": {"model": "a"}, "seconds": {"x": "1"}}',
+        b'{"about": {"model": "a"}, "seconds": 3}',
+        b'{"about": {"model": "a"}, "seconds": {"x": 1.5}',
+    ],
+)
+def test_a_damaged_file_is_measured_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, content: bytes
+) -> None:
+    known = Measurements(tmp_path, {"model": "a"})
+    known.get("x", lambda: 1.5)
+    known.save()
+    known.file.write_bytes(content)
+    again = Measurements(tmp_path, {"model": "a"})
+    assert "cannot be used" in caplog.text
+    assert again.get("x", lambda: 2.5) == 2.5
+    again.save()
+    assert Measurements(tmp_path, {"model": "a"}).get("x", lambda: 9.0) == 2.5
+
+
+def test_a_cache_that_cannot_be_written_is_no_failure(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "profiles").write_text("a file where a folder should be")
+    known = Measurements(tmp_path, {"model": "a"})
+    assert known.get("x", lambda: 1.5) == 1.5
+    known.save()
+    assert "cannot be kept" in caplog.text
+
+
+def test_the_folder_of_the_cache() -> None:
+    assert cache_dir({"EPD_SERVE_CACHE": "/a", "XDG_CACHE_HOME": "/b"}) == Path("/a")
+    assert cache_dir({"XDG_CACHE_HOME": "/b"}) == Path("/b/epd-serve")
+    assert cache_dir({}) == Path("~/.cache/epd-serve").expanduser()
+
+
+# ---------------------------------------------------------------------- parts
+
+
+def test_encodes_wait_for_prefills_but_not_for_ever() -> None:
+    now, prefilling = 0.0, True
+    gate = EncodeGate(lambda: prefilling, lambda: now, patience_s=1.0)
+    assert not gate.may_start()
+    now = 0.9
+    assert not gate.may_start()
+    now = 1.0
+    assert gate.may_start(), "patience is over"
+    assert not gate.may_start(), "for one batch"
+    prefilling = False
+    assert gate.may_start()

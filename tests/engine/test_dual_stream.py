@@ -1,0 +1,250 @@
+"""Tower and language model beside each other: pauses, threads, memory, niceness."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pictures import noise
+from tiny_models import make_tiny_model
+
+from device.registry import get_device
+from epd_serve.engine.device_board import DeviceBoard
+from epd_serve.engine.dual_stream import LanguageStream, TowerStream
+from epd_serve.models.family import load_family
+from epd_serve.models.tower import Tower
+from epd_serve.sched.language import ScheduleOutput
+from epd_serve.sched.pace import Slack
+
+DECODES: Any = ScheduleOutput(decodes=[object()])  # type: ignore[list-item]
+PREFILL: Any = ScheduleOutput(prefills=[(object(), 5)])  # type: ignore[list-item]
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class Rig:
+    """Both sides on one board, and a clock that pauses move on."""
+
+    def __init__(self, limit_s: float | None = 0.1, **tower: Any) -> None:
+        self.clock = Clock()
+        self.device = get_device("cpu")
+        self.board = DeviceBoard(None, 0, self.clock)
+        self.language = LanguageStream(self.device, self.board, limit_s=limit_s, clock=self.clock)
+        self.tower = TowerStream(self.device, self.board, clock=self.clock, sleep=self.clock.sleep, **tower)
+
+    def step(self, seconds: float, output: Any = DECODES, num_running: int = 1) -> None:
+        with self.language.step():
+            self.clock.now += seconds
+        self.language.stepped(output, seconds, num_running)
+
+    def encode(self, layers: int, layer_s: float, pixels: int = 1000) -> float:
+        """Seconds that a batch takes with its pauses."""
+        begun = self.clock.now
+        with self.tower.encoding(pixels):
+            for _ in range(layers):
+                self.tower.between_layers()
+                self.clock.now += layer_s
+        return self.clock.now - begun
+
+
+def test_layers_run_without_a_pause_where_nothing_decodes_under_a_limit() -> None:
+    rig = Rig()
+    assert rig.encode(4, 0.5) == pytest.approx(2.0)
+    rig.step(0.3, PREFILL)
+    assert rig.encode(4, 0.5) == pytest.approx(2.0)
+    without = Rig(limit_s=None)
+    without.step(0.3)
+    assert without.encode(4, 0.5) == pytest.approx(2.0)
+
+
+def test_layers_wait_while_decodes_have_no_time_to_spare_and_go_on_when_they_have() -> None:
+    rig = Rig()
+    rig.step(0.2)  # over its limit of 0.1
+    assert rig.board.slack() is not None
+    begun = rig.clock.now
+    waited: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        assert not rig.board.encodes_here, "a pause is none of the encode's time"
+        waited.append(seconds)
+        rig.step(0.02)
+
+    rig.tower._sleep = sleep
+    with rig.tower.encoding(1000):
+        rig.clock.now += 0.02
+        rig.tower.between_layers()
+        assert rig.board.encodes_here
+    assert waited == [pytest.approx(0.05)] * 2, (
+        "0.1 too much; 0.06 come back with the first step, 0.08 with the next"
+    )
+    assert rig.clock.now - begun == pytest.approx(0.06)
+
+
+def test_a_pause_ends_though_decodes_stay_over_their_limit() -> None:
+    rig = Rig()
+    rig.step(5.0)
+    waits = 0
+
+    def sleep(seconds: float) -> None:
+        nonlocal waits
+        waits += 1
+        rig.clock.now += seconds
+        rig.language.stepped(DECODES, 5.0, 1)
+
+    rig.tower._sleep = sleep
+    with rig.tower.encoding(1000):
+        rig.clock.now += 0.01
+        rig.tower.between_layers()
+    assert 0 < waits <= 5
+
+
+def test_the_end_of_the_instance_ends_the_pause() -> None:
+    """A batch that only gets its least share would otherwise take minutes to stop."""
+    rig = Rig()
+    rig.step(5.0)
+    waited: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        waited.append(seconds)
+        rig.tower.hurry()
+
+    rig.tower._sleep = sleep
+    with rig.tower.encoding(1000):
+        rig.clock.now += 0.5
+        for _ in range(3):
+            rig.tower.between_layers()
+    assert len(waited) == 1
+
+
+def test_the_end_of_decodes_ends_the_pause() -> None:
+    rig = Rig()
+    rig.step(0.2)
+    rig.tower._sleep = lambda seconds: rig.step(0.01, num_running=0)
+    with rig.tower.encoding(1000):
+        rig.clock.now += 0.5
+        rig.tower.between_layers()
+    assert rig.board.slack() is None
+    assert not rig.language.is_busy
+
+
+def test_batches_are_as_large_as_memory_and_the_limit_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(is_busy=lambda: rig.language.is_busy)
+    assert rig.tower.max_pixels() == 0, "the first batch is one item, to measure"
+    assert rig.tower.may_start(1 << 60), "nothing is known yet"
+    peaks = iter([3000, 5000])
+    monkeypatch.setattr(rig.device, "reset_peak_memory", lambda: next(peaks))
+    monkeypatch.setattr(rig.device, "peak_memory", lambda: next(peaks))
+    monkeypatch.setattr(rig.device, "headroom", lambda: 10000)
+    rig.encode(4, 0.05, pixels=1000)  # 2 bytes a pixel, 50 µs a pixel and layer
+    assert rig.tower.max_pixels() == 5000
+    with rig.language.step():
+        assert rig.tower.may_start(5000)
+        assert not rig.tower.may_start(5001)
+    rig.language.stepped(PREFILL, 0.1, 0)
+    assert rig.tower.may_start(5001), "the language model is idle: nothing would be freed by waiting"
+    rig.step(0.05)
+    assert rig.tower.max_pixels() == 4000, "a layer of it takes two tokens"
+
+
+def test_threads_are_parted_while_both_sides_compute() -> None:
+    rig = Rig(threads=(1, 3), is_busy=lambda: rig.language.is_busy)
+    rig.language._threads = (2, 3)
+    seen: list[tuple[str, int]] = []
+
+    def run() -> None:
+        with rig.language.step():
+            seen.append(("language alone", torch.get_num_threads()))
+        rig.language.stepped(DECODES, 0.1, 1)
+        with rig.tower.encoding(1):
+            seen.append(("tower beside", torch.get_num_threads()))
+            with rig.language.step():
+                seen.append(("language beside", torch.get_num_threads()))
+            rig.language.stepped(DECODES, 0.1, 0)
+            rig.tower.between_layers()
+            seen.append(("tower alone", torch.get_num_threads()))
+
+    before = torch.get_num_threads()
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    torch.set_num_threads(before)
+    assert seen == [("language alone", 3), ("tower beside", 1), ("language beside", 2), ("tower alone", 3)]
+
+
+def test_priority_is_the_niceness_of_the_threads_of_the_tower() -> None:
+    rig = Rig(priority=7)
+    before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    seen: list[int] = []
+
+    def run() -> None:
+        with rig.tower.encoding(1):
+            seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+            child = threading.Thread(
+                target=lambda: seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+            )
+            child.start()
+            child.join()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert seen == [max(7, before)] * 2
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
+
+
+def test_a_real_tower_pauses_before_each_of_its_layers(tmp_path: Path) -> None:
+    path = make_tiny_model("qwen2_5_vl", tmp_path / "model")
+    rig = Rig()
+    calls: list[Slack | None] = []
+
+    def between_layers() -> None:
+        rig.tower.between_layers()
+        calls.append(rig.board.slack())
+
+    family = load_family(path)
+    with rig.tower.loading():
+        tower = Tower(path, torch.float32, rig.device, between_layers)
+        plain = Tower(path, torch.float32, rig.device)
+    inputs = family.preprocess(np.array(noise(1)))
+    with rig.tower.encoding(1):
+        features = tower.encode([inputs])
+    assert len(calls) == family.config.vision_config.depth
+    assert torch.equal(features[0], plain.encode([inputs])[0])
+    assert rig.tower.max_pixels() > 0
+
+
+def test_a_failed_step_leaves_nothing_to_wait_for() -> None:
+    rig = Rig(is_busy=lambda: rig.language.is_busy)
+    told: list[bool] = []
+    rig.language.on_pause = lambda: told.append(rig.language.is_busy)
+    rig.step(0.2)
+    with pytest.raises(RuntimeError), rig.language.step():
+        raise RuntimeError("out of memory")
+    assert told == [False], "who asks again after this hears that the language model is idle"
+    assert rig.board.slack() is None
+
+
+def test_nothing_to_compute_is_not_busy() -> None:
+    """What runs may wait for an image whose encode waits for the language model to be idle."""
+    rig = Rig(is_busy=lambda: rig.language.is_busy)
+    told: list[bool] = []
+    rig.language.on_pause = lambda: told.append(rig.language.is_busy)
+    rig.step(0.2)
+    assert rig.language.is_busy
+    for _ in range(2):
+        rig.language.idle()
+    assert told == [False]
+    assert rig.board.slack() is None

@@ -1,0 +1,223 @@
+"""The engine in one process: equal to ``generate`` with chunked prefill, mixed batches, prefix reuse, aborts."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from engine_bench import BLOCK_SIZE
+from engine_bench import EngineBench as Bench
+from pictures import noise
+from PIL import Image
+from reference import Reference
+
+from device.cpu import CpuDevice
+from device.graphs import EagerRunner
+from epd_serve.engine.events import FailureEvent
+from epd_serve.errors import InvalidRequest
+from epd_serve.sched.language import Budget, ScheduleOutput
+
+
+@pytest.fixture(
+    params=[(7, 3, False), (2048, 64, False), (7, 3, True), (2048, 64, True)],
+    ids=["tiny-budget", "large-budget", "tiny-budget-ahead", "large-budget-ahead"],
+)
+def bench(request: pytest.FixtureRequest, tiny_model: Path) -> Iterator[Bench]:
+    tokens, seqs, runs_ahead = request.param
+    bench = Bench(tiny_model, Budget(max_num_tokens=tokens, max_num_seqs=seqs), runs_ahead=runs_ahead)
+    yield bench
+    bench.close()
+
+
+class StaticRunner(EagerRunner):
+    """Keeps to a capturing runner's contract on a CPU: steps read static buffers and fill a static output."""
+
+    captures = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs: dict[int, torch.Tensor] = {}
+        self.num_replays = 0
+
+    def capture(self, size: int, step: Callable[[], torch.Tensor]) -> None:
+        super().capture(size, step)
+        self.outputs[size] = step().clone()
+
+    def replay(self, size: int) -> torch.Tensor:
+        self.num_replays += 1
+        return self.outputs[size].copy_(super().replay(size))
+
+
+class CapturingCpu(CpuDevice):
+    def __init__(self) -> None:
+        super().__init__()
+        self.graphs = StaticRunner()
+
+    def graph_runner(self) -> StaticRunner:
+        return self.graphs
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_decode_graphs_change_no_token(tiny_model: Path, runs_ahead: bool) -> None:
+    """Batches of one to six rows in graphs of one, two, four and six, between steps with prefills."""
+    device = CapturingCpu()
+    bench = Bench(tiny_model, Budget(max_num_tokens=64, max_num_seqs=6), device=device, runs_ahead=runs_ahead)
+    assert sorted(device.graphs.outputs) == [1, 2, 4, 6]
+    reference = Reference(tiny_model)
+    answers: dict[str, list[int]] = {}
+    for count, (name, text, images) in enumerate(requests(), start=1):
+        if images:
+            bench.encode(images)
+        bench.engine.submit(bench.sequence(name, text, images, max_tokens=4 * count))
+    for (name, _), ids in bench.collect(len(requests())).items():
+        answers[name] = ids
+    for count, (name, text, images) in enumerate(requests(), start=1):
+        assert answers[name] == reference.generate(text, images, max_tokens=4 * count)
+    assert device.graphs.num_replays > 8
+    bench.check_idle()
+    bench.close()
+
+
+def requests() -> list[tuple[str, str, list[Image.Image]]]:
+    one, two, three = noise(1), noise(2, (60, 140)), noise(3, (90, 90))
+    return [
+        ("one image", "What is this?", [one]),
+        ("text", "Say apple", []),
+        ("two images", "What is in the picture?", [two, three]),
+        ("same image again", "What color is the circle?", [one]),
+        ("long text", "Repeat: " + "apple banana " * 12, []),
+        ("same two images, other order", "What is in the picture?", [three, two]),
+    ]
+
+
+def test_identical_to_generate_in_a_mixed_batch_and_again_from_the_prefix_cache(
+    bench: Bench, tiny_model: Path
+) -> None:
+    reference = Reference(tiny_model)
+    expected = {name: reference.generate(text, images, max_tokens=12) for name, text, images in requests()}
+    images = [noise(1), noise(2, (60, 140)), noise(3, (90, 90))]
+    for name, text, pictures in requests():
+        bench.engine.submit(bench.sequence(name, text, pictures))
+    time.sleep(0.05)
+    for image in images:
+        bench.encode([image])  # features come while text before the images may be running already
+        time.sleep(0.05)
+    answers = bench.collect(len(requests()))
+    assert {name: ids for (name, _), ids in answers.items()} == expected
+    bench.check_idle()
+    bench.features.clear()  # the prefix cache must do without
+    again = bench.sequence("again", *requests()[2][1:])
+    bench.engine.submit(again)
+    assert bench.collect(1)["again", 0] == expected["two images"]
+    bench.check_idle()
+
+
+def test_choices_fork_from_one_prompt(bench: Bench, tiny_model: Path) -> None:
+    expected = Reference(tiny_model).generate("Say apple", max_tokens=12)
+    bench.engine.submit(bench.sequence("r", "Say apple", [], n=3))
+    assert bench.collect(3) == {("r", i): expected for i in range(3)}
+    bench.check_idle()
+
+
+def test_abort_at_any_time_frees_every_block(bench: Bench) -> None:
+    bench.encode([noise(1)])
+    for i in range(12):
+        bench.engine.submit(bench.sequence(f"r{i}", f"What is this? {i}", [noise(1)], max_tokens=40))
+    for i in range(12):
+        time.sleep(0.004 * i)
+        bench.engine.abort(f"r{i}")
+        bench.engine.abort(f"r{i}")
+    bench.check_idle()
+    assert bench.engine.load().num_running == 0
+
+
+def test_a_request_waits_for_its_feature_and_can_be_aborted_while_it_does(bench: Bench) -> None:
+    bench.engine.submit(bench.sequence("r", "What is this?", [noise(5)]))
+    time.sleep(0.2)
+    assert bench.events.empty()
+    bench.engine.abort("r")
+    bench.check_idle()
+
+
+def test_a_failing_step_fails_its_requests_and_nothing_else(bench: Bench, tiny_model: Path) -> None:
+    bench.features[f"{hash(noise(6).tobytes()):x}"] = torch.zeros(3, 5)  # not what the prompt counts on
+    bench.engine.submit(bench.sequence("broken", "What is this?", [noise(6)]))
+    event = bench.events.get(timeout=300)
+    assert isinstance(event, FailureEvent)
+    assert event.request_id == "broken"
+    bench.check_idle()
+    bench.engine.submit(bench.sequence("fine", "Say apple", []))
+    assert bench.collect(1)["fine", 0] == Reference(tiny_model).generate("Say apple", max_tokens=12)
+
+
+def test_a_feature_that_another_request_held_may_go_at_any_moment(bench: Bench, tiny_model: Path) -> None:
+    bench.encode([noise(1)])
+    looks = itertools.count()
+    gone = {2, 5, 6, 8}  # the third look was the one that the engine did not survive
+    bench.feature = lambda name: None if next(looks) in gone else bench.features.get(name)  # type: ignore[method-assign]
+    bench.engine.submit(bench.sequence("r", "What is this?", [noise(1)]))
+    for _ in range(10):
+        time.sleep(0.02)
+        bench.engine.wake()
+    assert bench.collect(1)["r", 0] == Reference(tiny_model).generate("What is this?", [noise(1)], max_tokens=12)
+
+
+def test_a_cached_prefix_that_waits_for_a_feature_holds_nobody_up(tiny_model: Path) -> None:
+    bench = Bench(tiny_model, Budget(max_num_tokens=16, max_num_seqs=8))
+    images = [noise(1), noise(2, (60, 140))]
+    bench.encode(images)
+    bench.engine.submit(bench.sequence("first", "What is this?", images))
+    bench.collect(1)
+    bench.check_idle()
+    bench.features.clear()
+    sequence = bench.sequence("waits", "What is this?", images)
+    num_cached = sequence.spans[1].start // BLOCK_SIZE + 1  # ends within the second image
+    assert 16 <= num_cached * BLOCK_SIZE < sequence.spans[1].end
+    sequence.block_hashes = sequence.block_hashes[:num_cached]
+    with bench.engine._changed:
+        bench.engine.submit(sequence)
+        bench.engine.submit(bench.sequence("behind", "Say apple", []))
+    assert ("behind", 0) in bench.collect(1)
+    bench.engine.abort("waits")
+    bench.check_idle()
+    bench.close()
+
+
+def test_several_choices_of_open_length_fit_the_pool(bench: Bench) -> None:
+    for n in (1, 2, 3):
+        sequence = bench.sequence(f"r{n}", "Say apple", [], max_tokens=None, n=n)
+        bench.engine.check_fits(sequence.num_prompt_tokens, sequence.max_tokens, n)
+        assert sequence.max_tokens > 400
+
+
+def test_a_request_that_can_never_fit_is_refused(bench: Bench) -> None:
+    with pytest.raises(InvalidRequest, match="KV blocks"):
+        bench.engine.check_fits(100, 100_000, 1)
+
+
+def test_the_end_of_the_thread_is_told(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody would compute any more, and a process that answers its probes is not started again."""
+    ended = threading.Event()
+    monkeypatch.setattr(bench, "died", ended.set)
+
+    def fail(now: float) -> ScheduleOutput:
+        raise AssertionError("a plan that cannot be")
+
+    monkeypatch.setattr(bench.engine._queues, "plan", fail)
+    bench.engine.wake()
+    assert ended.wait(300)
+    bench.loop._thread.join()
+
+
+def test_a_step_that_cannot_be_accounted_for_counts(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(output: ScheduleOutput, seconds: float) -> None:
+        raise OSError("no space left for figures")
+
+    monkeypatch.setattr(bench, "stepped", fail)
+    bench.engine.submit(bench.sequence("fine", "Say apple", []))
+    assert len(bench.collect(1)["fine", 0]) == 12

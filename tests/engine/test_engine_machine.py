@@ -1,0 +1,385 @@
+"""The engine over a pool that is always too small, as a state machine: no token is lost, repeated or another one.
+
+Model and cache are replaced by bookkeeping: a block remembers which token was computed into each of its places, a
+step finds all tokens before its own there or fails, and the next token is a function of all tokens before it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence as AbstractSequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine_cells import BLOCK_SIZE, Cells, Runner, contents, next_token
+from hypothesis import HealthCheck, event, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from epd_serve.cache.block_pool import BlockPool, RequestBlocks, hash_blocks
+from epd_serve.engine.engine import Engine
+from epd_serve.engine.events import EngineEvent, FailureEvent, PromptEvent, TokenEvent
+from epd_serve.engine.hooks import EngineHooks
+from epd_serve.engine.step_loop import StepLoop
+from epd_serve.errors import InvalidRequest
+from epd_serve.request import Sequence, SequenceState
+from epd_serve.sched.language import Budget, ScheduleOutput
+from epd_serve.sched.turns import Asker
+from epd_serve.types import MediaSpan, SamplingParams
+
+EOS = 0
+IMAGE = 50
+
+
+def _key(name: str) -> str:
+    """Requests of three API keys."""
+    return str(int(name[1:]) % 3)
+
+
+@dataclass
+class Request:
+    """What a client would see."""
+
+    prompt: list[int]
+    max_tokens: int
+    num_sequences: int
+    image: str | None
+    hand_off: bool = False
+    root: Sequence | None = None
+    reserved: RequestBlocks | None = None
+    arrival_s: float = 0.0
+    tokens: list[list[int]] = field(default_factory=list)
+    stopped: set[int] = field(default_factory=set)
+    finished: set[int] = field(default_factory=set)
+    over: bool = False
+    held: bool = False
+
+    @property
+    def spans(self) -> tuple[MediaSpan, ...]:
+        return (MediaSpan(0, self.prompt.count(IMAGE), self.image),) if self.image else ()
+
+    def alone(self, index: int) -> list[int]:
+        tokens: list[int] = []
+        while len(tokens) < self.max_tokens and tokens[-1:] != [EOS]:
+            tokens.append(next_token(self.prompt + tokens, index))
+        return tokens
+
+
+PROMPTS = st.integers(1, 12).flatmap(lambda n: st.lists(st.integers(1, 2), min_size=n, max_size=n))
+
+
+SUBMISSIONS = st.tuples(
+    PROMPTS,
+    st.sampled_from([1, 6, 9, 12, 16]),
+    st.sampled_from([1, 1, 2, 3]),
+    st.sampled_from([None, None, "a", "b"]),
+    st.sampled_from([False, False, False, True]),
+)
+
+
+class Hooks(EngineHooks):
+    def __init__(self, machine: EngineMachine) -> None:
+        self.machine = machine
+
+    def feature(self, mm_hash: str) -> Any:
+        return self.machine.features.get(mm_hash)
+
+    def emit(self, events: list[EngineEvent]) -> None:
+        self.machine.take(events)
+
+    def stepped(self, output: ScheduleOutput, seconds: float) -> None:
+        self.machine.num_preemptions += len(output.preempted)
+
+
+class EngineMachine(RuleBasedStateMachine):
+    runs_ahead = False
+    may_hold = frozenset({SequenceState.TRANSFERRING})
+
+    def __init__(self) -> None:
+        super().__init__()
+        num_blocks = 13
+        self.cells = Cells(num_blocks)
+        self.pool = BlockPool(num_blocks, BLOCK_SIZE)
+        self.requests: dict[str, Request] = {}
+        self.spans: dict[str, AbstractSequence[MediaSpan]] = {}
+        self.sequences: dict[tuple[str, int], Sequence] = {}
+        self.features: dict[str, Any] = {}
+        self.num_preemptions = 0
+        self.reserving: str | None = None
+        self.clock = itertools.count()
+        hooks = Hooks(self)
+        self.engine = Engine(
+            self.pool,
+            self.cells,
+            Budget(max_num_tokens=9, max_num_seqs=6),
+            hooks,
+            eos_token_ids=frozenset({EOS}),
+            clock=lambda: float(next(self.clock)),
+        )
+        runner: Any = Runner(self.cells, self.spans)
+        self.loop = StepLoop(self.engine, runner, hooks, runs_ahead=self.runs_ahead)
+
+    def take(self, events: list[EngineEvent]) -> None:
+        for told in events:
+            request = self.requests[told.request_id]
+            assert not request.over and not request.held, "an event after the end"
+            if isinstance(told, FailureEvent):
+                assert "no room for it" in told.error.message
+                request.over = True
+            elif isinstance(told, PromptEvent):
+                request.tokens = [[token.token_id] for token, _ in told.tokens]
+            else:
+                self.take_token(request, told)
+            self.forget_feature(request)
+
+    def take_token(self, request: Request, told: TokenEvent) -> None:
+        index = told.sequence.index
+        self.sequences[told.request_id, index] = told.sequence
+        assert index not in request.finished | request.stopped
+        request.tokens[index].append(told.token.token_id)
+        assert request.tokens[index] == request.alone(index)[: len(request.tokens[index])]
+        if told.finish_reason is not None:
+            request.finished.add(index)
+            assert request.tokens[index] == request.alone(index)
+
+    def forget_feature(self, request: Request) -> None:
+        """Held until the first token, by each request that needs it."""
+        if not any(r.image == request.image and not r.over and not any(r.tokens) for r in self.requests.values()):
+            self.features.pop(request.image or "", None)
+
+    def live(self) -> list[str]:
+        return [
+            name
+            for name, request in self.requests.items()
+            if not request.over and len(request.finished | request.stopped) < request.num_sequences
+        ]
+
+    # ------------------------------------------------------------------ prompts computed here
+
+    @rule(burst=st.lists(SUBMISSIONS, min_size=1, max_size=5), encode=st.booleans())
+    def submit(self, burst: list[tuple[list[int], int, int, str | None, bool]], encode: bool) -> None:
+        for submission in burst:
+            self.submit_one(*submission)
+        if encode:
+            self.encode("a")
+            self.encode("b")
+
+    def submit_one(self, prompt: list[int], max_tokens: int, n: int, image: str | None, hand_off: bool) -> None:
+        name = f"r{len(self.requests)}"
+        request = Request([IMAGE] * 3 * (image is not None) + prompt, max_tokens, n, image, hand_off)
+        try:
+            self.engine.check_fits(len(request.prompt), 0 if hand_off else max_tokens, 1 if hand_off else n)
+        except InvalidRequest:
+            return
+        request.tokens = [[] for _ in range(n)]
+        request.root = self.sequence(name, request, prompt_is_here=True)
+        self.requests[name] = request
+        self.engine.submit(request.root)
+
+    def sequence(self, name: str, request: Request, *, prompt_is_here: bool) -> Sequence:
+        self.spans[name] = request.spans
+        return Sequence(
+            request_id=name,
+            prompt_ids=request.prompt,
+            sampling=SamplingParams(seed=0, n=request.num_sequences, key=_key(name)),
+            max_tokens=request.max_tokens,
+            positions=range(len(request.prompt)) if prompt_is_here else None,
+            spans=request.spans if prompt_is_here else (),
+            block_hashes=hash_blocks(request.prompt, BLOCK_SIZE, request.spans),
+            num_sequences=request.num_sequences,
+            hand_off=request.hand_off,
+        )
+
+    @rule(image=st.sampled_from(["a", "b"]))
+    def encode(self, image: str) -> None:
+        if any(r.image == image and not r.over and not any(r.tokens) for r in self.requests.values()):
+            self.features[image] = object()
+            self.engine.wake()
+
+    # ------------------------------------------------------------------ prompts computed elsewhere
+
+    @precondition(lambda self: self.reserving is None)
+    @rule(
+        prompt=PROMPTS,
+        max_tokens=st.integers(2, 16),
+        n=st.integers(1, 3),
+        image=st.sampled_from([None, "a"]),
+    )
+    def ask_for_blocks(self, prompt: list[int], max_tokens: int, n: int, image: str | None) -> None:
+        name = f"r{len(self.requests)}"
+        request = Request([IMAGE] * 3 * (image is not None) + prompt, max_tokens, n, image)
+        request.tokens = [request.alone(index)[:1] for index in range(n)]
+        if all(request.alone(index) == request.tokens[index] for index in range(n)):
+            return
+        try:
+            self.engine.check_fits(len(request.prompt), max_tokens, n)
+        except InvalidRequest:
+            return
+        self.requests[name] = request
+        self.reserving = name
+        request.root = self.sequence(name, request, prompt_is_here=False)
+        request.arrival_s = float(next(self.clock))
+        self.try_to_reserve()
+
+    def roots(self) -> list[Sequence]:
+        return [r.root for r in self.requests.values() if r.root is not None]
+
+    def try_to_reserve(self) -> None:
+        """As the decode stage does whenever something was freed."""
+        if self.reserving is None:
+            return
+        request = self.requests[self.reserving]
+        assert request.root is not None
+        if not request.over:
+            request.reserved = self.engine.reserve(
+                len(request.prompt),
+                request.num_sequences,
+                request.root.block_hashes,
+                request.arrival_s,
+                Asker(_key(self.reserving), self.reserving),
+            )
+        if request.reserved is not None or request.over:
+            self.reserving = None
+            self.engine.stop_reserving()
+
+    def reserved(self) -> list[str]:
+        return [name for name, request in self.requests.items() if request.reserved is not None]
+
+    @precondition(lambda self: self.reserved())
+    @rule(data=st.data())
+    def hand_over(self, data: st.DataObject) -> None:
+        self.take_over(data.draw(st.sampled_from(self.reserved())))
+
+    def take_over(self, name: str) -> None:
+        request = self.requests[name]
+        assert request.root is not None and request.reserved is not None
+        known = contents(request.prompt, request.spans)
+        for position in range(request.reserved.num_cached * BLOCK_SIZE, len(known)):
+            self.cells.write(request.reserved.root, position, known[position])
+        self.cells.check(request.reserved.root, known)
+        tokens = [(ids[0], ids == request.alone(i)) for i, ids in enumerate(request.tokens)]
+        request.finished = {index for index, (_, last) in enumerate(tokens) if last}
+        self.engine.resume(request.root, request.reserved, tokens)
+        request.reserved = None
+
+    # ------------------------------------------------------------------ ends
+
+    @precondition(lambda self: self.live())
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        self.end(data.draw(st.sampled_from(self.live())))
+
+    def end(self, name: str) -> None:
+        request = self.requests[name]
+        request.over = True
+        if request.reserved is not None:
+            self.engine.unreserve(request.reserved)
+            request.reserved = None
+        self.engine.abort(name)
+        self.forget_feature(request)
+
+    @precondition(lambda self: any(name in self.live() for name, _ in self.sequences))
+    @rule(data=st.data())
+    def stop_string(self, data: st.DataObject) -> None:
+        name, index = data.draw(st.sampled_from([key for key in self.sequences if key[0] in self.live()]))
+        if index not in self.requests[name].finished:
+            self.requests[name].stopped.add(index)
+            self.engine.stop_sequence(self.sequences[name, index])
+
+    @precondition(lambda self: self.live())
+    @rule(data=st.data())
+    def hold(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(self.live()))
+        if self.requests[name].num_sequences == 1:
+            self.engine.hold(name, self.keep)
+
+    def keep(self, sequence: Sequence) -> None:
+        """Another instance could go on with what it finds in the blocks."""
+        request = self.requests[sequence.request_id]
+        assert not request.over and request.tokens == [sequence.output_ids]
+        self.cells.check(sequence.blocks, contents(request.prompt + sequence.output_ids[:-1], request.spans))
+        request.held = True
+        event("held")
+
+    def confirm_transfers(self) -> None:
+        for request in self.requests.values():
+            if request.root is not None and request.root.state is SequenceState.TRANSFERRING:
+                if not request.held:
+                    assert request.tokens == [request.alone(i)[:1] for i in range(request.num_sequences)]
+                self.engine.transferred(request.root)
+                request.over = True
+
+    @rule()
+    def transferred(self) -> None:
+        self.confirm_transfers()
+
+    @rule()
+    def break_host_memory(self) -> None:
+        self.cells.broken = True
+
+    # ------------------------------------------------------------------ steps
+
+    @rule(count=st.sampled_from([1, 2, 5, 20]))
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.loop.step()
+            self.try_to_reserve()
+            self.engine.check_integrity()
+
+    @invariant()
+    def books_balance(self) -> None:
+        self.engine.check_integrity()
+        load = self.engine.load()
+        assert (
+            load.num_running
+            or load.num_waiting
+            or not any(s.blocks for s in self.roots() if s.state not in self.may_hold)
+        )
+
+    def teardown(self) -> None:
+        self.cells.broken = False
+        for _ in range(4000):
+            for image in ("a", "b"):
+                self.encode(image)
+            for name in self.reserved():
+                self.take_over(name)
+            self.loop.step()
+            self.confirm_transfers()
+            self.try_to_reserve()
+            self.books_balance()
+            if not self.live():
+                break
+        assert not self.live(), "somebody waits for ever"
+        while self.loop.step():  # what was given up may still be computed
+            pass
+        assert self.reserving is None
+        assert self.pool.num_free == self.pool.capacity, "blocks leaked"
+        event(f"preempted: {min(self.num_preemptions, 5)}")
+
+
+class AheadMachine(EngineMachine):
+    """Each step is launched before the tokens of the one before are known."""
+
+    runs_ahead = True
+    may_hold = frozenset({SequenceState.TRANSFERRING, SequenceState.ABORTED})  # a launched step may use its blocks
+
+
+SETTINGS = settings(
+    max_examples=50, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+TestEngine = EngineMachine.TestCase
+TestEngine.settings = SETTINGS
+TestAhead = AheadMachine.TestCase
+TestAhead.settings = SETTINGS
+
+
+def test_a_lost_sequence_in_flight_keeps_its_blocks_from_the_others_for_a_step() -> None:
+    machine = AheadMachine()
+    machine.break_host_memory()
+    machine.ask_for_blocks(prompt=[1], max_tokens=5, n=3, image=None)
+    machine.ask_for_blocks(prompt=[1] * 7, max_tokens=4, n=1, image=None)
+    machine.take_over("r0")
+    machine.take_over("r1")
+    machine.steps(count=20)
+    assert machine.requests["r0"].over and machine.requests["r1"].finished == {0}
+    assert machine.pool.num_free == machine.pool.capacity

@@ -1,0 +1,131 @@
+"""Each block of a prompt goes out, in every layer, however the prompt is cut and the KV is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, get_args
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from epd_serve.engine.step_loop import KVPush
+from epd_serve.protocol.wire import Region, ReserveReply
+from epd_serve.request import Sequence as Prompt
+from epd_serve.sched.language import ScheduleOutput
+from epd_serve.transfer.grouping import GroupSizer
+from epd_serve.transfer.kv_sender import OutgoingTransfer, Part
+from epd_serve.types import KVMode, SamplingParams
+
+BLOCK_SIZE = 4
+
+
+class Sender:
+    """Notes what would be written: (layers, parts)."""
+
+    def __init__(self, num_layers: int, group: int) -> None:
+        self.sizer = GroupSizer(num_layers=num_layers, fixed=group)
+        self.pushes: list[tuple[range, list[Part]]] = []
+
+    def push(self, layers: range, parts: Sequence[Part], wait_for_compute: Callable[[], None]) -> None:
+        wait_for_compute()
+        self.pushes.append((layers, list(parts)))
+
+
+def prompt(name: str, num_tokens: int, first_block: int) -> Prompt:
+    blocks = list(range(first_block, first_block + -(-num_tokens // BLOCK_SIZE)))
+    return Prompt(
+        request_id=name,
+        prompt_ids=[0] * num_tokens,
+        sampling=SamplingParams(seed=0),
+        max_tokens=1,
+        positions=torch.empty(0),
+        hand_off=True,
+        blocks=blocks,
+    )
+
+
+def outgoing(sequence: Prompt, region_name: str, num_cached: int) -> OutgoingTransfer:
+    region = Region(name=region_name, nbytes=1, host_id="h", pid=1, fd=1, host="", port=0)
+    target = ReserveReply([block + 1000 for block in sequence.blocks], num_cached, region, 4000)
+    return OutgoingTransfer(sequence.request_id, target, 1e9, next_block=num_cached)
+
+
+@given(
+    mode=st.sampled_from(get_args(KVMode)),
+    lengths=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 1), st.integers(0, 2)), min_size=1, max_size=3),
+    chunk=st.integers(1, 20),
+    num_layers=st.integers(1, 7),
+    group=st.integers(1, 8),
+)
+def test_what_arrives(
+    mode: KVMode, lengths: list[tuple[int, int, int]], chunk: int, num_layers: int, group: int
+) -> None:
+    sender: Any = Sender(num_layers, group)
+    sequences = [prompt(f"s{i}", length, 100 * i) for i, (length, _, _) in enumerate(lengths)]
+    transfers: dict[Prompt, OutgoingTransfer] = {}
+    for sequence, (_, lane, cached) in zip(sequences, lengths, strict=True):
+        transfers[sequence] = outgoing(sequence, f"d{lane}", min(cached, len(sequence.blocks) - 1))
+        if mode == "pull":
+            transfers[sequence].target = None
+    events: list[int] = []
+    written: dict[tuple[str, int], set[int]] = {}
+    push = KVPush(
+        sender=sender,
+        mode=mode,
+        num_layers=num_layers,
+        block_size=BLOCK_SIZE,
+        layer_bytes=8,
+        record_event=lambda: lambda: events.append(1),
+        clock=lambda: 5.0,
+    )
+    while any(sequence.num_uncomputed for sequence in sequences):
+        prefills = [(s, min(chunk, s.num_uncomputed)) for s in sequences if s.num_uncomputed]
+        groups = push.groups(ScheduleOutput(prefills=prefills), transfers)
+        for layer in range(num_layers):
+            before = len(sender.pushes)
+            groups.on_layer(layer)
+            assert all(layers.stop == layer + 1 for layers, _ in sender.pushes[before:]), "no layer before its KV"
+        groups.on_computed()
+        for sequence, count in prefills:
+            sequence.num_computed += count
+            done = not sequence.num_uncomputed
+            assert (transfers[sequence].computed_at == 5.0) == done
+        for layers, parts in sender.pushes:
+            assert len({part.transfer.target.region.name for part in parts}) == 1, "one write, one region"
+            assert mode != "layerwise" or (len(parts), len(layers)) == (1, 1)
+            assert mode != "oneshot" or layers == range(num_layers)
+            assert mode != "grouped" or len(layers) <= group
+            for part in parts:
+                assert [block + 1000 for block in part.local] == list(part.remote)
+                for layer in layers:
+                    written.setdefault((part.transfer.transfer_id, layer), set()).update(part.local)
+        if mode != "oneshot":
+            sender.pushes.clear()
+    for sequence in sequences:
+        target = transfers[sequence].target
+        due = set() if target is None else set(sequence.blocks[target.num_cached_blocks :])
+        for layer in range(num_layers):
+            assert written.get((sequence.request_id, layer), set()) == due
+    if mode == "oneshot":
+        per_transfer = [part.transfer.transfer_id for _, parts in sender.pushes for part in parts]
+        assert len(per_transfer) == len(set(per_transfer)), "a prompt goes out in one piece"
+
+
+def test_a_step_that_sends_nothing_marks_nothing() -> None:
+    sender: Any = Sender(2, 1)
+    sequence = prompt("s", 5, 0)
+    push = KVPush(
+        sender=sender,
+        mode="grouped",
+        num_layers=2,
+        block_size=BLOCK_SIZE,
+        layer_bytes=8,
+        record_event=lambda: pytest.fail("an event for nobody"),
+    )
+    groups = push.groups(ScheduleOutput(prefills=[(sequence, 5)]), {})
+    groups.on_layer(0)
+    groups.on_layer(1)
+    groups.on_computed()
+    assert not sender.pushes

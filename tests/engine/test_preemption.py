@@ -1,0 +1,179 @@
+"""Real models in a pool that is too small for what runs: tokens equal ``generate``, none lost, none repeated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from engine_bench import BLOCK_SIZE, EngineBench
+from pictures import noise
+from PIL import Image
+from reference import Reference
+
+from epd_serve.cache.block_pool import num_blocks_for
+from epd_serve.engine.events import EngineEvent, PromptEvent, TokenEvent
+from epd_serve.request import Sequence
+from epd_serve.sched.language import Budget
+
+MAX_TOKENS = 40
+QUESTIONS: list[tuple[str, list[Image.Image]]] = [
+    ("Say apple", []),
+    ("What is this?", [noise(1)]),
+    ("What is in the picture?", [noise(2, (60, 140)), noise(3, (90, 90))]),
+    ("Repeat: " + "apple banana " * 6, []),
+    ("Where is it?", [noise(4, (90, 70))]),
+    ("What is 2 + 3?", []),
+]
+
+
+class Held:
+    """Features as an instance holds them: until the first token of the request that needs them."""
+
+    def __init__(self, bench: EngineBench) -> None:
+        self._bench = bench
+        emit = bench.emit
+
+        def emit_and_let_go(events: list[EngineEvent]) -> None:
+            for event in events:
+                if isinstance(event, TokenEvent | PromptEvent):
+                    for span in event.sequence.spans:
+                        bench.features.pop(span.mm_hash, None)
+            emit(events)
+
+        bench.emit = emit_and_let_go  # type: ignore[method-assign]
+
+
+@pytest.fixture
+def expected(tiny_model: Path) -> list[list[int]]:
+    reference = Reference(tiny_model)
+    return [reference.generate(text, images, max_tokens=MAX_TOKENS) for text, images in QUESTIONS]
+
+
+@pytest.fixture
+def bench(tiny_model: Path) -> Iterator[EngineBench]:
+    bench = EngineBench(tiny_model, Budget(max_num_tokens=64, max_num_seqs=8))
+    yield bench
+    bench.close()
+
+
+def longest(sequences: list[Sequence]) -> int:
+    """Blocks of the longest of some sequences at its end."""
+    return max(num_blocks_for(s.num_prompt_tokens + s.max_tokens, BLOCK_SIZE) for s in sequences)
+
+
+def test_concurrent_requests_in_a_tiny_pool(bench: EngineBench, expected: list[list[int]]) -> None:
+    Held(bench)
+    sequences = [
+        bench.sequence(str(i), text, images, max_tokens=MAX_TOKENS) for i, (text, images) in enumerate(QUESTIONS)
+    ]
+    bench.shrink(longest(sequences) + 4)
+    for _, images in QUESTIONS:
+        if images:
+            bench.encode(images)
+    for sequence in sequences:
+        bench.engine.submit(sequence)
+    answers = bench.collect(len(sequences))
+    assert [answers[str(i), 0] for i in range(len(sequences))] == expected
+    assert bench.num_preemptions > bench.num_saved > 0, "some are computed again, some saved"
+    bench.check_idle()
+
+
+def test_an_answer_of_open_length_runs_beside_others(bench: EngineBench, expected: list[list[int]]) -> None:
+    Held(bench)
+    (text, images) = QUESTIONS[0]
+    endless = bench.sequence("endless", text, images, max_tokens=None)
+    assert endless.num_prompt_tokens + endless.max_tokens == 1024
+    bench.shrink(longest([endless]))
+    bench.engine.submit(endless)
+    bench.engine.submit(bench.sequence("short", text, images, max_tokens=MAX_TOKENS))
+    answers = bench.collect(1)
+    assert answers["short", 0] == expected[0]
+    assert answers["endless", 0][:MAX_TOKENS] == expected[0][: len(answers["endless", 0])]
+    bench.engine.abort("endless")
+    bench.check_idle()
+
+
+def test_choices_are_preempted_one_by_one(bench: EngineBench, tiny_model: Path) -> None:
+    """Random draws with penalties: whatever a choice has seen and drawn so far is part of what goes on."""
+    Held(bench)
+    text, images = QUESTIONS[1]
+    alone: dict[int, list[int]] = {}
+    for attempt in range(2):
+        bench.encode(images)
+        sequence = bench.sequence(
+            f"r{attempt}",
+            text,
+            images,
+            max_tokens=40,
+            n=3,
+            temperature=0.9,
+            seed=7,
+            frequency_penalty=0.4,
+            repetition_penalty=1.2,
+        )
+        if attempt:
+            sequence.block_hashes = []  # no help from the prefix cache: all has to be saved
+            bench.shrink(longest([sequence]) + 1)
+        bench.engine.submit(sequence)
+        answers = {index: ids for (_, index), ids in bench.collect(3).items()}
+        bench.check_idle()
+        alone = alone or answers
+        assert bool(bench.num_preemptions) == bool(attempt)
+    assert answers == alone
+    assert len({tuple(ids) for ids in answers.values()}) == 3
+
+
+def test_decoding_what_another_instance_has_computed(tiny_model: Path, expected: list[list[int]]) -> None:
+    """No features, no positions of the prompt: only what was saved can bring a preempted sequence back."""
+    prefill = EngineBench(tiny_model, Budget(max_num_tokens=64, max_num_seqs=8))
+    decode = EngineBench(tiny_model, Budget(max_num_tokens=64, max_num_seqs=8))
+    sequences = [
+        prefill.sequence(str(i), text, images, max_tokens=MAX_TOKENS, hand_off=True)
+        for i, (text, images) in enumerate(QUESTIONS)
+    ]
+    decode.shrink(longest(sequences) + 8)
+    for (_, images), sequence in zip(QUESTIONS, sequences, strict=True):
+        if images:
+            prefill.encode(images)
+        prefill.engine.submit(sequence)
+    waiting: list[tuple[Sequence, int]] = []
+    for _ in sequences:
+        event = prefill.events.get(timeout=60)
+        assert isinstance(event, PromptEvent)
+        waiting.append((event.sequence, event.tokens[0][0].token_id))
+    answers = {sequence.request_id: [token] for sequence, token in waiting}
+    num_finished = 0
+    while num_finished < len(sequences):
+        waiting = [pair for pair in waiting if not hand_over(prefill, decode, *pair)]
+        event = decode.events.get(timeout=60)
+        assert isinstance(event, TokenEvent)
+        answers[event.request_id].append(event.token.token_id)
+        num_finished += event.finish_reason is not None
+    assert [answers[str(i)] for i in range(len(sequences))] == expected
+    assert decode.num_saved == decode.num_preemptions > 0
+    for bench in (prefill, decode):
+        bench.check_idle()
+        bench.close()
+
+
+def hand_over(prefill: EngineBench, decode: EngineBench, sequence: Sequence, token: int) -> bool:
+    """Give a computed prompt to the other engine; False if it has no room."""
+    blocks = decode.engine.reserve(sequence.num_prompt_tokens, 1, sequence.block_hashes, sequence.arrival_s)
+    if blocks is None:
+        return False
+    decode.engine.stop_reserving()
+    count = len(sequence.blocks)
+    decode.memory.tensor[:, :, blocks.root[:count]] = prefill.memory.tensor[:, :, sequence.blocks]
+    prefill.engine.transferred(sequence)
+    there = Sequence(
+        request_id=sequence.request_id,
+        prompt_ids=sequence.prompt_ids,
+        sampling=sequence.sampling,
+        max_tokens=sequence.max_tokens,
+        positions=None,
+        position_delta=sequence.position_delta,
+        block_hashes=sequence.block_hashes,
+    )
+    decode.engine.resume(there, blocks, [(token, False)])
+    return True

@@ -1,0 +1,322 @@
+"""Greedy is argmax, draws follow the distribution that the parameters leave, no row depends on its batch."""
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from device.registry import get_device
+from epd_serve.engine.sampler import SampledToken, Sampler
+from epd_serve.engine.sampling_kernels import Row, RowDrawer, draw_from_largest, largest
+from epd_serve.engine.sampling_kernels import draw as draw_sorted
+from epd_serve.request import Sequence
+from epd_serve.types import SamplingParams
+
+OPS = get_device("cpu").ops
+VOCAB = 50
+
+
+def sequence(output: list[int] | None = None, prompt: list[int] | None = None, **sampling: Any) -> Sequence:
+    return Sequence(
+        request_id="r",
+        prompt_ids=prompt or [1],
+        sampling=SamplingParams(**{"seed": 7, **sampling}),
+        max_tokens=10,
+        positions=None,
+        output_ids=output or [],
+    )
+
+
+def sample(logits: torch.Tensor, rows: list[Row], eos: frozenset[int] = frozenset()) -> list[SampledToken]:
+    return Sampler(OPS, eos).sample(logits, rows).read()
+
+
+def draw(logits: torch.Tensor, *sequences: Sequence, eos: frozenset[int] = frozenset()) -> list[int]:
+    rows = [Row(s, s.index) for s in sequences]
+    return [token.token_id for token in sample(logits.expand(len(rows), -1), rows, eos)]
+
+
+@pytest.fixture
+def logits() -> torch.Tensor:
+    return torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(3)) * 2
+
+
+def test_greedy_and_drawn_rows_share_a_batch(logits: torch.Tensor) -> None:
+    drawn = sequence(temperature=1.0)
+    alone = draw(logits, drawn)
+    together = draw(logits, sequence(temperature=0.0), drawn, sequence(temperature=0.0))
+    best = int(logits.argmax())
+    assert together == [best, alone[0], best]
+
+
+def test_a_token_depends_on_seed_index_and_position_only(logits: torch.Tensor) -> None:
+    def tokens(**kwargs: Any) -> list[int]:
+        return [draw(logits, sequence(output=[0] * i, temperature=1.0, **kwargs))[0] for i in range(20)]
+
+    assert tokens() == tokens()
+    assert tokens() != tokens(seed=8)
+    assert len(set(tokens())) > 3, "positions draw different numbers"
+
+
+def test_frequencies_match_the_distribution(logits: torch.Tensor) -> None:
+    count = 4000
+    seen = Counter(draw(logits, *[sequence(temperature=0.8, seed=seed) for seed in range(count)]))
+    expected = (logits[0] / 0.8).softmax(-1)
+    for token, probability in enumerate(expected.tolist()):
+        deviation = (probability * (1 - probability) / count) ** 0.5
+        assert abs(seen[token] / count - probability) < 5 * deviation + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("params", "allowed"),
+    [
+        ({"top_k": 3}, 3),
+        ({"top_p": 1e-9}, 1),
+        ({"min_p": 1.0}, 1),
+        ({"top_k": 1, "temperature": 100.0}, 1),
+    ],
+)
+def test_truncation(logits: torch.Tensor, params: dict[str, Any], allowed: int) -> None:
+    best = set(logits[0].topk(allowed).indices.tolist())
+    seen = set(draw(logits, *[sequence(**{"temperature": 1.0, "seed": s, **params}) for s in range(200)]))
+    assert seen == best
+
+
+def test_top_p_keeps_the_token_that_crosses_the_limit() -> None:
+    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
+    seen = set(draw(logits, *[sequence(temperature=1.0, top_p=0.6, seed=s) for s in range(300)]))
+    assert seen == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("params", "kept"),
+    [
+        ({"min_p": 0.2, "top_p": 0.55}, 1),  # of the three that min_p leaves, the best has 0.57
+        ({"min_p": 0.2, "top_p": 0.6}, 2),
+        ({"top_k": 2, "top_p": 0.6}, 1),  # of the two that top_k leaves, the best has 0.64
+        ({"top_k": 2, "top_p": 0.65}, 2),
+        ({"min_p": 0.2, "top_k": 2, "top_p": 0.6}, 1),
+        ({"top_p": 0.55}, 2),
+    ],
+    ids=str,
+)
+def test_top_p_is_a_share_of_what_min_p_and_top_k_leave(params: dict[str, Any], kept: int) -> None:
+    """As vLLM's sampler has it; every way to draw leaves the same tokens in the same shares."""
+    probabilities = torch.tensor([0.54, 0.3, 0.11, 0.05])
+    scores, count = probabilities.log()[None], 3000
+    rows = [Row(sequence(temperature=1.0, seed=seed, **params), 0) for seed in range(count)]
+    ways = {"sorted": draw_sorted(scores.expand(count, -1), rows)}
+    if "top_k" in params:
+        ways["largest"] = draw_from_largest(scores.expand(count, -1), rows)
+    drawn = sample(scores.expand(count, -1), rows)
+    ways["sampler"] = torch.tensor([token.token_id for token in drawn])
+    expected = probabilities[:kept] / probabilities[:kept].sum()
+    for name, tokens in ways.items():
+        shares = torch.bincount(tokens, minlength=4) / count
+        assert shares[kept:].sum() == 0, name
+        deviations = (expected * (1 - expected) / count).sqrt()
+        assert bool(((shares[:kept] - expected).abs() <= 5 * deviations + 1e-9).all()), name
+
+
+@pytest.mark.parametrize("broken", [[-torch.inf] * VOCAB, [0.0] * 7 + [torch.nan] * 43, [torch.inf] + [0.0] * 49])
+@pytest.mark.parametrize("way", [{}, {"top_p": 0.5}, {"min_p": 0.1}, {"top_k": 3}, {"temperature": 0.01}], ids=str)
+def test_logits_that_leave_no_token_still_name_one(broken: list[float], way: dict[str, Any]) -> None:
+    drawn = sequence(**{"temperature": 1.0, **way})
+    [token] = draw(torch.tensor([broken]), drawn)
+    assert 0 <= token < VOCAB
+    [token] = draw_sorted(torch.tensor([broken]), [Row(drawn, 0)]).tolist()
+    assert 0 <= token < VOCAB
+
+
+def test_a_request_that_forbids_all_tokens_leaves_its_batch_alone(logits: torch.Tensor) -> None:
+    contradictory = sequence(temperature=1.0, allowed_token_ids=(3,), bad_word_ids=((3,),), top_p=0.9)
+    drawn = sequence(temperature=1.0)
+    token, other = draw(logits, contradictory, drawn)
+    assert 0 <= token < VOCAB and [other] == draw(logits, drawn)
+
+
+def test_penalties_as_the_apis_define_them() -> None:
+    logits = torch.tensor([[4.0, 3.0, 2.0, -1.0]])
+    assert draw(logits, sequence(prompt=[0], temperature=0.0, repetition_penalty=2.0)) == [1]
+    assert draw(logits, sequence(output=[0], temperature=0.0, presence_penalty=1.5)) == [1]
+    assert draw(logits, sequence(output=[0, 0, 1], temperature=0.0, frequency_penalty=1.1)) == [2]
+    assert draw(logits, sequence(prompt=[0], temperature=0.0, presence_penalty=1.5)) == [0], (
+        "prompt does not count"
+    )
+
+
+def test_min_tokens_holds_eos_back() -> None:
+    logits = torch.tensor([[9.0, 3.0, 2.0]])
+    assert draw(logits, sequence(temperature=0.0, min_tokens=2), eos=frozenset({0})) == [1]
+    assert draw(logits, sequence(output=[1, 1], temperature=0.0, min_tokens=2), eos=frozenset({0})) == [0]
+
+
+def test_logprobs_are_those_of_the_model(logits: torch.Tensor) -> None:
+    chosen = sequence(temperature=0.3, logprobs=4)
+    token = sample(logits, [Row(chosen, 0)])[0]
+    reference = logits[0].log_softmax(-1)
+    assert token.logprob is not None
+    assert token.logprob.logprob == pytest.approx(float(reference[token.token_id]), abs=1e-5)
+    assert [t for t, _ in token.logprob.top] == reference.topk(4).indices.tolist()
+
+
+@pytest.mark.parametrize("temperature", [1e-10, 1e-38, 1e-46, 1e-300])
+def test_the_smallest_temperatures_choose_the_best_token(logits: torch.Tensor, temperature: float) -> None:
+    assert draw(logits, sequence(temperature=temperature)) == [int(logits.argmax())]
+
+
+def test_a_stop_token_that_the_model_does_not_have_is_no_error() -> None:
+    logits = torch.tensor([[9.0, 3.0, 2.0]])
+    held_back = sequence(temperature=0.0, min_tokens=2, stop_token_ids=(1, 999_999))
+    assert draw(logits, held_back, sequence(temperature=0.0), eos=frozenset({0})) == [2, 0]
+
+
+KINDS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 1.0},
+    {"temperature": 1.0, "min_p": 0.2},
+    {"temperature": 0.9, "top_p": 0.9},  # of a flat distribution: more tokens than are looked at first
+    {"temperature": 0.2, "top_p": 0.5, "logprobs": 2},
+    {"temperature": 1.0, "top_k": 400, "logprobs": 0},
+    {"temperature": 1.0, "top_k": 5, "logprobs": 3},
+    {"temperature": 1.0, "frequency_penalty": 1.0, "output": [3, 3, 4]},
+]
+
+
+def test_no_row_depends_on_its_batch_however_it_is_drawn() -> None:
+    logits = torch.randn(len(KINDS), 1000, generator=torch.Generator().manual_seed(5))
+    for seed in range(20):
+        rows = [Row(sequence(seed=seed, **kind), 0) for kind in KINDS]
+        together = sample(logits, rows)
+        assert together == [sample(logits[i : i + 1], rows[i : i + 1])[0] for i in range(len(rows))]
+        assert [token.logprob and len(token.logprob.top) for token in together] == [
+            kind.get("logprobs") for kind in KINDS
+        ]
+
+
+@pytest.mark.parametrize(
+    ("params", "mass"), [({}, 1.0), ({"top_p": 0.85}, 0.85), ({"top_k": 700}, None), ({"min_p": 0.3}, None)]
+)
+def test_a_large_vocabulary_is_drawn_from_as_its_distribution_says(
+    params: dict[str, Any], mass: float | None
+) -> None:
+    vocab, count = 900, 3000
+    logits = torch.randn(vocab, generator=torch.Generator().manual_seed(1)) * 0.7
+    probabilities, order = logits.softmax(-1).sort(descending=True)
+    rank = torch.arange(vocab)
+    allowed = torch.ones(vocab, dtype=torch.bool)
+    if mass is not None:
+        allowed = probabilities.cumsum(-1) - probabilities < mass
+    elif "top_k" in params:
+        allowed = rank < 700
+    else:
+        allowed = probabilities >= 0.3 * probabilities[0]
+    assert allowed.sum() > 128 or "min_p" in params
+    rows = [Row(sequence(temperature=1.0, seed=seed, **params), 0) for seed in range(count)]
+    drawn = torch.tensor([t.token_id for t in sample(logits.expand(count, -1), rows)])
+    place = torch.empty(vocab, dtype=torch.long).index_copy_(0, order, rank)[drawn]
+    assert bool(allowed[place].all())
+    expected = (probabilities * allowed) / (probabilities * allowed).sum()
+    for share in (0.1, 0.5, 0.9):  # of the mass, from the best token on
+        until = int((expected.cumsum(-1) < share).sum())
+        exact = float(expected[:until].sum())
+        deviation = (exact * (1 - exact) / count) ** 0.5
+        assert abs(float((place < until).float().mean()) - exact) < 5 * deviation + 1e-9
+
+
+@given(
+    seed=st.integers(0, 2**63 - 1), index=st.integers(0, 9), position=st.integers(0, 9), attempt=st.integers(0, 3)
+)
+def test_random_numbers_are_those_of_philox(seed: int, index: int, position: int, attempt: int) -> None:
+    generator = np.random.Philox(key=[seed, index], counter=[position, attempt, 0, 0])
+    row = Row(sequence(seed=seed, output=[1] * position), index)
+    assert row.uniform(attempt) == float((generator.random_raw() >> 11) * 2.0**-53)
+
+
+@given(seed=st.integers(0, 99), rows=st.integers(1, 3), runs=st.integers(8, 40), count=st.integers(0, 12))
+def test_the_largest_are_found_in_the_runs_of_the_largest_maxima(
+    seed: int, rows: int, runs: int, count: int
+) -> None:
+    values = torch.randn(rows, 64 * runs, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    best, indices = largest(values, count)
+    assert torch.equal(best, values.topk(count).values)
+    assert torch.equal(values.gather(1, indices), best)
+    assert all(len(set(row)) == count for row in indices.tolist())
+
+
+def left(logits: torch.Tensor, params: dict[str, Any], slack: float = 0.0) -> torch.Tensor:
+    """What is left of a distribution by sorting, in vLLM's order, equals together; with slack a little more."""
+    values = logits.double() / params["temperature"]
+    probabilities = values.softmax(-1)
+    values = values.masked_fill(
+        probabilities < params.get("min_p", 0.0) * probabilities.max() * (1 - slack), float("-inf")
+    )
+    if top_k := params.get("top_k"):
+        values = values.masked_fill(values < values.topk(top_k).values[-1], float("-inf"))
+    probabilities, order = values.softmax(-1).sort(descending=True)
+    likelier = torch.tensor([float(probabilities[probabilities > p].sum()) for p in probabilities])
+    kept = likelier < params.get("top_p", 1.0) + slack
+    kept[0] = True
+    return torch.zeros_like(probabilities).index_copy_(0, order, probabilities * kept)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 999),
+    spread=st.sampled_from([0.01, 0.7, 5.0, 60.0]),
+    temperature=st.sampled_from([0.05, 0.3, 1.0, 1.7]),
+    params=st.fixed_dictionaries(
+        {},
+        optional={
+            "top_p": st.floats(0.001, 0.999),
+            "min_p": st.floats(0.0, 1.0),
+            "top_k": st.integers(1, 40),
+        },
+    ),
+)
+def test_draws_keep_to_what_a_sorted_vocabulary_leaves(
+    seed: int, spread: float, temperature: float, params: dict[str, Any]
+) -> None:
+    """Support and, coarsely, shares: of the likelier half of the mass."""
+    vocab, count = 320, 200
+    logits = (torch.randn(vocab, generator=torch.Generator().manual_seed(seed)) * spread).bfloat16()
+    params = {"temperature": temperature, **params}
+    allowed, certain = left(logits, params, slack=1e-4), left(logits, params)
+    rows = [Row(sequence(seed=1000 * seed + i, **params), 0) for i in range(count)]
+    scores = logits.float().expand(count, -1).contiguous()
+    ways = {"sorted": draw_sorted(scores, rows)}
+    if "top_k" in params:
+        ways["largest"] = draw_from_largest(scores, rows)
+    else:
+        drawer = RowDrawer(vocab)
+        ways["rows"] = torch.tensor([drawer.draw(logits, row) for row in rows])
+    expected = certain / certain.sum()
+    best = expected.sort(descending=True)
+    half = best.indices[: int((best.values.cumsum(-1) < 0.5).sum()) + 1]
+    exact = float(expected[half].sum())
+    deviation = (exact * (1 - exact) / count) ** 0.5
+    for name, tokens in ways.items():
+        assert bool((allowed[tokens] > 0).all()), name
+        if "top_k" not in params:  # which of equals top-k takes is its own affair
+            share = float(torch.isin(tokens, half).float().mean())
+            assert abs(share - exact) <= 6 * deviation + 2e-3, name
+
+
+def test_penalties_follow_a_sequence_that_grows() -> None:
+    """As if all of its output was counted anew for each token."""
+    generator = torch.Generator().manual_seed(2)
+    kinds = [{"repetition_penalty": 1.3}, {"presence_penalty": 0.7, "frequency_penalty": 0.4}]
+    growing = [sequence(prompt=[5, 5, 9], temperature=0.0, **kind) for kind in kinds]
+    sampler = Sampler(OPS, frozenset())
+    for _ in range(80):
+        logits = torch.randn(2, VOCAB, generator=generator)
+        rows = [Row(s, 0) for s in growing]
+        together = sampler.sample(logits, rows).read()
+        assert together == sample(logits, rows)
+        for s, token in zip(growing, together, strict=True):
+            s.output_ids.append(token.token_id)
+    assert len(set(growing[1].output_ids)) > 10

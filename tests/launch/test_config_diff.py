@@ -1,0 +1,183 @@
+"""What another deployment file asks of the instances that run: which can change, which must be other processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from told import told
+
+from epd_serve.config import DeploymentConfig, InstanceOptions, parse_config
+from epd_serve.config.role_files import remember, write_role_settings
+from epd_serve.launch.commands import prepare_instances
+from epd_serve.launch.config_diff import Difference, check_same_deployment, difference
+from epd_serve.launch.holdings import Holdings, resolved
+from epd_serve.launch.ports import Ports
+from epd_serve.topology.change import ChangeImpossible
+from epd_serve.types import Role
+
+FREE = "instances: {base_port: 0}"
+
+
+def holdings(tmp_path: Path, text: str, environment: dict[str, str] | None = None) -> Holdings:
+    """As if a deployment of that file ran, with no process of it."""
+    config = resolved(parse_config(text))
+    ports = Ports(gateway=8000, instances=tuple(range(30100, 30100 + config.topology.num_instances)))
+    write_role_settings(tmp_path, config)
+    prepared = prepare_instances(config, ports, environment or {}, tmp_path)
+    held = Holdings(
+        config=config, role_config=config, ports=ports, environment=environment or {}, directory=tmp_path, urls={}
+    )
+    for one in prepared:
+        if one.options.device_board:
+            Path(one.options.device_board.rpartition(":")[0]).touch()
+        held.joined(one)
+    return held
+
+
+def compared(held: Holdings, text: str) -> Difference:
+    return difference(held, parse_config(text))
+
+
+def steps(held: Holdings, text: str) -> list[str]:
+    return [str(step) for step in compared(held, text).steps]
+
+
+def apply(held: Holdings, text: str) -> Difference:
+    """Do to the books what the launcher does."""
+    found = compared(held, text)
+    held.replace_role_settings(parse_config(text))
+    for step in found.steps:
+        match str(step).split()[0]:
+            case "start":
+                held.joined(found.to_start[step.name])
+            case "switch":
+                held.switched(step.name, step.role)
+            case _:
+                held.left(step.name)
+    held.config = parse_config(text)
+    return found
+
+
+def options(held: Holdings, name: str) -> InstanceOptions:
+    return told(held.spec(name).command)
+
+
+def test_roles_change_in_place_and_names_stay(tmp_path: Path) -> None:
+    held = holdings(tmp_path, f"topology: 2E-P-D\n{FREE}")
+    assert steps(held, f"topology: 2E-P-D\n{FREE}") == []
+    assert steps(held, f"topology: E-2P-D\n{FREE}") == ["switch e1 from E to P"]
+    assert steps(held, f"topology: E-P-D\n{FREE}") == ["stop e1 (E)"]
+    found = apply(held, f"topology: 3E-P-D\n{FREE}")
+    [(name, started)] = found.to_start.items()
+    assert name == "e2" and started.options.port not in (8000, *range(30100, 30104))
+    assert (options(held, "e2").name, str(options(held, "e2").role)) == ("e2", "E")
+
+
+def test_other_parentheses_are_other_processes_and_the_same_ones_stay(tmp_path: Path) -> None:
+    held = holdings(tmp_path, f"topology: E-P-D\n{FREE}")
+    found = apply(held, f"topology: (E-P)-D\n{FREE}")
+    assert sorted(map(str, found.steps)) == ["start e1 (E)", "start p1 (P)", "stop e0 (E)", "stop p0 (P)"]
+    boards = [options(held, name).device_board for name in ("e1", "p1", "d0")]
+    assert boards == [f"{tmp_path}/device-0:0", f"{tmp_path}/device-0:1", None]
+    assert steps(held, f"topology: (E-P)-2D\n{FREE}") == ["start d1 (D)"], "the group is the same one"
+    (tmp_path / "device-0").touch()
+    found = apply(held, f"topology: (E-P-P)-D\n{FREE}")
+    assert [str(step) for step in found.steps] == ["start p0 (P)"]
+    assert options(held, "p0").device_board == f"{tmp_path}/device-0:2", "a slot of its own on the same board"
+    roles = apply(held, f"topology: (E-D-P)-P\n{FREE}").steps
+    assert {str(step).split()[0] for step in roles} == {"switch"}, "roles change within parentheses too"
+
+
+def test_settings_of_a_role_come_by_a_switch_and_those_of_a_process_by_a_start(tmp_path: Path) -> None:
+    held = holdings(tmp_path, f"topology: E-P-2D\n{FREE}")
+    more = f"topology: E-P-2D\n{FREE}\nroles: {{D: {{max_num_seqs: 7}}}}"
+    assert steps(held, more) and all(step.startswith("switch") for step in steps(held, more))
+    apply(held, more)
+    decodes = [name for name in held.live if str(options(held, name).role) == "D"]
+    assert len(decodes) == 2
+    assert {options(held, name).max_num_seqs for name in decodes} == {7}, "also when it is started again"
+    assert steps(held, more) == []
+    stores = f"topology: E-P-2D\n{FREE}\nroles: {{E: {{feature_store_bytes: 8MiB}}, D: {{max_num_seqs: 7}}}}"
+    assert [step.split()[0] for step in steps(held, stores)] == ["switch", "switch"]
+    waits = f"topology: E-P-2D\n{FREE}\nroles: {{E: {{queue_timeout_s: 7}}, D: {{max_num_seqs: 7}}}}"
+    assert [step.split()[0] for step in steps(held, waits)] == ["start", "stop"]
+    images = f"topology: E-P-2D\n{FREE}\nroles: {{E: {{num_blocks: 9}}, D: {{max_num_seqs: 7}}}}"
+    assert steps(held, images) == [], "an encoder has no KV blocks"
+
+
+def test_the_roles_are_those_that_instances_have_by_now(tmp_path: Path) -> None:
+    held = holdings(tmp_path, f"topology: 2E-P-D\n{FREE}")
+    remember(held.live["e1"].options.model_copy(update={"role": Role.parse("D")}))
+    assert steps(held, f"topology: E-P-2D\n{FREE}") == []
+    assert len(steps(held, f"topology: 2E-P-D\n{FREE}")) == 1
+    assert str(options(held, "e1").role) == "D"
+
+
+def test_what_is_started_again_has_all_settings_of_its_role(tmp_path: Path) -> None:
+    """Those that a process reads once it has from then on, and another file that asks for them is content."""
+    text = f"{FREE}\nroles: {{P: {{queue_timeout_s: 77}}}}"
+    held = holdings(tmp_path, f"topology: 2E-P-D\n{text}")
+    held.switched("e1", Role.parse("P"))
+    assert str(options(held, "e1").role) == "P" and options(held, "e1").queue_timeout_s == 77.0
+    assert steps(held, f"topology: E-2P-D\n{text}") == ["start p1 (P)", "stop e1 (P)"], "as long as it lives"
+    held.restarts("e1")
+    assert steps(held, f"topology: E-2P-D\n{text}") == []
+
+
+def test_devices_decide_who_can_become_what(tmp_path: Path) -> None:
+    three = "devices: [cuda:0, cuda:1, cuda:2]"
+    held = holdings(tmp_path, f"topology: E-P-D\n{three}\n{FREE}")
+    assert steps(held, f"topology: EP-D\n{three}\n{FREE}") == [
+        "switch e0 from E to EP",
+        "switch p0 from P to D",
+        "stop d0 (D)",
+    ]
+    assert steps(held, f"topology: E-P-D\ndevices: [cuda:0, cuda:1, cuda:3]\n{FREE}") == [
+        "start d1 (D)",
+        "stop d0 (D)",
+    ]
+    alone = holdings(tmp_path, f"topology: EPD\ndevices: [cuda:0]\n{FREE}")
+    with pytest.raises(ChangeImpossible, match="list another device"):
+        steps(alone, "topology: EPD\ndevices: [cuda:0]\ninstances: {base_port: 0, link: {latency_ms: 1}}")
+
+
+def test_on_npus_every_process_has_ports_of_its_own(tmp_path: Path) -> None:
+    devices = "devices: [npu:0, npu:1, npu:2, npu:3]"
+    held = holdings(tmp_path, f"topology: E-P-D\n{devices}\n{FREE}")
+    apply(held, f"topology: E-P-2D\n{devices}\n{FREE}")
+    ports = [tuple(sorted(one.own_variables.items())) for one in held.live.values()]
+    assert len(set(ports)) == 4
+
+
+def test_threads_that_were_divided_stay_and_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
+    held = holdings(tmp_path, f"topology: EPD\n{FREE}")
+    found = compared(held, f"topology: E-P-D\n{FREE}")
+    assert found.notes == ("CPU threads stay as they were (epd0 8); started anew, instances would have 2",)
+    wished = "topology: EPD\ninstances: {base_port: 0, threads: 3}"
+    assert steps(held, wished) == ["start epd1 (EPD)", "stop epd0 (EPD)"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("served_model_name: other", "start a deployment of its own for another model"),
+        ("dtype: bfloat16", "a change of dtype needs another start"),
+        ("instances: {share_weights: true, host: 127.0.0.2}", "instances.host, instances.share_weights"),
+        ("feature_store: mooncake", "feature_store"),
+        ("gateway: {workers: 2}", "a change of gateway.workers"),
+        (
+            "gateway: {shutdown_delay_s: 7, shutdown_grace_s: 8}",
+            "gateway.shutdown_delay_s, gateway.shutdown_grace_s",
+        ),
+        ("instances: {keep_weights: true}", "a change of instances.keep_weights"),
+        ("slo: {ttft_ms: 9, tpot_ms: 9}\nelastic: {enabled: true}", "a change of elastic.enabled"),
+        ("elastic: {drift: {enabled: true}}", "a change of elastic.drift.enabled"),
+        ("cluster_key: a-key-of-many-letters", "a change of cluster_key"),
+        ("engine: vllm\nvllm: {feature_dir: /tmp}", "instances of vLLM keep their roles"),
+    ],
+)
+def test_what_all_processes_have_in_common_needs_another_start(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_same_deployment(DeploymentConfig(), parse_config(text))
