@@ -33,8 +33,8 @@ _MODELS: dict[str, Path] = {}
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """The whole suite in two processes, for half of it is spent waiting; what is asked for by name in this one."""
-    return 2 if config.args_source is pytest.Config.ArgsSource.TESTPATHS else 0
+    """The whole suite in three processes on two cores, as much of it waits; what is asked for by name in this one."""
+    return 3 if config.args_source is pytest.Config.ArgsSource.TESTPATHS else 0
 
 
 @pytest.fixture(scope="session", autouse=True)

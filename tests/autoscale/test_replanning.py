@@ -37,6 +37,7 @@ def drifting(**options: Any) -> DeploymentConfig:
     return DeploymentConfig.model_validate({"elastic": {"drift": {"num_requests": 20, **options}}})
 
 
+@pytest.mark.slow
 async def test_longer_answers_are_said_and_planned_for(tmp_path: Path) -> None:
     fleet, told = tmp_path / "fleet.yaml", tmp_path / "told.json"
     fleet.write_text("model: qwen2-vl-7b\npools: [{device: a100, count: 1}]")

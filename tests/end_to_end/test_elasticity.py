@@ -44,7 +44,7 @@ class Site:
 
     async def complete(self, prompt: str) -> None:
         """Its text is the one that came first."""
-        body = {"model": "demo", "prompt": prompt, "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+        body = {"model": "demo", "prompt": prompt, "max_tokens": 30, "temperature": 0, "ignore_eos": True}
         text = (await self.post("completions", body))["text"]
         assert self.texts.setdefault(prompt, text) == text
 
