@@ -33,7 +33,7 @@ _MODELS: dict[str, Path] = {}
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """The whole suite in three processes, for half of it is spent waiting; what is asked for by name in this one."""
+    """The whole suite in three processes, as much of it is waiting; what is asked for by name in this one."""
     return 3 if config.args_source is pytest.Config.ArgsSource.TESTPATHS else 0
 
 
