@@ -1,4 +1,4 @@
-"""Writes docs/options.md, docs/cli.md and deploy/schema.json: ``python docs/generate.py``."""
+"""Writes docs/reference/options.md, docs/reference/cli.md and deploy/schema.json: ``python docs/generate.py``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 OPTIONS = """# Options of a deployment file
 
 Made from the fields of `epd_serve/config` by `python docs/generate.py`. An editor completes and checks them with
-[deploy/schema.json](../deploy/schema.json). [How an option is added](design/options.md).
+[deploy/schema.json](../../deploy/schema.json). [How an option is added](../design/options.md).
 
 The column *change* says how an option that is changed reaches a deployment that runs:
 
@@ -122,8 +122,8 @@ def cli_page() -> str:
 def pages() -> dict[str, str]:
     """The text of each generated file, by its path."""
     return {
-        "docs/options.md": options_page(),
-        "docs/cli.md": cli_page(),
+        "docs/reference/options.md": options_page(),
+        "docs/reference/cli.md": cli_page(),
         "deploy/schema.json": json.dumps(deployment_schema(), indent=2) + "\n",
     }
 

@@ -3,8 +3,9 @@
     python requirements/lock.py        # needs uv; asks the package index that it is set up with
 
 ``pip install --require-hashes -r requirements/base.lock`` installs what the gateway needs, ``full.lock`` what
-instances and development need besides; ``pip install --no-deps --no-build-isolation .`` follows. The locks have
-the hashes of every file that the index offers for a version, so that they serve all platforms and Pythons.
+instances and development need besides, ``docs.lock`` what builds the site; ``pip install --no-deps
+--no-build-isolation .`` follows. The locks have the hashes of every file that the index offers for a version, so
+that they serve all platforms and Pythons.
 
 On Linux with x86-64, full.lock wants torch's CPU wheel ("2.13.0+cpu"), which pip must find (``--find-links``, or
 an index that has it): the CUDA wheel asks for libraries that the lock leaves out. This script is told where the
@@ -17,11 +18,16 @@ import argparse
 import re
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-LOCKS = {"base": (), "full": ("native", "dev", "mooncake-cpu", "otel", "bench", "plan")}
+LOCKS = {
+    "base": (),
+    "full": ("native", "dev", "mooncake-cpu", "otel", "bench", "plan"),
+    "docs": ("docs",),
+}
 PINS = ("--constraints", "constraints.txt", "--constraints", "requirements/tested.txt")
 _ENTRY = re.compile(r"^[A-Za-z0-9].*?(?=^[A-Za-z0-9]|\Z)", re.MULTILINE | re.DOTALL)
 _CPU_WHEEL = "sys_platform == 'linux' and platform_machine == 'x86_64'"
@@ -68,6 +74,11 @@ def with_every_torch(lock: str) -> str:
     return lock[: match.start()] + cpu + other + lock[match.end() :]
 
 
+def site_requirements() -> list[str]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return list(project["optional-dependencies"]["docs"])
+
+
 def main() -> None:
     if shutil.which("uv") is None:
         raise SystemExit("uv is not installed; run: pip install uv")
@@ -75,9 +86,12 @@ def main() -> None:
     parser.add_argument("--find-links", action="append", default=[], help="Where torch's CPU wheel lies.")
     find_links = [part for place in parser.parse_args().find_links for part in ("--find-links", place)]
     for name, extras in LOCKS.items():
-        options = [*(part for extra in extras for part in ("--extra", extra)), *find_links]
-        lock = compile_lock("pyproject.toml", *options, "requirements/build.in")
-        if extras:
+        if name == "docs":  # the site is built without this project
+            lock = compile_lock("-", given="\n".join(site_requirements()))
+        else:
+            options = [*(part for extra in extras for part in ("--extra", extra)), *find_links]
+            lock = compile_lock("pyproject.toml", *options, "requirements/build.in")
+        if "native" in extras:
             lock = with_every_torch(lock)
         header = (
             "# Written by requirements/lock.py from pyproject.toml, constraints.txt and tested.txt; do not edit.\n"

@@ -221,7 +221,7 @@ class LocalDeployment:
         limits: ApplyLimits = DEFAULT_LIMITS,
         tell: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """Change the deployment while it serves (docs/apply.md), as ``epd-serve apply`` does.
+        """Change the deployment while it serves (docs/guide/apply.md), as ``epd-serve apply`` does.
 
         ``tell`` is called with each step. Raises ValueError for a change that cannot be made, ApplyStopped for one
         that stopped midway: the deployment serves on with the instances that it has then.

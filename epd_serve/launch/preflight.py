@@ -86,7 +86,7 @@ def _check_family(path: Path, content: Mapping[str, Any]) -> None:
 def _vllm_advice(content: Mapping[str, Any]) -> str:
     spec = importlib.util.find_spec("vllm")
     if spec is None or spec.origin is None:
-        return "With vLLM installed, engine: vllm serves many more (docs/vllm.md)"
+        return "With vLLM installed, engine: vllm serves many more (docs/guide/vllm.md)"
     names = [str(name) for name in content.get("architectures") or ()]
     registry = Path(spec.origin).parent / "model_executor" / "models" / "registry.py"
     known = registry.read_text(encoding="utf-8") if registry.is_file() else ""

@@ -75,7 +75,7 @@ def check_found(
     if not found.vllm:
         raise NoVllm(
             f"engine: vllm, but {python} has no vLLM; install it there (for CUDA, in epd-serve's clone: "
-            "pip install '.[vllm]'; for CPUs and NPUs: docs/vllm.md), "
+            "pip install '.[vllm]'; for CPUs and NPUs: docs/guide/vllm.md), "
             "or set vllm.python to the interpreter that has it"
         )
     release = found.vllm.split("+")[0]

@@ -33,7 +33,7 @@ def test_every_option_says_what_it_is_and_how_a_change_is_applied() -> None:
         assert "[]." in path or applied(field).how != "place", f"{path}: write Hot[...], Rebuild[...] or another"
 
 
-@pytest.mark.parametrize("path", ["docs/options.md", "docs/cli.md", "deploy/schema.json"])
+@pytest.mark.parametrize("path", ["docs/reference/options.md", "docs/reference/cli.md", "deploy/schema.json"])
 def test_what_is_made_from_them_is_current(path: str) -> None:
     assert (ROOT / path).read_text(encoding="utf-8") == generate.pages()[path], "run: python docs/generate.py"
 
