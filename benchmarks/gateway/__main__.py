@@ -64,6 +64,21 @@ def _options() -> argparse.Namespace:
 
 def measure(chosen: list[peers.Peer], cells: list[Cell], directory: Path, rounds: int) -> dict[str, Any]:
     """Run every cell on every gateway in turn, ``rounds`` times; medians by cell and gateway."""
+    runs = measure_each(chosen, cells, directory, rounds)
+    return {
+        "machine": machine(),
+        "rounds": rounds,
+        "tokens": TOKENS,
+        "gateways": {peer.name: peer.what for peer in chosen},
+        "cells": {cell: {name: _medians(many) for name, many in by.items()} for cell, by in runs.items()},
+    }
+
+
+def measure_each(
+    chosen: list[peers.Peer], cells: list[Cell], directory: Path, rounds: int
+) -> dict[str, dict[str, list[Figures]]]:
+    """The figures of each round, by cell and gateway."""
+    runs: dict[str, dict[str, list[Figures]]] = {}
     compile_programs(directory)
     bodies = write_bodies(directory)
     stage_ports = free_ports(6)
@@ -81,7 +96,6 @@ def measure(chosen: list[peers.Peer], cells: list[Cell], directory: Path, rounds
             tree = stack.enter_context(running(peer.command(stages, port, directory), log))
             wait_until_served(port, bodies["1 image"].read_bytes(), log)
             running_peers[peer.name] = (port, tree)
-        runs: dict[str, dict[str, list[Figures]]] = {}
         for number in range(rounds):
             for cell in cells:
                 for name, (port, tree) in running_peers.items():
@@ -89,13 +103,7 @@ def measure(chosen: list[peers.Peer], cells: list[Cell], directory: Path, rounds
                     figures = _run(cell, port, tree, directory, bodies[cell.body])
                     runs.setdefault(cell.name, {}).setdefault(name, []).append(figures)
                     _progress(number, cell, name, figures)
-    return {
-        "machine": machine(),
-        "rounds": rounds,
-        "tokens": TOKENS,
-        "gateways": {peer.name: peer.what for peer in chosen},
-        "cells": {cell: {name: _medians(many) for name, many in by.items()} for cell, by in runs.items()},
-    }
+    return runs
 
 
 def _run(cell: Cell, port: int, tree: psutil.Process | None, directory: Path, body: Path) -> Figures:

@@ -9,7 +9,6 @@ from typing import Annotated, Any
 import typer
 
 from epd_serve.config import DeploymentConfig, load_config
-from epd_serve.rpc.admin import AdminClient, AdminError
 
 
 def apply(
@@ -64,10 +63,7 @@ def apply(
         deadline_s=deadline,
         patience_s=patience,
     )
-    try:
-        asyncio.run(ask_launcher(AdminClient(directory.control), request, say))
-    except AdminError as error:
-        raise ValueError(str(error)) from error
+    asyncio.run(ask_launcher(directory.control, request, say))
     if all(text.startswith("note: ") for text in steps):
         typer.echo("no instance has to change")
     if not dry:

@@ -1,14 +1,12 @@
 """Messages between the leader of a tensor-parallel instance and its followers: commands and their answers.
 
-Length-prefixed msgpack over a socket pair. Followers carry commands out in the order in which they were sent.
+They travel over a :class:`epd_serve.rpc.link.Link`. Followers carry commands out in the order in which they were
+sent.
 """
 
 from __future__ import annotations
 
 import socket
-import struct
-import threading
-from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -17,8 +15,10 @@ from torch import Tensor
 
 from epd_serve.engine.step_inputs import StepInputs
 from epd_serve.protocol.wire import KVLayout, Region
+from epd_serve.rpc.link import Link, pack
 
-_LENGTH = struct.Struct("<Q")
+#: A step's features travel with it: those of 8192 tokens may have a gigabyte.
+_MAX_BYTES = (1 << 32) - 1
 
 
 class Join(msgspec.Struct, frozen=True, kw_only=True, tag="join"):
@@ -90,57 +90,19 @@ Command = Join | CreateCache | StepInputs | KVCommand
 Answer = Joined | Done
 
 
-class Channel:
-    """One end of the socket pair. Sending is safe from any thread; one thread receives."""
-
-    def __init__(self, end: socket.socket) -> None:
-        self._socket = end
-        self._send_lock = threading.Lock()
-
-    def send(self, message: Command | Answer) -> None:
-        """Send a message. Raises OSError when the other end is gone."""
-        self.send_bytes(encode(message))
-
-    def send_bytes(self, data: bytes) -> None:
-        with self._send_lock:
-            self._socket.sendall(_LENGTH.pack(len(data)))
-            self._socket.sendall(data)
-
-    def receive(self) -> bytes:
-        """The next message. Raises EOFError when the other end is gone."""
-        (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
-        return bytes(self._read(length))
-
-    def close(self) -> None:
-        """Close the socket; the other end learns of it, and so does a thread that receives here."""
-        with suppress(OSError):  # the other end is gone
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
-
-    def _read(self, count: int) -> bytearray:
-        data = bytearray(count)
-        view = memoryview(data)
-        while view:
-            try:
-                read = self._socket.recv_into(view)
-            except OSError as error:
-                raise EOFError(str(error)) from error
-            if not read:
-                raise EOFError("the other end is closed")
-            view = view[read:]
-        return data
+def leader_end(end: socket.socket) -> Link[Answer]:
+    """The leader's end of a socket pair."""
+    return Link(end, _ANSWERS, max_bytes=_MAX_BYTES)
 
 
-def encode(message: Command | Answer) -> bytes:
-    return msgspec.msgpack.encode(message, enc_hook=_encode_tensor)
+def follower_end(end: socket.socket) -> Link[Command]:
+    """The follower's end of a socket pair."""
+    return Link(end, _COMMANDS, max_bytes=_MAX_BYTES)
 
 
-def decode_command(data: bytes) -> Command:
-    return _COMMANDS.decode(data)
-
-
-def decode_answer(data: bytes) -> Answer:
-    return _ANSWERS.decode(data)
+def packed(command: Command) -> bytearray:
+    """A command for :meth:`Link.send_packed`."""
+    return pack(command, _ENCODER, _MAX_BYTES)
 
 
 def _encode_tensor(value: Any) -> tuple[str, list[int], bytes]:
@@ -156,5 +118,6 @@ def _decode_tensor(kind: type, value: Any) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=getattr(torch, dtype)).view(shape)
 
 
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_encode_tensor)
 _COMMANDS: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command, dec_hook=_decode_tensor)
 _ANSWERS: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)

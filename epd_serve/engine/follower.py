@@ -22,7 +22,6 @@ from device.base import Device, Event
 from device.distributed import ProcessGroup
 from device.registry import get_device
 from epd_serve.engine.commands import (
-    Channel,
     Command,
     CopyBlock,
     CreateCache,
@@ -31,13 +30,14 @@ from epd_serve.engine.commands import (
     Joined,
     Land,
     Stage,
-    decode_command,
+    follower_end,
 )
 from epd_serve.engine.device_share import apply_share
 from epd_serve.engine.kv_memory import KVCache
 from epd_serve.engine.step import StepExecutor
 from epd_serve.engine.step_inputs import StepInputs
 from epd_serve.models.language import LanguageModel
+from epd_serve.rpc.link import Link, LinkClosed
 from epd_serve.transfer.shared_memory import map_region
 
 logger = logging.getLogger(__name__)
@@ -50,8 +50,8 @@ class Follower:
     next ones are computed.
     """
 
-    def __init__(self, join: Join, channel: Channel) -> None:
-        self._channel = channel
+    def __init__(self, join: Join, link: Link[Command]) -> None:
+        self._link = link
         if join.threads is not None:
             get_device("cpu").set_threads(join.threads)
         self._device: Device = get_device(join.device)
@@ -59,7 +59,7 @@ class Follower:
         self._progress = LayerProgress(self._device.record_event)
         group = ProcessGroup(self._device, join.rank, join.size, Path(join.rendezvous), join.timeout_s)
         self._model = LanguageModel(Path(join.model), getattr(torch, join.dtype), self._device, group)
-        channel.send(Joined(self._device.headroom()))
+        link.send(Joined(self._device.headroom()))
 
     def execute(self, command: Command) -> None:
         match command:
@@ -83,7 +83,7 @@ class Follower:
         """Carry a staging out that came after ``number`` other commands: it reads what any of them wrote."""
         self._progress.wait(number, command.end_layer - 1)
         self._cache.stage(range(command.first_layer, command.end_layer), command.blocks)
-        self._channel.send(Done(command.number))
+        self._link.send(Done(command.number))
 
     def _create(self, command: CreateCache) -> None:
         heads, slab = self._model.kv_heads, map_region(command.slab)
@@ -95,30 +95,29 @@ def main(fd: int) -> None:
     """Serve the leader at the other end of ``fd``; does not return."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    channel = Channel(socket.socket(fileno=fd))
-    join = decode_command(channel.receive())
+    link = follower_end(socket.socket(fileno=fd))
+    join = link.receive()
     assert isinstance(join, Join), "the first command is to join"
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {join.name} %(levelname)s %(message)s")
     commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
     stagings: queue.SimpleQueue[tuple[Stage, int]] = queue.SimpleQueue()
-    threading.Thread(target=_receive, args=(channel, commands, stagings), daemon=True).start()
-    follower = Follower(join, channel)
+    threading.Thread(target=_receive, args=(link, commands, stagings), daemon=True).start()
+    follower = Follower(join, link)
     threading.Thread(target=_stage, args=(follower, stagings), name="stage", daemon=True).start()
     while True:
         follower.execute(commands.get())
 
 
 def _receive(
-    channel: Channel, commands: queue.SimpleQueue[Command], stagings: queue.SimpleQueue[tuple[Stage, int]]
+    link: Link[Command], commands: queue.SimpleQueue[Command], stagings: queue.SimpleQueue[tuple[Stage, int]]
 ) -> None:
     """Receive on a thread of its own: the leader's end is noticed even while a collective waits for it."""
     num_commands = 0
     while True:
         try:
-            data = channel.receive()
-        except EOFError:
+            command = link.receive()
+        except LinkClosed:
             os._exit(0)
-        command = decode_command(data)
         if isinstance(command, Stage):
             stagings.put((command, num_commands))
             continue

@@ -20,19 +20,10 @@ import torch
 from device.base import Device
 from device.distributed import ProcessGroup
 from epd_serve.config import InstanceOptions
-from epd_serve.engine.commands import (
-    Answer,
-    Channel,
-    Command,
-    Done,
-    Join,
-    Joined,
-    Stage,
-    decode_answer,
-    encode,
-)
+from epd_serve.engine.commands import Answer, Command, Done, Join, Joined, Stage, leader_end, packed
 from epd_serve.engine.device_share import rank_share
 from epd_serve.engine.step_inputs import StepInputs
+from epd_serve.rpc.link import Link, LinkClosed
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +47,7 @@ class Followers:
         self._directory = tempfile.TemporaryDirectory(prefix="epd-serve-")
         self._rendezvous = Path(self._directory.name) / "rendezvous"
         self._size = len(options.devices)
-        self._channels: list[Channel] = []
+        self._links: list[Link[Answer]] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         self._answers: list[queue.SimpleQueue[Answer]] = []
         self._staging = threading.Lock()
@@ -89,11 +80,11 @@ class Followers:
 
     def send(self, command: Command) -> None:
         """Give all of them a command; returns before they carry it out."""
-        data = encode(command)
-        for channel in self._channels:
+        data = packed(command)
+        for link in self._links:
             try:
-                channel.send_bytes(data)
-            except OSError as error:
+                link.send_packed(data)
+            except LinkClosed as error:
                 self._end(f"a follower is gone: {error}")
 
     @contextlib.contextmanager
@@ -131,8 +122,8 @@ class Followers:
     def close(self) -> None:
         """End them."""
         self._closing = True
-        for channel in self._channels:
-            channel.close()
+        for link in self._links:
+            link.close()
         for process in self._processes:
             try:
                 process.wait(_EXIT_GRACE_S)
@@ -149,20 +140,20 @@ class Followers:
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
             )
-        channel, answers = Channel(ours), queue.SimpleQueue[Answer]()
-        channel.send(join)
-        self._channels.append(channel)
+        link, answers = leader_end(ours), queue.SimpleQueue[Answer]()
+        link.send(join)
+        self._links.append(link)
         self._processes.append(process)
         self._answers.append(answers)
         threading.Thread(
-            target=self._listen, args=(channel, answers, join.name), name=f"listen-{join.rank}", daemon=True
+            target=self._listen, args=(link, answers, join.name), name=f"listen-{join.rank}", daemon=True
         ).start()
 
-    def _listen(self, channel: Channel, answers: queue.SimpleQueue[Answer], name: str) -> None:
+    def _listen(self, link: Link[Answer], answers: queue.SimpleQueue[Answer], name: str) -> None:
         while True:
             try:
-                answers.put(decode_answer(channel.receive()))
-            except EOFError:
+                answers.put(link.receive())
+            except LinkClosed:
                 if not self._closing:
                     self._end(f"follower {name} has ended")
                 return

@@ -1,4 +1,4 @@
-"""The launcher's part of the admin API, ``POST /apply``, on a Unix socket."""
+"""The launcher's socket, where other programs of the same user ask for a change of the deployment."""
 
 from __future__ import annotations
 
@@ -6,25 +6,24 @@ import asyncio
 import json
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from aiohttp import web
 
 from epd_serve.config import DeploymentConfig, change_config
 from epd_serve.launch.rollout import ApplyLimits, Rollout
-from epd_serve.rpc.admin import AdminClient
+from epd_serve.rpc.link import AsyncLink, LinkClosed
 
 logger = logging.getLogger(__name__)
 
-_MAX_BODY_BYTES = 1 << 24
 #: For answers that are being written when the deployment ends.
 _CLOSE_S = 1.0
 
 
 class ApplyRequest(msgspec.Struct, kw_only=True):
-    """A request to change the deployment: the body of ``POST /apply``.
+    """A request to change the deployment.
 
     Attributes:
         config: a deployment as JSON has it; None: the one that runs.
@@ -42,7 +41,7 @@ class ApplyRequest(msgspec.Struct, kw_only=True):
 
 
 class News(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One line of the answer; the last one has ``done`` or ``error``."""
+    """A part of the answer; the last one has ``done`` or ``error``."""
 
     say: str = ""
     error: str = ""
@@ -53,46 +52,50 @@ class News(msgspec.Struct, kw_only=True, omit_defaults=True):
         return self.done or bool(self.error)
 
 
-class ControlServer:
-    """The server of the launcher's socket."""
+_REQUESTS: msgspec.msgpack.Decoder[ApplyRequest] = msgspec.msgpack.Decoder(ApplyRequest)
+_NEWS: msgspec.msgpack.Decoder[News] = msgspec.msgpack.Decoder(News)
 
-    def __init__(self, runner: web.AppRunner) -> None:
-        self._runner = runner
+
+class ControlServer:
+    """The server of the launcher's socket: any user who can enter its directory may change the deployment."""
+
+    def __init__(self, applier: Rollout) -> None:
+        self._applier = applier
+        self._server: asyncio.Server | None = None
+        self._answering: set[asyncio.Task[None]] = set()
 
     @classmethod
     async def start(cls, path: Path, applier: Rollout) -> ControlServer:
-        """Listen at ``path``; any user who can enter its directory may change the deployment."""
-
-        async def apply(request: web.Request) -> web.StreamResponse:
-            body = await request.read()
-            answer = web.StreamResponse(headers={"content-type": "application/x-ndjson"})
-            await answer.prepare(request)
-            said: asyncio.Queue[News] = asyncio.Queue()
-            work = asyncio.create_task(_carry_out(body, applier, said.put_nowait))
-            try:
-                while not (news := await said.get()).is_last:
-                    await answer.write(msgspec.json.encode(news) + b"\n")
-                await answer.write(msgspec.json.encode(news) + b"\n")
-                return answer
-            finally:
-                work.cancel()  # the change itself goes on
-                await asyncio.gather(work, return_exceptions=True)
-
-        app = web.Application(client_max_size=_MAX_BODY_BYTES)
-        app.router.add_post("/apply", apply)
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=_CLOSE_S)
-        await runner.setup()
-        await web.UnixSite(runner, str(path)).start()
-        return cls(runner)
+        """Listen at ``path``. Raises OSError."""
+        own = cls(applier)
+        own._server = await asyncio.start_unix_server(own._answer, path)
+        return own
 
     async def close(self) -> None:
-        await self._runner.cleanup()
+        assert self._server is not None
+        self._server.close()
+        if self._answering:
+            await asyncio.wait(self._answering, timeout=_CLOSE_S)
+        for task in self._answering:
+            task.cancel()  # the change itself goes on
+        await asyncio.gather(*self._answering, return_exceptions=True)
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        link = AsyncLink(reader, writer, _REQUESTS)
+        task = asyncio.current_task()
+        assert task is not None
+        self._answering.add(task)
+        try:
+            with suppress(LinkClosed):  # who only looks whether somebody listens says nothing
+                await _carry_out(await link.receive(), self._applier, link.send)
+        finally:
+            self._answering.discard(task)
+            link.close()
 
 
-async def _carry_out(body: bytes, applier: Rollout, say: Callable[[News], None]) -> None:
+async def _carry_out(request: ApplyRequest, applier: Rollout, say: Callable[[News], None]) -> None:
     """Carry a request out; the last of what is said has ``done`` or ``error``."""
     try:
-        request = msgspec.json.decode(body, type=ApplyRequest)
         config = config_of(request, applier.config)
         if request.dry_run:
             found = await applier.plan(config)
@@ -124,19 +127,26 @@ def config_of(request: ApplyRequest, running: DeploymentConfig) -> DeploymentCon
     return change_config(base, request.changes)
 
 
-async def ask_launcher(launcher: AdminClient, request: ApplyRequest, say: Callable[[str], None]) -> None:
-    """Have a request carried out; return when it is.
+async def ask_launcher(path: Path, request: ApplyRequest, say: Callable[[str], None]) -> None:
+    """Have the launcher at the socket ``path`` carry a request out; return when it is.
 
-    Raises ValueError with the launcher's reason for a refusal, and AdminUnreachable.
+    Raises ValueError with its reason for a refusal, and where nothing answers.
     """
-    async for line in launcher.lines("POST", "/apply", msgspec.to_builtins(request)):
-        news = msgspec.json.decode(line, type=News)
-        if news.error:
-            raise ValueError(news.error)
-        if news.done:
-            return
-        say(news.say)
-    raise ValueError("the deployment has ended")
+    try:
+        reader, writer = await asyncio.open_unix_connection(path)
+    except OSError as error:
+        raise ValueError(f"nothing answers at {path} ({error})") from error
+    link = AsyncLink(reader, writer, _NEWS)
+    link.send(request)
+    try:
+        while not (news := await link.receive()).is_last:
+            say(news.say)
+    except LinkClosed:
+        raise ValueError("the deployment has ended") from None
+    finally:
+        link.close()
+    if news.error:
+        raise ValueError(news.error)
 
 
 def to_json(config: DeploymentConfig) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """A process that has loaded what instances run, and forks them: they start at once and share that memory.
 
 ``python -P -m epd_serve.launch.fork_server FD PARENT_PID MODULE... ROOM`` imports the modules, tells on the
-inherited socket whether it can be forked, and then takes a line of JSON for each process. The last argument is
-room in which these write what they run, for ps to show. Its processes end with it, and it ends with the process
-that started it. :mod:`epd_serve.launch.forking` is the other side.
+inherited socket whether it can be forked, and then takes an order for each process. The last argument is room in
+which these write what they run, for ps to show. Its processes end with it, and it ends with the process that
+started it. :mod:`epd_serve.launch.forking` is the other side.
 
 A fork is safe here because the server never computes: it has one thread, and no device is opened in it. Where an
 import starts a thread (a CUDA driver's, say), the server says so and is not used.
@@ -15,7 +15,6 @@ import atexit
 import ctypes
 import gc
 import importlib
-import json
 import os
 import select
 import signal
@@ -23,63 +22,100 @@ import socket
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+
+import msgspec
 
 from epd_serve.lifeline import die_with_parent
+from epd_serve.rpc.link import Link, LinkClosed
 
-_LINE_BYTES = 1 << 20
+
+class Fork(msgspec.Struct, frozen=True, kw_only=True):
+    """The order for a process; answered by :class:`Started` or :class:`NotStarted`."""
+
+    command: list[str]
+    environment: dict[str, str]
+    log: str
 
 
-def serve(connection: socket.socket) -> list[str] | None:
+class Usable(msgspec.Struct, frozen=True, tag=True):
+    """The server has imported its modules; ``yes``: it can be forked."""
+
+    yes: bool
+
+
+class Started(msgspec.Struct, frozen=True, tag=True):
+    pid: int
+
+
+class NotStarted(msgspec.Struct, frozen=True, tag=True):
+    reason: str
+
+
+class Ended(msgspec.Struct, frozen=True, tag=True):
+    """A process has ended with this exit code, or minus the signal that ended it."""
+
+    pid: int
+    code: int
+
+
+News = Usable | Started | NotStarted | Ended
+_ORDERS: msgspec.msgpack.Decoder[Fork] = msgspec.msgpack.Decoder(Fork)
+
+
+def orders_over(connection: socket.socket) -> Link[Fork]:
+    """The server's end of the link."""
+    return Link(connection, _ORDERS)
+
+
+def serve(link: Link[Fork]) -> list[str] | None:
     """Fork processes until the other side is gone.
 
     Returns twice, as fork does: in a new process its command, and in the server, with all processes killed, None.
     """
-    poll, pids, pending = select.poll(), dict[int, int](), b""
-    poll.register(connection, select.POLLIN)
+    poll, pids = select.poll(), dict[int, int]()
+    poll.register(link, select.POLLIN)
     while True:
         for descriptor, _ in poll.poll():
             if descriptor in pids:
                 poll.unregister(descriptor)
-                _send(connection, {"ended": pids[descriptor], "code": _reap(pids.pop(descriptor))})
+                tell(link, Ended(pids[descriptor], _reap(pids.pop(descriptor))))
                 os.close(descriptor)
                 continue
-            received = connection.recv(_LINE_BYTES)
-            if not received:
+            try:
+                orders = link.read()
+            except LinkClosed:
                 for pid in pids.values():
                     os.killpg(pid, signal.SIGKILL)
                 return None
-            *lines, pending = (pending + received).split(b"\n")
-            for line in lines:
-                wanted = json.loads(line)
+            for order in orders:
                 parent = os.getpid()
                 try:
                     pid = os.fork()
                 except OSError as error:
-                    _send(connection, {"error": str(error)})
+                    tell(link, NotStarted(str(error)))
                     continue
                 if pid == 0:
-                    connection.close()
+                    os.close(link.fileno())
                     for other in pids:
                         os.close(other)
-                    return _become(wanted, parent)
+                    return become(order, parent)
                 pids[watch := os.pidfd_open(pid)] = pid
                 poll.register(watch, select.POLLIN)
-                _send(connection, {"started": pid})
+                tell(link, Started(pid))
 
 
-def _become(wanted: dict[str, Any], parent: int) -> list[str]:
+def become(order: Fork, parent: int) -> list[str]:
     """Turn this new process into the one that would have been spawned; return its command, tied to the server."""
     os.setsid()
     nothing = os.open(os.devnull, os.O_RDONLY)
-    log = os.open(wanted["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    log = os.open(order.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
     for target, source in enumerate((nothing, log, log)):
         os.dup2(source, target)
     os.close(nothing)
     os.close(log)
     os.environ.clear()
-    os.environ.update(wanted["environment"])
-    command: list[str] = wanted["command"]
+    os.environ.update(order.environment)
+    command = order.command
     if "--parent-pid" in command:
         command[command.index("--parent-pid") + 1] = str(parent)
     _show(command)
@@ -103,9 +139,9 @@ def _reap(pid: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def _send(connection: socket.socket, message: dict[str, Any]) -> None:
-    with suppress(OSError):  # the other side is gone: the next recv() says so
-        connection.sendall(json.dumps(message).encode() + b"\n")
+def tell(link: Link[Fork], news: News) -> None:
+    with suppress(LinkClosed):  # the next read() says so
+        link.send(news)
 
 
 def preload(modules: list[str]) -> bool:
@@ -118,10 +154,10 @@ def preload(modules: list[str]) -> bool:
 
 
 def main() -> None:
-    connection = socket.socket(fileno=int(sys.argv[1]))
+    link = orders_over(socket.socket(fileno=int(sys.argv[1])))
     die_with_parent(int(sys.argv[2]))
-    _send(connection, {"usable": preload(sys.argv[3:-1])})
-    command = serve(connection)
+    tell(link, Usable(preload(sys.argv[3:-1])))
+    command = serve(link)
     if command is None:
         os._exit(0)  # there is nothing to put away
     run(command)

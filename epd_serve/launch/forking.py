@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import socket
@@ -12,13 +11,17 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
+import msgspec
+
+from epd_serve.launch.fork_server import Ended, Fork, News, NotStarted, Started, Usable
 from epd_serve.launch.process import ProcessSpec
+from epd_serve.rpc.link import AsyncLink, LinkClosed
 
 _EXIT_GRACE_S = 1.0
 #: Bytes of a command line that ps can show of a forked process.
 _TITLE_BYTES = 4096
+_NEWS: msgspec.msgpack.Decoder[News] = msgspec.msgpack.Decoder(News)
 
 
 class ForkServerGone(OSError):
@@ -76,7 +79,7 @@ class ForkServer:
         self._log_file = log_file
         self._descriptors = tuple(descriptors)
         self._process: asyncio.subprocess.Process | None = None
-        self._writer: asyncio.StreamWriter | None = None
+        self._link: AsyncLink[News] | None = None
         self._reading: asyncio.Task[None] | None = None
         self._usable: asyncio.Future[bool] | None = None
         self._is_gone = False
@@ -89,12 +92,12 @@ class ForkServer:
         try:
             with theirs:
                 self._process = await self._spawn(theirs)
-            reader, self._writer = await asyncio.open_unix_connection(sock=ours)
+            self._link = await AsyncLink.over(ours, _NEWS)
         except BaseException:
             ours.close()
             raise
         self._usable = asyncio.get_running_loop().create_future()
-        self._reading = asyncio.create_task(self._read(reader))
+        self._reading = asyncio.create_task(self._read(self._link))
 
     async def fork(self, spec: ProcessSpec, log_file: Path) -> ForkedProcess:
         """Start a process once the server has imported its modules.
@@ -103,23 +106,19 @@ class ForkServer:
             ForkServerGone: it cannot be forked, or has ended.
             OSError: there is no room for another process now.
         """
-        assert self._usable is not None and self._writer is not None, "not started"
+        assert self._usable is not None and self._link is not None, "not started"
         if not await asyncio.shield(self._usable) or self._is_gone:
             raise ForkServerGone("the fork server is gone, or has threads")
         wanted: asyncio.Future[ForkedProcess] = asyncio.get_running_loop().create_future()
         self._wanted.append(wanted)
-        message = {
-            "command": spec.command,
-            "environment": dict(spec.environment),
-            "log": os.fspath(log_file),
-        }
-        self._writer.write(json.dumps(message).encode() + b"\n")
+        order = Fork(command=list(spec.command), environment=dict(spec.environment), log=os.fspath(log_file))
+        self._link.send(order)
         return await wanted
 
     async def close(self) -> None:
         """End the server, and with it what it has started and still runs."""
-        if self._writer is not None:
-            self._writer.close()
+        if self._link is not None:
+            self._link.close()
         if self._process is not None:
             try:
                 await asyncio.wait_for(self._process.wait(), _EXIT_GRACE_S)
@@ -151,12 +150,12 @@ class ForkServer:
                 pass_fds=(theirs.fileno(), *self._descriptors),
             )
 
-    async def _read(self, reader: asyncio.StreamReader) -> None:
+    async def _read(self, link: AsyncLink[News]) -> None:
         assert self._usable is not None
         try:
-            with suppress(ConnectionError):
-                while line := await reader.readline():
-                    self._told(json.loads(line))
+            with suppress(LinkClosed):
+                while True:
+                    self._told(await link.receive())
         except asyncio.CancelledError:
             self.kill()
             raise
@@ -170,23 +169,24 @@ class ForkServer:
             for process in self._running.values():  # the kernel has ended them with the server
                 process.has_ended(-signal.SIGKILL)
 
-    def _told(self, message: dict[str, Any]) -> None:
-        if "usable" in message:
-            assert self._usable is not None
-            self._usable.set_result(message["usable"])
-        elif "ended" in message:
-            process = self._running.pop(message["ended"], None)
-            if process is not None:
-                process.has_ended(message["code"])
-        elif "error" in message:
-            wanted = self._wanted.popleft()
-            if not wanted.done():
-                wanted.set_exception(OSError(message["error"]))
-        else:
-            process = self._running[message["started"]] = ForkedProcess(message["started"])
-            wanted = self._wanted.popleft()
-            if wanted.done():  # nobody waits for it any more
-                with suppress(ProcessLookupError):
-                    os.kill(process.pid, signal.SIGKILL)
-            else:
-                wanted.set_result(process)
+    def _told(self, news: News) -> None:
+        match news:
+            case Usable():
+                assert self._usable is not None
+                self._usable.set_result(news.yes)
+            case Ended():
+                process = self._running.pop(news.pid, None)
+                if process is not None:
+                    process.has_ended(news.code)
+            case NotStarted():
+                wanted = self._wanted.popleft()
+                if not wanted.done():
+                    wanted.set_exception(OSError(news.reason))
+            case Started():
+                started = self._running[news.pid] = ForkedProcess(news.pid)
+                wanted = self._wanted.popleft()
+                if wanted.done():  # nobody waits for it any more
+                    with suppress(ProcessLookupError):
+                        os.kill(started.pid, signal.SIGKILL)
+                else:
+                    wanted.set_result(started)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -60,14 +60,6 @@ class AdminClient:
             found = error if isinstance(error, dict) else {}
             raise AdminRefused(status, str(found.get("message") or content), found.get("code"))
         return content
-
-    async def lines(self, method: str, path: str, body: Mapping[str, Any]) -> AsyncGenerator[bytes, None]:
-        """The lines of an answer while they come. Raises AdminRefused and AdminUnreachable."""
-        async with self._answer(method, path, body, None) as answer:
-            if answer.status >= 400:
-                raise AdminRefused(answer.status, (await answer.read()).decode(errors="replace"))
-            async for line in answer.content:
-                yield line
 
     async def _call(
         self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float | None

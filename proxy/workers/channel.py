@@ -1,15 +1,16 @@
-"""Calls in both directions between a worker and its parent, over one stream socket."""
+"""Calls in both directions between a worker and its parent, over one link."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import socket
-import struct
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Literal
 
 import msgspec
+
+from epd_serve.rpc.link import AsyncLink, LinkClosed
 
 logger = logging.getLogger(__name__)
 
@@ -17,7 +18,6 @@ logger = logging.getLogger(__name__)
 Handler = Callable[[bytes], Awaitable[bytes]]
 
 NOTHING = msgspec.msgpack.encode(None)
-_LENGTH = struct.Struct("!I")
 
 
 class _Frame(msgspec.Struct, array_like=True, frozen=True):
@@ -27,8 +27,7 @@ class _Frame(msgspec.Struct, array_like=True, frozen=True):
     body: bytes
 
 
-class ChannelClosed(ConnectionError):
-    """The other side is gone."""
+_FRAMES: msgspec.msgpack.Decoder[_Frame] = msgspec.msgpack.Decoder(_Frame)
 
 
 class CallFailed(Exception):
@@ -44,26 +43,24 @@ class Channel:
 
     def __init__(self, handlers: Mapping[str, Handler]) -> None:
         self._handlers = handlers
-        self._reader: asyncio.StreamReader | None = None
-        self._writer: asyncio.StreamWriter | None = None
+        self._link: AsyncLink[_Frame] | None = None
         self._number = 0
         self._waiting: dict[int, asyncio.Future[bytes]] = {}
 
-    async def open(self, sock: socket.socket) -> None:
-        """Take over ``sock``; :meth:`run` must follow."""
-        self._reader, self._writer = await asyncio.open_unix_connection(sock=sock)
+    async def open(self, end: socket.socket) -> None:
+        """Take over a socket; :meth:`run` must follow."""
+        self._link = await AsyncLink.over(end, _FRAMES)
 
     async def run(self) -> None:
         """Serve and be served until the other side closes."""
-        reader, writer = self._reader, self._writer
-        assert reader is not None and writer is not None, "open() comes first"
+        link = self._link
+        assert link is not None, "open() comes first"
         try:
             async with asyncio.TaskGroup() as answering:
                 while True:
                     try:
-                        (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
-                        frame = msgspec.msgpack.decode(await reader.readexactly(length), type=_Frame)
-                    except (asyncio.IncompleteReadError, ConnectionError):
+                        frame = await link.receive()
+                    except LinkClosed:
                         return
                     if frame.kind == "call":
                         answering.create_task(self._answer(frame))
@@ -73,20 +70,22 @@ class Channel:
                         else:
                             waiting.set_exception(CallFailed(frame.name))
         finally:
-            self._writer = None
-            writer.close()
+            self._link = None
+            link.close()
             for waiting in self._waiting.values():
                 if not waiting.done():
-                    waiting.set_exception(ChannelClosed("the other side is gone"))
+                    waiting.set_exception(LinkClosed("the other side is gone"))
 
     async def call(self, name: str, argument: Any = None, *, timeout_s: float) -> bytes:
-        """The answer. Raises ChannelClosed, CallFailed or TimeoutError."""
+        """The answer. Raises LinkClosed, CallFailed or TimeoutError."""
         self._number += 1
         number = self._number
         waiting: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._waiting[number] = waiting
         try:
-            self._send(_Frame("call", number, name, msgspec.msgpack.encode(argument)))
+            if self._link is None:
+                raise LinkClosed("the other side is gone")
+            self._link.send(_Frame("call", number, name, msgspec.msgpack.encode(argument)))
             async with asyncio.timeout(timeout_s):
                 return await waiting
         finally:
@@ -94,8 +93,8 @@ class Channel:
 
     def tell(self, name: str, argument: Any = None) -> None:
         """Call without an answer; nothing happens where the other side is gone."""
-        if self._writer is not None:
-            self._send(_Frame("call", 0, name, msgspec.msgpack.encode(argument)))
+        if self._link is not None:
+            self._link.send(_Frame("call", 0, name, msgspec.msgpack.encode(argument)))
 
     async def _answer(self, frame: _Frame) -> None:
         try:
@@ -103,11 +102,5 @@ class Channel:
         except Exception as error:  # the caller is told, and what it calls for must not end the channel
             logger.exception("a call for %s from the other process failed", frame.name)
             answer = _Frame("fault", frame.number, f"{type(error).__name__}: {error}", b"")
-        if frame.number and self._writer is not None:
-            self._send(answer)
-
-    def _send(self, frame: _Frame) -> None:
-        if self._writer is None:
-            raise ChannelClosed("the other side is gone")
-        data = msgspec.msgpack.encode(frame)
-        self._writer.write(_LENGTH.pack(len(data)) + data)
+        if frame.number and self._link is not None:
+            self._link.send(answer)

@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from epd_serve.errors import Unavailable
-from proxy.workers.channel import NOTHING, CallFailed, Channel, ChannelClosed
+from epd_serve.rpc.link import LinkClosed
+from proxy.workers.channel import NOTHING, CallFailed, Channel
 from proxy.workers.ledger import Ledger
 from proxy.workers.messages import Asked, Change, Drained, Joined, Left, Shared
 from proxy.workers.place import WorkerPlace
@@ -103,7 +104,7 @@ class Crew:
             return []
         try:
             answer = await self._channel.call("share", change, timeout_s=2 * ANSWER_S)
-        except ChannelClosed:
+        except LinkClosed:
             return []  # without the parent, all of them end
         except (CallFailed, TimeoutError):
             return [index for index in range(self.place.count) if index != self.place.index]
@@ -130,7 +131,7 @@ class Crew:
             return [], True
         try:
             answer = await self._channel.call("ask", name, timeout_s=2 * ANSWER_S)
-        except (ChannelClosed, CallFailed, TimeoutError):
+        except (LinkClosed, CallFailed, TimeoutError):
             return [], False
         asked = msgspec.msgpack.decode(answer, type=Asked)
         return [msgspec.msgpack.decode(body, type=kind) for body in asked.answers], not asked.silent
@@ -139,7 +140,7 @@ class Crew:
         """The exposition text of all workers together, for one that has a place. Raises Unavailable."""
         try:
             answer = await self._channel.call("metrics", timeout_s=2 * ANSWER_S)
-        except (ChannelClosed, CallFailed, TimeoutError) as error:
+        except (LinkClosed, CallFailed, TimeoutError) as error:
             raise Unavailable("what the gateway's processes have counted cannot be added up now") from error
         return msgspec.msgpack.decode(answer, type=bytes)
 

@@ -10,9 +10,10 @@ from typing import Any
 
 import msgspec
 
+from epd_serve.rpc.link import LinkClosed
 from epd_serve.telemetry.merged import Family, cumulative, exposition, merge
 from proxy.observe.metrics import GROWING_GAUGES, SUMMED_GAUGES
-from proxy.workers.channel import CallFailed, Channel, ChannelClosed
+from proxy.workers.channel import CallFailed, Channel
 from proxy.workers.crew import ANSWER_S
 from proxy.workers.messages import Asked, Change, Shared, TakenOver
 
@@ -92,7 +93,7 @@ class Hub:
         answers: dict[int, bytes] = {}
 
         async def call(index: int, channel: Channel) -> None:
-            with suppress(ChannelClosed, CallFailed, TimeoutError):
+            with suppress(LinkClosed, CallFailed, TimeoutError):
                 answers[index] = await channel.call(name, argument, timeout_s=ANSWER_S)
 
         async with asyncio.TaskGroup() as calling:

@@ -14,8 +14,9 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 
 from epd_serve.config import DeploymentConfig
+from epd_serve.rpc.link import LinkClosed
 from proxy.http.server import ready_text
-from proxy.workers.channel import Channel, ChannelClosed
+from proxy.workers.channel import Channel
 from proxy.workers.hub import Hub
 from proxy.workers.ledger import Ledger
 from proxy.workers.place import WorkerPlace
@@ -197,7 +198,7 @@ class _Parent:
                 await worker.channel.call("ping", timeout_s=interval_s)
             except TimeoutError:
                 num_missed += 1
-            except ChannelClosed:
+            except LinkClosed:
                 return
             else:
                 num_missed = 0

@@ -86,7 +86,6 @@ def zygote() -> Iterator[None]:
             "environment": server._environment,
             "log": os.fspath(server._log_file),
             "numbers": descriptors,
-            "command": [],
         }
         assert server._modules == deployment._PRELOADED
         await asyncio.to_thread(socket.send_fds, ours, [json.dumps(wanted).encode()], descriptors)
@@ -137,13 +136,13 @@ def _become(wanted: dict[str, Any], descriptors: list[int], parent: int, usable:
     for source, number in zip(high, wanted["numbers"], strict=True):
         os.dup2(source, number)
         os.close(source)
-    fork_server._become(wanted, parent)
+    fork_server.become(fork_server.Fork(command=[], environment=wanted["environment"], log=wanted["log"]), parent)
     die_with_parent(parent)
     if OWN_HOST in os.environ:
         _enter_host(os.environ[OWN_HOST])
-    server = socket.socket(fileno=wanted["numbers"][0])
-    fork_server._send(server, {"usable": usable})
-    command = fork_server.serve(server)
+    link = fork_server.orders_over(socket.socket(fileno=wanted["numbers"][0]))
+    fork_server.tell(link, fork_server.Usable(usable))
+    command = fork_server.serve(link)
     if command is None:
         os._exit(0)
     _run(command)

@@ -1,0 +1,174 @@
+"""The link between two processes of one machine: typed messages over a socket pair or a Unix socket.
+
+A message is ``u32 length | MessagePack``, little-endian. Both ends run the same program and trust each other; an
+end that receives something else takes the other end for gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+import threading
+from collections import deque
+from contextlib import suppress
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+#: A message may be as long as this where nothing else is said.
+MAX_BYTES = 1 << 26
+_LENGTH = struct.Struct("<I")
+#: Received at once by a blocking end: nearly all messages come whole.
+_PIECE_BYTES = 1 << 16
+_ENCODER = msgspec.msgpack.Encoder()
+
+T = TypeVar("T")
+
+
+class LinkClosed(ConnectionError):
+    """The other end is gone, or sent what is no message."""
+
+
+def pack(message: Any, encoder: msgspec.msgpack.Encoder = _ENCODER, max_bytes: int = MAX_BYTES) -> bytearray:
+    """A message as it travels. Raises ValueError for one that is too long."""
+    packed = bytearray(_LENGTH.size)
+    encoder.encode_into(message, packed, _LENGTH.size)
+    nbytes = len(packed) - _LENGTH.size
+    if nbytes > max_bytes:
+        raise ValueError(f"a message of {nbytes} bytes; {max_bytes} are the limit of its link")
+    _LENGTH.pack_into(packed, 0, nbytes)
+    return packed
+
+
+def _length(head: bytes | bytearray, start: int, max_bytes: int) -> int:
+    nbytes: int = _LENGTH.unpack_from(head, start)[0]
+    if nbytes > max_bytes:
+        raise LinkClosed(f"a message of {nbytes} bytes was announced; {max_bytes} are the limit of its link")
+    return nbytes
+
+
+def _unpack(decoder: msgspec.msgpack.Decoder[T], data: bytes | memoryview) -> T:
+    try:
+        return decoder.decode(data)
+    except msgspec.DecodeError as error:
+        raise LinkClosed(f"what came is no message: {error}") from error
+
+
+class Link(Generic[T]):
+    """A blocking end. Sending is safe from any thread; one thread receives.
+
+    Args:
+        end: a connected stream socket, which is the link's from here on.
+        decoder: of the messages that come.
+    """
+
+    def __init__(
+        self,
+        end: socket.socket,
+        decoder: msgspec.msgpack.Decoder[T],
+        *,
+        encoder: msgspec.msgpack.Encoder = _ENCODER,
+        max_bytes: int = MAX_BYTES,
+    ) -> None:
+        self._socket = end
+        self._decoder = decoder
+        self._encoder = encoder
+        self._max_bytes = max_bytes
+        self._sending = threading.Lock()
+        self._held = bytearray()
+        self._came: deque[T] = deque()
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def send(self, message: Any) -> None:
+        """Send a message. Raises LinkClosed."""
+        self.send_packed(pack(message, self._encoder, self._max_bytes))
+
+    def send_packed(self, packed: bytearray) -> None:
+        """Send a message that is packed once for several links. Raises LinkClosed."""
+        with self._sending:
+            try:
+                self._socket.sendall(packed)
+            except OSError as error:
+                raise LinkClosed(str(error)) from error
+
+    def receive(self) -> T:
+        """The next message, as soon as it is there. Raises LinkClosed."""
+        while not self._came:
+            self._came += self.read()
+        return self._came.popleft()
+
+    def read(self) -> list[T]:
+        """The messages that are whole with what came; blocks until something comes. Raises LinkClosed.
+
+        For an end that waits for several files at once; it never calls :meth:`receive`.
+        """
+        held = self._held
+        missing = _LENGTH.size + _length(held, 0, self._max_bytes) - len(held) if len(held) >= _LENGTH.size else 0
+        try:
+            piece = self._socket.recv(max(missing, _PIECE_BYTES))
+        except OSError as error:
+            raise LinkClosed(str(error)) from error
+        if not piece:
+            raise LinkClosed("the other end is closed")
+        if not held and len(piece) >= _LENGTH.size == len(piece) - _length(piece, 0, self._max_bytes):
+            return [_unpack(self._decoder, memoryview(piece)[_LENGTH.size :])]
+        held += piece
+        found, start = [], 0
+        while len(held) >= start + _LENGTH.size:
+            end = start + _LENGTH.size + _length(held, start, self._max_bytes)
+            if end > len(held):
+                break
+            found.append(_unpack(self._decoder, bytes(held[start + _LENGTH.size : end])))
+            start = end
+        del held[:start]
+        return found
+
+    def close(self) -> None:
+        """Close the socket; the other end learns of it, and so does a thread that receives here."""
+        with suppress(OSError):  # the other end is gone
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+class AsyncLink(Generic[T]):
+    """An end on an event loop; one task receives."""
+
+    def __init__(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        decoder: msgspec.msgpack.Decoder[T],
+        max_bytes: int = MAX_BYTES,
+    ) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._decoder = decoder
+        self._max_bytes = max_bytes
+
+    @classmethod
+    async def over(cls, end: socket.socket, decoder: msgspec.msgpack.Decoder[T]) -> AsyncLink[T]:
+        """The link over a connected stream socket, which it takes over."""
+        reader, writer = await asyncio.open_unix_connection(sock=end)
+        return cls(reader, writer, decoder)
+
+    def send(self, message: Any) -> None:
+        """Send a message without waiting; nothing happens where the other end is gone."""
+        packed = pack(message, max_bytes=self._max_bytes)
+        if not self._writer.is_closing():
+            self._writer.write(packed)
+
+    async def receive(self) -> T:
+        """The next message, as soon as it is there. Raises LinkClosed."""
+        try:
+            head = await self._reader.readexactly(_LENGTH.size)
+            data = await self._reader.readexactly(_length(head, 0, self._max_bytes))
+        except (asyncio.IncompleteReadError, OSError) as error:
+            raise LinkClosed("the other end is closed") from error
+        return _unpack(self._decoder, data)
+
+    def close(self) -> None:
+        """Close the link once the other end has all that was sent, or is gone."""
+        self._writer.close()
