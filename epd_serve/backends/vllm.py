@@ -19,9 +19,8 @@ from epd_serve.backends.http_client import HttpPool
 from epd_serve.backends.native import NativeConnections
 from epd_serve.backends.vllm_answer import PrefillAnswer, VllmCall, Work
 from epd_serve.backends.vllm_command import FEATURE_PORT, KV_PORT
-from epd_serve.backends.vllm_load import VllmFigures
 from epd_serve.backends.vllm_notices import Notices
-from epd_serve.backends.vllm_server import VllmServer
+from epd_serve.backends.vllm_server import EngineWatch, VllmFigures, VllmServer, VllmTarget
 from epd_serve.backends.vllm_stream import (
     KnownTokens,
     ReplayedTokens,
@@ -30,8 +29,6 @@ from epd_serve.backends.vllm_stream import (
     give_tokens,
     rest_of,
 )
-from epd_serve.backends.vllm_target import VllmTarget
-from epd_serve.backends.vllm_watch import EngineWatch
 from epd_serve.errors import InstanceFailed, InstanceLost, InvalidRequest, StageTimeout
 from epd_serve.protocol import wire
 from epd_serve.protocol.engine_notices import WITH_PIXELS, FeatureWithdrawn, KVUnwanted

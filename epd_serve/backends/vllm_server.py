@@ -1,22 +1,25 @@
-"""One vLLM server: its HTTP calls, its own description of itself, and its tokenizer."""
+"""One vLLM server: its HTTP calls, its figures, its tokenizer, and whether its engine works."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import Any
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import msgspec
+from blake3 import blake3
 
 from epd_serve.backends import vllm_chat
 from epd_serve.backends.http_client import HttpPool
 from epd_serve.backends.vllm_answer import VllmCall, Work
-from epd_serve.backends.vllm_load import VllmFigures, read_figures
-from epd_serve.backends.vllm_target import VllmTarget
-from epd_serve.errors import InstanceLost, InvalidRequest
+from epd_serve.errors import InstanceLost, InvalidRequest, StageTimeout
 from epd_serve.protocol import wire
 from epd_serve.protocol.prompt_calls import DetokenizeReply, DetokenizeRequest, TokenizeReply, TokenizeRequest
-from epd_serve.types import SamplingParams
+from epd_serve.protocol.wire import Load
+from epd_serve.types import Role, SamplingParams
 
 INFO_TIMEOUT_S = 10.0
 #: The first request of a process compiles and allocates what later ones find.
@@ -144,3 +147,168 @@ class VllmServer:
 
 def _short_completion(model: str) -> dict[str, Any]:
     return {"model": model, "prompt": [1], "max_tokens": 2, "temperature": 0, "ignore_eos": True}
+
+
+#: An engine that has requests and moves none of its counters for so long is stuck. The first step of its kind
+#: compiles, and the counters move when a step ends.
+STUCK_S = 300.0
+#: How long an engine may be idle until it is given something to compute.
+IDLE_S = 60.0
+
+
+class EngineWatch:
+    """The watch of one instance. After :data:`IDLE_S` without work, an engine is given a trial to compute."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._progress: tuple[float, int] | None = None
+        self._moved_at = 0.0
+        self._trial: VllmCall | None = None
+
+    def look(self, figures: VllmFigures, now: float, make_trial: Callable[[], VllmCall]) -> None:
+        """Judge the engine by its figures. Raises ServeError where it is stuck, or has failed its trial.
+
+        A trial, as any work, may take :data:`STUCK_S`. ``make_trial`` makes a call that has the engine compute
+        something.
+        """
+        progress = (figures.started_at, figures.progress)
+        if progress != self._progress:
+            self._progress, self._moved_at = progress, now
+        if self._trial is not None and self._trial.opened.done():
+            self._end_trial(now)
+        is_busy = figures.num_running > 0 or self._trial is not None
+        if is_busy and now - self._moved_at > STUCK_S:
+            raise StageTimeout(f"instance {self._name} has work and has computed nothing for {STUCK_S:g} s")
+        if not is_busy and now - self._moved_at > IDLE_S:
+            self._moved_at = now  # its patience begins anew
+            self._trial = make_trial()
+            self._trial.opened.add_done_callback(lambda opened: opened.cancelled() or opened.exception())
+            self._trial.send()
+
+    def _end_trial(self, now: float) -> None:
+        trial, self._trial = self._trial, None
+        assert trial is not None
+        self._moved_at = now
+        try:
+            trial.opened.result()
+        except InvalidRequest:
+            pass  # it is a model without pictures that says so
+        finally:
+            trial.close()
+
+
+_LINE = re.compile(r"^([a-zA-Z_:][\w:]*)(\{[^}]*\})? (\S+)$", re.MULTILINE)
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_PROGRESS = {"vllm:prompt_tokens_total", "vllm:generation_tokens_total", "vllm:request_success_total"}
+_SUMMED = {
+    *_PROGRESS,
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "vllm:kv_cache_usage_perc",
+}
+#: No figure of an instance comes near to it; what is beyond is none.
+_MOST = 1e12
+
+
+@dataclass(frozen=True, kw_only=True)
+class VllmFigures:
+    """The figures of one instance; a figure that its page lacks is 0.
+
+    Attributes:
+        started_at: Unix time of its start, which names the process.
+        progress: tokens and requests that it has finished since then: it grows with the steps that end.
+    """
+
+    started_at: float
+    num_running: int
+    num_waiting: int
+    progress: int
+    block_size: int
+    num_blocks: int
+    kv_usage: float
+
+    def load(self, *, num_waiting_tokens: int, num_waiting_encodes: int, num_waiting_pixels: int) -> Load:
+        """The load as the gateway's policies read it.
+
+        The caller adds the contents of the queue, which vLLM does not report.
+        """
+        return Load(
+            num_running=self.num_running,
+            num_waiting=self.num_waiting,
+            num_waiting_tokens=num_waiting_tokens,
+            num_waiting_encodes=num_waiting_encodes,
+            num_waiting_pixels=num_waiting_pixels,
+            free_blocks=round(self.num_blocks * (1 - self.kv_usage)),
+            total_blocks=self.num_blocks,
+        )
+
+
+def read_figures(text: str) -> VllmFigures:
+    """Read Prometheus' text format; lines that do not parse are skipped."""
+    sums: dict[str, float] = dict.fromkeys(_SUMMED, 0.0)
+    info: dict[str, str] = {}
+    started_at, num_engines = 0.0, 0
+    for name, labels, value in _LINE.findall(text):
+        if name in _SUMMED:
+            sums[name] += _number(value)
+            num_engines += name == "vllm:kv_cache_usage_perc"
+        elif name == "vllm:cache_config_info":
+            info = dict(_LABEL.findall(labels))
+        elif name == "process_start_time_seconds":
+            started_at = _number(value)
+    return VllmFigures(
+        started_at=started_at,
+        num_running=int(sums["vllm:num_requests_running"]),
+        num_waiting=int(sums["vllm:num_requests_waiting"]),
+        progress=int(sum(sums[name] for name in _PROGRESS)),
+        block_size=_count(info.get("block_size")),
+        num_blocks=_count(info.get("num_gpu_blocks")),
+        kv_usage=sums["vllm:kv_cache_usage_perc"] / max(1, num_engines),
+    )
+
+
+def _number(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        return 0.0
+    return number if 0 <= number <= _MOST else 0.0
+
+
+def _count(text: str | None) -> int:
+    return int(text) if text and text.isdecimal() else 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class VllmTarget:
+    """A vLLM instance as the deployment file describes it; vLLM does not know its role.
+
+    Attributes:
+        ranks: tensor-parallel ones.
+        features, kv: connectors that hand them on; None where nothing is handed on.
+        pulls: whether D asks for KV only once P has answered, with the parameters in P's answer.
+        rewrites: whether D gets E's description of a picture, and no pixels.
+        continues: whether the rest of an answer, computed apart, equals the same part of the whole.
+        recomputes: whether D computes a prompt whose KV does not come.
+    """
+
+    role: Role
+    device: str
+    dtype: str
+    model_path: str
+    ranks: int = 1
+    features: Literal["store", "file"] | None = None
+    kv: Literal["grouped", "mooncake", "nixl"] | None = None
+    pulls: bool = False
+    rewrites: bool = False
+    continues: bool = True
+    recomputes: bool = True
+
+    @property
+    def takes_features(self) -> bool:
+        return self.features is not None and self.role.prefills and not self.role.encodes
+
+    @property
+    def media_fingerprint(self) -> str:
+        """A hash of everything but the media that decides a feature."""
+        return blake3(f"vllm {self.model_path} {self.dtype}".encode()).hexdigest()

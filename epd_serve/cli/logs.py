@@ -20,16 +20,16 @@ def logs(
     list_runs: Annotated[bool, typer.Option("--list", help="List the runs that are kept.")] = False,
 ) -> None:
     """Show the logs of a deployment, also after its end: those of the last runs are kept."""
-    from epd_serve.launch.log_runs import root, runs
+    from epd_serve.launch.runtime import log_root, log_runs
 
-    found = runs()
+    found = log_runs()
     if list_runs:
         for number, directory in enumerate(found, start=1):
             kept = sorted(file.stem for file in directory.glob("*.log"))
             typer.echo(f"{number:>3}  {directory}  {' '.join(kept)}")
         return
     if len(found) < run:
-        raise ValueError(f"{root()} has the logs of {len(found)} runs; 'epd-serve up' writes them")
+        raise ValueError(f"{log_root()} has the logs of {len(found)} runs; 'epd-serve up' writes them")
     directory = found[run - 1]
     files = sorted(directory.glob("*.log"))
     if name is not None:

@@ -55,7 +55,6 @@ def up(
         for line in dry_run(config, file, os.environ):
             typer.echo(line)
         return
-    from epd_serve.launch.progress import Terminal
-    from epd_serve.launch.up import run_up
+    from epd_serve.launch.up import Terminal, run_up
 
     raise typer.Exit(asyncio.run(run_up(config, Terminal())))

@@ -6,13 +6,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from epd_serve.launch.backoff import Backoff
     from epd_serve.launch.deployment import InstanceHandle, LocalDeployment
     from epd_serve.launch.process import ManagedProcess, ProcessDied, ProcessSpec, ProcessState
-    from epd_serve.launch.supervisor import Supervisor
+    from epd_serve.launch.supervisor import Backoff, Supervisor
 
 _MODULES = {
-    "Backoff": "backoff",
+    "Backoff": "supervisor",
     "InstanceHandle": "deployment",
     "LocalDeployment": "deployment",
     "ManagedProcess": "process",

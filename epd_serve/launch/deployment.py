@@ -15,7 +15,6 @@ from typing import Self
 from device.weight_files import open_weight_files
 from epd_serve.config import DeploymentConfig
 from epd_serve.config.role_files import write_role_settings
-from epd_serve.launch.backoff import Backoff
 from epd_serve.launch.commands import (
     PreparedInstance,
     autoscale_spec,
@@ -42,7 +41,7 @@ from epd_serve.launch.process import (
 )
 from epd_serve.launch.rollout import DEFAULT_LIMITS, ApplyLimits, Rollout
 from epd_serve.launch.runtime import AddressTaken, RuntimeDirectory
-from epd_serve.launch.supervisor import Supervisor
+from epd_serve.launch.supervisor import Backoff, Supervisor
 from epd_serve.launch.vllm import vllm_instance_specs
 from epd_serve.types import Role
 

@@ -4,16 +4,43 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
-from epd_serve.launch.backoff import Backoff
 from epd_serve.launch.process import ManagedProcess, ProcessDied, ProcessSpec, ProcessState, Starter, spawn
 
 #: What processes get to finish: requests first, then the stages, last what these have used; all within 10 s.
 GRACES_S = {"first": 5.5, "then": 3.5, "last": 0.5}
+
+
+_MAX_DOUBLINGS = 32
+
+
+@dataclass(slots=True, kw_only=True)
+class Backoff:
+    """1, 2, 4 ... seconds before the next start; from the beginning again after it ran well for a while.
+
+    Attributes:
+        first_s: wait before the first new start.
+        limit_s: longest wait.
+        well_after_s: time for which a process must have been ready for its earlier deaths to be forgotten.
+    """
+
+    first_s: float = 1.0
+    limit_s: float = 30.0
+    well_after_s: float = 60.0
+    _num_deaths: int = 0
+
+    def next_delay_s(self, ready_s: float) -> float:
+        """Seconds to wait after a death of a process that had been ready for ``ready_s`` seconds."""
+        if ready_s >= self.well_after_s:
+            self._num_deaths = 0
+        delay_s = min(self.first_s * 2.0 ** min(self._num_deaths, _MAX_DOUBLINGS), self.limit_s)
+        self._num_deaths += 1
+        return delay_s
 
 
 class Supervisor:

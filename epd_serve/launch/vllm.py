@@ -19,8 +19,7 @@ from epd_serve.config.shares import DeviceShare
 from epd_serve.config.vllm import connectors
 from epd_serve.launch.commands import threads_each
 from epd_serve.launch.process import ProcessSpec
-from epd_serve.launch.vllm_hooks import CONNECTORS
-from epd_serve.launch.vllm_probe import VllmFound, check_flags, check_found, probe_vllm
+from epd_serve.launch.vllm_probe import CONNECTORS, VllmFound, check_flags, check_found, probe_vllm
 from epd_serve.protocol.addresses import is_loopback, url_of
 from epd_serve.topology import InstancePlacement
 from epd_serve.types import Stage

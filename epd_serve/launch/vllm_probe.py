@@ -1,16 +1,23 @@
-"""The vLLM of an environment, found without importing it: that alone takes seconds."""
+"""The vLLM of an environment and whether it suits epd-serve, found without importing it: that takes seconds."""
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 
 import msgspec
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
+import epd_serve
 from epd_serve.launch import vllm_sources
-from epd_serve.launch.vllm_hooks import Module, lacking, needed_modules
+from epd_serve.launch.vllm_sources import read_module
 
 #: vLLM's with which epd-serve's connectors were run.
 TESTED = ("0.32", "0.33")
@@ -30,7 +37,7 @@ class VllmFound(msgspec.Struct, frozen=True):
     Attributes:
         epd_serve: whether this package can be imported there.
         flags: of ``vllm serve``, with ``_``.
-        modules: its modules that epd-serve's connectors need (:func:`epd_serve.launch.vllm_hooks.needed_modules`).
+        modules: its modules that epd-serve's connectors need (:func:`needed_modules`).
     """
 
     vllm: str
@@ -100,3 +107,126 @@ def check_flags(found: VllmFound, arguments: Iterable[str]) -> None:
         alike = difflib.get_close_matches(unknown[0], found.flags, n=1)
         hint = f"; did you mean {alike[0]}?" if alike else ""
         raise ValueError(f"engine_args: vLLM {found.vllm} has no flag {unknown[0]}{hint}")
+
+
+_PLUGIN = Path(epd_serve.__file__).parent / "vllm_plugin"
+#: Connectors by the word that stands for them in a deployment file: the file and class of each, the vLLM class at
+#: its root, and words that must occur in modules of vLLM which it does not import.
+_CONNECTORS: dict[str, tuple[str, str, str, dict[str, str]]] = {
+    "store": ("features", "StoreFeatureConnector", "ECConnectorBase", {"vllm.v1.request": "ec_transfer_params"}),
+    "rewritten": ("rewritten", "RewrittenMediaConnector", "ECConnectorBase", {}),
+    "grouped": ("kv", "GroupedKVConnector", "KVConnectorBase_V1", {"vllm.v1.request": "kv_transfer_params"}),
+}
+CONNECTORS = tuple(_CONNECTORS)
+#: Methods that are no hooks of vLLM's, or none of an earlier one's.
+_OWN = {"take_counts", "supports_sleep_mode"}
+
+
+class Module(msgspec.Struct, frozen=True):
+    """A module of vLLM as :func:`epd_serve.launch.vllm_sources.read_module` describes it."""
+
+    words: list[str]
+    names: list[str]
+    classes: dict[str, dict[str, tuple[list[str], bool]]]
+
+
+@cache
+def needed_modules() -> dict[str, list[str]]:
+    """Modules of vLLM, each with the words to look for in it."""
+    found: dict[str, list[str]] = {}
+    for file, _, _, words in _CONNECTORS.values():
+        for module, _ in _imports(file):
+            found.setdefault(module, [])
+        for module, word in words.items():
+            found.setdefault(module, []).append(word)
+    return found
+
+
+def lacking(connector: str, modules: Mapping[str, Module | None]) -> str:
+    """The part that a vLLM lacks for one of :data:`CONNECTORS`; "" for none.
+
+    ``modules`` are the needed ones, None for those that the vLLM does not have.
+    """
+    file, name, root, words = _CONNECTORS[connector]
+    theirs: dict[str, tuple[list[str], bool]] = {}
+    for module, imported in _imports(file):
+        there = modules.get(module)
+        if there is None:
+            return f"it has no {module}"
+        if imported not in there.names:
+            return f"{module} has no {imported}"
+        theirs |= there.classes.get(root, {})
+    for module, word in words.items():
+        there = modules.get(module)
+        if there is None or word not in there.words:
+            return f"{module} knows no {word}"
+    ours = _methods(file, name)
+    for method, (arguments, _) in ours.items():
+        if method.startswith("_") or method in _OWN:
+            continue
+        if method not in theirs:
+            return f"{root} has no {method}"
+        if theirs[method][0] != arguments:
+            return f"{root}.{method} takes {', '.join(theirs[method][0])}, and not {', '.join(arguments)}"
+    for method, (_, is_abstract) in theirs.items():
+        if is_abstract and method not in ours:
+            return f"{root} asks for {method}"
+    return ""
+
+
+@cache
+def _own(file: str) -> Module:
+    return msgspec.convert(read_module(_PLUGIN / f"{file}.py", []), Module)
+
+
+def _methods(file: str, name: str) -> dict[str, tuple[list[str], bool]]:
+    """The methods of a connector, with those that it has from another class of the plugin."""
+    inherited = {} if file == "kv" else _own("feature_figures").classes["CountingConnector"]
+    return inherited | _own(file).classes[name]
+
+
+@cache
+def _imports(file: str) -> list[tuple[str, str]]:
+    """(module, name) of what a file of the plugin, and the files of the plugin that it imports, have from vLLM."""
+    found: list[tuple[str, str]] = []
+    for node in ast.parse((_PLUGIN / f"{file}.py").read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ImportFrom) and node.module:
+            if node.module.startswith("vllm."):
+                found += [(node.module, one.name) for one in node.names]
+            elif node.module.startswith(f"{_PLUGIN.parent.name}.{_PLUGIN.name}."):
+                found += _imports(node.module.rpartition(".")[2])
+    return found
+
+
+def check_vllm_engine(console: Console, python: Path | None) -> bool:
+    """Print a table of what an interpreter's vLLM can run.
+
+    Returns False where an interpreter is named and has no vLLM that can run.
+    """
+    named = python or Path(sys.executable)
+    table = Table("engine: vllm", "can it run", "detail")
+    try:
+        found = probe_vllm(named)
+        check_found(found, python=named)
+    except ValueError as error:
+        table.add_row(str(named), Text("no", "bold red" if python else "dim"), Text(str(error)))
+        console.print(table)
+        return python is None
+    name = f"vLLM {found.vllm}" + (f", vllm-ascend {found.vllm_ascend}" if found.vllm_ascend else "")
+    table.add_row(str(named), Text("yes", "green"), f"{name}, Python {found.python}")
+    for connector, missing in connectors_of(found).items():
+        table.add_row(connector, Text("no", "yellow") if missing else Text("yes", "green"), missing)
+    console.print(table)
+    return True
+
+
+def connectors_of(found: VllmFound) -> dict[str, str]:
+    """Each connector of the deployment file, and what that vLLM lacks for it; "" for nothing."""
+    return {
+        "features: store": found.lacks("store"),
+        "features: file": "",
+        "media: rewritten": found.lacks("rewritten"),
+        "kv: grouped": found.lacks("grouped"),
+        "kv: mooncake": "" if found.mooncake else "the mooncake package is not installed there",
+        "kv: nixl": "" if found.nixl else "the nixl package is not installed there",
+    }

@@ -9,7 +9,7 @@ from pathlib import Path
 from epd_serve.backends.base import StageCalls
 from epd_serve.backends.native import NativeConnections, NativeInstance
 from epd_serve.backends.vllm import VllmInstances
-from epd_serve.backends.vllm_target import VllmTarget
+from epd_serve.backends.vllm_server import VllmTarget
 from epd_serve.config import DeploymentConfig
 from epd_serve.config.vllm import connectors
 

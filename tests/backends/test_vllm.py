@@ -8,7 +8,7 @@ import pytest
 
 from epd_serve.backends import vllm_chat
 from epd_serve.backends.vllm_answer import error_of
-from epd_serve.backends.vllm_load import read_figures
+from epd_serve.backends.vllm_server import read_figures
 from epd_serve.backends.vllm_stream import can_be_replayed
 from epd_serve.errors import InstanceFailed, InvalidRequest, Unavailable
 from epd_serve.protocol.openai import (

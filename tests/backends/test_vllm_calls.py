@@ -15,7 +15,7 @@ from epd_serve.backends.native import NativeConnections
 from epd_serve.backends.vllm import VllmInstances
 from epd_serve.backends.vllm_answer import PrefillAnswer, VllmCall
 from epd_serve.backends.vllm_command import KV_PORT
-from epd_serve.backends.vllm_target import VllmTarget
+from epd_serve.backends.vllm_server import VllmTarget
 from epd_serve.errors import InstanceFailed, InstanceLost
 from epd_serve.protocol.wire import ChatMessage, DecodeRequest, MediaRef, OutputOptions, Part, PrefillRequest
 from epd_serve.types import Role, SamplingParams

@@ -12,7 +12,7 @@ from aiohttp import web
 
 from epd_serve.backends.native import NativeConnections
 from epd_serve.backends.vllm import VllmInstance, VllmInstances
-from epd_serve.backends.vllm_target import VllmTarget
+from epd_serve.backends.vllm_server import VllmTarget
 from epd_serve.errors import InstanceFailed
 from epd_serve.protocol.wire import (
     ChatMessage,

@@ -16,9 +16,7 @@ from epd_serve.backends.native import NativeConnections
 from epd_serve.backends.vllm import VllmInstance, VllmInstances
 from epd_serve.backends.vllm_answer import VllmCall
 from epd_serve.backends.vllm_command import KV_PORT
-from epd_serve.backends.vllm_load import VllmFigures
-from epd_serve.backends.vllm_target import VllmTarget
-from epd_serve.backends.vllm_watch import IDLE_S, STUCK_S, EngineWatch
+from epd_serve.backends.vllm_server import IDLE_S, STUCK_S, EngineWatch, VllmFigures, VllmTarget
 from epd_serve.errors import InstanceFailed, StageTimeout, Unavailable
 from epd_serve.protocol.engine_notices import LENGTH, KVUnwanted, unpack
 from epd_serve.protocol.wire import ChatMessage, DecodeRequest, OutputOptions, Part, PrefillRequest

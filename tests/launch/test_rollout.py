@@ -177,7 +177,7 @@ async def test_what_has_another_role_by_the_time_that_roles_have_new_settings_ha
 async def test_what_is_in_the_way_for_long_is_said_once(
     fakes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("epd_serve.launch.orders._LONG_S", 0.05)
+    monkeypatch.setattr("epd_serve.launch.rollout._LONG_S", 0.05)
     async with launcher(fakes, tmp_path) as own:
         await own.supervisor.start()
         await own.supervisor.wait_ready(300)

@@ -18,9 +18,18 @@ from epd_serve.config import change_config, load_config, parse_config
 from epd_serve.launch import vllm_sources
 from epd_serve.launch.dry_run import dry_run
 from epd_serve.launch.vllm import VllmProcess, link_plugin, vllm_processes
-from epd_serve.launch.vllm_check import check_vllm_engine, connectors_of
-from epd_serve.launch.vllm_hooks import CONNECTORS, Module, lacking, needed_modules
-from epd_serve.launch.vllm_probe import VllmFound, check_flags, check_found, probe_vllm
+from epd_serve.launch.vllm_probe import (
+    CONNECTORS,
+    Module,
+    VllmFound,
+    check_flags,
+    check_found,
+    check_vllm_engine,
+    connectors_of,
+    lacking,
+    needed_modules,
+    probe_vllm,
+)
 
 ROOT = Path(__file__).parents[2]
 SNAPSHOT = Path(__file__).parent / "vllm-ascend-qwen3-vl-8b.txt"

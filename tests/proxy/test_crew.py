@@ -27,12 +27,12 @@ from proxy.http.errors import install_error_handlers
 from proxy.observe.metrics import GatewayMetrics
 from proxy.settings import Current, GatewaySettings
 from proxy.workers import crew as crew_module
-from proxy.workers import hub as hub_module
+from proxy.workers import parent as parent_module
 from proxy.workers.channel import Channel
 from proxy.workers.crew import Crew
-from proxy.workers.hub import Hub
 from proxy.workers.ledger import Ledger
 from proxy.workers.messages import Drained, Joined, Left, Shared, TakenOver
+from proxy.workers.parent import Hub
 from proxy.workers.place import WorkerPlace
 
 D0 = Drained("d0", "http://127.0.0.1:1", True)
@@ -71,7 +71,7 @@ async def crews() -> AsyncIterator[Callable[..., Any]]:
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (crew_module, hub_module):
+    for module in (crew_module, parent_module):
         monkeypatch.setattr(module, "ANSWER_S", 120)
 
 
@@ -113,9 +113,9 @@ async def test_who_shares_a_change_learns_which_workers_have_not_confirmed_it(cr
     second.on_drained = taken.append
     assert await first.share(D0) == [] and taken == [D0]
     async with StandsStill(hub) as still:
-        monkeypatch.setattr(hub_module, "ANSWER_S", 0.2)
+        monkeypatch.setattr(parent_module, "ANSWER_S", 0.2)
         assert 7 in await first.share(D0)
-        monkeypatch.setattr(hub_module, "ANSWER_S", 120)
+        monkeypatch.setattr(parent_module, "ANSWER_S", 120)
         still.told.clear()
         sharing = asyncio.create_task(first.share(D0))
         await still.told.wait()
@@ -158,9 +158,9 @@ async def test_an_instance_is_ready_where_every_worker_says_so(crews, monkeypatc
         tables[1].update("d0", instance_info("d0"), contains=0)
         assert await ready() == ["d0"]
         async with StandsStill(hub):
-            monkeypatch.setattr(hub_module, "ANSWER_S", 0.2)
+            monkeypatch.setattr(parent_module, "ANSWER_S", 0.2)
             assert await ready() == [], "one may not know it"
-            monkeypatch.setattr(hub_module, "ANSWER_S", 120)
+            monkeypatch.setattr(parent_module, "ANSWER_S", 120)
         assert await ready() == ["d0"]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from epd_serve.errors import Conflict
-from epd_serve.launch.orders import Deadline, GatewayOrders, OrderRefused
+from epd_serve.launch.rollout import Deadline, GatewayOrders, OrderRefused
 from epd_serve.protocol import wire
 from epd_serve.protocol.wire import Left
 from epd_serve.rpc.admin import AdminUnreachable

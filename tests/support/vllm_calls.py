@@ -14,7 +14,7 @@ from vllm_runs import Tokens, tokens_of
 from epd_serve.backends.native import NativeConnections
 from epd_serve.backends.vllm import VllmInstances
 from epd_serve.backends.vllm_command import KV_PORT
-from epd_serve.backends.vllm_target import VllmTarget
+from epd_serve.backends.vllm_server import VllmTarget
 from epd_serve.protocol.engine_notices import KVUnwanted
 from epd_serve.protocol.openai import ChatCompletionRequest
 from epd_serve.protocol.wire import DecodeRequest, EncodeRequest, MediaRef, PrefillRequest
