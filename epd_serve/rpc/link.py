@@ -162,12 +162,14 @@ class AsyncLink(Generic[T]):
 
     async def receive(self) -> T:
         """The next message, as soon as it is there. Raises LinkClosed."""
+        head = await self._read(_LENGTH.size)
+        return _unpack(self._decoder, await self._read(_length(head, 0, self._max_bytes)))
+
+    async def _read(self, nbytes: int) -> bytes:
         try:
-            head = await self._reader.readexactly(_LENGTH.size)
-            data = await self._reader.readexactly(_length(head, 0, self._max_bytes))
+            return await self._reader.readexactly(nbytes)
         except (asyncio.IncompleteReadError, OSError) as error:
             raise LinkClosed("the other end is closed") from error
-        return _unpack(self._decoder, data)
 
     def close(self) -> None:
         """Close the link once the other end has all that was sent, or is gone."""

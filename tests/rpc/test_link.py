@@ -73,10 +73,11 @@ def test_messages_come_whole_and_in_order_from_either_kind_of_end(
         link.send(Words("to nobody"))
         link.close()
 
-    thread = threading.Thread(target=lambda: asyncio.run(echo(ends[1].dup())), daemon=True)
+    own = ends[1].dup()
+    ends[1].close()
+    thread = threading.Thread(target=lambda: asyncio.run(echo(own)), daemon=True)
     thread.start()
     link = Link(ends[0], DECODER)
-    ends[1].close()
     for message in MESSAGES:
         link.send(message)
     assert [link.receive() for _ in MESSAGES] == MESSAGES
