@@ -238,7 +238,7 @@ class Partition:
 
     strength: PartitionStrength
     mechanisms: tuple[str, ...]
-    """What sets the shares, in words; empty only where strength is NONE."""
+    """The mechanisms that set the shares, in words; empty only where strength is NONE."""
 
 
 class Device(Protocol):
@@ -374,7 +374,7 @@ class DeviceReport:
     kind: str
     available: bool
     reason: str | None = None
-    """What is missing and how to get it, where not available."""
+    """The missing part and how to get it, where not available."""
     description: str | None = None
     """The vendor's name of the hardware."""
     memory_total_bytes: int | None = None

@@ -44,10 +44,10 @@ class CheckResult:
     check: str
     passed: bool
     detail: str
-    """What was measured; what was wrong, where not passed."""
+    """The measurement, or the fault where the check failed."""
     seconds: float
     advice: str | None = None
-    """What to do, where not passed."""
+    """The remedy where the check failed."""
 
 
 def check_device(device: Device, more: Mapping[str, tuple[Check, str]] | None = None) -> Iterator[CheckResult]:

@@ -39,7 +39,7 @@ def accelerators(kind: str) -> Accelerators:
 
 
 def torch_lacks(kind: str) -> str:
-    """What this Python's torch lacks for devices of a kind, with a remedy; "" for nothing."""
+    """The part that this Python's torch lacks for devices of a kind, with a remedy; "" for nothing."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return "torch is not installed; run in epd-serve's clone: pip install '.[native]'"

@@ -22,7 +22,7 @@ class FairThreads:
         self._calls: dict[str, deque[tuple[Future[Any], Callable[[], Any]]]] = {}  # whose turn is next comes first
 
     async def run(self, asker: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """What ``function`` returns or raises."""
+        """Run ``function`` on a thread when its asker's turn comes; return or raise as it does."""
         future: Future[T] = Future()
         with self._lock:
             self._calls.setdefault(asker, deque()).append((future, lambda: function(*args, **kwargs)))

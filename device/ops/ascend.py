@@ -37,7 +37,7 @@ class _Call:
     query_lens: list[int]
     """Ends in the packed tokens with TND, lengths with BSND."""
     context_lens: list[int]
-    """Of each sequence: the kernel's lengths over pages are not cumulative."""
+    """Per sequence: the kernel's lengths over pages are not cumulative."""
     block_table: Tensor
     """[batch, max_blocks] int32."""
     mask: Tensor | None

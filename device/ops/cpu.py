@@ -39,7 +39,7 @@ class CpuPlan(AttentionPlan):
 
     dtype: torch.dtype
     context_lens: list[int]
-    """Of the decodes, ascending."""
+    """Per decode, ascending."""
     block_table: Tensor
     """[num_decodes, max_blocks], in the order of ``context_lens``."""
     order: Tensor | None

@@ -34,7 +34,7 @@ class Essentials:
 
 
 def essentials(data: bytes, *, head_only: bool = False) -> Essentials:
-    """Of a JPEG or PNG; other files stay as they are. ``head_only``: up to where the pixels begin."""
+    """A JPEG or PNG without metadata, with ``head_only`` up to its pixels; other files stay as they are."""
     if data[:2] == _JPEG:
         return _of_jpeg(data, head_only)
     if data[:8] == _PNG:

@@ -214,12 +214,12 @@ class Queues:
         return most if pace is None else min(most, pace.num_decodes([claim.num_tokens for claim in claims]))
 
     def _claims(self) -> list[Claim]:
-        """Of all that decode here, or will."""
+        """The claims of all sequences that decode here, or will."""
         here = (s for s in chain(self._running, self._preempted) if not s.hand_off)
         return [*map(_claim, here), *chain.from_iterable(self._reserved.values())]
 
     def _waiting_in_turn(self, new: Iterable[tuple[Asker, T]]) -> list[T | Sequence]:
-        """What was preempted and what is new, which is given in the order in which it came."""
+        """Preempted sequences and ``new`` ones, given in their order of arrival, as their turns come."""
         begun = [*map(_asker, self._running), *(claims[0].asker for claims in self._reserved.values())]
         num_requests = Counter(key for key, _ in {(asker.key, asker.request_id) for asker in begun})
         num_choices = Counter((asker.key, asker.request_id) for asker in begun)
@@ -233,7 +233,7 @@ class Queues:
         return waiting_in_turn([(asker, one) for _, asker, one in waiting], num_requests)
 
     def _waiting_before(self, asker: Asker, arrival_s: float) -> list[Sequence]:
-        """What waits for blocks and comes before a reservation."""
+        """The sequences that wait for blocks and come before a reservation."""
         new: list[tuple[float, Asker, Sequence | None]] = [(arrival_s, asker, None)]
         new += [(s.arrival_s, _asker(s), s) for s in self._waiting if self._ready_tokens(s)]
         new.sort(key=itemgetter(0))

@@ -59,7 +59,7 @@ class FetchPlaces:
         return place
 
     def free(self, asker: str) -> None:
-        """Of a :class:`FetchPlace`."""
+        """Give back the place of a :class:`FetchPlace`."""
         self._num_free += 1
         self._num_taken[asker] -= 1
         if not self._num_taken[asker]:

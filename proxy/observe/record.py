@@ -169,7 +169,7 @@ class RequestRecord:
         return context.traceparent
 
     def attempt_failed(self, request_id: str) -> None:
-        """What the attempt has not finished will not be."""
+        """End the attempt's open spans as failed."""
         for span in self.spans:
             if span.request_id == request_id:
                 span.end(failed=True)

@@ -77,7 +77,7 @@ def _about(record: RequestRecord) -> dict[str, Value]:
 
 
 def write_attempts(trace: TraceWriter, record: RequestRecord) -> None:
-    """Of each attempt of a served request that did not fail, the time until its call went out, and since then."""
+    """Write the times of a served request's attempts that did not fail, until the call went out and since then."""
     if record.status != 200:
         return
     assert record.end_s is not None
