@@ -65,7 +65,7 @@ async def ask_until(chaos: Chaos, requests: list[Request], concurrency: int, don
 
 
 async def by_command(deployment: LocalDeployment, file: Path) -> list[str]:
-    """What ``epd-serve apply`` says."""
+    """Run ``epd-serve apply``; return its output."""
     port = deployment.gateway_url.rpartition(":")[2]
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "epd_serve.cli", "apply", str(file), "--gateway", port),

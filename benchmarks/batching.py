@@ -95,7 +95,7 @@ def quantile(values: list[float], share: float) -> float:
 
 
 def summary(turn: dict[str, Any], tpot_ms: float) -> dict[str, float]:
-    """Of steps in which something decodes: only they make a client wait between tokens."""
+    """Times of steps in which something decodes: only they make a client wait between tokens."""
     steps = [1000 * step["seconds"] for step in turn["steps"] if step["decodes"]]
     cpu = [1000 * step["cpu_s"] for step in turn["steps"] if step["decodes"]]
     gaps = [

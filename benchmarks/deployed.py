@@ -1,4 +1,4 @@
-"""What the benchmarks of a whole deployment share: starting it, its metrics, and requests with their times."""
+"""The common part of benchmarks of a whole deployment: starting it, its metrics, and requests with their times."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ class Worker:
 
 
 def roofline(threads: int) -> dict[str, float]:
-    """What this CPU reaches with ``threads`` threads: multiplications of a bf16 product, bytes of a read."""
+    """Peak rates of this CPU with ``threads`` threads: multiplications of a bf16 product, bytes of a read."""
     torch.set_num_threads(threads)
     clock = time.process_time if threads == 1 else time.perf_counter
     numbers = torch.ones(1 << 26, dtype=torch.int64)

@@ -160,7 +160,7 @@ def image_inputs(batch: int, grid: list[int], width: int) -> dict[str, Tensor]:
 
 
 def timed(call: Callable[[], int]) -> dict[str, Any]:
-    """What the call returns, as ``tokens``, and its seconds."""
+    """The call's result, as ``tokens``, and its seconds."""
     wall, cpu = time.perf_counter(), time.process_time()
     tokens = call()
     return {"tokens": tokens, "wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu}

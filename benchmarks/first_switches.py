@@ -1,4 +1,4 @@
-"""What switches of an idle instance take at the shape of a real model; first ones, which bring weights, are apart.
+"""The cost of an idle instance's switches at the shape of a real model; first ones, which bring weights, apart.
 
 Deployments with and without ``instances.keep_weights`` take turns; each is started anew, so that each has its
 first switches. A switch's CPU seconds are those of its process, all threads together. Run as
@@ -34,7 +34,7 @@ MOVES = {"p1": ("D", "P", "E", "P", "E", "P", "D"), "e0": ("P", "E", "P"), "d1":
 
 
 async def time_moves(model: Path, keep: bool) -> list[dict[str, Any]]:
-    """Of one deployment's switches."""
+    """Figures of one deployment's switches."""
     port = free_port("127.0.0.1")
     config = DeploymentConfig.model_validate(
         {

@@ -81,7 +81,7 @@ async def run_cases(url: str, fuzzer: Fuzzer, count: int, concurrency: int, foun
 
 
 async def check_valid(url: str) -> list[str]:
-    """What is wrong with the answers to valid requests."""
+    """Faults in the answers to valid requests."""
     wrong = []
     async with aiohttp.ClientSession() as session:
         for path, body in valid_bodies():
@@ -93,7 +93,7 @@ async def check_valid(url: str) -> list[str]:
 
 
 async def in_use(deployment: LocalDeployment, timeout_s: float = 60) -> dict[str, Any]:
-    """What instances still hold when nothing is going on; {} after all of it has come back."""
+    """Things that instances still hold when nothing is going on; {} after all of it has come back."""
     deadline = time.monotonic() + timeout_s
     async with aiohttp.ClientSession() as session:
         while True:

@@ -204,7 +204,7 @@ class Fuzzer:
 
 
 def answer_problem(status: int, content_type: str, answer: bytes) -> str:
-    """What is wrong with an answer, whatever the request was; "" where nothing is."""
+    """The fault of an answer, whatever the request was; "" where there is none."""
     if status >= 500:
         return f"status {status}"
     if content_type.startswith("text/event-stream"):

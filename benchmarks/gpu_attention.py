@@ -178,7 +178,7 @@ def _times(calls: dict[str, Callable[[], Tensor]]) -> dict[str, float]:
 
 
 def _new_length_ms(length: int, where: torch.device) -> float | None:
-    """What a prompt of a length that cuDNN has not seen pays once; None where it takes no such shape."""
+    """Seconds that a prompt of a length that cuDNN has not seen pays once; None where it takes no such shape."""
     query, key, value = (
         torch.randn(1, heads, length, HEAD_DIM, dtype=torch.bfloat16, device=where)
         for heads in (QUERY_HEADS, KV_HEADS, KV_HEADS)

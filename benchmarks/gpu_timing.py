@@ -73,7 +73,7 @@ def host_ms(call: Callable[[], object]) -> float:
 
 
 def ceilings(where: torch.device) -> dict[str, float]:
-    """What this GPU reaches with torch's own calls: a 2 GiB copy, and a bf16 matrix product on random data."""
+    """Peak rates of this GPU with torch's own calls: a 2 GiB copy, and a bf16 matrix product on random data."""
     return {"copy_gb_s": _copy_gb_s(where, 1 << 30), "bf16_matmul_tflop_s": _matmul_tflop_s(where, 8192)}
 
 

@@ -77,7 +77,7 @@ class Memory:
             await asyncio.sleep(0.02)
 
     def growth_mib(self) -> float:
-        """Of the process that has grown most."""
+        """Growth of the process that has grown most."""
         return round(max(self.most[pid] - size for pid, size in self.first.items()) / 2**20, 1)
 
 

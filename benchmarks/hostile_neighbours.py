@@ -60,7 +60,7 @@ class Clients:
             return 0
 
     async def watch(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> dict[str, Any]:
-        """What the modest client sees."""
+        """Ask as the modest client does; its waits and statuses."""
         end_s, waits_ms, statuses = clock() + seconds, [], Counter[int]()
         while clock() < end_s:
             start_s = clock()

@@ -81,7 +81,7 @@ async def _judged(chaos: Chaos) -> dict[str, Any]:
 
 
 async def counters(client: httpx.AsyncClient) -> dict[str, int]:
-    """What the gateway did for them."""
+    """The gateway's counters of retries, continuations and moves."""
     exposition = (await client.get("/metrics")).text
     return {name or outcome: int(float(value)) for name, outcome, value in _COUNTERS.findall(exposition)}
 

@@ -172,7 +172,7 @@ def question(num_images: int, seed: int) -> dict[str, Any]:
 
 
 async def answers(topology: str, *, parallel: bool) -> tuple[list[list[str]], list[dict[str, int]]]:
-    """Of each question, the tokens; and images that each encoder encoded for it."""
+    """Per question, the tokens, and the images that each encoder encoded for it."""
     config = DeploymentConfig(
         topology=topology,
         gateway={"port": 0, "parallel_encode": parallel},

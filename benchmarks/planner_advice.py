@@ -69,12 +69,12 @@ def take(work_dir: Path, rates: str, duration_s: float, seed: int) -> None:
 
 
 def _file(work_dir: Path, plan: Candidate) -> Path:
-    """Of its deployment."""
+    """The deployment file of a plan."""
     return work_dir / plan.policy / f"{plan.line}.yaml"
 
 
 def measured(work_dir: Path, load: str) -> dict[Candidate, list[MeasuredRun]]:
-    """Of each plan, rates rising."""
+    """The runs of each plan, rates rising."""
     found: dict[Candidate, list[MeasuredRun]] = {plan: [] for plan in PLANS}
     for policy in POLICIES:
         files = (work_dir / "advice" / load / policy).glob("*/*/*/run.json")

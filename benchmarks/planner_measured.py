@@ -192,7 +192,7 @@ def _good(rows: Sequence[dict[str, Any]], side: str) -> float:
 def _by_round(
     rows: Sequence[dict[str, Any]], side: str, value: Callable[[Sequence[dict[str, Any]], str], float]
 ) -> dict[str, list[float]]:
-    """Of each deployment the value of its runs in each round."""
+    """Per deployment, the value of its runs in each round."""
     rounds = sorted({row["round"] for row in rows})
     return {
         file: [value([row for row in rows if (row["file"], row["round"]) == (file, one)], side) for one in rounds]
@@ -201,7 +201,7 @@ def _by_round(
 
 
 def _processes(file: str) -> tuple[object, ...]:
-    """What a deployment runs on this machine: deployments with the same are repetitions of each other."""
+    """The processes of a deployment on this machine: deployments with the same are repetitions of each other."""
     config = load_config(ROOT / "deploy" / file)
     roles = tuple(sorted(str(one.role) for one in config.placement()))
     return roles, config.settings_for("P").kv_transfer.transport, config.feature_store

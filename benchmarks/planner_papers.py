@@ -1,4 +1,4 @@
-"""What the papers print, and the same from the simulator with analytic profiles."""
+"""The papers' figures, and the same from the simulator with analytic profiles."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def table_5(
 
 
 def winners(measured: dict[str, dict[str, float]]) -> dict[str, str]:
-    """Of figure 17: who is first in what."""
+    """Figure 17: who is first in what."""
     return {
         "lowest TTFT": min(measured, key=lambda line: measured[line]["ttft_ms"]),
         "lowest TPOT": min(measured, key=lambda line: measured[line]["tpot_ms"]),

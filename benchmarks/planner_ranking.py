@@ -28,7 +28,7 @@ from benchmarks.planner_papers import kendall_tau
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Noise:
-    """Of what a deployment does in a round: squares that no part explains, and their degrees of freedom."""
+    """Noise of a deployment's rounds: squares that no part explains, and their degrees of freedom."""
 
     squares: float
     freedom: int
@@ -41,7 +41,10 @@ class Noise:
         return sum(parts, cls(squares=0.0, freedom=0))
 
     def least_significant_difference(self, rounds: int) -> float:
-        """Of two means over so many rounds, at 5 %. Raises ValueError where nothing was repeated."""
+        """The least significant difference of two means over ``rounds`` rounds, at 5 %.
+
+        Raises ValueError where nothing was repeated.
+        """
         if not self.freedom:
             raise ValueError("nothing was measured twice, so nobody knows what is noise")
         return student_t(0.975, self.freedom) * math.sqrt(2 * self.squares / self.freedom / rounds)

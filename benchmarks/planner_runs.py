@@ -134,7 +134,7 @@ def in_order(files: Sequence[Path], number_of_round: int) -> list[tuple[Path, st
 
 
 def _loads(file: Path, workload: str, duration_s: float, number_of_round: int) -> list[RunSettings]:
-    """Of one deployment in a round; its URL is not known yet."""
+    """The runs of one deployment in a round; its URL is not known yet."""
     first = len(RATES) * WORKLOADS.index(workload)
     return [
         RunSettings(
@@ -185,7 +185,7 @@ def keep(work_dir: Path) -> list[MeasuredRun]:
 
 
 def kept(run: RunDirectory, deployment: str) -> MeasuredRun:
-    """What the simulator needs of a run; ``deployment``: its file."""
+    """A run as the simulator needs it; ``deployment``: its file."""
     settings = run.settings
     items = take_items(load_workload(settings.workload), settings.num_requests, settings.seed)
     pixels = [_pixels(item) for item in items]

@@ -49,7 +49,7 @@ class Clock:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What a client sends at ``at_s``: images as (name, pixels), a prompt, and how many tokens it gets."""
+    """A client's request at ``at_s``: images as (name, pixels), a prompt, and how many tokens it gets."""
 
     at_s: float
     images: tuple[tuple[str, int], ...] = ()
@@ -270,7 +270,7 @@ class Gateway:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Of one run.
+    """Figures of one run.
 
     Attributes:
         hit_rate: of items, those that were not encoded again.

@@ -1,4 +1,4 @@
-"""What a decode step costs besides the model, for each way to choose tokens.
+"""The cost of a decode step besides the model, for each way to choose tokens.
 
     python -m benchmarks.sampling [--batch 32] [--steps 12] [--model 0.5B]
 

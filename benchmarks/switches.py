@@ -82,7 +82,7 @@ async def switch_under_load(switcher: Switcher, chaos: Chaos, count: int, loads:
 
 
 async def time_pairs(switcher: Switcher, runs: int) -> dict[str, dict[str, float]]:
-    """Of one idle instance beside the others, the seconds from each role to each other."""
+    """Seconds of one idle instance, beside the others, from each role to each other."""
     name = next(name for name, role in switcher.roles.items() if switcher.keeps_all(name, role))
     seconds: dict[str, list[float]] = {}
     for _ in range(runs):

@@ -39,7 +39,7 @@ PAPER = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """What 16 requests of one length cost, sums over them where not said otherwise.
+    """The cost of 16 requests of one length, sums over them where not said otherwise.
 
     Attributes:
         kv_s: transfer time, handshakes included. exposed_s: the part of it after the own prompt was computed.
@@ -95,7 +95,7 @@ def prompts(rng: random.Random, count: int, tokens: int) -> list[dict[str, Any]]
 
 
 async def batch(url: str, rng: random.Random, tokens: int, read: Any) -> Figures:
-    """What 16 requests add to P's figures that came while another prompt was being computed."""
+    """The part of 16 requests in P's figures that came while another prompt was being computed."""
     async with httpx.AsyncClient(base_url=url, timeout=600) as client:
         (plug,) = prompts(rng, 1, PLUG_TOKENS)
         ahead = asyncio.create_task(ask(client, PATH, plug))

@@ -53,7 +53,7 @@ def prompt(chooser: random.Random) -> dict[str, Any]:
 async def alone_s(
     client: httpx.AsyncClient, deployment: LocalDeployment, name: str, body: dict[str, Any]
 ) -> float:
-    """What an instance needs for a prompt's first token, without a hand-over."""
+    """Seconds of an instance for a prompt's first token, without a hand-over."""
     start = time.perf_counter()
     url = f"{deployment.instances[name].url}{PATH}"
     answer = await client.post(url, json={**body, "model": "benchmark", "max_tokens": 1})

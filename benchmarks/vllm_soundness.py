@@ -143,7 +143,7 @@ async def ask_all(
 
 
 def processes(deployment: LocalDeployment) -> dict[str, list[psutil.Process]]:
-    """Of each instance, and of the gateway."""
+    """Figures of each instance, and of the gateway."""
     found = {}
     for process in deployment.processes:
         root = psutil.Process(process.pid)

@@ -62,7 +62,7 @@ def options_of(section: type[Section], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def kind(schema: dict[str, Any]) -> str:
-    """What a value may be, in words."""
+    """The kind of a value, in words."""
     if "enum" in schema or "const" in schema:
         return " or ".join(f"`{value}`" for value in schema.get("enum", [schema.get("const")]))
     if "anyOf" in schema:

@@ -54,7 +54,7 @@ def packages(name: str) -> list[Package]:
 
 
 def compile_lock(source: str, *options: str, given: str | None = None) -> str:
-    """What uv writes for a requirements file, without the comments that name machines."""
+    """The lock that uv writes for a requirements file, without the comments that name machines."""
     command = ["uv", "pip", "compile", "--quiet", "--generate-hashes", "--universal", "--python-version", "3.11"]
     command += ["--no-header", "--no-annotate", *PINS, *options, source]
     done = subprocess.run(command, cwd=ROOT, input=given, capture_output=True, text=True)

@@ -18,7 +18,7 @@ from packageurl import PackageURL
 
 
 def bill(lock: str) -> Bom:
-    """Of this project as it is here. Each component has the hashes of all files that its version has."""
+    """This project's bill of materials; each component has the hashes of all files of its version."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     bom = Bom()
     bom.metadata.component = whole = Component(

@@ -35,7 +35,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def tpot_s(timing: Timing, num_tokens: int) -> float:
-    """Of an answer of so many tokens: an event may carry several."""
+    """Seconds for each token of an answer: an event may carry several."""
     return (timing.tokens_s[-1] - timing.first_s) / (num_tokens - 1)
 
 

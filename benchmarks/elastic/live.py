@@ -45,7 +45,7 @@ _CROWD = 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pace:
-    """What one instance of each role can do with its part of a core.
+    """The rates of one instance of each role with its part of a core.
 
     Attributes:
         ttft_s, tpot_s: of one request alone.
@@ -88,7 +88,7 @@ async def devices(settings: DeploymentConfig) -> AsyncIterator[LocalDeployment]:
 
 
 async def find_pace(path: Path, shift: Shift) -> Pace:
-    """Of this machine as it is now."""
+    """Capacities of this machine as it is now."""
     first = Phase(num_tokens=50, side=shift.before.side)
     # Without pictures: behind these, the first answer would be over before the last one begins.
     text = Phase(num_tokens=150, side=0)
@@ -175,7 +175,7 @@ def cpu_s(deployment: LocalDeployment) -> dict[str, float]:
 
 
 async def held_at_the_end(client: httpx.AsyncClient, deployment: LocalDeployment) -> dict[str, Any]:
-    """What instances still hold once all is answered, thirty seconds later at most; {} for nothing."""
+    """Things that instances hold once all is answered, thirty seconds later at most; {} for nothing."""
     deadline = time.monotonic() + 30
     while True:
         answers = {name: await client.get(f"{one.url}/integrity") for name, one in deployment.instances.items()}

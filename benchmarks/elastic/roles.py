@@ -1,4 +1,4 @@
-"""What each instance of a running deployment says of its role, as long as it is watched."""
+"""The role that each instance of a running deployment reports, as long as it is watched."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Watcher:
         ]
 
     def layout(self) -> str:
-        """Of now."""
+        """The roles of now."""
         return layout_of(state for state, _ in self._last.values())
 
 

@@ -1,4 +1,4 @@
-"""What a gateway costs: ``python -m benchmarks.gateway [--vllm-proxy FILE] [--vllm-router PROGRAM]``."""
+"""The cost of a gateway: ``python -m benchmarks.gateway [--vllm-proxy FILE] [--vllm-router PROGRAM]``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the stage instances of the benchmark answer, written down ready to be sent (stage.c)."""
+"""Answers of the benchmark's stage instances, written down ready to be sent (stage.c)."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def wait_until_served(port: int, body: bytes, log: Path) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """Of a process and all its children: seconds of CPU, bytes of resident memory."""
+    """Seconds of CPU and bytes of resident memory of a process and all its children."""
 
     cpu_s: float
     rss_bytes: int

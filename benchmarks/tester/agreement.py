@@ -120,7 +120,7 @@ def _measure(url: str, vllm: str, directory: Path, rounds: int) -> dict[str, Any
 
 
 def _compare(theirs: list[Figures], ours: list[Figures]) -> dict[str, Figures]:
-    """Of each figure: the least disturbed round of each, their ratio, and the medians."""
+    """Per figure: the least disturbed round of each, their ratio, and the medians."""
     found = {}
     for name in (*FIGURES, *(f"{name}, as served" for name in TRUTH)):
         best = max if name.endswith("throughput") else min

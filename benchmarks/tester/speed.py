@@ -1,4 +1,4 @@
-"""What a request costs the tester: ``python -m benchmarks.tester.speed [--out FILE.json]``.
+"""The tester's cost of a request: ``python -m benchmarks.tester.speed [--out FILE.json]``.
 
 The server is benchmarks/gateway/stage.c, which answers from memory. It runs on one core, the tester on another. Of
 each cell the round that others on the machine disturbed least is given, all rounds beside it.
