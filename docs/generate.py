@@ -81,7 +81,7 @@ def cell(text: str) -> str:
 
 
 def options_page() -> str:
-    lines = [OPTIONS, "| option | value | default | change | |", "|---|---|---|---|---|"]
+    parts: dict[str, list[str]] = {}
     change = ""
     for path, section, name, field in options_of(DeploymentConfig):
         schema = section.model_json_schema(mode="validation")["properties"][name]
@@ -93,8 +93,12 @@ def options_page() -> str:
         if "[]." not in path:
             change = applied(field).how
         row = (f"`{path}`", kind(schema), default, change, field.description or "")
-        lines.append(f"| {' | '.join(map(cell, row))} |")
-    return "\n".join(lines) + "\n"
+        part = path.partition(".")[0] if "." in path else "The file itself"
+        parts.setdefault(part, []).append(f"| {' | '.join(map(cell, row))} |")
+    lines = [OPTIONS]
+    for part, rows in parts.items():
+        lines += [f"## {part}", "", "| option | value | default | change | |", "|---|---|---|---|---|", *rows, ""]
+    return "\n".join(lines)
 
 
 def commands(command: Any, name: str) -> Iterator[tuple[str, Any]]:
