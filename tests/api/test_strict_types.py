@@ -1,4 +1,4 @@
-"""What the gateway sends is what the newest openai client says it gets: its types, held against it strictly."""
+"""The gateway's answers have the types of the newest openai client, checked strictly."""
 
 from __future__ import annotations
 

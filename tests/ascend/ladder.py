@@ -1,4 +1,4 @@
-"""What can be checked of the Ascend backend on a machine without an NPU, and how far that goes.
+"""The checks of the Ascend backend on a machine without an NPU, and how far they go.
 
     python tests/ascend/ladder.py [--wheel torch_npu-....whl] [--update-lock]
 

@@ -1,4 +1,4 @@
-"""What only an NPU can show. Elsewhere these are listed as not run."""
+"""Tests for an NPU alone. Elsewhere these are listed as not run."""
 
 from __future__ import annotations
 

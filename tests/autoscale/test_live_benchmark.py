@@ -1,4 +1,4 @@
-"""What the live table is made of: parts of cores, roles over time, figures."""
+"""The parts of the live table: parts of cores, roles over time, figures."""
 
 from __future__ import annotations
 

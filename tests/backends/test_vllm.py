@@ -1,4 +1,4 @@
-"""What the gateway sends to vLLM and makes of what comes back; real servers answer in tests/vllm."""
+"""The gateway's requests to vLLM, and its reading of the answers; real servers answer in tests/vllm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What calls to vLLM servers do when these say odd things, or say them in odd pieces."""
+"""Calls to vLLM servers that say odd things, or say them in odd pieces."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ ERROR = b'data: {"error":{"message":"the engine is dead","code":500}}\n\n'
 
 
 async def forwarded(port: int, rewrite: Any = None, room: int = 1000) -> tuple[bytes, str]:
-    """What of a stream is passed on, and the failure it ends with; ``room`` writes at a time."""
+    """The part of a stream that is passed on, and the failure it ends with; ``room`` writes at a time."""
     written: list[bytes] = []
     left = room
 
@@ -161,7 +161,7 @@ async def test_the_engine_is_asked_for_its_id_once() -> None:
 
 
 async def test_a_d_that_is_given_up_leaves_p_its_answer() -> None:
-    """Of several choices P computes nothing, and D waits for its answer: closed, it must not take that along."""
+    """P computes nothing of several choices, and D waits for its answer: closed, it must not take that along."""
     async with NativeConnections() as connections:
         targets = {"p0": target("P", features="file", kv="nixl", pulls=True), "d0": target("D", kv="nixl")}
         others = VllmInstances(connections, targets)

@@ -1,4 +1,4 @@
-"""Which of its pictures D gets without pixels, and what becomes of a request whose KV does not come then."""
+"""Pictures that D gets without pixels, and the fate of a request whose KV does not come then."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ async def test_what_e_does_not_tell_of_goes_with_pixels_and_kv() -> None:
 
 
 async def test_d_that_computes_the_prompt_gets_pixels() -> None:
-    """Of several choices no KV comes."""
+    """No KV comes for several choices."""
     server = Server()
     await ask(server, n=2)
     [body] = server.bodies["d0"]

@@ -112,7 +112,7 @@ def test_reasoning_and_tool_calls_are_tokens() -> None:
 
 
 def test_special_tokens_alone_are_tokens_where_usage_says_so() -> None:
-    """Of four events the first is the role's: usage has three tokens."""
+    """The first of four events is the role's: usage has three tokens."""
     usage = b'{"choices":[],"usage":{"completion_tokens":3}}'
     events = (chunk("", role="assistant"), chunk(""), chunk(""), chunk("", "length"), usage, b"[DONE]")
     answer = Answer()

@@ -1,4 +1,4 @@
-"""What the server under test tells besides its answers, and a server that tells nothing."""
+"""A server under test that tells more than its answers, and one that tells nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is printed is whole, also in a file or on a terminal of 80 columns."""
+"""All that is printed is whole, also in a file or on a terminal of 80 columns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a deployment file says of Mooncake, and what each instance is told of it."""
+"""Mooncake's keys in a deployment file, and the part of them that each instance gets."""
 
 from __future__ import annotations
 

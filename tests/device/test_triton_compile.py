@@ -51,7 +51,7 @@ HOPPER_SHARED_BYTES = 227 * 1024
 
 @pytest.fixture(scope="module")
 def compiled() -> dict[str, Any]:
-    """What each case compiled to, by its name."""
+    """The code that each case compiled to, by its name."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_DEFAULT_FP_FUSION": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     with tempfile.TemporaryDirectory() as cache:

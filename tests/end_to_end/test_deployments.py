@@ -49,7 +49,7 @@ def check_shared_memory(before: set[Path]) -> None:
 
 
 def left_behind(before: set[Path]) -> set[Path]:
-    """What no process has mapped, by inode: a semaphore is mapped under a name that it had before its own."""
+    """Files that no process has mapped, by inode: a semaphore is mapped under an earlier name than its own."""
     new: dict[Path, int] = {}
     for path in shared_memory() - before:
         with suppress(FileNotFoundError):

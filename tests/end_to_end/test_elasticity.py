@@ -54,7 +54,7 @@ class Site:
         return found
 
     async def roles(self) -> dict[str, str]:
-        """Of those that are ready."""
+        """The roles of the ready ones."""
         answer = await self.client.get(f"{self.admin}/instances")
         return {one["name"]: one["role"] for one in answer.json()["instances"] if one["ready"]}
 

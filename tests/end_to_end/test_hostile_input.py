@@ -60,7 +60,7 @@ def decoders(pid: int) -> list[int]:
 
 
 def cpu_s(pid: int) -> float:
-    """Of a process and of its children that have ended."""
+    """CPU seconds of a process and of its children that have ended."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return sum(map(int, fields[11:15])) / 100
 
@@ -68,7 +68,7 @@ def cpu_s(pid: int) -> float:
 async def answers_beside(
     client: httpx.AsyncClient, body: Callable[[], Any], work: Awaitable[httpx.Response]
 ) -> tuple[httpx.Response, list[httpx.Response]]:
-    """Of ``work``, and of a neighbour who asks one after the other until then."""
+    """The results of ``work``, and of a neighbour who asks one after the other until then."""
     task, others = asyncio.ensure_future(work), list[httpx.Response]()
     while not task.done() or not others:
         others.append(await client.post("/v1/chat/completions", json=body()))
@@ -121,7 +121,7 @@ async def test_a_request_of_many_such_pictures_is_no_worse(deployment: LocalDepl
 
 
 def peak_bytes(pid: int) -> int:
-    """Of its memory, since :func:`forget_peak`."""
+    """The peak of its memory since :func:`forget_peak`."""
     [line] = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmHWM")]
     return int(line.split()[1]) * 1024
 

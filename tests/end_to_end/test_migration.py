@@ -61,7 +61,7 @@ def outcomes(metrics: str) -> dict[str, float]:
 
 
 def text_of(answer: str) -> str:
-    """Of an answer in one piece, or of all events."""
+    """The text of an answer in one piece, or of all events."""
     pieces = [answer]
     if not answer.startswith("{"):
         assert answer.endswith("data: [DONE]\n\n"), answer[-300:]

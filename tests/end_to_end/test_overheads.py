@@ -1,4 +1,4 @@
-"""What requests take besides their stages, measured on real deployments of the demo model."""
+"""The overheads of requests, measured on real deployments of the demo model."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -44,7 +44,7 @@ def little(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def seeds(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """Of all measurements, with the deployment that was asked."""
+    """URL and seed of each measurement."""
     found: list[tuple[str, int]] = []
     settings = overheads.RunSettings
 

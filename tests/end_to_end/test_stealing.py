@@ -77,7 +77,7 @@ async def test_what_an_idle_encoder_steals_is_answered_as_it_would_be_elsewhere(
         psutil.Process(deployment.instances["epd0"].pid).nice(19)
 
         async def answers(threshold: int, num_rounds: int) -> list[list[list[str]]]:
-            """Of each round; where something is to be stolen, there are more until it was."""
+            """The answers of each round; where something is to be stolen, rounds go on until it was."""
             found: list[list[list[str]]] = []
             rule = {"gateway": {"stealing": {"threshold": threshold, "batch": 4}}}
             async with gateway(urls, config=rule) as url, httpx.AsyncClient(base_url=url, timeout=120) as client:

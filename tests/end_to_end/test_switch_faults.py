@@ -56,7 +56,7 @@ class Site:
         return answer.status_code, answer.text
 
     async def until(self, **wanted: Any) -> dict[str, Any]:
-        """What the instance says of itself, once these values are there."""
+        """The instance's report, once these values are there."""
         async with asyncio.timeout(300):
             while True:
                 info: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""What requests forbid: grammars follow their text, and every choice its own."""
+"""Constraints of requests: grammars follow their text, and every choice its own."""
 
 from __future__ import annotations
 

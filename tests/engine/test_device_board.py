@@ -1,4 +1,4 @@
-"""What instances on one device know of each other, in one process and across processes."""
+"""Instances on one device know of each other, in one process and across processes."""
 
 from __future__ import annotations
 

@@ -238,7 +238,7 @@ def test_a_failed_step_leaves_nothing_to_wait_for() -> None:
 
 
 def test_nothing_to_compute_is_not_busy() -> None:
-    """What runs may wait for an image whose encode waits for the language model to be idle."""
+    """Running sequences may wait for an image whose encode waits for the language model to be idle."""
     rig = Rig(is_busy=lambda: rig.language.is_busy)
     told: list[bool] = []
     rig.language.on_pause = lambda: told.append(rig.language.is_busy)

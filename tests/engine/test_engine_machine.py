@@ -38,7 +38,7 @@ def _key(name: str) -> str:
 
 @dataclass
 class Request:
-    """What a client would see."""
+    """A request as its client sees it."""
 
     prompt: list[int]
     max_tokens: int

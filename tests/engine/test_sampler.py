@@ -249,7 +249,7 @@ def test_the_largest_are_found_in_the_runs_of_the_largest_maxima(
 
 
 def left(logits: torch.Tensor, params: dict[str, Any], slack: float = 0.0) -> torch.Tensor:
-    """What is left of a distribution by sorting, in vLLM's order, equals together; with slack a little more."""
+    """The rest of a distribution by sorting, in vLLM's order, equals together; with slack a little more."""
     values = logits.double() / params["temperature"]
     probabilities = values.softmax(-1)
     values = values.masked_fill(

@@ -67,7 +67,7 @@ class Fleet:
         return sum(float(value) for series, value in samples if "stage_seconds_count" in series)
 
     def held(self, name: str) -> dict[str, int]:
-        """What an instance holds, as its own host sees it."""
+        """The blocks and features that an instance holds, as its own host sees it."""
         host = self.hosts[name]
 
         async def ask() -> bytes:

@@ -64,7 +64,7 @@ def text_of(answer: list[Frame]) -> str:
 
 
 async def each_choice_goes_on(instances: Instances) -> None:
-    """Of several, by itself: with the tokens that it would have had beside the others."""
+    """One choice of several, by itself: with the tokens that it would have had beside the others."""
     one = request(temperature=1.5, max_tokens=9, n=3)
     whole = await instances.ask(one, [], apart=True)
     for choice in range(3):

@@ -48,7 +48,7 @@ class Bench:
     async def event(
         self, item: wire.MediaRef, request_id: str, num_tokens: int | None = None
     ) -> wire.FeatureEvent:
-        """Of a feature that is in the store, held for the request."""
+        """A notice of a feature that is in the store, held for the request."""
         count = item.width * item.height if num_tokens is None else num_tokens
         data = memoryview(bytes(index % 251 for index in range(count * WIDTH)))
         feature = await self.store.put(item.mm_hash, data, [count, WIDTH], "uint8", request_id)
@@ -199,7 +199,7 @@ async def test_a_feature_whose_request_never_comes_is_let_go(bench: Bench) -> No
 
 
 class SlowFetch:
-    """Of a store, let through one by one."""
+    """Reads of a store, let through one by one."""
 
     def __init__(self, bench: Bench) -> None:
         self.num_begun = 0

@@ -1,4 +1,4 @@
-"""What all requests of an instance share must survive the failure of one."""
+"""State that all requests of an instance share survives the failure of one."""
 
 from __future__ import annotations
 

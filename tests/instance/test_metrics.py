@@ -1,4 +1,4 @@
-"""What an instance tells Prometheus adds up."""
+"""The figures that an instance gives Prometheus add up."""
 
 from __future__ import annotations
 

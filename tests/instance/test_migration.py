@@ -84,7 +84,7 @@ class Fleet:
         language.emit = emit_and_wait  # type: ignore[method-assign]
 
     async def move(self, held: str, **more: Any) -> tuple[list[Frame], Reply | None]:
-        """What the source says of the hand-over, and the target's answer, where it comes."""
+        """The source's view of the hand-over, and the target's answer, where it comes."""
         name = f"{held}-moved"
         order = wire.MoveRequest(name, held, **({"decode_url": self.target.url} | more))
         expect = wire.DecodeRequest(name, stream=True)

@@ -1,4 +1,4 @@
-"""What is refused hears it once, and what has begun only when all are."""
+"""A refused request hears it once, and one that has begun only when all are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What another deployment file asks of the instances that run: which can change, which must be other processes."""
+"""A new deployment file against the instances that run: some can change, some must be other processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a supervisor started ends with it, children that know nothing of it included."""
+"""Everything that a supervisor started ends with it, children that know nothing of it included."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the launcher does about an apply before its first step and after its last one."""
+"""The launcher's part in an apply before its first step and after its last one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all processes of a deployment have in common, those included that come later."""
+"""The things that all processes of a deployment share, those included that come later."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is run for a deployment of vLLM instances."""
+"""The processes of a deployment of vLLM instances."""
 
 from __future__ import annotations
 
@@ -311,7 +311,7 @@ def test_an_unsuitable_vllm_is_refused_with_what_would_do(good: VllmFound) -> No
 
 
 def test_a_vllm_without_a_hook_is_refused_by_it(good: VllmFound) -> None:
-    """Of 0.27 the connectors' metrics are missing, of 0.23 what requests say of features."""
+    """0.27 lacks the connectors' metrics, 0.23 the requests' notes on features."""
     metrics = "vllm.distributed.ec_transfer.ec_connector.metrics"
     older = changed(good, vllm="0.27.1", modules={**good.modules, metrics: None})
     with pytest.raises(ValueError, match=r"features: store does not fit vLLM 0.27.1 .*it has no .*metrics.*0.33"):

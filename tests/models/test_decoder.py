@@ -56,7 +56,7 @@ def _llava(path: Path, model_type: str, **text: Any) -> Any:
 
 
 def _logits(path: Path, ids: Tensor, positions: Tensor) -> Tensor:
-    """Of all tokens, by our model: a chunk of ten, then the rest."""
+    """Logits of all tokens, by our model: a chunk of ten, then the rest."""
     device = get_device("cpu")
     model = LanguageModel(path, torch.float32, device)
     num_blocks = -(-LENGTH // BLOCK_SIZE) + 1

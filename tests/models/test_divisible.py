@@ -1,4 +1,4 @@
-"""What of an item could be encoded in several places: frames of a video, and never parts of an image."""
+"""Frames of a video could be encoded in several places, parts of an image never."""
 
 from __future__ import annotations
 

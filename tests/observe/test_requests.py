@@ -1,4 +1,4 @@
-"""What operators see of a request: access log, trace context, metrics under names that people know."""
+"""A request's traces for operators: access log, trace context, metrics under names that people know."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a decode step takes besides the model, from requests that came together."""
+"""The cost of a decode step besides the model, from requests that came together."""
 
 import msgspec
 import pytest

@@ -310,7 +310,7 @@ async def start() -> AsyncIterator[Callable[..., Any]]:
 
 @pytest.fixture
 def kit() -> SimpleNamespace:
-    """What tests build requests and scripts from (modules under tests/ cannot import each other)."""
+    """The parts from which tests build requests and scripts (modules under tests/ cannot import each other)."""
     return SimpleNamespace(
         FIRST=FIRST,
         REST=REST,

@@ -1,4 +1,4 @@
-"""What a client gets when everything works, byte by byte."""
+"""The answers that a client gets when everything works, byte by byte."""
 
 import asyncio
 import io

@@ -1,4 +1,4 @@
-"""What workers tell each other through their parent, here in one process with their sockets."""
+"""The messages of workers through their parent, here in one process with their sockets."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ class Crew:
         return data
 
     async def total(self, name: str) -> float:
-        """Of a metric over its labels, as one scrape has it."""
+        """The sum of a metric over its labels, as one scrape has it."""
 
         async def scrape() -> str:
             async with self.session.get(f"{self.url}/metrics") as response:

@@ -120,7 +120,7 @@ def test_no_instance_starves(name):
 
 
 def waits(policy: RouteChoice) -> float:
-    """Of prompts of very different lengths on unequal instances."""
+    """Prompts of very different lengths on unequal instances."""
     instances = fleet("E", "P", "P", "P", "D", "D")
     instances[3].rates = {**RATES, "P": StageRate(0.006, 6e-5)}
     return simulate(instances, [Router(policy)], workload(5, 400, 75.0)).mean_wait_s

@@ -47,7 +47,7 @@ def test_a_half_that_the_queue_cannot_fill_is_collected_for_a_while():
 
 @dataclass
 class World:
-    """What a thief sees: images that come and go, a queue, sequences that end."""
+    """The world of a thief: images that come and go, a queue, sequences that end."""
 
     items: int = 0
     queued: int = 0

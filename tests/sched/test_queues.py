@@ -170,7 +170,7 @@ def test_kv_that_cannot_be_saved_or_brought_back_fails_its_request_alone() -> No
 
 
 def test_a_block_to_spare_is_nobody_elses() -> None:
-    """What was admitted with room for one more token may find its last known one left as a chunk of its own."""
+    """A prompt admitted with room for one more token may find its last known one left as a chunk of its own."""
     bench = Bench(20)
     alone = bench.submit("alone", 1.0, 4)
     bench.queues.tables.admit(alone)

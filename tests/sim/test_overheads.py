@@ -1,4 +1,4 @@
-"""What a request takes besides its stages, where a profile has it."""
+"""The overhead of a request, where a profile has it."""
 
 from dataclasses import replace
 from statistics import fmean

@@ -1,4 +1,4 @@
-"""What the levels of tests/ascend share: getting torch_npu, and counting the operators that each level called."""
+"""Common to the levels of tests/ascend: getting torch_npu, and counting the operators that each level called."""
 
 from __future__ import annotations
 

@@ -182,7 +182,7 @@ def check_layers(
 
 
 def dense_attention(batch: Batch) -> Tensor:
-    """What the oracle must give: torch's own attention over unpaged K/V, with an explicit mask."""
+    """The oracle's result: torch's own attention over unpaged K/V, with an explicit mask."""
     outputs: list[Tensor] = [batch.query[:0]]
     start = 0
     for (query_len, context), (keys, values) in zip(batch.sequences, batch.dense, strict=True):

@@ -38,7 +38,7 @@ class DecodeStep:
         )
 
     def fill(self, context_lens: list[int]) -> None:
-        """What the engine copies into the buffers before a replay."""
+        """The inputs that the engine copies into the buffers before a replay."""
         self.meta.decode_context_lens.copy_(torch.tensor(context_lens))
         last = self.meta.decode_context_lens - 1
         block = self.meta.decode_block_table.gather(1, (last // BLOCK_SIZE)[:, None])[:, 0]

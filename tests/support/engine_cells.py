@@ -24,7 +24,7 @@ def next_token(tokens: AbstractSequence[int], index: int) -> int:
 
 
 class Cells:
-    """What was computed into each place of each block."""
+    """The tokens computed into each place of each block."""
 
     def __init__(self, num_blocks: int) -> None:
         self.blocks: list[list[Any]] = [[None] * BLOCK_SIZE for _ in range(num_blocks)]

@@ -86,7 +86,7 @@ async def figures(url: str) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Books:
-    """What an idle deployment must show: books that balance and nothing in use."""
+    """Check an idle deployment: books that balance and nothing in use."""
 
     urls: Mapping[str, str]
 

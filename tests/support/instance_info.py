@@ -1,4 +1,4 @@
-"""What an instance says of itself, for tests that care about few of its fields."""
+"""An instance's report, for tests that care about few of its fields."""
 
 from __future__ import annotations
 

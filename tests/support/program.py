@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 def read_until(process: subprocess.Popen[str], words: str) -> str:
-    """What a program prints, up to the line with ``words``."""
+    """The output of a program, up to the line with ``words``."""
     assert process.stdout is not None
     output = ""
     for line in process.stdout:

@@ -1,4 +1,4 @@
-"""What transformers' own ``generate`` answers: the oracle of identity tests. Shares no code with the engine."""
+"""The answers of transformers' own ``generate``: the oracle of identity tests. Shares no code with the engine."""
 
 from __future__ import annotations
 

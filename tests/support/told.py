@@ -1,4 +1,4 @@
-"""What a launcher tells an instance."""
+"""The options that a launcher gives an instance."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def ask(url: str, body: Mapping[str, Any], *, stream: bool = False, timeout_s: f
 
 
 def streamed_tokens(events: Iterable[str]) -> Tokens:
-    """Of all events of an answer."""
+    """The text of all events of an answer."""
     lines = [line for line in events if line]
     assert lines[-1] == "data: [DONE]"
     found: Tokens = []

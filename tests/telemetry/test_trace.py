@@ -1,4 +1,4 @@
-"""What processes write is what viewers read, also after a kill; joined, a request's stages add up."""
+"""Processes write traces that viewers read, also after a kill; joined, a request's stages add up."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from epd_serve.telemetry.trace_file import TraceWriter
 
 
 def work(track: str, name: str, start_s: float, end_s: float, **about: Value) -> Span:
-    """What a thread did."""
+    """A span of a thread."""
     return Span(name, "", start_s, end_s, {"track": track, **about})
 
 

@@ -43,7 +43,7 @@ def fleets(draw: st.DrawFn, prefix: str, kinds: Sequence[str] = ("cpu",), most: 
 
 
 def carry_out(running: Sequence[Part], wanted: Sequence[Part], steps: Sequence[Step]) -> list[Part]:
-    """What runs in the end; a stage that had an instance must have one at each moment."""
+    """The instances that run in the end; a stage that had an instance must have one at each moment."""
     named = {one.name: one for one in wanted}
     now = {one.name: one for one in running}
     needed = set("PD") & set("".join(str(one.role) for one in running))
@@ -146,7 +146,7 @@ def test_one_instance_serves_all_stages_while_others_change_places() -> None:
 
 
 def test_a_device_that_is_not_free_is_named_before_anything_changes() -> None:
-    """Of another kind, as with another share: its process must end first."""
+    """An instance of another kind, as with another share: its process must end first."""
     running = placed("E-PD-PD", ["cuda:0", "cuda:1", "cuda:2"], "")
     wanted = [*running[:2], part("new", "PD", "other", devices=("cuda:2",))]
     with pytest.raises(ChangeImpossible, match=r"cuda:2 has no room for new \(PD\) beside pd1 \(PD\), which"):

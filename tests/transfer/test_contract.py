@@ -33,7 +33,7 @@ BOUND_S = 3 * TIMEOUT_S
 
 @dataclass
 class Side:
-    """What outlives an example: both processes are slow to start."""
+    """The processes that outlive an example: both processes are slow to start."""
 
     transport: Transport
     peer: Peer

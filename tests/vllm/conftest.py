@@ -32,6 +32,6 @@ def asked() -> list[dict[str, Any]]:
 def expected(
     python: str, model: Path, asked: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
 ) -> list[Tokens]:
-    """What vLLM alone answers."""
+    """The answers of vLLM alone."""
     with monolith(python, model, tmp_path_factory.mktemp("monolith") / "log") as url:
         return ask_all(url, asked)

@@ -49,7 +49,7 @@ def picture(seed: int, **fields: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def pids(deployment: Deployment) -> dict[str, int]:
-    """Of the instances' first processes."""
+    """The ids of the instances' first processes."""
     return {name: deployment.pid(name) for name in deployment.urls}
 
 

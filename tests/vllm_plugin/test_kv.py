@@ -296,7 +296,7 @@ def test_a_record_says_how_much_of_the_transfer_was_hidden(tmp_path: Path) -> No
 
 
 def overlap(folder: Path, layers_together: int) -> float:
-    """Of a prompt whose layers take as long to compute as their KV takes over a slow link."""
+    """A prompt whose layers take as long to compute as their KV takes over a slow link."""
     sides = Sides().open(trace=folder, bytes_per_s=LAYER_BYTES / LAYER_S)
     sides.want([0, 1, 2, 3])
     sides.sender.begin("t-r", "p-r", "hello")
